@@ -12,12 +12,12 @@ import trio
 from wsproto.utilities import generate_accept_token
 
 from tests.promises.clients import STREAMED, Client, post
-from tests.promises.door_alone import OpenDoor
+from tests.promises.dataplane_fixture import RunningDataPlane
 from tests.promises.fakes import PATIENCE_SECS, SSE_HEAD, Call, chunk, counted
 from tests.promises.secure import believing
 from tests.promises.takers import BOUNDARY, FILE, FORM, HINTS, MIB, SPOKEN, head
 
-Hostile = Callable[[OpenDoor, Client], Awaitable[None]]
+Hostile = Callable[[RunningDataPlane, Client], Awaitable[None]]
 
 LAST = "connection: close"
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\n"
@@ -89,7 +89,7 @@ def _unmasked(piece: bytes) -> bytes:
 def sends(*pieces: bytes, cut: bool = False) -> Hostile:
     """And leaves at once; `cut` is a reset."""
 
-    async def hostile(opened: OpenDoor, client: Client) -> None:
+    async def hostile(opened: RunningDataPlane, client: Client) -> None:
         await client.send(*pieces)
         if cut:
             client.reset()
@@ -100,7 +100,7 @@ def sends(*pieces: bytes, cut: bool = False) -> Hostile:
 def stays(*pieces: bytes) -> Hostile:
     """Until the door has had enough of it."""
 
-    async def hostile(opened: OpenDoor, client: Client) -> None:
+    async def hostile(opened: RunningDataPlane, client: Client) -> None:
         await client.send(*pieces)
         await client.until_closed()
 
@@ -110,7 +110,7 @@ def stays(*pieces: bytes) -> Hostile:
 def leaves_at(awaited: bytes, *pieces: bytes, more: bytes = b"") -> Hostile:
     """With a reset, once so much of an answer has come, and after `more`."""
 
-    async def hostile(opened: OpenDoor, client: Client) -> None:
+    async def hostile(opened: RunningDataPlane, client: Client) -> None:
         await client.send(*pieces)
         while awaited not in client.rest:
             piece = await client.receive()
@@ -124,7 +124,7 @@ def leaves_at(awaited: bytes, *pieces: bytes, more: bytes = b"") -> Hostile:
 
 
 def half_closes(*pieces: bytes) -> Hostile:
-    async def hostile(opened: OpenDoor, client: Client) -> None:
+    async def hostile(opened: RunningDataPlane, client: Client) -> None:
         await client.send(*pieces)
         with contextlib.suppress(OSError):  # the door has cut it before
             client.stream.socket.shutdown(socket.SHUT_WR)
@@ -133,7 +133,7 @@ def half_closes(*pieces: bytes) -> Hostile:
     return hostile
 
 
-async def never_reads(opened: OpenDoor, client: Client) -> None:
+async def never_reads(opened: RunningDataPlane, client: Client) -> None:
     """Asks for more than fits on the way, and takes the first of it."""
     client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     await client.send(post(wants("flood")))
@@ -146,7 +146,7 @@ async def never_reads(opened: OpenDoor, client: Client) -> None:
 def trickles(pieces: list[bytes]) -> Hostile:
     """Each when the one before has been taken, then silence."""
 
-    async def hostile(opened: OpenDoor, client: Client) -> None:
+    async def hostile(opened: RunningDataPlane, client: Client) -> None:
         for piece in pieces:
             await client.send(piece)
             await trio.lowlevel.checkpoint()
@@ -155,7 +155,9 @@ def trickles(pieces: list[bytes]) -> Hostile:
     return hostile
 
 
-async def shakes_hands(opened: OpenDoor, client: Client) -> trio.SSLStream[trio.SocketStream]:
+async def shakes_hands(
+    opened: RunningDataPlane, client: Client
+) -> trio.SSLStream[trio.SocketStream]:
     secure = trio.SSLStream(
         client.stream, BELIEVING, server_hostname="localhost", https_compatible=True
     )
@@ -166,7 +168,7 @@ async def shakes_hands(opened: OpenDoor, client: Client) -> trio.SSLStream[trio.
 def cut_below_tls(*pieces: bytes, awaited: bytes = b"") -> Hostile:
     """Without a word of TLS, once so much of an answer has come."""
 
-    async def hostile(opened: OpenDoor, client: Client) -> None:
+    async def hostile(opened: RunningDataPlane, client: Client) -> None:
         secure = await shakes_hands(opened, client)
         await secure.send_all(b"".join(pieces))
         came = b""

@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from tests.promises.clients import CHAT, post
-from tests.promises.door_alone import door_before, open_door
+from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -17,7 +17,7 @@ CHUNKED = BARE + b"transfer-encoding: chunked\r\n\r\n"
 
 
 async def test_a_declared_body_past_the_limit_is_413_before_it_is_read(worker):
-    async with open_door(worker, config=SMALL) as opened, opened.client() as client:
+    async with run_dataplane(worker, config=SMALL) as opened, opened.client() as client:
         await client.send(BARE + b"content-length: 65\r\n\r\n")
         answer = await client.answer()
         assert (answer.status, answer.one("connection")) == (413, "close")
@@ -27,14 +27,14 @@ async def test_a_declared_body_past_the_limit_is_413_before_it_is_read(worker):
 
 
 async def test_a_client_that_goes_on_sending_a_refused_body_still_reads_the_413(worker):
-    async with open_door(worker, config=SMALL) as opened, opened.client() as client:
+    async with run_dataplane(worker, config=SMALL) as opened, opened.client() as client:
         body = bytes(1_000_000)
         await client.send(BARE + b"content-length: %d\r\n\r\n" % len(body), body)
         assert (await client.answer()).status == 413
 
 
 async def test_a_chunked_body_past_the_limit_is_413_as_soon_as_it_is_known(worker):
-    async with open_door(worker, config=SMALL) as opened, opened.client() as client:
+    async with run_dataplane(worker, config=SMALL) as opened, opened.client() as client:
         await client.send(CHUNKED, chunk(bytes(60)), b"5\r\n")
         assert (await client.answer()).status == 413
         assert await client.until_closed() == b""
@@ -43,7 +43,7 @@ async def test_a_chunked_body_past_the_limit_is_413_as_soon_as_it_is_known(worke
 
 async def test_bodies_at_the_limit_pass(worker):
     body = CHAT.ljust(64)
-    async with open_door(worker, config=SMALL) as opened, opened.client() as client:
+    async with run_dataplane(worker, config=SMALL) as opened, opened.client() as client:
         await client.send(post(body))
         assert (await client.answer()).status == 200
         await client.send(CHUNKED, chunk(body[:10]), chunk(body[10:]), LAST_CHUNK)
@@ -62,7 +62,7 @@ async def test_bodies_at_the_limit_pass(worker):
     ids=["declared", "no chunk", "in a chunk", "in the trailer"],
 )
 async def test_a_body_that_stops_is_408(worker, sent):
-    async with open_door(worker, config=SMALL) as opened, opened.client() as client:
+    async with run_dataplane(worker, config=SMALL) as opened, opened.client() as client:
         await client.send(sent)
         answer = await client.answer()
         assert (answer.status, answer.one("connection")) == (408, "close")
@@ -86,7 +86,7 @@ async def test_a_body_that_stops_is_408(worker, sent):
     ids=["word", "minus", "prefix", "huge", "extension", "long", "lf", "bare lf", "trailer"],
 )
 async def test_broken_chunks_are_refused_and_never_reach_the_worker(worker, sent):
-    async with open_door(worker) as opened, opened.client() as client:
+    async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(CHUNKED, sent)
         answer = await client.answer()
         assert answer.status in (400, 413)
@@ -95,7 +95,7 @@ async def test_broken_chunks_are_refused_and_never_reach_the_worker(worker, sent
 
 
 async def test_a_client_that_leaves_in_its_body_costs_nothing(worker):
-    async with open_door(worker, config=SMALL) as opened:
+    async with run_dataplane(worker, config=SMALL) as opened:
         async with opened.client() as client:
             await client.send(BARE + b"content-length: 20\r\n\r\n{")
         with trio.fail_after(30):
@@ -106,7 +106,7 @@ async def test_a_client_that_leaves_in_its_body_costs_nothing(worker):
 
 
 async def test_100_continue_is_answered_at_once(worker):
-    async with open_door(worker) as opened, opened.client() as client:
+    async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(BARE + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(CHAT))
         assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         await client.send(CHAT)
@@ -117,14 +117,14 @@ async def test_100_continue_is_answered_at_once(worker):
 
 
 async def test_a_body_too_large_is_refused_without_100(worker):
-    async with open_door(worker, config=SMALL) as opened, opened.client() as client:
+    async with run_dataplane(worker, config=SMALL) as opened, opened.client() as client:
         await client.send(BARE + b"expect: 100-continue\r\ncontent-length: 65\r\n\r\n")
         answer = await client.answer()
         assert (answer.status, answer.interim) == (413, [])
 
 
 async def test_a_client_that_does_not_wait_for_100_is_served_too(worker):
-    async with open_door(worker) as opened, opened.client() as client:
+    async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(post(CHAT, "expect: 100-continue"))
         assert (await client.answer()).status == 200
 
@@ -137,7 +137,7 @@ async def test_a_long_answer_does_not_hold_the_body_of_its_request():
         await go_on.wait()
         await call.send(LAST_CHUNK)
 
-    async with door_before(script) as (opened, client):
+    async with dataplane_before(script) as (opened, client):
         await client.send(post(b'{"messages": [], "prompt": "%b"}' % (b"x" * 200_000)))
         with trio.fail_after(30):
             while not opened.workers[0].requests:
@@ -152,7 +152,7 @@ async def test_a_long_answer_does_not_hold_the_body_of_its_request():
 
 async def test_the_doors_own_refusals_of_admin_routes_have_the_keys_that_trainers_read(worker):
     small = "[admin]\nmax_body_bytes = 64\n"
-    async with open_door(worker, config=small) as opened:
+    async with run_dataplane(worker, config=small) as opened:
         for path in (b"/pause_generation", b"/update_weights_from_distributed?x=1"):
             for length in (65, 2):
                 async with opened.client() as client:

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from tests.promises.clients import CHAT, post
-from tests.promises.door_alone import door_before, open_door
+from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -16,7 +16,7 @@ from tests.promises.fakes import (
 
 
 async def sent_on(worker, request):
-    async with open_door(worker) as opened, opened.client() as client:
+    async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(request)
         assert (await client.answer()).status == 200
     call = worker.calls[0]
@@ -24,7 +24,7 @@ async def sent_on(worker, request):
 
 
 async def answered(script, request=None):
-    async with door_before(script) as (_, client):
+    async with dataplane_before(script) as (_, client):
         await client.send(request or post())
         return await client.answer()
 
@@ -114,7 +114,7 @@ async def test_hint_fields_are_honoured_and_stripped(worker):
 
 @pytest.mark.parametrize("name", ["x-sglang-omni-request-id", "x-request-id", "x-correlation-id"])
 async def test_the_clients_request_id_goes_both_ways(worker, name):
-    async with open_door(worker) as opened, opened.client() as client:
+    async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(post(CHAT, f"{name}: mine-1"))
         answer = await client.answer()
     assert answer.one("x-sglang-omni-request-id") == "mine-1"
@@ -123,7 +123,7 @@ async def test_the_clients_request_id_goes_both_ways(worker, name):
 
 async def test_a_request_id_of_the_body_cannot_write_headers(worker):
     evil = json.dumps({"messages": [], "request_id": "a\r\nset-cookie: x=1"}).encode()
-    async with open_door(worker) as opened, opened.client() as client:
+    async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(post(evil))
         answer = await client.answer()
     assert answer.all("set-cookie") == []
@@ -131,7 +131,7 @@ async def test_a_request_id_of_the_body_cannot_write_headers(worker):
 
 
 async def test_every_answer_of_a_worker_says_whose_it_is(worker):
-    async with open_door(worker) as opened, opened.client() as client:
+    async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(post())
         answer = await client.answer()
         assert answer.one("x-sglang-omni-worker") == opened.fleet.workers[0].id
@@ -170,7 +170,7 @@ async def test_repeated_fields_of_an_answer_stay_repeated_and_hop_fields_stay_be
 
 async def test_a_chunked_answer_keeps_its_chunks_extensions_and_trailers():
     wire = b"5;a=b\r\nhello\r\n" + chunk(b" world") + b"0\r\nx-digest: 1\r\n\r\n"
-    async with door_before(answering(CHUNKED_HEAD, wire)) as (_, client):
+    async with dataplane_before(answering(CHUNKED_HEAD, wire)) as (_, client):
         await client.send(post())
         await client.until(b"\r\n\r\n")
         assert await client.until(wire) == wire
@@ -179,7 +179,7 @@ async def test_a_chunked_answer_keeps_its_chunks_extensions_and_trailers():
 async def test_a_status_line_of_a_worker_passes_with_its_words():
     async with (
         fake_workers(answering(counted(b"", status="418 I'm a teapot"))) as made,
-        open_door(*made) as opened,
+        run_dataplane(*made) as opened,
         opened.client() as client,
     ):
         await client.send(post())
@@ -192,7 +192,7 @@ async def test_the_same_head_with_other_values_is_not_mixed_up():
         reply = json.dumps([told.get("x-request-id"), told.get("authorization"), len(call.body)])
         await call.send(counted(reply.encode(), f"x-len: {len(call.body)}"))
 
-    async with door_before(script) as (_, client):
+    async with dataplane_before(script) as (_, client):
         for number in range(12):
             body = b'{"messages": [], "n": %b}' % (b"1" * (number + 1))
             user = f"authorization: Bearer u{number % 3}"
@@ -206,7 +206,7 @@ async def test_the_same_head_with_other_values_is_not_mixed_up():
 async def test_a_key_for_the_worker_replaces_the_clients(worker, monkeypatch):
     monkeypatch.setenv("WORKER_KEY", "for-them")
     config = f'[[workers]]\nurl = "{worker.url}"\napi_key_env = "WORKER_KEY"'
-    async with open_door(config=config) as opened, opened.client() as client:
+    async with run_dataplane(config=config) as opened, opened.client() as client:
         await client.send(post(CHAT, "Authorization: Bearer mine"))
         assert (await client.answer()).status == 200
     values = [value for name, value in worker.calls[0].fields if name == "authorization"]

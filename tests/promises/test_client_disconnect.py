@@ -2,7 +2,7 @@ import pytest
 import trio
 
 from tests.promises.clients import CHAT, STREAMED, post
-from tests.promises.door_alone import door_before, open_door
+from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import (
     LAST_CHUNK,
     PATIENCE_SECS,
@@ -47,7 +47,7 @@ async def leave(client, how):
 @pytest.mark.parametrize("how", ["fin", "close", "reset"])
 async def test_a_client_that_leaves_before_the_answer_frees_the_worker_at_once(how):
     script = Watched()
-    async with fake_workers(script) as (worker,), open_door(worker) as opened:
+    async with fake_workers(script) as (worker,), run_dataplane(worker) as opened:
         async with opened.client() as client:
             await client.send(post())
             await until(script.asked)
@@ -64,7 +64,7 @@ async def test_a_client_that_leaves_before_the_answer_frees_the_worker_at_once(h
 @pytest.mark.parametrize("how", ["fin", "close", "reset"])
 async def test_a_client_that_leaves_mid_stream_frees_the_worker_at_once(how):
     script = Watched(SSE_HEAD + chunk(b"data: one\n\n"))
-    async with fake_workers(script) as (worker,), open_door(worker) as opened:
+    async with fake_workers(script) as (worker,), run_dataplane(worker) as opened:
         async with opened.client() as client:
             await client.send(post(STREAMED))
             await client.until(b"data: one\n\n")
@@ -78,7 +78,7 @@ async def test_a_client_that_leaves_mid_stream_frees_the_worker_at_once(how):
 
 async def test_a_client_that_leaves_is_not_tried_again_elsewhere():
     first, second = Watched(), Watched()
-    async with fake_workers(first, second) as made, open_door(*made) as opened:
+    async with fake_workers(first, second) as made, run_dataplane(*made) as opened:
         async with opened.client() as client:
             await client.send(post())
             await until(first.asked)
@@ -89,7 +89,7 @@ async def test_a_client_that_leaves_is_not_tried_again_elsewhere():
 
 async def test_a_client_that_leaves_with_requests_in_the_pipe_frees_the_worker():
     script = Watched()
-    async with fake_workers(script) as (worker,), open_door(worker) as opened:
+    async with fake_workers(script) as (worker,), run_dataplane(worker) as opened:
         async with opened.client() as client:
             await client.send(post(), post())
             await until(script.asked)
@@ -123,7 +123,10 @@ LISTENS_ON = '[server]\nhalf_close = "answer"'
 )
 async def test_a_half_closed_client_gets_its_answer_where_the_operator_says_so(pieces):
     script = Released(*pieces)
-    async with fake_workers(script) as (worker,), open_door(worker, config=LISTENS_ON) as opened:
+    async with (
+        fake_workers(script) as (worker,),
+        run_dataplane(worker, config=LISTENS_ON) as opened,
+    ):
         async with opened.client() as client:
             await client.send(post())
             await client.stream.send_eof()
@@ -139,7 +142,7 @@ async def test_a_half_closed_client_gets_its_answer_where_the_operator_says_so(p
 async def test_a_half_closed_client_gets_every_answer_it_asked_for():
     script = Released(counted(b"{}"))
     script.may.set()
-    async with door_before(script, config=LISTENS_ON) as (_, client):
+    async with dataplane_before(script, config=LISTENS_ON) as (_, client):
         await client.send(post(), post())
         await client.stream.send_eof()
         assert [(await client.answer()).body for _ in range(2)] == [b"{}", b"{}"]
@@ -148,7 +151,10 @@ async def test_a_half_closed_client_gets_every_answer_it_asked_for():
 
 async def test_a_broken_client_frees_the_worker_even_where_a_half_closed_one_is_served():
     script = Watched()
-    async with fake_workers(script) as (worker,), open_door(worker, config=LISTENS_ON) as opened:
+    async with (
+        fake_workers(script) as (worker,),
+        run_dataplane(worker, config=LISTENS_ON) as opened,
+    ):
         async with opened.client() as client:
             await client.send(post())
             await until(script.asked)
@@ -159,7 +165,10 @@ async def test_a_broken_client_frees_the_worker_even_where_a_half_closed_one_is_
 
 async def test_a_broken_client_mid_stream_frees_the_worker_even_where_half_closed_is_served():
     script = Watched(SSE_HEAD + chunk(b"data: one\n\n"))
-    async with fake_workers(script) as (worker,), open_door(worker, config=LISTENS_ON) as opened:
+    async with (
+        fake_workers(script) as (worker,),
+        run_dataplane(worker, config=LISTENS_ON) as opened,
+    ):
         async with opened.client() as client:
             await client.send(post(STREAMED))
             await client.until(b"data: one\n\n")

@@ -8,7 +8,7 @@ import trio
 from omni_proxy.admin_api.serializers.worker_records import worker_record
 from omni_proxy.fleet.health import Health
 from tests.promises.clients import CHAT, STREAMED, post
-from tests.promises.door_alone import door_before, open_door
+from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import (
     SSE_HEAD,
     answering,
@@ -63,7 +63,7 @@ class Switched:
 )
 async def test_three_failed_requests_in_a_row_eject_their_worker(eject_to, state):
     config = f'[routing]\nmax_total_retries = 1\neject = "{eject_to}"'
-    async with door_before(resetting, config=config) as (opened, client):
+    async with dataplane_before(resetting, config=config) as (opened, client):
         (worker,) = opened.fleet.workers
         told = []
         opened.fleet.watch_ejected(told.append)
@@ -76,7 +76,7 @@ async def test_three_failed_requests_in_a_row_eject_their_worker(eject_to, state
 
 async def test_a_good_answer_in_between_keeps_it_in():
     script = Switched(resetting)
-    async with door_before(script, config=ONCE) as (opened, client):
+    async with dataplane_before(script, config=ONCE) as (opened, client):
         (worker,) = opened.fleet.workers
         for _ in range(3):
             for bad in (resetting, resetting, GOOD):
@@ -87,7 +87,7 @@ async def test_a_good_answer_in_between_keeps_it_in():
 
 async def test_503_and_client_errors_never_eject():
     script = Switched(BUSY)
-    async with door_before(script, config=ONCE) as (opened, client):
+    async with dataplane_before(script, config=ONCE) as (opened, client):
         for status in ("503 Busy", "500 Oh", "429 Slow", "404 No"):
             script.script = answering(counted(b"", status=status))
             for _ in range(4):
@@ -105,7 +105,7 @@ async def test_back_from_ejection_one_request_alone_is_let_in_however_many_come(
 
     async with (
         fake_workers(script, GOOD) as made,
-        open_door(*made) as opened,
+        run_dataplane(*made) as opened,
         opened.client() as client,
     ):
         worker = await eject(opened, client)
@@ -135,7 +135,7 @@ async def test_back_from_ejection_one_request_alone_is_let_in_however_many_come(
 
 
 async def test_a_trial_that_fails_puts_it_out_at_once():
-    async with door_before(resetting, GOOD) as (opened, client):
+    async with dataplane_before(resetting, GOOD) as (opened, client):
         worker = await eject(opened, client)
         heal(opened)
         while worker.health.is_half_open:
@@ -152,7 +152,7 @@ async def test_a_trial_that_says_503_or_loses_its_client_is_made_again():
 
     async with (
         fake_workers(script) as made,
-        open_door(*made, config=ONCE) as opened,
+        run_dataplane(*made, config=ONCE) as opened,
         opened.client() as client,
     ):
         worker = await eject(opened, client)
@@ -184,7 +184,7 @@ async def test_a_stream_has_passed_its_trial_with_its_first_byte():
 
     async with (
         fake_workers(script) as made,
-        open_door(*made, config=ONCE) as opened,
+        run_dataplane(*made, config=ONCE) as opened,
         opened.client() as client,
         opened.client() as other,
     ):

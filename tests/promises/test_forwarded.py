@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from tests.promises.clients import CHAT, post
-from tests.promises.door_alone import door_before, open_door
+from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import PATIENCE_SECS, answering, counted, fake_workers
 
 WELL = answering(counted(b"{}"))
@@ -46,7 +46,7 @@ WAYS = ("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "via")
     ],
 )  # fmt: skip
 async def test_a_worker_is_told_of_the_way_as_configured(mode, wanted):
-    async with door_before(WELL, config=f"[server]\nforwarded = '{mode}'") as (opened, client):
+    async with dataplane_before(WELL, config=f"[server]\nforwarded = '{mode}'") as (opened, client):
         for _ in range(3):  # from memory too
             await client.send(post(CHAT, *CLAIMS))
             assert (await client.answer()).status == 200
@@ -54,7 +54,7 @@ async def test_a_worker_is_told_of_the_way_as_configured(mode, wanted):
 
 
 async def test_a_change_of_the_mode_holds_for_open_connections_too():
-    async with door_before(WELL) as (opened, client):
+    async with dataplane_before(WELL) as (opened, client):
         for mode, count in (("off", 0), ("append", 1), ("off", 0)):
             opened.reload(f"[server]\nforwarded = '{mode}'")
             await client.send(post())
@@ -66,7 +66,7 @@ async def test_a_change_of_the_mode_holds_for_open_connections_too():
 async def test_a_request_id_goes_to_the_worker_back_and_into_the_log(sent):
     config = "[server]\nrequest_id_header = 'X-Trace'"
     both = answering(counted(b"{}", "x-trace: the worker's own"))
-    async with door_before(both, config=config) as (opened, client):
+    async with dataplane_before(both, config=config) as (opened, client):
         for _ in range(2):
             await client.send(post(CHAT, *([f"x-trace: {sent}"] if sent else [])))
             answer = await client.answer()
@@ -79,7 +79,7 @@ async def test_a_request_id_goes_to_the_worker_back_and_into_the_log(sent):
 
 async def test_refusals_carry_an_id_too():
     config = "[server]\nrequest_id_header = 'x-request-id'"
-    async with door_before(WELL, config=config) as (_, client):
+    async with dataplane_before(WELL, config=config) as (_, client):
         await client.send(post(b"no json", "x-request-id: mine"))
         answer = await client.answer()
         assert (answer.status, answer.one("x-request-id")) == (400, "mine")
@@ -90,7 +90,7 @@ async def test_refusals_carry_an_id_too():
 
 @pytest.mark.parametrize("introduction", [V1, V2], ids=["v1", "v2"])
 async def test_a_client_behind_a_balancer_is_who_the_balancer_says(introduction):
-    async with door_before(WELL, config=BALANCED) as (opened, client):
+    async with dataplane_before(WELL, config=BALANCED) as (opened, client):
         await client.send(introduction + post())
         assert (await client.answer()).status == 200
         await client.send(post())  # once per connection
@@ -101,7 +101,7 @@ async def test_a_client_behind_a_balancer_is_who_the_balancer_says(introduction)
 
 @pytest.mark.parametrize("introduction", [V1, V2], ids=["v1", "v2"])
 async def test_an_introduction_may_come_byte_by_byte(introduction):
-    async with door_before(WELL, config=BALANCED) as (opened, client):
+    async with dataplane_before(WELL, config=BALANCED) as (opened, client):
         for byte in introduction + post():
             await client.send(bytes([byte]))
         assert (await client.answer()).status == 200
@@ -109,7 +109,7 @@ async def test_an_introduction_may_come_byte_by_byte(introduction):
 
 
 async def test_an_introduction_without_an_address_leaves_the_balancers_own():
-    async with door_before(WELL, config=BALANCED) as (opened, client):
+    async with dataplane_before(WELL, config=BALANCED) as (opened, client):
         await client.send(b"PROXY UNKNOWN\r\n" + post())
         assert (await client.answer()).status == 200
         assert opened.last["client"].startswith("127.0.0.1:")
@@ -120,7 +120,7 @@ async def test_an_introduction_without_an_address_leaves_the_balancers_own():
 )
 async def test_whoever_does_not_introduce_itself_is_cut_without_a_word(sent):
     config = BALANCED + "[server.timeouts]\nclient_head_secs = 0.1"
-    async with door_before(WELL, config=config) as (opened, client):
+    async with dataplane_before(WELL, config=config) as (opened, client):
         await client.send(sent)
         assert await client.until_closed() == b""
         assert not opened.log.records
@@ -128,7 +128,7 @@ async def test_whoever_does_not_introduce_itself_is_cut_without_a_word(sent):
 
 
 async def test_a_balancer_that_leaves_within_its_introduction_costs_nothing():
-    async with fake_workers(WELL) as made, open_door(*made, config=BALANCED) as opened:
+    async with fake_workers(WELL) as made, run_dataplane(*made, config=BALANCED) as opened:
         async with opened.client() as client:
             await client.send(V1[:20])
         with trio.fail_after(PATIENCE_SECS):
@@ -137,6 +137,6 @@ async def test_a_balancer_that_leaves_within_its_introduction_costs_nothing():
 
 
 async def test_without_the_key_an_introduction_is_a_malformed_head():
-    async with door_before(WELL) as (_, client):
+    async with dataplane_before(WELL) as (_, client):
         await client.send(V1 + post())
         assert (await client.answer()).status == 400

@@ -9,7 +9,7 @@ import trio
 from omni_proxy.admin_api.serializers.worker_records import worker_record
 from tests.dataplane.pumping import until
 from tests.promises.clients import CHAT, post
-from tests.promises.door_alone import door_before, open_door
+from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import PATIENCE_SECS, FakeWorker, answering, counted, fake_workers
 from tests.promises.fleet_program import program, put, toml
 
@@ -50,7 +50,7 @@ async def several(opened, count, answers):
 async def test_past_max_inflight_requests_wait_and_all_are_answered():
     gate, answers = Gate(), []
     config = f"{QUEUED}max_inflight = 2"
-    async with door_before(gate, config=config) as (opened, _), trio.open_nursery() as nursery:
+    async with dataplane_before(gate, config=config) as (opened, _), trio.open_nursery() as nursery:
         nursery.start_soon(several, opened, 20, answers)
         await until(lambda: opened.door.queue.waiting == 18)
         told = opened.door.status()
@@ -69,7 +69,7 @@ async def test_max_inflight_of_a_worker_is_never_exceeded(size):
     async with fake_workers(*gates) as made:
         entries = "".join(f'[[workers]]\nurl = "{w.url}"\nmax_inflight = 3\n' for w in made)
         config = f"[server]\nqueue_size = {size}\n{entries}"
-        async with open_door(config=config) as opened, trio.open_nursery() as nursery:
+        async with run_dataplane(config=config) as opened, trio.open_nursery() as nursery:
             nursery.start_soon(several, opened, 40, answers)
             if size:
                 await until(lambda: opened.door.queue.waiting == 34)
@@ -88,7 +88,7 @@ async def test_max_inflight_of_a_worker_is_never_exceeded(size):
 async def test_a_queue_that_is_full_refuses_at_once():
     gate, answers = Gate(), []
     config = "[server]\nqueue_size = 1\nmax_inflight = 1"
-    async with door_before(gate, config=config) as (opened, client):
+    async with dataplane_before(gate, config=config) as (opened, client):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(several, opened, 2, answers)
             await until(lambda: opened.door.queue.waiting == 1)
@@ -108,7 +108,7 @@ async def test_a_queue_that_is_full_refuses_at_once():
 async def test_who_waited_for_too_long_is_told_so(more, reason):
     gate = Gate()
     config = f"{QUEUED}{more}queue_timeout_secs = 0.05"
-    async with fake_workers(gate) as made, open_door(*made, config=config) as opened:
+    async with fake_workers(gate) as made, run_dataplane(*made, config=config) as opened:
         (worker,) = opened.fleet.workers
         async with opened.client() as holder, opened.client() as client:
             await holder.send(post(CHAT))
@@ -129,7 +129,7 @@ async def test_who_waited_for_too_long_is_told_so(more, reason):
 async def test_a_client_that_leaves_leaves_the_queue():
     gate = Gate()
     config = f"{QUEUED}max_inflight = 1"
-    async with fake_workers(gate) as made, open_door(*made, config=config) as opened:
+    async with fake_workers(gate) as made, run_dataplane(*made, config=config) as opened:
         async with opened.client() as holder:
             await holder.send(post(CHAT))
             await until(lambda: opened.door.in_flight)
@@ -150,7 +150,7 @@ async def test_an_upload_that_waits_for_its_turn_is_read_after_it():
     gate = Gate()
     body = b'{"messages": [], "pad": "%b"}' % (b"x" * 300_000)
     config = f"{QUEUED}max_inflight = 1"
-    async with door_before(gate, config=config) as (opened, client):
+    async with dataplane_before(gate, config=config) as (opened, client):
         async with opened.client() as holder, trio.open_nursery() as nursery:
             await holder.send(post(CHAT))
             await until(lambda: opened.door.in_flight)
@@ -174,7 +174,7 @@ async def test_what_failed_waits_for_a_worker_that_can_take_it():
             await call.send(counted(b"good"))
 
     config = f"{QUEUED}[routing]\nmax_worker_retries = 2"
-    async with door_before(script, config=config) as (opened, client):
+    async with dataplane_before(script, config=config) as (opened, client):
         (worker,) = opened.fleet.workers
         async with trio.open_nursery() as nursery:
 

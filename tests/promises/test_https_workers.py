@@ -15,7 +15,7 @@ from omni_proxy.config.state import SavedState
 from tests.dataplane.pumping import until
 from tests.ports import free_port
 from tests.promises.clients import CHAT, Truncated, post
-from tests.promises.door_alone import open_door
+from tests.promises.dataplane_fixture import run_dataplane
 from tests.promises.fakes import (
     answering,
     counted,
@@ -30,7 +30,7 @@ OK = answering(counted(b"{}"))
 
 @asynccontextmanager
 async def door_to(*workers, config=BELIEVING):
-    async with secure_workers(*workers), open_door(*workers, config=config) as opened:
+    async with secure_workers(*workers), run_dataplane(*workers, config=config) as opened:
         yield opened
 
 
@@ -122,7 +122,7 @@ async def test_a_worker_can_have_authorities_of_its_own_or_be_taken_as_it_is(key
     worker = SecureWorker(OK, "stranger")
     async with secure_workers(worker):
         config = BELIEVING + entry(worker, keys)
-        async with open_door(config=config) as opened:
+        async with run_dataplane(config=config) as opened:
             assert (await asked(opened)).status == 200
     assert len(worker.requests) == 1
 
@@ -131,7 +131,7 @@ async def test_a_change_of_trust_counts_for_the_next_request():
     worker = SecureWorker(OK, "stranger")
     async with secure_workers(worker):
         loose = BELIEVING + entry(worker, "tls_verify = false")
-        async with open_door(config=loose) as opened:
+        async with run_dataplane(config=loose) as opened:
             assert (await asked(opened)).status == 200
             strict = parse(BELIEVING + entry(worker, ""))
             opened.fleet.apply(desired_workers(strict, (), SavedState()), datetime.now(UTC))
@@ -182,7 +182,7 @@ async def test_a_handshake_that_is_never_answered_is_cut_by_connect_secs():
     async with fake_workers(silent) as (worker,):
         mute = worker.url.replace("http:", "https:")
         config = BELIEVING + "[server.timeouts]\nconnect_secs = 0.05\n[routing]\n"
-        async with open_door(mute, config=config + "max_total_retries = 1\n") as opened:
+        async with run_dataplane(mute, config=config + "max_total_retries = 1\n") as opened:
             answer = await asked(opened)
             assert answer.status == 502
             assert b"ConnectTimeout" in answer.body
@@ -195,7 +195,7 @@ async def test_a_worker_that_speaks_plain_http_is_a_failed_try():
     async with fake_workers(plain) as (worker,):
         url = worker.url.replace("http:", "https:")
         config = BELIEVING + "[routing]\nmax_total_retries = 1\n[server.timeouts]\nconnect_secs = 1"
-        async with open_door(url, config=config) as opened:
+        async with run_dataplane(url, config=config) as opened:
             assert (await asked(opened)).status == 502
 
 
@@ -273,7 +273,7 @@ async def test_a_worker_that_wants_another_handshake_is_told_at_once_that_there_
     async with openssl_server(port) as server:
         config = f"{BELIEVING}[routing]\nmax_total_retries = 0\n"
         url = f"https://127.0.0.1:{port}"
-        async with open_door(url, config=config) as opened, opened.client() as client:
+        async with run_dataplane(url, config=config) as opened, opened.client() as client:
             await client.send(post())
             await said(server, b"messages")
             await server.stdin.send_all(b"r\n")

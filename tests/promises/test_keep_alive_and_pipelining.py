@@ -3,7 +3,7 @@ import trio
 import trio.testing
 
 from tests.promises.clients import CHAT, post
-from tests.promises.door_alone import door_before, open_door
+from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -31,7 +31,7 @@ def old(body=CHAT, *fields):
 
 
 async def test_both_sides_keep_their_connections():
-    async with fake_workers(echo) as (worker,), open_door(worker) as opened:
+    async with fake_workers(echo) as (worker,), run_dataplane(worker) as opened:
         async with opened.client() as client:
             for _ in range(20):
                 await client.send(post())
@@ -42,7 +42,7 @@ async def test_both_sides_keep_their_connections():
 
 
 async def test_clients_one_after_another_share_the_workers_connection():
-    async with fake_workers(echo) as (worker,), open_door(worker) as opened:
+    async with fake_workers(echo) as (worker,), run_dataplane(worker) as opened:
         for _ in range(3):
             async with opened.client() as client:
                 await client.send(post())
@@ -52,7 +52,7 @@ async def test_clients_one_after_another_share_the_workers_connection():
 
 async def test_pipelined_requests_are_answered_in_their_order():
     bodies = [b'{"messages": [], "n": %b}' % (b"1" * number) for number in range(1, 30)]
-    async with door_before(echo, echo) as (opened, client):
+    async with dataplane_before(echo, echo) as (opened, client):
         await client.send(*map(post, bodies))
         assert [(await client.answer()).body for _ in bodies] == bodies
     assert sum(len(worker.requests) for worker in opened.workers) == len(bodies)
@@ -65,7 +65,7 @@ async def test_a_websocket_handshake_may_follow_a_request(body):
         b"connection: upgrade\r\nsec-websocket-version: 13\r\n"
         b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
     )
-    async with door_before(answering(counted(body))) as (_, client):
+    async with dataplane_before(answering(counted(body))) as (_, client):
         await client.send(post(), handshake)
         assert (await client.answer()).body == body
         assert (await client.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
@@ -80,7 +80,7 @@ async def test_a_pipelined_request_waits_for_the_one_before():
         await call.send(counted(call.body))
 
     first, second = b'{"id": "first"}', b'{"id": "second"}'
-    async with door_before(script, script) as (opened, client):
+    async with dataplane_before(script, script) as (opened, client):
         await client.send(post(first), post(second))
         async with opened.client() as other:
             await other.send(post())
@@ -94,14 +94,14 @@ async def test_chunked_requests_may_be_pipelined_too():
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\n\r\n"
     bodies = [b"%d" % number for number in range(9)]
     sent = [head + chunk(body) + chunk(body) + LAST_CHUNK for body in bodies]
-    async with door_before(echo) as (_, client):
+    async with dataplane_before(echo) as (_, client):
         await client.send(*sent)
         assert [(await client.answer()).body for _ in bodies] == [body * 2 for body in bodies]
 
 
 async def test_a_request_may_be_torn_anywhere():
     sent = post() + post(b'{"messages": [], "x": 1}')
-    async with fake_workers(echo) as (worker,), open_door(worker) as opened:
+    async with fake_workers(echo) as (worker,), run_dataplane(worker) as opened:
         for torn in range(1, len(sent), 7):
             async with opened.client() as client:
                 await client.send(sent[:torn])
@@ -112,7 +112,7 @@ async def test_a_request_may_be_torn_anywhere():
 
 
 async def test_connection_close_is_kept_to():
-    async with door_before(echo) as (opened, client):
+    async with dataplane_before(echo) as (opened, client):
         await client.send(post(CHAT, "connection: close"), post())
         answer = await client.answer()
         assert (answer.body, answer.one("connection")) == (CHAT, "close")
@@ -122,7 +122,7 @@ async def test_connection_close_is_kept_to():
 
 async def test_a_worker_that_closes_each_time_is_dialled_each_time():
     script = hanging_up_after(counted(b"{}", "connection: close"))
-    async with fake_workers(script) as (worker,), open_door(worker) as opened:
+    async with fake_workers(script) as (worker,), run_dataplane(worker) as opened:
         async with opened.client() as client:
             for _ in range(3):
                 await client.send(post())
@@ -138,7 +138,7 @@ async def test_a_worker_that_closes_each_time_is_dialled_each_time():
     ids=["counted", "chunked", "closing"],
 )
 async def test_an_http_1_0_client_gets_its_answer_plain_and_then_the_end(script):
-    async with fake_workers(script) as made, open_door(*made) as opened:
+    async with fake_workers(script) as made, run_dataplane(*made) as opened:
         async with opened.client() as client:
             await client.send(old())
             answer = await client.answer()
@@ -149,7 +149,7 @@ async def test_an_http_1_0_client_gets_its_answer_plain_and_then_the_end(script)
 
 
 async def test_an_http_1_0_client_may_keep_its_connection():
-    async with door_before(answering(counted(b"hello"))) as (_, client):
+    async with dataplane_before(answering(counted(b"hello"))) as (_, client):
         for _ in range(2):
             await client.send(old(CHAT, "connection: keep-alive"))
             answer = await client.answer()
@@ -157,20 +157,20 @@ async def test_an_http_1_0_client_may_keep_its_connection():
 
 
 async def test_an_http_1_0_client_that_keeps_alive_is_told_of_the_end_of_a_chunked_answer():
-    async with door_before(answering(CHUNKED)) as (_, client):
+    async with dataplane_before(answering(CHUNKED)) as (_, client):
         await client.send(old(CHAT, "connection: keep-alive"))
         answer = await client.answer()
         assert (answer.body, answer.one("connection")) == (b"hello", "close")
 
 
 async def test_an_http_1_0_client_without_a_host_is_served():
-    async with door_before(echo) as (_, client):
+    async with dataplane_before(echo) as (_, client):
         await client.send(old().replace(b"host: door\r\n", b""))
         assert (await client.answer()).body == CHAT
 
 
 async def test_a_refusal_of_head_has_no_body_and_the_connection_goes_on():
-    async with door_before(echo) as (_, client):
+    async with dataplane_before(echo) as (_, client):
         await client.send(b"HEAD /v1/chat/completions HTTP/1.1\r\nhost: door\r\n\r\n", post())
         answer = await client.answer("HEAD")
         assert (answer.status, answer.body) == (405, b"")
@@ -181,7 +181,7 @@ async def test_a_refusal_of_head_has_no_body_and_the_connection_goes_on():
 @pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
 async def test_answers_without_a_body_end_at_their_head(status):
     lengthless = f"HTTP/1.1 {status}\r\nx-a: b\r\n\r\n".encode()
-    async with door_before(answering(lengthless)) as (opened, client):
+    async with dataplane_before(answering(lengthless)) as (opened, client):
         for _ in range(2):
             await client.send(post())
             answer = await client.answer()
@@ -192,7 +192,7 @@ async def test_answers_without_a_body_end_at_their_head(status):
 
 async def test_interim_answers_of_a_worker_do_not_confuse_the_final_one():
     hints = b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n"
-    async with door_before(answering(hints, counted(b"{}"))) as (_, client):
+    async with dataplane_before(answering(hints, counted(b"{}"))) as (_, client):
         for _ in range(2):
             await client.send(post())
             answer = await client.answer()
@@ -200,14 +200,14 @@ async def test_interim_answers_of_a_worker_do_not_confuse_the_final_one():
 
 
 async def test_a_refused_request_with_a_whole_body_leaves_the_connection_good():
-    async with door_before(echo) as (_, client):
+    async with dataplane_before(echo) as (_, client):
         await client.send(post(b"no json"), post())
         assert (await client.answer()).status == 400
         assert (await client.answer()).body == CHAT
 
 
 async def test_an_answer_that_comes_whole_with_its_head_keeps_its_framing():
-    async with door_before(answering(CHUNKED)) as (_, client):
+    async with dataplane_before(answering(CHUNKED)) as (_, client):
         for _ in range(2):
             await client.send(post())
             answer = await client.answer()

@@ -5,7 +5,7 @@ import pytest
 import trio
 
 from tests.promises.clients import post
-from tests.promises.door_alone import open_door
+from tests.promises.dataplane_fixture import run_dataplane
 from tests.promises.fakes import (
     PATIENCE_SECS,
     answering,
@@ -35,7 +35,7 @@ async def test_hinted_json_past_a_mebibyte_reaches_its_worker_before_it_has_come
         await whole(taker, 3 * MIB)
 
     worker = await taking(script)
-    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+    async with run_dataplane(config=MODEL.format(worker.url)) as opened, opened.client() as client:
         await client.send(head(3 * MIB, *HINTS), b"no json" + bytes(2 * MIB - 7))
         with trio.fail_after(PATIENCE_SECS):
             await reached.wait()
@@ -56,7 +56,7 @@ async def test_json_with_half_of_the_hints_is_read_whole_first(left_out):
     one_hint = (HINTS[1 - left_out],)
     async with fake_workers(answering(counted(b"{}"))) as made:
         text = MODEL.format(made[0].url)
-        async with open_door(config=text) as opened, opened.client() as client:
+        async with run_dataplane(config=text) as opened, opened.client() as client:
             await client.send(head(2 * MIB, *one_hint), b"no json" + bytes(2 * MIB - 7))
             assert (await client.answer()).status == 400
             body = json.dumps({"model": "m", "prompt": "x" * 2 * MIB}).encode()
@@ -82,7 +82,7 @@ async def test_a_chunked_body_goes_on_in_chunks_of_ours_without_extensions_and_t
         await taker.send(counted(b"{}"))
 
     worker = await taking(script)
-    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+    async with run_dataplane(config=MODEL.format(worker.url)) as opened, opened.client() as client:
         await client.send(head(None, *HINTS))
         for letter in b"abcdefgh":
             payload = bytes([letter]) * (MIB // 4)
@@ -109,7 +109,7 @@ async def test_a_form_streams_once_its_model_has_come(taking):
         await whole(taker, len(form))
 
     worker = await taking(script)
-    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+    async with run_dataplane(config=MODEL.format(worker.url)) as opened, opened.client() as client:
         sent = head(len(form), path=SPOKEN, kind=BOUNDARY)
         await client.send(sent, form[: 2 * MIB])
         with trio.fail_after(PATIENCE_SECS):
@@ -124,7 +124,7 @@ async def test_a_form_whose_model_comes_last_is_read_whole_where_models_matter()
     form = FILE + bytes(2 * MIB) + b"\r\n" + FORM + b"--x--\r\n"
     async with fake_workers(answering(counted(b"{}"))) as made:
         text = MODEL.format(made[0].url)
-        async with open_door(config=text) as opened, opened.client() as client:
+        async with run_dataplane(config=text) as opened, opened.client() as client:
             sent = head(len(form), path=SPOKEN, kind=BOUNDARY)
             await client.send(sent, form[:MIB], form[MIB:])
             assert (await client.answer()).status == 200
@@ -143,7 +143,7 @@ async def test_a_worker_that_does_not_read_holds_its_client_and_not_our_memory(t
         await taker.send(counted(b"{}"))
 
     worker = await taking(script)
-    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+    async with run_dataplane(config=MODEL.format(worker.url)) as opened, opened.client() as client:
         sent = 0
 
         async def push():
@@ -173,7 +173,7 @@ async def test_what_is_held_of_all_bodies_is_bounded():
     body = json.dumps({"model": "m", "prompt": "x" * 2 * MIB}).encode()
     async with (
         fake_workers(answering(counted(b"{}"))) as (made,),
-        open_door(config=text + MODEL.format(made.url)) as opened,
+        run_dataplane(config=text + MODEL.format(made.url)) as opened,
         opened.client() as first,
         opened.client() as second,
     ):
@@ -201,7 +201,7 @@ async def test_a_large_upload_waits_in_the_queue_without_being_read(taking):
     worker = await taking(script)
     text = "[server]\nqueue_size = 1\nqueue_timeout_secs = 0.2\n" + MODEL.format(worker.url)
     text += "disabled = true\n"
-    async with open_door(config=text) as opened, opened.client() as client:
+    async with run_dataplane(config=text) as opened, opened.client() as client:
         await client.send(head(2 * MIB, *HINTS), bytes(MIB))
         answer = await client.answer()
         assert (answer.status, answer.one("connection")) == (503, "close")
@@ -213,7 +213,7 @@ async def test_100_continue_comes_before_a_large_body(taking):
         await whole(taker, 2 * MIB)
 
     worker = await taking(script)
-    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+    async with run_dataplane(config=MODEL.format(worker.url)) as opened, opened.client() as client:
         await client.send(head(2 * MIB, *HINTS, "expect: 100-continue"))
         assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         await client.send(bytes(2 * MIB))
@@ -230,7 +230,7 @@ async def test_a_pipelined_request_behind_a_large_body_is_answered(taking):
     worker = await taking(script)
     async with fake_workers(answering(counted(b"{}"))) as made:
         text = MODEL.format(worker.url) + MODEL.format(made[0].url).replace('"m"', '"n"')
-        async with open_door(config=text) as opened, opened.client() as client:
+        async with run_dataplane(config=text) as opened, opened.client() as client:
             await client.send(head(2 * MIB, *HINTS), bytes(2 * MIB), post(b'{"model": "n"}'))
             assert (await client.answer()).body == b"%d" % (2 * MIB)
             assert (await client.answer()).body == b"{}"

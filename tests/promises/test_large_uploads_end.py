@@ -3,7 +3,7 @@ import trio
 import trio.lowlevel
 
 from tests.promises.clients import post
-from tests.promises.door_alone import open_door
+from tests.promises.dataplane_fixture import run_dataplane
 from tests.promises.fakes import (
     LAST_CHUNK,
     PATIENCE_SECS,
@@ -32,7 +32,7 @@ async def test_an_answer_before_the_bodys_end_is_relayed_and_the_connection_clos
         await taker.until_left()
 
     worker = await taking(script)
-    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+    async with run_dataplane(config=MODEL.format(worker.url)) as opened, opened.client() as client:
         piece = bytes(MIB)
         await client.send(head(framing, *HINTS))
         for _ in range(2):
@@ -53,7 +53,7 @@ async def test_an_interim_answer_does_not_stop_an_upload(taking):
         await whole(taker, 4 * MIB)
 
     worker = await taking(script)
-    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+    async with run_dataplane(config=MODEL.format(worker.url)) as opened, opened.client() as client:
         await client.send(head(4 * MIB, *HINTS), bytes(2 * MIB))
         with trio.fail_after(PATIENCE_SECS):
             while worker.taker is None or len(worker.taker.body) < 2 * MIB:
@@ -71,7 +71,7 @@ async def test_a_chunked_body_past_the_limit_is_413_and_its_worker_is_left(takin
 
     worker = await taking(script)
     text = '[server]\nmax_payload_size = "3MiB"\n' + MODEL.format(worker.url)
-    async with open_door(config=text) as opened, opened.client() as client:
+    async with run_dataplane(config=text) as opened, opened.client() as client:
         await client.send(head(None, *HINTS), *[chunk(bytes(MIB))] * 3, b"1\r\n")
         answer = await client.answer()
         assert (answer.status, answer.one("connection")) == (413, "close")
@@ -91,7 +91,7 @@ async def test_broken_chunks_in_a_streamed_body_are_400_and_their_worker_is_left
         left.set()
 
     worker = await taking(script)
-    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+    async with run_dataplane(config=MODEL.format(worker.url)) as opened, opened.client() as client:
         await client.send(head(None, *HINTS), *[chunk(bytes(MIB))] * 2, b"nonsense\r\n")
         assert (await client.answer()).status == 400
         with trio.fail_after(PATIENCE_SECS):
@@ -107,7 +107,7 @@ async def test_a_client_that_dies_in_its_upload_ends_its_workers_connection(taki
         left.set()
 
     worker = await taking(script)
-    async with open_door(config=MODEL.format(worker.url)) as opened:
+    async with run_dataplane(config=MODEL.format(worker.url)) as opened:
         async with opened.client() as client:
             await client.send(head(4 * MIB, *HINTS), bytes(2 * MIB))
             with trio.fail_after(PATIENCE_SECS):
@@ -130,7 +130,7 @@ async def test_a_worker_that_dies_in_an_upload_is_a_502_and_nobody_else_is_asked
 
     dying, other = await taking(script), await taking(script)
     text = MODEL.format(dying.url) + MODEL.format(other.url)
-    async with open_door(config=text) as opened, opened.client() as client:
+    async with run_dataplane(config=text) as opened, opened.client() as client:
         await client.send(head(4 * MIB, *HINTS), bytes(2 * MIB))
         answer = await client.answer()
         assert (answer.status, answer.one("connection")) == (502, "close")
@@ -146,7 +146,7 @@ async def test_a_worker_that_is_not_there_costs_a_large_upload_nothing(taking):
     worker = await taking(script)
     async with refusing_url() as url:
         text = MODEL.format(url) + MODEL.format(worker.url)
-        async with open_door(config=text) as opened, opened.client() as client:
+        async with run_dataplane(config=text) as opened, opened.client() as client:
             for _ in range(2):  # one of the two begins with the absent one
                 await client.send(head(2 * MIB, *HINTS), bytes(2 * MIB))
                 assert (await client.answer()).status == 200
@@ -162,7 +162,7 @@ async def test_an_upload_that_stops_is_408_and_its_worker_is_left_without_blame(
 
     worker = await taking(script)
     text = "[server.timeouts]\nclient_body_secs = 0.2\n" + MODEL.format(worker.url)
-    async with open_door(config=text) as opened, opened.client() as client:
+    async with run_dataplane(config=text) as opened, opened.client() as client:
         await client.send(head(4 * MIB, *HINTS), bytes(2 * MIB))
         answer = await client.answer()
         assert (answer.status, answer.one("connection")) == (408, "close")
@@ -178,7 +178,7 @@ async def test_a_worker_that_takes_nothing_of_an_upload_is_504(taking):
 
     worker = await taking(script)
     text = "[server.timeouts]\nresponse_head_secs = 0.2\n" + MODEL.format(worker.url)
-    async with open_door(config=text) as opened, opened.client() as client:
+    async with run_dataplane(config=text) as opened, opened.client() as client:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.stream.send_all, head(64 * MIB, *HINTS) + bytes(64 * MIB))
             assert (await client.answer()).status == 504
@@ -196,7 +196,7 @@ async def test_what_is_left_of_a_refused_body_is_never_a_request(taking, framing
 
     worker = await taking(script)
     behind = f"POST {CHAT} HTTP/1.1\r\nhost: door\r\ncontent-length: 2\r\n\r\n{{}}".encode()
-    async with open_door(config=MODEL.format(worker.url)) as opened, opened.client() as client:
+    async with run_dataplane(config=MODEL.format(worker.url)) as opened, opened.client() as client:
         begun = b"" if framing else b"%x\r\n" % (3 * MIB)
         hints = (*HINTS[:1], hint) if "capabilities" in hint else (*HINTS, hint)
         await client.send(head(framing, *hints), begun, bytes(MIB + 1))
@@ -211,7 +211,7 @@ async def test_others_are_answered_while_a_large_body_is_walked():
     dense = b'{"messages":[' + b'"",' * (3 * MIB) + b'""],"model":"m"}'
     async with (
         fake_workers(answering(counted(b"{}"))) as (made,),
-        open_door(config=MODEL.format(made.url)) as opened,
+        run_dataplane(config=MODEL.format(made.url)) as opened,
         opened.client() as large,
         opened.client() as small,
     ):

@@ -16,7 +16,7 @@ from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ConnectionTask
 from omni_proxy.dataplane.websocket import relay
 from tests.promises.clients import post
-from tests.promises.door_alone import OpenDoor, open_door
+from tests.promises.dataplane_fixture import RunningDataPlane, run_dataplane
 from tests.promises.fakes import fake_workers
 from tests.promises.hostile import (
     ANSWERS,
@@ -85,7 +85,7 @@ def descriptors() -> frozenset[str]:
     return frozenset(found)
 
 
-def holdings(opened: OpenDoor) -> Holdings:
+def holdings(opened: RunningDataPlane) -> Holdings:
     door = opened.door
     return Holdings(
         descriptors=descriptors(),
@@ -107,7 +107,7 @@ def objects() -> Counter[str]:
     )
 
 
-async def settled(opened: OpenDoor, start: Holdings) -> None:
+async def settled(opened: RunningDataPlane, start: Holdings) -> None:
     """The last of a crowd may still be leaving; what stays is a leak."""
 
     def kept() -> Holdings:
@@ -121,7 +121,7 @@ async def settled(opened: OpenDoor, start: Holdings) -> None:
     assert kept() == clean
 
 
-async def crowd(opened: OpenDoor, count: int, *kinds: Hostile) -> None:
+async def crowd(opened: RunningDataPlane, count: int, *kinds: Hostile) -> None:
     places = trio.CapacityLimiter(AT_ONCE)
 
     async def one(hostile: Hostile) -> None:
@@ -151,7 +151,7 @@ def _quiet_and_quick(monkeypatch, caplog):
 async def open_to_all(config: str):
     async with fake_workers(worker) as (made,):
         text = config + ENTRY.format(made.url)
-        async with open_door(config=text) as opened:
+        async with run_dataplane(config=text) as opened:
             opened.door.recorders.access_log = None
             yield opened
 

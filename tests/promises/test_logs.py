@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from tests.promises.clients import STREAMED, Truncated, post
-from tests.promises.door_alone import Lines, door_before, open_door
+from tests.promises.dataplane_fixture import Lines, dataplane_before, run_dataplane
 from tests.promises.fakes import (
     LAST_CHUNK,
     PATIENCE_SECS,
@@ -34,7 +34,7 @@ GOOD_STREAM = answering(SSE_HEAD, chunk(b"data: one\n\n"), LAST_CHUNK)
 
 async def routed(script, request):
     """What the route log says of this request."""
-    async with fake_workers(script) as made, open_door(*made) as opened:
+    async with fake_workers(script) as made, run_dataplane(*made) as opened:
         opened.door.recorders.route_log = lines = Lines()
         async with opened.client() as client:
             await client.send(request)
@@ -85,7 +85,7 @@ async def test_a_request_that_no_worker_answered_is_routed_all_the_same():
 
 
 async def test_a_refusal_before_any_worker_is_in_the_access_log_only():
-    async with fake_workers(GOOD_STREAM) as made, open_door(*made) as opened:
+    async with fake_workers(GOOD_STREAM) as made, run_dataplane(*made) as opened:
         opened.door.recorders.route_log = lines = Lines()
         async with opened.client() as client:
             await client.send(post(b"no json"))
@@ -96,7 +96,7 @@ async def test_a_refusal_before_any_worker_is_in_the_access_log_only():
 
 
 async def test_a_line_of_the_access_log_has_the_time_to_each_phase():
-    async with fake_workers(GOOD_STREAM) as made, open_door(*made) as opened:
+    async with fake_workers(GOOD_STREAM) as made, run_dataplane(*made) as opened:
         async with opened.client() as client:
             await client.send(post(STREAMED, "x-request-id: r-2"))
             await client.answer()
@@ -150,7 +150,7 @@ class Written(list):
 
 async def test_no_line_is_of_a_clients_making():
     name, written = "m\n127.0.0.1 GET /fake 200\x1b[2J\u2028", Written()
-    async with door_before(GOOD_STREAM) as (opened, client):
+    async with dataplane_before(GOOD_STREAM) as (opened, client):
         opened.door.recorders.access_log, opened.door.settings.access_log_is_json = written, False
         await client.send(post(json.dumps({"model": name, "messages": []}).encode()))
         await client.answer()

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.promises.clients import CHAT, post
-from tests.promises.door_alone import open_door
+from tests.promises.dataplane_fixture import run_dataplane
 
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
 HOST = b"host: door\r\n"
@@ -62,7 +62,7 @@ BAD_HEADS = {
 @pytest.mark.parametrize("name", BAD_HEADS)
 async def test_a_malformed_head_is_refused_and_never_reaches_the_worker(name, worker):
     sent, status = BAD_HEADS[name]
-    async with open_door(worker) as opened, opened.client() as client:
+    async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(sent)
         answer = await client.answer("TRACE" if name == "trace" else "POST")
         assert answer.status in (status if isinstance(status, tuple) else (status,))
@@ -76,7 +76,7 @@ async def test_a_malformed_head_is_refused_and_never_reaches_the_worker(name, wo
 
 
 async def test_nothing_behind_a_malformed_head_is_taken_for_a_request(worker):
-    async with open_door(worker) as opened, opened.client() as client:
+    async with run_dataplane(worker) as opened, opened.client() as client:
         smuggled = LINE + HOST + LENGTH + b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n" + post()
         await client.send(smuggled)
         assert (await client.answer()).status == 400
@@ -85,7 +85,7 @@ async def test_nothing_behind_a_malformed_head_is_taken_for_a_request(worker):
 
 
 async def test_a_good_request_before_a_malformed_one_is_answered(worker):
-    async with open_door(worker) as opened, opened.client() as client:
+    async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(post(), b"nonsense\r\n\r\n")
         assert (await client.answer()).status == 200
         assert (await client.answer()).status == 400
@@ -94,7 +94,7 @@ async def test_a_good_request_before_a_malformed_one_is_answered(worker):
 
 async def test_a_head_that_stops_coming_is_refused_with_408(worker):
     late = "[server.timeouts]\nclient_head_secs = 0.05"
-    async with open_door(worker, config=late) as opened, opened.client() as client:
+    async with run_dataplane(worker, config=late) as opened, opened.client() as client:
         await client.send(LINE + HOST)
         assert (await client.answer()).status == 408
         assert await client.until_closed() == b""
@@ -103,13 +103,13 @@ async def test_a_head_that_stops_coming_is_refused_with_408(worker):
 
 async def test_a_connection_without_a_request_is_closed_without_a_word(worker):
     late = "[server.timeouts]\nclient_idle_secs = 0.05"
-    async with open_door(worker, config=late) as opened, opened.client() as client:
+    async with run_dataplane(worker, config=late) as opened, opened.client() as client:
         assert await client.until_closed() == b""
     assert opened.log.records == []
 
 
 async def test_a_head_that_comes_byte_by_byte_is_as_good_as_any(worker):
-    async with open_door(worker) as opened, opened.client() as client:
+    async with run_dataplane(worker) as opened, opened.client() as client:
         for byte in post():
             await client.send(bytes([byte]))
         assert (await client.answer()).status == 200
@@ -117,7 +117,7 @@ async def test_a_head_that_comes_byte_by_byte_is_as_good_as_any(worker):
 
 
 async def test_empty_lines_before_a_request_are_skipped(worker):
-    async with open_door(worker) as opened, opened.client() as client:
+    async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(b"\r\n\r\n", post())
         assert (await client.answer()).status == 200
         await client.send(post() + b"\r\n", post())

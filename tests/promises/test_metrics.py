@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
 from tests.promises.clients import STREAMED, Truncated, client_of, post
-from tests.promises.door_alone import open_door
+from tests.promises.dataplane_fixture import run_dataplane
 from tests.promises.fakes import (
     LAST_CHUNK,
     PATIENCE_SECS,
@@ -31,7 +31,7 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":11,"completion_tokens":22
 
 async def metered(script, *requests, config=""):
     """The meters of a door after these requests to it, one after the other."""
-    async with fake_workers(script) as made, open_door(*made, config=config) as opened:
+    async with fake_workers(script) as made, run_dataplane(*made, config=config) as opened:
         meters = opened.door.recorders.meters = Metrics(opened.fleet, RecentWindow())
         for request in requests:
             async with opened.client() as client:
@@ -75,7 +75,7 @@ async def test_a_stream_tells_its_gaps_before_it_ends_and_one_that_breaks_has_to
         await going.wait()
         call.close()
 
-    async with fake_workers(breaking) as made, open_door(*made) as opened:
+    async with fake_workers(breaking) as made, run_dataplane(*made) as opened:
         meters = opened.door.recorders.meters = Metrics(opened.fleet, RecentWindow())
         async with opened.client() as client:
             await client.send(post(STREAMED))

@@ -3,13 +3,13 @@
 import pytest
 
 from tests.promises.clients import post
-from tests.promises.door_alone import door_before
+from tests.promises.dataplane_fixture import dataplane_before
 from tests.promises.fakes import answering, counted
 
 
 @pytest.mark.parametrize(("wants", "told"), [(True, "anna"), (False, "")])
 async def test_the_key_is_read_where_the_policy_wants_it(wants, told):
-    async with door_before(answering(counted(b"good"))) as (opened, client):
+    async with dataplane_before(answering(counted(b"good"))) as (opened, client):
         keys = []
 
         class Keyed(type(opened.door.policy)):

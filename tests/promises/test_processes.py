@@ -8,20 +8,20 @@ import trio
 from tests.processes import until_gone
 from tests.promises.clients import STREAMED, client_of, post
 from tests.promises.fleet_program import PATIENCE_SECS, program, put, toml, workers
-from tests.promises.several_doors import (
+from tests.promises.processes_fixture import (
     address,
-    came_whole,
-    doors,
-    hammer,
     held_streams,
     in_flight,
-    let_go,
+    open_gates,
+    read_whole_stream,
+    run_processes,
+    send_requests,
     serving,
 )
 
 
 async def test_requests_reach_every_door_and_are_counted_once(tmp_path):
-    async with doors(tmp_path, "a", "b") as running:
+    async with run_processes(tmp_path, "a", "b") as running:
         for _ in range(40):
             async with client_of(address(running)) as client:
                 await client.send(post())
@@ -47,7 +47,7 @@ async def test_requests_reach_every_door_and_are_counted_once(tmp_path):
 
 async def test_clients_that_control_served_come_to_the_doors_without_a_failed_request(tmp_path):
     async with (
-        doors(tmp_path, "a", count=1) as running,
+        run_processes(tmp_path, "a", count=1) as running,
         client_of(address(running)) as idle,
         client_of(address(running)) as busy,
         client_of(address(running)) as streams,
@@ -65,8 +65,8 @@ async def test_clients_that_control_served_come_to_the_doors_without_a_failed_re
             assert answer.status == 200
             closing = answer.one("connection") == "close"
         assert await busy.until_closed() == b""
-        let_go(running)
-        assert await came_whole(streams)
+        open_gates(running)
+        assert await read_whole_stream(streams)
         streams.rest = b""
         for client in (idle, streams):  # nobody cut them while nothing was under way
             await client.send(post())
@@ -82,7 +82,7 @@ async def test_clients_that_control_served_come_to_the_doors_without_a_failed_re
 
 async def test_a_killed_door_costs_its_own_connections_and_is_replaced(tmp_path):
     async with (
-        doors(tmp_path, "a", "b") as running,
+        run_processes(tmp_path, "a", "b") as running,
         held_streams(running, 10, everywhere=True) as streams,
     ):
         count = len(streams)
@@ -94,10 +94,10 @@ async def test_a_killed_door_costs_its_own_connections_and_is_replaced(tmp_path)
         await running.until(
             "/workers", lambda t: sum(w["in_flight"] for w in t["workers"]) == count - mine
         )
-        let_go(running)
+        open_gates(running)
         whole = 0
         for stream in streams:
-            whole += await came_whole(stream)
+            whole += await read_whole_stream(stream)
         assert whole == count - mine
         told = await running.until("/status", serving)
         assert [row["restarts"] for row in told["data_plane"]["processes"]] == [1, 0]
@@ -107,7 +107,7 @@ async def test_a_killed_door_costs_its_own_connections_and_is_replaced(tmp_path)
 
 
 async def test_a_reload_is_in_force_at_every_door_once_it_is_answered(tmp_path):
-    async with doors(tmp_path, "a", "b") as running:
+    async with run_processes(tmp_path, "a", "b") as running:
         a, b = running.fleet
         put(running.file, toml([b], more="processes = 2\nmax_payload_size = 100"))
         answer = await running.client.post("/reload")
@@ -121,10 +121,10 @@ async def test_a_reload_is_in_force_at_every_door_once_it_is_answered(tmp_path):
 
 
 async def test_the_number_of_processes_may_change_under_load(tmp_path):
-    async with doors(tmp_path, "a", count=1) as running, trio.open_nursery() as nursery:
+    async with run_processes(tmp_path, "a", count=1) as running, trio.open_nursery() as nursery:
         tally, stop = [0], trio.Event()
         for _ in range(4):
-            nursery.start_soon(hammer, running, tally, stop)
+            nursery.start_soon(send_requests, running, tally, stop)
         for count in (3, 2, 1):
             put(running.file, toml(running.fleet, more=f"processes = {count}"))
             assert (await running.client.post("/reload")).status_code == 200
@@ -142,10 +142,10 @@ async def test_the_number_of_processes_may_change_under_load(tmp_path):
 
 
 async def test_the_number_may_change_again_before_the_doors_that_leave_are_gone(tmp_path):
-    async with doors(tmp_path, "a", count=1) as running, trio.open_nursery() as nursery:
+    async with run_processes(tmp_path, "a", count=1) as running, trio.open_nursery() as nursery:
         tally, stop = [0], trio.Event()
         for _ in range(8):
-            nursery.start_soon(hammer, running, tally, stop)
+            nursery.start_soon(send_requests, running, tally, stop)
         for count in (3, 1, 2):
             put(running.file, toml(running.fleet, more=f"processes = {count}"))
             assert (await running.client.post("/reload")).status_code == 200
@@ -161,15 +161,15 @@ async def test_the_number_may_change_again_before_the_doors_that_leave_are_gone(
 
 async def test_a_drain_lets_every_door_end_what_it_has(tmp_path):
     async with (
-        doors(tmp_path, "a") as running,
+        run_processes(tmp_path, "a") as running,
         held_streams(running, 6, everywhere=True) as streams,
     ):
         running.process.send_signal(signal.SIGTERM)
         await running.says("draining")
         await trio.sleep(0.1)
-        let_go(running)
+        open_gates(running)
         for stream in streams:
-            assert await came_whole(stream)
+            assert await read_whole_stream(stream)
         with trio.fail_after(PATIENCE_SECS):
             assert await running.process.wait() == 0
 

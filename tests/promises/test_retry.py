@@ -4,7 +4,7 @@ import trio.testing
 
 from omni_proxy.dataplane.upstream import retry as trying
 from tests.promises.clients import CHAT, STREAMED, Truncated, post
-from tests.promises.door_alone import door_before, open_door
+from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     SSE_HEAD,
@@ -30,7 +30,7 @@ async def test_a_refused_connection_goes_to_another_worker():
     async with (
         refusing_url() as gone,
         fake_workers(GOOD) as (worker,),
-        open_door(gone, worker) as opened,
+        run_dataplane(gone, worker) as opened,
         opened.client() as client,
     ):
         for _ in range(4):
@@ -43,7 +43,7 @@ async def test_a_refused_connection_goes_to_another_worker():
 
 @pytest.mark.parametrize("bad", [resetting, hanging_up_after()], ids=["reset", "close"])
 async def test_a_death_before_the_answer_goes_to_another_worker(bad):
-    async with door_before(bad, GOOD) as (opened, client):
+    async with dataplane_before(bad, GOOD) as (opened, client):
         answer = await ask(client)
         assert (answer.status, answer.body) == (200, b"good")
         assert answer.one("x-sglang-omni-route-attempt") == "2"
@@ -61,7 +61,7 @@ async def test_nothing_is_tried_again_after_the_first_byte(first):
         await trio.testing.wait_all_tasks_blocked()
         call.reset()
 
-    async with fake_workers(script, GOOD) as made, open_door(*made) as opened:
+    async with fake_workers(script, GOOD) as made, run_dataplane(*made) as opened:
         async with opened.client() as client:
             with pytest.raises(Truncated):
                 await ask(client, STREAMED)
@@ -71,7 +71,7 @@ async def test_nothing_is_tried_again_after_the_first_byte(first):
 @pytest.mark.parametrize(("allowed", "made"), [(0, 1), (1, 1), (2, 2), (4, 4)])
 async def test_tries_end_at_max_total_retries(allowed, made):
     config = f"[routing]\nmax_total_retries = {allowed}"
-    async with door_before(*[resetting] * 3, config=config) as (opened, client):
+    async with dataplane_before(*[resetting] * 3, config=config) as (opened, client):
         answer = await ask(client)
         assert answer.status == 502
         assert answer.one("x-sglang-omni-route-attempt") == str(made)
@@ -83,7 +83,7 @@ async def test_tries_end_at_max_total_retries(allowed, made):
 
 async def test_what_retry_on_does_not_name_is_not_tried_again():
     config = '[routing]\nretry_on = ["connect_failure"]'
-    async with door_before(resetting, GOOD, config=config) as (opened, client):
+    async with dataplane_before(resetting, GOOD, config=config) as (opened, client):
         assert (await ask(client)).status == 502
     assert [len(worker.requests) for worker in opened.workers] == [1, 0]
 
@@ -95,14 +95,14 @@ async def test_a_lone_worker_is_asked_again():
         tries.append(call)
         await (resetting if len(tries) < 3 else GOOD)(call)
 
-    async with door_before(script) as (_, client):
+    async with dataplane_before(script) as (_, client):
         assert (await ask(client)).status == 200
     assert len(tries) == 3
 
 
 async def test_the_body_of_a_second_try_is_the_very_same():
     body = b'{"messages": [], "pad": "%b"}' % (b"\xc3\xa4" * 400_000)
-    async with door_before(resetting, GOOD) as (opened, client):
+    async with dataplane_before(resetting, GOOD) as (opened, client):
         assert (await ask(client, body)).status == 200
     assert opened.workers[0].requests == opened.workers[1].requests
     assert opened.workers[1].requests[0][1] == body
@@ -116,7 +116,7 @@ async def test_an_idle_connection_that_its_worker_closed_does_no_harm():
         call.close()
         closed.set()
 
-    async with fake_workers(script) as (worker,), open_door(worker) as opened:
+    async with fake_workers(script) as (worker,), run_dataplane(worker) as opened:
         async with opened.client() as client:
             for _ in range(3):
                 answer = await ask(client)
@@ -135,7 +135,7 @@ async def test_a_kept_connection_that_dies_under_a_request_is_redialled_without_
         await (bad if len(tries) == 2 else GOOD)(call)
 
     config = "[routing]\nmax_total_retries = 1"
-    async with door_before(script, config=config) as (opened, client):
+    async with dataplane_before(script, config=config) as (opened, client):
         for _ in range(2):
             answer = await ask(client)
             assert (answer.status, answer.one("x-sglang-omni-route-attempt")) == (200, "1")
@@ -144,7 +144,7 @@ async def test_a_kept_connection_that_dies_under_a_request_is_redialled_without_
 
 
 async def test_every_try_is_counted_and_none_stays_in_flight():
-    async with fake_workers(resetting, GOOD) as made, open_door(*made) as opened:
+    async with fake_workers(resetting, GOOD) as made, run_dataplane(*made) as opened:
         async with opened.client() as client:
             await ask(client)
         bad, good = opened.fleet.workers
@@ -161,7 +161,7 @@ def names(opened):
 
 
 async def test_a_503_goes_to_another_worker_and_says_nothing_of_health():
-    async with door_before(answering(BUSY), GOOD) as (opened, client):
+    async with dataplane_before(answering(BUSY), GOOD) as (opened, client):
         answer = await ask(client)
         assert (answer.status, answer.body) == (200, b"good")
         busy, good = names(opened)
@@ -178,7 +178,7 @@ async def test_a_503_goes_to_another_worker_and_says_nothing_of_health():
 async def test_where_all_say_503_the_answer_of_the_last_one_is_relayed_untouched():
     config = "[routing]\nmax_total_retries = 3"
     first = answering(counted(b"first", status="503 No"))
-    async with door_before(first, answering(BUSY), config=config) as (opened, client):
+    async with dataplane_before(first, answering(BUSY), config=config) as (opened, client):
         answer = await ask(client)
         one, other = names(opened)
         assert answer.one("x-omni-attempts") == f"{one}=503, {other}=503, {one}=503"
@@ -192,7 +192,7 @@ async def test_where_all_say_503_the_answer_of_the_last_one_is_relayed_untouched
 
 async def test_a_503_that_may_not_be_tried_again_is_relayed_at_once():
     config = '[routing]\nretry_on = ["connect_failure"]'
-    async with door_before(answering(BUSY), GOOD, config=config) as (opened, client):
+    async with dataplane_before(answering(BUSY), GOOD, config=config) as (opened, client):
         answer = await ask(client)
         assert (answer.status, answer.one("x-omni-attempts")) == (503, None)
         assert opened.last["tried"] == [{"worker": opened.workers[0].url, "outcome": "503"}]
@@ -205,14 +205,17 @@ async def test_a_worker_that_went_out_meanwhile_leaves_its_503_to_the_client():
         opened.fleet.cordon(worker, "launch")
         await call.send(BUSY)
 
-    async with door_before(script) as (opened, client):
+    async with dataplane_before(script) as (opened, client):
         answer = await ask(client)
         assert (answer.status, answer.body) == (503, b"busy")
     assert len(opened.workers[0].requests) == 1
 
 
 async def test_a_client_error_is_never_tried_again():
-    async with door_before(answering(counted(b"no", status="429 Slow")), GOOD) as (opened, client):
+    async with dataplane_before(answering(counted(b"no", status="429 Slow")), GOOD) as (
+        opened,
+        client,
+    ):
         assert (await ask(client)).status == 429
         assert opened.failures() == [0, 0]
     assert len(opened.workers[1].requests) == 0
@@ -230,7 +233,7 @@ def saying(status, body=b"its own words"):
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 async def test_a_status_that_retry_on_names_goes_to_another_worker(status):
-    async with door_before(saying(status), GOOD, config=ALL) as (opened, client):
+    async with dataplane_before(saying(status), GOOD, config=ALL) as (opened, client):
         for _ in range(8):
             answer = await ask(client)
             assert (answer.status, answer.body) == (200, b"good")
@@ -242,7 +245,7 @@ async def test_a_status_that_retry_on_names_goes_to_another_worker(status):
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 501, 505])
 async def test_other_statuses_are_never_tried_again_and_say_nothing_of_health(status):
-    async with door_before(saying(status), GOOD, config=ALL) as (opened, client):
+    async with dataplane_before(saying(status), GOOD, config=ALL) as (opened, client):
         for _ in range(8):
             assert (await ask(client)).status in (status, 200)
         assert opened.failures() == [0, 0]
@@ -252,14 +255,14 @@ async def test_other_statuses_are_never_tried_again_and_say_nothing_of_health(st
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 async def test_with_a_single_try_the_status_reaches_the_client(status):
     config = ALL + "max_total_retries = 1\nmax_worker_retries = 0"
-    async with door_before(saying(status), GOOD, config=config) as (opened, client):
+    async with dataplane_before(saying(status), GOOD, config=config) as (opened, client):
         told = [(await ask(client)).status for _ in range(4)]
         assert told == [status, 200] * 2
         assert opened.failures()[0] == (2 if status in (500, 502, 504) else 0)
 
 
 async def test_a_request_that_every_worker_fails_counts_once_for_each_and_ends_with_their_word():
-    async with door_before(saying(500), saying(500, b"other"), config=ALL) as (opened, client):
+    async with dataplane_before(saying(500), saying(500, b"other"), config=ALL) as (opened, client):
         answer = await ask(client)
         assert (answer.status, answer.one("x-mine")) == (500, "a")
         assert answer.body in (b"its own words", b"other")
@@ -276,14 +279,14 @@ async def test_a_lone_worker_that_fails_once_is_asked_again():
         tries.append(call)
         await (saying(500) if len(tries) < 3 else GOOD)(call)
 
-    async with door_before(script, config=ALL) as (_, client):
+    async with dataplane_before(script, config=ALL) as (_, client):
         assert (await ask(client)).status == 200
     assert len(tries) == 3
 
 
 async def test_a_worker_that_says_500_for_ever_goes_out():
     config = ALL + "max_total_retries = 1"
-    async with door_before(saying(500), config=config) as (opened, client):
+    async with dataplane_before(saying(500), config=config) as (opened, client):
         told = [(await ask(client)).status for _ in range(4)]
         assert told == [500, 500, 500, 503]
         assert opened.fleet.workers[0].health.state == "unhealthy"
@@ -293,20 +296,20 @@ async def test_a_stream_that_is_refused_with_500_goes_to_another_worker():
     async def script(call):
         await call.send(SSE_HEAD + chunk(b"data: one\n\n") + b"0\r\n\r\n")
 
-    async with door_before(saying(500), script, config=ALL) as (_, client):
+    async with dataplane_before(saying(500), script, config=ALL) as (_, client):
         answer = await ask(client, STREAMED)
         assert (answer.status, answer.body) == (200, b"data: one\n\n")
 
 
 async def test_a_large_body_that_streams_is_not_tried_again_after_a_500():
     body = b'{"messages": [], "pad": "%b"}' % (b"x" * 3_000_000)
-    async with door_before(saying(500), GOOD, config=ALL) as (opened, client):
+    async with dataplane_before(saying(500), GOOD, config=ALL) as (opened, client):
         assert (await ask(client, body, *HINTS)).status == 500
     assert len(opened.workers[1].requests) == 0
 
 
 async def test_retry_on_is_read_anew_with_the_file():
-    async with door_before(saying(500), GOOD) as (opened, client):
+    async with dataplane_before(saying(500), GOOD) as (opened, client):
         assert (await ask(client)).status == 500
         opened.reload(ALL)
         assert [(await ask(client)).status for _ in range(4)] == [200] * 4
@@ -317,7 +320,7 @@ async def test_a_failure_after_failed_tries_tells_what_was_tried():
     async with (
         refusing_url() as gone,
         fake_workers(resetting) as (made,),
-        open_door(gone, made, config=config) as opened,
+        run_dataplane(gone, made, config=config) as opened,
         opened.client() as client,
     ):
         answer = await ask(client)
@@ -330,7 +333,7 @@ async def test_a_failure_after_failed_tries_tells_what_was_tried():
 async def test_a_body_above_retry_body_bytes_is_tried_once_and_the_client_is_told_why():
     config = '[routing]\nretry_body_bytes = "1KiB"'
     body = b'{"messages": [], "pad": "%b"}' % (b"x" * 1024)
-    async with door_before(resetting, answering(BUSY), config=config) as (opened, client):
+    async with dataplane_before(resetting, answering(BUSY), config=config) as (opened, client):
         answer = await ask(client, body)
         assert answer.status == 502
         assert b"larger than 1024 bytes" in answer.body
@@ -342,7 +345,7 @@ async def test_a_body_above_retry_body_bytes_is_tried_once_and_the_client_is_tol
 async def test_the_pauses_grow_only_while_nobody_is_left_untried(monkeypatch):
     pauses = []
     monkeypatch.setattr(trying, "pause_secs", lambda made, chance: pauses.append(made) or 0.0)
-    async with door_before(*[resetting] * 2) as (opened, client):
+    async with dataplane_before(*[resetting] * 2) as (opened, client):
         assert (await ask(client)).status == 502
         # Each went out at its third failure; there was no fourth to pause before.
         assert opened.last["attempts"] == 6
@@ -351,7 +354,7 @@ async def test_the_pauses_grow_only_while_nobody_is_left_untried(monkeypatch):
 
 async def test_a_client_that_leaves_during_a_pause_ends_it_at_once(monkeypatch):
     monkeypatch.setattr(trying, "pause_secs", lambda made, chance: 3600.0)
-    async with fake_workers(resetting) as (worker,), open_door(worker) as opened:
+    async with fake_workers(resetting) as (worker,), run_dataplane(worker) as opened:
         async with opened.client() as client:
             await client.send(post(CHAT))
             while not any(task.phase == "backoff" for task in opened.door.loop.tasks):
@@ -365,7 +368,7 @@ async def test_a_client_that_leaves_during_a_pause_ends_it_at_once(monkeypatch):
 async def test_a_pause_ends_with_the_time_of_the_exchange(monkeypatch):
     monkeypatch.setattr(trying, "pause_secs", lambda made, chance: 3600.0)
     config = "[server]\nrequest_timeout_secs = 0.05"
-    async with door_before(resetting, config=config) as (opened, client):
+    async with dataplane_before(resetting, config=config) as (opened, client):
         answer = await ask(client)
         assert (answer.status, b"in phase backoff" in answer.body) == (504, True)
         assert answer.one("x-omni-attempts") == f"{names(opened)[0]}=reset_before_response"

@@ -5,7 +5,7 @@ import trio
 
 from omni_proxy.config.schema import CAPABILITIES
 from tests.promises.clients import CHAT, STREAMED, client_of, post
-from tests.promises.door_alone import open_door
+from tests.promises.dataplane_fixture import run_dataplane
 from tests.promises.fakes import answering, counted, fake_workers
 from tests.promises.fleet_program import program, put, toml
 
@@ -72,7 +72,7 @@ async def test_each_route_reaches_a_worker_that_can_do_it(name, pair):
     for lacking in sorted(needs):
         del able.requests[:]
         config = entry(other.url, set(CAPABILITIES) - {lacking}) + entry(able.url, needs)
-        async with open_door(config=config) as opened, opened.client() as client:
+        async with run_dataplane(config=config) as opened, opened.client() as client:
             for _ in range(2):
                 await client.send(request)
                 answer = await client.answer()
@@ -84,7 +84,7 @@ async def test_each_route_reaches_a_worker_that_can_do_it(name, pair):
 
 
 async def test_the_outcome_of_speech_is_asked_of_the_worker_that_is_named(pair):
-    async with open_door(*pair) as opened, opened.client() as client:
+    async with run_dataplane(*pair) as opened, opened.client() as client:
         for worker in (*opened.fleet.workers, *opened.fleet.workers):
             named = f"x-sglang-omni-route-worker: {worker.id}"
             await client.send(post(b"", named, path="/v1/audio/speech/r-1", method="GET"))
@@ -107,7 +107,7 @@ async def test_the_outcome_of_speech_is_asked_of_the_worker_that_is_named(pair):
     ],
 )
 async def test_a_wrong_method_is_405_and_names_the_right_ones(pair, method, path, allowed):
-    async with open_door(*pair) as opened, opened.client() as client:
+    async with run_dataplane(*pair) as opened, opened.client() as client:
         await client.send(f"{method} {path} HTTP/1.1\r\nhost: door\r\n\r\n".encode(), post())
         answer = await client.answer(method)
         assert (answer.status, answer.one("allow")) == (405, allowed)
@@ -123,7 +123,7 @@ async def test_a_wrong_method_is_405_and_names_the_right_ones(pair, method, path
 )
 async def test_a_body_that_is_no_json_object_never_reaches_a_worker(pair, body):
     path = "/v1/audio/speech" if not body else "/v1/chat/completions"
-    async with open_door(*pair) as opened, opened.client() as client:
+    async with run_dataplane(*pair) as opened, opened.client() as client:
         await client.send(post(body, path=path))
         answer = await client.answer()
         if body:
@@ -133,7 +133,7 @@ async def test_a_body_that_is_no_json_object_never_reaches_a_worker(pair, body):
 
 
 async def reason(config, request):
-    async with open_door(config=config) as opened, opened.client() as client:
+    async with run_dataplane(config=config) as opened, opened.client() as client:
         await client.send(request)
         answer = await client.answer()
         assert (answer.status, answer.one("x-sglang-omni-worker")) == (503, None)
@@ -159,7 +159,7 @@ async def test_when_nobody_can_take_it_the_answer_says_why(pair):
 
 async def test_an_unhealthy_fleet_says_so(pair):
     config = "[health]\nsuccess_threshold = 1\nfailure_threshold = 1\n"
-    async with open_door(*pair, config=config) as opened, opened.client() as client:
+    async with run_dataplane(*pair, config=config) as opened, opened.client() as client:
         for worker in opened.fleet.workers:
             opened.fleet.mark_dead(worker, worker.registered_at)
         await client.send(post())
@@ -183,7 +183,7 @@ async def test_full_workers_and_a_full_fleet_say_so():
             (f"[server]\nmax_inflight = 1\n{entry(worker.url, {'chat'})}", 503),
         ):
             asked, may = trio.Event(), trio.Event()
-            async with open_door(config=config) as opened, opened.client() as client:
+            async with run_dataplane(config=config) as opened, opened.client() as client:
                 await client.send(post())
                 await asked.wait()
                 async with opened.client() as other:
@@ -198,7 +198,7 @@ async def test_full_workers_and_a_full_fleet_say_so():
 
 
 async def test_a_front_that_is_not_there_is_a_503_and_model_traffic_goes_on(pair):
-    async with open_door(*pair) as opened, opened.client() as client:
+    async with run_dataplane(*pair) as opened, opened.client() as client:
         await client.send(GET % b"/health", post())
         answer = await client.answer("GET")
         assert answer.status == 503

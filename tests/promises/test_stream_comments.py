@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from tests.promises.clients import CHAT, STREAMED, Truncated, post
-from tests.promises.door_alone import door_before, open_door
+from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -48,7 +48,7 @@ async def after_comments(client, event, count=2):
 
 async def test_a_worker_silent_before_its_head_gets_comments_and_then_its_stream():
     event = trio.Event()
-    async with door_before(once(event, SSE_HEAD, STREAM), config=OFTEN) as (opened, client):
+    async with dataplane_before(once(event, SSE_HEAD, STREAM), config=OFTEN) as (opened, client):
         head = await after_comments(client, event)
         assert head.startswith(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
         answer = await client.answer()
@@ -63,7 +63,7 @@ async def test_a_worker_silent_before_its_head_gets_comments_and_then_its_stream
 async def test_a_worker_silent_behind_its_head_keeps_it_and_gets_comments():
     event = trio.Event()
     script = once(event, STREAM, before=[SSE_HEAD.replace(b"OK\r\n", b"OK\r\nx-a: b\r\n")])
-    async with door_before(script, config=OFTEN) as (_, client):
+    async with dataplane_before(script, config=OFTEN) as (_, client):
         head = await after_comments(client, event)
         assert b"\r\nx-a: b\r\n" in head
         answer = await client.answer()
@@ -75,7 +75,7 @@ async def test_a_stream_in_a_coding_is_not_changed():
     """A worker may encode what nobody has asked it to."""
     event = trio.Event()
     encoded = SSE_HEAD.replace(b"OK\r\n", b"OK\r\ncontent-encoding: gzip\r\n")
-    async with door_before(once(event, STREAM, before=[encoded]), config=OFTEN) as (_, client):
+    async with dataplane_before(once(event, STREAM, before=[encoded]), config=OFTEN) as (_, client):
         await client.send(post(STREAMED))
         head = await client.until(b"\r\n\r\n")
         await trio.sleep(0.3)
@@ -96,7 +96,7 @@ async def test_a_stream_in_another_framing_follows_in_chunks(late):
         await once(event, late)(call)
         call.close()
 
-    async with door_before(script, config=OFTEN) as (opened, client):
+    async with dataplane_before(script, config=OFTEN) as (opened, client):
         await after_comments(client, event)
         assert (await client.answer()).body.replace(COMMENT, b"") == EVENT
         assert opened.last["outcome"] == "completed"
@@ -104,7 +104,7 @@ async def test_a_stream_in_another_framing_follows_in_chunks(late):
 
 async def test_an_http_1_0_client_gets_its_comments_plain():
     event = trio.Event()
-    async with door_before(once(event, SSE_HEAD, STREAM), config=OFTEN) as (_, client):
+    async with dataplane_before(once(event, SSE_HEAD, STREAM), config=OFTEN) as (_, client):
         await client.send(post(STREAMED).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
         head = await client.until(COMMENT)
         assert b"transfer-encoding" not in head
@@ -134,7 +134,7 @@ def event_of(broken):
 )
 async def test_an_answer_that_is_no_stream_becomes_an_error_event(late, message):
     event = trio.Event()
-    async with door_before(once(event, late), config=OFTEN) as (opened, client):
+    async with dataplane_before(once(event, late), config=OFTEN) as (opened, client):
         await after_comments(client, event)
         with pytest.raises(Truncated) as broken:
             await client.answer()
@@ -154,7 +154,7 @@ async def test_a_worker_that_dies_behind_comments_is_tried_elsewhere():
 
     async with (
         fake_workers(dying, well) as made,
-        open_door(*made, config=OFTEN) as opened,
+        run_dataplane(*made, config=OFTEN) as opened,
         opened.client() as client,
     ):
         await after_comments(client, event)
@@ -170,7 +170,7 @@ async def test_when_all_have_failed_the_client_is_told_in_the_stream():
         call.reset()
 
     config = OFTEN + "[routing]\nmax_total_retries = 1"
-    async with door_before(dying, config=config) as (opened, client):
+    async with dataplane_before(dying, config=config) as (opened, client):
         await after_comments(client, event)
         with pytest.raises(Truncated) as broken:
             await client.answer()
@@ -180,7 +180,7 @@ async def test_when_all_have_failed_the_client_is_told_in_the_stream():
 
 async def test_the_clocks_go_on_beside_comments():
     times = "[server.timeouts]\nresponse_head_secs = 0.3"
-    async with door_before(silent, config=OFTEN + times) as (opened, client):
+    async with dataplane_before(silent, config=OFTEN + times) as (opened, client):
         await client.send(post(STREAMED))
         with pytest.raises(Truncated) as broken:
             await client.answer()
@@ -195,7 +195,7 @@ async def test_a_stream_that_breaks_behind_comments_ends_as_any_other():
         await call.until_left()
 
     times = "[server.timeouts]\nfirst_byte_secs = 0.3"
-    async with door_before(script, config=OFTEN + times) as (_, client):
+    async with dataplane_before(script, config=OFTEN + times) as (_, client):
         await client.send(post(STREAMED))
         with pytest.raises(Truncated) as broken:
             await client.answer()
@@ -211,7 +211,7 @@ async def test_a_client_that_leaves_between_comments_ends_its_worker():
         await call.until_left()
         left.set()
 
-    async with fake_workers(script) as made, open_door(*made, config=OFTEN) as opened:
+    async with fake_workers(script) as made, run_dataplane(*made, config=OFTEN) as opened:
         async with opened.client() as client:
             await client.send(post(STREAMED))
             await client.until(COMMENT)
@@ -223,7 +223,7 @@ async def test_a_client_that_leaves_between_comments_ends_its_worker():
 
 async def test_what_does_not_stream_gets_none():
     event = trio.Event()
-    async with door_before(once(event, counted(b"{}")), config=OFTEN) as (_, client):
+    async with dataplane_before(once(event, counted(b"{}")), config=OFTEN) as (_, client):
         await client.send(post(CHAT))
         await trio.sleep(0.3)
         event.set()
@@ -233,7 +233,7 @@ async def test_what_does_not_stream_gets_none():
 async def test_speech_that_streams_gets_none_before_its_head():
     """It may come as plain audio."""
     event = trio.Event()
-    async with door_before(once(event, counted(b"RIFF")), config=OFTEN) as (_, client):
+    async with dataplane_before(once(event, counted(b"RIFF")), config=OFTEN) as (_, client):
         await client.send(post(b'{"stream": true}', path="/v1/audio/speech"))
         await trio.sleep(0.3)
         event.set()
@@ -243,7 +243,7 @@ async def test_speech_that_streams_gets_none_before_its_head():
 async def test_a_worker_is_not_asked_for_a_coding_that_comments_could_not_follow():
     event = trio.Event()
     event.set()
-    async with door_before(once(event, SSE_HEAD, STREAM), config=OFTEN) as (opened, client):
+    async with dataplane_before(once(event, SSE_HEAD, STREAM), config=OFTEN) as (opened, client):
         for body, wanted in ((STREAMED, 0), (CHAT, 1)):
             await client.send(post(body, "accept-encoding: gzip"))
             await client.answer()

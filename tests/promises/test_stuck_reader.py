@@ -5,7 +5,7 @@ import trio
 
 from tests.dataplane.pumping import until
 from tests.promises.clients import STREAMED, post
-from tests.promises.door_alone import door_before, open_door
+from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     PATIENCE_SECS,
@@ -42,7 +42,7 @@ class Flood:
 async def test_a_client_that_never_reads_is_cut_and_never_fills_our_memory(head):
     flood = Flood(head)
     impatient = "[server.timeouts]\nidle_secs = 0.3"
-    async with door_before(flood, config=impatient) as (opened, client):
+    async with dataplane_before(flood, config=impatient) as (opened, client):
         client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         await client.send(post(STREAMED))
         with trio.fail_after(PATIENCE_SECS):
@@ -62,7 +62,7 @@ async def test_a_slow_reader_gets_every_byte_and_its_worker_waits_for_it():
         await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
         await call.send(payload)
 
-    async with fake_workers(script) as (worker,), open_door(worker) as opened:
+    async with fake_workers(script) as (worker,), run_dataplane(worker) as opened:
         async with opened.client() as client:
             client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
             await client.send(post())
@@ -78,7 +78,7 @@ async def test_a_stuck_reader_holds_up_nobody_else():
     async def second(call):
         await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
 
-    async with fake_workers(flood, second) as made, open_door(*made) as opened:
+    async with fake_workers(flood, second) as made, run_dataplane(*made) as opened:
         async with opened.client() as stuck:
             await stuck.send(post(STREAMED))
             await stuck.until(b"\r\n\r\n")
@@ -94,7 +94,7 @@ async def test_a_stuck_reader_holds_up_nobody_else():
 async def test_a_slow_reader_is_held_to_the_time_of_the_whole_exchange():
     flood = Flood(b"HTTP/1.1 200 OK\r\ncontent-length: 999999999\r\n\r\n")
     short = "[server]\nrequest_timeout_secs = 0.3"
-    async with door_before(flood, config=short) as (opened, client):
+    async with dataplane_before(flood, config=short) as (opened, client):
         client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         await client.send(post())
         with trio.fail_after(PATIENCE_SECS):
@@ -114,7 +114,7 @@ async def test_answers_to_a_pipelining_client_that_reads_late_all_come_and_in_or
     def stuck() -> bool:
         return any(task.phase == "client" for task in opened.door.loop.tasks)
 
-    async with door_before(echo) as (opened, client), trio.open_nursery() as nursery:
+    async with dataplane_before(echo) as (opened, client), trio.open_nursery() as nursery:
         client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         nursery.start_soon(client.send, *map(post, bodies))
         await until(stuck)

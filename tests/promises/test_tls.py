@@ -14,7 +14,7 @@ from omni_proxy.dataplane.accept import certificates
 from omni_proxy.dataplane.exchange import fast_path
 from tests.dataplane.pumping import until
 from tests.promises.clients import CHAT, Truncated, client_of, post
-from tests.promises.door_alone import configured, open_door
+from tests.promises.dataplane_fixture import configured, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     answering,
@@ -31,7 +31,7 @@ from tests.promises.secure import FILES, TwoEvents, believing, listening, secure
 async def secure_door(*scripts, config=None):
     async with (
         fake_workers(*scripts) as workers,
-        open_door(*workers, config=listening() if config is None else config) as opened,
+        run_dataplane(*workers, config=listening() if config is None else config) as opened,
     ):
         opened.workers = workers
         yield opened

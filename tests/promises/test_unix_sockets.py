@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from tests.promises.clients import post
-from tests.promises.door_alone import open_door
+from tests.promises.dataplane_fixture import run_dataplane
 from tests.promises.fakes import FakeWorker, answering, counted
 from tests.promises.fleet_program import starting, toml, workers
 from tests.promises.test_tls_program import command
@@ -32,7 +32,7 @@ async def test_a_worker_may_listen_on_a_socket_file(tmp_path):
     worker = FileWorker(answering(counted(b"{}")))
     async with trio.open_nursery() as nursery:
         await nursery.start(worker.serve_at, tmp_path / "worker.sock")
-        async with open_door(worker) as opened, opened.client() as client:
+        async with run_dataplane(worker) as opened, opened.client() as client:
             for _ in range(2):
                 await client.send(post())
                 assert (await client.answer()).status == 200

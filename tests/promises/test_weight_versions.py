@@ -7,7 +7,7 @@ import trio
 
 from tests.dataplane.pumping import until
 from tests.promises.clients import CHAT, STREAMED, post
-from tests.promises.door_alone import door_before, open_door
+from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.engines import engines
 from tests.promises.fakes import (
     LAST_CHUNK,
@@ -47,7 +47,7 @@ class Stepwise:
 
 
 async def test_a_response_names_the_weights_of_its_worker_while_they_are_known():
-    async with door_before(GOOD) as (opened, client):
+    async with dataplane_before(GOOD) as (opened, client):
         (worker,) = opened.fleet.workers
         answer = await ask(client)
         assert not [name for name, _ in answer.fields if name.startswith("x-omni-weight")]
@@ -63,7 +63,7 @@ async def test_a_response_names_the_weights_of_its_worker_while_they_are_known()
 
 
 async def test_a_local_reply_names_no_weights():
-    async with door_before(resetting, config="[routing]\nmax_total_retries = 1") as (
+    async with dataplane_before(resetting, config="[routing]\nmax_total_retries = 1") as (
         opened,
         client,
     ):
@@ -79,7 +79,7 @@ async def test_a_local_reply_names_no_weights():
 )
 async def test_a_response_that_spans_a_change_names_both_versions(label, epoch, told):
     worker = Stepwise(b"", counted(b"good"))
-    async with door_before(worker) as (opened, client):
+    async with dataplane_before(worker) as (opened, client):
         (known,) = opened.fleet.workers
         opened.fleet.set_version(known, "v1", 1)
         await client.send(post(CHAT))
@@ -96,7 +96,7 @@ async def test_a_response_that_spans_a_change_names_both_versions(label, epoch, 
 
 async def test_a_stream_that_spans_a_change_is_logged_and_counted():
     worker = Stepwise(SSE_HEAD + chunk(b"data: a\n\n"), chunk(b"data: [DONE]\n\n") + LAST_CHUNK)
-    async with door_before(worker) as (opened, client):
+    async with dataplane_before(worker) as (opened, client):
         (known,) = opened.fleet.workers
         opened.fleet.set_version(known, "v1", 1)
         await client.send(post(STREAMED))
@@ -118,7 +118,7 @@ async def test_a_stream_that_spans_a_change_is_logged_and_counted():
 
 
 async def test_a_retry_names_the_weights_of_the_worker_that_answered():
-    async with door_before(resetting, GOOD) as (opened, client):
+    async with dataplane_before(resetting, GOOD) as (opened, client):
         for number, worker in enumerate(opened.fleet.workers, 1):
             opened.fleet.set_version(worker, f"v{number}", number)
         answer = await ask(client)
@@ -127,7 +127,7 @@ async def test_a_retry_names_the_weights_of_the_worker_that_answered():
 
 
 async def test_version_constraints_limit_the_choice_and_are_not_forwarded():
-    async with door_before(GOOD, GOOD, GOOD) as (opened, client):
+    async with dataplane_before(GOOD, GOOD, GOOD) as (opened, client):
         for number, worker in enumerate(opened.fleet.workers, 1):
             opened.fleet.set_version(worker, f"v{number}", number)
         for _ in range(3):
@@ -156,13 +156,13 @@ async def test_version_constraints_limit_the_choice_and_are_not_forwarded():
     ],
 )
 async def test_an_invalid_version_constraint_is_refused(field):
-    async with door_before(GOOD) as (opened, client):
+    async with dataplane_before(GOOD) as (opened, client):
         assert (await ask(client, field)).status == 400
         assert not opened.workers[0].requests
 
 
 async def test_without_a_queue_no_request_waits_for_weights():
-    async with door_before(GOOD) as (_, client):
+    async with dataplane_before(GOOD) as (_, client):
         answer = await ask(client, f"{VERSION}: =v2")
         assert (answer.status, answer.one("retry-after")) == (503, "1")
         error = json.loads(answer.body)["error"]
@@ -171,7 +171,7 @@ async def test_without_a_queue_no_request_waits_for_weights():
 
 
 async def test_with_a_queue_a_request_waits_until_a_worker_has_the_weights():
-    async with door_before(GOOD, config=QUEUED) as (opened, client):
+    async with dataplane_before(GOOD, config=QUEUED) as (opened, client):
         (worker,) = opened.fleet.workers
         await client.send(post(CHAT, "x-omni-min-weight-epoch: 3"))
         await until(lambda: opened.door.queue.waiting)
@@ -184,7 +184,7 @@ async def test_with_a_queue_a_request_waits_until_a_worker_has_the_weights():
 
 async def test_a_request_that_waited_too_long_is_told_which_weights_were_missing():
     config = f"{QUEUED}queue_timeout_secs = 0.05"
-    async with door_before(GOOD, config=config) as (_, client):
+    async with dataplane_before(GOOD, config=config) as (_, client):
         answer = await ask(client, f"{VERSION}: =v2")
         error = json.loads(answer.body)["error"]
         assert (answer.status, answer.one("retry-after")) == (503, "1")
@@ -200,7 +200,7 @@ async def test_a_request_that_waited_too_long_is_told_which_weights_were_missing
     ],
 )
 async def test_shed_refuses_at_once_although_there_is_a_queue(hold, rules, code):
-    async with door_before(GOOD, config=QUEUED + rules) as (opened, client):
+    async with dataplane_before(GOOD, config=QUEUED + rules) as (opened, client):
         (worker,) = opened.fleet.workers
         opened.fleet.cordon(worker, hold)
         answer = await ask(client)
@@ -212,7 +212,7 @@ async def test_shed_refuses_at_once_although_there_is_a_queue(hold, rules, code)
 
 
 async def test_held_requests_get_no_error():
-    async with fake_workers(GOOD, GOOD) as made, open_door(*made, config=QUEUED) as opened:
+    async with fake_workers(GOOD, GOOD) as made, run_dataplane(*made, config=QUEUED) as opened:
         answers = []
 
         async def one():

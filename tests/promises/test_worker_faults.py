@@ -3,7 +3,7 @@ import trio
 import trio.testing
 
 from tests.promises.clients import CHAT, STREAMED, Truncated, post
-from tests.promises.door_alone import door_before, open_door
+from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -31,7 +31,7 @@ async def ask(client, body=CHAT):
 async def test_a_worker_that_refuses_is_a_502_that_says_so():
     async with (
         refusing_url() as url,
-        open_door(url, config=ONE_TRY) as opened,
+        run_dataplane(url, config=ONE_TRY) as opened,
         opened.client() as client,
     ):
         for made in (1, 2):  # the connection stays good for more
@@ -49,7 +49,7 @@ async def test_a_worker_that_refuses_is_a_502_that_says_so():
     ids=["resets", "closes", "closes in its head"],
 )
 async def test_a_worker_that_dies_before_its_head_is_whole_is_a_502(script):
-    async with door_before(script, config=ONE_TRY) as (opened, client):
+    async with dataplane_before(script, config=ONE_TRY) as (opened, client):
         answer = await ask(client)
         assert answer.status == 502
         assert b'"code":"reset_before_response"' in answer.body
@@ -63,7 +63,7 @@ async def test_a_worker_that_stalls_is_a_504_and_is_left():
         await call.until_left()
         left.set()
 
-    async with door_before(script, config=QUICK) as (opened, client):
+    async with dataplane_before(script, config=QUICK) as (opened, client):
         answer = await ask(client)
         assert answer.status == 504
         assert b'"code":"response_timeout"' in answer.body
@@ -77,14 +77,14 @@ async def test_a_worker_that_stalls_within_its_head_is_a_504():
         await call.send(b"HTTP/1.1 200 OK\r\ncontent-le")
         await call.until_left()
 
-    async with door_before(script, config=QUICK) as (_, client):
+    async with dataplane_before(script, config=QUICK) as (_, client):
         assert (await ask(client)).status == 504
 
 
 async def test_a_stalled_worker_is_not_asked_again_and_neither_is_another():
     async with (
         fake_workers(silent, answering(counted(b"{}"))) as made,
-        open_door(*made, config=QUICK.replace("= 1\n", "= 6\n")) as opened,
+        run_dataplane(*made, config=QUICK.replace("= 1\n", "= 6\n")) as opened,
         opened.client() as client,
     ):
         assert (await ask(client)).status == 504  # it may be at work on it
@@ -119,7 +119,7 @@ async def test_garbage_instead_of_an_answer_is_a_502_and_counts_for_health(name)
         await call.send(GARBAGE[name])
         await call.until_left()
 
-    async with door_before(script, config=ONE_TRY) as (opened, client):
+    async with dataplane_before(script, config=ONE_TRY) as (opened, client):
         answer = await ask(client)
         assert answer.status == 502
         assert b'"error":{"message":' in answer.body
@@ -151,7 +151,7 @@ async def test_too_few_bytes_are_never_a_clean_end(name, how):
         await trio.testing.wait_all_tasks_blocked()
         call.reset() if how == "resets" else call.close()
 
-    async with fake_workers(script) as made, open_door(*made) as opened:
+    async with fake_workers(script) as made, run_dataplane(*made) as opened:
         async with opened.client() as client:
             with pytest.raises(Truncated) as broken:
                 await ask(client)
@@ -163,7 +163,7 @@ async def test_too_few_bytes_are_never_a_clean_end(name, how):
 
 
 async def test_a_broken_sse_stream_tells_its_reader_before_it_is_cut():
-    async with door_before(hanging_up_after(SSE_HEAD + EVENT)) as (opened, client):
+    async with dataplane_before(hanging_up_after(SSE_HEAD + EVENT)) as (opened, client):
         with pytest.raises(Truncated) as broken:
             await ask(client, STREAMED)
         events = broken.value.answer.body.decode().split("\n\n")
@@ -178,7 +178,7 @@ async def test_a_stream_that_falls_silent_is_told_and_cut():
         await call.send(SSE_HEAD, EVENT)
         await call.until_left()
 
-    async with door_before(script, config=QUICK) as (opened, client):
+    async with dataplane_before(script, config=QUICK) as (opened, client):
         with pytest.raises(Truncated) as broken:
             await ask(client, STREAMED)
         assert b'data: {"error":' in broken.value.answer.body
@@ -191,7 +191,7 @@ async def test_a_worker_that_never_begins_its_body_is_cut_by_first_byte_secs():
         await call.until_left()
 
     first = "[server.timeouts]\nfirst_byte_secs = 0.05"
-    async with door_before(script, config=first) as (opened, client):
+    async with dataplane_before(script, config=first) as (opened, client):
         with pytest.raises(Truncated) as broken:
             await ask(client, STREAMED)
         assert broken.value.answer.status == 200
@@ -206,7 +206,7 @@ async def test_broken_chunks_within_an_answer_are_never_a_clean_end():
         await seen.wait()
         await call.send(b"zz\r\n")
 
-    async with door_before(script) as (opened, client):
+    async with dataplane_before(script) as (opened, client):
         await client.send(post())
         await client.until(chunk(b"abc"))
         seen.set()
@@ -234,7 +234,7 @@ async def test_bytes_behind_an_answer_reach_nobody_and_end_the_connection(pieces
         all_sent.set()
         await call.until_left()
 
-    async with fake_workers(script) as made, open_door(*made) as opened:
+    async with fake_workers(script) as made, run_dataplane(*made) as opened:
         async with opened.client() as client:
             for _ in range(2):
                 answer = await ask(client)
@@ -246,7 +246,7 @@ async def test_bytes_behind_an_answer_reach_nobody_and_end_the_connection(pieces
 
 async def test_bytes_joined_to_a_chunked_end_are_never_taken_for_an_answer():
     smuggled = CHUNKED_HEAD + chunk(b"ab") + LAST_CHUNK + counted(b"evil")
-    async with door_before(answering(smuggled)) as (_, client):
+    async with dataplane_before(answering(smuggled)) as (_, client):
         answer = await ask(client)
         assert (answer.status, b"evil" in answer.body) == (502, False)
         assert client.rest == b""
@@ -254,7 +254,7 @@ async def test_bytes_joined_to_a_chunked_end_are_never_taken_for_an_answer():
 
 async def test_an_answer_that_only_closing_ends_reaches_the_client_framed():
     closing = b"HTTP/1.0 200 OK\r\ncontent-type: text/plain\r\n\r\nhello"
-    async with door_before(hanging_up_after(closing)) as (_, client):
+    async with dataplane_before(hanging_up_after(closing)) as (_, client):
         for _ in range(2):
             answer = await ask(client)
             assert (answer.status, answer.body) == (200, b"hello")
@@ -267,7 +267,7 @@ async def test_a_reset_of_an_answer_that_only_closing_ends_is_no_clean_end():
         await trio.testing.wait_all_tasks_blocked()
         call.reset()
 
-    async with door_before(script) as (opened, client):
+    async with dataplane_before(script) as (opened, client):
         with pytest.raises(Truncated):
             await ask(client)
         assert opened.failures() == [1]
@@ -279,7 +279,10 @@ async def test_a_reset_of_an_answer_that_only_closing_ends_is_no_clean_end():
     ids=["204", "304"],
 )
 async def test_bytes_behind_an_answer_without_a_body_reach_nobody(head):
-    async with fake_workers(answering(head + counted(b"evil"))) as made, open_door(*made) as opened:
+    async with (
+        fake_workers(answering(head + counted(b"evil"))) as made,
+        run_dataplane(*made) as opened,
+    ):
         async with opened.client() as client:
             for _ in range(2):
                 answer = await ask(client)
@@ -298,7 +301,7 @@ async def test_a_worker_that_does_not_read_its_request_is_a_504():
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         nursery.start_soon(trio.serve_listeners, listen, [listener])
         url = "http://{}:{}".format(*listener.socket.getsockname())
-        async with open_door(url, config=QUICK) as opened, opened.client() as client:
+        async with run_dataplane(url, config=QUICK) as opened, opened.client() as client:
             answer = await ask(client, b'{"messages": "%b"}' % (b"x" * 30_000_000))
             assert answer.status == 504
             assert opened.last["phase"] == "send"
@@ -312,7 +315,7 @@ async def test_an_http_1_0_client_gets_no_clean_end_either(head):
         await trio.testing.wait_all_tasks_blocked()
         call.reset()
 
-    async with door_before(script) as (_, client):
+    async with dataplane_before(script) as (_, client):
         await client.send(post().replace(b"HTTP/1.1", b"HTTP/1.0", 1))
         with pytest.raises(Truncated):
             await client.answer()
@@ -326,7 +329,7 @@ async def test_an_exchange_that_takes_too_long_is_cut_and_its_busy_worker_not_bl
             await trio.sleep(0.005)
 
     short = "[server]\nrequest_timeout_secs = 0.1"
-    async with door_before(script, config=short) as (opened, client):
+    async with dataplane_before(script, config=short) as (opened, client):
         with pytest.raises(Truncated):
             await ask(client)
         assert (opened.last["outcome"], opened.last["ended_by"]) == ("timed_out", "proxy")
@@ -336,7 +339,7 @@ async def test_an_exchange_that_takes_too_long_is_cut_and_its_busy_worker_not_bl
 @pytest.mark.parametrize("status", [502, 504])
 async def test_502_and_504_of_a_worker_pass_unchanged_and_count_for_health(status):
     theirs = counted(b"mine", status=f"{status} Oh No")
-    async with door_before(answering(theirs)) as (opened, client):
+    async with dataplane_before(answering(theirs)) as (opened, client):
         answer = await ask(client)
         assert (answer.status, answer.body) == (status, b"mine")
         assert opened.failures() == [1]
@@ -345,7 +348,7 @@ async def test_502_and_504_of_a_worker_pass_unchanged_and_count_for_health(statu
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 501])
 async def test_other_errors_of_a_worker_pass_unchanged_and_say_nothing_of_its_health(status):
     theirs = counted(b"mine", status=f"{status} Oh No")
-    async with fake_workers(answering(theirs)) as made, open_door(*made) as opened:
+    async with fake_workers(answering(theirs)) as made, run_dataplane(*made) as opened:
         async with opened.client() as client:
             answer = await ask(client)
             assert (answer.status, answer.body) == (status, b"mine")
@@ -369,7 +372,7 @@ async def test_a_worker_that_answers_before_it_has_read_the_body_is_heard():
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         nursery.start_soon(trio.serve_listeners, listen, [listener])
         url = "http://{}:{}".format(*listener.socket.getsockname())
-        async with open_door(url) as opened, opened.client() as client:
+        async with run_dataplane(url) as opened, opened.client() as client:
             answer = await ask(client, b'{"messages": "%b"}' % (b"x" * 30_000_000))
             assert (answer.status, answer.body) == (413, b"too much")
         nursery.cancel_scope.cancel()

@@ -11,24 +11,24 @@ import trio
 from tests.promises.clients import CHAT, client_of, post
 from tests.promises.fakes import answering, counted, fake_workers
 from tests.promises.fleet_program import program, put, record, starting, toml, workers
-from tests.promises.several_doors import (
-    Ill,
+from tests.promises.processes_fixture import (
+    ResetsUntilHealthy,
     address,
-    doors,
-    hammer,
     held_streams,
     in_flight,
-    let_go,
+    open_gates,
+    run_processes,
+    send_requests,
     serving,
 )
 
 
 async def test_nothing_reaches_a_worker_after_its_disabling_was_answered(tmp_path):
-    async with doors(tmp_path, "a", "b") as running, trio.open_nursery() as nursery:
+    async with run_processes(tmp_path, "a", "b") as running, trio.open_nursery() as nursery:
         a, _ = running.fleet
         tally, stop = [0], trio.Event()
         for _ in range(6):
-            nursery.start_soon(hammer, running, tally, stop)
+            nursery.start_soon(send_requests, running, tally, stop)
         for _ in range(3):
             while a.requests < 5:
                 await trio.sleep(0.01)
@@ -74,20 +74,23 @@ async def test_a_change_is_answered_once_the_slowest_door_has_taken_it(tmp_path)
 
 async def test_least_request_sees_what_all_doors_have_in_flight(tmp_path):
     more = "[routing]\npolicy = 'least_request'"
-    async with doors(tmp_path, "a", "b", "c", more=more) as running, held_streams(running, 12):
+    async with (
+        run_processes(tmp_path, "a", "b", "c", more=more) as running,
+        held_streams(running, 12),
+    ):
         assert await in_flight(running) == [4, 4, 4]
-        let_go(running)
+        open_gates(running)
 
 
 async def test_the_bounds_hold_over_all_doors_and_room_wakes_those_who_wait(tmp_path):
     more = "max_inflight = 4\nqueue_size = 8\nqueue_timeout_secs = 30"
-    async with doors(tmp_path, "a", more=more) as running, held_streams(running, 4):
+    async with run_processes(tmp_path, "a", more=more) as running, held_streams(running, 4):
         async with client_of(address(running)) as late, client_of(address(running)) as later:
             await late.send(post())
             await later.send(post())
             told = await running.until("/health", lambda t: t["admission"]["waiting"] == 2)
             assert told["admission"]["inflight"] == 4
-            let_go(running)
+            open_gates(running)
             assert (await late.answer()).status == 200
             assert (await later.answer()).status == 200
         assert (await running.told("/health"))["admission"]["peak_inflight"] == 4
@@ -95,7 +98,7 @@ async def test_the_bounds_hold_over_all_doors_and_room_wakes_those_who_wait(tmp_
 
 async def test_a_session_means_the_same_worker_to_every_door(tmp_path):
     more = "[routing]\npolicy = 'random'\nsticky_sessions = true"
-    async with doors(tmp_path, "a", "b", "c", more=more) as running:
+    async with run_processes(tmp_path, "a", "b", "c", more=more) as running:
         homes: dict[str, set[bytes]] = {}
         for _ in range(8):
             for key in ("me", "you", "them"):
@@ -150,7 +153,7 @@ async def test_no_bound_is_passed_where_all_doors_pick_at_the_same_moment(tmp_pa
 
 
 async def test_a_worker_on_trial_gets_one_request_at_a_time_from_all_doors_together(tmp_path):
-    ill, file = Ill(), tmp_path / "proxy.toml"
+    ill, file = ResetsUntilHealthy(), tmp_path / "proxy.toml"
     async with fake_workers(ill, answering(counted(b"{}"))) as fleet:
         put(file, toml(fleet, more="processes = 2"))
         async with program("--config", file) as running, trio.open_nursery() as nursery:
@@ -158,7 +161,7 @@ async def test_a_worker_on_trial_gets_one_request_at_a_time_from_all_doors_toget
             await running.until("/status", serving)
             tally, stop = [0], trio.Event()
             for _ in range(6):
-                nursery.start_soon(hammer, running, tally, stop)
+                nursery.start_soon(send_requests, running, tally, stop)
             await running.until("/workers", lambda t: record(t, fleet[0])["failed_requests"] >= 3)
             await running.until("/workers", lambda t: record(t, fleet[0])["trial"])
             ill.well = True

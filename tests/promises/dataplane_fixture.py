@@ -34,7 +34,7 @@ class Lines:
         self.records.append(json.loads(record))
 
 
-class OpenDoor:
+class RunningDataPlane:
     def __init__(self, fleet: Fleet, door: DataPlane) -> None:
         self.fleet = fleet
         self.door = door
@@ -74,7 +74,9 @@ def configured(text: str, urls: list[str]) -> Config:
 
 
 @asynccontextmanager
-async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterator[OpenDoor]:
+async def run_dataplane(
+    *workers: FakeWorker | str, config: str = ""
+) -> AsyncIterator[RunningDataPlane]:
     """Workers as fakes or URLs, beside what `config` says."""
     urls = [worker if isinstance(worker, str) else worker.url for worker in workers]
     made = configured(config, urls)
@@ -89,7 +91,7 @@ async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterat
         door = DataPlane(fleet, made, front_socket="/nowhere", below=lambda bound: 0)
         await nursery.start(door.run)
         door.prepare(made)()
-        opened = OpenDoor(fleet, door)
+        opened = RunningDataPlane(fleet, door)
         opened.urls = urls
         yield opened
         nursery.cancel_scope.cancel()
@@ -98,11 +100,13 @@ async def open_door(*workers: FakeWorker | str, config: str = "") -> AsyncIterat
 
 
 @asynccontextmanager
-async def door_before(*scripts: Script, config: str = "") -> AsyncIterator[tuple[OpenDoor, Client]]:
+async def dataplane_before(
+    *scripts: Script, config: str = ""
+) -> AsyncIterator[tuple[RunningDataPlane, Client]]:
     """A door with a fake worker for each script, and a client that has connected to it."""
     async with (
         fake_workers(*scripts) as workers,
-        open_door(*workers, config=config) as opened,
+        run_dataplane(*workers, config=config) as opened,
         opened.client() as client,
     ):
         opened.workers = workers

@@ -19,7 +19,7 @@ def serving(told: dict, count: int = 2) -> bool:
 
 
 @asynccontextmanager
-async def doors(tmp_path, *names: str, more: str = "", count: int = 2):
+async def run_processes(tmp_path, *names: str, more: str = "", count: int = 2):
     file = tmp_path / "proxy.toml"
     async with workers(*names) as fleet:
         put(file, toml(fleet, more=f"processes = {count}\n{more}"))
@@ -66,14 +66,14 @@ async def held_streams(running, count: int, *, everywhere: bool = False):
 
         for _ in range(count):
             await nursery.start(hold)
-        while everywhere and not all(await at_doors(running, len(streams))):
+        while everywhere and not all(await in_flight_by_process(running, len(streams))):
             assert len(streams) < 100
             await nursery.start(hold)
         yield streams
         done.set()
 
 
-async def at_doors(running, count: int) -> list[int]:
+async def in_flight_by_process(running, count: int) -> list[int]:
     """How many of so many requests each door has."""
     told = await running.until(
         "/status", lambda t: sum(row["in_flight"] for row in t["data_plane"]["processes"]) == count
@@ -81,7 +81,7 @@ async def at_doors(running, count: int) -> list[int]:
     return [row["in_flight"] for row in told["data_plane"]["processes"]]
 
 
-async def came_whole(stream) -> bool:
+async def read_whole_stream(stream) -> bool:
     try:
         while not stream.rest.endswith(LAST):
             piece = await stream.receive()
@@ -93,12 +93,12 @@ async def came_whole(stream) -> bool:
     return True
 
 
-def let_go(running) -> None:
+def open_gates(running) -> None:
     for worker in running.fleet:
         worker.gate.set()
 
 
-async def hammer(running, tally: list[int], stop: trio.Event) -> None:
+async def send_requests(running, tally: list[int], stop: trio.Event) -> None:
     """A connection for each request; whatever is no 200 is a failure."""
     while not stop.is_set():
         async with client_of(address(running)) as client:
@@ -108,7 +108,7 @@ async def hammer(running, tally: list[int], stop: trio.Event) -> None:
             tally[0] += 1
 
 
-class Ill:
+class ResetsUntilHealthy:
     """Resets until it is `well`; then its first request takes as long as the test likes."""
 
     def __init__(self) -> None:

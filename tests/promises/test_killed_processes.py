@@ -10,14 +10,14 @@ from tests.processes import alive, until_gone
 from tests.promises.clients import CHAT, client_of, post
 from tests.promises.fakes import answering, counted, fake_workers
 from tests.promises.fleet_program import PATIENCE_SECS, program, put, record, toml, workers
-from tests.promises.several_doors import Ill, address, serving
+from tests.promises.processes_fixture import ResetsUntilHealthy, address, serving
 
 STICKY = "processes = 2\n[routing]\npolicy = 'random'\nsticky_sessions = true"
 TIMES = 2
 
 
 async def test_a_trial_that_ends_with_its_door_keeps_its_worker_out_no_longer(tmp_path):
-    ill, file = Ill(), tmp_path / "proxy.toml"
+    ill, file = ResetsUntilHealthy(), tmp_path / "proxy.toml"
     async with fake_workers(ill, answering(counted(b"{}"))) as fleet, AsyncExitStack() as clients:
         put(file, toml(fleet, more=STICKY))
         async with program("--config", file) as running:
@@ -59,7 +59,7 @@ def in_flight(told: dict) -> list[int]:
     return sorted(row["in_flight"] for row in told["data_plane"]["processes"])
 
 
-async def on_trial(running, ill: Ill, clients: AsyncExitStack, count: int) -> None:
+async def on_trial(running, ill: ResetsUntilHealthy, clients: AsyncExitStack, count: int) -> None:
     """Ask until one request, the only one under way, waits at the worker that is on trial."""
     with trio.fail_after(PATIENCE_SECS):
         while ill.now < count:
