@@ -1,5 +1,6 @@
-"""The front: everything over HTTP that is not model traffic, a Quart-trio app behind the door.
+"""The admin API: everything over HTTP that is not model traffic, a Quart application on trio.
 
-Invariant: only the door reaches it, over a private Unix socket, with heads it has judged and bodies
-it has bounded. It reads the fleet and asks the keeper for changes; it edits no configuration.
+Invariant: only the data plane reaches it, over a private Unix socket, with heads that it validated and
+bodies that it limited. It reads the fleet and requests changes from the configuration store; it edits
+no configuration itself.
 """

@@ -1,4 +1,7 @@
-"""The front's app: its routes, and what holds for all of them."""
+"""The Quart application of the admin API: its routes, and what applies to all of them.
+
+Must not hold state that outlives it: a restart of the service makes a new application.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from quart_trio import QuartTrio
 from omni_proxy.admin_api.access.auth import KeyCheck
 from omni_proxy.admin_api.access.cors import OpenReads
 from omni_proxy.admin_api.openapi.document import OpenApiRoutes
-from omni_proxy.admin_api.responses import speak_json
-from omni_proxy.admin_api.routes.broadcast_routes import AdminRoutes
+from omni_proxy.admin_api.responses import add_json_errors
+from omni_proxy.admin_api.routes.broadcast_routes import BroadcastRoutes
 from omni_proxy.admin_api.routes.config_routes import ConfigRoutes
 from omni_proxy.admin_api.routes.dashboard_routes import DashboardRoutes
 from omni_proxy.admin_api.routes.drain_routes import DrainRoutes
 from omni_proxy.admin_api.routes.engine_routes import EngineRoutes
 from omni_proxy.admin_api.routes.explain_routes import ExplainRoutes
 from omni_proxy.admin_api.routes.feed_routes import FeedRoutes
-from omni_proxy.admin_api.routes.health_routes import PoolRoutes
+from omni_proxy.admin_api.routes.health_routes import FleetHealthRoutes
 from omni_proxy.admin_api.routes.metrics_routes import MetricsRoutes
-from omni_proxy.admin_api.routes.models_routes import ModelRoutes
+from omni_proxy.admin_api.routes.models_routes import MergedModelRoutes
 from omni_proxy.admin_api.routes.rl_routes import RlRoutes
-from omni_proxy.admin_api.routes.sglang_routes import ScalingRoutes
-from omni_proxy.admin_api.routes.weight_routes import VersionRoutes, WeightRoutes
+from omni_proxy.admin_api.routes.sglang_routes import SglangRoutes
+from omni_proxy.admin_api.routes.weight_routes import WeightOperationRoutes, WeightVersionRoutes
 from omni_proxy.admin_api.routes.worker_routes import WorkerRoutes
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.serializers.unroutable_reason import reasons
@@ -36,62 +39,62 @@ from omni_proxy.weight_sync.protocol.journal import PauseRecord
 from omni_proxy.wire.proxy_headers import HOP_FIELD, PROXY_FIELD
 
 
-def create_app(rooms: Services) -> QuartTrio:
+def create_app(services: Services) -> QuartTrio:
     app = QuartTrio(__name__, static_folder=None)
-    app.config["RESPONSE_TIMEOUT"] = None  # Quart's 60 s end a long answer without a word
-    app.config["MAX_CONTENT_LENGTH"] = None  # the door has bounded the body
-    app.url_map.merge_slashes = False  # a worker id holds "//", and a redirect would lose the body
-    keys = KeyCheck(rooms.config_store)
-    pauses = partial(_pauses_told, rooms, keys)
-    notes = WorkerNotes(rooms.fleet)
+    app.config["RESPONSE_TIMEOUT"] = None  # Quart's default of 60 s would cut a long response
+    app.config["MAX_CONTENT_LENGTH"] = None  # the data plane limits the body
+    app.url_map.merge_slashes = False  # a worker id has "//", and a redirect would lose the body
+    keys = KeyCheck(services.config_store)
+    pauses = partial(_visible_pauses, services, keys)
+    notes = WorkerNotes(services.fleet)
     records = WorkerRecords(
-        rooms.fleet, rooms.drains, notes, lambda: reasons(rooms, pauses()), pauses
+        services.fleet, services.drains, notes, lambda: reasons(services, pauses()), pauses
     )
-    chosen = SelectorResolver(rooms, records)
+    selectors = SelectorResolver(services, records)
     app.before_request(keys.before_request)
-    OpenReads(rooms.config_store).mount(app)
-    _pass_hops_on(app, rooms.proxy_id)
-    speak_json(app)
+    OpenReads(services.config_store).mount(app)
+    _forward_hops(app, services.proxy_id)
+    add_json_errors(app)
     for routes in (
-        PoolRoutes(rooms, keys, records),
-        WorkerRoutes(rooms, records, notes, drains := DrainRoutes(rooms, records)),
+        FleetHealthRoutes(services, keys, records),
+        WorkerRoutes(services, records, notes, drains := DrainRoutes(services, records)),
         drains,
-        FeedRoutes(rooms),
-        MetricsRoutes(rooms),
-        ConfigRoutes(rooms.config_store),
-        ModelRoutes(rooms),
-        ScalingRoutes(rooms),
-        EngineRoutes(rooms, chosen),
-        ExplainRoutes(rooms),
+        FeedRoutes(services),
+        MetricsRoutes(services),
+        ConfigRoutes(services.config_store),
+        MergedModelRoutes(services),
+        SglangRoutes(services),
+        EngineRoutes(services, selectors),
+        ExplainRoutes(services),
         DashboardRoutes(),
         OpenApiRoutes(),
-        AdminRoutes(rooms, chosen),
-        WeightRoutes(rooms),
-        VersionRoutes(rooms),
-        RlRoutes(rooms, records, chosen),
+        BroadcastRoutes(services, selectors),
+        WeightOperationRoutes(services),
+        WeightVersionRoutes(services),
+        RlRoutes(services, records, selectors),
     ):
         routes.mount(app)
     return app
 
 
-def _pauses_told(rooms: Services, keys: KeyCheck) -> dict[str, PauseRecord]:
-    """Who has no key may read workers' records, and learns from them nothing of who paused."""
-    found = rooms.desk.journal.pauses()
-    if not found or (has_request_context() and keys.presented()):
-        return found
-    return {url: replace(pause, by="") for url, pause in found.items()}
+def _visible_pauses(services: Services, keys: KeyCheck) -> dict[str, PauseRecord]:
+    """The pauses; without the admin key, workers' records do not name who paused a worker."""
+    pauses = services.weight_operations.journal.pauses()
+    if not pauses or (has_request_context() and keys.presented()):
+        return pauses
+    return {url: replace(pause, by="") for url, pause in pauses.items()}
 
 
-def _pass_hops_on(app: QuartTrio, proxy_id: str) -> None:
-    """Say who answers, and let what is asked of workers carry the marks of the request."""
+def _forward_hops(app: QuartTrio, proxy_id: str) -> None:
+    """Identify the proxy in responses, and carry the hop header of a request into calls to workers."""
 
-    async def note() -> None:
+    async def record_hops() -> None:
         incoming_hops.set(", ".join(request.headers.getlist(HOP_FIELD)))
 
-    async def sign(response: Response) -> Response:
+    async def add_proxy_id(response: Response) -> Response:
         if proxy_id:
             response.headers[PROXY_FIELD] = proxy_id
         return response
 
-    app.before_request(note)
-    app.after_request(sign)
+    app.before_request(record_hops)
+    app.after_request(add_proxy_id)

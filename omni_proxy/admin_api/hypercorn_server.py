@@ -1,6 +1,6 @@
-"""Hypercorn on the private Unix socket that only the door dials.
+"""Hypercorn on the private Unix socket that only the data plane connects to.
 
-Invariant: no connection ends the server; each one is `hypercorn_connection`.
+Invariant: no connection ends the server; each one is a `hypercorn_connection`.
 """
 
 from __future__ import annotations

@@ -1,25 +1,31 @@
-"""JSON in, JSON out: the one place where the front reads bodies and makes responses.
+"""JSON requests and responses: the only module that reads bodies and makes responses.
 
-Invariant: every answer of the front is JSON, errors of Quart and Werkzeug included, but for the few
-sentences of an older dialect and a browser's redirect from / to the dashboard; keys keep the order
-in which they were said.
+Invariant: every response of the admin API is JSON, errors of Quart and Werkzeug included, except a few
+texts of an older dialect and the redirect of a browser from / to the dashboard; keys keep their order.
+A 404 suggests the closest served path; the length of what is compared is bounded, so that a flood of
+unknown paths is cheap.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
+from typing import Final
 
 from quart import Quart, Response, g, has_request_context, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from omni_proxy.admin_api.near_paths import near_path
+from omni_proxy.admin_ops.routes import paths
+from omni_proxy.routing.routes import MODEL_PATHS
 from omni_proxy.runtime_config.config_store import ChangeResult
 from omni_proxy.wire.errors import HttpError, to_json
 
 WARNING_FIELD = "X-Omni-Warning"
 
 
-def reply(payload: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(
+    payload: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
     warning = _warning()
     if warning and isinstance(payload, dict):
         payload = {**payload, "warning": warning}
@@ -27,13 +33,13 @@ def reply(payload: object, status: int = 200, headers: dict[str, str] | None = N
     return _warned(made, warning)
 
 
-def text(sentence: str) -> Response:
+def text_response(sentence: str) -> Response:
     made = Response(sentence, 200, content_type="text/plain; charset=utf-8")
     return _warned(made, _warning())
 
 
 def warn(warning: str) -> None:
-    """The answer to the present request shall say so beside its success."""
+    """Add a warning to the response of the current request."""
     g.warning = warning
 
 
@@ -47,7 +53,7 @@ def _warned(response: Response, warning: str) -> Response:
     return response
 
 
-def bad(message: str, code: str = "invalid_request") -> HttpError:
+def bad_request(message: str, code: str = "invalid_request") -> HttpError:
     return HttpError(400, message, code)
 
 
@@ -56,21 +62,24 @@ async def body_bytes() -> bytes:
 
 
 async def json_object() -> dict[str, object]:
-    """The request's body; an empty one is an empty object, the content type is not asked."""
+    """The body of the request; an empty one is an empty object, the content type does not matter.
+
+    Raises HttpError 400.
+    """
     body = await body_bytes()
     try:
         value = json.loads(body) if body else {}
-        if b"\\u" in body:  # half a character could be kept nowhere and told to nobody
+        if b"\\u" in body:  # a lone surrogate could not be saved or sent
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        raise bad("invalid JSON body", "invalid_json") from None
+        raise bad_request("invalid JSON body", "invalid_json") from None
     if not isinstance(value, dict):
-        raise bad("request body must be a JSON object", "invalid_json")
+        raise bad_request("request body must be a JSON object", "invalid_json")
     return value
 
 
-def speak_json(app: Quart) -> None:
-    """Give `app` our errors."""
+def add_json_errors(app: Quart) -> None:
+    """Make all errors of `app` JSON."""
     app.register_error_handler(HttpError, _refused)
     app.register_error_handler(HTTPException, _failed)
 
@@ -83,11 +92,11 @@ async def _refused(refusal: HttpError) -> Response:
 async def _failed(error: HTTPException) -> Response:
     status = error.code or 500
     if status == 404 and request.path == "/" and "text/html" in request.headers.get("Accept", ""):
-        # A browser. Relative, for a proxy before us may have cut a prefix off.
+        # A browser. Relative, as a proxy in front may have stripped a prefix.
         return Response("", 302, {"Location": "dashboard", "Cache-Control": "no-store"})
     code = error.name.lower().replace(" ", "_")
-    message = f"{error.name}: {request.method} {_as_asked()}" if status < 500 else error.name
-    if status == 404 and (near := near_path(_as_asked())):
+    message = f"{error.name}: {request.method} {_raw_path()}" if status < 500 else error.name
+    if status == 404 and (near := closest_path(_raw_path())):
         message += f"; did you mean {near}?"
     refusal = HttpError(status, message, code, detail=error.name)
     if isinstance(error, MethodNotAllowed):
@@ -95,14 +104,13 @@ async def _failed(error: HTTPException) -> Response:
     return await _refused(refusal)
 
 
-def _as_asked() -> str:
-    """The path as it came: what Quart makes of "//v1" or "%2f" looks like a path that is served."""
+def _raw_path() -> str:
+    """The path as received: Quart turns "//v1" or "%2f" into what looks like a served path."""
     return (request.scope.get("raw_path") or request.path.encode()).decode("latin-1")
 
 
-# Revisions over HTTP: the ETag of answers, and what `If-Match` asks of a change.
-#
-# The keeper compares, under its lock; here the header is only carried and the mismatch told.
+# Revisions: the ETag of responses and `If-Match` of changes. The configuration store compares
+# them, under its lock.
 
 
 def etag(revision: int) -> dict[str, str]:
@@ -113,7 +121,7 @@ def if_match() -> str | None:
     return request.headers.get("If-Match")
 
 
-def refuse_mismatch(reloaded: ChangeResult) -> None:
+def raise_on_mismatch(reloaded: ChangeResult) -> None:
     """Raises HttpError 412."""
     if reloaded.outcome == "precondition_failed":
         raise HttpError(
@@ -121,3 +129,16 @@ def refuse_mismatch(reloaded: ChangeResult) -> None:
             f"the configuration is at revision {reloaded.revision}, which If-Match does not name",
             "precondition_failed",
         ).with_headers(*etag(reloaded.revision).items())
+
+
+MAX_PATH_CHARS: Final = 64  # some more than the longest served path
+CUTOFF: Final = 0.8  # the share of letters in common
+_KNOWN: Final = sorted({*MODEL_PATHS, *paths()})
+
+
+def closest_path(path: str) -> str:
+    """The served path that is most like `path`; "" if none is close."""
+    if len(path) > MAX_PATH_CHARS:
+        return ""
+    close = difflib.get_close_matches(path, _KNOWN, n=1, cutoff=CUTOFF)
+    return close[0] if close and close[0] != path else ""

@@ -1,7 +1,7 @@
-"""Which workers a selector means, by what is known of them here and what their engines tell.
+"""Resolves selectors to workers, by what the fleet knows and what their engines report.
 
-Invariant: engines are asked only where a selector speaks of what they alone know; who does not
-answer has none of those facts.
+Invariant: engines are called only if a selector has a key that only they know; a worker that does not
+answer has none of these facts.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Facts = dict[str, str]
 
 
 class SelectorResolver:
-    def __init__(self, rooms: Services, records: WorkerRecords) -> None:
-        self._rooms = rooms
+    def __init__(self, services: Services, records: WorkerRecords) -> None:
+        self._services = services
         self._records = records
 
     async def urls(self, text: str | None) -> frozenset[str] | None:
-        """None where no selector narrows it. Raises HttpError 400 for one that is none."""
+        """URLs of the selected workers, None without a selector. Raises HttpError 400 for an invalid one."""
         if text is None:
             return None
         try:
@@ -43,25 +43,25 @@ class SelectorResolver:
             raise HttpError(
                 400, f"selector: {error}", "invalid_selector", offset=error.offset
             ) from None
-        workers = self._rooms.fleet.workers
-        told = await self.engine_facts(workers) if _asks_engines(selector) else {}
+        workers = self._services.fleet.workers
+        facts = await self.engine_facts(workers) if _asks_engines(selector) else {}
         return frozenset(
             worker.url
             for worker in workers
-            if selector.matches(self._facts(worker) | told.get(worker.url, {}))
+            if selector.matches(self._facts(worker) | facts.get(worker.url, {}))
         )
 
     async def engine_facts(self, workers: list[Worker]) -> dict[str, Facts]:
-        """By URL, what those say of themselves that answer; the others are not in it."""
+        """By URL, the facts that engines report; without those that do not answer."""
         alive = [worker for worker in workers if worker.health.state is not Health.DEAD]
-        secs = self._rooms.config_store.config.health.timeout_secs
-        found = await broadcast(alive, Call("GET", "/server_info", timeout_secs=secs))
-        told = {}
-        for outcome in found:
+        secs = self._services.config_store.config.health.timeout_secs
+        results = await broadcast(alive, Call("GET", "/server_info", timeout_secs=secs))
+        facts = {}
+        for outcome in results:
             info = outcome.json() if outcome.ok else None
             if isinstance(info, dict):
-                told[outcome.worker.url] = _engine_facts(info)
-        return told
+                facts[outcome.worker.url] = _engine_facts(info)
+        return facts
 
     def _facts(self, worker: Worker) -> Facts:
         record = self._records.record(worker)

@@ -1,6 +1,6 @@
-"""What the front may reach of the rest of the program: interfaces only, so that tests can stand in.
+"""What the admin API uses of the other packages, as interfaces, so that tests can replace them.
 
-Invariant: nothing in the front imports the door or the root; they hand themselves over as `Services`.
+Invariant: the admin API imports neither the data plane nor the server; `Services` is passed to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 
 
 class DataPlaneView(Protocol):
-    """The relay, as the front sees it."""
+    """The data plane, as the admin API uses it."""
 
     @property
     def policy(self) -> Policy: ...
@@ -45,22 +45,22 @@ class LauncherView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """`leaving` is true from the first sign of shutdown on, while the door still accepts."""
+    """`leaving` is true from the start of a shutdown on, while the data plane still accepts."""
 
     fleet: Fleet
     config_store: ConfigStore
     prober: Prober
-    door: DataPlaneView
-    desk: WeightOperations
+    data_plane: DataPlaneView
+    weight_operations: WeightOperations
     launcher: LauncherView | None
     supervisors: Callable[[], list[dict[str, object]]]
     instruments: Instruments
     drains: WorkerDrains
     leaving: Callable[[], bool] = lambda: False
     dialect: Dialect = "omni"
-    # URLs of the workers that the command line names.
+    # URLs of the workers on the command line.
     given: tuple[str, ...] = ()
     proxy_id: str = ""  # see `wire.proxy_headers`
-    # The program's, not the front's: that one may be restarted.
+    # Of the process: the admin API may be restarted.
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     started: float = field(default_factory=time.monotonic)

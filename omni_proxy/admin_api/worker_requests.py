@@ -1,8 +1,9 @@
-"""Bodies of worker requests in two dialects: Omni's, answered when done, smg's, answered at once.
+"""Bodies of worker requests in two dialects: the proxy's, answered when done, and that of
+sgl-model-gateway (smg), answered at once.
 
-A key that only smg knows makes a request asynchronous, as the program's dialect or the `Prefer`
-field may. Invariant: a body is judged whole before anything changes, and a key that nobody knows is
-refused (omni-router.md 5, routers.md 1.7).
+A key that only smg has makes a request asynchronous, as the configured dialect or the `Prefer` header
+may. Invariant: a body is validated whole before anything changes, and an unknown key is refused
+(omni-router.md 5, routers.md 1.7).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from omni_proxy.admin_api.responses import bad
+from omni_proxy.admin_api.responses import bad_request
 from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.config.url import normalize_url
 
@@ -24,49 +25,49 @@ SMG_SPEC = SMG_PATCH | {
     "tool_parser", "worker_type",
 }  # fmt: skip
 SMG_PREFIXES = ("dp_", "kv_")
-# Of smg's keys these are honoured or kept; the others are named in the answer as ignored.
-HEEDED = frozenset(
+# The keys of smg that are honoured or kept; the response names the others as ignored.
+HONOURED = frozenset(
     ("priority", "cost", "labels", "model_id", "models", "worker_type", "connection_mode")
 )
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerBody:
-    """A judged body. `switches` holds model ("" = none), capabilities and disabled, where given."""
+    """A validated body. `settings` holds model ("" = none), capabilities and disabled, if given."""
 
-    switches: dict[str, object]
+    settings: dict[str, object]
     is_dead: bool | None
-    remarks: dict[str, object]
+    note_fields: dict[str, object]
     ignored: list[str]
     in_background: bool
 
 
-def judge_add(body: Mapping[str, object], *, prefers_async: bool) -> WorkerBody:
-    """The URL is judged by the caller, who knows the query too."""
-    return _judge(body, OMNI_ADD, SMG_SPEC, prefers_async=prefers_async)
+def parse_add(body: Mapping[str, object], *, prefers_async: bool) -> WorkerBody:
+    """Validate a POST; the caller validates the URL, which may be in the query."""
+    return _parse(body, OMNI_ADD, SMG_SPEC, prefers_async=prefers_async)
 
 
-def judge_switch(body: Mapping[str, object], url: str | None, *, prefers_async: bool) -> WorkerBody:
-    """A PUT; smg's sends the whole spec, whose url must be the worker's own (None: not known)."""
-    judged = _judge(body, OMNI_SWITCH, SMG_SPEC | {"url"}, prefers_async=prefers_async)
-    if url is not None and "url" in body and _spelled(body["url"]) != url:
-        raise bad("url must stay the same; add a worker for another url")
-    return judged
+def parse_put(body: Mapping[str, object], url: str | None, *, prefers_async: bool) -> WorkerBody:
+    """Validate a PUT; smg sends the whole spec, whose url must be that of the worker (None: unknown)."""
+    parsed = _parse(body, OMNI_SWITCH, SMG_SPEC | {"url"}, prefers_async=prefers_async)
+    if url is not None and "url" in body and _normalized(body["url"]) != url:
+        raise bad_request("url must stay the same; add a worker for another url")
+    return parsed
 
 
-def _spelled(url: object) -> object:
-    """As workers' URLs are kept, where it is one."""
+def _normalized(url: object) -> object:
+    """A valid URL normalized, anything else unchanged."""
     try:
         return normalize_url(url, allow_unix=True) if isinstance(url, str) else url
     except ValueError:
         return url
 
 
-def judge_patch(body: Mapping[str, object]) -> WorkerBody:
-    return _judge(body, frozenset(), SMG_PATCH, prefers_async=True)
+def parse_patch(body: Mapping[str, object]) -> WorkerBody:
+    return _parse(body, frozenset(), SMG_PATCH, prefers_async=True)
 
 
-def _judge(
+def _parse(
     body: Mapping[str, object],
     omni: frozenset[str],
     smg: frozenset[str],
@@ -74,23 +75,23 @@ def _judge(
     prefers_async: bool,
 ) -> WorkerBody:
     spec = {key for key in body if key not in omni and _is_smg(key, smg)}
-    in_background = prefers_async or bool(spec - {"url"})  # a url alone is no sign of smg
+    in_background = prefers_async or bool(spec - {"url"})  # a url alone does not mean smg
     unknown = sorted(body.keys() - omni - spec)
     if unknown:
-        raise bad(f"unsupported fields: {', '.join(unknown)}", "unsupported_fields")
+        raise bad_request(f"unsupported fields: {', '.join(unknown)}", "unsupported_fields")
     if not body and omni is not OMNI_ADD:
-        raise bad("at least one worker field is required")
+        raise bad_request("at least one worker field is required")
     flags = {name: _boolean(body, name) for name in ("is_dead", "disabled")}
-    switches: dict[str, object] = {}
+    settings: dict[str, object] = {}
     if flags["disabled"] is not None:
-        switches["disabled"] = flags["disabled"]
+        settings["disabled"] = flags["disabled"]
     if "capabilities" in body:
-        switches["capabilities"] = _capabilities(body["capabilities"])
+        settings["capabilities"] = _capabilities(body["capabilities"])
     model = _model(body)
     if model is not None:
-        switches["model"] = model
+        settings["model"] = model
     return WorkerBody(
-        switches, flags["is_dead"], _remarks(body), sorted(spec - HEEDED - {"url"}), in_background
+        settings, flags["is_dead"], _remarks(body), sorted(spec - HONOURED - {"url"}), in_background
     )
 
 
@@ -101,21 +102,21 @@ def _is_smg(key: str, smg: frozenset[str]) -> bool:
 def _boolean(body: Mapping[str, object], name: str) -> bool | None:
     value = body.get(name)
     if name in body and not isinstance(value, bool):
-        raise bad(f"{name} must be a boolean")
+        raise bad_request(f"{name} must be a boolean")
     return value if isinstance(value, bool) else None
 
 
 def _capabilities(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not value:
-        raise bad("capabilities must be a non-empty list of names")
+        raise bad_request("capabilities must be a non-empty list of names")
     unknown = [name for name in value if name not in CAPABILITIES]
     if unknown:
-        raise bad(f"unknown capability {unknown[0]!r}; known are {', '.join(CAPABILITIES)}")
+        raise bad_request(f"unknown capability {unknown[0]!r}; known are {', '.join(CAPABILITIES)}")
     return tuple(name for name in CAPABILITIES if name in value)
 
 
 def _model(body: Mapping[str, object]) -> str | None:
-    """The model that is named ("" = cleared), None when the body doesn't speak of it."""
+    """The model in the body ("" = cleared), None without one."""
     if "model" in body:
         named = body["model"]
     elif "model_id" in body:
@@ -125,12 +126,12 @@ def _model(body: Mapping[str, object]) -> str | None:
     else:
         return None
     if named is not None and not isinstance(named, str):
-        raise bad("model must be a string or null")
+        raise bad_request("model must be a string or null")
     return (named or "").strip()
 
 
 def _first(models: object) -> object:
-    """smg lists cards or plain names; a worker of ours has one model."""
+    """smg lists model cards or names; a worker here has one model."""
     first = models[0] if isinstance(models, list) else None
     return first.get("id") if isinstance(first, dict) else first
 
@@ -155,5 +156,5 @@ _SMG_RULES: dict[str, tuple[Callable[[object], bool], str]] = {
 def _remarks(body: Mapping[str, object]) -> dict[str, object]:
     for name, (holds, wanted) in _SMG_RULES.items():
         if name in body and not holds(body[name]):
-            raise bad(f"{name} must be {wanted}")
+            raise bad_request(f"{name} must be {wanted}")
     return {name: body[name] for name in ("priority", "cost", "labels") if name in body}

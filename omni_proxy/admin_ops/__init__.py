@@ -1,1 +1,1 @@
-"""What admin operations mean: routes, worker selectors, the merge of many results. Pure."""
+"""Admin operations: their routes, worker selectors, and the merge of many results. Pure."""

@@ -1,11 +1,11 @@
-"""One operation over the fleet, from its turn to what it leaves behind.
+"""One operation on the fleet, from its place in the queue to the state that it leaves.
 
     waiting -> draining -> recording -> calling -> reading -> verifying -> restoring -> over
        └──────────────────────┴─ refused: nothing was sent ─────────────────────────────┘
 
-Afterwards a worker is `restored` (to what it was), `uncertain` (nobody knows its weights; it stays
-out until it is resolved or wholly updated) or `disabled` (until an operator acts). The table is
-`fates`. Invariant: a worker that succeeded is never left worse than it was.
+Afterwards a worker is `restored` (to its state before), `uncertain` (its weights are unknown: out of
+rotation until it is resolved or fully updated) or `disabled` (until an operator acts). The table is
+`fates`. Invariant: a worker that succeeded is never left worse than before.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The admin routes as a table: what each does to its workers, and so what it needs.
+"""The admin routes as a table: the effect of each on its workers, and so what it needs.
 
-kind      turn and journal   out of routing as   afterwards
+kind      lock and journal   cordon reason       afterwards
 read      no                 -                   -
 plain     no                 -                   -
-flush     no                 -                   what was cached is forgotten
+flush     no                 -                   prefix caches are cleared
 continue  no                 -                   "paused" ends where it succeeded
-pause     yes                paused              stays paused, where `while_paused` says so
+pause     yes                paused              stays paused, as `while_paused` says
 group     yes                updating            a failed init disables its worker
 update    yes                updating            failed workers are uncertain, see operation.py
 """

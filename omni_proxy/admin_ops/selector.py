@@ -4,8 +4,8 @@
     term     = key "=" value | key "!=" value
              | key "in" "(" values ")" | key "notin" "(" values ")"
 
-A worker that lacks the key satisfies `!=` and `notin`, and nothing else. A text that is no selector
-is refused whole, with the offset of the first character that can't stand there.
+A worker that lacks the key satisfies `!=` and `notin`, and nothing else. An invalid text is refused
+whole, with the offset of the first unexpected character.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the program says of itself: its own log, and best-effort lines such as the access log.
+"""Metrics, the recent window, the program's own log, and best-effort lines such as the access log.
 
-Invariant: nothing here may fail, delay or fill the memory of a request.
+Invariant: nothing here may fail a request, delay it or grow with it.
 """

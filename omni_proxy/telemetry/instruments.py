@@ -1,4 +1,8 @@
-"""All that the running program is watched with, as one value to hand around."""
+"""All instruments of the running process as one value, and the ticker that drives them.
+
+Invariant: the ticker measures trio's loop as its tasks have it: by what it wakes late, all other tasks
+wake late too.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from omni_proxy.telemetry.stall_detector import EngineStallDetector
 
 
 class Instruments:
-    """`load` tells how many requests are in flight, and how many wait."""
+    """`load()` returns the numbers of requests in flight and waiting."""
 
     def __init__(
         self, fleet: Fleet, load: Callable[[], tuple[int, int]], logs: Mapping[str, LineLog]
@@ -25,31 +29,26 @@ class Instruments:
         self.recent = RecentWindow()
         self.metrics = Metrics(fleet, self.recent)
         self.stall_detector = EngineStallDetector(fleet, self.metrics, self.recent)
-        self.ticker = Ticker(self._beat)
+        self.ticker = Ticker(self._on_second)
         self.logs = logs
         self._load = load
 
-    def _beat(self, at: float) -> None:
+    def _on_second(self, at: float) -> None:
         self.recent.tick(at, *self._load())
         self.stall_detector.tick(at)
 
 
-# The pulse: once a second it closes the second that is over, and it feels how late it comes.
-#
-# Invariant: it measures trio's loop as a task of it has it: what it waits beyond its time, all others
-# wait too.
-
-STEP_SECS: Final = 0.05  # a short stall between two looks is not seen
-STEPS: Final = 20  # to a second
+STEP_SECS: Final = 0.05  # a shorter stall is not seen
+STEPS: Final = 20  # in a second
 
 
 class Ticker:
-    """`beat` is called once a second, with the Unix time; `lag` holds what each step was late."""
+    """Calls `on_second(unix_time)` once a second; `lag` has the delay of each step."""
 
-    def __init__(self, beat: Callable[[float], None]) -> None:
+    def __init__(self, on_second: Callable[[float], None]) -> None:
         self.lag = Histogram(SHORT)
-        self.worst_secs = 0.0  # of the last whole second
-        self._beat = beat
+        self.worst_secs = 0.0  # the longest delay of the last second
+        self._on_second = on_second
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         task_status.started()
@@ -62,4 +61,4 @@ class Ticker:
                 self.lag.observe(late)
                 worst = max(worst, late)
             self.worst_secs = worst
-            self._beat(time.time())
+            self._on_second(time.time())

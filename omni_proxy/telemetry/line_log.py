@@ -1,9 +1,9 @@
-"""A sink of whole lines, such as the access log and the route log: best effort, never in the way.
+"""A best-effort sink of whole lines, such as the access log and the route log.
 
-Invariant: `write` neither waits nor raises. What can't be written in time is dropped and counted; a
-file that can't be opened costs lines, never a request. Where a write breaks off in a line, as on a
-full disk, the next one begins a new line. The file is opened anew for each flush, and
-its folder is made where there is none, so that both may be moved or deleted at any moment.
+Invariant: `write` neither waits nor raises. Lines that can't be written in time are dropped and
+counted; a file that can't be opened costs lines, never a request. After a write that broke off inside
+a line, as on a full disk, the next write begins a new line. The file is opened for each flush and its
+folder created if it is missing, so that both may be moved or deleted at any time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the door counts of each exchange that has ended, and of streams meanwhile, in plain numbers.
+"""Counts of finished exchanges, and of streams while they run, as plain numbers.
 
-Invariant: `record` costs less than 3 us and neither waits nor fails. Its labels are bounded: routes
-are those of the table, workers those of the fleet, and a model that no worker names is "other".
-Nothing here reads a body, but for the last piece of one where `usage` is wanted.
+Invariant: `record` is cheap, and neither waits nor fails. Its labels are bounded: routes are those of
+the route table, workers those of the fleet, and a model that no worker names is "other". Nothing here
+reads a body, except the last chunk of one if its `usage` is wanted.
 """
 
 from __future__ import annotations

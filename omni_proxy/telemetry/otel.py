@@ -1,7 +1,7 @@
-"""The same times once more under OpenTelemetry's names for clients of generative models.
+"""The request times again, under OpenTelemetry's names for clients of generative AI.
 
-Over all workers, by operation and model: what boards that know those names ask for. Invariant: a
-few series for each model that a worker names, whatever the size of the fleet.
+Over all workers, by operation and model, as dashboards for those names expect. Invariant: a few
+series for each model that a worker names, whatever the size of the fleet.
 """
 
 from __future__ import annotations

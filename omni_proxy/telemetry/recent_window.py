@@ -1,8 +1,8 @@
-"""What happened lately: a point per second for 15 minutes, each worker's last minute, recent ends.
+"""The recent past: a point per second for 15 minutes, each worker's last minute, recent exchanges.
 
 Invariant: everything here is bounded, whatever clients send. Pure: `tick` brings the clock, once a
-second; its meters bring what has ended. A worker's last minute is what it has now, less what it had
-then: nothing has to be cleared for each worker while requests go on.
+second; `Metrics` brings the finished exchanges. A worker's last minute is its total now less its
+total then, so nothing has to be reset for each worker while requests go on.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 POINTS: Final = 900
 MARK_SECS: Final = 10
-WINDOW_SECS: Final = 60  # a worker's numbers are those of its last 50 to 60 seconds, never more
+WINDOW_SECS: Final = 60  # a worker's window has its last 50 to 60 seconds, never more
 KEPT_ENDS: Final = 50
 KEPT_FAILURES: Final = 150
-ENDS_PER_SECOND: Final = 5  # a busy second would push all others out
+ENDS_PER_SECOND: Final = 5  # else a busy second would displace all others
 FAILURES_PER_SECOND: Final = 30
 TEXT_CHARS: Final = 200
 
 
 @dataclass(slots=True)
 class WindowCounts:
-    """Counts of some time. `firsts`: how many first chunks lie at each place of FINE."""
+    """Counts of a time. `firsts`: first chunks by bucket of FINE."""
 
     requests: int = 0
     errors: int = 0
     troubles: int = 0
-    marked_at: float = 0.0  # when a copy of it was kept last
+    marked_at: float = 0.0  # when the last copy of it was kept
     firsts: list[int] = field(default_factory=lambda: [0] * (len(FINE) + 1))
 
     def copy(self) -> WindowCounts:
@@ -45,7 +45,7 @@ class WindowCounts:
 
 
 class Point(NamedTuple):
-    """One second. `at` is Unix time; the times are milliseconds, None where no answer began."""
+    """One second. `at` is Unix time; latencies are in milliseconds, None if no response began."""
 
     at: int
     requests: int
@@ -57,7 +57,7 @@ class Point(NamedTuple):
 
 
 class WorkerWindow(NamedTuple):
-    """A worker's last minute. `answers`: how many began; the times are those of these."""
+    """A worker's last minute. `answers`: responses that began; the latencies are theirs."""
 
     rate: float
     errors: int
@@ -67,7 +67,7 @@ class WorkerWindow(NamedTuple):
 
 
 class FinishedExchange(NamedTuple):
-    """How one exchange ended. `at` is of the pump's clock."""
+    """A finished exchange. `at` is a time of `time.monotonic`."""
 
     at: float
     route: str
@@ -84,8 +84,8 @@ class FinishedExchange(NamedTuple):
     request_id: str
 
 
-def _nothing_more(_: Worker | None) -> None:
-    """Everything is in `sums` at once."""
+def _gather_nothing(_: Worker | None) -> None:
+    """Everything is in `sums` already."""
 
 
 class RecentWindow:
@@ -102,7 +102,7 @@ class RecentWindow:
         self.single_chunk_counts = [0] * (len(FINE) + 1)
         self.completed_left = ENDS_PER_SECOND
         self.sums: dict[Worker | None, WindowCounts] = {}  # of each worker, since it came
-        self.gather: Callable[[Worker | None], None] = _nothing_more
+        self.gather: Callable[[Worker | None], None] = _gather_nothing
         self._began = 0.0  # Unix time, as all here
         # How much it was at which times; the oldest is the one that `worker_window` needs, or soon will.
         self._marks: dict[Worker | None, deque[tuple[float, WindowCounts]]] = {}
@@ -110,18 +110,18 @@ class RecentWindow:
         self._troubles: deque[FinishedExchange] = deque(maxlen=KEPT_FAILURES)
 
     def keep(self, workers: Collection[Worker | None]) -> None:
-        """Forget all others."""
-        for worker in [each for each in self.sums if each not in workers]:
+        """Drop the counts of all other workers."""
+        for worker in [old for old in self.sums if old not in workers]:
             del self.sums[worker]
             self._marks.pop(worker, None)
 
     def note_completed(self, exchange: Exchange, worker: Worker | None) -> None:
-        """Of one that went well."""
+        """Note an exchange that completed."""
         self.completed_left -= 1
         self._ends.append(_end_of(exchange, worker))
 
     def note_failed(self, exchange: Exchange, worker: Worker | None, slot: WindowCounts) -> None:
-        """Of one that did not; whether that is an error to count depends on whose fault it was."""
+        """Note one that did not complete; it counts as an error unless it was the client's fault."""
         cut = (
             exchange.outcome != "completed"
             and exchange.status < 400
@@ -135,7 +135,7 @@ class RecentWindow:
             self._troubles.append(_end_of(exchange, worker))
 
     def add_finished(self, end: FinishedExchange, *, failed: bool) -> None:
-        """One that was noted elsewhere, where the times are of the same clock."""
+        """Add one of another process, whose times are of the same clock."""
         (self._troubles if failed else self._ends).append(end)
 
     def current_second(self) -> WindowCounts:
@@ -146,7 +146,7 @@ class RecentWindow:
         return second
 
     def tick(self, at: float, in_flight: int, waiting: int) -> None:
-        """A second (of Unix time `at`) is over."""
+        """A second has ended, at the Unix time `at`."""
         self._began = self._began or at - 1
         second, self.second = self.current_second(), WindowCounts()
         self.completed_left = ENDS_PER_SECOND
@@ -156,7 +156,7 @@ class RecentWindow:
         self._mark(at)
 
     def _mark(self, at: float) -> None:
-        """Of each worker, every ten seconds; not of all in the same one, should they be many."""
+        """Keep a copy of each worker's counts every ten seconds, of a tenth of them per tick."""
         since = at - MARK_SECS
         due = (each for each, slot in self.sums.items() if slot.marked_at <= since)
         for worker in list(islice(due, len(self.sums) // MARK_SECS + 1)):
@@ -184,7 +184,7 @@ class RecentWindow:
         began = max(self._began or at - 1, at - WINDOW_SECS)
         marks = self._marks.get(worker, ())
         if marks and at - marks[0][0] > WINDOW_SECS:
-            # Never more than the minute: beside it stands what `points` has of the same minute.
+            # Never more than the minute of `points`, which is shown beside it.
             inside = (mark for mark in marks if at - mark[0] <= WINDOW_SECS)
             began, then = next(inside, marks[-1])
         lately = WindowCounts(
@@ -196,11 +196,11 @@ class RecentWindow:
         return WorkerWindow(rate, lately.errors, sum(lately.firsts), *_firsts(lately))
 
     def ends(self) -> list[FinishedExchange]:
-        """The newest first."""
+        """Newest first."""
         return sorted((*self._ends, *self._troubles), key=lambda end: end.at, reverse=True)
 
     def since(self, at: int) -> Iterable[Point]:
-        """The points after that second, the oldest first."""
+        """The points after that second, oldest first."""
         newer = []
         for point in reversed(self.points):
             if point.at <= at:
@@ -210,7 +210,7 @@ class RecentWindow:
 
 
 def _end_of(exchange: Exchange, worker: Worker | None) -> FinishedExchange:
-    """Texts are cut: clients and workers choose them."""
+    """Texts are truncated: clients and workers choose them."""
     need, route = exchange.need, exchange.route
     model = need.model if need is not None else None
     return FinishedExchange(

@@ -1,8 +1,8 @@
-"""Where the door's meters count: one cell for each route on each worker, and each route's phases.
+"""Where exchanges are counted: one `RouteSeries` per route and worker, one `RoutePhases` per route.
 
-Invariant: an answer that came whole in one piece is counted in `SingleChunkCounts`, where it costs one place
-and three sums, and nowhere else until `gather` spreads it over what is read. So whoever reads a
-cell gathers it first.
+Invariant: a response that came whole in one chunk is counted in `SingleChunkCounts` alone, at the
+cost of one index and three sums, until `gather` distributes it to the histograms that are read. So
+every reader of a series gathers it first.
 """
 
 from __future__ import annotations

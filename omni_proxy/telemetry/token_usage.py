@@ -1,6 +1,6 @@
-"""The token counts that an answer tells of itself, read out of its last bytes.
+"""The token counts that a response reports, parsed from its last bytes.
 
-Best effort: what is compressed, or has its `usage` elsewhere than at the end, tells nothing.
+Best effort: a response that is compressed, or has its `usage` anywhere but at the end, gives none.
 Never raises, whatever the bytes are.
 """
 

@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.admin_api.worker_requests import judge_add, judge_patch, judge_switch
+from omni_proxy.admin_api.worker_requests import parse_add, parse_patch, parse_put
 from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.wire.errors import HttpError
 
@@ -8,11 +8,11 @@ URL = "http://127.0.0.1:1"
 
 
 def add(body, *, prefers_async=False):
-    return judge_add(body, prefers_async=prefers_async)
+    return parse_add(body, prefers_async=prefers_async)
 
 
 def switch(body, *, prefers_async=False):
-    return judge_switch(body, URL, prefers_async=prefers_async)
+    return parse_put(body, URL, prefers_async=prefers_async)
 
 
 def refusal(judge, *args, **kwargs):
@@ -24,7 +24,7 @@ def refusal(judge, *args, **kwargs):
 
 @pytest.mark.parametrize("url", [URL, URL + "/", "HTTP://127.0.0.1:1"])
 def test_a_whole_spec_may_spell_its_workers_url_in_another_way(url):
-    assert switch({"url": url, "priority": 3}).remarks == {"priority": 3}
+    assert switch({"url": url, "priority": 3}).note_fields == {"priority": 3}
 
 
 @pytest.mark.parametrize("url", [URL + "0", "nonsense", 5, None])
@@ -35,7 +35,7 @@ def test_a_whole_spec_may_not_move_its_worker(url):
 def test_omnis_keys_are_answered_when_done():
     judged = add({"url": URL, "model": " m ", "capabilities": ["streaming", "chat", "chat"]})
     assert not judged.in_background
-    assert judged.switches == {"model": "m", "capabilities": ("chat", "streaming")}
+    assert judged.settings == {"model": "m", "capabilities": ("chat", "streaming")}
 
 
 @pytest.mark.parametrize("key", ["worker_type", "priority", "cost", "labels", "api_key", "dp_size"])
@@ -51,12 +51,12 @@ def test_a_preference_is_enough_for_an_answer_at_once():
 def test_unknown_keys_are_named_in_order():
     assert refusal(add, {"url": URL, "b": 1, "a": 2}) == "unsupported fields: a, b"
     assert refusal(switch, {"x": 1}) == "unsupported fields: x"
-    assert refusal(judge_patch, {"disabled": True}) == "unsupported fields: disabled"
+    assert refusal(parse_patch, {"disabled": True}) == "unsupported fields: disabled"
 
 
 def test_a_put_may_name_the_url_that_the_worker_has():
     assert not switch({"url": URL}).in_background
-    assert switch({"url": URL}).switches == {}
+    assert switch({"url": URL}).settings == {}
     assert "url must stay" in refusal(switch, {"url": "http://127.0.0.1:2"})
     assert switch({"url": URL, "priority": 2}).in_background
     assert "url must stay" in refusal(switch, {"url": "http://127.0.0.1:2", "priority": 2})
@@ -64,7 +64,7 @@ def test_a_put_may_name_the_url_that_the_worker_has():
 
 def test_a_switch_or_patch_says_something():
     assert refusal(switch, {}) == "at least one worker field is required"
-    assert refusal(judge_patch, {}) == "at least one worker field is required"
+    assert refusal(parse_patch, {}) == "at least one worker field is required"
 
 
 @pytest.mark.parametrize("value", ["true", 1, 0, None, []])
@@ -79,12 +79,12 @@ def test_capabilities_are_known_names(value):
 
 
 def test_every_capability_is_accepted():
-    assert add({"capabilities": list(CAPABILITIES)}).switches["capabilities"] == CAPABILITIES
+    assert add({"capabilities": list(CAPABILITIES)}).settings["capabilities"] == CAPABILITIES
 
 
 @pytest.mark.parametrize("value", [None, "", "   "])
 def test_a_blank_model_clears_it(value):
-    assert switch({"model": value}).switches == {"model": ""}
+    assert switch({"model": value}).settings == {"model": ""}
 
 
 @pytest.mark.parametrize("value", [1, True, [], {}])
@@ -96,12 +96,12 @@ def test_a_model_is_a_string(value):
     "body", [{"model_id": "m"}, {"models": ["m", "n"]}, {"models": [{"id": "m"}]}]
 )
 def test_smgs_ways_to_name_a_model_are_read(body):
-    assert add(body).switches == {"model": "m"}
+    assert add(body).settings == {"model": "m"}
 
 
 def test_smgs_remarks_are_kept_and_the_rest_is_named_as_ignored():
     judged = add({"url": URL, "priority": 7, "labels": {"a": "b"}, "api_key": "x", "kv_role": "y"})
-    assert judged.remarks == {"priority": 7, "labels": {"a": "b"}}
+    assert judged.note_fields == {"priority": 7, "labels": {"a": "b"}}
     assert judged.ignored == ["api_key", "kv_role"]
 
 
@@ -117,4 +117,4 @@ def test_smg_values_that_we_cannot_honour_are_refused(body):
 
 
 def test_nothing_is_read_into_a_url_that_is_not_there():
-    assert judge_switch({"url": URL, "cost": 1}, None, prefers_async=False).in_background
+    assert parse_put({"url": URL, "cost": 1}, None, prefers_async=False).in_background

@@ -1,9 +1,9 @@
-"""Who may ask for what: everything needs the admin key, except what is listed here as open.
+"""Authorization: every route needs the admin key, except those listed here as open.
 
-Invariant: a route that is added and forgotten here is closed. A request for a route that doesn't
-exist learns that without a key. With [admin] listen all that is closed answers there alone
-(/metrics aside, which is scraped where the rest is); by which listener a request came says its
-Host, for that is the door's own word. Where no key is asked, `browsers` judges.
+Invariant: a new route that is not listed is closed. A request for an unknown route gets a 404 without a
+key. With [admin] listen, closed routes answer there only (except /metrics, which is scraped on the
+model listener); the Host header, which the data plane sets, tells the listener of a request. Without a
+key `browser_origin` decides.
 """
 
 from __future__ import annotations

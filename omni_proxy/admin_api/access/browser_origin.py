@@ -1,10 +1,10 @@
-"""What a browser may have been made to send: judged by Host, Origin and method, without a key.
+"""Protection against requests that a page makes a browser send: by Host, Origin and method.
 
-Without a key the caller's place in the network is what lets it in, and any page that somebody
-visits shares that place. So control routes answer only under a Host that no stranger can point at
-us (DNS rebinding), and only requests of our own origin change something. Invariant: a route that
-is not listed as READING is judged as one that changes something, whatever its method; what shows
-no sign of a browser is judged by its Host alone.
+Without a key the client's place in the network is what authorizes it, and any visited page shares that
+place. So control routes answer only under a Host that no stranger can point at the proxy (DNS
+rebinding), and only same-origin requests change something. Invariant: a route that is not listed in
+READING counts as one that changes something, whatever its method; a request without any sign of a
+browser is checked by its Host alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Pages of other origins may read what needs no key, where the configuration allows their origin.
+"""CORS: pages of allowed origins may read what needs no key.
 
-Invariant: only GET and HEAD of routes that read get these fields; a preflight for anything else is
-answered without them, so that no browser sends what it asks for.
+Invariant: only GET and HEAD of reading routes get these headers; a preflight for anything else is
+answered without them, so that no browser sends the request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The admin routes: one call here, and every worker that is not dead gets it (omni-router.md 11).
+"""The admin routes: one request, and every worker that is not dead gets it (omni-router.md 11).
 
-Invariant: nothing is sent before the whole request has been judged; what is sent are the caller's
-own bytes. Whatever is answered here, a missing key too, has `success`, `message` and
-`status` at its top.
+Invariant: nothing is sent before the whole request is validated; workers get the bytes of the client.
+Every response, that to a missing key too, has `success`, `message` and `status` at its top level.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import msgspec
 import trio
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.responses import bad, body_bytes, reply
+from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.routes.models_routes import passed_on
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import Services
@@ -45,10 +44,10 @@ LARGE_BYTES = 256 * 1024  # a body that takes longer to read than a task may
 View = Callable[[], Awaitable[Response]]
 
 
-class AdminRoutes:
-    def __init__(self, rooms: Services, chosen: SelectorResolver) -> None:
-        self._rooms = rooms
-        self._chosen = chosen
+class BroadcastRoutes:
+    def __init__(self, services: Services, selectors: SelectorResolver) -> None:
+        self._services = services
+        self._selectors = selectors
 
     def mount(self, app: Quart) -> None:
         app.after_request(self.with_top_keys)
@@ -72,10 +71,10 @@ class AdminRoutes:
     def _view(self, route: AdminRoute) -> View:
         async def operate() -> Response:
             if route.path == FROM_TENSOR:
-                return reply(NO_TENSORS, 501)
-            answer = await self._rooms.desk.submit(await self.call(route))
+                return json_response(NO_TENSORS, 501)
+            answer = await self._services.weight_operations.submit(await self.call(route))
             if route.path == weights_by_name.PATH:
-                return reply(*weights_by_name.merge(answer), dict(answer.headers))
+                return json_response(*weights_by_name.merge(answer), dict(answer.headers))
             return shown(answer)
 
         return operate
@@ -90,13 +89,13 @@ class AdminRoutes:
             target_of(route.path),
             body,
             worker_headers(body),
-            await self._chosen.urls(request.args.get("selector")),
+            await self._selectors.urls(request.args.get("selector")),
             caller(),
         )
 
 
 def shown(answer: AdminResponse) -> Response:
-    return reply(answer.body, answer.status, dict(answer.headers))
+    return json_response(answer.body, answer.status, dict(answer.headers))
 
 
 async def refuse_no_object(route: AdminRoute, body: bytes) -> None:
@@ -112,11 +111,11 @@ def _refuse_no_object(route: AdminRoute, body: bytes) -> None:
         # Slower, but it takes what trainers write that is no strict JSON (NaN).
         value = json.loads(body or b"{}") if len(body) < LARGE_BYTES else _lists_of(body)
     except msgspec.ValidationError:
-        raise bad(NO_OBJECT, "invalid_json") from None
+        raise bad_request(NO_OBJECT, "invalid_json") from None
     except (ValueError, RecursionError):
-        raise bad("invalid JSON body", "invalid_json") from None
+        raise bad_request("invalid JSON body", "invalid_json") from None
     if not isinstance(value, dict):
-        raise bad(NO_OBJECT, "invalid_json")
+        raise bad_request(NO_OBJECT, "invalid_json")
     if route.path == FROM_DISTRIBUTED:
         refuse_lengths(value)
 
@@ -140,7 +139,9 @@ def refuse_lengths(value: dict[str, object]) -> None:
     lists = [value.get(name) for name in LISTS]
     lengths = {len(each) if isinstance(each, list) else -1 for each in lists}
     if len(lengths) > 1 or lengths & {-1, 0}:
-        raise bad("names, dtypes and shapes must be lists of the same length, and not empty")
+        raise bad_request(
+            "names, dtypes and shapes must be lists of the same length, and not empty"
+        )
 
 
 def target_of(path: str) -> str:

@@ -1,10 +1,10 @@
-"""What runs, and the request to read FILE again."""
+"""The running configuration, and the request to reload its file."""
 
 from __future__ import annotations
 
 from quart import Quart, Response
 
-from omni_proxy.admin_api.responses import etag, if_match, refuse_mismatch, reply
+from omni_proxy.admin_api.responses import etag, if_match, json_response, raise_on_mismatch
 from omni_proxy.config.diff import redacted
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError
@@ -25,11 +25,11 @@ class ConfigRoutes:
             "config": redacted(config_store.config),
             "last_reload": config_store.last_reload,
         }
-        return reply(told, headers=etag(config_store.revision))
+        return json_response(told, headers=etag(config_store.revision))
 
     async def reload(self) -> Response:
         reloaded = await self._config_store.reload("http", if_match())
-        refuse_mismatch(reloaded)
+        raise_on_mismatch(reloaded)
         if reloaded.error is not None:
             raise HttpError(
                 422,
@@ -44,4 +44,4 @@ class ConfigRoutes:
             "revision": reloaded.revision,
             "diff": reloaded.diff,
         }
-        return reply(told, headers=etag(reloaded.revision))
+        return json_response(told, headers=etag(reloaded.revision))

@@ -1,7 +1,7 @@
-"""GET /dashboard: one page that holds all it needs, and nothing about this proxy.
+"""GET /dashboard: one self-contained page, without any data of this proxy.
 
-Invariant: the page is the same bytes for everybody, so it needs no key. What it shows it asks for
-itself, with the key that its reader gave. Its policy lets run and load exactly what stands in it.
+Invariant: the page is the same bytes for every client, so it needs no key. It requests its data itself,
+with the key that its reader enters. Its content security policy allows only what is inside the page.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Draining a worker over HTTP: no new request for it, and word of how its running ones go.
+"""Draining a worker over HTTP: it gets no new request, and its requests in flight can be watched.
 
-Invariant: what was asked for goes on when whoever asked has left; nothing that runs is cut.
+Invariant: a drain goes on after its client has disconnected; no request in flight is cut.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from math import isfinite
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.fleet_changes import FleetChanges
-from omni_proxy.admin_api.responses import bad, etag, json_object, reply
+from omni_proxy.admin_api.responses import bad_request, etag, json_object, json_response
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.config.overlay import SavedState, with_override, with_pending_delete
@@ -24,10 +24,10 @@ SWITCH = {"true": True, "1": True, "yes": True, "": False, "false": False, "0": 
 
 
 class DrainRoutes:
-    def __init__(self, rooms: Services, records: WorkerRecords) -> None:
-        self._rooms = rooms
+    def __init__(self, services: Services, records: WorkerRecords) -> None:
+        self._services = services
         self._records = records
-        self._changes = FleetChanges(rooms)
+        self._changes = FleetChanges(services)
 
     def mount(self, app: Quart) -> None:
         rule = "/workers/<path:name>/drain"
@@ -41,16 +41,21 @@ class DrainRoutes:
         drain = await self._begin(worker, secs, remove=False)
         told = {"status": DRAINING if drain.state == DRAINING else DRAINED}
         record = self._records.record(worker)
-        headers = {"Location": f"/workers/{worker.id}", **etag(self._rooms.config_store.revision)}
-        return reply({**told, "worker": record}, 202 if drain.state == DRAINING else 200, headers)
+        headers = {
+            "Location": f"/workers/{worker.id}",
+            **etag(self._services.config_store.revision),
+        }
+        return json_response(
+            {**told, "worker": record}, 202 if drain.state == DRAINING else 200, headers
+        )
 
     async def remove(self, worker: Worker) -> bool:
         """Returns once it is gone: whether all of its requests had ended. Raises HttpError."""
         drain = await self.begin_removal(worker)
         await drain.over.wait()
         if drain.refused:
-            raise bad(drain.refused, "change_refused")
-        if self._rooms.fleet.find(worker.url) is worker:
+            raise bad_request(drain.refused, "change_refused")
+        if self._services.fleet.find(worker.url) is worker:
             message = "somebody enabled the worker again; it was not removed"
             raise HttpError(409, message, "drain_cancelled", detail=message)
         return drain.in_time
@@ -67,18 +72,18 @@ class DrainRoutes:
             return with_override(state, worker.url, disabled=True)
 
         await self._changes.change(edit, at_once=True)
-        return self._rooms.drains.start(worker, secs, remove=remove)
+        return self._services.drains.start(worker, secs, remove=remove)
 
     def _secs(self, given: object) -> float:
         """Raises HttpError 400."""
         if given is None:
-            return self._rooms.config_store.config.server.drain_timeout_secs
+            return self._services.config_store.config.server.drain_timeout_secs
         try:
             secs = float(given) if isinstance(given, str | int | float) else -1.0
         except (ValueError, OverflowError):
             secs = -1.0
         if isinstance(given, bool) or not isfinite(secs) or not 0 <= secs <= LONGEST_SECS:
-            raise bad("timeout_secs must be a number of seconds, 0 for no deadline")
+            raise bad_request("timeout_secs must be a number of seconds, 0 for no deadline")
         return secs
 
 
@@ -86,5 +91,5 @@ def asked_to_drain() -> bool:
     """Raises HttpError 400 for a `drain` that is neither yes nor no."""
     given = request.args.get("drain", "").lower()
     if given not in SWITCH:
-        raise bad("drain must be true or false")
+        raise bad_request("drain must be true or false")
     return SWITCH[given]

@@ -1,7 +1,8 @@
-"""What the engines behind us say of themselves, asked of all of them and put into one answer.
+"""What the engines report about themselves, requested from all and merged into one response.
 
-sglang's and smg's routes: loads, server and model info, cache flush, a health check that generates,
-metrics (routers.md 1.6, 1.7). Invariant: one worker's silence costs its own part, never the answer.
+Routes of sglang and sgl-model-gateway: loads, server and model info, cache flush, a health check that
+generates, metrics (routers.md 1.6, 1.7). Invariant: a worker that does not answer costs its own part
+only, never the response.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import trio
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.responses import reply
+from omni_proxy.admin_api.responses import json_response
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.serializers.engine_metrics import CONTENT_TYPE, merge_metrics
 from omni_proxy.admin_api.serializers.load_report import loads_answer
@@ -36,9 +37,9 @@ INFO_SECS = 15.0  # what tells facts may be slower than a probe
 
 
 class EngineRoutes:
-    def __init__(self, rooms: Services, chosen: SelectorResolver) -> None:
-        self._rooms = rooms
-        self._chosen = chosen
+    def __init__(self, services: Services, selectors: SelectorResolver) -> None:
+        self._services = services
+        self._selectors = selectors
 
     def mount(self, app: Quart) -> None:
         rule = app.add_url_rule
@@ -57,7 +58,7 @@ class EngineRoutes:
         for worker in sorted(self._routable(), key=lambda worker: worker.in_flight):
             found = await generate_token(worker, _credentials(), GENERATE_SECS)
             if found.ok:
-                return reply({"status": "ok", "worker": worker.url})
+                return json_response({"status": "ok", "worker": worker.url})
             reasons[worker.url] = found.failure
         message = "no worker generated: " + ", ".join(f"{u}: {why}" for u, why in reasons.items())
         raise HttpError(503, message, "generation_failed")
@@ -69,39 +70,39 @@ class EngineRoutes:
             found = await self._first_of(worker, ("/get_model_info", "/model_info"))
             told = found.json() if found.ok else None
             if isinstance(told, dict):  # written anew: a number that is none is spelled as null
-                return reply(told)
+                return json_response(told)
             reasons[worker.url] = "no JSON object" if found.ok else found.failure
         raise _nothing("model_info", reasons)
 
     async def server_info(self) -> Response:
-        mode = self._rooms.config_store.config.weight_sync.mode
+        mode = self._services.config_store.config.weight_sync.mode
         # A trainer's group has the ranks of everybody who lives, routable or not.
         workers = self._routable() if mode == "off" else self._alive()
         found = await broadcast(workers, self._get("/server_info"))
         old = [outcome.worker for outcome in found if outcome.status in ROUTE_ABSENT]
         again = {o.worker: o for o in await broadcast(old, self._get("/get_server_info"))}
         found = [again.get(outcome.worker, outcome) for outcome in found]
-        holding = self._rooms.desk.version_service
+        holding = self._services.weight_operations.version_service
         merged = await merge_server_info(found, holding.store_service.has_path)
         if merged is None:
             raise _nothing("server_info", {o.worker.url: o.failure for o in found})
         merged["tp_size"] = holding.rank_count(merged["tp_size"])
-        return reply(merged)
+        return json_response(merged)
 
     async def loads(self) -> Response:
         found = await broadcast(self._alive(), self._get("/v1/loads"))
-        return reply(await loads_answer(found))
+        return json_response(await loads_answer(found))
 
     async def flush_cache(self) -> Response:
         """200 when all that are meant flushed, 502 when one did not; what they had is forgotten."""
-        urls = await self._chosen.urls(request.args.get("selector"))
+        urls = await self._selectors.urls(request.args.get("selector"))
         alive = [worker for worker in self._alive() if urls is None or worker.url in urls]
         if urls is not None and not alive:
             raise HttpError(404, "the selector matches no live worker", "no_workers_match")
         found = await self._flushed(alive)
         flushed = [outcome for outcome in found if outcome.ok]
         for outcome in flushed:
-            self._rooms.fleet.cache_cleared(outcome.worker)
+            self._services.fleet.cache_cleared(outcome.worker)
         all_did = len(flushed) == len(found)
         answer = {
             "status": "success" if all_did else "partial" if flushed else "failed",
@@ -110,10 +111,10 @@ class EngineRoutes:
             "total_http_workers": len(found),
             "total_grpc_workers": 0,
             "total_zmq_workers_skipped": 0,
-            "total_workers": len(self._rooms.fleet.workers),
+            "total_workers": len(self._services.fleet.workers),
             "failed": {o.worker.url: o.failure for o in found if not o.ok},
         }
-        return reply(answer, 200 if all_did else 502)
+        return json_response(answer, 200 if all_did else 502)
 
     async def _flushed(self, workers: Sequence[Worker]) -> list[CallResult]:
         """The outcome of each, in their order."""
@@ -139,17 +140,17 @@ class EngineRoutes:
     @property
     def _secs(self) -> float:
         """An engine may take seconds over its first answer, long after its probes are quick."""
-        return max(INFO_SECS, self._rooms.config_store.config.health.timeout_secs)
+        return max(INFO_SECS, self._services.config_store.config.health.timeout_secs)
 
     def _routable(self) -> list[Worker]:
         """Raises HttpError 503 when there is none."""
-        workers = [worker for worker in self._rooms.fleet.workers if worker.routable]
+        workers = [worker for worker in self._services.fleet.workers if worker.routable]
         if not workers:
             raise HttpError(503, "no routable upstream", "no_routable_worker")
         return workers
 
     def _alive(self) -> list[Worker]:
-        return [w for w in self._rooms.fleet.workers if w.health.state is not Health.DEAD]
+        return [w for w in self._services.fleet.workers if w.health.state is not Health.DEAD]
 
     def _get(self, target: str) -> Call:
         return Call("GET", target, timeout_secs=self._secs, headers=_credentials())

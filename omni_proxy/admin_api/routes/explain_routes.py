@@ -1,7 +1,6 @@
-"""POST /explain: where a model request would go and why, with nothing sent.
+"""POST /explain: where a model request would be routed and why; nothing is sent.
 
-Invariant: a large JSON body is walked over in slices, as the door does it, so that it keeps nobody
-else waiting.
+Invariant: a large JSON body is parsed in slices, as in the data plane, so that it blocks no other task.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import trio
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.responses import bad, body_bytes, reply
+from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.services import Services
 from omni_proxy.routing.explain import explain
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
@@ -30,8 +29,8 @@ DEFAULT_PATH = "/v1/chat/completions"
 
 
 class ExplainRoutes:
-    def __init__(self, rooms: Services) -> None:
-        self._rooms = rooms
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/explain", "explain", self.show, methods=["POST"])
@@ -43,15 +42,15 @@ class ExplainRoutes:
         except MethodNotAllowed:
             route = None
         if route is None:
-            raise bad(f"path {path} is no model route; try {DEFAULT_PATH}", "unknown_path")
+            raise bad_request(f"path {path} is no model route; try {DEFAULT_PATH}", "unknown_path")
         need = await _need_of(route, await body_bytes(), _facts())
         if need.large_body_class:
-            settle_large(self._rooms.fleet, need)
-        door = self._rooms.door
+            settle_large(self._services.fleet, need)
+        door = self._services.data_plane
         pin_to_voice_owner(door.voices, route.traffic, need)
         if door.policy.needs_affinity_key:
             need.affinity_key = affinity_key_of(_lines())
-        return reply(explain(self._rooms.fleet, need, door.policy, door.voices.owner))
+        return json_response(explain(self._services.fleet, need, door.policy, door.voices.owner))
 
 
 async def _need_of(route: Route, body: bytes, facts: RequestFacts) -> Requirements:

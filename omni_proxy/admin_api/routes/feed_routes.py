@@ -1,7 +1,7 @@
-"""The feed: once a second all that is worth looking at, for the dashboard and `omni-proxy top`.
+"""The feed: the state of the proxy once a second, for the dashboard and `omni-proxy top`.
 
-Invariant: a reader costs one snapshot's bytes and holds nobody up; their number is bounded, and
-none of them keeps a draining program from ending.
+Invariant: a reader costs the bytes of one snapshot and delays nothing; the number of readers is
+bounded, and none of them delays a shutdown.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Body(ResponseBody):
 
 
 class _Events(Body):
-    def __init__(self, places: Places, rooms: Services, snapshots: Snapshots) -> None:
+    def __init__(self, places: Places, services: Services, snapshots: Snapshots) -> None:
         super().__init__(places)
-        self._rooms = rooms
+        self._services = services
         self._snapshots = snapshots
         self._seen = 0  # the newest second that this reader has been told
         self._due = 0.0
@@ -78,7 +78,7 @@ class _Events(Body):
         begins = not self._due
         if not begins:
             await trio.sleep_until(self._due)
-            if self._rooms.door.draining:
+            if self._services.data_plane.draining:
                 raise StopAsyncIteration
         self._due = trio.current_time() + PERIOD_SECS
         told, self._seen = self._snapshots.with_history(self._seen)
@@ -86,9 +86,9 @@ class _Events(Body):
 
 
 class FeedRoutes:
-    def __init__(self, rooms: Services) -> None:
-        self._rooms = rooms
-        self._snapshots = Snapshots(rooms)
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._snapshots = Snapshots(services)
         self._places = Places(READERS, "too_many_readers")
 
     def mount(self, app: Quart) -> None:
@@ -101,5 +101,5 @@ class FeedRoutes:
         response = Response(b"", content_type="text/event-stream")
         response.headers.remove("Content-Length")
         response.headers["Cache-Control"] = "no-store"
-        response.response = _Events(self._places, self._rooms, self._snapshots)
+        response.response = _Events(self._places, self._services, self._snapshots)
         return response

@@ -1,7 +1,7 @@
-"""The pool's own state: alive, ready, healthy, and the status page of the program.
+"""Liveness, readiness and health of the fleet, and the status of the process.
 
-Invariant: no route here waits for a worker. With a key set, whoever does not present it sees the
-counts of /ready and /health, and no worker's address.
+Invariant: no route here waits for a worker. If a key is configured, a client without it sees the counts
+of /ready and /health, and no worker's address.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from quart import Quart, Response
 
 from omni_proxy import __version__
 from omni_proxy.admin_api.access.auth import KeyCheck
-from omni_proxy.admin_api.responses import reply
-from omni_proxy.admin_api.serializers.readiness import in_words, is_opening, unready
+from omni_proxy.admin_api.responses import json_response
+from omni_proxy.admin_api.serializers.readiness import describe_reason, is_opening, unready
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.health import Health
@@ -28,9 +28,9 @@ def _well(worker: Worker) -> bool:
     return healthy and not worker.disabled and worker.cordon_reasons <= WEIGHT_CORDONS
 
 
-class PoolRoutes:
-    def __init__(self, rooms: Services, keys: KeyCheck, records: WorkerRecords) -> None:
-        self._rooms = rooms
+class FleetHealthRoutes:
+    def __init__(self, services: Services, keys: KeyCheck, records: WorkerRecords) -> None:
+        self._services = services
         self._keys = keys
         self._records = records
 
@@ -42,29 +42,29 @@ class PoolRoutes:
         app.add_url_rule("/readiness", "readiness", self.ready)
 
     async def live(self) -> Response:
-        return reply({"status": "alive"})
+        return json_response({"status": "alive"})
 
     async def ready(self) -> Response:
-        reason = unready(self._rooms)
+        reason = unready(self._services)
         summary = self._records.pool("not_ready" if reason else "ready")
         if reason:
             summary["reason"] = reason
-            summary["message"] = in_words(self._rooms, reason)
+            summary["message"] = describe_reason(self._services, reason)
         return self._summary(summary, 503 if reason else 200)
 
     async def health(self) -> Response:
-        fleet = self._rooms.fleet
-        well = any(_well(worker) for worker in fleet.workers) and not is_opening(self._rooms)
+        fleet = self._services.fleet
+        well = any(_well(worker) for worker in fleet.workers) and not is_opening(self._services)
         # A router that engines are yet to register with is well: its fixtures wait for that.
-        well |= self._rooms.dialect == "sglang" and not fleet.had_workers
+        well |= self._services.dialect == "sglang" and not fleet.had_workers
         summary = self._records.pool("healthy" if well else "unhealthy")
-        summary["admission"] = self._rooms.door.admission()
+        summary["admission"] = self._services.data_plane.admission()
         summary["voice_routing"] = self._voice_routing()
         return self._summary(summary, 200 if well else 503)
 
     def _voice_routing(self) -> dict[str, object]:
-        voices = self._rooms.door.voices
-        owner = self._rooms.fleet.find(voices.owner)
+        voices = self._services.data_plane.voices
+        owner = self._services.fleet.find(voices.owner)
         return {
             "owner_worker_id": owner.id if owner else None,
             "owner_url": voices.owner or None,
@@ -75,17 +75,17 @@ class PoolRoutes:
         }
 
     async def status(self) -> Response:
-        rooms = self._rooms
-        config_store = rooms.config_store
-        reason = unready(rooms)
-        data_plane = rooms.door.status()
-        return reply(
+        services = self._services
+        config_store = services.config_store
+        reason = unready(services)
+        data_plane = services.data_plane.status()
+        return json_response(
             {
                 "version": __version__,
                 "pid": os.getpid(),
-                "started_at": rooms.started_at.isoformat(),
-                "uptime_secs": round(time.monotonic() - rooms.started, 3),
-                "listeners": rooms.door.addresses(),
+                "started_at": services.started_at.isoformat(),
+                "uptime_secs": round(time.monotonic() - services.started, 3),
+                "listeners": services.data_plane.addresses(),
                 "revision": config_store.revision,
                 "config_file": str(config_store.file) if config_store.file else None,
                 "state_file": str(config_store.state_file) if config_store.state_file else None,
@@ -93,17 +93,20 @@ class PoolRoutes:
                 "last_reload": config_store.last_reload,
                 "ready": not reason,
                 "reason": reason or None,
-                "paused": {u: pause.to_dict() for u, pause in rooms.desk.journal.pauses().items()},
-                "supervisors": rooms.supervisors(),
-                "watchdog": rooms.door.watchdog(),
+                "paused": {
+                    u: pause.to_dict()
+                    for u, pause in services.weight_operations.journal.pauses().items()
+                },
+                "supervisors": services.supervisors(),
+                "watchdog": services.data_plane.watchdog(),
                 "data_plane": data_plane,
                 "door": data_plane,  # the old name
-                "fleet": rooms.fleet.count_by_state(),
-                "launch": rooms.launcher.status() if rooms.launcher else [],
+                "fleet": services.fleet.count_by_state(),
+                "launch": services.launcher.status() if services.launcher else [],
             }
         )
 
     def _summary(self, summary: dict[str, object], status: int) -> Response:
         if not self._keys.presented():
             summary = {name: told for name, told in summary.items() if name not in PRIVATE}
-        return reply(summary, status)
+        return json_response(summary, status)

@@ -1,8 +1,8 @@
-"""`GET /metrics`: the program's own metrics, as Prometheus reads them.
+"""`GET /metrics`: the metrics of the proxy, in the Prometheus text format.
 
-Invariant: the text is made in slices, between which the door has its turn; those that ask while one
-is made share the next. A scraper that does not read holds that text, and one of a
-bounded number of places, for `SEND_SECS`.
+Invariant: the text is made in slices, and the data plane runs in between; requests that arrive while it
+is made share the next one. A scraper that does not read holds that text, and one of a bounded number
+of slots, for `SEND_SECS`.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class _Text(Body):
 
 
 class MetricsRoutes:
-    def __init__(self, rooms: Services) -> None:
-        self._rooms = rooms
+    def __init__(self, services: Services) -> None:
+        self._services = services
         self._places = Places(SCRAPES, "too_many_scrapes")
         self._making = trio.Lock()
         self._text = b""
@@ -98,13 +98,13 @@ class MetricsRoutes:
 
     async def _gather(self) -> None:
         """Ahead of the meters' reading, which would do it for all workers in one go."""
-        meters = self._rooms.instruments.metrics
-        for number, worker in enumerate(self._rooms.fleet.workers, start=1):
+        meters = self._services.instruments.metrics
+        for number, worker in enumerate(self._services.fleet.workers, start=1):
             meters.gather(worker)
             if number % WORKERS_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
 
     def _families(self) -> Iterator[Metric]:
-        yield from of_program(self._rooms)
-        yield from fleet_families(self._rooms.fleet)
-        yield from request_families(self._rooms.instruments.metrics)
+        yield from of_program(self._services)
+        yield from fleet_families(self._services.fleet)
+        yield from request_families(self._services.instruments.metrics)

@@ -1,7 +1,7 @@
-"""GET /v1/models and one of them: the lists of all routable workers as one (omni-router.md 6).
+"""GET /v1/models and one of them: the lists of all routable workers merged (omni-router.md 6).
 
-Invariant: one worker's broken, slow or huge reply costs its own cards and nothing else; asking
-changes no health, no counter and no in-flight count.
+Invariant: one worker's broken, slow or huge reply costs its own cards and nothing else; these calls
+change no health state, no counter and no in-flight count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import trio
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.responses import reply
+from omni_proxy.admin_api.responses import json_response
 from omni_proxy.admin_api.services import Services
 from omni_proxy.upstream_http.client import Call, CallResult, broadcast
 from omni_proxy.wire.bounded_json import TooManyValues, read_json
@@ -40,9 +40,9 @@ HINT_PREFIX = "x-sglang-omni-route-"
 Cards = list[dict[str, object]]
 
 
-class ModelRoutes:
-    def __init__(self, rooms: Services) -> None:
-        self._rooms = rooms
+class MergedModelRoutes:
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/v1/models", "models", self.all)
@@ -51,7 +51,7 @@ class ModelRoutes:
     async def all(self) -> Response:
         merged, answers = await self._merged()
         if merged:
-            return reply({"object": "list", "data": merged})
+            return json_response({"object": "list", "data": merged})
         return _nothing(answers)
 
     async def one(self, model: str) -> Response:
@@ -59,21 +59,21 @@ class ModelRoutes:
         merged, answers = await self._merged()
         for card in merged:
             if card.get("id") == model:
-                return reply(card)
+                return json_response(card)
         if not merged and answers:
             return _nothing(answers)
         raise HttpError(404, f"the model {model!r} does not exist", "model_not_found")
 
     async def _merged(self) -> tuple[Cards, dict[str, str]]:
         """The cards of all routable workers, and why those told none that did not."""
-        workers = [worker for worker in self._rooms.fleet.workers if worker.routable]
+        workers = [worker for worker in self._services.fleet.workers if worker.routable]
         if not workers:
             raise HttpError(503, "no routable upstream", "no_routable_worker")
         call = Call(
             "GET",
             _target(request.query_string),
             headers=passed_on(request.headers),
-            timeout_secs=max(LIST_SECS, self._rooms.config_store.config.health.timeout_secs),
+            timeout_secs=max(LIST_SECS, self._services.config_store.config.health.timeout_secs),
             max_bytes=LIST_BYTES,
         )
         return await merge(await broadcast(workers, call))
@@ -153,4 +153,4 @@ def _nothing(details: Mapping[str, str]) -> Response:
         "code": "models_unavailable",
         "details": details,
     }
-    return reply({"error": error}, 502)
+    return json_response({"error": error}, 502)

@@ -1,7 +1,7 @@
-"""The control plane of another router, over the same desk (routers.md 1.8).
+"""The control routes of sgl-model-gateway for RL, over the same operation queue (routers.md 1.8).
 
-Invariant: a path that is an admin route is one here too, with its turn, its holds and its record;
-any other path goes to the engines as it is.
+Invariant: a path that is an admin route is handled as one, with its lock, its cordon and its journal
+record; any other path is sent to the engines unchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from urllib.parse import quote
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.fleet_changes import FleetChanges
-from omni_proxy.admin_api.responses import body_bytes, reply
+from omni_proxy.admin_api.responses import body_bytes, json_response
 from omni_proxy.admin_api.routes.broadcast_routes import (
     caller,
     refuse_no_object,
@@ -44,11 +44,13 @@ ENGINE = "/engine/"
 
 
 class RlRoutes:
-    def __init__(self, rooms: Services, records: WorkerRecords, chosen: SelectorResolver) -> None:
-        self._rooms = rooms
+    def __init__(
+        self, services: Services, records: WorkerRecords, selectors: SelectorResolver
+    ) -> None:
+        self._services = services
         self._records = records
-        self._changes = FleetChanges(rooms)
-        self._chosen = chosen
+        self._changes = FleetChanges(services)
+        self._selectors = selectors
 
     def mount(self, app: Quart) -> None:
         rule = app.add_url_rule
@@ -59,15 +61,15 @@ class RlRoutes:
         rule("/v1/rl/engine/<path:path>", "rl_engine", self.engine, methods=list(METHODS))
 
     async def all(self) -> Response:
-        workers = self._rooms.fleet.workers
-        told = await self._chosen.engine_facts(workers)
+        workers = self._services.fleet.workers
+        told = await self._selectors.engine_facts(workers)
         shown = [self._record(worker, told.get(worker.url, {})) for worker in workers]
-        return reply({"protocol_version": PROTOCOL_VERSION, "workers": shown})
+        return json_response({"protocol_version": PROTOCOL_VERSION, "workers": shown})
 
     async def one(self, name: str) -> Response:
         worker = self._find(name)
-        told = await self._chosen.engine_facts([worker])
-        return reply(self._record(worker, told.get(worker.url, {})))
+        told = await self._selectors.engine_facts([worker])
+        return json_response(self._record(worker, told.get(worker.url, {})))
 
     async def engine_of_one(self, name: str, path: str) -> Response:
         worker = self._find(name)
@@ -77,18 +79,18 @@ class RlRoutes:
             return shown(answer)
         result = self._result(results[0])
         if results[0]["success"]:
-            return reply(result)
+            return json_response(result)
         failure = self._failure(results[0])
         error = {"message": failure["message"], "type": "upstream_error", "code": failure["error"]}
         status = failure["status"] if isinstance(failure["status"], int) else 502
-        return reply({**result, "error": error}, status if status >= 400 else 502)
+        return json_response({**result, "error": error}, status if status >= 400 else 502)
 
     async def engine(self, path: str) -> Response:
         """200 where all did it, else 207 with those who did not."""
         text = request.args.get("selector")
         if not text:
             raise HttpError(400, "name the workers with ?selector=", "selector_required")
-        answer = await self._send(path, await self._chosen.urls(text) or frozenset())
+        answer = await self._send(path, await self._selectors.urls(text) or frozenset())
         results = _results(answer)
         if not results:
             return shown(answer)
@@ -99,7 +101,7 @@ class RlRoutes:
             "total": len(results),
             "succeeded": len(results) - len(failed),
         }
-        return reply(told, 207 if failed else 200)
+        return json_response(told, 207 if failed else 200)
 
     async def _send(self, path: str, urls: frozenset[str]) -> AdminResponse:
         """Raises HttpError 400 for a path that could mean another one."""
@@ -115,10 +117,10 @@ class RlRoutes:
             await refuse_no_object(known, body)
         headers = worker_headers(body)
         call = AdminCall(route, request.method, target_of(target), body, headers, urls, caller())
-        return await self._rooms.desk.submit(call)
+        return await self._services.weight_operations.submit(call)
 
     def _find(self, name: str) -> Worker:
-        worker = self._changes.known(name)
+        worker = self._changes.lookup(name)
         if worker is None:
             raise HttpError(404, "worker not found", "worker_not_found")
         return worker
@@ -145,7 +147,7 @@ class RlRoutes:
         }
 
     def _id(self, entry: Mapping[str, object]) -> str:
-        worker = self._rooms.fleet.find(str(entry["worker"]))
+        worker = self._services.fleet.find(str(entry["worker"]))
         return worker.id if worker else str(entry["worker"])
 
     def _result(self, entry: Mapping[str, object]) -> dict[str, object]:

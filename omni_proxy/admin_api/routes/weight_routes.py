@@ -1,13 +1,15 @@
-"""How the weights of the fleet stand, and the way back in for workers that nobody is sure of.
+"""The weights of the fleet, and how unverified workers get back into rotation.
 
-Invariant: nothing brings an uncertain worker back unless somebody says that he knows.
+Invariant: nothing brings an unverified worker back unless an operator says that its weights are right.
+The versions that the proxy stores, and the way back to one of them, are here too: a list waits for
+nothing and changes nothing. All need the admin key.
 """
 
 from __future__ import annotations
 
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.responses import body_bytes, json_object, reply
+from omni_proxy.admin_api.responses import body_bytes, json_object, json_response
 from omni_proxy.admin_api.routes.broadcast_routes import (
     caller,
     refuse_no_object,
@@ -21,9 +23,9 @@ from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
 
 
-class WeightRoutes:
-    def __init__(self, rooms: Services) -> None:
-        self._rooms = rooms
+class WeightOperationRoutes:
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/weights", "weights", self.show)
@@ -32,7 +34,7 @@ class WeightRoutes:
             app.add_url_rule(path, name, self.resolve, methods=["POST"])
 
     async def show(self) -> Response:
-        return reply(self._rooms.desk.status())
+        return json_response(self._services.weight_operations.status())
 
     async def resolve(self) -> Response:
         body = await json_object()
@@ -43,18 +45,12 @@ class WeightRoutes:
             )
             raise HttpError(422, message, "not_acknowledged", detail=message)
         headers = {"content-type": "application/json", **passed_on(request.headers)}
-        return shown(await self._rooms.desk.resolve(headers, caller()))
+        return shown(await self._services.weight_operations.resolve(headers, caller()))
 
 
-# The versions of weights that the proxy holds, and the way back to one of them.
-#
-# Invariant: asking which there are waits for nothing and changes nothing; both need the admin key, as
-# all that has to do with weights.
-
-
-class VersionRoutes:
-    def __init__(self, rooms: Services) -> None:
-        self._rooms = rooms
+class WeightVersionRoutes:
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/weights/versions", "weight_versions", self.all)
@@ -62,12 +58,12 @@ class VersionRoutes:
 
     async def all(self) -> Response:
         """The newest first."""
-        holding = self._rooms.desk.version_service
+        holding = self._services.weight_operations.version_service
         current = holding.store_service.current
         versions = holding.store_service.versions()
         number = current.number if current is not None else None
         told = [version.to_dict(current=version.number == number) for version in versions]
-        return reply({**holding.status(), "current": number, "versions": told})
+        return json_response({**holding.status(), "current": number, "versions": told})
 
     async def roll_back(self) -> Response:
         """`{"version": number or label}`, by default the one before the current."""
@@ -76,5 +72,5 @@ class VersionRoutes:
         headers = worker_headers(body)
         call = AdminCall(ROLLBACK, "POST", ROLLBACK.path, body, headers, None, caller())
         # Before it waits for its turn: what is not there now will not be there then.
-        await self._rooms.desk.rollback_source.find_version(call)
-        return shown(await self._rooms.desk.submit(call))
+        await self._services.weight_operations.rollback_source.find_version(call)
+        return shown(await self._services.weight_operations.submit(call))

@@ -1,7 +1,7 @@
-"""Workers over HTTP: list, look up, add, switch, delete (omni-router.md 5, and smg's dialect).
+"""Workers over HTTP: list, get, add, change, delete (omni-router.md 5, and sgl-model-gateway's dialect).
 
-Invariant: every change goes through the keeper, whole or not at all; health (`is_dead`) is no
-configuration and goes to the fleet, after the change was accepted.
+Invariant: every change goes through the configuration store, whole or not at all; health (`is_dead`)
+is not configuration and goes to the fleet, after the change was accepted.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from quart import Quart, Response, request
 from omni_proxy.admin_api.fleet_changes import (
     Edit,
     FleetChanges,
-    api_entry,
-    in_smgs_words_too,
-    wanted_url,
+    api_worker_spec,
+    requested_url,
+    with_gateway_code,
 )
-from omni_proxy.admin_api.responses import etag, json_object, reply
+from omni_proxy.admin_api.responses import etag, json_object, json_response
 from omni_proxy.admin_api.routes.drain_routes import DrainRoutes, asked_to_drain
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_notes import WorkerNotes
-from omni_proxy.admin_api.worker_requests import WorkerBody, judge_add, judge_patch, judge_switch
+from omni_proxy.admin_api.worker_requests import WorkerBody, parse_add, parse_patch, parse_put
 from omni_proxy.config.overlay import SavedState, WorkerSpec, with_override
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import Worker
@@ -39,13 +39,13 @@ View = Callable[Given, Awaitable[Response]]
 
 class WorkerRoutes:
     def __init__(
-        self, rooms: Services, records: WorkerRecords, notes: WorkerNotes, drains: DrainRoutes
+        self, services: Services, records: WorkerRecords, notes: WorkerNotes, drains: DrainRoutes
     ) -> None:
         self._notes = notes
-        self._rooms = rooms
+        self._services = services
         self._records = records
         self._drains = drains
-        self._changes = FleetChanges(rooms)
+        self._changes = FleetChanges(services)
 
     def mount(self, app: Quart) -> None:
         # A path, for Werkzeug has decoded the %2F of a worker id already.
@@ -59,57 +59,57 @@ class WorkerRoutes:
 
     async def all(self) -> Response:
         pool = self._records.pool("ok", request.args.get("model"))
-        total = len(self._rooms.fleet.workers)
+        total = len(self._services.fleet.workers)
         stats = {"prefill_count": 0, "decode_count": 0, "regular_count": total}
-        return reply({**pool, "total": total, "stats": stats})
+        return json_response({**pool, "total": total, "stats": stats})
 
     async def one(self, name: str) -> Response:
         worker = self._changes.find(name)
-        return reply({**self._records.record(worker), **self._notes.job_status(worker)})
+        return json_response({**self._records.record(worker), **self._notes.job_status(worker)})
 
     async def add(self) -> Response:
         body = await json_object()
-        judged = judge_add(body, prefers_async=self._is_async())
-        url = wanted_url(body)
-        await self._changes.refuse_bad_name(url)
-        worker = await self._changes.add(_entry(url, judged))
+        parsed = parse_add(body, prefers_async=self._is_async())
+        url = requested_url(body)
+        await self._changes.check_address(url)
+        worker = await self._changes.add(_entry(url, parsed))
         log.info("worker_registered worker=%s url=%s", worker.display_id, url)
-        self._notes.update(worker, judged.remarks)
-        if judged.in_background:
+        self._notes.update(worker, parsed.note_fields)
+        if parsed.in_background:
             self._notes.update(worker, {"asked_at": datetime.now(UTC)})
             return self._accepted(
-                worker, "worker added; its first probe is under way", judged.ignored
+                worker, "worker added; its first probe is under way", parsed.ignored
             )
         if worker.health.last_checked_at is None:
-            await self._rooms.prober.probe_once(worker)
+            await self._services.prober.probe_once(worker)
         return self._done(worker)
 
     async def switch(self, name: str) -> Response:
         body = await json_object()
-        known = self._changes.known(name)
-        judged = judge_switch(body, known.url if known else None, prefers_async=self._is_async())
+        known = self._changes.lookup(name)
+        parsed = parse_put(body, known.url if known else None, prefers_async=self._is_async())
         worker = self._changes.find(name)
         # Taking one out, or in again, is not to wait for an update that hangs.
-        at_once = judged.switches.keys() <= {"disabled"}
-        await self._changes.change(self._switching(worker, judged.switches), at_once=at_once)
+        at_once = parsed.settings.keys() <= {"disabled"}
+        await self._changes.change(self._switching(worker, parsed.settings), at_once=at_once)
         log.info("worker_updated worker=%s url=%s", worker.display_id, worker.url)
-        self._notes.update(worker, judged.remarks)
-        if judged.is_dead:
-            self._rooms.fleet.mark_dead(worker, datetime.now(UTC), declared=True)
-        elif judged.is_dead is False:
-            self._rooms.fleet.revive(worker, datetime.now(UTC))
-            if not judged.in_background:
-                await self._rooms.prober.probe_once(worker)
-        if judged.in_background:
-            return self._accepted(worker, "worker updated", judged.ignored)
+        self._notes.update(worker, parsed.note_fields)
+        if parsed.is_dead:
+            self._services.fleet.mark_dead(worker, datetime.now(UTC), declared=True)
+        elif parsed.is_dead is False:
+            self._services.fleet.revive(worker, datetime.now(UTC))
+            if not parsed.in_background:
+                await self._services.prober.probe_once(worker)
+        if parsed.in_background:
+            return self._accepted(worker, "worker updated", parsed.ignored)
         return self._done(worker)
 
     async def patch(self, name: str) -> Response:
-        judged = judge_patch(await json_object())
+        parsed = parse_patch(await json_object())
         worker = self._changes.find(name)
         await self._changes.change(self._switching(worker, {}), at_once=True)
-        self._notes.update(worker, judged.remarks)
-        return self._accepted(worker, "worker updated", judged.ignored)
+        self._notes.update(worker, parsed.note_fields)
+        return self._accepted(worker, "worker updated", parsed.ignored)
 
     async def delete(self, name: str) -> Response:
         worker = self._changes.find(name)
@@ -126,7 +126,7 @@ class WorkerRoutes:
             told["process"] = "stops"
         if self._is_async():
             return self._accepted(worker, "worker removed")
-        return reply(told, headers=etag(self._rooms.config_store.revision))
+        return json_response(told, headers=etag(self._services.config_store.revision))
 
     def _is_async(self) -> bool:
         """Whether the client wants its answer before the change is done: where it says nothing,
@@ -134,7 +134,7 @@ class WorkerRoutes:
         wishes = _wishes()
         if "respond-async" in wishes:
             return True
-        return self._rooms.dialect == "sglang" and "wait" not in wishes
+        return self._services.dialect == "sglang" and "wait" not in wishes
 
     def _switching(self, worker: Worker, switches: Mapping[str, object]) -> Edit:
         def edit(state: SavedState, _: Config) -> SavedState:
@@ -144,9 +144,9 @@ class WorkerRoutes:
         return edit
 
     def _done(self, worker: Worker) -> Response:
-        headers = etag(self._rooms.config_store.revision)
+        headers = etag(self._services.config_store.revision)
         told = {"status": "ok", **_naming(worker), "worker": self._records.record(worker)}
-        return reply(told, headers=headers)
+        return json_response(told, headers=headers)
 
     def _accepted(self, worker: Worker, message: str, ignored: Sequence[str] = ()) -> Response:
         answer: dict[str, object] = {
@@ -157,8 +157,8 @@ class WorkerRoutes:
         }
         if ignored:
             answer["ignored"] = ignored
-        headers = {"Location": _location(worker), **etag(self._rooms.config_store.revision)}
-        return reply(answer, 202, headers)
+        headers = {"Location": _location(worker), **etag(self._services.config_store.revision)}
+        return json_response(answer, 202, headers)
 
 
 def _location(worker: Worker) -> str:
@@ -174,14 +174,14 @@ def _coded(view: View[Given]) -> View[Given]:
     """What it refuses has smg's code too: its clients call these routes as well."""
 
     @wraps(view)
-    async def judged(*args: Given.args, **named: Given.kwargs) -> Response:
+    async def parsed(*args: Given.args, **named: Given.kwargs) -> Response:
         try:
             return await view(*args, **named)
         except HttpError as refusal:
-            in_smgs_words_too(refusal)
+            with_gateway_code(refusal)
             raise
 
-    return judged
+    return parsed
 
 
 def _wishes() -> set[str]:
@@ -190,7 +190,7 @@ def _wishes() -> set[str]:
     return {wish.partition("=")[0].strip() for wish in named}
 
 
-def _entry(url: str, judged: WorkerBody) -> WorkerSpec:
-    named = judged.switches.get("capabilities")
+def _entry(url: str, parsed: WorkerBody) -> WorkerSpec:
+    named = parsed.settings.get("capabilities")
     capabilities = frozenset(named) if isinstance(named, tuple) else None
-    return api_entry(url, str(judged.switches.get("model", "")), capabilities)
+    return api_worker_spec(url, str(parsed.settings.get("model", "")), capabilities)

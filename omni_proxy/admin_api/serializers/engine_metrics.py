@@ -1,7 +1,7 @@
-"""The workers' own metrics as one exposition: the same families, with a `worker` label.
+"""The metrics of all workers as one exposition: the same families, with a `worker` label.
 
-Invariant: a worker whose text can't be read costs its own samples only, and shows in
-`omni_proxy_engine_metrics_up`. The work is done in a thread: 500 workers tell megabytes.
+Invariant: a worker whose text can't be parsed costs its own samples only, and shows in
+`omni_proxy_engine_metrics_up`. The merge runs in a thread: 500 workers send megabytes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the program is doing now, as one JSON value: the feed's events are made of it.
+"""The state of the proxy as one JSON value, which the events of the feed consist of.
 
-Invariant: however many follow it, it is made for them at most twice a second; it waits for nobody.
+Invariant: it is made at most twice a second for all readers together, and never waits.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FRESH_SECS = 0.5
 
 
 class Snapshots:
-    def __init__(self, rooms: Services) -> None:
-        self._rooms = rooms
+    def __init__(self, services: Services) -> None:
+        self._services = services
         self._made_at = float("-inf")
         self._made = b""
 
@@ -37,7 +37,7 @@ class Snapshots:
 
     def with_history(self, after: int) -> tuple[bytes, int]:
         """One JSON object with the points after that second of Unix time; the newest of them."""
-        points = list(self._rooms.instruments.recent.since(after))
+        points = list(self._services.instruments.recent.since(after))
         head = b'{"history":' + to_json([_point(point) for point in points]) + b","
         return head + self._whole()[1:], points[-1].at if points else after
 
@@ -48,13 +48,13 @@ class Snapshots:
         return self._made
 
     def _now(self) -> dict[str, object]:
-        rooms, config_store = self._rooms, self._rooms.config_store
-        door, instruments = rooms.door, rooms.instruments
-        leaving = door.draining or rooms.leaving()
-        reason = unready(rooms)
-        pauses = rooms.desk.journal.pauses()
-        why = reasons(rooms, pauses)
-        launch = rooms.launcher.status() if rooms.launcher else []
+        services, config_store = self._services, self._services.config_store
+        door, instruments = services.data_plane, services.instruments
+        leaving = door.draining or services.leaving()
+        reason = unready(services)
+        pauses = services.weight_operations.journal.pauses()
+        why = reasons(services, pauses)
+        launch = services.launcher.status() if services.launcher else []
         places = {row["url"]: row for row in launch}
         loop_lag_ms = round(instruments.ticker.worst_secs * 1000, 2)
         data_plane = {**door.counts(), "loop_lag_ms": loop_lag_ms}
@@ -63,8 +63,8 @@ class Snapshots:
             "at": _iso(now),
             "version": __version__,
             "pid": os.getpid(),
-            "started_at": rooms.started_at.isoformat(),
-            "uptime_secs": round(time.monotonic() - rooms.started, 3),
+            "started_at": services.started_at.isoformat(),
+            "uptime_secs": round(time.monotonic() - services.started, 3),
             "revision": config_store.revision,
             "ready": not reason,
             "reason": reason or None,
@@ -81,7 +81,7 @@ class Snapshots:
                     "launch": places.get(worker.url),
                     "paused": pauses[worker.url].to_dict() if worker.url in pauses else None,
                 }
-                for worker in rooms.fleet.workers
+                for worker in services.fleet.workers
             ],
             "last_minute": dict(
                 zip(("requests", "errors"), instruments.recent.last_minute(), strict=True)
@@ -89,15 +89,15 @@ class Snapshots:
             "recent_ends": _ends(instruments.recent.ends(), now - time.monotonic()),
             "last_reload": config_store.last_reload,
             "launch": launch,
-            "supervisors": rooms.supervisors(),
+            "supervisors": services.supervisors(),
             "watchdog": door.watchdog(),
-            "weights": rooms.desk.status(),
+            "weights": services.weight_operations.status(),
         }
 
     def _row(self, worker: Worker, now: float, why: Why) -> dict[str, object]:
-        machine, instruments = worker.health, self._rooms.instruments
-        state_since = _state_since(worker, self._rooms.drains)
-        counted = self._rooms.config_store.config.server.metrics
+        machine, instruments = worker.health, self._services.instruments
+        state_since = _state_since(worker, self._services.drains)
+        counted = self._services.config_store.config.server.metrics
         return {
             "id": worker.id,
             "url": worker.url,
@@ -123,7 +123,7 @@ class Snapshots:
             "weight_epoch": worker.weight_epoch,
             "origin": worker.origin,
             "weight": worker.weight,
-            "drain": self._rooms.drains.get_record(worker),
+            "drain": self._services.drains.get_record(worker),
         }
 
 

@@ -1,4 +1,4 @@
-"""The rest of the program as metric families: admission, configuration, policy, weights, itself."""
+"""Metric families of the process: admission, configuration, policy, weights, event loop."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from omni_proxy.telemetry.prometheus import counters, gauges, histograms, one, t
 from omni_proxy.weight_sync.protocol.states import SyncState
 
 
-def of_program(rooms: Services) -> Iterator[Metric]:
+def of_program(services: Services) -> Iterator[Metric]:
     yield from gauges("build_info", "The version; always 1", ("version",), [((__version__,), 1)])
-    leaving = rooms.door.draining or rooms.leaving()
-    yield one("ready", "1 while /ready says so", not unready(rooms))
+    leaving = services.data_plane.draining or services.leaving()
+    yield one("ready", "1 while /ready says so", not unready(services))
     yield one("leaving", "1 from the first sign of shutdown on", leaving)
-    yield from _door(rooms)
-    yield from _config(rooms)
-    yield from _policy(rooms.door.policy.name, rooms.door.policy.stats())
-    yield from _weights(rooms)
-    yield from _itself(rooms)
+    yield from _door(services)
+    yield from _config(services)
+    yield from _policy(services.data_plane.policy.name, services.data_plane.policy.stats())
+    yield from _weights(services)
+    yield from _itself(services)
     yield from ProcessCollector(registry=CollectorRegistry(auto_describe=False)).collect()
 
 
-def _door(rooms: Services) -> Iterator[Metric]:
-    admission, counts = rooms.door.admission(), rooms.door.counts()
+def _door(services: Services) -> Iterator[Metric]:
+    admission, counts = services.data_plane.admission(), services.data_plane.counts()
     in_flight = one("requests_in_flight", "Model requests being served", admission["inflight"])
     yield in_flight
     yield one("requests_in_flight_limit", "[server] max_inflight", admission["max_inflight"])
@@ -43,8 +43,8 @@ def _door(rooms: Services) -> Iterator[Metric]:
     yield total("connection_failures", "Connections ended by a fault of the proxy", broken)
     spans = _number(counts, "answers_across_versions")
     yield total("answers_across_weights", "Answers during which weights changed", spans)
-    yield from _processes(rooms.door.rows(), "dataplane_process", "process")
-    yield from _processes(rooms.door.rows(), "door", "door")  # the old names
+    yield from _processes(services.data_plane.rows(), "dataplane_process", "process")
+    yield from _processes(services.data_plane.rows(), "door", "door")  # the old names
 
 
 def _processes(rows: Sequence[Mapping[str, object]], prefix: str, label: str) -> Iterator[Metric]:
@@ -64,8 +64,8 @@ def _processes(rows: Sequence[Mapping[str, object]], prefix: str, label: str) ->
     yield from counters(f"{prefix}_restarts", text, labels, of("restarts"))
 
 
-def _config(rooms: Services) -> Iterator[Metric]:
-    config_store = rooms.config_store
+def _config(services: Services) -> Iterator[Metric]:
+    config_store = services.config_store
     yield one("config_revision", "Changes applied since the start", config_store.revision)
     text = "How the configuration was read"
     yield from counters("config_reloads", text, ("outcome", "source"), config_store.reloads.items())
@@ -97,8 +97,8 @@ def _policy(name: str, facts: Mapping[str, object]) -> Iterator[Metric]:
     yield from counters("sticky_picks", text, ("result",), kept)
 
 
-def _weights(rooms: Services) -> Iterator[Metric]:
-    desk = rooms.desk
+def _weights(services: Services) -> Iterator[Metric]:
+    desk = services.weight_operations
     yield one("weight_epoch", "Our number of the newest weights", desk.journal.published.epoch)
     done = [
         ((path, "ok" if ok else "failed"), count)
@@ -134,23 +134,23 @@ def _syncs(now: SyncState, meters: SyncMetrics) -> Iterator[Metric]:
     yield total("weight_sync_bytes", "What members of the groups received", meters.nbytes)
 
 
-def _itself(rooms: Services) -> Iterator[Metric]:
-    pulse = rooms.instruments.ticker
+def _itself(services: Services) -> Iterator[Metric]:
+    pulse = services.instruments.ticker
     text = "How late the event loop wakes a task"
     yield from histograms("event_loop_lag_seconds", text, (), [((), pulse.lag)])
-    told = rooms.door.watchdog()
+    told = services.data_plane.watchdog()
     text = "Times that an event loop had no turn for a second"
     yield total("event_loop_stalls", text, _number(told, "stalls"))
     text = "The longest time that a task waited while another one computed"
     yield one("event_loop_longest_turn_seconds", text, _number(told, "longest_turn_ms") / 1000)
     lost = [
         ((name, reason), count)
-        for name, log in rooms.instruments.logs.items()
+        for name, log in services.instruments.logs.items()
         for reason, count in (("too_fast", log.dropped), ("unwritable", log.failed))
     ]
     text = "Lines of a log that were not written"
     yield from counters("log_lines_lost", text, ("log", "reason"), lost)
-    restarts = [((str(row["name"]),), _number(row, "restarts")) for row in rooms.supervisors()]
+    restarts = [((str(row["name"]),), _number(row, "restarts")) for row in services.supervisors()]
     yield from counters("task_restarts", "Restarts of a task beside the door", ("task",), restarts)
 
 

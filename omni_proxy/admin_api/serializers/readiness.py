@@ -1,7 +1,7 @@
-"""Whether new requests can be served now, and if not why: what /ready, the feed and /metrics say.
+"""Whether the proxy can serve new requests, and if not why: for /ready, the feed and /metrics.
 
-Invariant: one answer for all of them. A worker whose engine is paused does not count, also where it
-is routable ([routing] while_paused = "pass"): its requests would hang.
+Invariant: they all give the same result. A worker whose engine is paused does not count, even if it is
+routable ([routing] while_paused = "pass"): its requests would hang.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from omni_proxy.weight_sync.protocol.journal import PauseRecord
 LEAVING: Final = "leaving"
 OPENING: Final = "first_probes"
 ALL_PAUSED: Final = "paused"
-NOBODY: Final = "no_routable_worker"
-GO_ON: Final = "`omni-proxy weights continue` (POST /continue_generation) ends it"
+NO_WORKER: Final = "no_routable_worker"
+HOW_TO_CONTINUE: Final = "`omni-proxy weights continue` (POST /continue_generation) ends it"
 
 
-def unready(rooms: Services) -> str:
-    """Why not, in one word, "" while it is; a leaving program has workers as good as before."""
-    if rooms.door.draining or rooms.leaving():
+def unready(services: Services) -> str:
+    """Why it is not ready, in one word, "" if it is."""
+    if services.data_plane.draining or services.leaving():
         return LEAVING
-    if is_opening(rooms):
+    if is_opening(services):
         return OPENING
-    pauses = rooms.desk.journal.pauses()
-    workers = rooms.fleet.workers
+    pauses = services.weight_operations.journal.pauses()
+    workers = services.fleet.workers
     if any(worker.routable and worker.url not in pauses for worker in workers):
         return ""
-    return ALL_PAUSED if any(_but_for_a_pause(worker, pauses) for worker in workers) else NOBODY
+    return ALL_PAUSED if any(_is_only_paused(worker, pauses) for worker in workers) else NO_WORKER
 
 
-def _but_for_a_pause(worker: Worker, pauses: dict[str, PauseRecord]) -> bool:
-    """Whether it would take requests if its engine went on."""
+def _is_only_paused(worker: Worker, pauses: dict[str, PauseRecord]) -> bool:
+    """Whether it would take requests if its engine was not paused."""
     healthy = worker.health.state is Health.HEALTHY
     return (
         worker.url in pauses
@@ -45,34 +45,34 @@ def _but_for_a_pause(worker: Worker, pauses: dict[str, PauseRecord]) -> bool:
     )
 
 
-def _is_unjudged(worker: Worker) -> bool:
-    """No probe of it has ended, or only good ones, and too few of them."""
-    machine = worker.health
-    return machine.state is Health.UNKNOWN and not machine.consecutive_failures
+def _awaits_first_probes(worker: Worker) -> bool:
+    """No probe has ended yet, or only good ones, and too few."""
+    health = worker.health
+    return health.state is Health.UNKNOWN and not health.consecutive_failures
 
 
-def is_opening(rooms: Services) -> bool:
-    """Whether a worker of the command line is yet to be judged by its first probes.
+def is_opening(services: Services) -> bool:
+    """Whether a worker of the command line still waits for its first probes.
 
-    Under sglang-router's dialect only, whose users take a 200 for "all given workers are in",
-    and for no longer than a probe may take.
+    Only in the dialect of sglang-router, whose users take a 200 for "all given workers are in
+    rotation", and for at most the time limit of a probe.
     """
-    if rooms.dialect != "sglang":
+    if services.dialect != "sglang":
         return False
-    if time.monotonic() - rooms.started > rooms.config_store.config.health.timeout_secs:
+    if time.monotonic() - services.started > services.config_store.config.health.timeout_secs:
         return False
-    found = (rooms.fleet.find(url) for url in rooms.given)
-    return any(worker is not None and _is_unjudged(worker) for worker in found)
+    found = (services.fleet.find(url) for url in services.given)
+    return any(worker is not None and _awaits_first_probes(worker) for worker in found)
 
 
-def in_words(rooms: Services, reason: str) -> str:
-    """A sentence that names nobody, for those who have no key, too."""
+def describe_reason(services: Services, reason: str) -> str:
+    """A sentence without names of clients, so that it needs no key."""
     if reason == LEAVING:
         return "the proxy is shutting down"
     if reason == OPENING:
         return "the first probes of the given workers have not ended"
-    if reason == NOBODY:
-        return "no worker takes requests" if rooms.fleet.workers else "there is no worker"
-    since = min(pause.at for pause in rooms.desk.journal.pauses().values())
+    if reason == NO_WORKER:
+        return "no worker takes requests" if services.fleet.workers else "there is no worker"
+    since = min(pause.at for pause in services.weight_operations.journal.pauses().values())
     when = f" since {since}" if since else ""
-    return f"every worker that could take requests is paused{when}: {GO_ON}"
+    return f"every worker that could take requests is paused{when}: {HOW_TO_CONTINUE}"

@@ -181,7 +181,7 @@ def test_one_sentence_says_why_a_worker_gets_nothing(house):
     worker.disabled = False
     house.fleet.uncordon(worker, "updating")
     worker.health.half_open_id = 1
-    assert why(house).startswith("on trial")
+    assert why(house).startswith("half-open")
     house.fleet.mark_dead(worker, NOW)
     assert why(house) == "dead: no reason known"
     house.fleet.mark_dead(worker, NOW, declared=True)

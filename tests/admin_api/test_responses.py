@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.admin_api.near_paths import LONGEST, near_path
+from omni_proxy.admin_api.responses import MAX_PATH_CHARS, closest_path
 from tests.admin_api.house import build_house
 
 
@@ -20,11 +20,11 @@ from tests.admin_api.house import build_house
     ],
 )
 def test_what_was_meant_is_suggested_and_nothing_else(asked, meant):
-    assert near_path(asked) == meant
+    assert closest_path(asked) == meant
 
 
 def test_a_long_path_is_compared_with_none():
-    assert near_path("/v1/chat/completions".ljust(LONGEST + 1, "s")) == ""
+    assert closest_path("/v1/chat/completions".ljust(MAX_PATH_CHARS + 1, "s")) == ""
 
 
 async def test_a_404_names_the_path_that_was_meant():
