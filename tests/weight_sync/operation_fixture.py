@@ -77,7 +77,7 @@ def house_with(folder, **tables):
     return house
 
 
-def holds_of(house):
+def cordon_reasons_of(house):
     return [sorted(worker.cordon_reasons) for worker in house.fleet.workers]
 
 

@@ -1,9 +1,9 @@
 """Brings workers that come up without the published version to it, before they get a request.
 
-    comes up ─hold─> target version? ─none in the store────────────────────> release
-                          └─> has it? ─its digests prove it──> recorded ───> release
-                                └─> delivered from the store ─proven─> recorded ──> release
-                                          └─failed repeatedly─> uncertain, release
+    comes up ─cordon─> target version? ─none in the store────────────────────> uncordon
+                          └─> has it? ─its digests prove it──> recorded ───> uncordon
+                                └─> delivered from the store ─proven─> recorded ──> uncordon
+                                          └─failed repeatedly─> uncertain, uncordon
     the target leaves the store meanwhile ────> left to the version probe
 Invariant: from the moment it is healthy until its tensors are proven, it gets no request. A sync
 that begins meanwhile is waited for, and the version that it publishes is then the target.
@@ -58,7 +58,7 @@ class CatchUp:
         self.caught_up = 0
         self.failed = 0
         self.nursery: trio.Nursery | None = None
-        # Releases a worker whose version is unknown, but whose target is not in the store.
+        # Uncordons a worker whose version is unknown, but whose target is not in the store.
         self.on_unavailable: Callable[[Worker], None] = lambda w: self._fleet.uncordon(
             w, CATCHING_UP
         )
@@ -74,8 +74,8 @@ class CatchUp:
         if worker.weight_version is None:
             self.start(worker)
 
-    def hold(self, worker: Worker) -> None:
-        """Hold the worker until `start` has run for it."""
+    def cordon(self, worker: Worker) -> None:
+        """Cordon the worker until `start` has run for it."""
         if CATCHING_UP not in worker.cordon_reasons and self._is_healthy(worker):
             self._fleet.cordon(worker, CATCHING_UP)
 
@@ -84,7 +84,7 @@ class CatchUp:
         starts = self._is_healthy(worker) and not self._busy(worker)
         if self.nursery is not None and starts and self._target(worker) is not None:
             self._latest[worker] = token = object()
-            self.hold(worker)
+            self.cordon(worker)
             self.nursery.start_soon(self._run, worker, token)
         elif worker not in self._latest and CATCHING_UP in worker.cordon_reasons:
             self.on_unavailable(worker)

@@ -1,7 +1,7 @@
-"""The versions that the proxy holds itself: store, own rank, delivery, prefetch, catch-up.
+"""The versions that the proxy keeps itself: store, own rank, delivery, prefetch, catch-up.
 
 Invariant: unless [weight_sync] mode enables it, none of them touches a disk, starts a process or
-holds a worker.
+cordons a worker.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs one weight operation: hold, drain, record, call, read back, compare, restore.
+"""Runs one weight operation: cordon, drain, record, call, read back, compare, restore.
 
-Invariant: no call is sent before its record is on the disk and its targets are held; no target is
-released before its fate is recorded. An operation refused before its calls leaves everything as it
+Invariant: no call is sent before its record is on the disk and its targets are cordoned; no target is
+uncordoned before its fate is recorded. An operation refused before its calls leaves everything as it
 was.
 """
 
@@ -55,13 +55,13 @@ class OperationRunner:
     async def run(self, workers: Sequence[Worker]) -> AdminResponse:
         """Raises HttpError 503 if the journal cannot be written; nothing was sent then."""
         self._operation.target({worker.url: frozenset(worker.cordon_reasons) for worker in workers})
-        self._hold(workers)
+        self._cordon(workers)
         try:
             await self._fleet.await_replicated()
             await self._drain(workers)
             await self._record()
         except BaseException:
-            self._release(workers)
+            self._uncordon(workers)
             raise
         self._enter(Step.CALLING)
         self._clear_versions(workers)
@@ -75,7 +75,7 @@ class OperationRunner:
         self._restore_versions(results, outcomes)
         self._record_pauses(results)
         await self._apply_fates(results, outcomes)
-        self._release(workers)
+        self._uncordon(workers)
         self._enter(Step.OVER)
         return self._response(results, outcomes, more)
 
@@ -87,12 +87,12 @@ class OperationRunner:
     def _enter(self, step: Step) -> None:
         self._operation.enter(step, trio.current_time())
 
-    def _hold(self, workers: Sequence[Worker]) -> None:
+    def _cordon(self, workers: Sequence[Worker]) -> None:
         if self._route.kind is Kind.PAUSE and self._config.routing.while_paused != "pass":
-            holds = True
+            cordons = True
         else:
-            holds = self._config.weight_sync.while_updating != "pass"
-        for worker in workers if holds else ():
+            cordons = self._config.weight_sync.while_updating != "pass"
+        for worker in workers if cordons else ():
             self._fleet.cordon(worker, self._route.hold)
 
     async def _drain(self, workers: Sequence[Worker]) -> None:
@@ -220,8 +220,8 @@ class OperationRunner:
         for result in results:
             if result.success:
                 self._journal.record_pause(result.worker, self._pause_record(result.worker))
-                if self._holds_while_paused():
-                    self._journal.hold_paused(result.worker)
+                if self._cordons_while_paused():
+                    self._journal.cordon_paused(result.worker)
 
     def _pause_record(self, url: str) -> PauseRecord:
         worker, mode = self._fleet.find(url), self._call.body_field("mode")
@@ -233,17 +233,17 @@ class OperationRunner:
             instance=worker.instance if worker is not None else "",
         )
 
-    def _release(self, workers: Sequence[Worker]) -> None:
-        """Restore each worker's holds; a worker that should stay paused keeps that hold."""
+    def _uncordon(self, workers: Sequence[Worker]) -> None:
+        """Restore the cordon reasons of each worker; one that should stay paused keeps that reason."""
         for worker in workers:
-            holds_before = self._operation.was[worker.url]
-            if self._route.hold not in holds_before and not self._stays_paused(worker):
+            reasons_before = self._operation.was[worker.url]
+            if self._route.hold not in reasons_before and not self._stays_paused(worker):
                 self._fleet.uncordon(worker, self._route.hold)
 
     def _stays_paused(self, worker: Worker) -> bool:
-        return self._route.hold == PAUSED and worker.url in self._journal.held_paused
+        return self._route.hold == PAUSED and worker.url in self._journal.cordoned_paused
 
-    def _holds_while_paused(self) -> bool:
+    def _cordons_while_paused(self) -> bool:
         """While a trainer's group exists, a pause belongs to its sync."""
         config = self._config_store.config
         updating = config.weight_sync.while_updating

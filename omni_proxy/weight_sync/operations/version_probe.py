@@ -31,7 +31,7 @@ RETRY_SECS = 5.0
 CHECKSUM_SECS = 300.0
 MAX_CONCURRENT: Final = 64  # probes at a time when a fleet comes up
 TURNS_EACH: Final = 4  # event loop turns per probe: health probes go first, a label is not urgent
-UNPROVEN: Final = "unproven"  # the hold of a worker whose version is not read yet
+UNPROVEN: Final = "unproven"  # the cordon reason of a worker whose version is not read yet
 _log = logging.getLogger(__name__)
 
 
@@ -39,7 +39,7 @@ class VersionProbe:
     """`busy(worker)`: an operation works on it, and will read its label back itself.
 
     `may_hash()`: whether a worker may be blocked for the time that hashing takes. `strict()`:
-    whether a worker that comes up is held out of rotation until its version is read.
+    whether a worker that comes up is cordoned until its version is read.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class VersionProbe:
         fleet.watch_cache_cleared(self.probe_soon)
 
     def start(self, nursery: trio.Nursery) -> None:
-        """Workers that became healthy before were held since then, and are probed now."""
+        """Workers that became healthy before were cordoned since then, and are probed now."""
         self.nursery = nursery
         for worker in self._fleet.workers:
             if self._busy(worker):
-                self._release(worker)
+                self._uncordon(worker)
             elif self._may_have_missed(worker):
                 self.probe_soon(worker, came_up=True)
 
@@ -75,19 +75,19 @@ class VersionProbe:
         """A worker without a known label counts as come up too: its restart cleared the label."""
         if not self._is_healthy(worker) or self._busy(worker):
             return
-        self.hold(worker)
+        self.cordon(worker)
         if self.nursery is not None:
             self._latest[worker] = token = object()
             self.nursery.start_soon(self._probe, worker, token, came_up)
 
-    def hold(self, worker: Worker) -> None:
-        """Hold the worker until `probe_soon` has read its version, if that is required."""
-        held = UNPROVEN in worker.cordon_reasons or worker.url in self._journal.uncertain
+    def cordon(self, worker: Worker) -> None:
+        """Cordon the worker until `probe_soon` has read its version, if that is required."""
+        cordoned = UNPROVEN in worker.cordon_reasons or worker.url in self._journal.uncertain
         if (
             self._is_healthy(worker)
             and self._strict()
             and self._may_have_missed(worker)
-            and not held
+            and not cordoned
         ):
             self._fleet.cordon(worker, UNPROVEN)
 
@@ -129,14 +129,14 @@ class VersionProbe:
                     if target is not None and (came_up or uncertain or version.label is None):
                         await self._check(worker, target, label)
                     return
-                self._release(worker)  # it reports no label, so nothing is claimed of it
+                self._uncordon(worker)  # it reports no label, so nothing is claimed of it
                 await trio.sleep(RETRY_SECS)
         finally:
             if self._latest.get(worker) is token:
                 del self._latest[worker]
-                self._release(worker)
+                self._uncordon(worker)
 
-    def _release(self, worker: Worker) -> None:
+    def _uncordon(self, worker: Worker) -> None:
         if UNPROVEN in worker.cordon_reasons:
             self._fleet.uncordon(worker, UNPROVEN)
 

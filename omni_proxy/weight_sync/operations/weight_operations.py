@@ -44,7 +44,7 @@ RESOLVE = AdminRoute("/weights/resolve", Kind.GROUP)
 
 
 class WeightOperations:
-    """Created before the fleet is filled, so that held workers get no request from the start."""
+    """Created before the fleet is filled, so that cordoned workers get no request from the start."""
 
     def __init__(self, fleet: Fleet, config_store: ConfigStore, file: JournalFile) -> None:
         self.journal = StateJournal(fleet, file)
@@ -65,7 +65,7 @@ class WeightOperations:
         )
         versions.catch_up.on_unavailable = self._probe_instead
         if config_store.config.routing.while_paused == "pass":
-            self.journal.held_paused.clear()
+            self.journal.cordoned_paused.clear()
         config_store.subscribe(self._on_config_change)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -232,23 +232,23 @@ class WeightOperations:
     def _clear_pauses(self, workers: list[Worker]) -> bool:
         """The engines generate again. Return whether one of them was paused."""
         resumed = self.journal.forget_pauses(worker.url for worker in workers)
-        return self._release_paused(workers) or resumed
+        return self._uncordon_paused(workers) or resumed
 
-    def _release_paused(self, workers: list[Worker]) -> bool:
-        """Release the "paused" hold, except on targets of a pause that is running now.
+    def _uncordon_paused(self, workers: list[Worker]) -> bool:
+        """Uncordon paused workers, except on targets of a pause that is running now.
 
-        Return whether one of them was held.
+        Return whether one of them was cordoned.
         """
         current = self._queue.current
         pausing = current if current and current.route.hold == PAUSED else None
-        held = [
+        cordoned = [
             worker
             for worker in workers
             if PAUSED in worker.cordon_reasons and not (pausing and worker.url in pausing.targets)
         ]
-        for worker in held:
-            self.journal.release_paused(worker.url)
-        return bool(held)
+        for worker in cordoned:
+            self.journal.uncordon_paused(worker.url)
+        return bool(cordoned)
 
     def _after_operation(self, operation: Operation) -> None:
         self._probe_unknown(operation.targets)
@@ -271,12 +271,12 @@ class WeightOperations:
         if CATCHING_UP not in worker.cordon_reasons:
             return
         if not self.is_updating(worker):  # else the operation decides what it has
-            self._probe.hold(worker)  # no request may reach it in between
+            self._probe.cordon(worker)  # no request may reach it in between
         self._fleet.uncordon(worker, CATCHING_UP)
         self._probe_again([worker.url])
 
     def _probe_unknown(self, urls: tuple[str, ...]) -> None:
-        """Probe targets whose result was unclear or missing, but that are not held for it."""
+        """Probe targets whose result was unclear or missing, but that are not cordoned for it."""
         for url in urls:
             worker = self._fleet.find(url)
             if worker and worker.weight_version is None and url not in self.journal.uncertain:
@@ -299,7 +299,7 @@ class WeightOperations:
     def _on_config_change(self, old: Config, new: Config) -> None:
         passes = new.routing.while_paused == "pass"
         if passes and old.routing.while_paused != new.routing.while_paused:
-            self._release_paused(self._fleet.workers)
+            self._uncordon_paused(self._fleet.workers)
 
 
 def _check_rank_clash(call: AdminCall, workers: list[Worker]) -> None:

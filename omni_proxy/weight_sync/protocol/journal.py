@@ -56,9 +56,9 @@ class PauseRecord(Struct, frozen=True, kw_only=True):
 
 
 class Journal(Struct, frozen=True, kw_only=True):
-    """`uncertain`: worker URL to reason; `paused`: URLs held out of rotation until they continue.
+    """`uncertain`: worker URL to reason; `paused`: URLs cordoned until they continue.
 
-    `pauses`: worker URL to the record of its pause, whether it is held for that or not.
+    `pauses`: worker URL to the record of its pause, whether it is cordoned for that or not.
     `sync`: the weight sync with a trainer's group, which lasts longer than one operation of it.
     """
 

@@ -58,10 +58,10 @@ class RoundCommit:
             self._labels.add(flags.weight_version)
 
     async def quiesce(self, workers: Sequence[Worker], what: str) -> None:
-        """Hold new requests, wait for those in flight, and clear the versions."""
+        """Cordon the workers, wait for those in flight, and clear the versions."""
         config = self._lifecycle.config_store.config.weight_sync
         if config.while_updating != "pass":
-            self._lifecycle.quarantine.hold(workers)
+            self._lifecycle.quarantine.cordon(workers)
             await self._lifecycle.fleet.await_replicated()
         paused = self._lifecycle.journal.paused_engines
         running = [worker for worker in workers if worker.url not in paused]
@@ -233,7 +233,7 @@ class RoundCommit:
             digest=proof.verdict.whole if not proof.wrong else "",
             models=tuple({worker.model for worker in proof.agreed}),
         )
-        self._delivery.hold_late_workers()
+        self._delivery.cordon_late_workers()
         published = await lifecycle.journal.publish(target, None)
         if version is not None:
             await self._delivery.published(version, label, published.epoch)

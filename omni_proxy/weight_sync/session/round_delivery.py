@@ -59,15 +59,15 @@ class RoundDelivery:
         workers = self._lifecycle.fleet.workers
         return [worker for worker in workers if worker.health.state is Health.HEALTHY]
 
-    def hold_late_workers(self) -> None:
-        """Hold workers that came up during the round, before others get the new version."""
+    def cordon_late_workers(self) -> None:
+        """Cordon workers that came up during the round, before others get the new version."""
         if self.version is not None:
             lifecycle = self._lifecycle
             members = (*lifecycle.workers, *lifecycle.recipients)
             targets = {*self.results, *(worker.url for worker in members)}
             self._late = [w for w in lifecycle.fleet.workers if w.url not in targets]
             for worker in self._late:
-                self._version_service.catch_up.hold(worker)
+                self._version_service.catch_up.cordon(worker)
 
     def begin(self) -> None:
         """A new round is being closed."""

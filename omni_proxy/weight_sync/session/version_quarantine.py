@@ -17,7 +17,7 @@ from omni_proxy.weight_sync.state.state_journal import UPDATING
 class VersionQuarantine:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._held: list[Worker] = []
+        self._cordoned: list[Worker] = []
         self._previous: dict[Worker, WeightVersion] = {}
 
     def __contains__(self, worker: object) -> bool:
@@ -28,12 +28,12 @@ class VersionQuarantine:
     def previous_labels(self) -> list[str | None]:
         return [version.label for version in self._previous.values()]
 
-    def hold(self, workers: Sequence[Worker]) -> None:
+    def cordon(self, workers: Sequence[Worker]) -> None:
         """Keep new requests from them."""
         for worker in workers:
             if UPDATING not in worker.cordon_reasons:
                 self._fleet.cordon(worker, UPDATING)
-                self._held.append(worker)
+                self._cordoned.append(worker)
 
     def clear_versions(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
@@ -51,8 +51,8 @@ class VersionQuarantine:
         for worker, version in self._previous.items():
             if worker.url not in changed and self._fleet.find(worker.url) is worker:
                 self._fleet.set_version(worker, version.label, version.epoch)
-        for worker in self._held:
+        for worker in self._cordoned:
             if UPDATING in worker.cordon_reasons:
                 self._fleet.uncordon(worker, UPDATING)
         self._previous.clear()
-        self._held.clear()
+        self._cordoned.clear()

@@ -1,6 +1,6 @@
 """Uncertain and paused workers, the published version, operations in progress: kept and enforced.
 
-Invariant: an uncertain or paused worker is held out of rotation from the moment it is in the
+Invariant: an uncertain or paused worker is cordoned from the moment it is in the
 fleet, also after it was deleted and added again, also after a restart. The state in memory leads:
 if the disk fails, the error is reported, and only what has not begun is refused.
 """
@@ -31,7 +31,7 @@ from omni_proxy.weight_sync.protocol.published_version import (
 )
 from omni_proxy.weight_sync.state.journal_file import JournalFile
 
-# Reasons for which a worker is held out of rotation.
+# Reasons for which a worker is cordoned.
 UNCERTAIN: Final = "uncertain"
 UPDATING: Final = "updating"
 PAUSED: Final = "paused"
@@ -41,8 +41,8 @@ _log = logging.getLogger(__name__)
 class StateJournal:
     """`uncertain`: worker URL to the reason why its weights are unknown.
 
-    `held_paused`: URLs held out of rotation for a pause. `paused_engines`: URLs whose engine was
-    paused, whether the worker is held or not. The constructor reads the file.
+    `cordoned_paused`: URLs cordoned for a pause. `paused_engines`: URLs whose engine was
+    paused, whether the worker is cordoned or not. The constructor reads the file.
     """
 
     def __init__(self, fleet: Fleet, file: JournalFile) -> None:
@@ -56,9 +56,9 @@ class StateJournal:
         self.leftover_group = ""
         self._write_lock = trio.Lock()
         self.uncertain: dict[str, str] = {}
-        self.held_paused: set[str] = set()
+        self.cordoned_paused: set[str] = set()
         self.paused_engines: set[str] = set()
-        self._pauses: dict[str, PauseRecord] = {}  # of `paused_engines` and `held_paused`
+        self._pauses: dict[str, PauseRecord] = {}  # of `paused_engines` and `cordoned_paused`
         self._restarted = trio.Event()  # the file lists an engine as paused that has restarted
         self.readable = True
         self.error = ""
@@ -66,7 +66,7 @@ class StateJournal:
         try:
             journal = file.read()
             self.uncertain = journal.uncertain_at_start()
-            self.held_paused = set(journal.paused)
+            self.cordoned_paused = set(journal.paused)
             self.paused_engines, self._pauses = set(journal.pauses), dict(journal.pauses)
             if journal.sync is not None:
                 self.leftover_members = journal.sync.targets
@@ -78,8 +78,8 @@ class StateJournal:
             _log.warning("worker_still_uncertain worker=%s reason=%r", url, reason)
         for url in self.all_paused:
             _log.warning("worker_still_paused worker=%s", url)
-        fleet.watch_members(self._hold_all)
-        fleet.watch_worker(self._hold_worker)
+        fleet.watch_members(self._cordon_all)
+        fleet.watch_worker(self._cordon_worker)
         fleet.watch_cache_cleared(self._on_cache_cleared)
         fleet.watch_health(self._on_health_change)
 
@@ -95,7 +95,7 @@ class StateJournal:
     @property
     def all_paused(self) -> frozenset[str]:
         """URLs of engines that a caller paused: no other operation may make them continue."""
-        return frozenset(self.held_paused | self.paused_engines)
+        return frozenset(self.cordoned_paused | self.paused_engines)
 
     def pauses(self) -> dict[str, PauseRecord]:
         """The pauses of workers in the fleet, by URL, in the order of the fleet."""
@@ -190,12 +190,12 @@ class StateJournal:
         if self.published.targets:
             await self._write_published()
 
-    def hold_paused(self, url: str) -> None:
-        self.held_paused.add(url)
-        self._hold_all()
+    def cordon_paused(self, url: str) -> None:
+        self.cordoned_paused.add(url)
+        self._cordon_all()
 
-    def release_paused(self, url: str) -> None:
-        self.held_paused.discard(url)
+    def uncordon_paused(self, url: str) -> None:
+        self.cordoned_paused.discard(url)
         worker = self._fleet.find(url)
         if worker is not None and PAUSED in worker.cordon_reasons:
             self._fleet.uncordon(worker, PAUSED)
@@ -205,7 +205,7 @@ class StateJournal:
         for url, reason in reasons.items():
             _log.warning("worker_uncertain worker=%s reason=%r", url, reason)
         self.uncertain.update(reasons)
-        self._hold_all()
+        self._cordon_all()
 
     def clear_uncertain(self, urls: Iterable[str]) -> None:
         for url in urls:
@@ -232,7 +232,7 @@ class StateJournal:
             in_progress=operation,
             sync=self._sync,
             uncertain=dict(self.uncertain),
-            paused=tuple(sorted(self.held_paused)),
+            paused=tuple(sorted(self.cordoned_paused)),
             pauses=pauses,
         )
         await trio.to_thread.run_sync(self._file.write, journal)
@@ -259,16 +259,16 @@ class StateJournal:
             self.paused_engines.discard(url)
             self._restarted.set()
 
-    def _hold_all(self) -> None:
+    def _cordon_all(self) -> None:
         for worker in self._fleet.workers:
-            self._hold_worker(worker)
+            self._cordon_worker(worker)
 
-    def _hold_worker(self, worker: Worker) -> None:
+    def _cordon_worker(self, worker: Worker) -> None:
         if self._all_uncertain:
             self.uncertain.setdefault(worker.url, self._all_uncertain)
         if worker.url in self.uncertain and UNCERTAIN not in worker.cordon_reasons:
             self._fleet.cordon(worker, UNCERTAIN)
-        if worker.url in self.held_paused and PAUSED not in worker.cordon_reasons:
+        if worker.url in self.cordoned_paused and PAUSED not in worker.cordon_reasons:
             self._fleet.cordon(worker, PAUSED)
 
 

@@ -61,7 +61,7 @@ async def test_workers_that_are_held_for_the_pause_are_told_alike():
     house = build_house(entry(A), routing=RoutingConfig(while_paused="hold"))
     house.healthy(A)
     house.desk.journal.record_pause(A, PAUSE)
-    house.desk.journal.hold_paused(A)
+    house.desk.journal.cordon_paused(A)
     assert (await get(house, "/ready"))[1]["reason"] == "paused"
     _, told = await get(house, "/workers")
     why = told["workers"][0]["why"]
@@ -82,7 +82,7 @@ async def test_who_has_no_key_is_not_told_who_paused(paused):
     _, told = await get(keyed, "/ready")
     assert told["reason"] == "paused"
     assert "10.0.0.3" not in str(told)
-    keyed.desk.journal.hold_paused(A)
+    keyed.desk.journal.cordon_paused(A)
     paths = ("/workers", f"/workers/{keyed.worker().id}")
     for path in paths:
         _, told = await get(keyed, path)

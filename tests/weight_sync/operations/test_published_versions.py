@@ -11,7 +11,7 @@ from tests.weight_sync.operation_fixture import (
     PAUSE,
     UPDATE,
     admin_call,
-    holds_of,
+    cordon_reasons_of,
     house_with,
     read_journal,
     start_operation,
@@ -63,9 +63,9 @@ async def test_a_lost_change_of_a_label_is_read_back(house, engines):
     engines.labels = {A: "v9", B: "v9"}
     engines.says[B, "/update_weight_version"] = LOST
     response = await house.desk.submit(admin_call("/update_weight_version", {"new_version": "v9"}))
-    assert (response.status, holds_of(house)) == (502, [[], ["unproven"]])
+    assert (response.status, cordon_reasons_of(house)) == (502, [[], ["unproven"]])
     await at_rest()
-    assert (house.worker(B).weight_version, holds_of(house)) == ("v9", [[], []])
+    assert (house.worker(B).weight_version, cordon_reasons_of(house)) == ("v9", [[], []])
 
 
 async def missing(house, engines, label, body):
@@ -85,13 +85,16 @@ async def test_a_worker_that_was_dead_during_an_update_does_not_serve_its_old_we
 ):
     await missing(house, engines, "v2", {"weight_version": "v2"})
     reason = "missed the update to 'v2': it came up with 'v1'"
-    assert (holds_of(house), read_journal(folder).uncertain) == ([[], ["uncertain"]], {B: reason})
+    assert (cordon_reasons_of(house), read_journal(folder).uncertain) == (
+        [[], ["uncertain"]],
+        {B: reason},
+    )
     assert (house.worker(B).weight_version, house.worker(B).weight_epoch) == ("v1", 0)
     await house.desk.submit(admin_call("/continue_generation"))
-    assert holds_of(house) == [[], ["uncertain"]]
+    assert cordon_reasons_of(house) == [[], ["uncertain"]]
     engines.labels[B] = "v2"
     await house.desk.submit(admin_call(body={"weight_version": "v2"}))
-    assert holds_of(house) == [[], []]
+    assert cordon_reasons_of(house) == [[], []]
 
 
 async def test_a_worker_resolved_after_a_missed_update_is_not_held_for_it_again(house, engines):
@@ -100,7 +103,7 @@ async def test_a_worker_resolved_after_a_missed_update_is_not_held_for_it_again(
     house.fleet.set_version(house.worker(B), None, 0)
     house.fleet.cache_cleared(house.worker(B))
     await at_rest()
-    assert (holds_of(house), house.worker(B).weight_version) == ([[], []], "v1")
+    assert (cordon_reasons_of(house), house.worker(B).weight_version) == ([[], []], "v1")
 
 
 async def test_a_worker_that_crashed_after_an_update_does_not_serve_its_first_weights(
@@ -113,18 +116,18 @@ async def test_a_worker_that_crashed_after_an_update_does_not_serve_its_first_we
     house.fleet.set_version(house.worker(B), None, 0)
     house.fleet.cache_cleared(house.worker(B))
     await at_rest()
-    assert holds_of(house) == [[], ["uncertain"]]
+    assert cordon_reasons_of(house) == [[], ["uncertain"]]
 
 
 async def test_an_update_without_a_new_label_is_recognized_by_its_checksum(house, engines):
     engines.whole = {A: "new", B: "old"}
     await missing(house, engines, "v1", {})
-    assert holds_of(house) == [[], ["uncertain"]]
+    assert cordon_reasons_of(house) == [[], ["uncertain"]]
     assert "epoch 1: it came up with other tensors" in house.desk.journal.uncertain[B]
     await house.desk.resolve({})
     engines.whole = {A: "new", B: "new"}
     await missing(house, engines, "v1", {})
-    assert holds_of(house) == [[], []]
+    assert cordon_reasons_of(house) == [[], []]
     assert house.worker(B).weight_epoch == 2
 
 
@@ -132,7 +135,7 @@ async def test_a_label_that_existed_before_proves_no_epoch(engines, folder, nurs
     house = house_with(folder, weight_sync=WeightSyncConfig(verify="off"))
     await nursery.start(house.desk.run)
     await missing(house, engines, "v1", {})
-    assert holds_of(house) == [[], []]
+    assert cordon_reasons_of(house) == [[], []]
     assert [w.weight_epoch for w in house.fleet.workers] == [1, 0]
 
 
@@ -143,7 +146,7 @@ async def test_workers_that_were_not_targets_have_not_missed_an_update(house, en
     house.fleet.set_version(house.worker(B), None, 0)
     house.fleet.cache_cleared(house.worker(B))
     await at_rest()
-    assert holds_of(house) == [[], []]
+    assert cordon_reasons_of(house) == [[], []]
 
 
 async def test_a_worker_that_reports_no_label_is_probed_again(
@@ -159,8 +162,8 @@ async def test_a_worker_that_reports_no_label_is_probed_again(
     house.fleet.set_version(house.worker(B), None, 0)
     house.fleet.cache_cleared(house.worker(B))
     await trio.sleep(1)
-    assert (house.worker(B).weight_version, holds_of(house)) == (None, [[], []])
+    assert (house.worker(B).weight_version, cordon_reasons_of(house)) == (None, [[], []])
     engines.says.clear()
     engines.labels[B] = "v1"
     await trio.sleep(10)
-    assert holds_of(house) == [[], ["uncertain"]]
+    assert cordon_reasons_of(house) == [[], ["uncertain"]]

@@ -11,7 +11,7 @@ from tests.weight_sync.operation_fixture import (
     PAUSE,
     UPDATE,
     admin_call,
-    holds_of,
+    cordon_reasons_of,
     house_with,
     read_journal,
     start_operation,
@@ -23,10 +23,10 @@ async def test_the_journal_names_the_targets_before_the_first_call(house, engine
     await start_operation(engines, nursery, house, admin_call())
     entry = read_journal(folder).in_progress
     assert (entry.path, entry.targets, entry.step) == (UPDATE, (A, B), "calling")
-    assert holds_of(house) == [["updating"], ["updating"]]
+    assert cordon_reasons_of(house) == [["updating"], ["updating"]]
     engines.open_gate(UPDATE)
     await at_rest()
-    assert (read_journal(folder), holds_of(house)) == (Journal(), [[], []])
+    assert (read_journal(folder), cordon_reasons_of(house)) == (Journal(), [[], []])
 
 
 async def test_operations_run_in_order_of_arrival(house, engines):
@@ -67,7 +67,7 @@ async def test_requests_in_flight_are_drained_up_to_the_time_limit(
         began = trio.current_time()
         nursery.start_soon(house.desk.submit, admin_call(caller=str(late)))
         await trio.sleep(5)
-        assert (engines.paths(), holds_of(house)) == ([], [["updating"]] * 2)
+        assert (engines.paths(), cordon_reasons_of(house)) == ([], [["updating"]] * 2)
         assert house.desk.status()["operation"]["step"] == "draining"
         worker.in_flight = int(late)
         await engines.arrived[A, UPDATE].wait()
@@ -80,7 +80,7 @@ async def test_with_while_updating_pass_no_worker_is_held(engines, folder, nurse
     house = house_with(folder, weight_sync=WeightSyncConfig(while_updating="pass"))
     await nursery.start(house.desk.run)
     await start_operation(engines, nursery, house, admin_call())
-    assert holds_of(house) == [[], []]
+    assert cordon_reasons_of(house) == [[], []]
     engines.open_gate(UPDATE)
 
 
@@ -92,13 +92,13 @@ async def test_a_successful_pause_holds_unless_while_paused_is_pass(
     await nursery.start(house.desk.run)
     engines.says[B, PAUSE] = (500, b"oops")
     await start_operation(engines, nursery, house, admin_call(PAUSE))
-    assert holds_of(house) == [["paused"], ["paused"]]
+    assert cordon_reasons_of(house) == [["paused"], ["paused"]]
     engines.open_gate(PAUSE)
     await at_rest()
-    assert (holds_of(house), read_journal(folder).in_progress) == ([left, []], None)
+    assert (cordon_reasons_of(house), read_journal(folder).in_progress) == ([left, []], None)
     assert read_journal(folder).paused == ((A,) if left else ())
     await house.desk.submit(admin_call("/continue_generation"))
-    assert holds_of(house) == [[], []]
+    assert cordon_reasons_of(house) == [[], []]
 
 
 @pytest.mark.parametrize("choice", ["pass", "hold"])
@@ -152,22 +152,22 @@ async def test_a_worker_that_does_not_continue_stays_paused(engines, folder, nur
     await house.desk.submit(admin_call(PAUSE))
     engines.says[A, "/continue_generation"] = LOST
     response = await house.desk.submit(admin_call("/continue_generation"))
-    assert (response.status, holds_of(house)) == (502, [["paused"], []])
+    assert (response.status, cordon_reasons_of(house)) == (502, [["paused"], []])
 
 
 async def test_an_update_with_keep_pause_counts_as_a_pause(engines, folder, nursery):
     house = house_with(folder, routing=RoutingConfig(while_paused="hold"))
     await nursery.start(house.desk.run)
     await house.desk.submit(admin_call(body={"keep_pause": True}))
-    assert holds_of(house) == [["paused"], ["paused"]]
+    assert cordon_reasons_of(house) == [["paused"], ["paused"]]
     await house.desk.submit(admin_call())
-    assert holds_of(house) == [["paused"], ["paused"]]
+    assert cordon_reasons_of(house) == [["paused"], ["paused"]]
 
 
 async def test_holds_from_before_the_operation_survive(house, engines):
     house.fleet.cordon(house.worker(A), "launch")
     await house.desk.submit(admin_call())
-    assert holds_of(house) == [["launch"], []]
+    assert cordon_reasons_of(house) == [["launch"], []]
 
 
 async def test_a_worker_whose_update_failed_is_uncertain_until_a_whole_update(
@@ -175,15 +175,15 @@ async def test_a_worker_whose_update_failed_is_uncertain_until_a_whole_update(
 ):
     engines.says[B, UPDATE] = LOST
     response = await house.desk.submit(admin_call())
-    assert (response.status, holds_of(house)) == (502, [[], ["uncertain"]])
+    assert (response.status, cordon_reasons_of(house)) == (502, [[], ["uncertain"]])
     assert response.body["results"][1]["reason"] == "update_weights_from_disk failed: ReadError"
     assert read_journal(folder).uncertain == {B: "update_weights_from_disk failed: ReadError"}
     del engines.says[B, UPDATE]
     await house.desk.submit(admin_call("/continue_generation"))
     await house.desk.submit(admin_call("/update_weights_from_distributed"))
-    assert holds_of(house) == [[], ["uncertain"]]
+    assert cordon_reasons_of(house) == [[], ["uncertain"]]
     await house.desk.submit(admin_call())
-    assert (holds_of(house), read_journal(folder)) == ([[], []], Journal())
+    assert (cordon_reasons_of(house), read_journal(folder)) == ([[], []], Journal())
 
 
 async def test_a_worker_that_is_deleted_and_added_again_is_still_uncertain(house, engines):
@@ -194,7 +194,7 @@ async def test_a_worker_that_is_deleted_and_added_again_is_still_uncertain(house
     house.config_store.apply()
     house.config_store.config = type(house.config_store.config)(workers=entries)
     house.config_store.apply()
-    assert holds_of(house) == [[], ["uncertain"]]
+    assert cordon_reasons_of(house) == [[], ["uncertain"]]
 
 
 async def test_in_mode_off_a_failed_init_disables_and_more_than_one_target_is_refused(
@@ -208,7 +208,7 @@ async def test_in_mode_off_a_failed_init_disables_and_more_than_one_target_is_re
     response = await house.desk.submit(admin_call(init, chosen=frozenset((A,))))
     assert response.body["results"][0]["standing"] == "disabled"
     assert [w.disabled for w in house.fleet.workers] == [True, False]
-    assert holds_of(house) == [[], []]
+    assert cordon_reasons_of(house) == [[], []]
 
 
 async def test_without_a_live_or_a_matching_worker_a_call_is_refused(house):
@@ -250,7 +250,7 @@ async def test_the_epoch_rises_with_each_update_that_a_worker_took(house, engine
     assert "weight_epoch" not in (await house.desk.submit(admin_call())).body
     again = house_with(folder)
     assert again.desk.journal.published.epoch == 2
-    assert holds_of(again) == [["uncertain"], ["uncertain"]]
+    assert cordon_reasons_of(again) == [["uncertain"], ["uncertain"]]
 
 
 async def test_the_version_of_a_worker_that_comes_up_is_read(house, engines):
@@ -282,7 +282,7 @@ async def test_differing_checksums_are_a_502_and_off_asks_for_none(engines, fold
         False,
         "error",
     )
-    assert holds_of(other) == [["uncertain"], ["uncertain"]]
+    assert cordon_reasons_of(other) == [["uncertain"], ["uncertain"]]
 
 
 async def test_in_mode_off_one_of_many_buckets_for_one_worker_is_not_hashed(plain, engines):
@@ -342,13 +342,13 @@ async def test_a_service_that_ends_during_an_operation_leaves_its_targets_uncert
             engines.close_gate(UPDATE)
             await engines.arrived[A, UPDATE].wait()
             lifecycle.cancel_scope.cancel()
-        assert holds_of(house) == [["updating"], ["updating"]]
+        assert cordon_reasons_of(house) == [["updating"], ["updating"]]
         async with trio.open_nursery() as lifecycle:
             await lifecycle.start(house.desk.run)
-            assert holds_of(house) == [["uncertain"], ["uncertain"]]
+            assert cordon_reasons_of(house) == [["uncertain"], ["uncertain"]]
             assert house.config_store.operation_lock.locked() is False
             assert (await house.desk.resolve({})).status == 200
-            assert holds_of(house) == [[], []]
+            assert cordon_reasons_of(house) == [[], []]
             lifecycle.cancel_scope.cancel()
     assert responses[0].status == 503
 
@@ -365,7 +365,7 @@ async def test_resolve_leaves_out_workers_that_did_not_continue(house, engines, 
     assert list(read_journal(folder).uncertain) == [A]
     house.fleet.mark_dead(house.worker(A), house.worker(A).registered_at)
     assert (await house.desk.resolve({})).status == 200
-    assert holds_of(house) == [[], []]
+    assert cordon_reasons_of(house) == [[], []]
 
 
 async def test_the_history_is_bounded_and_reads_are_not_in_it(house, engines):
@@ -389,7 +389,7 @@ async def test_a_journal_that_cannot_be_cleared_is_reported_and_stops_nothing(
 
     monkeypatch.setattr(type(house.desk.journal._file), "write", full)
     response = await house.desk.submit(admin_call())
-    assert (response.status, holds_of(house)) == (200, [[], []])
+    assert (response.status, cordon_reasons_of(house)) == (200, [[], []])
     assert "No space left" in response.body["journal_error"]
     assert read_journal(folder).in_progress is not None
 
@@ -401,13 +401,13 @@ async def test_a_pause_outlives_the_program_and_ends_with_continue(engines, fold
     await house.desk.submit(admin_call(PAUSE))
     assert read_journal(folder).paused == (A, B)
     again = house_with(folder, routing=hold)
-    assert holds_of(again) == [["paused"], ["paused"]]
+    assert cordon_reasons_of(again) == [["paused"], ["paused"]]
     await nursery.start(again.desk.run)
     engines.says[B, "/continue_generation"] = LOST
     await again.desk.submit(admin_call("/continue_generation"))
-    assert (holds_of(again), read_journal(folder).paused) == ([[], ["paused"]], (B,))
+    assert (cordon_reasons_of(again), read_journal(folder).paused) == ([[], ["paused"]], (B,))
     passing = house_with(folder)
-    assert holds_of(passing) == [[], []]
+    assert cordon_reasons_of(passing) == [[], []]
 
 
 async def test_continue_during_an_update_does_not_clear_its_record(engines, folder, nursery):
@@ -420,13 +420,13 @@ async def test_continue_during_an_update_does_not_clear_its_record(engines, fold
     assert (found.in_progress.path, found.paused) == (UPDATE, ())
     engines.open_gate(UPDATE)
     await at_rest()
-    assert (holds_of(house), read_journal(folder)) == ([[], []], Journal())
+    assert (cordon_reasons_of(house), read_journal(folder)) == ([[], []], Journal())
 
 
 async def test_lone_surrogates_in_worker_messages_stop_nothing(house, engines, folder):
     engines.says[B, UPDATE] = (500, b'{"message": "half \\ud83d"}')
     engines.labels[A] = "v\ud83d"
     response = await house.desk.submit(admin_call())
-    assert (response.status, holds_of(house)) == (502, [[], ["uncertain"]])
+    assert (response.status, cordon_reasons_of(house)) == (502, [[], ["uncertain"]])
     assert read_journal(folder).uncertain[B].endswith("half ?")
     assert house_with(folder).desk.journal.published.epoch == 1

@@ -2,7 +2,7 @@ import pytest
 import trio
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import PAUSE, admin_call, holds_of
+from tests.weight_sync.operation_fixture import PAUSE, admin_call, cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -31,12 +31,12 @@ async def test_parts_are_published_together_when_the_group_is_destroyed(trainer,
         await trainer.expect_ok(PREPARE, **TENSORS)
         body = await trainer.expect_ok(COMPLETE, flush_cache=False)
         assert "weight_epoch" not in body
-        assert holds_of(trainer.house) == [["updating"], ["updating"]]
+        assert cordon_reasons_of(trainer.house) == [["updating"], ["updating"]]
         assert set(versions_by_url(trainer.house).values()) == {(None, 0)}
     engines.labels.update({A: "v2", B: "v2"})
     body = await trainer.expect_ok(DESTROY)
     assert (body["weight_epoch"], body["weight_version"]) == (1, "v2")
-    assert holds_of(trainer.house) == [[], []]
+    assert cordon_reasons_of(trainer.house) == [[], []]
     assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
 
 
@@ -56,7 +56,7 @@ async def test_continue_between_parts_leaves_all_workers_uncertain(trainer):
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
     body = await trainer.expect_ok(CONTINUE)
     assert sorted(body["uncertain"]) == [A, B] == uncertain_workers(trainer.house)
-    assert holds_of(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
 async def test_end_weight_update_ends_the_round(trainer):
@@ -114,7 +114,7 @@ async def test_an_uncertain_worker_recovers_when_all_failed_tensors_are_sent_aga
     assert not engines.bodies(CONTINUE, A)
     await trainer.expect_ok(COMPLETE, weight_version="v4")
     assert uncertain_workers(trainer.house) == []
-    assert holds_of(trainer.house) == [[], []]
+    assert cordon_reasons_of(trainer.house) == [[], []]
     # A failed call may have left its engine paused.
     assert engines.bodies(CONTINUE, A) == engines.bodies(CONTINUE, B) == [{}]
 

@@ -6,7 +6,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import holds_of
+from tests.weight_sync.operation_fixture import cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -115,7 +115,7 @@ async def test_a_trainer_that_dies_between_parts_leaves_workers_uncertain(traine
     trainer.store.die()
     await trainer.until("idle")
     assert uncertain_workers(trainer.house) == [A, B]
-    assert holds_of(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
 async def test_a_destroy_interrupts_the_running_step(trainer, engines, nursery):

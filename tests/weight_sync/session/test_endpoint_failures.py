@@ -6,7 +6,7 @@ import trio
 from omni_proxy.config.schema import RoutingConfig, ServerConfig, WeightSyncConfig
 from omni_proxy.weight_sync.session import leftover_groups
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import PAUSE, holds_of, house_with
+from tests.weight_sync.operation_fixture import PAUSE, cordon_reasons_of, house_with
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -206,7 +206,7 @@ async def test_after_a_restart_workers_with_the_published_weights_recover(
         while uncertain_workers(later) != [B]:  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
     assert engines.paths(A).index(DESTROY) < len(engines.paths(A)) - 1
-    assert holds_of(later) == [[], ["uncertain"]]
+    assert cordon_reasons_of(later) == [[], ["uncertain"]]
     assert [w.weight_epoch for w in later.fleet.workers] == [1, 0]
     assert later.desk.journal.published.epoch == 1
 
@@ -220,7 +220,7 @@ async def test_workers_that_a_failed_sync_did_not_change_recover(trainer, engine
     with trio.fail_after(30):
         while uncertain_workers(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
-    assert holds_of(trainer.house) == [[], []]
+    assert cordon_reasons_of(trainer.house) == [[], []]
     assert {(w.weight_version, w.weight_epoch) for w in trainer.house.fleet.workers} == {("v2", 1)}
 
 
@@ -292,14 +292,14 @@ async def test_in_a_group_a_pause_holds_requests_and_skips_the_drain(
     house = trainer.house
     await trainer.join()
     await trainer.expect_ok(PAUSE, mode="retract")
-    assert holds_of(house) == [["paused"], ["paused"]]
+    assert cordon_reasons_of(house) == [["paused"], ["paused"]]
     house.worker(A).in_flight = 1  # retracted requests wait until generation continues
     await trainer.expect_ok(PREPARE, **BUCKETS)
     await trainer.expect_ok(COMPLETE, weight_version="v2")
-    assert holds_of(house) == [["paused"], ["paused"]]
+    assert cordon_reasons_of(house) == [["paused"], ["paused"]]
     await trainer.expect_ok(DESTROY)
     await trainer.expect_ok(CONTINUE)
-    assert holds_of(house) == [[], []]
+    assert cordon_reasons_of(house) == [[], []]
     assert house.desk.journal.paused_engines == set()
 
 
@@ -311,7 +311,7 @@ async def test_with_pass_or_without_a_group_a_pause_holds_no_worker(
     if fields.get("mode") != "off":
         await trainer.join()
     await trainer.expect_ok(PAUSE)
-    assert holds_of(trainer.house) == [[], []]
+    assert cordon_reasons_of(trainer.house) == [[], []]
     assert trainer.house.desk.journal.paused_engines == {A, B}
 
 
@@ -323,10 +323,10 @@ async def test_a_worker_that_comes_up_before_the_service_runs_is_held(
     await trainer.expect_ok(DESTROY)
     later = sync_house(folder)
     # The prober was quicker than the service.
-    assert holds_of(later) == [["unproven"], ["unproven"]]
+    assert cordon_reasons_of(later) == [["unproven"], ["unproven"]]
     await nursery.start(later.desk.run)
     with trio.fail_after(30):
-        while holds_of(later) != [[], []]:
+        while cordon_reasons_of(later) != [[], []]:
             await trio.sleep(0.01)
             for worker in later.fleet.workers:
                 assert worker.routable is (worker.weight_version == "v2")

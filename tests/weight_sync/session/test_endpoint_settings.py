@@ -7,7 +7,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import holds_of
+from tests.weight_sync.operation_fixture import cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -34,7 +34,7 @@ async def test_requests_in_flight_are_drained_before_a_complete_is_forwarded(tra
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trainer.ask, COMPLETE)
         with trio.fail_after(20):
-            while holds_of(trainer.house) != [["updating"], ["updating"]]:  # noqa: ASYNC110  # no bell
+            while cordon_reasons_of(trainer.house) != [["updating"], ["updating"]]:  # noqa: ASYNC110  # no bell
                 await trio.sleep(0.01)
         await trio.sleep(0.2)  # several polls of the drain
         assert not engines.bodies(COMPLETE, A) + engines.bodies(COMPLETE, B)
@@ -57,7 +57,7 @@ async def test_with_while_updating_pass_no_worker_is_held_and_versions_are_unkno
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trainer.ask, COMPLETE)
         await engines.arrived[A, COMPLETE].wait()
-        assert holds_of(trainer.house) == [[], []]
+        assert cordon_reasons_of(trainer.house) == [[], []]
         assert set(versions_by_url(trainer.house).values()) == {(None, 0)}
         engines.open_gate(COMPLETE)
 
@@ -114,7 +114,7 @@ async def test_no_weights_change_before_every_process_knows_that_a_replica_is_he
         nursery.start_soon(trainer.ask, COMPLETE)
         await asked.wait()
         await wait_all_tasks_blocked(0.01)
-        assert holds_of(trainer.house) == [["updating"], ["updating"]]
+        assert cordon_reasons_of(trainer.house) == [["updating"], ["updating"]]
         assert not engines.bodies(COMPLETE, A) + engines.bodies(COMPLETE, B)
         all_know.set()
         await engines.arrived[A, COMPLETE].wait()

@@ -6,7 +6,7 @@ import trio
 from omni_proxy.config.schema import AdminConfig
 from omni_proxy.weight_sync.session import steps
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import holds_of, house_with
+from tests.weight_sync.operation_fixture import cordon_reasons_of, house_with
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -57,7 +57,7 @@ async def test_weights_that_do_not_arrive_in_time_end_the_step_once(trainer_with
     assert [len(engines.bodies(path, url)) for url in (A, B)] == [1, 1]
     # Its weights are unknown.
     assert uncertain_workers(trainer.house) == [A, B]
-    assert holds_of(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
 async def test_a_refusal_after_the_timeout_leaves_no_worker_uncertain(trainer_with, engines):

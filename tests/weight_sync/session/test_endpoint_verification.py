@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import admin_call, holds_of
+from tests.weight_sync.operation_fixture import admin_call, cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -47,7 +47,7 @@ async def test_a_refusal_that_reports_changed_weights_leaves_the_worker_uncertai
     assert response.status in (400, 502)
     assert uncertain_workers(trainer.house) == [A, B]
     await trainer.until("idle")
-    assert holds_of(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
 async def test_new_weights_with_an_old_cache_stay_out_until_that_is_flushed(trainer, engines):
@@ -63,13 +63,13 @@ async def test_new_weights_with_an_old_cache_stay_out_until_that_is_flushed(trai
     with trio.fail_after(5):
         while FLUSH not in engines.paths(B):  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
-    assert holds_of(trainer.house) == [[], ["uncertain"]]
+    assert cordon_reasons_of(trainer.house) == [[], ["uncertain"]]
     del engines.says[B, FLUSH]
     assert (await trainer.house.desk.submit(admin_call(FLUSH))).ok
     with trio.fail_after(5):
         while uncertain_workers(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
-    assert holds_of(trainer.house) == [[], []]
+    assert cordon_reasons_of(trainer.house) == [[], []]
 
 
 async def test_a_disk_load_without_a_flush_leaves_the_worker_uncertain(trainer, engines):
@@ -152,5 +152,5 @@ async def test_continue_keeps_uncertain_workers_out_and_names_them(trainer, engi
     for _ in range(2):
         body = await trainer.expect_ok(CONTINUE)
         assert sorted(body["uncertain"]) == [A, B]
-        assert holds_of(trainer.house) == [["uncertain"], ["uncertain"]]
+        assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
     assert "uncertain" not in (await trainer.house.desk.submit(admin_call("/model_info"))).body

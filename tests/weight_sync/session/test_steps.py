@@ -2,7 +2,7 @@ import pytest
 import trio
 
 from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import holds_of
+from tests.weight_sync.operation_fixture import cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -33,7 +33,7 @@ async def test_each_replica_gets_its_own_ranks_and_keeps_serving(trainer, engine
     assert engines.bodies(INIT, B)[0]["rank_offset"] == 3
     assert {b["world_size"] for b in engines.bodies(INIT, A) + engines.bodies(INIT, B)} == {4}
     assert [seat["ranks"] for seat in response.body["layout"]] == [2, 1]
-    assert holds_of(trainer.house) == [[], []]
+    assert cordon_reasons_of(trainer.house) == [[], []]
     assert trainer.house.config_store.membership_lock.held
     assert "group 'g' at 127.0.0.1" in trainer.house.config_store.membership_lock.reason()
 
@@ -119,7 +119,7 @@ async def test_a_server_that_is_no_store_is_an_error(engines, folder, nursery):
 
 async def test_a_whole_sync_is_published_only_when_all_have_it(trainer, engines):
     body = await trainer.arm()
-    assert (body["status"], holds_of(trainer.house)) == ("ready", [[], []])
+    assert (body["status"], cordon_reasons_of(trainer.house)) == ("ready", [[], []])
     engines.close_gate(COMPLETE, B)
     forgotten = []
     trainer.house.fleet.watch_cache_cleared(lambda worker: forgotten.append(worker.url))
@@ -131,7 +131,7 @@ async def test_a_whole_sync_is_published_only_when_all_have_it(trainer, engines)
 
         nursery.start_soon(complete)
         await engines.arrived[B, COMPLETE].wait()
-        assert holds_of(trainer.house) == [["updating"], ["updating"]]
+        assert cordon_reasons_of(trainer.house) == [["updating"], ["updating"]]
         assert set(versions_by_url(trainer.house).values()) == {(None, 0)}
         assert trainer.house.desk.sync.status()["members"][0]["standing"] == "updating"
         engines.open_gate(COMPLETE, B)
@@ -140,7 +140,7 @@ async def test_a_whole_sync_is_published_only_when_all_have_it(trainer, engines)
     assert (response.body["num_buckets_received"], response.body["weight_version"]) == (1, "v2")
     assert response.body["verification"]["checked"] == [A, B]
     assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
-    assert holds_of(trainer.house) == [[], []]
+    assert cordon_reasons_of(trainer.house) == [[], []]
     assert sorted(forgotten) == [A, B]
     await trainer.expect_ok(DESTROY)
     assert (trainer.state, trainer.house.config_store.membership_lock.held) == ("idle", False)
@@ -200,7 +200,7 @@ async def test_replicas_that_differ_are_left_out_and_the_sync_fails(trainer, eng
     assert response.status == 502
     assert "checksums differ" in response.body["message"]
     assert uncertain_workers(trainer.house) == [A, B]
-    assert holds_of(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
 
 
 async def test_a_lost_replica_is_left_out_and_the_other_serves_the_new_version(trainer, engines):
@@ -211,7 +211,7 @@ async def test_a_lost_replica_is_left_out_and_the_other_serves_the_new_version(t
     assert uncertain_workers(trainer.house) == [B]
     assert versions_by_url(trainer.house)[A] == ("v2", 1)
     await trainer.until("idle")
-    assert holds_of(trainer.house) == [[], ["uncertain"]]
+    assert cordon_reasons_of(trainer.house) == [[], ["uncertain"]]
 
 
 async def test_weights_that_one_replica_refused_are_not_published_for_a_single_other(
@@ -233,7 +233,7 @@ async def test_weights_that_all_refuse_leave_no_worker_uncertain(trainer, engine
     response = await trainer.ask(COMPLETE)
     assert (response.status, uncertain_workers(trainer.house)) == (400, [])
     await trainer.until("idle")
-    assert (holds_of(trainer.house), versions_by_url(trainer.house)) == ([[], []], before)
+    assert (cordon_reasons_of(trainer.house), versions_by_url(trainer.house)) == ([[], []], before)
 
 
 async def test_a_member_without_a_readable_checksum_is_left_out(trainer, engines):
