@@ -3,7 +3,7 @@
 import sys
 
 from omni_proxy.cli import main
-from omni_proxy.cli.frozen_binary import settle_in
+from omni_proxy.cli.frozen_binary import prepare_frozen_binary
 
-settle_in()
+prepare_frozen_binary()
 sys.exit(main())

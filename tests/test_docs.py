@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from omni_proxy.cli import COMMANDS
-from omni_proxy.cli.arguments import check_parser, launch_parser, router_parser, serve_parser
-from omni_proxy.cli.engines import ENGINES
+from omni_proxy.cli.flags.arguments import check_parser, launch_parser, router_parser, serve_parser
+from omni_proxy.cli.flags.engines import ENGINES
 from omni_proxy.config.parse import parse
 from omni_proxy.config.policy_names import POLICIES
 from omni_proxy.config.schema import (

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from omni_proxy.cli.arguments import check_parser
+from omni_proxy.cli.flags.arguments import check_parser
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.routing.policies.plugins import check_policy

@@ -16,8 +16,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from omni_proxy.cli.admin_client import AdminClientError, Proxy, Told, add_place, place_of
-from omni_proxy.cli.worker_changes import ChangeRefused, records
+from omni_proxy.cli.client.admin_client import (
+    AdminClient,
+    AdminClientError,
+    JsonObject,
+    add_target_arguments,
+    admin_target_of,
+)
+from omni_proxy.cli.client.worker_changes import ChangeRefused, fetch_workers
 
 ANSWER_SECS: Final = 1.0  # whoever presses TAB waits for it
 COMMAND: Final = "workers"
@@ -45,17 +51,17 @@ def _names(line: str) -> Iterator[str]:
     typed = words.pop() if words and not line[-1:].isspace() else ""
     words = words[words.index(COMMAND) + 1 :]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    add_place(parser)
+    add_target_arguments(parser)
     place, others = parser.parse_known_args(words)
-    with Proxy(place_of(place), ANSWER_SECS) as proxy:
-        fleet = records(proxy)
+    with AdminClient(admin_target_of(place), ANSWER_SECS) as proxy:
+        fleet = fetch_workers(proxy)
     for record in fleet:
         names = _names_of(record)
         if not any(name in others for name in names):
             yield from [name for name in names if name.startswith(typed)][:1]
 
 
-def _names_of(record: Told) -> list[str]:
+def _names_of(record: JsonObject) -> list[str]:
     """HOST:PORT first: that is shorter, and no two workers share it."""
     told = [str(record.get(key) or "") for key in ("display_id", "url")]
     return [name for name in told if _HARMLESS.fullmatch(name)]

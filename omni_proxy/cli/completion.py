@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final, Literal, get_args, get_origin, get_type_hints
 
 from omni_proxy.cli import COMMANDS
-from omni_proxy.cli.completion_scripts import SHELLS, Flag, Page
+from omni_proxy.cli.flags.completion_scripts import SHELLS, Flag, Page
 from omni_proxy.config.policy_names import POLICIES
 from omni_proxy.config.schema import Config
 
@@ -55,8 +55,9 @@ def pages() -> list[Page]:
 
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     # Here and not above: no other command shall wait for all of them.
-    from omni_proxy.cli import arguments, explain, logs, status, weights, workers
-    from omni_proxy.cli.engines import ENGINES
+    from omni_proxy.cli import explain, logs, status, weights, workers
+    from omni_proxy.cli.flags import arguments
+    from omni_proxy.cli.flags.engines import ENGINES
     from omni_proxy.cli.top import command as top
     from omni_proxy.replica import arguments as replica
     from omni_proxy.replica.profiling import profile_command as profile

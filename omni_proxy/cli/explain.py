@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 from urllib.parse import quote
 
-from omni_proxy.cli.admin_client import (
+from omni_proxy.cli.client.admin_client import (
     NO_SUCH_PLACE,
+    AdminClient,
     AdminClientError,
-    Proxy,
-    Told,
-    add_place,
-    place_of,
+    JsonObject,
+    add_target_arguments,
+    admin_target_of,
 )
-from omni_proxy.cli.text_table import NOTHING, plain, table, without_noise
+from omni_proxy.cli.screen.text_table import NOTHING, printable, render_table, strip_noise
 
 NOBODY: Final = 1
 DEFAULT_PATH: Final = "/v1/chat/completions"
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         "--header", metavar="'NAME: VALUE'", action="append", default=[], dest="headers",
         help="of the request; routing hints and keys count",
     )  # fmt: skip
-    add_place(made)
+    add_target_arguments(made)
     made.add_argument("--json", action="store_true", help="the proxy's answer as it is")
     return made
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         headers[name.strip().lower()] = value.strip()
     try:
         body = _body(arguments.file)
-        with Proxy(place_of(arguments)) as proxy:
+        with AdminClient(admin_target_of(arguments)) as proxy:
             answer = proxy.post_bytes(f"/explain?path={quote(arguments.path)}", body, headers)
     except AdminClientError as why:
         print(f"omni-proxy explain: {why}", file=sys.stderr)
@@ -75,9 +75,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps(told, indent=2))
     elif answer.refusal:
-        print(f"refused with status {answer.status}: {plain(answer.refusal)}", file=sys.stderr)
+        print(f"refused with status {answer.status}: {printable(answer.refusal)}", file=sys.stderr)
     else:
-        print("\n".join(shown(told)))
+        print("\n".join(render_explanation(told)))
     return 0 if told.get("pick") else NOBODY
 
 
@@ -94,11 +94,11 @@ def _body(file: str) -> bytes:
         raise AdminClientError(f"{file}: {error.strerror}") from None
 
 
-def shown(told: Told) -> list[str]:
+def render_explanation(told: JsonObject) -> list[str]:
     need = told["need"]
     wanted = ", ".join(need["capabilities"]) or "nothing special"
-    weights = f"; weights {plain(need['weights'])}" if need.get("weights") else ""
-    model = plain(need["model"]) if need.get("model") else "any"
+    weights = f"; weights {printable(need['weights'])}" if need.get("weights") else ""
+    model = printable(need["model"]) if need.get("model") else "any"
     rows = [
         (
             worker["url"],
@@ -106,33 +106,33 @@ def shown(told: Told) -> list[str]:
             worker["in_flight"],
             worker["health_state"],
             worker.get("weight_version") or NOTHING,
-            without_noise("; ".join(map(str, worker["reasons"]))) or NOTHING,
+            strip_noise("; ".join(map(str, worker["reasons"]))) or NOTHING,
         )
         for worker in told["workers"]
     ]
     head = ("WORKER", "ELIGIBLE", "BUSY", "HEALTH", "WEIGHTS", "AGAINST IT")
     return [
-        f"needs     {plain(wanted)}; model {model}{weights}",
-        f"policy    {plain(told['policy'])}",
+        f"needs     {printable(wanted)}; model {model}{weights}",
+        f"policy    {printable(told['policy'])}",
         *_verdict(told),
         "",
-        *(table(head, rows, right=["BUSY"]) if rows else ["there are no workers"]),
+        *(render_table(head, rows, right=["BUSY"]) if rows else ["there are no workers"]),
     ]
 
 
-def _verdict(told: Told) -> Iterator[str]:
+def _verdict(told: JsonObject) -> Iterator[str]:
     pick = told.get("pick")
     if not pick:
         refusal = told.get("refusal") or {}
-        code = plain(refusal.get("code", ""))
-        yield f"nobody    {refusal.get('status')} {code}: {plain(refusal.get('message', ''))}"
+        code = printable(refusal.get("code", ""))
+        yield f"nobody    {refusal.get('status')} {code}: {printable(refusal.get('message', ''))}"
         return
-    yield f"goes to   {plain(pick['url'])}"
+    yield f"goes to   {printable(pick['url'])}"
     if pick.get("reason"):
-        yield f"because   {plain(pick['reason'])}"
+        yield f"because   {printable(pick['reason'])}"
     for name, value in pick.items():
         if name in _SHOWN:
             continue
         if isinstance(value, dict):
             value = ", ".join(f"{worker}: {amount}" for worker, amount in value.items())
-        yield f"          {plain(name)}: {plain(value)}"
+        yield f"          {printable(name)}: {printable(value)}"

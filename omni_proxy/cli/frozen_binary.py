@@ -21,16 +21,16 @@ POLL_SECS: Final = 0.5  # where the system has no descriptors of processes
 INSIDE: Final = "_PYI_OMNI_PROXY"
 
 
-def in_one_file() -> bool:
+def is_frozen_binary() -> bool:
     """Whether this is the inner process of such a build."""
     if not getattr(sys, "frozen", False):
         return False
     return Path(sys.executable).parent not in Path(getattr(sys, "_MEIPASS", "")).parents
 
 
-def settle_in() -> None:
+def prepare_frozen_binary() -> None:
     """To be called first of all; does nothing where we are no such build."""
-    if not in_one_file():
+    if not is_frozen_binary():
         return
     unpacked = Path(getattr(sys, "_MEIPASS", ""))
     # Started by the program itself, by one of its scripts perhaps: then that is whose folder it is.
@@ -39,18 +39,18 @@ def settle_in() -> None:
     starter = os.getppid()
     if _is_us(starter):
         folder = None if inside else unpacked
-        follow(starter, folder)
+        start_cleanup_process(starter, folder)
     elif not inside:  # the outer one was killed before we came to look
         _end(unpacked)
 
 
-def be_a_group() -> None:
+def lead_process_group() -> None:
     """Ctrl-C goes to a terminal's whole group: from the outer one we would hear of it again."""
-    if in_one_file():
+    if is_frozen_binary():
         os.setpgid(0, 0)
 
 
-def follow(starter: int, unpacked: Path | None) -> None:
+def start_cleanup_process(starter: int, unpacked: Path | None) -> None:
     """End hard when the process `starter` ends; the folder goes too."""
     arguments = (starter, unpacked)
     threading.Thread(target=_follow, args=arguments, name="one-file", daemon=True).start()

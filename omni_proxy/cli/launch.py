@@ -15,18 +15,18 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Final
 
-from omni_proxy.cli.arguments import launch_parser, router_parser
-from omni_proxy.cli.engines import (
+from omni_proxy.cli.flags.arguments import launch_parser, router_parser
+from omni_proxy.cli.flags.engines import (
     ENGINES,
-    Asked,
     EngineCommandError,
-    capabilities_of,
-    command_of,
+    EngineRequest,
+    engine_capabilities,
+    engine_command,
     engine_for,
     model_name,
 )
+from omni_proxy.cli.flags.unknown_flags import router_flags_in
 from omni_proxy.cli.serve import start, startup_of
-from omni_proxy.cli.unknown_flags import routers_own
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import CAPABILITIES, LaunchEntry, RetryCause
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         argv = longer
         arguments, engine_flags = parser.parse_known_args(argv)
     bare = argv.index("--") if "--" in argv else len(argv)
-    if mistaken := routers_own([word for word in engine_flags if word in argv[:bare]]):
+    if mistaken := router_flags_in([word for word in engine_flags if word in argv[:bare]]):
         parser.error("unrecognized arguments: " + " ".join(mistaken))
     engine_flags = [word for word in engine_flags if word != "--"]
     if engine_flags and arguments.command:
@@ -94,9 +94,11 @@ def _routed(arguments: Namespace, launch: tuple[LaunchEntry, ...]) -> Startup:
 def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:
     """Raises EngineCommandError, with the cure."""
     size = arguments.tensor_parallel_size
-    asked = Asked(arguments.model_path, size, arguments.served_model_name, tuple(engine_flags))
+    asked = EngineRequest(
+        arguments.model_path, size, arguments.served_model_name, tuple(engine_flags)
+    )
     engine = arguments.engine or engine_for(arguments.model_path)
-    command = _words(arguments.command) if arguments.command else command_of(engine, asked)
+    command = _words(arguments.command) if arguments.command else engine_command(engine, asked)
     gpus = arguments.gpus_per_replica
     if gpus is None:
         gpus = size if visible_gpus(os.environ) and engine in ("sglang", "vllm", "omni") else 0
@@ -111,7 +113,7 @@ def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:
         gpus_per_replica=gpus,
         ready_timeout_secs=arguments.worker_startup_timeout_secs,
         model="" if arguments.command else model_name(engine, asked),
-        capabilities=CAPABILITIES if arguments.command else capabilities_of(engine, asked),
+        capabilities=CAPABILITIES if arguments.command else engine_capabilities(engine, asked),
     )
 
 

@@ -8,22 +8,23 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import BinaryIO, Final, Self
 
-from omni_proxy.cli.admin_client import (
+from omni_proxy.cli.client.admin_client import (
     NO_SUCH_PLACE,
+    AdminClient,
     AdminClientError,
     AdminTarget,
-    Proxy,
-    add_place,
-    file_of,
-    place_of,
+    add_target_arguments,
+    admin_target_of,
+    config_of,
 )
-from omni_proxy.cli.log_format import as_it_is, pretty
-from omni_proxy.cli.tail import Tail
-from omni_proxy.cli.text_table import plain
+from omni_proxy.cli.screen.log_format import pretty_line, raw_line
+from omni_proxy.cli.screen.text_table import printable
 
 NO_LOG: Final = 1
 INTERRUPTED: Final = 130
@@ -36,7 +37,7 @@ examples:
 """
 
 
-class NoLog(Exception):
+class NoLogError(Exception):
     """There is none, or not here; the text says how to get one."""
 
 
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--route", action="store_true", help="the route log instead")
     made.add_argument("--raw", action="store_true", help="the lines as they are in the file")
     made.add_argument("--file", metavar="PATH", type=Path, help="this log; nobody is asked for it")
-    add_place(made)
+    add_target_arguments(made)
     return made
 
 
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     except AdminClientError as why:
         print(f"omni-proxy logs: {why}", file=sys.stderr)
         return NO_SUCH_PLACE
-    except NoLog as why:
+    except NoLogError as why:
         print(f"omni-proxy logs: {why}", file=sys.stderr)
         return NO_LOG
     except BrokenPipeError:
@@ -87,21 +88,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def log_file(arguments: argparse.Namespace) -> Path:
-    """Where the proxy writes: from its FILE, or asked of it. Raises AdminClientError, NoLog."""
+    """Where the proxy writes: from its FILE, or asked of it. Raises AdminClientError, NoLogError."""
     key = "route_log" if arguments.route else "access_log"
     folder = Path()
-    config, broken = file_of(arguments)
+    config, broken = config_of(arguments)
     if config is not None and not broken:
         target = str(getattr(config.server, key))
     else:
-        target, folder = _asked(place_of(arguments), key)
+        target, folder = _asked(admin_target_of(arguments), key)
     if target == OFF:
-        raise NoLog(
+        raise NoLogError(
             f'[server] {key} is "off": set it to a path in the proxy\'s file, as in '
             f'{key} = "{key.partition("_")[0]}.log"; that needs no restart'
         )
     if target == STDOUT:
-        raise NoLog(
+        raise NoLogError(
             f'[server] {key} is "-": the lines go to the proxy\'s stdout, so look where that goes '
             "(journalctl -u omni-proxy, docker logs), or set a path"
         )
@@ -110,10 +111,10 @@ def log_file(arguments: argparse.Namespace) -> Path:
 
 def _asked(place: AdminTarget, key: str) -> tuple[str, Path]:
     """What the running proxy has under `[server] key`, and the folder in which that is a path."""
-    with Proxy(place) as proxy:
+    with AdminClient(place) as proxy:
         answer = proxy.get("/config")
         if answer.refusal:
-            raise AdminClientError(f"{place.url}: {plain(answer.refusal)}")
+            raise AdminClientError(f"{place.url}: {printable(answer.refusal)}")
         try:
             target = str(answer.told["config"]["server"][key])
         except (KeyError, TypeError):
@@ -122,7 +123,7 @@ def _asked(place: AdminTarget, key: str) -> tuple[str, Path]:
         return target, _folder_of(proxy) if relative else Path()
 
 
-def _folder_of(proxy: Proxy) -> Path:
+def _folder_of(proxy: AdminClient) -> Path:
     """A path in the file is as the proxy sees it, from the folder that it was started in."""
     pid = proxy.get("/status").told.get("pid")
     try:
@@ -132,7 +133,7 @@ def _folder_of(proxy: Proxy) -> Path:
 
 
 def _show(path: Path, arguments: argparse.Namespace) -> None:
-    shown = as_it_is if arguments.raw else pretty
+    shown = raw_line if arguments.raw else pretty_line
     try:
         with Tail(path, arguments.lines) as tail:
             _put(shown(line) for line in tail.first)
@@ -141,7 +142,7 @@ def _show(path: Path, arguments: argparse.Namespace) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise NoLog(
+        raise NoLogError(
             f"{path}: {error.strerror}: does the proxy run on this machine, and did it write "
             "anything yet? A log that was copied is shown by --file PATH"
         ) from None
@@ -151,3 +152,83 @@ def _put(lines: Iterable[str]) -> None:
     for line in lines:
         sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
+
+
+# The end of a file of lines, and what is added to it, across rotation.
+#
+# Invariant: a line is told whole and once. A file that was renamed away is read to its end before the
+# new one of its name is begun; one that was cut is begun anew.
+
+POLL_SECS: Final = 0.25
+BLOCK_BYTES: Final = 65536
+LINE_BYTES: Final = 1 << 20  # what has no end for so long is told in parts
+
+
+class Tail:
+    """The last lines at first, then those that come; closed by its `with`."""
+
+    def __init__(self, path: Path, last: int, poll_secs: float = POLL_SECS) -> None:
+        """Raises OSError."""
+        self._path = path
+        self._poll_secs = poll_secs
+        self._pause = threading.Event()  # never set: a pause that Ctrl-C ends at once
+        self._file: BinaryIO = path.open("rb")
+        self._rest = b""
+        self.first = self._last_lines(last)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def more(self) -> list[bytes]:
+        """Lines that came since; a pause, then none, where there are none yet. Raises OSError."""
+        found = self._read()
+        if not found and self._rotated():
+            found = self._read()  # what was written between the two looks
+            if self._rest:
+                found.append(self._rest)
+            self._file.close()
+            self._file, self._rest = self._path.open("rb"), b""
+            found += self._read()
+        if not found:
+            self._pause.wait(self._poll_secs)
+        return found
+
+    def _read(self) -> list[bytes]:
+        if os.fstat(self._file.fileno()).st_size < self._file.tell():
+            self._file.seek(0)
+            self._rest = b""
+        *lines, self._rest = (self._rest + self._file.read(LINE_BYTES)).split(b"\n")
+        if len(self._rest) >= LINE_BYTES:
+            lines.append(self._rest)
+            self._rest = b""
+        return lines
+
+    def _rotated(self) -> bool:
+        """Another file has its name; none at all may only be late."""
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            return False
+        mine = os.fstat(self._file.fileno())
+        return (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino)
+
+    def _last_lines(self, count: int) -> list[bytes]:
+        """Reads backwards, block by block; the file then stands at its end."""
+        at = self._file.seek(0, os.SEEK_END)
+        found = b""
+        while at and found.count(b"\n") <= count and len(found) < (count + 1) * LINE_BYTES:
+            begin = max(0, at - BLOCK_BYTES)
+            self._file.seek(begin)
+            found = self._file.read(at - begin) + found
+            at = begin
+        self._file.seek(0, os.SEEK_END)
+        *lines, self._rest = found.split(b"\n")
+        return lines[max(0, len(lines) - count) :]

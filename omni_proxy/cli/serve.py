@@ -9,9 +9,9 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from omni_proxy.cli.arguments import serve_parser, short_help
-from omni_proxy.cli.frozen_binary import be_a_group
-from omni_proxy.cli.peer_flags import overrides, warnings
+from omni_proxy.cli.flags.arguments import serve_parser, short_help
+from omni_proxy.cli.flags.peer_flags import overrides, warnings
+from omni_proxy.cli.frozen_binary import lead_process_group
 from omni_proxy.config.flags import Startup, parse_worker_urls
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import LaunchEntry
@@ -43,7 +43,7 @@ def start(startup: Startup) -> int:
     # Here and not above: --help should not wait for a web framework.
     from omni_proxy.server import run
 
-    be_a_group()
+    lead_process_group()
     return run(startup)
 
 

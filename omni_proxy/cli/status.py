@@ -16,35 +16,42 @@ from textwrap import wrap
 from typing import Final
 
 from omni_proxy import __version__
-from omni_proxy.cli.admin_client import (
+from omni_proxy.cli.client.admin_client import (
     NO_SUCH_PLACE,
+    AdminClient,
     AdminClientError,
     AdminTarget,
-    Proxy,
-    Told,
-    add_place,
-    place_of,
+    JsonObject,
+    add_target_arguments,
+    admin_target_of,
 )
-from omni_proxy.cli.diagnosis import (
+from omni_proxy.cli.screen.diagnosis import (
     LEAVING,
     WELL,
     Diagnosis,
-    by_urgency,
-    judge,
+    describe_reload,
+    describe_weights,
+    diagnose,
     last_minute,
-    reload_words,
-    weight_words,
+    pause_lines,
+    sort_by_urgency,
 )
-from omni_proxy.cli.feed_model import PATH, FeedModel, FleetRow, Point, Watched, feed_of
-from omni_proxy.cli.fleet_table import fleet_table
-from omni_proxy.cli.pauses import pause_lines
-from omni_proxy.cli.text_table import (
+from omni_proxy.cli.screen.feed_model import (
+    PATH,
+    FeedModel,
+    FleetRow,
+    HistoryPoint,
+    WatchdogStatus,
+    feed_of,
+)
+from omni_proxy.cli.screen.fleet_table import fleet_table
+from omni_proxy.cli.screen.text_table import (
     NOTHING,
-    age,
-    cut,
-    moment,
-    plain,
-    width_of,
+    display_width,
+    format_age,
+    parse_time,
+    printable,
+    truncate,
 )
 
 NOT_READY: Final = 1
@@ -62,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         "reload did. Exit status 0: ready; 1: not ready; 2: not reachable.",
         allow_abbrev=False,
     )
-    add_place(made)
+    add_target_arguments(made)
     made.add_argument("--json", action="store_true", help="the feed's picture as it is")
     made.add_argument("--all", action="store_true", help=f"every worker, not only {ROWS}")
     return made
@@ -71,8 +78,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
-        place = place_of(arguments)
-        told = picture(place)
+        place = admin_target_of(arguments)
+        told = fetch_feed(place)
         feed = feed_of(told)
     except AdminClientError as why:
         print(f"omni-proxy status: {why}", file=sys.stderr)
@@ -82,23 +89,23 @@ def main(argv: Sequence[str]) -> int:
     else:
         width = shutil.get_terminal_size((WIDTH, 24)).columns
         rows = len(feed.fleet) if arguments.all else ROWS
-        print("\n".join(screen(feed, place.url, width, rows)))
+        print("\n".join(render_status(feed, place.url, width, rows)))
     return 0 if feed.ready else NOT_READY
 
 
-def picture(place: AdminTarget) -> Told:
+def fetch_feed(place: AdminTarget) -> JsonObject:
     """What GET /feed tells now. Raises AdminClientError, also where the proxy refuses."""
-    with Proxy(place) as proxy:
+    with AdminClient(place) as proxy:
         answer = proxy.get(PATH, {"once": "true"})
     if answer.refusal:
-        raise AdminClientError(f"{place.url}: {plain(answer.refusal)}")
+        raise AdminClientError(f"{place.url}: {printable(answer.refusal)}")
     return answer.told
 
 
-def screen(feed: FeedModel, url: str, width: int = WIDTH, rows: int = ROWS) -> list[str]:
+def render_status(feed: FeedModel, url: str, width: int = WIDTH, rows: int = ROWS) -> list[str]:
     """All lines, none wider than `width` columns."""
-    verdicts = judge(feed)
-    ordered = by_urgency(feed, verdicts)
+    verdicts = diagnose(feed)
+    ordered = sort_by_urgency(feed, verdicts)
     remarks = list(_remarks(feed, ordered, verdicts))
     lines = []
     for line in _summary(feed, url, width):
@@ -115,7 +122,7 @@ def screen(feed: FeedModel, url: str, width: int = WIDTH, rows: int = ROWS) -> l
             lines += wrap(remark, width, initial_indent="  ", subsequent_indent="    ")
         if len(remarks) > REMARKS:
             lines.append(f"  and {len(remarks) - REMARKS} more (--json has all)")
-    return [cut(line, width) for line in lines]
+    return [truncate(line, width) for line in lines]
 
 
 def headline(feed: FeedModel, url: str, width: int) -> str:
@@ -123,22 +130,26 @@ def headline(feed: FeedModel, url: str, width: int) -> str:
     state = "leaving" if feed.leaving else "ready" if feed.ready else "NOT READY"
     if feed.reason == "paused":
         state = "NOT READY: PAUSED"
-    whole = f"omni-proxy {plain(feed.version)} at {plain(url)}: {state}"
-    return whole if width_of(whole) <= width else f"{state}: {plain(url.rpartition('://')[2])}"
+    whole = f"omni-proxy {printable(feed.version)} at {printable(url)}: {state}"
+    return (
+        whole
+        if display_width(whole) <= width
+        else f"{state}: {printable(url.rpartition('://')[2])}"
+    )
 
 
 def _summary(feed: FeedModel, url: str, width: int) -> Iterator[str]:
-    now = moment(feed.at)
+    now = parse_time(feed.at)
     yield headline(feed, url, width)
-    if versions := version_words(feed):
+    if versions := describe_versions(feed):
         yield f"version   {versions}"
-    file = plain(feed.config_file) if feed.config_file else "no file"
-    yield f"process   {feed.pid}, up {age(feed.uptime_secs)}, revision {feed.revision} of {file}"
-    yield f"workers   {fleet_words(feed.fleet)}"
-    yield f"requests  {request_words(feed, feed.history)}"
-    yield f"policy    {plain(feed.policy.get('name', NOTHING))}"
-    yield f"reload    {reload_words(feed.last_reload, now)}"
-    if weights := weight_words(feed):
+    file = printable(feed.config_file) if feed.config_file else "no file"
+    yield f"process   {feed.pid}, up {format_age(feed.uptime_secs)}, revision {feed.revision} of {file}"
+    yield f"workers   {describe_fleet(feed.fleet)}"
+    yield f"requests  {describe_requests(feed, feed.history)}"
+    yield f"policy    {printable(feed.policy.get('name', NOTHING))}"
+    yield f"reload    {describe_reload(feed.last_reload, now)}"
+    if weights := describe_weights(feed):
         yield f"weights   {weights}"
     for line in paused_lines(feed):
         yield f"PAUSED    {line}"
@@ -146,25 +157,25 @@ def _summary(feed: FeedModel, url: str, width: int) -> Iterator[str]:
 
 def paused_lines(feed: FeedModel) -> Iterator[str]:
     pauses = (row.paused for row in feed.fleet if row.paused is not None)
-    return pause_lines(pauses, len(feed.fleet), moment(feed.at))
+    return pause_lines(pauses, len(feed.fleet), parse_time(feed.at))
 
 
-def stall_words(watched: Watched, now: datetime | None) -> str:
+def describe_stalls(watched: WatchdogStatus, now: datetime | None) -> str:
     many = "once" if watched.stalls == 1 else f"{watched.stalls} times"
-    at = moment(watched.last_stall_at or "")
-    last = f"; last {age((now - at).total_seconds())} ago" if now and at else ""
+    at = parse_time(watched.last_stall_at or "")
+    last = f"; last {format_age((now - at).total_seconds())} ago" if now and at else ""
     return f"the proxy was blocked for a second or more {many}{last}: its log has the stacks"
 
 
-def version_words(feed: FeedModel) -> str:
+def describe_versions(feed: FeedModel) -> str:
     """A warning where the proxy is not of this command's version; "" where it is."""
     if not feed.version or feed.version == __version__:
         return ""
-    running = plain(feed.version)
+    running = printable(feed.version)
     return f"WARNING: the proxy runs {running}, this command is {__version__}: use the same version"
 
 
-def fleet_words(fleet: Sequence[FleetRow]) -> str:
+def describe_fleet(fleet: Sequence[FleetRow]) -> str:
     if not fleet:
         return "none: add one with omni-proxy workers add URL, or name it in the file"
     out: Counter[str] = Counter()
@@ -178,15 +189,15 @@ def fleet_words(fleet: Sequence[FleetRow]) -> str:
 
 def _why_out(row: FleetRow) -> str:
     if row.drain is not None:
-        return plain(row.drain.state)
+        return printable(row.drain.state)
     if row.paused is not None:
         return "PAUSED"
     if row.held_by:
-        return f"held ({plain(row.held_by[0])})"
-    return "on trial" if row.trial else plain(row.health)
+        return f"held ({printable(row.held_by[0])})"
+    return "on trial" if row.trial else printable(row.health)
 
 
-def request_words(feed: FeedModel, history: Sequence[Point]) -> str:
+def describe_requests(feed: FeedModel, history: Sequence[HistoryPoint]) -> str:
     admission = feed.admission
     bound = f" of at most {admission.max_inflight}" if admission.max_inflight else ""
     words = f"{admission.inflight} in flight{bound}, {admission.waiting} waiting"
@@ -211,13 +222,13 @@ def _remarks(
         yield "a part of the proxy could not take the new configuration: see its log, then reload"
     for each in feed.supervisors:
         if each.state != "running":
-            because = f": {plain(each.last_error)}" if each.last_error else ""
-            yield f"the proxy's own {plain(each.name)} is {plain(each.state)}{because}"
+            because = f": {printable(each.last_error)}" if each.last_error else ""
+            yield f"the proxy's own {printable(each.name)} is {printable(each.state)}{because}"
     if feed.watchdog.stalls:
-        yield stall_words(feed.watchdog, moment(feed.at))
+        yield describe_stalls(feed.watchdog, parse_time(feed.at))
     for row in ordered:
         if _needs_a_look(row, verdicts[row.id]):
-            yield f"{plain(row.name)} {verdicts[row.id].said}"
+            yield f"{printable(row.name)} {verdicts[row.id].said}"
     waiting = feed.admission.waiting
     if waiting and not any(row.routable and row.paused is None for row in feed.fleet):
         yield f"{waiting} requests wait for a worker that takes them"

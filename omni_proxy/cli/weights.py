@@ -14,23 +14,29 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.cli.admin_client import (
+from omni_proxy.cli.client.admin_client import (
     NO_SUCH_PLACE,
+    AdminClient,
     AdminClientError,
     AdminReply,
-    Proxy,
-    Told,
-    add_place,
-    place_of,
-    with_command,
+    JsonObject,
+    add_target_arguments,
+    admin_target_of,
+    with_default_command,
 )
-from omni_proxy.cli.diagnosis import sync_words
-from omni_proxy.cli.feed_model import Paused
-from omni_proxy.cli.pauses import pause_lines
-from omni_proxy.cli.progress import agrees, answered
-from omni_proxy.cli.text_table import NOTHING, age, moment, plain, size, table
-from omni_proxy.cli.unknown_flags import Parser
-from omni_proxy.cli.worker_changes import ChangeRefused, accepted
+from omni_proxy.cli.client.progress import call_with_progress, confirm
+from omni_proxy.cli.client.worker_changes import ChangeRefused, require_accepted
+from omni_proxy.cli.flags.unknown_flags import CommandParser
+from omni_proxy.cli.screen.diagnosis import describe_sync, pause_lines
+from omni_proxy.cli.screen.feed_model import PausedWorker
+from omni_proxy.cli.screen.text_table import (
+    NOTHING,
+    format_age,
+    format_size,
+    parse_time,
+    printable,
+    render_table,
+)
 from omni_proxy.weight_sync.protocol.checksum_agreement import compare_answers
 
 WAIT_SECS: Final = 1200.0  # longer than the proxy itself may wait for its turn and its workers
@@ -53,7 +59,7 @@ HISTORYSHOWN: Final = 5
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
+    made = CommandParser(
         prog="omni-proxy weights",
         description="Look at the weights of a running proxy's workers, and operate on them.",
         allow_abbrev=False,
@@ -61,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         one = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        add_place(one)
+        add_target_arguments(one)
         one.add_argument("--json", action="store_true", help="the proxy's answer as it is")
         if name in SELECTING:
             one.add_argument(
@@ -84,9 +90,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(with_command(argv, "status"))
+    arguments = parser().parse_args(with_default_command(argv, "status"))
     try:
-        with Proxy(place_of(arguments), WAIT_SECS) as proxy:
+        with AdminClient(admin_target_of(arguments), WAIT_SECS) as proxy:
             answer = _ask(proxy, arguments)
     except AdminClientError as why:
         print(f"omni-proxy weights: {why}", file=sys.stderr)
@@ -100,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     return _tell(answer, arguments)
 
 
-def _ask(proxy: Proxy, arguments: argparse.Namespace) -> AdminReply:
+def _ask(proxy: AdminClient, arguments: argparse.Namespace) -> AdminReply:
     """Raises AdminClientError, ChangeRefused."""
     if arguments.command in ASKED:
         return proxy.get(ASKED[arguments.command])
@@ -115,28 +121,28 @@ def _ask(proxy: Proxy, arguments: argparse.Namespace) -> AdminReply:
         body = {"version": _agreed(proxy, arguments)}
     selector = getattr(arguments, "selector", None)
     query = {"selector": selector} if selector else None
-    with Proxy(proxy.place) as beside:
-        return answered(
+    with AdminClient(proxy.place) as beside:
+        return call_with_progress(
             lambda: proxy.send("POST", path, body, query),
             lambda: "" if arguments.json else _how_far(beside, path),
         )
 
 
-def _agreed(proxy: Proxy, arguments: argparse.Namespace) -> int:
+def _agreed(proxy: AdminClient, arguments: argparse.Namespace) -> int:
     """The number of the version that is meant. Raises AdminClientError, ChangeRefused."""
-    version = meant(accepted(proxy.get(ASKED["versions"])).told, arguments.version)
+    version = find_version(require_accepted(proxy.get(ASKED["versions"])).told, arguments.version)
     if not arguments.yes:
         if not sys.stdin.isatty():
             raise AdminClientError(
-                f"it would give {called(version)} to all workers, and nobody is here to agree: "
+                f"it would give {version_name(version)} to all workers, and nobody is here to agree: "
                 "say --yes"
             )
-        if not agrees(question(version)):
+        if not confirm(rollback_question(version)):
             raise ChangeRefused("nothing was changed")
     return int(version["number"])
 
 
-def _how_far(proxy: Proxy, path: str) -> str:
+def _how_far(proxy: AdminClient, path: str) -> str:
     """Of the call to `path`, as far as the proxy tells."""
     try:
         running = proxy.get(ASKED["status"]).told.get("operation")
@@ -144,17 +150,19 @@ def _how_far(proxy: Proxy, path: str) -> str:
         return ""
     if not isinstance(running, dict):
         return ""
-    behind = "" if running["path"] == path else f"waiting for {plain(running['path'])}: "
-    return f"{behind}{plain(running['step'])}, {answered_words(running)}"
+    behind = "" if running["path"] == path else f"waiting for {printable(running['path'])}: "
+    return f"{behind}{printable(running['step'])}, {describe_replies(running)}"
 
 
 def _tell(answer: AdminReply, arguments: argparse.Namespace) -> int:
     told = answer.told
-    verdict = compared(told) if arguments.command == "checksum" and "results" in told else None
+    verdict = (
+        compare_checksums(told) if arguments.command == "checksum" and "results" in told else None
+    )
     if arguments.json:
         print(json.dumps(told, indent=2))
     elif isinstance(told.get("error"), dict):
-        print(f"status {answer.status}: {plain(answer.refusal)}", file=sys.stderr)
+        print(f"status {answer.status}: {printable(answer.refusal)}", file=sys.stderr)
     else:
         print("\n".join(SHOWN[arguments.command](told)))
     well = answer.status < 400 and not (verdict and verdict["mismatched"])
@@ -168,7 +176,7 @@ def _tell(answer: AdminReply, arguments: argparse.Namespace) -> int:
 HISTORY_SHOWN: Final = 5
 
 
-def _status(told: Told) -> list[str]:
+def _status(told: JsonObject) -> list[str]:
     running = told["operation"]
     words = "nothing" if running is None else _running(running)
     paused = told.get("paused") or {}
@@ -181,14 +189,14 @@ def _status(told: Told) -> list[str]:
     lines = [
         f"under way: {words}; waiting: {len(told['waiting'])}",
         f"newest: epoch {told['weight_epoch']}, version {told['weight_version'] or '-'}",
-        *table(("WORKER", "VERSION", "EPOCH", "ROUTABLE", "HELD BY"), rows),
+        *render_table(("WORKER", "VERSION", "EPOCH", "ROUTABLE", "HELD BY"), rows),
     ]
-    if sync := sync_words(told.get("sync")):
+    if sync := describe_sync(told.get("sync")):
         lines.insert(1, f"sync: {sync}")
     lines += [f"uncertain: {url}: {reason}" for url, reason in told["uncertain"].items()]
     if told["uncertain"]:
         lines.append("bring them back, once their weights are verified: omni-proxy weights resolve")
-    pauses = [Paused(**each) for each in paused.values()]
+    pauses = [PausedWorker(**each) for each in paused.values()]
     lines += [f"PAUSED: {each}" for each in pause_lines(pauses, len(rows), datetime.now(UTC))]
     if told["journal"]["error"]:
         lines.append(f"journal: {told['journal']['error']}")
@@ -199,19 +207,21 @@ def _status(told: Told) -> list[str]:
 
 
 def _running(operation: Mapping[str, Any]) -> str:
-    age = f"{operation['age_secs']:.0f} s"
-    return f"{operation['path']} for {age}, {operation['step']}, {answered_words(operation)}"
+    format_age = f"{operation['age_secs']:.0f} s"
+    return (
+        f"{operation['path']} for {format_age}, {operation['step']}, {describe_replies(operation)}"
+    )
 
 
-def answered_words(operation: Mapping[str, Any]) -> str:
+def describe_replies(operation: Mapping[str, Any]) -> str:
     rows = operation["workers"]
     done = sum(row["progress"] in ("done", "failed") for row in rows)
     return f"{done} of {len(rows)} answered"
 
 
-def _broadcast(told: Told) -> list[str]:
+def _broadcast(told: JsonObject) -> list[str]:
     rows = [(each["worker"], _outcome(each), f"{each['seconds']:.2f}") for each in told["results"]]
-    return [str(told["message"]), *table(("WORKER", "OUTCOME", "SECONDS"), rows)]
+    return [str(told["message"]), *render_table(("WORKER", "OUTCOME", "SECONDS"), rows)]
 
 
 def _outcome(entry: Mapping[str, Any]) -> str:
@@ -221,8 +231,8 @@ def _outcome(entry: Mapping[str, Any]) -> str:
     return f"{reason} ({entry['standing']})" if "standing" in entry else str(reason)
 
 
-def _checksums(told: Told) -> list[str]:
-    verdict = compared(told)
+def _checksums(told: JsonObject) -> list[str]:
+    verdict = compare_checksums(told)
     rows = []
     for each in told["results"]:
         url = each["worker"]
@@ -236,29 +246,29 @@ def _checksums(told: Told) -> list[str]:
         words = "the weights differ"
     elif not verdict["checked"]:
         words = "nothing could be compared"
-    return [words, *table(("WORKER", "STANDING", "CHECKSUM"), rows)]
+    return [words, *render_table(("WORKER", "STANDING", "CHECKSUM"), rows)]
 
 
-def _resolved(told: Told) -> list[str]:
+def _resolved(told: JsonObject) -> list[str]:
     back = told.get("resolved_worker_ids", [])
     lines = [f"back: {', '.join(back) or 'nobody was uncertain'}"]
     return lines + [f"still out: {u}: {why}" for u, why in told.get("unresolved", {}).items()]
 
 
-def _rolled_back(told: Told) -> list[str]:
+def _rolled_back(told: JsonObject) -> list[str]:
     labels = told.get("weight_versions") or {}
-    now = [f"{plain(label or '-')}" for label in dict.fromkeys(labels.values())]
+    now = [f"{printable(label or '-')}" for label in dict.fromkeys(labels.values())]
     lines = _broadcast(told)
     if labels:
         lines.append(f"now: {', '.join(now)} on {len(labels)}, epoch {told.get('weight_epoch')}")
     return lines
 
 
-def _versions(told: Told) -> list[str]:
-    return listed(told, datetime.now(UTC))
+def _versions(told: JsonObject) -> list[str]:
+    return render_versions(told, datetime.now(UTC))
 
 
-def compared(told: Told) -> Told:
+def compare_checksums(told: JsonObject) -> JsonObject:
     return compare_answers({each["worker"]: _answer(each) for each in told["results"]}).to_dict()
 
 
@@ -290,31 +300,31 @@ _NONE_KEPT: Final = (
 )
 
 
-def listed(told: Told, now: datetime) -> list[str]:
+def render_versions(told: JsonObject, now: datetime) -> list[str]:
     """The newest first, as they were told."""
     rows = [_cells(version, now) for version in told.get("versions") or ()]
     if not rows:
         return [_nothing(told)]
     trouble = [_nothing(told)] if told.get("error") else []
-    return [*trouble, *table(_HEAD, rows, right=("NUMBER", "EPOCH", "SIZE"))]
+    return [*trouble, *render_table(_HEAD, rows, right=("NUMBER", "EPOCH", "SIZE"))]
 
 
-def _nothing(told: Told) -> str:
+def _nothing(told: JsonObject) -> str:
     if told.get("error"):
-        return f"the versions can't be kept: {plain(told['error'])}"
-    return f"no versions yet in {plain(told['store'])}" if told.get("store") else _NONE_KEPT
+        return f"the versions can't be kept: {printable(told['error'])}"
+    return f"no versions yet in {printable(told['store'])}" if told.get("store") else _NONE_KEPT
 
 
-def _cells(version: Told, now: datetime) -> Sequence[object]:
-    at = moment(version.get("created_at"))
+def _cells(version: JsonObject, now: datetime) -> Sequence[object]:
+    at = parse_time(version.get("created_at"))
     places = [name for name in ("memory", "disk") if version.get(f"{_WORD[name]}_{name}")]
     return (
         version["version"],
         version["number"],
         version.get("weight_epoch") or NOTHING,
         _state(version),
-        f"{age((now - at).total_seconds())} ago" if at else NOTHING,
-        size(version.get("bytes", 0)),
+        f"{format_age((now - at).total_seconds())} ago" if at else NOTHING,
+        format_size(version.get("bytes", 0)),
         "+".join(places) or NOTHING,
         str(version.get("checksum") or NOTHING)[:_CHECKSUM_CHARS],
     )
@@ -323,15 +333,15 @@ def _cells(version: Told, now: datetime) -> Sequence[object]:
 _WORD: Final = {"memory": "in", "disk": "on"}
 
 
-def _state(version: Told) -> str:
+def _state(version: JsonObject) -> str:
     if version.get("current"):
         return "current"
     return "kept" if version.get("published") else "incomplete"
 
 
-def meant(told: Told, wanted: str | None) -> Told:
+def find_version(told: JsonObject, wanted: str | None) -> JsonObject:
     """By default the one before the current. Raises ChangeRefused, which names those that there are."""
-    versions: list[Told] = told.get("versions") or []
+    versions: list[JsonObject] = told.get("versions") or []
     if not versions:
         raise ChangeRefused(_nothing(told))
     if wanted is None:
@@ -346,24 +356,24 @@ def meant(told: Told, wanted: str | None) -> Told:
     return max(labelled or numbered, key=lambda version: (_epoch(version), version["number"]))
 
 
-def _epoch(version: Told) -> int:
+def _epoch(version: JsonObject) -> int:
     return int(version.get("weight_epoch") or 0)
 
 
-def _those(versions: Sequence[Told]) -> str:
-    return f"there are: {', '.join(map(called, versions))}"
+def _those(versions: Sequence[JsonObject]) -> str:
+    return f"there are: {', '.join(map(version_name, versions))}"
 
 
-def called(version: Told) -> str:
-    label, number = plain(version["version"]), version["number"]
+def version_name(version: JsonObject) -> str:
+    label, number = printable(version["version"]), version["number"]
     return f"version {number}" if label == str(number) else f"{label} (version {number})"
 
 
-def question(version: Told) -> str:
+def rollback_question(version: JsonObject) -> str:
     """What it means to go to that one."""
     more = ""
     if version.get("current"):
         more = ", which is the current one,"
     elif not version.get("published"):
         more = ", which was never on all workers,"
-    return f"Give {called(version)}{more} to all workers?"
+    return f"Give {version_name(version)}{more} to all workers?"

@@ -13,20 +13,34 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from omni_proxy.cli.admin_client import (
+from omni_proxy.cli.client.admin_client import (
     NO_SUCH_PLACE,
+    AdminClient,
     AdminClientError,
-    Proxy,
-    Told,
-    add_place,
-    normal,
-    place_of,
-    with_command,
+    JsonObject,
+    add_target_arguments,
+    admin_target_of,
+    normalize_admin_url,
+    with_default_command,
 )
-from omni_proxy.cli.pauses import GO_ON
-from omni_proxy.cli.text_table import NOTHING, age, moment, plain, table, without_noise
-from omni_proxy.cli.unknown_flags import Parser
-from omni_proxy.cli.worker_changes import ChangeRefused, accepted, change, find, path_of, records
+from omni_proxy.cli.client.worker_changes import (
+    ChangeRefused,
+    change_worker,
+    fetch_workers,
+    find_worker,
+    require_accepted,
+    worker_path,
+)
+from omni_proxy.cli.flags.unknown_flags import CommandParser
+from omni_proxy.cli.screen.diagnosis import GO_ON
+from omni_proxy.cli.screen.text_table import (
+    NOTHING,
+    format_age,
+    parse_time,
+    printable,
+    render_table,
+    strip_noise,
+)
 from omni_proxy.config.schema import CAPABILITIES
 
 REFUSED: Final = 1
@@ -59,7 +73,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
+    made = CommandParser(
         prog="omni-proxy workers",
         description="Look at the workers of a running proxy, and change them.",
         epilog=_EPILOG,
@@ -69,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         one = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        add_place(one)
+        add_target_arguments(one)
         one.add_argument("--json", action="store_true", help="the proxy's answers as they are")
         if name == "list":
             one.add_argument("--model", metavar="NAME", help="only those of this model")
@@ -97,9 +111,9 @@ def _add_own(one: argparse.ArgumentParser, name: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(with_command(argv, "list"))
+    arguments = parser().parse_args(with_default_command(argv, "list"))
     try:
-        with Proxy(place_of(arguments), ANSWER_SECS) as proxy:
+        with AdminClient(admin_target_of(arguments), ANSWER_SECS) as proxy:
             return _run(proxy, arguments)
     except AdminClientError as why:
         print(f"omni-proxy workers: {why}", file=sys.stderr)
@@ -112,10 +126,10 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def _run(proxy: Proxy, arguments: argparse.Namespace) -> int:
+def _run(proxy: AdminClient, arguments: argparse.Namespace) -> int:
     if arguments.command == "list":
-        told = records(proxy, arguments.model)
-        print(json.dumps(told, indent=2) if arguments.json else "\n".join(listed(told)))
+        told = fetch_workers(proxy, arguments.model)
+        print(json.dumps(told, indent=2) if arguments.json else "\n".join(render_workers(told)))
         return 0
     status = 0
     for named in arguments.workers:
@@ -127,29 +141,29 @@ def _run(proxy: Proxy, arguments: argparse.Namespace) -> int:
     return status
 
 
-def _one(proxy: Proxy, arguments: argparse.Namespace, named: str) -> int:
+def _one(proxy: AdminClient, arguments: argparse.Namespace, named: str) -> int:
     if arguments.command == "add":
         return _tell(_added(proxy, arguments, named), "added", arguments)
-    record = find(records(proxy), named)
+    record = find_worker(fetch_workers(proxy), named)
     name = arguments.command
     asked = "remove, drained" if name == "remove" and arguments.drain else name
-    told = change(proxy, asked, record["id"], getattr(arguments, "timeout_secs", None))
+    told = change_worker(proxy, asked, record["id"], getattr(arguments, "timeout_secs", None))
     if name == "drain":
         return _drained(proxy, record, arguments, told)
     return _tell({"worker": record} | told, _DONE[name], arguments)
 
 
-def _added(proxy: Proxy, arguments: argparse.Namespace, url: str) -> Told:
-    body: dict[str, object] = {"url": normal(url)}
+def _added(proxy: AdminClient, arguments: argparse.Namespace, url: str) -> JsonObject:
+    body: dict[str, object] = {"url": normalize_admin_url(url)}
     if arguments.model is not None:
         body["model"] = arguments.model
     if arguments.capabilities is not None:
         names = arguments.capabilities.replace(",", " ").split()
         body["capabilities"] = names
-    return accepted(proxy.send("POST", "/workers", body)).told
+    return require_accepted(proxy.send("POST", "/workers", body)).told
 
 
-def _tell(told: Told, done: str, arguments: argparse.Namespace) -> int:
+def _tell(told: JsonObject, done: str, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(told, indent=2))
         return 0
@@ -161,32 +175,34 @@ def _tell(told: Told, done: str, arguments: argparse.Namespace) -> int:
             ends = "its process stops, `workers add` starts it again"
             state = f"{state}; {ends}" if state else ends
     else:
-        state = state_words(record)
-    print(f"{done} {plain(record['url'])}" + (f": {state}" if state else ""))
+        state = describe_state(record)
+    print(f"{done} {printable(record['url'])}" + (f": {state}" if state else ""))
     return REFUSED if overdue else 0
 
 
-def _drained(proxy: Proxy, record: Told, arguments: argparse.Namespace, told: Told) -> int:
+def _drained(
+    proxy: AdminClient, record: JsonObject, arguments: argparse.Namespace, told: JsonObject
+) -> int:
     """Says how far it is, and with --wait until it is over."""
     record = told.get("worker") or record
     said = ""
     while arguments.wait and (draining := record.get("draining") or {}):
         if draining.get("state") != "draining":
             break
-        if (now := state_words(record)) != said and not arguments.json:
-            print(f"{plain(record['url'])}: {now}", file=sys.stderr, flush=True)
+        if (now := describe_state(record)) != said and not arguments.json:
+            print(f"{printable(record['url'])}: {now}", file=sys.stderr, flush=True)
             said = now
         _PAUSE.wait(POLL_SECS)
-        record = accepted(proxy.get(path_of(record["id"]))).told
+        record = require_accepted(proxy.get(worker_path(record["id"]))).told
     if arguments.json:
         print(json.dumps(record, indent=2))
     else:
-        print(f"{plain(record['url'])}: {state_words(record)}")
+        print(f"{printable(record['url'])}: {describe_state(record)}")
     overdue = (record.get("draining") or {}).get("state") == "overdue"
     return REFUSED if overdue else 0
 
 
-def listed(fleet: Sequence[Told]) -> list[str]:
+def render_workers(fleet: Sequence[JsonObject]) -> list[str]:
     if not fleet:
         return ["no workers: omni-proxy workers add URL, or name them in the file"]
     rows = [
@@ -198,31 +214,35 @@ def listed(fleet: Sequence[Told]) -> list[str]:
             record.get("failed_requests", 0),
             record.get("weight_version") or NOTHING,
             record.get("origin") or NOTHING,
-            state_words(record),
+            describe_state(record),
         )
         for record in fleet
     ]
-    return table(_HEAD, rows, right=["BUSY", "ROUTED", "FAILED"])
+    return render_table(_HEAD, rows, right=["BUSY", "ROUTED", "FAILED"])
 
 
-def state_words(record: Told) -> str:
+def describe_state(record: JsonObject) -> str:
     """Of a record of GET /workers: whether it takes requests, and if not why."""
     if draining := record.get("draining"):
         in_flight = draining.get("in_flight", 0)
-        deadline = moment(draining.get("deadline"))
+        deadline = parse_time(draining.get("deadline"))
         left = (deadline - datetime.now(UTC)).total_seconds() if deadline else 0.0
-        until = f", {age(left)} left" if left > 0 and draining.get("state") == "draining" else ""
-        return f"{plain(draining.get('state'))}, {in_flight} in flight{until}"
-    health = plain(record.get("health_state"))
+        until = (
+            f", {format_age(left)} left" if left > 0 and draining.get("state") == "draining" else ""
+        )
+        return f"{printable(draining.get('state'))}, {in_flight} in flight{until}"
+    health = printable(record.get("health_state"))
     if record.get("disabled"):
         return f"disabled, {health}"
     if record.get("paused") and record.get("routable"):
         return f"PAUSED, {health}: {GO_ON}"
     if record.get("why") and not record.get("trial"):
-        return plain(without_noise(str(record["why"])))
+        return printable(strip_noise(str(record["why"])))
     if record.get("held_by"):
-        return f"held by {plain(', '.join(map(str, record['held_by'])))}, {health}"
+        return f"held by {printable(', '.join(map(str, record['held_by'])))}, {health}"
     if record.get("trial"):
         return "on trial"
     why = record.get("last_error")
-    return f"{health}: {plain(without_noise(str(why)))}" if why and health != "healthy" else health
+    return (
+        f"{health}: {printable(strip_noise(str(why)))}" if why and health != "healthy" else health
+    )

@@ -1,6 +1,6 @@
 """What the command line says on top of FILE: single keys, worker URLs, the admin key.
 
-`FLAGS` is the one list of flags that set a key; `cli/arguments.py` builds its parser from it.
+`FLAGS` is the one list of flags that set a key; `cli/flags/arguments.py` builds its parser from it.
 """
 
 from collections.abc import Iterable, Mapping

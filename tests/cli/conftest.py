@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from omni_proxy.cli.admin_client import add_place, place_of
+from omni_proxy.cli.client.admin_client import add_target_arguments, admin_target_of
 from tests.cli.answering import Quiet, served
 
 
@@ -14,8 +14,8 @@ def place(monkeypatch):
 
     def of(*words):
         parser = argparse.ArgumentParser()
-        add_place(parser)
-        return place_of(parser.parse_args([str(word) for word in words]))
+        add_target_arguments(parser)
+        return admin_target_of(parser.parse_args([str(word) for word in words]))
 
     return of
 

@@ -5,7 +5,7 @@ import pytest
 
 from omni_proxy.cli import COMMANDS, main
 from omni_proxy.cli.completion import pages
-from omni_proxy.cli.completion_scripts import SHELLS, Flag, Page
+from omni_proxy.cli.flags.completion_scripts import SHELLS, Flag, Page
 
 ASK = """
 source "$1"; shift

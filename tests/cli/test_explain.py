@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from omni_proxy.cli import main
-from omni_proxy.cli.explain import shown
+from omni_proxy.cli.explain import render_explanation
 
 A, B = "http://a:1", "http://b:1"
 
@@ -30,7 +30,7 @@ REFUSAL = {"status": 503, "code": "no_capable_worker", "message": "nobody can"}
 
 
 def test_the_pick_comes_with_its_reason_and_every_verdict():
-    assert shown(told(pick=PICK)) == [
+    assert render_explanation(told(pick=PICK)) == [
         "needs     chat, streaming; model m",
         "policy    cache_aware",
         "goes to   http://a:1",
@@ -46,11 +46,13 @@ def test_the_pick_comes_with_its_reason_and_every_verdict():
 
 def test_a_reason_comes_without_the_systems_numbers():
     why = "dead ([Errno 111] Error connecting to ('10.0.0.1', 8000): Connection refused)"
-    assert shown(told(workers=[worker(B, why)]))[-1].endswith("dead (Connection refused)")
+    assert render_explanation(told(workers=[worker(B, why)]))[-1].endswith(
+        "dead (Connection refused)"
+    )
 
 
 def test_a_refusal_is_told_where_the_pick_would_stand():
-    lines = shown(told(refusal=REFUSAL, workers=[]))
+    lines = render_explanation(told(refusal=REFUSAL, workers=[]))
     assert lines[2] == "nobody    503 no_capable_worker: nobody can"
     assert lines[-1] == "there are no workers"
 

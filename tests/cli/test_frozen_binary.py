@@ -2,7 +2,7 @@ import os
 import subprocess
 import sys
 
-from omni_proxy.cli.frozen_binary import be_a_group, in_one_file, settle_in
+from omni_proxy.cli.frozen_binary import is_frozen_binary, lead_process_group, prepare_frozen_binary
 from tests.tree import ROOT
 
 OUTER = """
@@ -12,8 +12,8 @@ sys.stdin.read()
 """
 INNER = """
 import os, pathlib, sys, threading
-from omni_proxy.cli.frozen_binary import follow
-follow(os.getppid(), pathlib.Path(sys.argv[1]))
+from omni_proxy.cli.frozen_binary import start_cleanup_process
+start_cleanup_process(os.getppid(), pathlib.Path(sys.argv[1]))
 print(os.getpid(), flush=True)
 threading.Event().wait()
 """
@@ -36,9 +36,9 @@ def test_the_inner_process_ends_with_the_outer_one_and_its_folder_goes(tmp_path)
 
 def test_where_nothing_was_unpacked_nothing_is_followed(monkeypatch):
     before = os.getpgid(0)
-    settle_in()
-    be_a_group()
-    assert not in_one_file()
+    prepare_frozen_binary()
+    lead_process_group()
+    assert not is_frozen_binary()
     assert os.getpgid(0) == before
 
 
@@ -46,6 +46,6 @@ def test_a_build_in_a_folder_is_one_process(monkeypatch):
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     monkeypatch.setattr(sys, "executable", "/opt/omni/omni-proxy")
     monkeypatch.setattr(sys, "_MEIPASS", "/opt/omni/_internal", raising=False)
-    assert not in_one_file()
+    assert not is_frozen_binary()
     monkeypatch.setattr(sys, "_MEIPASS", "/tmp/_MEI1", raising=False)
-    assert in_one_file()
+    assert is_frozen_binary()

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.cli import main
-from omni_proxy.cli.log_format import as_it_is, pretty
-from omni_proxy.cli.tail import BLOCK_BYTES, Tail
+from omni_proxy.cli.logs import BLOCK_BYTES, Tail
+from omni_proxy.cli.screen.log_format import pretty_line, raw_line
 from omni_proxy.dataplane.exchange.access_log import access_record, access_text
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from tests.cli.feeds import ODD
@@ -31,7 +31,7 @@ def line(record):
 
 
 def test_an_access_record_is_one_short_line():
-    clock, _, rest = pretty(line(ACCESS)).partition("  ")
+    clock, _, rest = pretty_line(line(ACCESS)).partition("  ")
     assert clock.endswith(":00.204")
     assert rest == (
         "200   840 ms  POST /v1/chat/completions  a:1  completed  first 118 ms  queued 12 ms  "
@@ -42,9 +42,9 @@ def test_an_access_record_is_one_short_line():
 def test_a_line_of_text_reads_as_its_record_does():
     text = access_text(line(ACCESS | {"client": "10.0.0.9:5", "tried": []}))
     assert text.startswith(b"2026-11-21T19:00:00.204+00:00 10.0.0.9:5 POST /v1/")
-    assert pretty(text) == pretty(line(ACCESS))
+    assert pretty_line(text) == pretty_line(line(ACCESS))
     short = b"2026-11-21T19:00:00.204+00:00 unix GET /live 200 completed"
-    assert pretty(short).endswith("200        -  GET /live  -  completed")
+    assert pretty_line(short).endswith("200        -  GET /live  -  completed")
 
 
 @pytest.mark.parametrize(
@@ -66,21 +66,21 @@ def test_a_name_of_a_clients_choice_stays_one_field_and_is_read_back(model):
     plain = access_text(line(record | {"model": "m"}))
     fields = [field.partition(b"=")[0] for field in text.split(b" ")]
     assert fields == [field.partition(b"=")[0] for field in plain.split(b" ")]
-    assert pretty(text) == pretty(line(record))
+    assert pretty_line(text) == pretty_line(line(record))
 
 
 def test_a_line_of_before_with_spaces_in_a_name_is_left_as_it_is():
     text = access_text(line(ACCESS | {"client": "c:1", "tried": []}))
     text = text.replace(b"model=m", b"model=m worker=http://evil:1")
-    assert pretty(text) == text.decode()
+    assert pretty_line(text) == text.decode()
 
 
 def test_a_number_in_a_name_is_a_name():
     text = access_text(line(ACCESS | {"client": "c:1", "tried": [], "model": "007"}))
-    assert "model 007" in pretty(text)
+    assert "model 007" in pretty_line(text)
 
 
-@pytest.mark.parametrize("shown", [pretty, as_it_is])
+@pytest.mark.parametrize("shown", [pretty_line, raw_line])
 def test_a_key_that_an_older_version_wrote_is_not_shown(shown):
     told = shown(line(ACCESS | {"target": "/workers?api%5Fkey=SECRET&x=1"}))
     assert "/workers?api%5Fkey=***&x=1" in told
@@ -89,19 +89,19 @@ def test_a_key_that_an_older_version_wrote_is_not_shown(shown):
 
 
 def test_a_route_record_reads_alike():
-    assert pretty(line(ROUTE)).partition("  ")[2] == (
+    assert pretty_line(line(ROUTE)).partition("  ")[2] == (
         "502    1.5 s  POST /generate  a:1  stream_error  error connect_failure"
     )
 
 
 def test_what_the_proxy_writes_is_read():
-    shown = pretty(access_record(Exchange(1.0, "10.0.0.9:5"), None))
+    shown = pretty_line(access_record(Exchange(1.0, "10.0.0.9:5"), None))
     assert "cut_by_proxy" in shown
 
 
 @given(st.one_of(st.binary(max_size=60), ODD.map(str.encode)))
 def test_what_is_no_record_of_ours_is_left_as_it_is_and_harmless(raw):
-    assert pretty(raw).isprintable()
+    assert pretty_line(raw).isprintable()
 
 
 @given(
@@ -111,13 +111,13 @@ def test_what_is_no_record_of_ours_is_left_as_it_is_and_harmless(raw):
     )
 )
 def test_odd_values_in_a_record_are_shown_on_one_line(record):
-    assert pretty(line({"at": "x", **record})).isprintable()
+    assert pretty_line(line({"at": "x", **record})).isprintable()
 
 
 @given(st.text("0123456789. =ax", max_size=60))
 def test_odd_values_in_a_line_of_text_are_shown_on_one_line(rest):
     begin = "2026-11-21T19:00:00.204+00:00 c:1 POST /x 200 completed "
-    assert pretty(f"{begin}total_ms={rest}".encode()).isprintable()
+    assert pretty_line(f"{begin}total_ms={rest}".encode()).isprintable()
 
 
 @pytest.fixture

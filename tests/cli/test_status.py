@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from omni_proxy import __version__
 from omni_proxy.cli import main
-from omni_proxy.cli.feed_model import feed_of, read_feed
-from omni_proxy.cli.status import screen
-from omni_proxy.cli.text_table import width_of
+from omni_proxy.cli.screen.feed_model import feed_of, read_feed
+from omni_proxy.cli.screen.text_table import display_width
+from omni_proxy.cli.status import render_status
 from tests.cli.feeds import AT, FEEDS, feed, point, row
 
 SINCE = "2026-11-21T18:48:00+00:00"
@@ -98,7 +98,7 @@ def test_what_is_wrong_with_the_proxy_itself_is_told():
         last_reload={"outcome": "refused", "source": "file", "at": AT, "error": {"message": "x"}},
         supervisors=[{"name": "prober", "state": "restarting", "last_error": "OSError: no"}],
     )  # fmt: skip
-    lines = screen(feed_of(picture), "http://p")
+    lines = render_status(feed_of(picture), "http://p")
     assert lines[0].endswith(": leaving")
     assert "metrics is off" in lines[3]
     assert lines[-4:] == [
@@ -117,22 +117,22 @@ def test_what_is_wrong_with_the_proxy_itself_is_told():
     ],
 )
 def test_a_proxy_that_was_blocked_says_so(watchdog, words):
-    lines = screen(feed_of(feed(row(), watchdog=watchdog)), "http://p")
+    lines = render_status(feed_of(feed(row(), watchdog=watchdog)), "http://p")
     assert words in " ".join(line.strip() for line in lines[-3:])
 
 
 def test_of_many_workers_those_that_need_a_look_are_shown():
     rows = [row(f"h{n}:1") for n in range(500)] + [row("gone:1", routable=False, health="dead")]
-    lines = screen(feed_of(feed(*rows)), "http://p")
+    lines = render_status(feed_of(feed(*rows)), "http://p")
     assert len(lines) < 30
     assert lines[9 - 1].startswith("gone:1")
     assert "and 489 more: 489 well (--all shows them)" in lines
-    assert len(screen(feed_of(feed(*rows)), "http://p", rows=501)) > 501
+    assert len(render_status(feed_of(feed(*rows)), "http://p", rows=501)) > 501
 
 
 @settings(max_examples=50)
 @given(FEEDS, st.integers(80, 200))
 def test_whatever_a_feed_says_every_line_is_one_line_and_fits(told, width):
-    for line in screen(read_feed(json.dumps(told)), "http://p", width):
+    for line in render_status(read_feed(json.dumps(told)), "http://p", width):
         assert line.isprintable()
-        assert width_of(line) <= width
+        assert display_width(line) <= width

@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from omni_proxy.cli import main, progress
+from omni_proxy.cli import main
+from omni_proxy.cli.client import progress
 
 A, B = "http://a:1", "http://b:1"
 WEIGHTS = {

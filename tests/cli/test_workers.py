@@ -3,9 +3,9 @@ import json
 import pytest
 
 from omni_proxy.cli import main
-from omni_proxy.cli.admin_client import AdminReply
-from omni_proxy.cli.worker_changes import ChangeRefused, accepted, find
-from omni_proxy.cli.workers import listed, state_words
+from omni_proxy.cli.client.admin_client import AdminReply
+from omni_proxy.cli.client.worker_changes import ChangeRefused, find_worker, require_accepted
+from omni_proxy.cli.workers import describe_state, render_workers
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.12:8000"
 
@@ -42,12 +42,16 @@ def run(fleet, *words):
     ],
 )  # fmt: skip
 def test_a_worker_is_found_by_any_of_its_names_or_a_part_that_only_it_has(named, url):
-    assert find(FLEET, named)["url"] == url
+    assert find_worker(FLEET, named)["url"] == url
 
 
 def test_upper_case_is_no_other_name():
     gpu = record("http://gpu-1:8000")
-    assert find([*FLEET, gpu], "GPU-1:8000") is find([*FLEET, gpu], "HTTP://Gpu-1:8000/") is gpu
+    assert (
+        find_worker([*FLEET, gpu], "GPU-1:8000")
+        is find_worker([*FLEET, gpu], "HTTP://Gpu-1:8000/")
+        is gpu
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,16 +63,16 @@ def test_upper_case_is_no_other_name():
 )
 def test_nobody_and_several_are_refused_with_who_there_is(named, said):
     with pytest.raises(ChangeRefused, match=said):
-        find(FLEET, named)
+        find_worker(FLEET, named)
     with pytest.raises(ChangeRefused, match="none at all"):
-        find([], named)
+        find_worker([], named)
 
 
 def test_a_refusal_is_made_harmless():
     with pytest.raises(ChangeRefused, match="no"):
-        accepted(AdminReply(409, {"error": {"message": "no"}}))
+        require_accepted(AdminReply(409, {"error": {"message": "no"}}))
     with pytest.raises(ChangeRefused) as caught:
-        accepted(AdminReply(400, {"error": {"message": "\x1b[2J"}}))
+        require_accepted(AdminReply(400, {"error": {"message": "\x1b[2J"}}))
     assert str(caught.value) == "\\x1b[2J"
 
 
@@ -86,7 +90,9 @@ def test_the_list_may_be_narrowed_and_read_by_a_machine(fleet, capsys):
     assert run(fleet, "list", "--model", "m", "--json") == 0
     assert fleet.asked[-1][0] == "/workers?model=m"
     assert json.loads(capsys.readouterr().out) == FLEET
-    assert listed([]) == ["no workers: omni-proxy workers add URL, or name them in the file"]
+    assert render_workers([]) == [
+        "no workers: omni-proxy workers add URL, or name them in the file"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +109,7 @@ def test_the_list_may_be_narrowed_and_read_by_a_machine(fleet, capsys):
     ],
 )  # fmt: skip
 def test_a_state_tells_why_no_requests_come(fields, words):
-    assert state_words(record(A, **fields)) == words
+    assert describe_state(record(A, **fields)) == words
 
 
 @pytest.mark.parametrize(
@@ -172,6 +178,6 @@ def test_who_can_not_be_asked_is_status_2(capsys):
 
 def test_a_record_says_why_it_takes_nothing_and_that_it_is_paused():
     record = {"health_state": "healthy", "routable": False, "why": "held: updating"}
-    assert state_words(record) == "held: updating"
+    assert describe_state(record) == "held: updating"
     paused = {"health_state": "healthy", "routable": True, "paused": {"at": None}}
-    assert state_words(paused) == "PAUSED, healthy: omni-proxy weights continue"
+    assert describe_state(paused) == "PAUSED, healthy: omni-proxy weights continue"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from omni_proxy.cli.tls_options import ClientCert
+from omni_proxy.cli.client.tls_options import ClientCert
 from tests.ports import free_port
 from tests.promises.fleet_program import put, starting, toml, workers
 from tests.promises.secure import AUTHORITY, FILES

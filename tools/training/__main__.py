@@ -18,8 +18,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 import torch
 
-from omni_proxy.cli.admin_client import KEY_VARIABLE
-from omni_proxy.cli.tls_options import ClientCertError, papers_of
+from omni_proxy.cli.client.admin_client import KEY_VARIABLE
+from omni_proxy.cli.client.tls_options import ClientCertError, client_cert_of
 from tools.training.arguments import deadline_of, understood, wishes_of
 from tools.training.endpoint import Endpoint
 from tools.training.faults import FAULTS, NONE, Fault, Stops, TwoAtOnce
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _endpoint(arguments: argparse.Namespace) -> Endpoint:
     """Raises ClientCertError."""
-    papers, url = papers_of(arguments), arguments.endpoint
+    papers, url = client_cert_of(arguments), arguments.endpoint
     if papers and not url.startswith("https:"):
         raise ClientCertError(f"--ca and --client-cert are for https, and --endpoint is {url}")
     key = arguments.api_key or os.environ.get(KEY_VARIABLE, "")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from omni_proxy.cli.admin_client import KEY_VARIABLE
-from omni_proxy.cli.tls_options import add_papers
+from omni_proxy.cli.client.admin_client import KEY_VARIABLE
+from omni_proxy.cli.client.tls_options import add_tls_arguments
 from tools.training.buckets import FLATTENED, MIB
 from tools.training.faults import FAULTS, NONE, ON_DISK
 from tools.training.forms import FORMS
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--api-key", metavar="KEY", default="", help=f"a proxy's admin key; else {KEY_VARIABLE}"
     )
-    add_papers(made)
+    add_tls_arguments(made)
     made.add_argument("--fault", choices=list(FAULTS), default=NONE, help="see below")
     made.add_argument(
         "--stop-secs", type=_secs, default=60.0, help="how long the fault `stop` lasts (60)"

@@ -14,8 +14,13 @@ from typing import Any
 
 import httpx
 
-from omni_proxy.cli.admin_client import KEY_VARIABLE
-from omni_proxy.cli.tls_options import NO_PAPERS, ClientCert, context_of, tls_trouble
+from omni_proxy.cli.client.admin_client import KEY_VARIABLE
+from omni_proxy.cli.client.tls_options import (
+    NO_CLIENT_CERT,
+    ClientCert,
+    create_tls_context,
+    explain_tls_error,
+)
 
 SHORT_SECS = 60.0
 UNAUTHORIZED = 401  # nothing that could be a key was sent; a wrong one gets 403, in clear words
@@ -78,7 +83,7 @@ class Endpoint:
     """`timeout_secs` bounds each call, so that no trainer waits for ever."""
 
     def __init__(
-        self, url: str, timeout_secs: float, *, papers: ClientCert = NO_PAPERS, key: str = ""
+        self, url: str, timeout_secs: float, *, papers: ClientCert = NO_CLIENT_CERT, key: str = ""
     ) -> None:
         """`papers` are for https, `key` is a proxy's. Raises PapersFault for unusable papers."""
         self.url = url.rstrip("/")
@@ -89,7 +94,7 @@ class Endpoint:
             base_url=self.url,
             timeout=timeout_secs,
             headers=[(b"authorization", f"Bearer {key}".encode())] if key else [],
-            verify=context_of(papers) if self.url.startswith("https:") else False,
+            verify=create_tls_context(papers) if self.url.startswith("https:") else False,
             trust_env=False,
         )
 
@@ -109,7 +114,7 @@ class Endpoint:
             status, told = came.status_code, came.json()
         except (httpx.HTTPError, ValueError) as error:
             told = {"success": False, "message": f"{path}: {self._named(error)}"}
-            if tls_trouble(self.url, str(error), self._papers):
+            if explain_tls_error(self.url, str(error), self._papers):
                 told["lasting"] = True  # waiting mends no papers
         told = told if isinstance(told, dict) else {"answer": told}
         answer = Answer(path, status, told, time.monotonic() - started)
@@ -158,7 +163,7 @@ class Endpoint:
 
     def _named(self, error: Exception) -> str:
         told = f"{type(error).__name__}: {error}".rstrip(": ")
-        return tls_trouble(self.url, told, self._papers) or told
+        return explain_tls_error(self.url, told, self._papers) or told
 
 
 def _cause(body: dict[str, Any]) -> str:

@@ -20,21 +20,21 @@ from typing import Final
 from rich.console import Console
 from rich.screen import Screen
 
-from omni_proxy.cli.admin_client import (
+from omni_proxy.cli.client.admin_client import (
     NO_SUCH_PLACE,
+    AdminClient,
     AdminClientError,
     AdminTarget,
-    Proxy,
-    add_place,
-    place_of,
+    add_target_arguments,
+    admin_target_of,
 )
-from omni_proxy.cli.feed_model import feed_of
-from omni_proxy.cli.status import WIDTH, picture
-from omni_proxy.cli.top.follower import FeedFollower, Heard
-from omni_proxy.cli.top.frame import frame
-from omni_proxy.cli.top.keyboard import keys_at_once, keys_of
-from omni_proxy.cli.top.view import QUIT, TopView, Wish
-from omni_proxy.cli.worker_changes import ChangeRefused, change
+from omni_proxy.cli.client.worker_changes import ChangeRefused, change_worker
+from omni_proxy.cli.screen.feed_model import feed_of
+from omni_proxy.cli.status import WIDTH, fetch_feed
+from omni_proxy.cli.top.follower import FeedFollower, FeedStatus
+from omni_proxy.cli.top.frame import render_frame
+from omni_proxy.cli.top.keyboard import parse_keys, raw_keyboard
+from omni_proxy.cli.top.view import QUIT, PendingAction, TopView
 
 NO_TERMINAL: Final = 1
 LOOK_SECS: Final = 1.0  # without news: ages go on
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_place(made)
+    add_target_arguments(made)
     made.add_argument("--once", action="store_true", help="print one frame with all rows, and end")
     return made
 
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
-        place = place_of(arguments)
+        place = admin_target_of(arguments)
         if arguments.once:
             return _once(place)
     except AdminClientError as why:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         )
         return NO_TERMINAL
     try:
-        Top(place, console).run(sys.stdin.fileno())
+        TopScreen(place, console).run(sys.stdin.fileno())
     except OSError:  # the terminal is gone, and with it whoever could be told
         return NO_TERMINAL
     return 0
@@ -89,16 +89,16 @@ def main(argv: Sequence[str]) -> int:
 def _once(place: AdminTarget) -> int:
     """Raises AdminClientError."""
     view = TopView()
-    feed = feed_of(picture(place))
+    feed = feed_of(fetch_feed(place))
     view.show(feed)
     width = shutil.get_terminal_size((WIDTH, 24)).columns
     Console(highlight=False, width=width, soft_wrap=True).print(
-        frame(view, Heard(feed, feed.history, "", 0.0), place.url, width)
+        render_frame(view, FeedStatus(feed, feed.history, "", 0.0), place.url, width)
     )
     return 0
 
 
-class Top:
+class TopScreen:
     def __init__(self, place: AdminTarget, console: Console) -> None:
         self._place = place
         self._console = console
@@ -113,7 +113,7 @@ class Top:
         """Until somebody quits. Raises OSError when the terminal is gone."""
         with ExitStack() as stack:
             stack.callback(self._follower.stop)
-            stack.enter_context(keys_at_once(keyboard))
+            stack.enter_context(raw_keyboard(keyboard))
             stack.enter_context(_signals(self._ring))
             stack.enter_context(self._console.screen())
             self._follower.start()
@@ -129,19 +129,19 @@ class Top:
         """False: enough."""
         if not typed:
             raise OSError("the terminal has closed")
-        for key in keys_of(typed):
+        for key in parse_keys(typed):
             wished = self._view.press(key)
             if wished == QUIT:
                 return False
-            if isinstance(wished, Wish):
+            if isinstance(wished, PendingAction):
                 threading.Thread(target=self._grant, args=(wished,), daemon=True).start()
         return True
 
-    def _grant(self, wish: Wish) -> None:
+    def _grant(self, wish: PendingAction) -> None:
         """In a thread: an answer may wait for a weight update."""
         try:
-            with Proxy(self._place) as proxy:
-                change(proxy, wish.name, wish.worker_id)
+            with AdminClient(self._place) as proxy:
+                change_worker(proxy, wish.name, wish.worker_id)
             said = f"{wish.name} {wish.called}: done"
         except (AdminClientError, ChangeRefused) as why:
             said = f"{wish.name} {wish.called}: {why}"
@@ -155,7 +155,7 @@ class Top:
         while self._answers:
             self._view.said = self._answers.pop(0)
         width, height = self._console.size
-        shown = frame(self._view, heard, self._place.url, width, height)
+        shown = render_frame(self._view, heard, self._place.url, width, height)
         self._console.print(Screen(shown), end="")
 
     def _wake(self) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from omni_proxy.cli.admin_client import AdminClientError, AdminTarget, Proxy
-from omni_proxy.cli.feed_model import PATH, FeedModel, Point, read_feed
+from omni_proxy.cli.client.admin_client import AdminClient, AdminClientError, AdminTarget
+from omni_proxy.cli.screen.feed_model import PATH, FeedModel, HistoryPoint, read_feed
 
 SILENCE_SECS: Final = 5.0  # the feed speaks once a second
 RETRY_SECS: Final = (0.5, 1.0, 2.0, 5.0)  # the last one again and again
@@ -23,11 +23,11 @@ _DATA: Final = "data:"
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class FeedStatus:
     """`lost` is why nothing comes now, "" while it does; `secs_ago` when the picture came."""
 
     feed: FeedModel | None
-    history: tuple[Point, ...]
+    history: tuple[HistoryPoint, ...]
     lost: str
     secs_ago: float
 
@@ -41,7 +41,7 @@ class FeedFollower:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._feed: FeedModel | None = None
-        self._history: deque[Point] = deque(maxlen=POINTS)
+        self._history: deque[HistoryPoint] = deque(maxlen=POINTS)
         self._lost = "not connected yet"
         self._heard_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
@@ -54,16 +54,16 @@ class FeedFollower:
         self._stopped.set()
         self._thread.join(wait_secs)
 
-    def heard(self) -> Heard:
+    def heard(self) -> FeedStatus:
         with self._lock:
             ago = time.monotonic() - self._heard_at
-            return Heard(self._feed, tuple(self._history), self._lost, ago)
+            return FeedStatus(self._feed, tuple(self._history), self._lost, ago)
 
     def _run(self) -> None:
         failed = 0
         while not self._stopped.is_set():
             try:
-                with Proxy(self._place, SILENCE_SECS) as proxy, proxy.lines(PATH) as lines:
+                with AdminClient(self._place, SILENCE_SECS) as proxy, proxy.lines(PATH) as lines:
                     begins = True
                     for line in lines:
                         if self._stopped.is_set():

@@ -13,29 +13,35 @@ from typing import Final
 
 from rich.text import Text
 
-from omni_proxy.cli.diagnosis import (
+from omni_proxy.cli.screen.diagnosis import (
     FAILING,
     LEAVING,
     OUT,
     SLOW,
     WELL,
     Diagnosis,
-    reload_words,
-    weight_words,
+    describe_reload,
+    describe_weights,
 )
-from omni_proxy.cli.feed_model import FeedModel, FinishedRequest, FleetRow, Point
-from omni_proxy.cli.fleet_table import fleet_table
-from omni_proxy.cli.status import fleet_words, headline, paused_lines, request_words, version_words
-from omni_proxy.cli.text_table import (
+from omni_proxy.cli.screen.feed_model import FeedModel, FinishedRequest, FleetRow, HistoryPoint
+from omni_proxy.cli.screen.fleet_table import fleet_table
+from omni_proxy.cli.screen.text_table import (
     NOTHING,
-    age,
-    cut,
-    millis,
-    moment,
-    plain,
-    width_of,
+    display_width,
+    format_age,
+    format_millis,
+    parse_time,
+    printable,
+    truncate,
 )
-from omni_proxy.cli.top.follower import Heard
+from omni_proxy.cli.status import (
+    describe_fleet,
+    describe_requests,
+    describe_versions,
+    headline,
+    paused_lines,
+)
+from omni_proxy.cli.top.follower import FeedStatus
 from omni_proxy.cli.top.view import ORDERS, TopView
 
 STYLES: Final = {OUT: "bold red", FAILING: "red", SLOW: "yellow", LEAVING: "cyan", WELL: ""}
@@ -50,10 +56,12 @@ _GOOD_ENDS: Final = frozenset(("completed", "client_disconnected", "stream_cance
 Line = tuple[str, str]  # text and its style
 
 
-def frame(view: TopView, heard: Heard, url: str, width: int, height: int | None = None) -> Text:
+def render_frame(
+    view: TopView, heard: FeedStatus, url: str, width: int, height: int | None = None
+) -> Text:
     """Without a height: every row, and nothing about keys."""
     if view.feed is None:
-        lines: list[Line] = [(f"omni-proxy at {plain(url)}", "bold")]
+        lines: list[Line] = [(f"omni-proxy at {printable(url)}", "bold")]
         lines += [(line, "bold red") for line in wrap(_link(heard), max(1, width))]
         return _joined([*lines, ("q quit", "dim")], width, height)
     head = list(_head(view.feed, heard, url, width))
@@ -83,58 +91,58 @@ def _joined(lines: Sequence[Line], width: int, height: int | None) -> Text:
     lines = lines if height is None else list(lines)[:height]
     joined = Text(no_wrap=True, overflow="crop", end="")
     for at, (text, style) in enumerate(lines):
-        text = cut(text, width)
+        text = truncate(text, width)
         if "reverse" in style:  # a bar from edge to edge
-            text += " " * (width - width_of(text))
+            text += " " * (width - display_width(text))
         joined.append(text + ("" if at == len(lines) - 1 else "\n"), style or None)
     return joined
 
 
-def _link(heard: Heard) -> str:
-    return f"NO CONNECTION, trying again: {plain(heard.lost)}"
+def _link(heard: FeedStatus) -> str:
+    return f"NO CONNECTION, trying again: {printable(heard.lost)}"
 
 
-def _head(feed: FeedModel, heard: Heard, url: str, width: int) -> Iterator[Line]:
-    now = moment(feed.at)
+def _head(feed: FeedModel, heard: FeedStatus, url: str, width: int) -> Iterator[Line]:
+    now = parse_time(feed.at)
     clock = now.astimezone().strftime("%H:%M:%S") if now else ""
     first = headline(feed, url, width)
-    gap = " " * (width - width_of(first) - len(clock))
+    gap = " " * (width - display_width(first) - len(clock))
     yield (
         f"{first}{gap}{clock}" if len(gap) > 1 else first,
         "bold green" if feed.ready and not feed.leaving else "bold red",
     )
     if heard.lost:
-        yield f"OLD PICTURE, {age(heard.secs_ago)}. {_link(heard)}", "bold red reverse"
-    if versions := version_words(feed):
+        yield f"OLD PICTURE, {format_age(heard.secs_ago)}. {_link(heard)}", "bold red reverse"
+    if versions := describe_versions(feed):
         yield f"version   {versions}", "yellow"
     for line in paused_lines(feed):
         lines = wrap(f"PAUSED    {line}", max(20, width), subsequent_indent=" " * 10)
         yield from ((part, "bold red reverse") for part in lines[:2])  # the second says by whom
-    yield f"workers   {fleet_words(feed.fleet)}", ""
-    yield f"requests  {request_words(feed, heard.history)}", ""
+    yield f"workers   {describe_fleet(feed.fleet)}", ""
+    yield f"requests  {describe_requests(feed, heard.history)}", ""
     if feed.metrics:
         yield _sparks(heard.history, width), ""
     reload = feed.last_reload or {}
-    policy = plain(feed.policy.get("name", NOTHING))
-    up = f"up {age(feed.uptime_secs)}, revision {feed.revision}, policy {policy}"
-    yield f"process   {up}, {plain(feed.config_file or 'no file')}", ""
-    yield f"reload    {reload_words(reload, now)}", "red" if reload.get("error") else ""
-    if weights := weight_words(feed):
+    policy = printable(feed.policy.get("name", NOTHING))
+    up = f"up {format_age(feed.uptime_secs)}, revision {feed.revision}, policy {policy}"
+    yield f"process   {up}, {printable(feed.config_file or 'no file')}", ""
+    yield f"reload    {describe_reload(reload, now)}", "red" if reload.get("error") else ""
+    if weights := describe_weights(feed):
         yield f"weights   {weights}", ""
 
 
-def _sparks(history: Sequence[Point], width: int) -> str:
+def _sparks(history: Sequence[HistoryPoint], width: int) -> str:
     """Requests per second and the slowest first chunks, the newest second at the right."""
     room = max(5, (width - 10 - _SPARK_LABEL) // 2)
     points = history[-room:]
-    rates = spark([float(point.requests) for point in points])
-    slowest = spark([point.first_p99_ms for point in points])
-    last = points[-1] if points else Point(at=0)
+    rates = sparkline([float(point.requests) for point in points])
+    slowest = sparkline([point.first_p99_ms for point in points])
+    last = points[-1] if points else HistoryPoint(at=0)
     worst = next((p.first_p99_ms for p in reversed(points) if p.first_p99_ms is not None), None)
-    return f"          {rates} {last.requests}/s   {slowest} p99 {millis(worst)}"
+    return f"          {rates} {last.requests}/s   {slowest} p99 {format_millis(worst)}"
 
 
-def spark(values: Sequence[float | None]) -> str:
+def sparkline(values: Sequence[float | None]) -> str:
     """One bar per value between 0 and the greatest; a dot where there is none."""
     greatest = max((value for value in values if value is not None), default=0.0)
     bars = []
@@ -167,12 +175,12 @@ def _body(view: TopView, width: int) -> Iterator[Line]:
 
 def _with_reasons(table: list[str], verdicts: Sequence[Diagnosis], width: int) -> list[str]:
     """Beside each row what is the matter with it, as far as there is room."""
-    edge = max(map(width_of, table)) + 2
+    edge = max(map(display_width, table)) + 2
     if width - edge < _LEAST_WHY or not any(verdict.said for verdict in verdicts):
         return table
     reasons = ["WHY", *(_reason(verdict) for verdict in verdicts)]
     return [
-        f"{line}{' ' * (edge - width_of(line))}{reason}".rstrip()
+        f"{line}{' ' * (edge - display_width(line))}{reason}".rstrip()
         for line, reason in zip(table, reasons, strict=True)
     ]
 
@@ -195,29 +203,34 @@ def _tail(view: TopView, height: int, above: int) -> Iterator[Line]:
     yield f"{KEYS}  {place}", "dim"
     if view.asking is not None:
         wish = view.asking
-        yield f"{wish.name} {plain(wish.called)}?  y: yes, any other key: no", "bold yellow reverse"
+        yield (
+            f"{wish.name} {printable(wish.called)}?  y: yes, any other key: no",
+            "bold yellow reverse",
+        )
     else:
-        yield plain(view.said), "bold"
+        yield printable(view.said), "bold"
 
 
 def _about(row: FleetRow, view: TopView) -> Iterator[Line]:
     verdict = view.verdicts[row.id]
     said = verdict.said or "takes requests"
-    yield f"> {plain(row.name)} {said}", STYLES[verdict.kind]
-    model = f"model {plain(row.model)}, " if row.model else ""
+    yield f"> {printable(row.name)} {said}", STYLES[verdict.kind]
+    model = f"model {printable(row.model)}, " if row.model else ""
     served = f"{row.routed} sent, {row.failed} failed"
-    weights = f"weights {plain(row.weight_version or NOTHING)} (epoch {row.weight_epoch})"
+    weights = f"weights {printable(row.weight_version or NOTHING)} (epoch {row.weight_epoch})"
     launch = row.launch or {}
     process = f" as process {launch.get('pid')}, {launch.get('restarts', 0)} restarts"
-    place = f"from {plain(row.origin)}{process if launch else ''}"
+    place = f"from {printable(row.origin)}{process if launch else ''}"
     yield f"  {model}{served}, {weights}, {place}", ""
 
 
 def _end_words(end: FinishedRequest) -> str:
-    at = moment(end.at)
+    at = parse_time(end.at)
     clock = at.astimezone().strftime("%H:%M:%S") if at else ""
-    worker = plain((end.worker or NOTHING).partition("://")[2] or NOTHING)
-    error = f" {plain(end.error)}" if end.error else ""
-    model = f" {plain(end.model)}" if end.model else ""
-    words = f"{end.status or '---'} {plain(end.route)}{model} {worker} {plain(end.end)}{error}"
-    return f"{clock} {words} after {millis(end.total_ms)}"
+    worker = printable((end.worker or NOTHING).partition("://")[2] or NOTHING)
+    error = f" {printable(end.error)}" if end.error else ""
+    model = f" {printable(end.model)}" if end.model else ""
+    words = (
+        f"{end.status or '---'} {printable(end.route)}{model} {worker} {printable(end.end)}{error}"
+    )
+    return f"{clock} {words} after {format_millis(end.total_ms)}"

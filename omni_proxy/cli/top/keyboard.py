@@ -25,7 +25,7 @@ _TOKEN: Final = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO[ -~]|.", re.DOTALL)
 _LFLAG, _CC = 3, 6  # places in what tcgetattr returns
 
 
-def keys_of(typed: bytes) -> list[str]:
+def parse_keys(typed: bytes) -> list[str]:
     """The names of the keys; what is none of ours is left out."""
     found = []
     for token in _TOKEN.findall(typed):
@@ -37,7 +37,7 @@ def keys_of(typed: bytes) -> list[str]:
 
 
 @contextmanager
-def keys_at_once(descriptor: int) -> Iterator[None]:
+def raw_keyboard(descriptor: int) -> Iterator[None]:
     """Each key comes when it is pressed, unseen; Ctrl-C and Ctrl-Z are keys too. Raises OSError."""
     try:
         before = termios.tcgetattr(descriptor)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from omni_proxy.cli.diagnosis import LEAVING, URGENCY, WELL, Diagnosis, judge
-from omni_proxy.cli.feed_model import FeedModel, FleetRow
+from omni_proxy.cli.screen.diagnosis import LEAVING, URGENCY, WELL, Diagnosis, diagnose
+from omni_proxy.cli.screen.feed_model import FeedModel, FleetRow
 
 QUIT: Final = "quit"
 # Key, then the change that it wishes for.
@@ -19,7 +19,7 @@ WISHES: Final = {"d": "disable", "e": "enable", "D": "drain", "v": "revive"}
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PendingAction:
     """A change of one worker; `name` as in `fleet_changes.change`."""
 
     name: str
@@ -55,15 +55,15 @@ class TopView:
     order: int = 0
     turned: bool = False
     trouble_only: bool = False
-    asking: Wish | None = None
+    asking: PendingAction | None = None
     said: str = ""
 
     def show(self, feed: FeedModel) -> None:
         self.feed = feed
-        self.verdicts = judge(feed)
+        self.verdicts = diagnose(feed)
         self._arrange()
 
-    def press(self, key: str) -> str | Wish | None:
+    def press(self, key: str) -> str | PendingAction | None:
         """`QUIT`, a wish that was confirmed, or nothing to do."""
         if self.asking is not None:
             return self._answered(key)
@@ -103,7 +103,7 @@ class TopView:
         lowest = max(0, len(self.rows) - self.room)
         self.first = min(max(self.first, self.at - self.room + 1), self.at, lowest)
 
-    def _answered(self, key: str) -> Wish | None:
+    def _answered(self, key: str) -> PendingAction | None:
         wish, self.asking = self.asking, None
         if key in ("y", "Y") and wish is not None:
             self.said = f"{wish.name} {wish.called} …"
@@ -116,7 +116,7 @@ class TopView:
         if row is None:
             self.said = "there is no worker to change"
         else:
-            self.asking = Wish(name, row.id, row.name)
+            self.asking = PendingAction(name, row.id, row.name)
 
     def _move(self, by: int) -> None:
         if self.rows:

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from omni_proxy.cli.admin_client import AdminTarget
+from omni_proxy.cli.client.admin_client import AdminTarget
 from omni_proxy.cli.top import follower
 from omni_proxy.cli.top.follower import FeedFollower
 from tests.cli.answering import Quiet, served

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.cli.feed_model import feed_of, read_feed
-from omni_proxy.cli.text_table import width_of
-from omni_proxy.cli.top.follower import Heard
-from omni_proxy.cli.top.frame import frame, spark
+from omni_proxy.cli.screen.feed_model import feed_of, read_feed
+from omni_proxy.cli.screen.text_table import display_width
+from omni_proxy.cli.top.follower import FeedStatus
+from omni_proxy.cli.top.frame import render_frame, sparkline
 from omni_proxy.cli.top.view import TopView
 from tests.cli.feeds import FEEDS, feed, point, row
 
@@ -19,8 +19,8 @@ def drawn(picture, width=80, height=24, keys="", lost=""):
     view.show(picture)
     for key in keys:
         view.press(key)
-    heard = Heard(picture, picture.history, lost, 12.0)
-    return frame(view, heard, URL, width, height).plain.split("\n")
+    heard = FeedStatus(picture, picture.history, lost, 12.0)
+    return render_frame(view, heard, URL, width, height).plain.split("\n")
 
 
 FLEET = feed_of(
@@ -101,10 +101,10 @@ def test_a_lost_connection_is_told_over_the_old_picture():
     assert lines[1].startswith(
         "OLD PICTURE, 12 s. NO CONNECTION, trying again: nobody listens at x"
     )
-    first = frame(TopView(), Heard(None, (), "why\x1b", 0.0), URL, 80, 24).plain
+    first = render_frame(TopView(), FeedStatus(None, (), "why\x1b", 0.0), URL, 80, 24).plain
     assert first == f"omni-proxy at {URL}\nNO CONNECTION, trying again: why\\x1b\nq quit"
     why = "nobody listens there; name it with --url URL"
-    narrow = frame(TopView(), Heard(None, (), why, 0.0), URL, 30, 24).plain
+    narrow = render_frame(TopView(), FeedStatus(None, (), why, 0.0), URL, 30, 24).plain
     assert " ".join(narrow.splitlines()[1:]) == f"NO CONNECTION, trying again: {why} q quit"
 
 
@@ -131,9 +131,9 @@ def test_the_sorted_column_is_marked():
 
 
 def test_a_spark_line_has_a_bar_for_each_value():
-    assert spark([None, 0.0, 0.1, 100.0]) == "·▁▂█"
-    assert spark([0.0, 0.0]) == "▁▁"
-    assert spark([]) == ""
+    assert sparkline([None, 0.0, 0.1, 100.0]) == "·▁▂█"
+    assert sparkline([0.0, 0.0]) == "▁▁"
+    assert sparkline([]) == ""
 
 
 @settings(max_examples=50)
@@ -146,4 +146,4 @@ def test_whatever_a_feed_says_a_frame_fits_its_screen(told, width, height, keys)
     assert height is None or len(lines) == height
     for line in lines:
         assert line.isprintable()
-        assert width_of(line) <= width
+        assert display_width(line) <= width

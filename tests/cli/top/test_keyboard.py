@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.cli.top.keyboard import keys_at_once, keys_of
+from omni_proxy.cli.top.keyboard import parse_keys, raw_keyboard
 
 
 @pytest.mark.parametrize(
@@ -22,18 +22,18 @@ from omni_proxy.cli.top.keyboard import keys_at_once, keys_of
     ],
 )
 def test_bytes_are_keys(typed, keys):
-    assert keys_of(typed) == keys
+    assert parse_keys(typed) == keys
 
 
 @given(st.binary(max_size=40))
 def test_no_bytes_are_too_odd(typed):
-    assert all(key.isprintable() for key in keys_of(typed))
+    assert all(key.isprintable() for key in parse_keys(typed))
 
 
 def test_the_terminal_is_given_back_as_it_was():
     mine, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
-    with keys_at_once(theirs):
+    with raw_keyboard(theirs):
         assert not termios.tcgetattr(theirs)[3] & (termios.ICANON | termios.ECHO | termios.ISIG)
         os.write(mine, b"\x03")
         assert os.read(theirs, 10) == b"\x03"
@@ -43,5 +43,5 @@ def test_the_terminal_is_given_back_as_it_was():
 
 
 def test_what_is_no_terminal_is_an_oserror(tmp_path):
-    with (tmp_path / "x").open("w") as file, pytest.raises(OSError), keys_at_once(file.fileno()):
+    with (tmp_path / "x").open("w") as file, pytest.raises(OSError), raw_keyboard(file.fileno()):
         pass

@@ -3,8 +3,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from omni_proxy.cli.feed_model import feed_of
-from omni_proxy.cli.top.view import ORDERS, QUIT, TopView, Wish
+from omni_proxy.cli.screen.feed_model import feed_of
+from omni_proxy.cli.top.view import ORDERS, QUIT, PendingAction, TopView
 from tests.cli.feeds import feed, row
 
 
@@ -54,8 +54,8 @@ def test_only_those_in_trouble_can_be_looked_at(three):
 def test_a_change_is_asked_for_and_made_only_after_a_yes(three, key, wish):
     three.press("down")
     assert three.press(key) is None
-    assert three.asking == Wish(wish, three.row.id, "b:1")
-    assert three.press("y") == Wish(wish, "http%3A%2F%2Fb:1", "b:1")
+    assert three.asking == PendingAction(wish, three.row.id, "b:1")
+    assert three.press("y") == PendingAction(wish, "http%3A%2F%2Fb:1", "b:1")
     assert three.press(key) is None
     assert three.press("q") is None  # a no, and no leave
     assert three.asking is None

@@ -1,10 +1,9 @@
 from omni_proxy.cli import main
-from omni_proxy.cli.diagnosis import OUT, judge
-from omni_proxy.cli.feed_model import Paused, feed_of
-from omni_proxy.cli.pauses import pause_lines, pause_words
-from omni_proxy.cli.text_table import moment
-from omni_proxy.cli.top.follower import Heard
-from omni_proxy.cli.top.frame import frame
+from omni_proxy.cli.screen.diagnosis import OUT, describe_pause, diagnose, pause_lines
+from omni_proxy.cli.screen.feed_model import PausedWorker, feed_of
+from omni_proxy.cli.screen.text_table import parse_time
+from omni_proxy.cli.top.follower import FeedStatus
+from omni_proxy.cli.top.frame import render_frame
 from omni_proxy.cli.top.view import TopView
 from tests.cli.feeds import AT, feed, row
 
@@ -18,14 +17,14 @@ LINE = f"2 of 2 workers, end it with: omni-proxy weights continue; {WORDS}"
 
 
 def test_a_pause_is_told_with_what_is_known_of_it():
-    assert pause_words(Paused(**PAUSED), moment(AT)) == WORDS
-    assert pause_words(Paused(), moment(AT)) == "paused"
-    assert pause_words(Paused(by="\x1b[2J"), None) == "paused by \\x1b[2J"
+    assert describe_pause(PausedWorker(**PAUSED), parse_time(AT)) == WORDS
+    assert describe_pause(PausedWorker(), parse_time(AT)) == "paused"
+    assert describe_pause(PausedWorker(by="\x1b[2J"), None) == "paused by \\x1b[2J"
 
 
 def test_workers_that_share_a_pause_share_a_line():
-    pauses = [Paused(**PAUSED), Paused(**PAUSED), Paused()]
-    assert list(pause_lines(pauses, 4, moment(AT))) == [
+    pauses = [PausedWorker(**PAUSED), PausedWorker(**PAUSED), PausedWorker()]
+    assert list(pause_lines(pauses, 4, parse_time(AT))) == [
         f"2 of 4 workers, end it with: omni-proxy weights continue; {WORDS}",
         "1 of 4 workers, end it with: omni-proxy weights continue; paused",
     ]
@@ -53,13 +52,13 @@ def test_a_pause_of_some_is_told_of_a_proxy_that_is_ready(proxy, capsys):
 def test_top_shows_it_above_the_fleet_and_beside_each_row():
     view = TopView()
     view.show(feed_of(ALL))
-    text = frame(view, Heard(feed_of(ALL), (), "", 0.0), "http://p:1", 200, 40).plain
+    text = render_frame(view, FeedStatus(feed_of(ALL), (), "", 0.0), "http://p:1", 200, 40).plain
     assert LINE in text
     assert text.count("PAUSED") >= 4
 
 
 def test_it_needs_a_look_before_all_else():
-    verdicts = judge(feed_of(ALL))
+    verdicts = diagnose(feed_of(ALL))
     assert {(each.kind, each.state) for each in verdicts.values()} == {(OUT, "PAUSED")}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from omni_proxy.cli.admin_client import AdminClientError
+from omni_proxy.cli.client.admin_client import AdminClientError
 
 PATH = "/feed"
 
@@ -24,7 +24,7 @@ class DrainRow(Struct, frozen=True):
     remove: bool = False
 
 
-class Paused(Struct, frozen=True):
+class PausedWorker(Struct, frozen=True):
     """Why its engine stands still; `at` is an ISO time, and None is what nobody knows."""
 
     at: str | None = None
@@ -64,14 +64,14 @@ class FleetRow(Struct, frozen=True):
     weight: int = 1
     drain: DrainRow | None = None
     launch: dict[str, Any] | None = None
-    paused: Paused | None = None
+    paused: PausedWorker | None = None
 
     @property
     def name(self) -> str:
         return self.display_id or self.url.partition("://")[2] or self.url
 
 
-class Point(Struct, frozen=True):
+class HistoryPoint(Struct, frozen=True):
     """A second of the past; `at` in seconds since 1970."""
 
     at: float
@@ -109,14 +109,14 @@ class Admission(Struct, frozen=True):
     peak_waiting: int = 0
 
 
-class Supervised(Struct, frozen=True):
+class ServiceStatus(Struct, frozen=True):
     name: str = ""
     state: str = "running"
     restarts: int = 0
     last_error: str | None = None
 
 
-class Watched(Struct, frozen=True):
+class WatchdogStatus(Struct, frozen=True):
     """Times that an event loop of the proxy had no turn for a second."""
 
     stalls: int = 0
@@ -145,12 +145,12 @@ class FeedModel(Struct, frozen=True):
     config_file: str | None = None
     admission: Admission = Admission()
     policy: dict[str, Any] = {}
-    history: tuple[Point, ...] = ()
+    history: tuple[HistoryPoint, ...] = ()
     last_minute: LastMinute | None = None  # None: from a proxy of an older release
     recent_ends: tuple[FinishedRequest, ...] = ()
     last_reload: dict[str, Any] | None = None
-    supervisors: tuple[Supervised, ...] = ()
-    watchdog: Watched = Watched()
+    supervisors: tuple[ServiceStatus, ...] = ()
+    watchdog: WatchdogStatus = WatchdogStatus()
     weights: dict[str, Any] | None = None
 
 

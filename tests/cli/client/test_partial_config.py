@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.cli import main
-from omni_proxy.cli.admin_client import AdminClientError
-from omni_proxy.cli.salvage import salvaged
+from omni_proxy.cli.client.admin_client import AdminClientError
+from omni_proxy.cli.client.partial_config import salvage_config
 from omni_proxy.config.parse import ConfigError, parse
 from tests.cli.feeds import feed, row
 
@@ -88,7 +88,7 @@ def test_whatever_is_put_into_a_file_it_is_taken_or_refused(more, at):
         return
     refusal = ConfigError([], "f")
     try:
-        salvaged(raw, refusal)
+        salvage_config(raw, refusal)
     except ConfigError as raised:
         again = raised
     else:

@@ -3,12 +3,12 @@ import threading
 
 import pytest
 
-from omni_proxy.cli.admin_client import (
+from omni_proxy.cli.client.admin_client import (
+    AdminClient,
     AdminClientError,
     AdminReply,
     AdminTarget,
-    Proxy,
-    with_command,
+    with_default_command,
 )
 
 
@@ -67,7 +67,7 @@ def test_a_proxy_with_tls_is_known_by_the_certificate_of_its_file(place, file):
     found = place("--config", file)
     assert (found.url, found.certificate) == ("https://127.0.0.1:30000", "c.pem")
     with pytest.raises(AdminClientError, match=r"c\.pem cannot be read: No such file"):
-        Proxy(found)
+        AdminClient(found)
 
 
 def test_without_a_word_it_is_where_it_is_by_default(place):
@@ -94,7 +94,7 @@ def test_without_a_word_it_is_where_it_is_by_default(place):
     ],
 )
 def test_a_command_may_stand_behind_the_words_that_say_which_proxy(typed, meant):
-    assert with_command(typed.split(), "list") == meant.split()
+    assert with_default_command(typed.split(), "list") == meant.split()
 
 
 def test_a_file_that_names_no_port_can_not_be_asked_by(place, file):
@@ -120,7 +120,7 @@ def test_the_key_that_was_typed_wins_then_the_files_then_the_environments(place,
 
 
 def asked(url, key=""):
-    with Proxy(AdminTarget(url, key, "--api-key" if key else "")) as proxy:
+    with AdminClient(AdminTarget(url, key, "--api-key" if key else "")) as proxy:
         return proxy.get("/feed")
 
 
@@ -174,7 +174,7 @@ def test_a_silent_port_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with (
-            Proxy(AdminTarget(url), 0.05) as proxy,
+            AdminClient(AdminTarget(url), 0.05) as proxy,
             pytest.raises(AdminClientError, match="in time"),
         ):
             proxy.get("/feed")
@@ -200,9 +200,9 @@ def test_a_unix_socket_is_asked_like_a_port(tmp_path):
 
 def test_an_answer_that_breaks_off_while_it_is_followed_is_told(proxy):
     proxy.says["/feed"] = (200, b"data: 1\n\ndata: 2\n")
-    with Proxy(AdminTarget(proxy.url)) as at, at.lines("/feed") as lines:
+    with AdminClient(AdminTarget(proxy.url)) as at, at.lines("/feed") as lines:
         assert [line for line in lines if line] == ["data: 1", "data: 2"]
     proxy.says["/feed"] = (503, {"error": {"message": "32 readers are served already"}})
     full = pytest.raises(AdminClientError, match="32 readers")
-    with Proxy(AdminTarget(proxy.url)) as at, full, at.lines("/feed"):
+    with AdminClient(AdminTarget(proxy.url)) as at, full, at.lines("/feed"):
         pass

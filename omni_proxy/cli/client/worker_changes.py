@@ -9,31 +9,31 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from omni_proxy.cli.admin_client import AdminReply, Proxy, Told
-from omni_proxy.cli.text_table import plain
+from omni_proxy.cli.client.admin_client import AdminClient, AdminReply, JsonObject
+from omni_proxy.cli.screen.text_table import printable
 
 
 class ChangeRefused(Exception):
     """The proxy, or the fleet as it is, says no; the text tells why."""
 
 
-def records(proxy: Proxy, model: str | None = None) -> list[Told]:
+def fetch_workers(proxy: AdminClient, model: str | None = None) -> list[JsonObject]:
     """The fleet as GET /workers has it. Raises ChangeRefused, CannotAsk."""
-    answer = accepted(proxy.get("/workers", {"model": model} if model else None))
+    answer = require_accepted(proxy.get("/workers", {"model": model} if model else None))
     found = answer.told.get("workers")
     if not isinstance(found, list):
         raise ChangeRefused(f"{proxy.place.url} told no workers")
     return found
 
 
-def accepted(answer: AdminReply) -> AdminReply:
+def require_accepted(answer: AdminReply) -> AdminReply:
     """Raises ChangeRefused."""
     if answer.refusal:
-        raise ChangeRefused(plain(answer.refusal))
+        raise ChangeRefused(printable(answer.refusal))
     return answer
 
 
-def find(fleet: Sequence[Told], named: str) -> Told:
+def find_worker(fleet: Sequence[JsonObject], named: str) -> JsonObject:
     """The worker that is meant by its URL, its id, its HOST:PORT or a part of these.
 
     Raises ChangeRefused where that is nobody, or more than one.
@@ -47,35 +47,37 @@ def find(fleet: Sequence[Told], named: str) -> Told:
     found = exact or [record for record, known in names if any(bare in name for name in known)]
     if len(found) == 1:
         return found[0]
-    urls = [plain(record.get("url")) for record in found or fleet]
+    urls = [printable(record.get("url")) for record in found or fleet]
     shown = ", ".join(urls[:6]) + (f" and {len(urls) - 6} more" if len(urls) > 6 else "")
     if found:
         raise ChangeRefused(f"{named} is a part of {len(found)} workers: {shown}")
     raise ChangeRefused(f"no worker is called {named}; there are: {shown or 'none at all'}")
 
 
-def path_of(worker_id: str) -> str:
+def worker_path(worker_id: str) -> str:
     # An id is an encoded URL: encoded once more it is one segment of a path.
     return f"/workers/{quote(worker_id, safe='')}"
 
 
-def change(proxy: Proxy, name: str, worker_id: str, timeout_secs: float | None = None) -> Told:
+def change_worker(
+    proxy: AdminClient, name: str, worker_id: str, timeout_secs: float | None = None
+) -> JsonObject:
     """`disable`, `enable`, `revive`, `drain`, `remove` or `remove, drained`; the proxy's answer.
 
     Raises ChangeRefused, CannotAsk.
     """
-    path = path_of(worker_id)
+    path = worker_path(worker_id)
     if name == "drain":
         body = {} if timeout_secs is None else {"timeout_secs": timeout_secs}
-        return accepted(proxy.send("POST", f"{path}/drain", body)).told
+        return require_accepted(proxy.send("POST", f"{path}/drain", body)).told
     if name.startswith("remove"):
         query = {"drain": "true"} if name != "remove" else {}
         if query and timeout_secs is not None:
             query["timeout_secs"] = str(timeout_secs)
-        return accepted(proxy.send("DELETE", path, query=query)).told
+        return require_accepted(proxy.send("DELETE", path, query=query)).told
     body_of: dict[str, dict[str, Any]] = {
         "disable": {"disabled": True},
         "enable": {"disabled": False},
         "revive": {"is_dead": False},
     }
-    return accepted(proxy.send("PUT", path, body_of[name])).told
+    return require_accepted(proxy.send("PUT", path, body_of[name])).told

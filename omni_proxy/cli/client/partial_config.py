@@ -32,7 +32,7 @@ _NAMES: Final = frozenset(name for _, name in DECIDING)
 _MENTION: Final = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(_NAMES))})[\"']?\s*(?:=|$)")
 
 
-def salvaged(raw: bytes, refusal: ConfigError) -> Config:
+def salvage_config(raw: bytes, refusal: ConfigError) -> Config:
     """[server] and [admin], without the keys that are wrong. Raises the refusal."""
     try:
         text = decoded(raw, "")

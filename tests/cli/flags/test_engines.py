@@ -1,11 +1,11 @@
 import pytest
 
-from omni_proxy.cli.engines import (
+from omni_proxy.cli.flags.engines import (
     ENGINES,
-    Asked,
     EngineCommandError,
-    capabilities_of,
-    command_of,
+    EngineRequest,
+    engine_capabilities,
+    engine_command,
     engine_for,
     model_name,
 )
@@ -15,7 +15,7 @@ PLACE = ("--host", "{host}", "--port", "{port}")
 
 
 def asked(model="org/model", size=1, name="", *flags):
-    return Asked(model, size, name, flags)
+    return EngineRequest(model, size, name, flags)
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,11 @@ def asked(model="org/model", size=1, name="", *flags):
     ],
 )  # fmt: skip
 def test_each_engine_is_started_by_its_own_words(engine, of, words):
-    assert command_of(engine, of) == (*words.split(), *PLACE)
+    assert engine_command(engine, of) == (*words.split(), *PLACE)
 
 
 def test_the_engines_own_flags_stand_last_so_that_they_win():
-    command = command_of("vllm", asked("m", 1, "", "--port", "1", "--dtype", "half"))
+    command = engine_command("vllm", asked("m", 1, "", "--port", "1", "--dtype", "half"))
     assert command[-4:] == ("--port", "1", "--dtype", "half")
 
 
@@ -54,7 +54,7 @@ def test_the_engines_own_flags_stand_last_so_that_they_win():
 )
 def test_what_an_engine_cannot_do_is_refused_with_the_cure(engine, of, cure):
     with pytest.raises(EngineCommandError, match=cure):
-        command_of(engine, of)
+        engine_command(engine, of)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_where_nobody_says_the_model_tells_the_engine(model, engine):
 
 def test_our_replicas_can_do_what_their_flags_say_and_others_may_do_anything():
     flags = ("--speech", "hibari", "--transcription", "off", "--threads", "2")
-    assert set(capabilities_of("replica", asked("tiny", 1, "", *flags))) == {
+    assert set(engine_capabilities("replica", asked("tiny", 1, "", *flags))) == {
         "chat", "streaming", "speech", "audio_output",
     }  # fmt: skip
-    assert capabilities_of("replica", asked("tiny")) == ("chat", "streaming")
-    assert capabilities_of("llamacpp", asked("smollm2-135m")) == ("chat", "streaming")
-    assert capabilities_of("vllm", asked()) == CAPABILITIES
+    assert engine_capabilities("replica", asked("tiny")) == ("chat", "streaming")
+    assert engine_capabilities("llamacpp", asked("smollm2-135m")) == ("chat", "streaming")
+    assert engine_capabilities("vllm", asked()) == CAPABILITIES

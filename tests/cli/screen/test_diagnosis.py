@@ -4,23 +4,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.cli.admin_client import AdminClientError
-from omni_proxy.cli.diagnosis import (
+from omni_proxy.cli.client.admin_client import AdminClientError
+from omni_proxy.cli.screen.diagnosis import (
     _median_without,
-    by_urgency,
-    judge,
+    describe_reload,
+    describe_weights,
+    diagnose,
     last_minute,
-    reload_words,
-    weight_words,
+    sort_by_urgency,
 )
-from omni_proxy.cli.feed_model import feed_of, read_feed
-from omni_proxy.cli.text_table import moment
+from omni_proxy.cli.screen.feed_model import feed_of, read_feed
+from omni_proxy.cli.screen.text_table import parse_time
 from tests.cli.feeds import AT, FEEDS, feed, point, row
 
 
 def judged(*rows):
     picture = feed_of(feed(*rows))
-    verdicts = judge(picture)
+    verdicts = diagnose(picture)
     return [(verdicts[each.id].kind, verdicts[each.id].state) for each in picture.fleet]
 
 
@@ -33,7 +33,7 @@ def test_a_worker_is_slow_beside_the_others_of_its_model():
         ("slow", "slow"),
         ("well", "ok"),
     ]
-    said = judge(feed_of(feed(*rows, slow)))[slow["id"]].said
+    said = diagnose(feed_of(feed(*rows, slow)))[slow["id"]].said
     assert said == "is slow: first chunk after 250 ms, the others' after 100 ms"
 
 
@@ -77,7 +77,7 @@ def test_who_takes_no_request_is_out_or_leaving(fields, kind, state):
 
 def test_a_reason_tells_for_how_long_where_it_is_known():
     out = row(routable=False, health="dead", why="dead: gone", since="2026-11-21T18:48:00+00:00")
-    assert judge(feed_of(feed(out)))[out["id"]].said == "dead: gone (for 12 min)"
+    assert diagnose(feed_of(feed(out)))[out["id"]].said == "dead: gone (for 12 min)"
 
 
 def test_a_twentieth_of_errors_is_failing():
@@ -88,7 +88,7 @@ def test_a_twentieth_of_errors_is_failing():
 def test_one_that_has_requests_and_says_nothing_is_told_ahead_of_its_times():
     silent = row("a:1", in_flight=6, silent_secs=31.0, first_p50_ms=10.0, model="m")
     picture = feed_of(feed(silent, row("b:1", first_p50_ms=900.0, model="m")))
-    first, second = judge(picture).values()
+    first, second = diagnose(picture).values()
     assert (first.kind, first.state) == ("slow", "silent")
     assert first.said == "is silent: 6 in flight, nothing has come from it for 31 s"
     assert second.state == "slow"
@@ -100,7 +100,7 @@ def test_the_urgent_come_first_then_the_busy():
         row("off:1", routable=False, disabled=True), row("bad:1", errors=9),
     ]  # fmt: skip
     picture = feed_of(feed(*rows))
-    ordered = [each.name for each in by_urgency(picture, judge(picture))]
+    ordered = [each.name for each in sort_by_urgency(picture, diagnose(picture))]
     assert ordered == ["dead:1", "bad:1", "off:1", "busy:1", "idle:1"]
 
 
@@ -117,13 +117,14 @@ def test_a_reload_is_told_with_what_it_changed():
     }
     at = "2026-11-21T18:55:00+00:00"
     told = {"outcome": "applied", "source": "file", "at": at, "diff": diff}
-    assert reload_words(told, moment(AT)) == (
+    assert describe_reload(told, parse_time(AT)) == (
         "applied by file, 5 min ago: routing.policy random -> least_request; x 1 -> 2; y 1 -> 2; "
         "1 more"
     )
-    assert reload_words(None, moment(AT)) == "none yet"
+    assert describe_reload(None, parse_time(AT)) == "none yet"
     assert (
-        reload_words({"source": "start", "at": at}, moment(AT)) == "none since the start, 5 min ago"
+        describe_reload({"source": "start", "at": at}, parse_time(AT))
+        == "none since the start, 5 min ago"
     )
 
 
@@ -133,7 +134,7 @@ def test_a_refused_file_is_told_with_its_first_problem():
     problems = [first, {"path": "x"}]
     error = {"message": "m", "file": "p.toml", "problems": problems}
     told = {"outcome": "refused", "source": "SIGHUP", "at": AT, "error": error}
-    assert reload_words(told, moment(AT)) == (
+    assert describe_reload(told, parse_time(AT)) == (
         "refused by SIGHUP, 0 s ago; the former runs on: "
         "p.toml line 2 server.prot: unknown key; did you mean `port`? (and 1 more)"
     )
@@ -151,34 +152,37 @@ SYNC = {
 
 
 def test_a_sync_is_told_with_its_owner_its_step_and_who_is_waited_for():
-    told = weight_words(feed_of(feed(weights={"sync": SYNC})))
+    told = describe_weights(feed_of(feed(weights={"sync": SYNC})))
     assert told == (
         "sync: g at h:1 of trl, committing for 3 s, begun 12 s ago, waiting for http://b"
     )
     armed = SYNC | {"state": "armed", "members": [{"member": "http://a", "progress": "idle"}]}
-    assert "armed for 3 s, begun 12 s ago, members: 1" in weight_words(
+    assert "armed for 3 s, begun 12 s ago, members: 1" in describe_weights(
         feed_of(feed(weights={"sync": armed}))
     )
-    assert weight_words(feed_of(feed(weights={"sync": {"state": "idle", "owner": None}}))) == ""
+    assert describe_weights(feed_of(feed(weights={"sync": {"state": "idle", "owner": None}}))) == ""
 
 
 def test_weights_are_told_by_their_versions():
     rows = [row("a:1", weight_version="v2", weight_epoch=2), row("b:1", weight_version="v1")]
-    assert weight_words(feed_of(feed(*rows[:1]))) == "v2 (epoch 2) on 1"
+    assert describe_weights(feed_of(feed(*rows[:1]))) == "v2 (epoch 2) on 1"
     weights = {"operation": {"path": "/update", "step": "calling"}, "uncertain": {"http://b": "x"}}
-    assert weight_words(feed_of(feed(*rows, weights=weights))) == (
+    assert describe_weights(feed_of(feed(*rows, weights=weights))) == (
         "2 versions: v1 on 1, v2 (epoch 2) on 1; under way: /update, calling; uncertain: 1"
     )
-    assert weight_words(feed_of(feed(row()))) == ""
+    assert describe_weights(feed_of(feed(row()))) == ""
 
 
 @settings(max_examples=50)
 @given(FEEDS)
 def test_whatever_a_feed_says_it_can_be_judged(told):
     picture = read_feed(json.dumps(told))
-    verdicts = judge(picture)
-    assert len(by_urgency(picture, verdicts)) == len(picture.fleet)
-    for words in (reload_words(picture.last_reload, moment(picture.at)), weight_words(picture)):
+    verdicts = diagnose(picture)
+    assert len(sort_by_urgency(picture, verdicts)) == len(picture.fleet)
+    for words in (
+        describe_reload(picture.last_reload, parse_time(picture.at)),
+        describe_weights(picture),
+    ):
         assert words.isprintable()
     for verdict in verdicts.values():
         assert f"{verdict.state}{verdict.said}".isprintable()

@@ -239,7 +239,7 @@ class _NoEffect(argparse.Action):
         namespace.without_effect = noted | {option_string or "": None}
 
 
-def add_mapped(parser: argparse.ArgumentParser, prefix: str) -> None:
+def add_mapped_flags(parser: argparse.ArgumentParser, prefix: str) -> None:
     """Those that set a key of ours; `prefix` as where an engine may have the same ones, or ""."""
     for flag, key in VALUED.items():
         parser.add_argument(
@@ -264,7 +264,7 @@ def overrides(arguments: argparse.Namespace) -> dict[str, object]:
     return given | {name.removeprefix(_SWITCHED): value for name, value in switched.items()}
 
 
-def add_without_effect(parser: argparse.ArgumentParser, prefix: str) -> None:
+def add_ignored_flags(parser: argparse.ArgumentParser, prefix: str) -> None:
     """Those that are taken and change nothing; with a prefix only under it: what has none is the
     engine's."""
     known = set(parser._option_string_actions)
@@ -285,19 +285,20 @@ def warnings(arguments: argparse.Namespace) -> tuple[str, ...]:
     """One for each flag that was taken and changes nothing."""
     noted: Iterable[str] = getattr(arguments, "without_effect", {})
     return tuple(
-        f"{flag} has no effect here: {WITHOUT_EFFECT[plain(flag)][0]} ({PAGE})" for flag in noted
+        f"{flag} has no effect here: {WITHOUT_EFFECT[strip_router_prefix(flag)][0]} ({PAGE})"
+        for flag in noted
     )
 
 
-def plain(flag: str) -> str:
+def strip_router_prefix(flag: str) -> str:
     """As the router itself has it, where the launcher of replicas has it under a prefix."""
     bare = flag.replace("--router-", "--", 1)
     return flag if flag in MISSING or bare == flag else bare
 
 
-def why_missing(flag: str) -> str:
+def explain_missing_flag(flag: str) -> str:
     """Why it is refused, and what to use; "" where it is no flag of theirs."""
-    flag = plain(flag)
+    flag = strip_router_prefix(flag)
     if flag in MISSING:
         return MISSING[flag]
     families = (name for name in MISSING if name.endswith("-") and flag.startswith(name))

@@ -2,8 +2,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from omni_proxy.cli import progress
-from omni_proxy.cli.admin_client import AdminReply
+from omni_proxy.cli.client import progress
+from omni_proxy.cli.client.admin_client import AdminReply
 
 
 class LateFuture(Future):
@@ -19,7 +19,7 @@ class LateFuture(Future):
 def test_an_answer_that_comes_in_the_moment_of_a_timeout_is_returned(monkeypatch):
     monkeypatch.setattr(progress, "Future", LateFuture)
     answer = AdminReply(200, {})
-    assert progress.answered(lambda: answer, lambda: "") is answer
+    assert progress.call_with_progress(lambda: answer, lambda: "") is answer
 
 
 def test_a_timeout_of_the_question_itself_is_raised(monkeypatch):
@@ -29,4 +29,4 @@ def test_a_timeout_of_the_question_itself_is_raised(monkeypatch):
         raise TimeoutError("nobody answered")
 
     with pytest.raises(TimeoutError, match="nobody answered"):
-        progress.answered(ask, lambda: "")
+        progress.call_with_progress(ask, lambda: "")

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from omni_proxy.cli.diagnosis import Diagnosis
-from omni_proxy.cli.feed_model import FleetRow
-from omni_proxy.cli.text_table import (
+from omni_proxy.cli.screen.diagnosis import Diagnosis
+from omni_proxy.cli.screen.feed_model import FleetRow
+from omni_proxy.cli.screen.text_table import (
     NOTHING,
-    cut,
-    cut_in_the_middle,
-    millis,
-    plain,
-    table,
-    width_of,
+    display_width,
+    format_millis,
+    printable,
+    render_table,
+    truncate,
+    truncate_middle,
 )
 
 HEAD: Final = ("WORKER", "STATE", "BUSY", "REQ/S", "P50", "P99", "ERR", "WEIGHTS")
@@ -46,25 +46,29 @@ def fleet_table(
     while True:
         head = [title + mark if title == marked else title for title in shown]
         # Names may have any length: they get what the other columns leave.
-        room = width - 2 - max(map(width_of, table(head[1:], [row[1:] for row in told], right)))
+        room = (
+            width
+            - 2
+            - max(map(display_width, render_table(head[1:], [row[1:] for row in told], right)))
+        )
         if room >= _LEAST_NAME or not spare:
             break
         at = shown.index(spare.pop(0))
         for row in (shown, *told):
             del row[at]
     for row in told:
-        row[0] = cut_in_the_middle(row[0], max(_LEAST_NAME, room))
-    return table(head, told, right)
+        row[0] = truncate_middle(row[0], max(_LEAST_NAME, room))
+    return render_table(head, told, right)
 
 
 def _cells(row: FleetRow, verdict: Diagnosis) -> list[str]:
     return [
-        plain(row.name),
+        printable(row.name),
         verdict.state,
         f"{row.in_flight}/{row.max_inflight}" if row.max_inflight else str(row.in_flight),
         f"{row.rate:.1f}",
-        millis(row.first_p50_ms),
-        millis(row.first_p99_ms),
+        format_millis(row.first_p50_ms),
+        format_millis(row.first_p99_ms),
         str(row.errors),
-        cut(plain(row.weight_version or NOTHING), _WEIGHTS_WIDTH),
+        truncate(printable(row.weight_version or NOTHING), _WEIGHTS_WIDTH),
     ]

@@ -18,7 +18,7 @@ _NOISE: Final = re.compile(r"\[Errno -?\d+\] (?:Error connecting to \([^()]*\): 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
-def plain(value: object) -> str:
+def printable(value: object) -> str:
     """One line without anything that a terminal would obey."""
     text = str(value)
     if text.isascii() and text.isprintable():
@@ -30,12 +30,12 @@ def _visible(char: str) -> str:
     return char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
 
 
-def without_noise(reason: str) -> str:
+def strip_noise(reason: str) -> str:
     """A system's reason without its number, and without an address that stands beside it."""
     return _NOISE.sub("", reason)
 
 
-def width_of(text: str) -> int:
+def display_width(text: str) -> int:
     """Columns of a terminal, not characters."""
     if text.isascii():
         return len(text)
@@ -48,9 +48,9 @@ def _columns(char: str) -> int:
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
-def cut(text: str, width: int) -> str:
+def truncate(text: str, width: int) -> str:
     """At most `width` columns; what is cut ends with an ellipsis."""
-    if width_of(text) <= width:
+    if display_width(text) <= width:
         return text
     if width <= 0:
         return ""
@@ -63,38 +63,39 @@ def cut(text: str, width: int) -> str:
     return "".join(kept) + "…"
 
 
-def cut_in_the_middle(text: str, width: int) -> str:
-    """As `cut`; of an address both ends say the most."""
-    if width_of(text) <= width or width < 8:
-        return cut(text, width)
+def truncate_middle(text: str, width: int) -> str:
+    """As `truncate`; of an address both ends say the most."""
+    if display_width(text) <= width or width < 8:
+        return truncate(text, width)
     tail = ""
     for char in reversed(text):
-        if width_of(char + tail) > width // 2:
+        if display_width(char + tail) > width // 2:
             break
         tail = char + tail
-    head = cut(text, width - width_of(tail))
+    head = truncate(text, width - display_width(tail))
     return head + tail
 
 
-def table(
+def render_table(
     head: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()
 ) -> list[str]:
     """Columns two spaces apart; those whose heads stand in `right` are flush right."""
-    cells = [[plain(cell) for cell in row] for row in rows]
+    cells = [[printable(cell) for cell in row] for row in rows]
     widths = [
-        max([width_of(name), *(width_of(row[at]) for row in cells)]) for at, name in enumerate(head)
+        max([display_width(name), *(display_width(row[at]) for row in cells)])
+        for at, name in enumerate(head)
     ]
     lines = []
     for row in (list(head), *cells):
         parts = []
         for name, cell, width in zip(head, row, widths, strict=True):
-            gap = " " * (width - width_of(cell))
+            gap = " " * (width - display_width(cell))
             parts.append(gap + cell if name in right else cell + gap)
         lines.append("  ".join(parts).rstrip())
     return lines
 
 
-def age(secs: float) -> str:
+def format_age(secs: float) -> str:
     """`59 s`, `12 min`, `3 h 5 min`, `2 d 4 h`."""
     if not math.isfinite(secs):
         return NOTHING
@@ -110,7 +111,7 @@ def age(secs: float) -> str:
     return f"{whole // big} {first}" + (f" {rest} {second}" if rest else "")
 
 
-def millis(value: float | None) -> str:
+def format_millis(value: float | None) -> str:
     """`0.8 ms`, `118 ms`, `4.2 s`, `3 min`; nothing where nothing was measured."""
     if value is None or not math.isfinite(value):
         return NOTHING
@@ -118,10 +119,10 @@ def millis(value: float | None) -> str:
         return f"{value:.1f} ms"
     if value < 1000:
         return f"{value:.0f} ms"
-    return f"{value / 1000:.1f} s" if value < 100_000 else age(value / 1000)
+    return f"{value / 1000:.1f} s" if value < 100_000 else format_age(value / 1000)
 
 
-def size(nbytes: float) -> str:
+def format_size(nbytes: float) -> str:
     """`812 B`, `3.4 MB`, `12 GB`."""
     if nbytes < 1000:
         return f"{nbytes:.0f} B"
@@ -132,7 +133,7 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} {unit}" if nbytes < 9.95 else f"{nbytes:.0f} {unit}"
 
 
-def moment(text: str | None) -> datetime | None:
+def parse_time(text: str | None) -> datetime | None:
     """Of an ISO time; None where it is none."""
     try:
         at = datetime.fromisoformat(text or "")

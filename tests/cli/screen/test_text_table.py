@@ -4,52 +4,52 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.cli.text_table import (
-    age,
-    cut,
-    cut_in_the_middle,
-    millis,
-    moment,
-    plain,
-    size,
-    table,
-    width_of,
-    without_noise,
+from omni_proxy.cli.screen.text_table import (
+    display_width,
+    format_age,
+    format_millis,
+    format_size,
+    parse_time,
+    printable,
+    render_table,
+    strip_noise,
+    truncate,
+    truncate_middle,
 )
 from tests.cli.feeds import ODD
 
 
 @given(ODD)
 def test_nothing_that_a_terminal_obeys_gets_through(text):
-    shown = plain(text)
+    shown = printable(text)
     assert shown.isprintable() or shown == ""
     assert len(shown.splitlines()) <= 1
 
 
 def test_a_sequence_is_shown_and_not_sent():
-    assert plain("a\x1b[31mb\nc界") == "a\\x1b[31mb\\nc界"
-    assert plain("\u202eevil\ud800") == "\\u202eevil\\ud800"
+    assert printable("a\x1b[31mb\nc界") == "a\\x1b[31mb\\nc界"
+    assert printable("\u202eevil\ud800") == "\\u202eevil\\ud800"
 
 
 @given(ODD, st.integers(0, 30))
 def test_what_is_cut_fits_and_what_fits_is_left_alone(text, width):
-    text = plain(text)
-    for cutter in (cut, cut_in_the_middle):
+    text = printable(text)
+    for cutter in (truncate, truncate_middle):
         shown = cutter(text, width)
-        assert width_of(shown) <= width
-        if width_of(text) <= width:
+        assert display_width(shown) <= width
+        if display_width(text) <= width:
             assert shown == text
 
 
 def test_of_an_address_both_ends_stay():
-    assert cut_in_the_middle("replica-7.west.example:8000", 17) == "replica-…ple:8000"
+    assert truncate_middle("replica-7.west.example:8000", 17) == "replica-…ple:8000"
 
 
 @given(st.lists(st.tuples(ODD, ODD, st.integers()), max_size=5))
 def test_every_line_of_a_table_is_one_line_and_its_columns_line_up(rows):
-    lines = table(("A", "B", "NUMBER"), rows, ["NUMBER"])
+    lines = render_table(("A", "B", "NUMBER"), rows, ["NUMBER"])
     assert len(lines) == len(rows) + 1
-    ends = {width_of(line) for line in lines}
+    ends = {display_width(line) for line in lines}
     assert len(ends) == 1  # the last column is flush right
 
 
@@ -61,7 +61,7 @@ def test_every_line_of_a_table_is_one_line_and_its_columns_line_up(rows):
     ],
 )  # fmt: skip
 def test_ages_are_said_in_two_units_at_most(secs, words):
-    assert age(secs) == words
+    assert format_age(secs) == words
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_ages_are_said_in_two_units_at_most(secs, words):
     ],
 )  # fmt: skip
 def test_times_are_short(value, words):
-    assert millis(value) == words
+    assert format_millis(value) == words
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,18 @@ def test_times_are_short(value, words):
     ],
 )  # fmt: skip
 def test_sizes_are_short(nbytes, words):
-    assert size(nbytes) == words
+    assert format_size(nbytes) == words
 
 
 def test_a_moment_without_its_zone_is_none():
-    assert moment("2026-11-21T19:00:00+00:00").hour == 19
-    assert moment("2026-11-21T19:00:00") is None
-    assert moment("x") is None
-    assert moment(None) is None
+    assert parse_time("2026-11-21T19:00:00+00:00").hour == 19
+    assert parse_time("2026-11-21T19:00:00") is None
+    assert parse_time("x") is None
+    assert parse_time(None) is None
 
 
 def test_reasons_lose_what_stands_beside_them_anyway():
     told = "[Errno 111] Error connecting to ('127.0.0.1', 1): Connection refused"
-    assert without_noise(told) == "Connection refused"
-    assert without_noise("[Errno -2] Name unknown") == "Name unknown"
-    assert without_noise("status 500") == "status 500"
+    assert strip_noise(told) == "Connection refused"
+    assert strip_noise("[Errno -2] Name unknown") == "Name unknown"
+    assert strip_noise("status 500") == "status 500"

@@ -44,10 +44,10 @@ class ClientCert:
         return bool(self.ca or self.cert or self.key)
 
 
-NO_PAPERS: Final = ClientCert()
+NO_CLIENT_CERT: Final = ClientCert()
 
 
-def add_papers(parser: argparse.ArgumentParser) -> None:
+def add_tls_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("TLS, where the proxy speaks it")
     group.add_argument(
         "--client-cert", metavar="FILE", default="", help="the certificate to show, as PEM"
@@ -61,11 +61,11 @@ def add_papers(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def papers_of(arguments: argparse.Namespace) -> ClientCert:
+def client_cert_of(arguments: argparse.Namespace) -> ClientCert:
     return ClientCert(arguments.ca, arguments.client_cert, arguments.client_key)
 
 
-def context_of(papers: ClientCert, pinned: str = "") -> ssl.SSLContext:
+def create_tls_context(papers: ClientCert, pinned: str = "") -> ssl.SSLContext:
     """For connections to a proxy; `pinned` is the file of the certificate that it shows, where that
     is known.
 
@@ -100,7 +100,7 @@ def _load_client_certificate(context: ssl.SSLContext, papers: ClientCert) -> Non
         raise ClientCertError(f"{flag} {error}{hint}") from None
 
 
-def tls_trouble(url: str, said: str, papers: ClientCert) -> str:
+def explain_tls_error(url: str, said: str, papers: ClientCert) -> str:
     """What an error of TLS means, with its cure; "" where `said` is none of TLS."""
     if "CERTIFICATE_VERIFY_FAILED" in said:
         why = said.partition("certificate verify failed: ")[2].partition(" (_ssl")[0]

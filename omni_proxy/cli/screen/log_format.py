@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from omni_proxy.cli.text_table import millis, moment, plain
+from omni_proxy.cli.screen.text_table import format_millis, parse_time, printable
 from omni_proxy.wire.log_text import mask_secrets_in_text
 
 # Of the access log; of the route log where its name for the same thing differs.
@@ -33,30 +33,30 @@ _NAMED: Final = ("request_id", "model")  # by whoever asks: never a number
 _ESCAPED: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[nrt\\])")
 
 
-def as_it_is(line: bytes) -> str:
+def raw_line(line: bytes) -> str:
     """But for secrets in queries, which older versions wrote."""
     return mask_secrets_in_text(line.decode(errors="replace"))
 
 
-def pretty(line: bytes) -> str:
+def pretty_line(line: bytes) -> str:
     """`10:00:01.204  200   840 ms  POST /v1/chat/completions  127.0.0.1:8011  completed ...`."""
     try:
-        told = msgspec.json.decode(as_it_is(line))
+        told = msgspec.json.decode(raw_line(line))
     except (msgspec.DecodeError, UnicodeError):
-        told = _of_text(as_it_is(line))
+        told = _of_text(raw_line(line))
     if not isinstance(told, dict) or not {"at", "timestamp"} & told.keys():
-        return plain(as_it_is(line).rstrip("\r"))
+        return printable(raw_line(line).rstrip("\r"))
     record: dict[str, Any] = {
         _NAMES.get(str(name), str(name)): value for name, value in told.items()
     }
     first = "  ".join(
         (
             _clock(record.get("at")),
-            f"{plain(record.get('status') or '---'):>3}",
-            f"{millis(_number(record, 'total_ms', 'duration_s')):>7}",
-            f"{plain(record.get('method', ''))} {plain(record.get('target', ''))}",
-            plain(str(record.get("worker") or "-").removeprefix("http://")),
-            plain(_outcome(record)),
+            f"{printable(record.get('status') or '---'):>3}",
+            f"{format_millis(_number(record, 'total_ms', 'duration_s')):>7}",
+            f"{printable(record.get('method', ''))} {printable(record.get('target', ''))}",
+            printable(str(record.get("worker") or "-").removeprefix("http://")),
+            printable(_outcome(record)),
         )
     )
     return "  ".join([first, *_more(record)])
@@ -65,7 +65,7 @@ def pretty(line: bytes) -> str:
 def _of_text(line: str) -> dict[str, object] | None:
     """What a line of `log_format = "text"` says; None where it could be read in another way."""
     found = _TEXT.fullmatch(line)
-    if found is None or moment(found["at"]) is None:
+    if found is None or parse_time(found["at"]) is None:
         return None
     record: dict[str, object] = {**found.groupdict()}
     rest = str(record.pop("rest") or "")
@@ -89,8 +89,8 @@ def _told(value: str) -> object:
 
 
 def _clock(at: object) -> str:
-    when = moment(at if isinstance(at, str) else None)
-    return when.astimezone().isoformat(" ", "milliseconds")[11:23] if when else plain(at)
+    when = parse_time(at if isinstance(at, str) else None)
+    return when.astimezone().isoformat(" ", "milliseconds")[11:23] if when else printable(at)
 
 
 def _number(record: dict[str, Any], millis_key: str, secs_key: str) -> float | None:
@@ -112,17 +112,17 @@ def _more(record: dict[str, Any]) -> list[str]:
     """What is only worth its place where it is unusual."""
     words = []
     if (first := _number(record, "first_ms", "ttfb_s")) is not None and record.get("stream"):
-        words.append(f"first {millis(first)}")
+        words.append(f"first {format_millis(first)}")
     if isinstance(queued := record.get("queue_ms"), int | float) and queued >= 1:
-        words.append(f"queued {millis(queued)}")
+        words.append(f"queued {format_millis(queued)}")
     if record.get("model"):
-        words.append(f"model {plain(record['model'])}")
+        words.append(f"model {printable(record['model'])}")
     if isinstance(tries := record.get("attempts"), int) and tries > 1:
         words.append(f"{tries} tries")
     if record.get("error"):
-        words.append(f"error {plain(record['error'])}")
+        words.append(f"error {printable(record['error'])}")
     if record.get("ended_by"):
-        words.append(f"by {plain(record['ended_by'])} in {plain(record.get('phase', '?'))}")
+        words.append(f"by {printable(record['ended_by'])} in {printable(record.get('phase', '?'))}")
     if record.get("request_id"):
-        words.append(f"id {plain(record['request_id'])}")
+        words.append(f"id {printable(record['request_id'])}")
     return words

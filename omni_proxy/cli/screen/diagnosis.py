@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from omni_proxy.cli.feed_model import FeedModel, FleetRow, Point
-from omni_proxy.cli.pauses import GO_ON, pause_words
-from omni_proxy.cli.text_table import age, millis, moment, plain, without_noise
+from omni_proxy.cli.screen.feed_model import FeedModel, FleetRow, HistoryPoint, PausedWorker
+from omni_proxy.cli.screen.text_table import (
+    format_age,
+    format_millis,
+    parse_time,
+    printable,
+    strip_noise,
+)
 
 SLOW_FACTOR: Final = 2.0  # first chunks that take so many times as long as the others'
 SLOW_MS: Final = 20.0  # and at least so much longer: else 2 ms beside 1 ms would be slow
@@ -36,10 +41,10 @@ class Diagnosis:
     said: str
 
 
-def judge(feed: FeedModel) -> dict[str, Diagnosis]:
+def diagnose(feed: FeedModel) -> dict[str, Diagnosis]:
     """By worker id."""
     usual = _usual_ms(feed.fleet)
-    now = moment(feed.at)
+    now = parse_time(feed.at)
     return {row.id: _verdict(row, usual.get(row.id), now) for row in feed.fleet}
 
 
@@ -69,10 +74,10 @@ def _median_without(ordered: Sequence[float], at: int) -> float:
 def _verdict(row: FleetRow, usual_ms: float | None, now: datetime | None) -> Diagnosis:
     state = state_of(row)
     if row.paused is not None and row.drain is None and not row.disabled:
-        return Diagnosis(OUT, state, f"is {pause_words(row.paused, now)}; end it with: {GO_ON}")
+        return Diagnosis(OUT, state, f"is {describe_pause(row.paused, now)}; end it with: {GO_ON}")
     if not row.routable:
         said = row.why or (f"{row.health}: {row.last_error}" if row.last_error else row.health)
-        said = plain(without_noise(said))
+        said = printable(strip_noise(said))
         if row.drain is not None or row.disabled or row.trial:
             return Diagnosis(LEAVING, state, said)
         # `since` tells of its health alone.
@@ -81,42 +86,44 @@ def _verdict(row: FleetRow, usual_ms: float | None, now: datetime | None) -> Dia
     if row.errors and row.errors >= max(1.0, FAILING_SHARE * ended):
         return Diagnosis(FAILING, "failing", f"{row.errors} errors in the last minute")
     if row.silent_secs is not None:
-        what = f"{row.in_flight} in flight, nothing has come from it for {age(row.silent_secs)}"
+        what = (
+            f"{row.in_flight} in flight, nothing has come from it for {format_age(row.silent_secs)}"
+        )
         return Diagnosis(SLOW, "silent", f"is silent: {what}")
     own = row.first_p50_ms
     if own is None or usual_ms is None:
         return Diagnosis(WELL, state, "")
     if own < SLOW_FACTOR * usual_ms or own - usual_ms < SLOW_MS:
         return Diagnosis(WELL, state, "")
-    said = f"is slow: first chunk after {millis(own)}, the others' after {millis(usual_ms)}"
+    said = f"is slow: first chunk after {format_millis(own)}, the others' after {format_millis(usual_ms)}"
     return Diagnosis(SLOW, "slow", said)
 
 
 def state_of(row: FleetRow) -> str:
     """One word for a table."""
     if row.drain is not None:
-        return plain(row.drain.state)
+        return printable(row.drain.state)
     if row.disabled:
         return "disabled"
     if row.paused is not None or "paused" in row.held_by:
         return "PAUSED"
     if row.held_by == ("launch",) and row.launch:
-        return plain(row.launch.get("state", "launch")).replace("_", " ")
+        return printable(row.launch.get("state", "launch")).replace("_", " ")
     if row.held_by:
-        return plain(row.held_by[0])
+        return printable(row.held_by[0])
     if row.trial:
         return "trial"
-    return plain(row.health) if row.health != "healthy" or not row.routable else "ok"
+    return printable(row.health) if row.health != "healthy" or not row.routable else "ok"
 
 
 def _for_how_long(row: FleetRow, now: datetime | None) -> str:
-    since = moment(row.since)
+    since = parse_time(row.since)
     if since is None or now is None:
         return ""
-    return f" (for {age((now - since).total_seconds())})"
+    return f" (for {format_age((now - since).total_seconds())})"
 
 
-def by_urgency(feed: FeedModel, verdicts: dict[str, Diagnosis]) -> list[FleetRow]:
+def sort_by_urgency(feed: FeedModel, verdicts: dict[str, Diagnosis]) -> list[FleetRow]:
     """Who needs a look first; among equals the busiest."""
 
     def rank(row: FleetRow) -> tuple[int, int, str]:
@@ -125,7 +132,7 @@ def by_urgency(feed: FeedModel, verdicts: dict[str, Diagnosis]) -> list[FleetRow
     return sorted(feed.fleet, key=rank)
 
 
-def last_minute(history: Sequence[Point]) -> tuple[int, int]:
+def last_minute(history: Sequence[HistoryPoint]) -> tuple[int, int]:
     """Requests that ended in it, and errors among them."""
     if not history:
         return 0, 0
@@ -134,19 +141,19 @@ def last_minute(history: Sequence[Point]) -> tuple[int, int]:
     return sum(point.requests for point in points), sum(point.errors for point in points)
 
 
-def reload_words(told: dict[str, Any] | None, now: datetime | None) -> str:
+def describe_reload(told: dict[str, Any] | None, now: datetime | None) -> str:
     """What the newest reading of the file came to, in one line."""
     if not told:
         return "none yet"
-    at = moment(str(told.get("at") or ""))
-    ago = f", {age((now - at).total_seconds())} ago" if at and now else ""
-    words = f"{plain(told.get('outcome', '?'))} by {plain(told.get('source', '?'))}{ago}"
+    at = parse_time(str(told.get("at") or ""))
+    ago = f", {format_age((now - at).total_seconds())} ago" if at and now else ""
+    words = f"{printable(told.get('outcome', '?'))} by {printable(told.get('source', '?'))}{ago}"
     if told.get("source") == "start":
         words = f"none since the start{ago}"
     if error := told.get("error"):
-        return f"{words}; the former runs on: {plain(_first_problem(error))}"
+        return f"{words}; the former runs on: {printable(_first_problem(error))}"
     if incomplete := told.get("incomplete"):
-        return f"{words}, but not by all parts; reload again: {plain(incomplete)}"
+        return f"{words}, but not by all parts; reload again: {printable(incomplete)}"
     changes = list(_changes(told.get("diff")))
     shown = "; ".join(changes[:3]) + (f"; {len(changes) - 3} more" if len(changes) > 3 else "")
     return f"{words}: {shown}" if shown else words
@@ -171,7 +178,7 @@ def _changes(diff: object) -> Iterable[str]:
         return
     for key, pair in _items(diff.get("changed")):
         if isinstance(pair, list) and len(pair) == 2:
-            yield f"{plain(key)} {plain(_short(pair[0]))} -> {plain(_short(pair[1]))}"
+            yield f"{printable(key)} {printable(_short(pair[0]))} -> {printable(_short(pair[1]))}"
     for table in ("workers", "launch"):
         part = diff.get(table)
         if not isinstance(part, dict):
@@ -179,7 +186,7 @@ def _changes(diff: object) -> Iterable[str]:
         for sign, word in (("added", "+"), ("removed", "-"), ("changed", "~")):
             names = part.get(sign)
             for name in names if isinstance(names, list | dict) else ():
-                yield f"{word}{plain(name)}"
+                yield f"{word}{printable(name)}"
 
 
 def _items(table: object) -> Iterable[tuple[object, object]]:
@@ -191,15 +198,15 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else text[:39] + "…"
 
 
-def sync_words(sync: object) -> str:
+def describe_sync(sync: object) -> str:
     """Whose group it is, how it stands and who is waited for; "" where there is none."""
     if not isinstance(sync, dict) or not isinstance(owner := sync.get("owner"), dict):
         return ""
-    name, master = (plain(owner.get(key, "?")) for key in ("group_name", "master"))
-    state = plain(sync.get("state", "?"))
-    by = f" of {plain(owner['caller'])}" if owner.get("caller") else ""
+    name, master = (printable(owner.get(key, "?")) for key in ("group_name", "master"))
+    state = printable(sync.get("state", "?"))
+    by = f" of {printable(owner['caller'])}" if owner.get("caller") else ""
     rows = [row for row in sync.get("members", ()) if isinstance(row, dict)]
-    asked = [plain(row.get("member", "?")) for row in rows if row.get("progress") == "asked"]
+    asked = [printable(row.get("member", "?")) for row in rows if row.get("progress") == "asked"]
     waits = f", waiting for {', '.join(asked)}" if asked else f", members: {len(rows)}"
     for_secs = f"{state} for {_secs(sync.get('step_secs'))}"
     return f"{name} at {master}{by}, {for_secs}, begun {_secs(owner.get('age_secs'))} ago{waits}"
@@ -209,22 +216,45 @@ def _secs(value: object) -> str:
     return f"{value:.0f} s" if isinstance(value, int | float) else "? s"
 
 
-def weight_words(feed: FeedModel) -> str:
+def describe_weights(feed: FeedModel) -> str:
     """Which versions serve, and what is being done about them; "" where nobody told any."""
     counts: defaultdict[str, int] = defaultdict(int)
     for row in feed.fleet:
         if row.weight_version or row.weight_epoch:
             epoch = f" (epoch {row.weight_epoch})" if row.weight_epoch else ""
-            counts[f"{plain(row.weight_version or '?')}{epoch}"] += 1
+            counts[f"{printable(row.weight_version or '?')}{epoch}"] += 1
     words = [f"{version} on {count}" for version, count in sorted(counts.items())]
     if len(words) > 1:
         words = [f"{len(words)} versions: {', '.join(words[:4])}" + ("…" if len(words) > 4 else "")]
     told = feed.weights or {}
     if isinstance(operation := told.get("operation"), dict):
-        path, step = (plain(operation.get(key, "?")) for key in ("path", "step"))
+        path, step = (printable(operation.get(key, "?")) for key in ("path", "step"))
         words.append(f"under way: {path}, {step}")
-    if sync := sync_words(told.get("sync")):
+    if sync := describe_sync(told.get("sync")):
         words.append(f"sync: {sync}")
     if uncertain := told.get("uncertain"):
         words.append(f"uncertain: {len(uncertain)}")
     return "; ".join(words)
+
+
+# Engines that somebody paused, in words: who, since when, and the command that ends it.
+#
+# PURE. The same words for `status`, `top` and `weights status`.
+
+GO_ON: Final = "omni-proxy weights continue"
+
+
+def describe_pause(paused: PausedWorker, now: datetime | None) -> str:
+    """`paused for 5 min by NAME (/pause_generation, retract)`."""
+    since = parse_time(paused.at)
+    lasts = f" for {format_age((now - since).total_seconds())}" if since and now else ""
+    by = f" by {printable(paused.by)}" if paused.by else ""
+    how = ", ".join(printable(each) for each in (paused.path, paused.mode) if each)
+    return f"paused{lasts}{by}" + (f" ({how})" if how else "")
+
+
+def pause_lines(pauses: Iterable[PausedWorker], total: int, now: datetime | None) -> Iterator[str]:
+    """A line for each pause that workers share, of a fleet of `total`."""
+    for words, count in Counter(describe_pause(paused, now) for paused in pauses).items():
+        # What to do comes first: a narrow screen cuts the end off.
+        yield f"{count} of {total} workers, end it with: {GO_ON}; {words}"

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy.cli.arguments import launch_parser, router_parser, serve_parser
-from omni_proxy.cli.engines import ENGINES
-from omni_proxy.cli.unknown_flags import THEIRS
+from omni_proxy.cli.flags.arguments import launch_parser, router_parser, serve_parser
+from omni_proxy.cli.flags.engines import ENGINES
+from omni_proxy.cli.flags.unknown_flags import THEIRS
 from omni_proxy.config.flags import FLAGS
 
-MIGRATION = (Path(__file__).parents[2] / "docs/migration.md").read_text()
+MIGRATION = (Path(__file__).parents[3] / "docs/migration.md").read_text()
 PARSERS = (serve_parser(), router_parser(), launch_parser(tuple(ENGINES)))
 
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final
 
-from omni_proxy.cli.admin_client import AdminReply
+from omni_proxy.cli.client.admin_client import AdminReply
 
 POLL_SECS: Final = 0.5
 
 
-def answered(ask: Callable[[], AdminReply], look: Callable[[], str]) -> AdminReply:
+def call_with_progress(ask: Callable[[], AdminReply], look: Callable[[], str]) -> AdminReply:
     """The answer of `ask`, with its exceptions; `look` says how far it is, "" where it can't."""
     future: Future[AdminReply] = Future()
     threading.Thread(target=_fill, args=(future, ask), name="asking", daemon=True).start()
@@ -39,7 +39,7 @@ def _fill(future: Future[AdminReply], ask: Callable[[], AdminReply]) -> None:
         future.set_exception(error)
 
 
-def agrees(question: str) -> bool:
+def confirm(question: str) -> bool:
     """Asks whoever sits there; only a plain yes is one."""
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -4,37 +4,42 @@ from dataclasses import replace
 
 import pytest
 
-from omni_proxy.cli.admin_client import AdminClientError, Proxy
-from omni_proxy.cli.tls_options import ClientCert, ClientCertError, context_of, tls_trouble
+from omni_proxy.cli.client.admin_client import AdminClient, AdminClientError
+from omni_proxy.cli.client.tls_options import (
+    ClientCert,
+    ClientCertError,
+    create_tls_context,
+    explain_tls_error,
+)
 from tests.promises.secure import AUTHORITY, FILES
 
 CLIENT = ClientCert(str(AUTHORITY), str(FILES / "client.pem"), str(FILES / "client-key.pem"))
 
 
 def test_one_authority_is_believed_in_and_no_other():
-    (believed,) = context_of(CLIENT).get_ca_certs()
+    (believed,) = create_tls_context(CLIENT).get_ca_certs()
     assert "authority of the tests" in str(believed["subject"])
-    context = context_of(replace(CLIENT, cert="", key=""))
+    context = create_tls_context(replace(CLIENT, cert="", key=""))
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert context.check_hostname
 
 
 def test_the_certificate_of_the_proxys_file_is_believed_in_unless_an_authority_is_named():
     pinned = str(FILES / "server.pem")
-    assert not context_of(ClientCert(), pinned).check_hostname
-    assert context_of(ClientCert(ca=str(AUTHORITY)), pinned).check_hostname
+    assert not create_tls_context(ClientCert(), pinned).check_hostname
+    assert create_tls_context(ClientCert(ca=str(AUTHORITY)), pinned).check_hostname
 
 
 def test_the_systems_authorities_are_nobodys_to_change():
-    with_own = context_of(ClientCert(cert=CLIENT.cert, key=CLIENT.key))
-    assert with_own is not context_of(ClientCert())
-    assert context_of(ClientCert()) is context_of(ClientCert())
+    with_own = create_tls_context(ClientCert(cert=CLIENT.cert, key=CLIENT.key))
+    assert with_own is not create_tls_context(ClientCert())
+    assert create_tls_context(ClientCert()) is create_tls_context(ClientCert())
 
 
 def test_a_key_may_be_in_the_file_of_its_certificate(tmp_path):
     both = tmp_path / "both.pem"
     both.write_bytes((FILES / "client.pem").read_bytes() + (FILES / "client-key.pem").read_bytes())
-    context_of(ClientCert(cert=str(both)))
+    create_tls_context(ClientCert(cert=str(both)))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +58,7 @@ def test_a_key_may_be_in_the_file_of_its_certificate(tmp_path):
 )
 def test_a_file_that_can_not_be_used_is_told_with_its_flag(papers, words):
     with pytest.raises(ClientCertError, match=words):
-        context_of(papers)
+        create_tls_context(papers)
 
 
 WORDS = ("--ca", CLIENT.ca, "--client-cert", CLIENT.cert, "--client-key", CLIENT.key)
@@ -98,7 +103,7 @@ def test_a_file_that_asks_clients_for_certificates_says_so_before_anybody_is_ask
 
 def test_a_fault_of_the_papers_keeps_a_command_from_asking(place):
     with pytest.raises(AdminClientError, match="--ca nowhere cannot be read: No such file"):
-        Proxy(place("--ca", "nowhere"))
+        AdminClient(place("--ca", "nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -115,4 +120,4 @@ def test_a_fault_of_the_papers_keeps_a_command_from_asking(place):
     ],
 )  # fmt: skip
 def test_what_openssl_says_is_told_with_its_cure(said, words):
-    assert re.search(words, tls_trouble("https://h", said, ClientCert()))
+    assert re.search(words, explain_tls_error("https://h", said, ClientCert()))

@@ -5,14 +5,21 @@ import pytest
 
 from omni_proxy import server
 from omni_proxy.cli import launch
-from omni_proxy.cli.arguments import launch_parser, router_parser
-from omni_proxy.cli.engines import ENGINES
+from omni_proxy.cli.flags.arguments import launch_parser, router_parser
+from omni_proxy.cli.flags.engines import ENGINES
+from omni_proxy.cli.flags.peer_flags import (
+    LISTS,
+    MISSING,
+    SWITCHES,
+    VALUED,
+    WITHOUT_EFFECT,
+    explain_missing_flag,
+)
+from omni_proxy.cli.flags.unknown_flags import THEIRS, nearest_flag
 from omni_proxy.cli.launch import main, main_router
-from omni_proxy.cli.peer_flags import LISTS, MISSING, SWITCHES, VALUED, WITHOUT_EFFECT, why_missing
-from omni_proxy.cli.unknown_flags import THEIRS, nearest_flag
 from omni_proxy.config.schema import Config
 
-MIGRATION = (Path(__file__).parents[2] / "docs/migration.md").read_text()
+MIGRATION = (Path(__file__).parents[3] / "docs/migration.md").read_text()
 # All that sglang-router 0.3.2, smg 1.13 and vllm-router 0.1.17 take.
 PEERS = (Path(__file__).parent / "peer_flags.txt").read_text().split()
 
@@ -31,12 +38,12 @@ def started(monkeypatch):
 
 @pytest.mark.parametrize("flag", PEERS)
 def test_every_flag_of_the_peers_is_taken_or_has_an_answer(flag):
-    assert flag in flags_of(router_parser()) or flag in THEIRS or why_missing(flag)
+    assert flag in flags_of(router_parser()) or flag in THEIRS or explain_missing_flag(flag)
 
 
 def test_no_flag_is_both_taken_and_refused():
     taken = flags_of(router_parser())
-    assert not [flag for flag in taken if why_missing(flag) or flag in THEIRS]
+    assert not [flag for flag in taken if explain_missing_flag(flag) or flag in THEIRS]
     assert not set(VALUED) & set(WITHOUT_EFFECT)
 
 
@@ -130,16 +137,24 @@ def test_what_is_not_served_is_refused_with_what_to_use_instead(started, capsys,
     assert ended.value.code == 2
     said = capsys.readouterr().err
     for flag in (word for word in words.split() if word.startswith("--")):
-        assert why_missing(flag) in said
+        assert explain_missing_flag(flag) in said
     assert "did you mean" not in said
     assert said.startswith("usage: omni-proxy launch-router")
     assert len(said.splitlines()) == 3
 
 
 def test_a_family_is_told_by_its_beginning():
-    assert why_missing("--postgres-pool-max") == why_missing("--history-backend") != ""
-    assert why_missing("--router-service-discovery") == why_missing("--service-discovery") != ""
-    assert why_missing("--port") == why_missing("--decoder") == ""
+    assert (
+        explain_missing_flag("--postgres-pool-max")
+        == explain_missing_flag("--history-backend")
+        != ""
+    )
+    assert (
+        explain_missing_flag("--router-service-discovery")
+        == explain_missing_flag("--service-discovery")
+        != ""
+    )
+    assert explain_missing_flag("--port") == explain_missing_flag("--decoder") == ""
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class EngineCommandError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EngineRequest:
     """What the command line says of one replica; `flags` are for the engine alone."""
 
     model_path: str
@@ -42,7 +42,7 @@ def engine_for(model_path: str) -> str:
     return "replica" if own else "sglang"
 
 
-def capabilities_of(engine: str, asked: Asked) -> tuple[Capability, ...]:
+def engine_capabilities(engine: str, asked: EngineRequest) -> tuple[Capability, ...]:
     """What the replicas can do, as far as their flags tell; of other engines nothing is known."""
     if engine != "replica" and asked.model_path not in OWN_MODELS:
         return CAPABILITIES
@@ -52,13 +52,13 @@ def capabilities_of(engine: str, asked: Asked) -> tuple[Capability, ...]:
     return tuple(name for name in CAPABILITIES if name in found)
 
 
-def command_of(engine: str, asked: Asked) -> tuple[str, ...]:
+def engine_command(engine: str, asked: EngineRequest) -> tuple[str, ...]:
     """The words of one replica's command. Raises EngineCommandError."""
     command = ENGINES[engine](asked)
     return (*command, *_PLACE, *asked.flags)
 
 
-def model_name(engine: str, asked: Asked) -> str:
+def model_name(engine: str, asked: EngineRequest) -> str:
     """What the replicas serve; "" where the engine alone decides it."""
     if asked.served_model_name:
         return asked.served_model_name
@@ -66,7 +66,7 @@ def model_name(engine: str, asked: Asked) -> str:
     return os.path.basename(asked.model_path) if own else ""
 
 
-def _replica(asked: Asked) -> tuple[str, ...]:
+def _replica(asked: EngineRequest) -> tuple[str, ...]:
     return (
         *("omni-proxy", "replica", "--model", asked.model_path),
         *_ranks("--tp", asked),
@@ -74,7 +74,7 @@ def _replica(asked: Asked) -> tuple[str, ...]:
     )
 
 
-def _llamacpp(asked: Asked) -> tuple[str, ...]:
+def _llamacpp(asked: EngineRequest) -> tuple[str, ...]:
     if asked.tensor_parallel_size > 1:
         raise EngineCommandError(
             "--tp-size: llama.cpp has one rank; leave --tp-size or --engine out"
@@ -84,7 +84,7 @@ def _llamacpp(asked: Asked) -> tuple[str, ...]:
     return ("llama-server", "--model", asked.model_path, *_named("--alias", asked))
 
 
-def _sglang(asked: Asked) -> tuple[str, ...]:
+def _sglang(asked: EngineRequest) -> tuple[str, ...]:
     return (
         *("python3", "-m", "sglang.launch_server", "--model-path", _foreign(asked)),
         *_ranks("--tp-size", asked),
@@ -92,7 +92,7 @@ def _sglang(asked: Asked) -> tuple[str, ...]:
     )
 
 
-def _vllm(asked: Asked) -> tuple[str, ...]:
+def _vllm(asked: EngineRequest) -> tuple[str, ...]:
     return (
         *("vllm", "serve", _foreign(asked)),
         *_ranks("--tensor-parallel-size", asked),
@@ -100,7 +100,7 @@ def _vllm(asked: Asked) -> tuple[str, ...]:
     )
 
 
-def _omni(asked: Asked) -> tuple[str, ...]:
+def _omni(asked: EngineRequest) -> tuple[str, ...]:
     if asked.tensor_parallel_size > 1:
         raise EngineCommandError("--tp-size: say it as sgl-omni does, --STAGE.engine.tp_size N")
     return (
@@ -109,7 +109,7 @@ def _omni(asked: Asked) -> tuple[str, ...]:
     )
 
 
-def _foreign(asked: Asked) -> str:
+def _foreign(asked: EngineRequest) -> str:
     if asked.model_path in OWN_MODELS:
         raise EngineCommandError(
             f"--model-path {asked.model_path} is a model of our own replica: name one that this "
@@ -118,16 +118,16 @@ def _foreign(asked: Asked) -> str:
     return asked.model_path
 
 
-def _ranks(flag: str, asked: Asked) -> tuple[str, ...]:
+def _ranks(flag: str, asked: EngineRequest) -> tuple[str, ...]:
     size = asked.tensor_parallel_size
     return (flag, str(size)) if size > 1 else ()
 
 
-def _named(flag: str, asked: Asked) -> tuple[str, ...]:
+def _named(flag: str, asked: EngineRequest) -> tuple[str, ...]:
     return (flag, asked.served_model_name) if asked.served_model_name else ()
 
 
-ENGINES: Final[Mapping[str, Callable[[Asked], tuple[str, ...]]]] = {
+ENGINES: Final[Mapping[str, Callable[[EngineRequest], tuple[str, ...]]]] = {
     "replica": _replica,
     "sglang": _sglang,
     "vllm": _vllm,

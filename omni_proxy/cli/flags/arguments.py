@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from omni_proxy import __version__
-from omni_proxy.cli.peer_flags import add_mapped, add_without_effect
-from omni_proxy.cli.unknown_flags import Parser
+from omni_proxy.cli.flags.peer_flags import add_ignored_flags, add_mapped_flags
+from omni_proxy.cli.flags.unknown_flags import CommandParser
 from omni_proxy.config.fields import read_address
 from omni_proxy.config.flags import FLAG_ALIASES, FLAGS
 from omni_proxy.config.policy_names import POLICIES
@@ -107,7 +107,7 @@ def short_help() -> str:
 
 
 def serve_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = CommandParser(
         prog="omni-proxy",
         usage=USAGE,
         description=f"{ABOUT}\n\n{COMMANDS}",
@@ -121,7 +121,7 @@ def serve_parser() -> argparse.ArgumentParser:
 
 
 def router_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = CommandParser(
         prog="omni-proxy launch-router",
         usage="omni-proxy launch-router [--worker-urls URL ...] [FLAGS]",
         description="Route to workers that run already; the policy is cache_aware by default.",
@@ -130,13 +130,13 @@ def router_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_serving(parser, policy="cache_aware")
-    add_without_effect(parser, "")
+    add_ignored_flags(parser, "")
     _add_verbose(parser, "--verbose")
     return parser
 
 
 def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = CommandParser(
         prog="omni-proxy launch",
         usage="omni-proxy launch [--model-path MODEL] [--dp-size N] [FLAGS] [-- ENGINE FLAGS]",
         description="Start replicas, wait until they are ready, and route to them.",
@@ -167,7 +167,7 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
     add("--worker-startup-timeout-secs", "--router-worker-startup-timeout-secs", metavar="SECS",
         type=float, default=300.0, help="until a replica is ready (default 300)")  # fmt: skip
     _add_serving(parser, prefix="--router-", policy="cache_aware")
-    add_without_effect(parser, "--router-")
+    add_ignored_flags(parser, "--router-")
     _add_verbose(parser, "--router-verbose")  # without the prefix it is the engine's
     return parser
 
@@ -225,7 +225,7 @@ def _add_serving(
             names += [prefix + name.removeprefix("--") for name in names]
         # Absent flags leave no trace: what is in the namespace under a key was asked for.
         parser.add_argument(*names, dest=key, metavar=metavar, default=argparse.SUPPRESS, help=text)
-    add_mapped(parser, prefix)
+    add_mapped_flags(parser, prefix)
 
 
 def check_parser() -> argparse.ArgumentParser:

@@ -18,17 +18,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from omni_proxy import __version__
-from omni_proxy.cli.salvage import salvaged
-from omni_proxy.cli.text_table import plain, without_noise
-from omni_proxy.cli.tls_options import (
-    NO_PAPERS,
+from omni_proxy.cli.client.partial_config import salvage_config
+from omni_proxy.cli.client.tls_options import (
+    NO_CLIENT_CERT,
     ClientCert,
     ClientCertError,
-    add_papers,
-    context_of,
-    papers_of,
-    tls_trouble,
+    add_tls_arguments,
+    client_cert_of,
+    create_tls_context,
+    explain_tls_error,
 )
+from omni_proxy.cli.screen.text_table import printable, strip_noise
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.runtime_config.config_store import read_file
@@ -45,7 +45,7 @@ NO_SUCH_PLACE: Final = 2  # exit status of every command that could not ask
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _WHERE: Final = "name it with --url URL, or the file that it runs with by --config FILE"
 
-Told = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 class AdminClientError(Exception):
@@ -61,7 +61,7 @@ class AdminTarget:
     key: str = ""
     key_from: str = ""
     certificate: str = ""
-    papers: ClientCert = NO_PAPERS
+    papers: ClientCert = NO_CLIENT_CERT
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class AdminReply:
     """What an omni-proxy said; `refusal` is "" where it said yes."""
 
     status: int
-    told: Told
+    told: JsonObject
 
     @property
     def refusal(self) -> str:
@@ -79,7 +79,7 @@ class AdminReply:
         return "" if self.status < 400 else f"status {self.status}"
 
 
-def add_place(parser: argparse.ArgumentParser) -> None:
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """The words by which every command finds the proxy."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -91,10 +91,10 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"the admin key; else the file's, else {KEY_VARIABLE}"
     )
-    add_papers(parser)
+    add_tls_arguments(parser)
 
 
-def with_command(argv: Sequence[str], default: str) -> list[str]:
+def with_default_command(argv: Sequence[str], default: str) -> list[str]:
     """The command first, wherever it stands among the words that say which proxy is meant.
 
     What only looks needs no word of its own: `default` is its command.
@@ -102,7 +102,7 @@ def with_command(argv: Sequence[str], default: str) -> list[str]:
     if argv and argv[0] in ("-h", "--help"):
         return list(argv)
     place = argparse.ArgumentParser(add_help=False)
-    add_place(place)
+    add_target_arguments(place)
     valued = {word for action in place._actions for word in action.option_strings}
     at = 0
     while at < len(argv) and argv[at].startswith("-"):
@@ -116,13 +116,13 @@ def with_command(argv: Sequence[str], default: str) -> list[str]:
     return [default, *argv]
 
 
-def place_of(arguments: argparse.Namespace) -> AdminTarget:
+def admin_target_of(arguments: argparse.Namespace) -> AdminTarget:
     """Raises AdminClientError."""
-    papers = papers_of(arguments)
-    config, broken = file_of(arguments)
+    papers = client_cert_of(arguments)
+    config, broken = config_of(arguments)
     if broken:
         print(
-            f"warning: {plain(broken)}; the running proxy keeps its configuration",
+            f"warning: {printable(broken)}; the running proxy keeps its configuration",
             file=sys.stderr,
         )
     if config is not None:
@@ -130,7 +130,7 @@ def place_of(arguments: argparse.Namespace) -> AdminTarget:
         _require_papers(config, url, arguments.config, papers)
     else:
         typed = arguments.url or DEFAULT_URL.removeprefix("http://")
-        url = normal(typed, "https" if papers else "http")
+        url = normalize_admin_url(typed, "https" if papers else "http")
     if papers and url.startswith("http:"):
         raise AdminClientError(
             f"{url} is asked without TLS, so leave --ca and --client-cert out, or "
@@ -156,7 +156,7 @@ def _require_papers(config: Config, url: str, file: Path, papers: ClientCert) ->
         )
 
 
-def file_of(arguments: argparse.Namespace) -> tuple[Config | None, str]:
+def config_of(arguments: argparse.Namespace) -> tuple[Config | None, str]:
     """What --config FILE says, where it is there, and why the proxy would refuse it, "" if not.
 
     Of a broken file what is needed to find the proxy, which goes on with what it had. Raises
@@ -171,7 +171,7 @@ def file_of(arguments: argparse.Namespace) -> tuple[Config | None, str]:
         first, *more = str(refusal).splitlines()
         count = f" (and {len(more)} more: omni-proxy check {file})" if more else ""
         try:
-            return salvaged(file.read_bytes(), refusal), f"{first}{count}"
+            return salvage_config(file.read_bytes(), refusal), f"{first}{count}"
         except (OSError, ConfigError):
             message = f"{refusal}\nmend it, or name the running proxy with --url URL"
             raise AdminClientError(message) from None
@@ -195,7 +195,7 @@ def _url_of(config: Config, file: Path) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def normal(url: str, scheme: str = "http") -> str:
+def normalize_admin_url(url: str, scheme: str = "http") -> str:
     """With its scheme and host: `10.0.0.1:30000` and `:30000` are what people type."""
     if url.startswith("unix:"):
         return url
@@ -204,7 +204,7 @@ def normal(url: str, scheme: str = "http") -> str:
     return (url if _SCHEME.match(url) else f"{scheme}://{url}").rstrip("/")
 
 
-class Proxy:
+class AdminClient:
     """A connection to the proxy at a place; closed by its `with`."""
 
     def __init__(self, place: AdminTarget, answer_secs: float = ANSWER_SECS) -> None:
@@ -220,7 +220,7 @@ class Proxy:
         socket = place.url.removeprefix("unix:") if place.url.startswith("unix:") else None
         secure = place.url.startswith("https:")
         try:
-            trusted = context_of(place.papers, place.certificate) if secure else False
+            trusted = create_tls_context(place.papers, place.certificate) if secure else False
             self._client = httpx.Client(
                 base_url="http://localhost" if socket else place.url,
                 transport=httpx.HTTPTransport(uds=socket, verify=trusted),
@@ -280,15 +280,15 @@ class Proxy:
         except httpx.ConnectError as error:
             said = str(error)
             raise AdminClientError(
-                tls_trouble(url, said, self.place.papers)
-                or f"cannot connect to {url} ({without_noise(said)}); {_WHERE}"
+                explain_tls_error(url, said, self.place.papers)
+                or f"cannot connect to {url} ({strip_noise(said)}); {_WHERE}"
             ) from None
         except httpx.TimeoutException:
             raise AdminClientError(f"{url} does not answer in time") from None
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             said = str(error) or type(error).__name__
             raise AdminClientError(
-                tls_trouble(url, said, self.place.papers)
+                explain_tls_error(url, said, self.place.papers)
                 or f"{url} can't be asked: {said}; {_WHERE}"
             ) from None
 

@@ -11,7 +11,12 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final, NoReturn
 
-from omni_proxy.cli.peer_flags import PAGE, WITHOUT_EFFECT, plain, why_missing
+from omni_proxy.cli.flags.peer_flags import (
+    PAGE,
+    WITHOUT_EFFECT,
+    explain_missing_flag,
+    strip_router_prefix,
+)
 from omni_proxy.config.problem import did_you_mean
 
 _UNKNOWN: Final = "unrecognized arguments: "
@@ -40,7 +45,7 @@ _CHOICE: Final = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 FLAG_CUTOFF: Final = 0.8  # the share of letters in common; flags have many by chance
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """As argparse's own, and it has a word on flags and commands that it does not know."""
 
     def error(self, message: str) -> NoReturn:
@@ -69,10 +74,10 @@ def _cures(unknown: Iterable[str], known: Sequence[str]) -> list[str]:
     cures = []
     absent: dict[str, list[str]] = {}
     for flag in dict.fromkeys(_name(word) for word in unknown if word.startswith("--")):
-        bare = plain(flag)
+        bare = strip_router_prefix(flag)
         if said := THEIRS.get(flag) or THEIRS.get(bare):
             cures.append(f"{flag} is here: {said} ({PAGE})")
-        elif missing := why_missing(flag):
+        elif missing := explain_missing_flag(flag):
             absent.setdefault(missing, []).append(flag)
         elif bare in WITHOUT_EFFECT:
             cures.append(f"{flag}: omni-proxy launch-router takes it; here it has no meaning")
@@ -94,7 +99,7 @@ def nearest_flag(flag: str, known: Sequence[str]) -> str:
     return close[0] if len(words) > 1 and len(close) == 1 else ""
 
 
-def routers_own(words: Sequence[str]) -> list[str]:
+def router_flags_in(words: Sequence[str]) -> list[str]:
     """Which of the words that an engine would get are the router's by their name alone.
 
     `words` are those before a bare `--`: whatever follows that is the engine's.
