@@ -1,6 +1,6 @@
 """omni-proxy: one process in front of complete inference replicas.
 
-`docs/design.md` is the plan of the house; each package below is one of its rooms.
+`docs/design.md` says what each package is for.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m omni_proxy` is `omni-proxy`; so is a build in one file."""
+"""`python -m omni_proxy` is `omni-proxy`; so is a frozen binary."""
 
 import sys
 

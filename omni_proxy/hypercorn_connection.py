@@ -1,7 +1,7 @@
-"""Hypercorn's connections as both of our servers want them: the front's and the replica's.
+"""Changes to Hypercorn's connections, for the admin API and for the replica's server.
 
-Invariant: one whose client has left is closed at once, and the last piece of an answer is sent
-without being cancelled from inside. Which sockets, how long, and what ends them is the servers'.
+Invariant: a connection whose client has disconnected is closed at once, and the last chunk of a
+response is sent without being cancelled by quart-trio.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ LAST_SEND_SECS: Final = 30
 
 
 class HypercornConnection(TCPServer):
-    """Hypercorn's would wait out its keep-alive timeout for the next request of a client that left.
+    """Hypercorn waits its keep-alive timeout for the next request of a client that disconnected.
 
-    What is just being answered is told of it by Hypercorn, and ends by itself.
+    This ends the wait; a request that is being answered is notified by Hypercorn.
     """
 
-    _left = False
+    _disconnected = False
 
     async def protocol_send(self, event: Event) -> None:
-        if not (self._left and isinstance(event, Updated)):  # else it would be idle once more
+        if not (
+            self._disconnected and isinstance(event, Updated)
+        ):  # it would start the keep-alive timeout again
             await super().protocol_send(event)
 
     async def _read_data(self) -> None:
         await super()._read_data()
-        self._left = True
+        self._disconnected = True
         await self.idle_task.stop()
 
 
 def protect_last_send(
     app: QuartTrio,
 ) -> Callable[[Scope, ASGIReceiveCallable, ASGISendCallable], Awaitable[None]]:
-    """The app, whose answers' last piece nobody cancels.
+    """The app, with the last chunk of each response shielded from cancellation.
 
     quart-trio's receiver reacts to Hypercorn's `http.disconnect`, which comes before Hypercorn has
     ended the exchange, by cancelling the very task that ends it; the connection would neither
@@ -47,20 +49,20 @@ def protect_last_send(
     """
 
     async def call(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        async def send_whole(message: ASGISendEvent) -> None:
+        async def send_shielded(message: ASGISendEvent) -> None:
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 with trio.move_on_after(LAST_SEND_SECS, shield=True):
                     await send(message)
             else:
                 await send(message)
 
-        await app(scope, receive, send_whole)
+        await app(scope, receive, send_shielded)
 
     return call
 
 
-def first_leaf_error(fault: BaseException) -> BaseException:
-    """The one to tell of, out of the groups that nurseries make of it."""
-    while isinstance(fault, BaseExceptionGroup):
-        fault = fault.exceptions[0]
-    return fault
+def first_leaf_error(error: BaseException) -> BaseException:
+    """The first error inside the exception groups that nurseries raise."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

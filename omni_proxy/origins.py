@@ -1,7 +1,7 @@
 """Origins and hosts: the comparisons that keep pages of other origins out.
 
-Invariant: what can't be parsed equals nothing, and is no name of our own. Pure; the proxy and the
-replica judge by the same text.
+Invariant: what can't be parsed equals no origin, and is no local name. Pure; used by the proxy and
+by the replica.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NO_ORIGIN: Final[Origin] = ("", "", None)
 
 
 def hostname_of(host: str) -> str:
-    """Of a Host field: without its port and a closing dot, in lower case, no brackets."""
+    """The name in a Host field: lower case, without port, final dot and brackets."""
     name = host.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]
@@ -24,7 +24,7 @@ def hostname_of(host: str) -> str:
 
 
 def is_local_name(name: str) -> bool:
-    """Whether it is an address or localhost, which lead where they say."""
+    """Whether it is an IP address or localhost, which no DNS rebinding can redirect."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -35,7 +35,7 @@ def is_local_name(name: str) -> bool:
 
 
 def parse_origin(text: str) -> Origin:
-    """Of an Origin, Referer or URL; NO_ORIGIN for what has none (`null`)."""
+    """The origin of an Origin, Referer or URL; NO_ORIGIN for what has none (`null`)."""
     try:
         parts = urlsplit(text.strip())
         port = parts.port

@@ -1,6 +1,6 @@
-"""How this program is started again: from its modules, from an archive, or as a single file.
+"""The argv that starts this program again: from its modules, an archive, or a frozen binary.
 
-Every process of ours that is not forked begins with these words. Standard library only.
+Every process of this program that is not forked begins with it. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ ARCHIVE: Final = ".pyz"
 
 
 def program_argv() -> list[str]:
-    """The words before those of the command."""
-    if getattr(sys, "frozen", False):  # a single-file build is its own interpreter
+    """The first words of the argv; those of the command follow."""
+    if getattr(sys, "frozen", False):  # a frozen binary is its own interpreter
         return [sys.executable]
-    if sys.argv[0].endswith(ARCHIVE):  # what it unpacked is on no other interpreter's path
+    if sys.argv[0].endswith(ARCHIVE):  # its unpacked modules are on no other path
         return [sys.executable, os.path.abspath(sys.argv[0])]
     return [sys.executable, "-m", "omni_proxy"]

@@ -1,7 +1,8 @@
-"""The root nursery: what runs, in which order it starts, and how it ends.
+"""The composition root: builds every service, starts them in order in one nursery, ends them.
 
-Invariant: nothing is bound before the configuration has been judged, and the door outlives every
-supervisor. The first SIGTERM or SIGINT drains, a second one cuts; both end with exit status 0.
+Invariant: no listener is bound before the configuration is validated, and the data plane outlives
+every supervisor. The first SIGTERM or SIGINT drains, a second one aborts; both end with exit
+status 0.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ NEVER_READY = 1
 
 
 def run(startup: Startup) -> int:
-    """Serve until told to stop; the exit status."""
+    """Serve until a signal ends the program; returns the exit status."""
     fleet = Fleet()
     try:
         config_store = ConfigStore(startup, fleet)
@@ -71,70 +72,70 @@ def run(startup: Startup) -> int:
     for line in startup.warnings:
         _log.warning("%s", line)
     raise_fd_limit()
-    with private_runtime_dir() as private:
-        return trio.run(Server(config_store, fleet, private).run)
+    with private_runtime_dir() as runtime_dir:
+        return trio.run(Server(config_store, fleet, runtime_dir).run)
 
 
 def _log_health(worker: Worker, before: Health) -> None:
-    now, why = worker.health.state, worker.health.last_error
-    if CORDON in worker.cordon_reasons:  # its launch tells how that goes
-        _log.debug("Worker %s is not in use yet: from %s to %s", worker.url, before, now)
+    now, error = worker.health.state, worker.health.last_error
+    if CORDON in worker.cordon_reasons:  # the launcher logs its start
+        _log.debug("worker_health worker=%s from=%s to=%s launching=true", worker.url, before, now)
         return
     level = logging.INFO if now in (Health.HEALTHY, Health.UNKNOWN) else logging.WARNING
-    reason = f": {why}" if why and level == logging.WARNING else ""
-    _log.log(
-        level, "Worker %s health state changed from %s to %s%s", worker.url, before, now, reason
-    )
+    reason = f" error={error}" if error and level == logging.WARNING else ""
+    _log.log(level, "worker_health worker=%s from=%s to=%s%s", worker.url, before, now, reason)
 
 
-def _tell(line: str) -> None:
-    """To whoever waits at the terminal, whatever the log's level and format."""
+def _print(line: str) -> None:
+    """To the terminal, whatever the level and format of the log."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201  see above
 
 
 class Server:
-    """Every room of the running program, wired once."""
+    """All services of the running program."""
 
-    def __init__(self, config_store: ConfigStore, fleet: Fleet, private: Path) -> None:
+    def __init__(self, config_store: ConfigStore, fleet: Fleet, runtime_dir: Path) -> None:
         config = config_store.config
-        front_socket = private / "front.sock"
+        admin_socket = runtime_dir / "front.sock"
         self.config_store = config_store
         self.access_log = LineLog(config.server.access_log)
         self.route_log = LineLog(config.server.route_log)
         proxy_id = secrets.token_hex(16)
-        self.door = DataPlane(
+        self.data_plane = DataPlane(
             fleet, config,
-            front_socket=str(front_socket), below=random.randrange, proxy_id=proxy_id,
+            front_socket=str(admin_socket), below=random.randrange, proxy_id=proxy_id,
         )  # fmt: skip
         self.prober = Prober(fleet, config_store, jitter=random.random)
         self.prober.proxy_id = proxy_id
         self.launcher = Launcher(fleet, config_store, self.prober)
         self.ejector = OutlierEjector(fleet, config_store)
         self.drains = WorkerDrains(fleet, config_store)
-        kept = config_store.state.voices
-        self.door.voices.restore(kept.owner, kept.names)
-        self.voice_list = VoiceList(fleet, self.door.voices, config_store.save_voices)
+        voices = config_store.state.voices
+        self.data_plane.voices.restore(voices.owner, voices.names)
+        self.voice_list = VoiceList(fleet, self.data_plane.voices, config_store.save_voices)
         self.instruments = Instruments(
             fleet,
             lambda: self.view.load,
             {"access_log": self.access_log, "route_log": self.route_log},
         )
-        self.process_manager = ProcessManager(fleet, self.door, self.instruments, str(front_socket))
+        self.process_manager = ProcessManager(
+            fleet, self.data_plane, self.instruments, str(admin_socket)
+        )
         self.watchdog = Watchdog()
         self.view = AggregateView(self.process_manager, self.watchdog)
         fleet.await_replicated = self.process_manager.await_replicated
         self.reloader = Reloader(config_store)
         folder = folder_for(config_store.state_file, config, os.environ)
-        self.desk = WeightOperations(fleet, config_store, JournalFile(folder))
-        self.prober.tolerates_failures = self.desk.is_updating
+        self.weight_operations = WeightOperations(fleet, config_store, JournalFile(folder))
+        self.prober.tolerates_failures = self.weight_operations.is_updating
         self.leaving = False
         self.supervisors: list[Supervisor] = []
-        rooms = Services(
+        services = Services(
             fleet=fleet,
             config_store=config_store,
             prober=self.prober,
             data_plane=self.view,
-            weight_operations=self.desk,
+            weight_operations=self.weight_operations,
             launcher=self.launcher,
             instruments=self.instruments,
             drains=self.drains,
@@ -144,71 +145,72 @@ class Server:
             given=config_store.startup.flag_urls,
             proxy_id=proxy_id,
         )
-        # A QuartTrio can be served once only, so a restarted front gets a new one.
-        self.front = Supervisor(
-            "front", lambda told: serve(self._app(rooms), front_socket, task_status=told)
+        # A QuartTrio can be served only once, so a restart makes a new one.
+        self.admin_api = Supervisor(
+            "front", lambda status: serve(self._app(services), admin_socket, task_status=status)
         )
-        self.supervisors = self._supervised()
+        self.supervisors = self._build_supervisors()
         fleet.watch_health(_log_health)
         config_store.add_prepare(self.process_manager.prepare)
         config_store.subscribe(self._follow_config)
 
-    def _supervised(self) -> list[Supervisor]:
-        """In the order in which they start and are shown."""
+    def _build_supervisors(self) -> list[Supervisor]:
+        """In the order in which they start, and in which /status has them."""
         return [
-            Supervisor("access_log", lambda told: self.access_log.run(task_status=told)),
-            Supervisor("route_log", lambda told: self.route_log.run(task_status=told)),
-            self.front,
-            Supervisor("weights", lambda told: self.desk.run(task_status=told)),
-            Supervisor("prober", lambda told: self.prober.run(task_status=told)),
-            Supervisor("launcher", lambda told: self.launcher.run(task_status=told)),
-            Supervisor("ejector", lambda told: self.ejector.run(task_status=told)),
-            Supervisor("drains", lambda told: self.drains.run(task_status=told)),
-            Supervisor("voice_list", lambda told: self.voice_list.run(task_status=told)),
-            Supervisor("pulse", lambda told: self.instruments.ticker.run(task_status=told)),
-            Supervisor("reloader", lambda told: self.reloader.run(task_status=told)),
+            Supervisor("access_log", lambda status: self.access_log.run(task_status=status)),
+            Supervisor("route_log", lambda status: self.route_log.run(task_status=status)),
+            self.admin_api,
+            Supervisor("weights", lambda status: self.weight_operations.run(task_status=status)),
+            Supervisor("prober", lambda status: self.prober.run(task_status=status)),
+            Supervisor("launcher", lambda status: self.launcher.run(task_status=status)),
+            Supervisor("ejector", lambda status: self.ejector.run(task_status=status)),
+            Supervisor("drains", lambda status: self.drains.run(task_status=status)),
+            Supervisor("voice_list", lambda status: self.voice_list.run(task_status=status)),
+            Supervisor("pulse", lambda status: self.instruments.ticker.run(task_status=status)),
+            Supervisor("reloader", lambda status: self.reloader.run(task_status=status)),
         ]
 
-    def _app(self, rooms: Services) -> QuartTrio:
-        """It knows what is in flight at every door, and what it has answered holds there."""
-        app = create_app(rooms)
+    def _app(self, services: Services) -> QuartTrio:
+        """The admin API. It sees the counters of every process; a change that it has answered holds in
+        every process."""
+        app = create_app(services)
 
-        async def counted() -> None:
+        async def collect_counters() -> None:
             self.process_manager.count()
 
-        async def agreed(response: Response) -> Response:
+        async def await_replicated(response: Response) -> Response:
             if request.method not in ("GET", "HEAD"):
                 await self.process_manager.await_replicated()
             return response
 
-        app.before_request(counted)
-        app.after_request(agreed)
+        app.before_request(collect_counters)
+        app.after_request(await_replicated)
         return app
 
     async def run(self) -> int:
         _log.info("omni-proxy %s starts", __version__)
         async with trio.open_nursery() as root:
             await root.start(self.watchdog.run)
-            # The front first: what can be reached can be answered from its first moment on.
-            await root.start(self.door.run)
+            # The admin API before the listeners: what can be reached must be answered.
+            await root.start(self.data_plane.run)
             await root.start(self.process_manager.run)
-            await root.start(self.front.run)
-            self.door.listeners.held = bool(self.config_store.startup.launch)
+            await root.start(self.admin_api.run)
+            self.data_plane.listeners.held = bool(self.config_store.startup.launch)
             try:
                 self.config_store.start()
             except OSError as error:
                 root.cancel_scope.cancel()
                 return self._cannot_listen(error)
-            root.start_soon(self._signals, root.cancel_scope)
+            root.start_soon(self._handle_signals, root.cancel_scope)
             for supervisor in self.supervisors:
-                if supervisor is not self.front:
+                if supervisor is not self.admin_api:
                     await root.start(supervisor.run)
-            # What exists now stays: keep the collector from walking it again and again.
+            # Objects of the start live on: keep them out of every later garbage collection.
             gc.collect()
             gc.freeze()
             gc.set_threshold(10_000, 20, 50)
-            self.watchdog.begin()
-            if self.door.listeners.held:
+            self.watchdog.end_startup()
+            if self.data_plane.listeners.held:
                 status = await self._open_when_ready()
                 if status:
                     root.cancel_scope.cancel()
@@ -217,21 +219,23 @@ class Server:
         return 0
 
     async def _open_when_ready(self) -> int:
-        """Let clients in once the replicas of the command line are ready; the exit status where
-        that can't be."""
+        """Open the listeners once the replicas of the command line are ready; 0, or the exit status
+        where that fails."""
         launch = self.config_store.startup.launch
         longest = max(entry.ready_timeout_secs or math.inf for entry in launch)
         launcher = self.launcher
-        failed = await wait_until_ready(launcher.status, launcher.wait_state_change, _tell, longest)
-        if failed:
-            _tell(f"giving up: {failed}")
+        failure = await wait_until_ready(
+            launcher.status, launcher.wait_state_change, _print, longest
+        )
+        if failure:
+            _print(f"giving up: {failure}")
             return NEVER_READY
         try:
             self.process_manager.open()
         except OSError as error:
             return self._cannot_listen(error)
-        for url in self.door.listeners.urls():
-            _tell(f"serving on {url}")
+        for url in self.data_plane.listeners.urls():
+            _print(f"serving on {url}")
         return 0
 
     def _cannot_listen(self, error: OSError) -> int:
@@ -245,33 +249,33 @@ class Server:
         configure(server.log_level, server.log_format)
         self.access_log.retarget(server.access_log)
         self.route_log.retarget(server.route_log)
-        self.door.recorders.access_log = self.access_log if self.access_log.on else None
-        self.door.recorders.route_log = self.route_log if self.route_log.on else None
-        self.door.recorders.meters = self.instruments.metrics if server.metrics else None
+        self.data_plane.recorders.access_log = self.access_log if self.access_log.on else None
+        self.data_plane.recorders.route_log = self.route_log if self.route_log.on else None
+        self.data_plane.recorders.meters = self.instruments.metrics if server.metrics else None
 
-    async def _signals(self, everything: trio.CancelScope) -> None:
+    async def _handle_signals(self, root_scope: trio.CancelScope) -> None:
         async with trio.open_nursery() as nursery:
-            with trio.open_signal_receiver(signal.SIGHUP, signal.SIGTERM, signal.SIGINT) as came:
-                async for number in came:
+            with trio.open_signal_receiver(signal.SIGHUP, signal.SIGTERM, signal.SIGINT) as signals:
+                async for number in signals:
                     if number == signal.SIGHUP:
                         self.reloader.request_reload("SIGHUP")
                     elif self.leaving:
-                        _log.warning("a second signal: cutting what is left")
-                        everything.cancel()
+                        _log.warning("shutdown_aborted signal=%s", signal.Signals(number).name)
+                        root_scope.cancel()
                     else:
                         self.leaving = True
-                        nursery.start_soon(self._leave, everything)
+                        nursery.start_soon(self._shut_down, root_scope)
 
-    async def _leave(self, everything: trio.CancelScope) -> None:
+    async def _shut_down(self, root_scope: trio.CancelScope) -> None:
         server = self.config_store.config.server
         if server.ready_off_secs:
-            _log.info("shutting down: /ready fails for %g s, then draining", server.ready_off_secs)
+            _log.info("shutdown_started ready_off=%gs", server.ready_off_secs)
             await trio.sleep(server.ready_off_secs)
-        _log.info("draining: up to %g s for what is in flight", server.drain_timeout_secs)
+        _log.info("drain_started timeout=%gs", server.drain_timeout_secs)
         self.process_manager.begin_drain()
         with trio.move_on_after(server.drain_timeout_secs) as scope:
             await self.process_manager.drained()
         if scope.cancelled_caught:
-            left = self.view.counts()["connections"]
-            _log.warning("%d connections are cut: their time to drain is over", left)
-        everything.cancel()
+            connections = self.view.counts()["connections"]
+            _log.warning("drain_timeout aborted_connections=%d", connections)
+        root_scope.cancel()

@@ -1,7 +1,7 @@
-"""Supervisors: tasks beside the door that are restarted when they fail.
+"""Supervisors: services that are restarted, with back-off, when they fail.
 
-Invariant: a failure of one is logged, counted, shown and followed by a restart with back-off; it
-never reaches the root nursery, so the door goes on. Cancellation passes through.
+Invariant: a failure is logged, counted, shown at GET /status and followed by a restart; it never
+reaches the root nursery, so the data plane goes on. Cancellation passes through.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECS: Final = 0.5
 LONGEST_PAUSE_SECS: Final = 30.0
-CALM_SECS: Final = 60.0  # a run that lasted so long starts the back-off anew
+RESET_SECS: Final = 60.0  # a run that lasted so long resets the back-off
 
 Run = Callable[[trio.TaskStatus[None]], Awaitable[None]]
 
 
 class Supervisor:
-    """One named task; `status` is its row at GET /status."""
+    """One named service; `status` is its row at GET /status."""
 
     def __init__(self, name: str, run: Run) -> None:
         self.name = name
@@ -45,23 +45,23 @@ class Supervisor:
         }
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Started once its first run says so, or failed: a supervisor never blocks the start."""
-        told = _Once(task_status, lambda: self._enter("running"))
-        backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, CALM_SECS)
+        """Reports `started` when the first run does, or when it fails: it never blocks the start."""
+        started = _StartedOnce(task_status, lambda: self._enter("running"))
+        backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, RESET_SECS)
         while True:
-            began = trio.current_time()
+            started_at = trio.current_time()
             try:
-                await self._run(told)
+                await self._run(started)
                 self._enter("ended")
-                told.quietly()
+                started.forward()
                 return
             except Exception as error:
                 self._restarts += 1
-                self._last_error = _words(error)
+                self._last_error = _error_text(error)
                 self._enter("backing_off")
-                pause = backoff.next_delay(trio.current_time() - began)
-                _log.exception("%s failed; it is started again in %.1f s", self.name, pause)
-            told.quietly()
+                pause = backoff.next_delay(trio.current_time() - started_at)
+                _log.exception("service_failed name=%s restart_in=%.1fs", self.name, pause)
+            started.forward()
             await trio.sleep(pause)
 
     def _enter(self, state: str) -> None:
@@ -69,26 +69,26 @@ class Supervisor:
         self._since = datetime.now(UTC)
 
 
-class _Once:
-    """A task status that may be told again at each restart."""
+class _StartedOnce:
+    """A task status whose `started` may be called again at each restart."""
 
-    def __init__(self, status: trio.TaskStatus[None], running: Callable[[], None]) -> None:
+    def __init__(self, status: trio.TaskStatus[None], on_running: Callable[[], None]) -> None:
         self._status = status
-        self._running = running
-        self._told = False
+        self._on_running = on_running
+        self._forwarded = False
 
     def started(self, value: None = None) -> None:
-        self._running()
-        self.quietly()
+        self._on_running()
+        self.forward()
 
-    def quietly(self) -> None:
-        if not self._told:
-            self._told = True
+    def forward(self) -> None:
+        if not self._forwarded:
+            self._forwarded = True
             self._status.started(None)
 
 
-def _words(error: BaseException) -> str:
-    """The first real reason inside nested groups."""
+def _error_text(error: BaseException) -> str:
+    """The first error inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

@@ -216,7 +216,7 @@ class DataPlaneProcess:
             gc.collect()
             gc.freeze()
             gc.set_threshold(10_000, 20, 50)
-            self._watchdog.begin()
+            self._watchdog.end_startup()
             task_status.started()
             await self._drain_started.wait()
             await self.door.drained()

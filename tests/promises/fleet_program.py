@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import trio
 
-from omni_proxy.watchdog import STALLED
+from omni_proxy.watchdog import STALL_EVENT
 from tests.promises.program_nest import PROXY, Forked, nest
 
 KILLED_SECS = 5  # of grace, for a program whose test failed
@@ -213,7 +213,7 @@ async def starting(*words: str | Path) -> AsyncIterator[Program]:
             if process.returncode is None:
                 assert await running.leave() == 0, running.log
             assert "Traceback" not in running.log, running.log
-            assert STALLED not in running.log, running.log
+            assert STALL_EVENT not in running.log, running.log
         finally:
             await running.end()
             nursery.cancel_scope.cancel()

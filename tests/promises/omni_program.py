@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from omni_proxy.replica.model_file import MODELS, cache_folder
-from omni_proxy.watchdog import STALLED
+from omni_proxy.watchdog import STALL_EVENT
 
 MODEL = "smollm2-135m"
 NEEDED = ("torch", "hibari", "tiktoken")
@@ -69,7 +69,7 @@ def omni(folder: Path, base_port: int) -> Iterator[str]:
     finally:
         process.terminate()
         assert process.wait(30) == 0
-        assert STALLED not in log.read_text(), log.read_text()
+        assert STALL_EVENT not in log.read_text(), log.read_text()
 
 
 def _until_ready(process: subprocess.Popen[bytes], log: Path) -> str:

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import trio
 
-from omni_proxy.watchdog import STALLED
+from omni_proxy.watchdog import STALL_EVENT
 from tests.ports import free_port
 
 FAR, BASE = "far", "base"
@@ -175,7 +175,7 @@ class Fleet:
         finally:
             self.kill_proxy()
         assert "Traceback" not in self.log(), self.log()
-        assert STALLED not in self.log(), self.log()
+        assert STALL_EVENT not in self.log(), self.log()
 
     def start_proxy(self):
         argv = [sys.executable, "-m", "omni_proxy", "--config", str(self.folder / "proxy.toml")]

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import trio
 
-from omni_proxy.watchdog import STALLED
+from omni_proxy.watchdog import STALL_EVENT
 from tests.processes import alive
 from tests.promises.fleet_program import PATIENCE_SECS, Program, chat, put, toml, workers
 from tests.tree import ROOT, sources
@@ -137,7 +137,7 @@ async def test_one_file_routes_a_stream_reloads_and_leaves(binary, tmp_path):
             )
             assert await program.leave() == 0, program.log
             assert "Traceback" not in program.log
-            assert STALLED not in program.log
+            assert STALL_EVENT not in program.log
             assert not folder.exists()
 
 

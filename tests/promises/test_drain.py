@@ -124,7 +124,7 @@ async def test_the_drain_ends_after_its_time(tmp_path, script):
             with pytest.raises(Truncated):
                 await client.answer()
             assert await ended(running) == 0
-        await running.says("1 connections are cut")
+        await running.says("aborted_connections=1")
         script.may.set()
 
 
@@ -149,7 +149,7 @@ async def test_ready_goes_off_before_the_drain_begins(tmp_path, script):
     async with running_over(script, tmp_path, "ready_off_secs = 600") as running:
         assert (await running.client.get("/ready")).status_code == 200
         running.process.send_signal(signal.SIGTERM)
-        await running.says("draining")
+        await running.says("shutdown_started")
         assert (await running.client.get("/ready")).status_code == 503
         assert (await running.client.get("/live")).status_code == 200
         script.may.set()

@@ -36,11 +36,11 @@ async def house(tmp_path):
     file.write_text(f'[server]\nport = 0\nstate_file = "off"\n{urls}')
     config_store = ConfigStore(Startup(file, {}, (), ""), WalkedFleet())
     made = Server(config_store, config_store.fleet, tmp_path)
-    made.door.listeners.held = True
+    made.data_plane.listeners.held = True
     config_store.start()
     yield made
-    made.door.listeners.close()
-    made.door.loop.flush()
+    made.data_plane.listeners.close()
+    made.data_plane.loop.flush()
 
 
 async def test_a_change_of_one_workers_health_makes_nobody_look_at_all_of_them(house):

@@ -37,9 +37,9 @@ async def house(tmp_path, fleet):
         built = server.Server(config_store, known, tmp_path)
         nursery.start_soon(built.run)
         with trio.fail_after(PATIENCE_SECS):
-            while not built.door.addresses():
+            while not built.data_plane.addresses():
                 await trio.sleep(0.01)
-        base = f"http://{built.door.addresses()[0]}"
+        base = f"http://{built.data_plane.addresses()[0]}"
         async with httpx.AsyncClient(base_url=base, trust_env=False, timeout=5) as client:
             yield client
         nursery.cancel_scope.cancel()

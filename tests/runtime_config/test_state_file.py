@@ -110,7 +110,7 @@ async def test_what_another_proxy_wrote_is_not_written_over(path, caplog):
     ours, theirs = StateFile(path, SavedState()), StateFile(path, SavedState())
     await ours.save(path, SOME)
     await theirs.save(path, OTHER)
-    assert "does another one use it?" in caplog.text
+    assert "state_file_replaced" in caplog.text
     assert (load_state(path), load_state(path.with_name("s.toml.old"))) == (OTHER, SOME)
 
 

@@ -24,7 +24,7 @@ from tools.soak.operator import Operator, call
 CLIENTS: Final = 32
 SHARE_CALM: Final = 0.1  # of the time, before and after the siege each
 READY_SECS: Final = 30.0
-STALLED: Final = "the event loop has had no turn"
+STALLED: Final = "event_loop_stalled"
 
 
 def _arguments() -> argparse.Namespace:
