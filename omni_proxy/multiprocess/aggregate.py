@@ -44,33 +44,33 @@ class AggregateView:
     def __init__(self, manager: ProcessManager, watchdog: Watchdog) -> None:
         self._manager = manager
         self._watchdog = watchdog
-        self._door = manager.door
+        self._dataplane = manager.dataplane
 
     @property
     def policy(self) -> Policy:
-        policy = self._door.policy
+        policy = self._dataplane.policy
         return AggregatePolicy(policy, self._all_stats()) if self._manager.slots else policy
 
     @property
     def draining(self) -> bool:
-        return self._door.draining
+        return self._dataplane.draining
 
     @property
     def voices(self) -> VoiceRegistry:
-        return self._door.voices
+        return self._dataplane.voices
 
     @property
     def load(self) -> tuple[int, int]:
         """Requests in flight, and waiting."""
         if not self._manager.slots:
-            return self._door.in_flight, self._door.queue.waiting
+            return self._dataplane.in_flight, self._dataplane.queue.waiting
         return self._manager.worker_ids.in_flight, self.admission()["waiting"]
 
     def addresses(self) -> list[str]:
-        return self._door.addresses()
+        return self._dataplane.addresses()
 
     def admission(self) -> dict[str, int]:
-        totals, worker_ids = self._door.admission(), self._manager.worker_ids
+        totals, worker_ids = self._dataplane.admission(), self._manager.worker_ids
         stands = self._all_stats()
         if not self._manager.slots and not self._manager.exited_counts:
             return totals
@@ -84,22 +84,22 @@ class AggregateView:
         return totals
 
     def counts(self) -> dict[str, object]:
-        counts = self._door.counts()
+        counts = self._dataplane.counts()
         stands = self._all_stats()
         if not stands and not self._manager.exited_counts:
             return counts
         for name in COUNTS:
             counts[name] = int(str(counts[name])) + self._sum_of(name)
-        ended = Counter(self._door.services.totals.ended) + self._manager.exited_outcomes
+        ended = Counter(self._dataplane.services.totals.ended) + self._manager.exited_outcomes
         for stats in stands:
             ended.update(stats.ended)
         counts["ended"] = dict(ended)
-        counts["connections"] = len(self._door.loop.tasks) + sum(s.connections for s in stands)
+        counts["connections"] = len(self._dataplane.loop.tasks) + sum(s.connections for s in stands)
         return counts
 
     def status(self) -> dict[str, object]:
         """The data plane's, summed; `processes` has a row for each data-plane process."""
-        status = self._door.status()
+        status = self._dataplane.status()
         stands = self._all_stats()
         status.update(self.counts())
         status.update(self.admission())

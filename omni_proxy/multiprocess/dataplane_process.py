@@ -140,11 +140,11 @@ class DataPlaneProcess:
         counts, sessions_fd = channel.take_descriptors()
         counters = SharedCounters(counts)
         sessions = SharedSessions(sessions_fd, lambda serial: self.fleet.serial(serial))
-        fleet = ReplicatedFleet(counters, begin.index, lambda: self.door.loop.now, self._send)
+        fleet = ReplicatedFleet(counters, begin.index, lambda: self.dataplane.loop.now, self._send)
         row = counters.row(begin.index)
         self.fleet = fleet
-        self.door = SharedDataPlane(begin, fleet, first.config, row, self._send)
-        self.door.use_sessions(sessions)
+        self.dataplane = SharedDataPlane(begin, fleet, first.config, row, self._send)
+        self.dataplane.use_sessions(sessions)
         self._meters = MetricsDelta(fleet)
         self._access_lines, self._route_lines = _LineBuffer(), _LineBuffer()
         self._max_lag_secs = 0.0
@@ -157,7 +157,7 @@ class DataPlaneProcess:
             self._channel.send(message)
 
     def heard_from_main(self) -> None:
-        self.door.main_process.heard_at = monotonic()
+        self.dataplane.main_process.heard_at = monotonic()
 
     def take(self, message: ProcessCommand) -> None:
         match message:
@@ -170,7 +170,7 @@ class DataPlaneProcess:
                 if worker is not None:
                     self.fleet.cache_cleared(worker)
             case DrainCommand():
-                self.door.begin_drain()
+                self.dataplane.begin_drain()
                 self._drain_started.set()
             case StartCommand():
                 raise AssertionError("a process gets StartCommand once")
@@ -181,7 +181,7 @@ class DataPlaneProcess:
             socks = [socket.socket(fileno=number) for number in numbers]
             for sock in socks:
                 sock.setblocking(False)
-            self.door.listen_on(socks)
+            self.dataplane.listen_on(socks)
         except OSError as error:  # the descriptor limit
             self._send(ListenFailedEvent(error.strerror or str(error)))
 
@@ -192,25 +192,25 @@ class DataPlaneProcess:
         self.fleet.reach(snapshot.processes)
         if snapshot.rows is not None:
             self.fleet.follow(snapshot.rows, datetime.now(UTC))
-        self.door.follow_voices(snapshot.voices, snapshot.voice_changes)
+        self.dataplane.follow_voices(snapshot.voices, snapshot.voice_changes)
 
     def _apply_config(self, config: Config) -> None:
-        server, door = config.server, self.door
+        server, dataplane = config.server, self.dataplane
         configure(server.log_level, server.log_format)
         try:
-            door.prepare(config)()
+            dataplane.prepare(config)()
         except (OSError, ConfigError) as error:  # the main process could read them a moment ago
             _log.error('certificates_not_reloaded error="%s"', error)
-            door.apply_without_listeners(config)
-        door.recorders.access_log = self._access_lines if server.access_log != OFF else None
-        door.recorders.route_log = self._route_lines if server.route_log != OFF else None
-        door.recorders.meters = self._meters if server.metrics else None
+            dataplane.apply_without_listeners(config)
+        dataplane.recorders.access_log = self._access_lines if server.access_log != OFF else None
+        dataplane.recorders.route_log = self._route_lines if server.route_log != OFF else None
+        dataplane.recorders.meters = self._meters if server.metrics else None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled, or drained: then it sends what is unsent and closes the socket."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self._watchdog.run)
-            await nursery.start(self.door.run)
+            await nursery.start(self.dataplane.run)
             for chore in (self._send_lines, self._send_reports, self._poll_queue_room):
                 nursery.start_soon(chore)
             gc.collect()
@@ -219,7 +219,7 @@ class DataPlaneProcess:
             self._watchdog.end_startup()
             task_status.started()
             await self._drain_started.wait()
-            await self.door.drained()
+            await self.dataplane.drained()
             self._send_line_batch()
             self._send_stats()
             await self._channel.wait_flushed()
@@ -228,7 +228,10 @@ class DataPlaneProcess:
 
     async def _send_lines(self) -> None:
         while True:
-            off = self.door.recorders.access_log is None and self.door.recorders.route_log is None
+            off = (
+                self.dataplane.recorders.access_log is None
+                and self.dataplane.recorders.route_log is None
+            )
             await trio.sleep(SEND_STATS_SECS if off else SEND_LINES_SECS)
             self._send_line_batch()
 
@@ -266,7 +269,7 @@ class DataPlaneProcess:
 
     async def _poll_queue_room(self) -> None:
         """Serve the queue when an exchange of another process has made room."""
-        queue = self.door.queue
+        queue = self.dataplane.queue
         while True:
             await trio.sleep(QUEUE_POLL_SECS if queue.waiting else IDLE_POLL_SECS)
             if queue.waiting:
@@ -274,24 +277,24 @@ class DataPlaneProcess:
                 queue.serve()
 
     def _stats(self) -> ProcessStats:
-        door, tasks = self.door, self.door.loop.tasks
+        dataplane, tasks = self.dataplane, self.dataplane.loop.tasks
         oldest = nsmallest(MAX_CONNECTIONS, tasks, key=lambda task: task.started_at)
         return ProcessStats(
             counts={
-                "accepted": door.services.totals.accepted,
-                "failures": door.loop.failures,
-                "failed_tls_handshakes": door.services.totals.failed_handshakes,
-                "answers_across_versions": door.services.totals.across_versions,
-                "rejected": door.inflight.rejected,
+                "accepted": dataplane.services.totals.accepted,
+                "failures": dataplane.loop.failures,
+                "failed_tls_handshakes": dataplane.services.totals.failed_handshakes,
+                "answers_across_versions": dataplane.services.totals.across_versions,
+                "rejected": dataplane.inflight.rejected,
                 "stalls": self._watchdog.stalls,
             },
-            ended=dict(door.services.totals.ended),
+            ended=dict(dataplane.services.totals.ended),
             connections=len(tasks),
-            waiting=door.queue.waiting,
-            held_bytes=door.inflight.held_bytes,
+            waiting=dataplane.queue.waiting,
+            held_bytes=dataplane.inflight.held_bytes,
             phases=dict(Counter(task.phase for task in tasks)),
             oldest=[connection_record(task) for task in oldest if isinstance(task, Connection)],
-            policy=door.policy.stats(),
+            policy=dataplane.policy.stats(),
             lag_ms=round(self._max_lag_secs * 1000, 2),
             longest_turn_ms=round(self._watchdog.longest_turn_secs * 1000, 2),
         )

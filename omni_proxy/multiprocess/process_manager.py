@@ -55,12 +55,12 @@ def process_count(config: Config) -> int:
     return config.server.processes or len(os.sched_getaffinity(0))
 
 
-def per_process_config(config: Config, doors: int) -> Config:
+def per_process_config(config: Config, process_count: int) -> Config:
     """The configuration of each of so many processes: bounds are divided, and rounded up."""
     server = structs.replace(
         config.server,
-        queue_size=-(-config.server.queue_size // doors),
-        max_held_bytes=-(-config.server.max_held_bytes // doors),
+        queue_size=-(-config.server.queue_size // process_count),
+        max_held_bytes=-(-config.server.max_held_bytes // process_count),
     )
     return structs.replace(config, server=server, workers=(), launch=())
 
@@ -70,17 +70,17 @@ class ProcessManager:
     `[server] processes = 1`."""
 
     def __init__(
-        self, fleet: Fleet, door: DataPlane, instruments: Instruments, admin_socket: str
+        self, fleet: Fleet, dataplane: DataPlane, instruments: Instruments, admin_socket: str
     ) -> None:
-        self.door = door
+        self.dataplane = dataplane
         self.draining = False
         self.slots: dict[int, ProcessSlot] = {}  # by index
-        self.worker_ids = WorkerIds(fleet, door)
+        self.worker_ids = WorkerIds(fleet, dataplane)
         self.exited_counts: Counter[str] = Counter()
         self.exited_outcomes: Counter[str] = Counter()
         self._publisher = SnapshotPublisher(fleet, self.worker_ids)
         self._report_handler = ReportHandler(
-            fleet, door, self.worker_ids, instruments, self.exited_counts, self.exited_outcomes
+            fleet, dataplane, self.worker_ids, instruments, self.exited_counts, self.exited_outcomes
         )
         self._admin_socket = admin_socket
         self._sessions: int | None = None  # the descriptor of the shared sessions
@@ -91,8 +91,8 @@ class ProcessManager:
         self._no_slots = trio.Event()
         self._changed = trio.Event()
         fleet.watch(lambda: self._changed.set())
-        door.voices.watch(lambda: self._changed.set())
-        door.voices.watch_names(lambda: self._changed.set())
+        dataplane.voices.watch(lambda: self._changed.set())
+        dataplane.voices.watch_names(lambda: self._changed.set())
         fleet.watch_cache_cleared(self._clear_cache)
 
     @property
@@ -103,7 +103,7 @@ class ProcessManager:
 
     def prepare(self, new: Config) -> Callable[[], None]:
         """As `DataPlane.prepare`: the result applies `new`. Raises OSError, ConfigError."""
-        prepared = self.door.prepare(new)
+        prepared = self.dataplane.prepare(new)
         try:
             port = self._prepare_port(new, prepared.public)
         except OSError:
@@ -118,7 +118,7 @@ class ProcessManager:
 
     def open(self) -> None:
         """Start to listen where `listeners.held` prevented it. Raises OSError."""
-        self.door.open()
+        self.dataplane.open()
         if self.slots and self._port is not None:
             self._stop_accepting(self._port)
         self._assign_sockets()
@@ -163,7 +163,7 @@ class ProcessManager:
         self.draining = True
         if self._port is not None:
             self._port.close_all()
-        self.door.begin_drain()
+        self.dataplane.begin_drain()
         for slot in self.slots.values():
             slot.retire()
         for handle in self.handles:
@@ -173,7 +173,7 @@ class ProcessManager:
         """Until the last connection has ended; the caller's scope bounds it."""
         while self.slots:
             await self._no_slots.wait()
-        await self.door.drained()
+        await self.dataplane.drained()
 
     async def _repeat(self, secs: float, chore: Callable[[], None]) -> None:
         """Call `chore` again and again while there are slots."""
@@ -188,7 +188,7 @@ class ProcessManager:
             return None
         if self._port is not None and self._port.listener is listener:
             return None
-        return ReuseportGroup(self.door.loop, listener)
+        return ReuseportGroup(self.dataplane.loop, listener)
 
     def _apply(self, new: Config, port: ReuseportGroup | None) -> None:
         """Have as many slots as `new` wants; `port`: new sockets, if any. Can't fail."""
@@ -227,7 +227,7 @@ class ProcessManager:
     def _stop_accepting(self, port: ReuseportGroup) -> None:
         """The other processes accept from here on; idle clients of the main process reconnect."""
         port.pause()
-        self.door.close_after_responses(admin=False)
+        self.dataplane.close_after_responses(admin=False)
 
     def _add_slot(self) -> None:
         assert self._nursery is not None
@@ -275,7 +275,7 @@ class ProcessManager:
     def _on_start(self, handle: ProcessHandle) -> None:
         if self._sessions is None:
             self._sessions = shared_sessions.create_sessions()
-        start = StartCommand(handle.index, self._admin_socket, SILENT_SECS, self.door.proxy_id)
+        start = StartCommand(handle.index, self._admin_socket, SILENT_SECS, self.dataplane.proxy_id)
         handle.send_start(start, self.worker_ids.counters.descriptor, self._sessions)
         self._publisher.send_all([handle])
 
@@ -297,7 +297,7 @@ class ProcessManager:
     def _assign_sockets(self) -> None:
         """Give a socket to every process that is ready, and steer new connections to those."""
         port = self._port
-        if port is None or self.draining or self.door.listeners.held:
+        if port is None or self.draining or self.dataplane.listeners.held:
             return
         for handle in self.handles:
             if handle.listening or handle.listen_retry_pending or not handle.ready:

@@ -84,9 +84,9 @@ class ReplicatedFleet(Fleet):
         self._recount_at = 0.0
         self.others: list[Cells] = []
 
-    def reach(self, doors: int) -> None:
+    def reach(self, processes: int) -> None:
         """Rows up to that index are in use."""
-        rows = [index for index in range(doors + 1) if index != self._index]
+        rows = [index for index in range(processes + 1) if index != self._index]
         self.others = [self._counters.row(index) for index in rows]
         self.recount()
 

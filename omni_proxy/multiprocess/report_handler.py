@@ -34,7 +34,7 @@ class ReportHandler:
     """`exited_counts`, `exited_outcomes`: counters of processes that have exited."""
 
     fleet: Fleet
-    door: DataPlane
+    dataplane: DataPlane
     worker_ids: WorkerIds
     instruments: Instruments
     exited_counts: Counter[str]
@@ -89,7 +89,7 @@ class ReportHandler:
             case HalfOpenEndedEvent(serial, trial):
                 fleet.end_half_open(worker, handle.half_open_ids.pop((serial, trial), 0))
             case VoicesChangedEvent():
-                self.door.keep_voices_at(worker)
+                self.dataplane.keep_voices_at(worker)
 
     def on_process_exit(self, handle: ProcessHandle) -> None:
         """Its half-open requests are over; what it counted stays counted."""

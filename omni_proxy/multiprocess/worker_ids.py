@@ -19,9 +19,9 @@ from omni_proxy.multiprocess.shared_dataplane import PROCESS_CELL
 class WorkerIds:
     """`processes`: the highest index of a process that has a row."""
 
-    def __init__(self, fleet: Fleet, door: DataPlane) -> None:
+    def __init__(self, fleet: Fleet, dataplane: DataPlane) -> None:
         self._fleet = fleet
-        self._door = door
+        self._dataplane = dataplane
         self._counters: SharedCounters | None = None
         self._cells = FreeSlots(CELLS - 1)  # cell 0 is no worker's
         self._ids: dict[Worker, tuple[int, int]] = {}  # serial, cell
@@ -41,7 +41,7 @@ class WorkerIds:
 
     @property
     def voices(self) -> VoiceRegistry:
-        return self._door.voices
+        return self._dataplane.voices
 
     def in_flight_at(self, index: int) -> int:
         return self._counters.row(index)[PROCESS_CELL] if self._counters is not None else 0
@@ -78,12 +78,12 @@ class WorkerIds:
     def recount(self) -> None:
         """Write the main process's row, and add up those of the others."""
         if self._counters is None:
-            self.in_flight = self._door.in_flight
+            self.in_flight = self._dataplane.in_flight
             return
         own_row = self._counters.row(0)
         others = [self._counters.row(index) for index in range(1, self.processes + 1)]
-        own_row[PROCESS_CELL] = self._door.in_flight
-        self.in_flight = self._door.in_flight + sum(row[PROCESS_CELL] for row in others)
+        own_row[PROCESS_CELL] = self._dataplane.in_flight
+        self.in_flight = self._dataplane.in_flight + sum(row[PROCESS_CELL] for row in others)
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         members = set(self._fleet.workers)
         for worker, (serial, cell) in list(self._ids.items()):

@@ -9,7 +9,7 @@ from omni_proxy.multiprocess.process_manager import per_process_config, process_
 from omni_proxy.watchdog import Watchdog
 
 
-def test_facts_of_several_doors_are_added_and_shares_are_averaged():
+def test_statistics_of_processes_are_added_and_ratios_averaged():
     one = {"tree_size": 5, "picks": {"a": 1}, "matched_ratio": 0.5, "sticky": {"kept": 1}}
     other = {"tree_size": 7, "picks": {"a": 2, "b": 3}, "matched_ratio": 0.7, "sticky": {"kept": 2}}
     assert sum_stats([one, other, {"matched_ratio": None}]) == {
@@ -21,12 +21,12 @@ def test_facts_of_several_doors_are_added_and_shares_are_averaged():
     assert sum_stats([]) == {}
 
 
-def test_all_doors_see_the_same_sessions():
+def test_sessions_are_shared_by_all_processes():
     facts = {"sticky": {"sessions": 40, "kept": 2, "begun": 1}}
     assert sum_stats([facts, facts])["sticky"] == {"sessions": 40, "kept": 4, "begun": 2}
 
 
-def test_no_door_is_left_without_a_place_in_its_queue():
+def test_divided_bounds_are_rounded_up():
     config = parse('[server]\nqueue_size = 5\nmax_held_bytes = 1000\n[[workers]]\nurl = "http://a"')
     kept = per_process_config(config, 4)
     assert (kept.server.queue_size, kept.server.max_held_bytes) == (2, 250)
@@ -34,18 +34,18 @@ def test_no_door_is_left_without_a_place_in_its_queue():
     assert per_process_config(parse(""), 4).server.queue_size == 0
 
 
-def test_nought_processes_is_one_for_each_core():
+def test_zero_processes_means_one_for_each_core():
     assert process_count(parse("[server]\nprocesses = 0")) >= 1
     assert process_count(parse("[server]\nprocesses = 3")) == 3
     assert process_count(parse("")) == 1
 
 
-def test_stalls_are_those_of_all_processes_also_of_doors_that_have_ended():
+def test_stalls_are_summed_over_all_processes_also_exited_ones():
     counts = {**NO_STATS.counts, "stalls": 2}
     handle = SimpleNamespace(stats=structs.replace(NO_STATS, counts=counts))
     unheard = SimpleNamespace(stats=None)
     processes = SimpleNamespace(
-        door=None, exited_counts=Counter(stalls=3), handles=[handle, unheard]
+        dataplane=None, exited_counts=Counter(stalls=3), handles=[handle, unheard]
     )
     watchdog = Watchdog()
     watchdog.stalls = 1
@@ -53,6 +53,6 @@ def test_stalls_are_those_of_all_processes_also_of_doors_that_have_ended():
     assert told == {**watchdog.status(), "stalls": 6}
 
 
-def test_what_has_no_sum_is_that_of_the_last_process():
+def test_a_statistic_without_a_sum_is_that_of_the_last_process():
     rows = [{"n": 1, "text": "a", "odd": 1}, {"n": 2, "text": "b", "odd": {"k": 3}}]
     assert sum_stats(rows) == {"n": 3, "text": "b", "odd": {"k": 3}}

@@ -1,4 +1,4 @@
-"""What a door does with control's messages, in this process."""
+"""What a dataplane does with control's messages, in this process."""
 
 import os
 import socket
@@ -24,31 +24,31 @@ from tests.fleet.entries import entry, fleet_of
 
 
 @pytest.fixture
-async def house(logging_as_it_was, nursery):
-    """A door that has been told of two workers, with the serials 1 and 2."""
+async def process(logging_as_it_was, nursery):
+    """A dataplane that has been told of two workers, with the serials 1 and 2."""
     one, other = socket.socketpair()
     control = IpcChannel(one, msgspec.msgpack.Decoder(ProcessEvent))
-    door = IpcChannel(other, msgspec.msgpack.Decoder(ProcessCommand))
+    dataplane = IpcChannel(other, msgspec.msgpack.Decoder(ProcessCommand))
     kept = shared_sessions.create_sessions()
     begin = StartCommand(1, "/nowhere", 5.0)
     control.send(begin, [SharedCounters.create().descriptor, kept])
     os.close(kept)
     nursery.start_soon(control.run_writer)
-    assert await door.receive() == [begin]
+    assert await dataplane.receive() == [begin]
     fleet = fleet_of(entry("a"), entry("b"))
     rows = tuple(
         worker_state(worker, serial, serial) for serial, worker in enumerate(fleet.workers, start=1)
     )
     yield DataPlaneProcess(
-        begin, StateSnapshot(1, rows, parse(""), VoiceListMessage("", None), 0, 1), door
+        begin, StateSnapshot(1, rows, parse(""), VoiceListMessage("", None), 0, 1), dataplane
     )
     control.close()
-    door.close()
+    dataplane.close()
 
 
-async def test_what_control_calls_forgotten_is_forgotten_and_a_worker_that_left_is_no_fault(house):
+async def test_a_clear_cache_command_of_a_removed_worker_is_ignored(process):
     forgotten = []
-    house.fleet.watch_cache_cleared(forgotten.append)
-    house.take(ClearCacheCommand(2))
-    house.take(ClearCacheCommand(3))
+    process.fleet.watch_cache_cleared(forgotten.append)
+    process.take(ClearCacheCommand(2))
+    process.take(ClearCacheCommand(3))
     assert [worker.url for worker in forgotten] == ["http://b:1"]

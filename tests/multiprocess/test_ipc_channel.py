@@ -21,13 +21,13 @@ from omni_proxy.multiprocess.messages import (
 
 @pytest.fixture
 async def ends():
-    """Control's, and a door's."""
+    """Control's, and a dataplane's."""
     one, other = socket.socketpair()
     control = IpcChannel(one, msgspec.msgpack.Decoder(ProcessEvent))
-    door = IpcChannel(other, msgspec.msgpack.Decoder(ProcessCommand))
-    yield control, door
+    dataplane = IpcChannel(other, msgspec.msgpack.Decoder(ProcessCommand))
+    yield control, dataplane
     control.close()
-    door.close()
+    dataplane.close()
 
 
 async def heard(channel, count):
@@ -38,8 +38,8 @@ async def heard(channel, count):
     return got
 
 
-async def test_messages_come_in_their_order_and_descriptors_with_them(ends, nursery, tmp_path):
-    control, door = ends
+async def test_messages_arrive_in_order_with_their_descriptors(ends, nursery, tmp_path):
+    control, dataplane = ends
     nursery.start_soon(control.run_writer)
     for number in range(3):
         with (tmp_path / str(number)).open("w+b") as file:
@@ -47,27 +47,27 @@ async def test_messages_come_in_their_order_and_descriptors_with_them(ends, nurs
             file.flush()
             assert control.send(ClearCacheCommand(number)) == 2 * number + 1
             control.send(ListenCommand(1), [file.fileno()])  # closed here before it has left
-    got = await heard(door, 6)
+    got = await heard(dataplane, 6)
     assert got == [
         each for number in range(3) for each in (ClearCacheCommand(number), ListenCommand(1))
     ]
     for number in range(3):
-        (descriptor,) = door.take_descriptors()
+        (descriptor,) = dataplane.take_descriptors()
         with os.fdopen(descriptor, "rb") as file:
             file.seek(0)
             assert file.read() == b"%d" % number
 
 
-async def test_what_is_told_before_the_end_is_heard(ends, nursery):
-    control, door = ends
-    nursery.start_soon(door.run_writer)
+async def test_messages_sent_before_the_close_are_received(ends, nursery):
+    control, dataplane = ends
+    nursery.start_soon(dataplane.run_writer)
     for count in range(20_000):
-        door.send(AckEvent(count, 0))
-    assert door.waiting_bytes > 100_000
-    nursery.start_soon(flush_and_shut, door)
+        dataplane.send(AckEvent(count, 0))
+    assert dataplane.waiting_bytes > 100_000
+    nursery.start_soon(flush_and_shut, dataplane)
     assert [ack.count for ack in await heard(control, 20_000)] == list(range(20_000))
     assert await control.receive() == []
-    assert door.waiting_bytes == 0
+    assert dataplane.waiting_bytes == 0
 
 
 async def flush_and_shut(channel):
@@ -75,20 +75,20 @@ async def flush_and_shut(channel):
     channel.shut()
 
 
-async def test_an_end_that_was_cut_off_is_an_end(ends):
-    control, door = ends
+async def test_a_connection_reset_is_the_end(ends):
+    control, dataplane = ends
     control.close()
-    assert await door.receive() == []
+    assert await dataplane.receive() == []
 
 
-async def test_nothing_stays_open_of_what_was_never_taken(ends, nursery):
-    control, door = ends
+async def test_descriptors_that_were_never_taken_are_closed(ends, nursery):
+    control, dataplane = ends
     nursery.start_soon(control.run_writer)
     read, write = os.pipe()
     control.send(ListenCommand(1), [write])
-    await heard(door, 1)
+    await heard(dataplane, 1)
     os.close(write)
-    door.close()
+    dataplane.close()
     await trio.testing.wait_all_tasks_blocked()
     os.set_blocking(read, False)
     assert os.read(read, 1) == b""  # or it would block
@@ -96,7 +96,7 @@ async def test_nothing_stays_open_of_what_was_never_taken(ends, nursery):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_frames_may_come_in_any_pieces(size):
+def test_frames_may_arrive_in_any_chunks(size):
     messages = [AckEvent(count, count) for count in range(50)]
     stream = b"".join(map(encode_frame, messages))
     frames, got = MessageFrames(), []
@@ -107,7 +107,7 @@ def test_frames_may_come_in_any_pieces(size):
     assert got == messages
 
 
-async def test_a_message_whose_descriptors_can_not_all_be_had_keeps_none_of_them(ends):
+async def test_a_message_whose_descriptors_can_not_all_be_duplicated_is_not_sent(ends):
     control, _ = ends
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -115,8 +115,8 @@ async def test_a_message_whose_descriptors_can_not_all_be_had_keeps_none_of_them
     assert (os.listdir("/proc/self/fd"), control.sent) == (before, 0)
 
 
-async def test_descriptors_that_can_not_be_had_are_missed_by_their_message_alone(ends, nursery):
-    control, door = ends
+async def test_descriptors_that_can_not_be_received_are_lost_for_their_message_alone(ends, nursery):
+    control, dataplane = ends
     nursery.start_soon(control.run_writer)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     read, write = os.pipe()
@@ -126,15 +126,15 @@ async def test_descriptors_that_can_not_be_had_are_missed_by_their_message_alone
     os.close(spare)
     resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 1, limits[1]))  # room for one
     try:
-        assert await heard(door, 1) == [ListenCommand(2)]
+        assert await heard(dataplane, 1) == [ListenCommand(2)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert os.dup(read) == spare  # which was given back
     control.send(ListenCommand(1), [write])
-    assert await heard(door, 1) == [ListenCommand(1)]
+    assert await heard(dataplane, 1) == [ListenCommand(1)]
     with pytest.raises(OSError, match="Too many open files"):
-        door.take_descriptors()
-    (came,) = door.take_descriptors()
+        dataplane.take_descriptors()
+    (came,) = dataplane.take_descriptors()
     assert os.fstat(came).st_ino == os.fstat(write).st_ino
     for number in (read, write, spare, came):
         os.close(number)

@@ -14,7 +14,7 @@ async def handle():
     made._theirs.close()
 
 
-async def test_one_that_has_answered_once_is_deaf_soon(handle):
+async def test_a_process_that_stops_acknowledging_is_unresponsive_soon(handle):
     handle.send(DrainCommand())
     handle.send(DrainCommand())
     handle.acked, handle.silent_ticks = 1, MAX_UNACKED_TICKS
@@ -23,7 +23,7 @@ async def test_one_that_has_answered_once_is_deaf_soon(handle):
     assert handle.is_unresponsive
 
 
-async def test_one_that_only_begins_has_more_time_but_not_for_ever(handle):
+async def test_a_process_that_starts_up_has_more_time_but_not_for_ever(handle):
     handle.send(DrainCommand())
     handle.silent_ticks = MAX_STARTUP_TICKS
     assert not handle.is_unresponsive
@@ -31,7 +31,7 @@ async def test_one_that_only_begins_has_more_time_but_not_for_ever(handle):
     assert handle.is_unresponsive
 
 
-async def test_one_that_was_told_nothing_more_is_not_deaf(handle):
+async def test_a_process_with_nothing_to_acknowledge_is_not_unresponsive(handle):
     handle.send(DrainCommand())
     handle.acked, handle.silent_ticks = 1, 1000
     assert not handle.is_unresponsive

@@ -14,7 +14,7 @@ from tests.telemetry.ends import ended, refused, whole
 
 
 def fleets():
-    """One process's, and that of a door beside it."""
+    """One process's, and that of a dataplane beside it."""
     whole = fleet_of(entry("a"), entry("b"))
     rows = [
         worker_state(worker, serial, serial) for serial, worker in enumerate(whole.workers, start=1)
@@ -66,9 +66,9 @@ def overhead_aside(shown):
     return cells, {route: len(each) for route, each in phases.items()}, *rest
 
 
-def test_two_doors_make_what_one_would():
+def test_the_metrics_of_two_processes_add_up_to_those_of_one():
     whole, follows = fleets()
-    recent, door = RecentWindow(), MetricsDelta(follows)
+    recent, dataplane = RecentWindow(), MetricsDelta(follows)
     one = Metrics(whole, recent)
     for mine, worker in exchanges(whole):
         one.record(mine, worker)
@@ -76,10 +76,10 @@ def test_two_doors_make_what_one_would():
     summed = Metrics(whole, summed_recent)
     workers = dict(enumerate(whole.workers, start=1))
     for mine, worker in exchanges(follows):
-        door.record(mine, worker)
-        told = msgspec.msgpack.decode(msgspec.msgpack.encode(door.take()), type=MetricsEvent)
+        dataplane.record(mine, worker)
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(dataplane.take()), type=MetricsEvent)
         merge_metrics(told, summed, summed_recent, workers.get)
-    left = door.take()
+    left = dataplane.take()
     assert not left.cells
     assert not left.slots
     wanted = overhead_aside(shown(one, recent))
@@ -87,44 +87,48 @@ def test_two_doors_make_what_one_would():
     assert wanted[3] == 2
 
 
-def test_a_stream_that_outlasts_its_tallies_is_told_in_each_and_no_gap_twice():
+def test_a_long_stream_is_in_every_delta_and_no_gap_is_counted_twice():
     whole, follows = fleets()
-    meters, recent, door = Metrics(whole, RecentWindow()), RecentWindow(), MetricsDelta(follows)
+    meters, recent, dataplane = (
+        Metrics(whole, RecentWindow()),
+        RecentWindow(),
+        MetricsDelta(follows),
+    )
     workers = dict(enumerate(whole.workers, start=1))
     mine = ended()
     mine.worker = follows.workers[0]
     path = mine.route.path
-    gaps = door.gap_histogram(mine)
-    merge_metrics(door.take(), meters, recent, workers.get)
+    gaps = dataplane.gap_histogram(mine)
+    merge_metrics(dataplane.take(), meters, recent, workers.get)
     for secs in (0.02, 0.3, 4.0):
         gaps.observe(secs)
-        merge_metrics(door.take(), meters, recent, workers.get)
-        door.record(ended(mine.worker), mine.worker)  # another one ends meanwhile
-        merge_metrics(door.take(), meters, recent, workers.get)
+        merge_metrics(dataplane.take(), meters, recent, workers.get)
+        dataplane.record(ended(mine.worker), mine.worker)  # another one ends meanwhile
+        merge_metrics(dataplane.take(), meters, recent, workers.get)
     between = meters.series[path, whole.workers[0]].between
     assert (sum(between.counts), round(between.sum, 6)) == (3, 4.32)
-    assert not door.take().cells
+    assert not dataplane.take().cells
 
 
-def test_the_gaps_of_a_worker_that_is_gone_are_not_kept():
+def test_gaps_of_a_removed_worker_are_dropped():
     whole, follows = fleets()
-    door = MetricsDelta(follows)
+    dataplane = MetricsDelta(follows)
     mine = ended()
     mine.worker = follows.workers[0]
-    gaps = door.gap_histogram(mine)
+    gaps = dataplane.gap_histogram(mine)
     follows.follow([worker_state(whole.workers[1], 2, 2)], NOW)
     gaps.observe(0.1)
-    assert not door.take().cells
+    assert not dataplane.take().cells
 
 
-def test_counters_of_workers_move_over_and_those_of_one_that_is_gone_are_dropped():
+def test_counters_of_workers_are_merged_and_those_of_a_removed_one_dropped():
     whole, follows = fleets()
     meters, recent = Metrics(whole, RecentWindow()), RecentWindow()
-    door = MetricsDelta(follows)
+    dataplane = MetricsDelta(follows)
     for worker in follows.workers:
         worker.add_counts("generation", routed=3, failed=1)
-    told = door.take()
+    told = dataplane.take()
     merge_metrics(told, meters, recent, {1: whole.workers[0]}.get)
     assert (whole.workers[0].routed["generation"], whole.workers[0].failed["generation"]) == (3, 1)
     assert not whole.workers[1].routed
-    assert not door.take().worker_ends
+    assert not dataplane.take().worker_ends

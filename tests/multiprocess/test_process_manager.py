@@ -22,11 +22,11 @@ async def house(nursery, tmp_path, logging_as_it_was):
     file.write_text("[server]\nport = 0\n")
     fleet, socket = Fleet(), str(tmp_path / "front")
     config_store = ConfigStore(Startup(file, {}, (), ""), fleet)
-    door = DataPlane(fleet, config_store.config, front_socket=socket, below=lambda _: 0)
+    dataplane = DataPlane(fleet, config_store.config, front_socket=socket, below=lambda _: 0)
     logs = {"access_log": LineLog(), "route_log": LineLog()}
-    processes = ProcessManager(fleet, door, Instruments(fleet, lambda: (0, 0), logs), socket)
+    processes = ProcessManager(fleet, dataplane, Instruments(fleet, lambda: (0, 0), logs), socket)
     config_store.add_prepare(processes.prepare)
-    await nursery.start(door.run)
+    await nursery.start(dataplane.run)
     await nursery.start(processes.run)
     config_store.start()
     return file, config_store, processes
@@ -48,23 +48,23 @@ def unable(number):
         ("[admin]\nlisten = 'unix:FOLDER/a'\n[server]\nport = 0\n", "watch", errno.ENOSPC),
     ],
 )
-async def test_a_reload_for_which_there_is_no_room_changes_nothing_and_is_applied_when_there_is(
+async def test_a_reload_without_free_descriptors_changes_nothing_and_works_later(
     house, monkeypatch, tmp_path, text, part, number
 ):
     file, config_store, processes = house
     before, descriptors = (
-        (config_store.config, processes.door.addresses()),
+        (config_store.config, processes.dataplane.addresses()),
         set(os.listdir("/proc/self/fd")),
     )
     if part == "dup":
         monkeypatch.setattr(Listener, "dup_socket", unable(number))
     else:
-        monkeypatch.setattr(processes.door.loop, "register", unable(number))
+        monkeypatch.setattr(processes.dataplane.loop, "register", unable(number))
     file.write_text(text.replace("FOLDER", str(tmp_path)))
     told = await config_store.reload("file")
     assert (told.outcome, told.revision) == ("refused", 1)
     assert os.strerror(number) in str(told.error)
-    assert (config_store.config, processes.door.addresses()) == before
+    assert (config_store.config, processes.dataplane.addresses()) == before
     assert set(os.listdir("/proc/self/fd")) <= descriptors
     assert not (tmp_path / "a").exists()
     monkeypatch.undo()
@@ -72,12 +72,12 @@ async def test_a_reload_for_which_there_is_no_room_changes_nothing_and_is_applie
     assert len(processes.slots) == (2 if "processes" in text else 0)
 
 
-async def test_control_accepts_again_without_any_room(house, monkeypatch):
+async def test_the_main_process_can_always_accept_again(house, monkeypatch):
     file, config_store, processes = house
     file.write_text("[server]\nport = 0\nprocesses = 2\n")
     await config_store.reload("file")
     monkeypatch.setattr(Listener, "dup_socket", unable(errno.EMFILE))
-    monkeypatch.setattr(processes.door.loop, "register", unable(errno.ENOSPC))
+    monkeypatch.setattr(processes.dataplane.loop, "register", unable(errno.ENOSPC))
     processes._port.pause()
     processes._port.resume()
     assert not processes._port.paused

@@ -8,7 +8,7 @@ from omni_proxy.multiprocess.messages import DrainCommand
 from omni_proxy.multiprocess.process_slot import ProcessSlot
 
 
-async def test_a_door_that_could_not_begin_waits_for_its_next_try_and_hears_nothing(nursery):
+async def test_a_process_that_could_not_start_is_retried_and_gets_no_commands(nursery):
     """Its memory could not be had, say: no process was ever started."""
     slot, ended, buried = ProcessSlot(1), [], trio.Event()
 

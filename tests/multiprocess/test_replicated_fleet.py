@@ -22,7 +22,7 @@ PROCESSES = 3
 NAMES = ("a", "b", "c")
 
 
-class Door:
+class ProcessFleet:
     def __init__(self, counters: SharedCounters, index: int) -> None:
         self.now = 0.0
         self.told: list = []
@@ -46,12 +46,12 @@ def counters():
     return SharedCounters.create()
 
 
-def doors_on(counters, fleet):
-    made = [Door(counters, index) for index in range(1, PROCESSES + 1)]
-    for index, door in enumerate(made, start=1):
+def replicas_of(counters, fleet):
+    made = [ProcessFleet(counters, index) for index in range(1, PROCESSES + 1)]
+    for index, dataplane in enumerate(made, start=1):
         counters.clear(index, 10)
-        door.fleet.reach(PROCESSES)
-        door.fleet.follow(rows(fleet), NOW)
+        dataplane.fleet.reach(PROCESSES)
+        dataplane.fleet.follow(rows(fleet), NOW)
     return made
 
 
@@ -67,9 +67,9 @@ steps = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(steps)
-def test_every_door_sees_the_sum_of_what_all_have(counters, steps):
+def test_every_process_sees_the_sum_of_all_in_flight_counts(counters, steps):
     control = fleet_of(*map(entry, NAMES))
-    processes = doors_on(counters, control)
+    processes = replicas_of(counters, control)
     have = {(index, name): 0 for index in range(PROCESSES) for name in NAMES}
     for index, name, what in steps:
         worker = processes[index].fleet.find(f"http://{name}:1")
@@ -82,18 +82,18 @@ def test_every_door_sees_the_sum_of_what_all_have(counters, steps):
         elif what == "die":
             counters.clear(index + 1, 10)
             have |= {(index, each): 0 for each in NAMES}
-            processes[index] = Door(counters, index + 1)
+            processes[index] = ProcessFleet(counters, index + 1)
             processes[index].fleet.reach(PROCESSES)
             processes[index].fleet.follow(rows(control), NOW)
         wanted = {f"http://{n}:1": sum(have[i, n] for i in range(PROCESSES)) for n in NAMES}
-        assert [door.sees() for door in processes] == [wanted] * PROCESSES
+        assert [dataplane.sees() for dataplane in processes] == [wanted] * PROCESSES
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, PROCESSES - 1), max_size=40))
-def test_a_bound_holds_over_all_doors_where_nobody_picks_at_the_same_moment(counters, turns):
+def test_a_limit_holds_over_all_processes_that_pick_one_after_another(counters, turns):
     control = fleet_of(entry("a", max_inflight=5))
-    processes = doors_on(counters, control)
+    processes = replicas_of(counters, control)
     taken = 0
     for index in turns:
         worker = processes[index].fleet.candidates(None, 0)[0]
@@ -107,10 +107,10 @@ def test_a_bound_holds_over_all_doors_where_nobody_picks_at_the_same_moment(coun
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, PROCESSES - 1), st.booleans()), max_size=60))
-def test_a_bound_holds_in_whatever_order_doors_look_count_look_again_and_leave(counters, turns):
+def test_a_limit_holds_for_any_order_of_concurrent_picks(counters, turns):
     """Each step of a taking is one turn, so that others come between any two of them."""
     control = fleet_of(entry("a", max_inflight=2))
-    processes = doors_on(counters, control)
+    processes = replicas_of(counters, control)
     held = [0] * PROCESSES
     half_way: list[str] = [""] * PROCESSES
     for index, leaves in turns:
@@ -133,26 +133,28 @@ def test_a_bound_holds_in_whatever_order_doors_look_count_look_again_and_leave(c
         assert sum(held) <= 2
 
 
-def test_whoever_had_to_step_back_leaves_the_place_to_others(counters):
+def test_a_process_that_gave_up_a_slot_leaves_it_to_others(counters):
     control = fleet_of(entry("a", max_inflight=1))
-    one, other, third = doors_on(counters, control)
-    for door in (one, other):  # in the same moment
-        door.fleet.workers[0].in_flight += 1
-    assert [door.fleet.is_over_limit(door.fleet.workers[0]) for door in (one, other)] == [
+    one, other, third = replicas_of(counters, control)
+    for dataplane in (one, other):  # in the same moment
+        dataplane.fleet.workers[0].in_flight += 1
+    assert [
+        dataplane.fleet.is_over_limit(dataplane.fleet.workers[0]) for dataplane in (one, other)
+    ] == [
         True,
         True,
     ]
-    for door in (one, other):
-        door.fleet.workers[0].in_flight -= 1
+    for dataplane in (one, other):
+        dataplane.fleet.workers[0].in_flight -= 1
     assert third.sees() == {"http://a:1": 0}
     third.fleet.workers[0].in_flight += 1
     assert not third.fleet.is_over_limit(third.fleet.workers[0])
     assert has_room(one.fleet.candidates(None, 0)[0]) is False
 
 
-def test_counts_are_not_looked_at_more_often_than_is_worth_it(counters):
+def test_recounts_are_rate_limited(counters):
     control = fleet_of(*map(entry, NAMES))
-    one, other, _ = doors_on(counters, control)
+    one, other, _ = replicas_of(counters, control)
     one.sees()
     other.fleet.workers[0].in_flight += 1
     one.fleet.candidates(None, 0)
@@ -160,53 +162,53 @@ def test_counts_are_not_looked_at_more_often_than_is_worth_it(counters):
     assert one.sees()["http://a:1"] == 1
 
 
-def test_a_worker_that_stays_keeps_its_object_and_one_that_came_anew_does_not(counters):
+def test_a_kept_worker_keeps_its_object_and_a_new_one_with_its_url_does_not(counters):
     control = fleet_of(entry("a"), entry("b"))
-    door = doors_on(counters, control)[0]
-    a, b = door.fleet.workers
+    dataplane = replicas_of(counters, control)[0]
+    a, b = dataplane.fleet.workers
     a.in_flight += 1
     b.in_flight += 1
     anew = [rows(control)[0], structs.replace(rows(control)[1], serial=9)]
-    door.fleet.follow(anew, NOW)
-    assert door.fleet.workers[0] is a
-    assert door.fleet.workers[1] is not b
-    assert door.sees() == {"http://a:1": 1, "http://b:1": 0}
+    dataplane.fleet.follow(anew, NOW)
+    assert dataplane.fleet.workers[0] is a
+    assert dataplane.fleet.workers[1] is not b
+    assert dataplane.sees() == {"http://a:1": 1, "http://b:1": 0}
     b.in_flight -= 1
-    assert door.sees() == {"http://a:1": 1, "http://b:1": 0}
+    assert dataplane.sees() == {"http://a:1": 1, "http://b:1": 0}
 
 
-def test_nobody_is_let_go_by_half_of_the_news(counters):
+def test_no_waiter_is_admitted_by_half_of_a_snapshot(counters):
     control = fleet_of(entry("a"), entry("b"))
-    door = doors_on(counters, control)[0]
+    dataplane = replicas_of(counters, control)[0]
     seen = []
-    door.fleet.watch(
-        lambda: seen.append([w.url for w in door.fleet.candidates(None, ALL_CAPABILITIES)])
+    dataplane.fleet.watch(
+        lambda: seen.append([w.url for w in dataplane.fleet.candidates(None, ALL_CAPABILITIES)])
     )
     control.cordon(control.workers[1], "paused")
     changed = fleet_of(entry("a", disabled=True), entry("b"))
     news = [rows(changed)[0], rows(control)[1]]
-    door.fleet.follow(news, NOW)
+    dataplane.fleet.follow(news, NOW)
     assert seen
     assert all(urls == [] for urls in seen)
 
 
-def test_what_requests_show_is_told_and_judged_elsewhere(counters):
-    door = doors_on(counters, fleet_of(entry("a")))[0]
-    worker = door.fleet.workers[0]
+def test_request_results_are_reported_and_not_judged_here(counters):
+    dataplane = replicas_of(counters, fleet_of(entry("a")))[0]
+    worker = dataplane.fleet.workers[0]
     for _ in range(50):
-        door.fleet.observe_request_failure(worker, status=502, error="x", at=NOW)
+        dataplane.fleet.observe_request_failure(worker, status=502, error="x", at=NOW)
     assert worker.routable
     assert worker.health.failed_requests
-    assert door.told == [RequestFailedEvent(1, 502, "x", NOW, 0)] * 50
-    door.fleet.observe_success(worker)
-    assert door.told[-1] == RequestSucceededEvent(1, 0)
+    assert dataplane.told == [RequestFailedEvent(1, 502, "x", NOW, 0)] * 50
+    dataplane.fleet.observe_success(worker)
+    assert dataplane.told[-1] == RequestSucceededEvent(1, 0)
     assert not worker.health.failed_requests
 
 
-def test_a_trial_is_begun_where_it_may_be_and_the_next_one_when_control_says_so(counters):
+def test_a_half_open_request_needs_the_lease_of_the_main_process(counters):
     control = fleet_of(entry("a"))
     control.workers[0].health.breaker_tripped = True
-    one, other, _ = doors_on(counters, control)
+    one, other, _ = replicas_of(counters, control)
     other.fleet.follow(rows(control, half_open_taken=True), NOW)
     assert other.fleet.candidates(None, 0) == []
     (worker,) = one.fleet.candidates(None, 0)
@@ -224,15 +226,15 @@ def test_a_trial_is_begun_where_it_may_be_and_the_next_one_when_control_says_so(
     assert one.fleet.candidates(None, 0) == [worker]
 
 
-def test_a_trial_that_went_well_brings_the_worker_back_at_every_door(counters):
+def test_a_half_open_success_returns_the_worker_in_every_process(counters):
     control = fleet_of(entry("a"))
     control.workers[0].health.breaker_tripped = True
-    one, other, _ = doors_on(counters, control)
+    one, other, _ = replicas_of(counters, control)
     (worker,) = one.fleet.candidates(None, 0)
     trial = one.fleet.begin_half_open(worker)
     control.begin_half_open(control.workers[0])
     control.observe_success(control.workers[0], control.workers[0].health.half_open_id)
     one.fleet.end_half_open(worker, trial)
-    for door in (one, other):
-        door.fleet.follow(rows(control), NOW)
-        assert len(door.fleet.candidates(None, 0)) == 1
+    for dataplane in (one, other):
+        dataplane.fleet.follow(rows(control), NOW)
+        assert len(dataplane.fleet.candidates(None, 0)) == 1

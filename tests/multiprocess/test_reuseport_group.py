@@ -40,14 +40,14 @@ def accepted(sock):
         number += 1
 
 
-def test_each_seat_gets_its_share(port):
+def test_each_slot_gets_its_share(port):
     socks = [port.listen(slot) for slot in range(3)]
     counts = came(port, socks, 120)
     assert sum(counts) == 120
     assert min(counts) > 10
 
 
-def test_connections_are_steered_to_the_seats_that_serve_whichever_they_are(port):
+def test_connections_are_steered_to_the_slots_that_serve(port):
     socks = [port.listen(slot) for slot in range(4)]
     for slots in ([1, 3], [0], [2], [0, 1, 2], [3]):
         port.steer(slots)
@@ -70,7 +70,7 @@ def test_steering_is_right_after_a_socket_in_the_middle_was_closed(port):
         assert {slot for slot, count in counts.items() if count} == set(slots)
 
 
-def test_closing_a_socket_leads_no_connection_to_another_than_before(port):
+def test_closing_a_socket_does_not_move_connections_of_others(port):
     socks = [port.listen(slot) for slot in range(5)]
     port.steer([2, 4])
     for closed in (1, 3):
@@ -83,7 +83,7 @@ def test_closing_a_socket_leads_no_connection_to_another_than_before(port):
     assert [sock.fileno() for sock in socks[1:]] == [-1] * 4
 
 
-def test_a_seat_that_is_taken_anew_has_its_socket_again(port):
+def test_a_slot_that_is_used_again_has_its_socket_again(port):
     socks = [port.listen(slot) for slot in range(3)]
     port.steer([2])
     port.close(1)
@@ -93,7 +93,7 @@ def test_a_seat_that_is_taken_anew_has_its_socket_again(port):
     assert came(port, [socks[1]]) == [60]
 
 
-def test_what_waits_in_the_queue_of_a_door_that_ended_is_there_for_the_next(port):
+def test_the_backlog_of_an_exited_process_is_accepted_by_the_next(port):
     lent = port.listen(1).dup()
     port.steer([1])
     with socket.create_connection(lent.getsockname()):
@@ -101,14 +101,14 @@ def test_what_waits_in_the_queue_of_a_door_that_ended_is_there_for_the_next(port
         assert accepted(port.listen(1)) == 1
 
 
-def test_the_port_is_refused_to_others_all_the_same(port):
+def test_other_programs_can_not_bind_the_port(port):
     port.listen(1)
     host, number = port.listener._sock.getsockname()
     with pytest.raises(OSError, match="in use"):
         open_socket(host, number)
 
 
-def test_control_rests_and_works_again_on_the_same_socket(port):
+def test_the_main_process_pauses_and_resumes_on_the_same_socket(port):
     events = port._loop._epoll
     events.poll(0)  # the bell's
     port.pause()
@@ -120,7 +120,7 @@ def test_control_rests_and_works_again_on_the_same_socket(port):
     assert came(port, [port.listener._sock], 3) == [3]
 
 
-def test_a_unix_socket_is_the_same_one_for_all(tmp_path):
+def test_all_slots_share_a_unix_socket(tmp_path):
     loop = EventLoop()
     listener = Listener(loop, open_socket(f"unix:{tmp_path}/s", 0), lambda sock, peer: None)
     port = ReuseportGroup(loop, listener)

@@ -20,8 +20,8 @@ def world(row, count=4):
     descriptor = create_sessions()
     processes = [SharedSessions(os.dup(descriptor), workers.get) for _ in range(2)]
     os.close(descriptor)
-    for door in processes:
-        door.tune(100_000, 60.0)
+    for dataplane in processes:
+        dataplane.tune(100_000, 60.0)
     return workers, processes
 
 
@@ -32,23 +32,23 @@ def world(row, count=4):
         max_size=60,
     )
 )
-def test_both_doors_agree_with_a_plain_table(row, steps):
+def test_two_processes_agree_with_a_plain_table(row, steps):
     workers, processes = world(row)
     table, now = {}, 0.0
-    for door, key, serial, secs in steps:
+    for dataplane, key, serial, secs in steps:
         now += secs
         kept = table.get(key)
         wanted = kept[0] if kept and now - kept[1] <= 60 else None
-        assert processes[door].find(key, now) is wanted
+        assert processes[dataplane].find(key, now) is wanted
         if wanted is None:
-            processes[1 - door].keep(key, workers[serial], now)
+            processes[1 - dataplane].keep(key, workers[serial], now)
             table[key] = (workers[serial], now)
 
 
-def test_past_the_bound_those_used_last_stay(row):
+def test_above_the_limit_the_sessions_used_last_stay(row):
     workers, (one, other) = world(row)
-    for door in (one, other):
-        door.tune(WAYS, 0.0)
+    for dataplane in (one, other):
+        dataplane.tune(WAYS, 0.0)
     for number in range(3 * WAYS):
         one.keep(f"k{number}", workers[1], float(number))
         one.keep("again", workers[2], float(number))
@@ -58,14 +58,14 @@ def test_past_the_bound_those_used_last_stay(row):
     assert len(other) == WAYS
 
 
-def test_a_session_of_a_worker_that_is_gone_is_none(row):
+def test_a_session_of_a_removed_worker_is_not_found(row):
     workers, (one, other) = world(row)
     one.keep("me", workers[3], 0.0)
     del workers[3]
     assert other.find("me", 1.0) is None
 
 
-def test_the_number_of_sessions_is_about_right(row):
+def test_the_estimated_number_of_sessions_is_about_right(row):
     workers, (one, other) = world(row)
     for number in range(40_000):
         one.keep(str(number), workers[1], 1.0)

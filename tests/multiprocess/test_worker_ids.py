@@ -17,10 +17,10 @@ from tests.fleet.entries import NOW, entry, fleet_of
 @pytest.fixture
 def worker_ids():
     fleet = fleet_of(entry("any"))
-    door = DataPlane(fleet, parse(""), front_socket="/nowhere", below=lambda bound: 0)
-    yield WorkerIds(fleet, door)
-    door.loop._epoll.close()
-    os.close(door.loop._wakeup_fd)
+    dataplane = DataPlane(fleet, parse(""), front_socket="/nowhere", below=lambda bound: 0)
+    yield WorkerIds(fleet, dataplane)
+    dataplane.loop._epoll.close()
+    os.close(dataplane.loop._wakeup_fd)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def no_room():
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_door_that_could_never_begin_for_want_of_descriptors_can_be_buried(worker_ids, no_room):
+def test_a_process_that_never_started_can_be_cleared(worker_ids, no_room):
     with pytest.raises(OSError, match="Too many open files"):
         _ = worker_ids.counters
     assert worker_ids.in_flight_at(1) == 0
@@ -47,7 +47,7 @@ def counters():
     return SharedCounters.create()
 
 
-def door_on(counters, index):
+def process_fleet(counters, index):
     return ReplicatedFleet(counters, index, lambda: 0.0, lambda message: None)
 
 
@@ -63,14 +63,14 @@ churn = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(churn)
-def test_workers_that_come_and_go_never_share_a_count(counters, steps):
+def test_workers_never_share_a_counter_cell(counters, steps):
     """More of them than cells, one after the other: each request counts for its own worker."""
     fleet = fleet_of(entry("stable"))
     proxy = DataPlane(fleet, parse(""), front_socket="/nowhere", below=lambda bound: 0)
     worker_ids = WorkerIds(fleet, proxy)
     worker_ids._cells, worker_ids._counters, worker_ids.processes = FreeSlots(20), counters, 2
-    processes = {index: door_on(counters, index) for index in (1, 2)}
-    here, running = ["stable"], []  # of requests: the door, its worker
+    processes = {index: process_fleet(counters, index) for index in (1, 2)}
+    here, running = ["stable"], []  # of requests: the dataplane, its worker
     try:
         for what, name, index in [("come", "a", 1), *steps]:
             match what:
@@ -90,11 +90,11 @@ def test_workers_that_come_and_go_never_share_a_count(counters, steps):
                 case "die":
                     worker_ids.clear(index)
                     running = [each for each in running if each[0] != index]
-                    processes[index] = door_on(counters, index)
+                    processes[index] = process_fleet(counters, index)
             fleet.apply([entry(each) for each in here], NOW)
-            for door in processes.values():
-                door.reach(2)
-                door.follow(worker_ids.rows(), NOW)
+            for dataplane in processes.values():
+                dataplane.reach(2)
+                dataplane.follow(worker_ids.rows(), NOW)
             worker_ids.recount()
             known = {worker_ids.serial(worker): worker for worker in fleet.workers}
             wanted = Counter(worker.serial for _, worker in running)
@@ -110,20 +110,20 @@ def test_workers_that_come_and_go_never_share_a_count(counters, steps):
         os.close(proxy.loop._wakeup_fd)
 
 
-def test_a_stable_worker_keeps_its_count_while_thousands_come_and_go(worker_ids):
+def test_a_worker_keeps_its_count_while_thousands_of_others_change(worker_ids):
     fleet = worker_ids._fleet
     worker_ids._cells = FreeSlots(8)
     stable = fleet.workers[0]
     own = {worker_ids.rows()[0].cell}
-    door = door_on(worker_ids.counters, 1)
+    dataplane = process_fleet(worker_ids.counters, 1)
     worker_ids.processes = 1
     for number in range(50):
         fleet.apply([entry("any"), entry(f"w{number}")], NOW)
-        door.reach(1)
-        door.follow(worker_ids.rows(), NOW)
-        door.find(f"http://w{number}:1").in_flight += 1
+        dataplane.reach(1)
+        dataplane.follow(worker_ids.rows(), NOW)
+        dataplane.find(f"http://w{number}:1").in_flight += 1
         worker_ids.recount()
         assert (stable.in_flight, fleet.workers[1].in_flight) == (0, 1)
         assert worker_ids.rows()[1].cell not in own
-        door.find(f"http://w{number}:1").in_flight -= 1
+        dataplane.find(f"http://w{number}:1").in_flight -= 1
         worker_ids.recount()

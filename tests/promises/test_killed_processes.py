@@ -16,7 +16,7 @@ STICKY = "processes = 2\n[routing]\npolicy = 'random'\nsticky_sessions = true"
 TIMES = 2
 
 
-async def test_a_trial_that_ends_with_its_door_keeps_its_worker_out_no_longer(tmp_path):
+async def test_a_half_open_request_ends_with_its_process(tmp_path):
     ill, file = ResetsUntilHealthy(), tmp_path / "proxy.toml"
     async with fake_workers(ill, answering(counted(b"{}"))) as fleet, AsyncExitStack() as clients:
         put(file, toml(fleet, more=STICKY))
@@ -70,7 +70,7 @@ async def on_trial(running, ill: ResetsUntilHealthy, clients: AsyncExitStack, co
                     client.rest += await client.receive()
 
 
-async def test_a_door_that_was_stopped_when_control_was_killed_ends_once_it_goes_on(tmp_path):
+async def test_a_stopped_process_exits_on_sigcont_after_the_main_process_was_killed(tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("a") as fleet:
         put(file, toml(fleet, more="processes = 2"))

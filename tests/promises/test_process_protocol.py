@@ -131,7 +131,7 @@ async def world(nursery, tmp_path):
             control.loop.flush()
 
 
-async def test_a_door_that_hears_nothing_of_control_is_not_ready_and_serves_on(world):
+async def test_a_process_without_messages_is_not_ready_and_serves_on(world):
     control = world
     assert await ready_after_news(control) == b'{"status": "ready"}'
     await trio.sleep(2 * SILENT_SECS)
@@ -144,7 +144,7 @@ async def test_a_door_that_hears_nothing_of_control_is_not_ready_and_serves_on(w
     await ready_after_news(control)
 
 
-async def test_it_tells_what_it_learnt_and_counted(world):
+async def test_a_process_reports_failures_and_metrics(world):
     control = world
     async with client_of(control.address) as client:
         for _ in range(2):
@@ -160,7 +160,7 @@ async def test_it_tells_what_it_learnt_and_counted(world):
     assert control.counters.row(1)[0] == 0
 
 
-async def test_a_drain_ends_it_well_and_all_it_counted_is_told(world):
+async def test_a_drained_process_exits_with_status_0_and_reports_everything(world):
     control = world
     async with client_of(control.address) as client:
         await client.send(post())
@@ -174,7 +174,7 @@ async def test_a_drain_ends_it_well_and_all_it_counted_is_told(world):
     assert sum(count for tally in tallies for cell in tally.cells for *_, count in cell.ends) == 1
 
 
-async def test_nobody_waits_for_the_acknowledgement_of_one_that_was_killed(world):
+async def test_no_task_waits_for_the_acknowledgement_of_a_killed_process(world):
     control = world
     control.handle.kill()
     control.handle.send(ClearCacheCommand(1))

@@ -20,7 +20,7 @@ from tests.promises.processes_fixture import (
 )
 
 
-async def test_requests_reach_every_door_and_are_counted_once(tmp_path):
+async def test_requests_reach_every_process_and_are_counted_once(tmp_path):
     async with run_processes(tmp_path, "a", "b") as running:
         for _ in range(40):
             async with client_of(address(running)) as client:
@@ -45,7 +45,7 @@ async def test_requests_reach_every_door_and_are_counted_once(tmp_path):
         assert sum(float(line.rpartition(" ")[2]) for line in ended) == 40
 
 
-async def test_clients_that_control_served_come_to_the_doors_without_a_failed_request(tmp_path):
+async def test_clients_of_the_main_process_move_to_the_others_without_a_failed_request(tmp_path):
     async with (
         run_processes(tmp_path, "a", count=1) as running,
         client_of(address(running)) as idle,
@@ -80,7 +80,7 @@ async def test_clients_that_control_served_come_to_the_doors_without_a_failed_re
                 assert (await client.answer()).one("connection") != "close"
 
 
-async def test_a_killed_door_costs_its_own_connections_and_is_replaced(tmp_path):
+async def test_a_killed_process_loses_only_its_own_connections_and_is_replaced(tmp_path):
     async with (
         run_processes(tmp_path, "a", "b") as running,
         held_streams(running, 10, everywhere=True) as streams,
@@ -106,7 +106,7 @@ async def test_a_killed_door_costs_its_own_connections_and_is_replaced(tmp_path)
         await running.says("was ended by SIGKILL")
 
 
-async def test_a_reload_is_in_force_at_every_door_once_it_is_answered(tmp_path):
+async def test_a_reload_is_in_force_in_every_process_once_it_is_answered(tmp_path):
     async with run_processes(tmp_path, "a", "b") as running:
         a, b = running.fleet
         put(running.file, toml([b], more="processes = 2\nmax_payload_size = 100"))
@@ -141,7 +141,7 @@ async def test_the_number_of_processes_may_change_under_load(tmp_path):
         stop.set()
 
 
-async def test_the_number_may_change_again_before_the_doors_that_leave_are_gone(tmp_path):
+async def test_the_number_of_processes_may_change_again_during_a_drain(tmp_path):
     async with run_processes(tmp_path, "a", count=1) as running, trio.open_nursery() as nursery:
         tally, stop = [0], trio.Event()
         for _ in range(8):
@@ -159,7 +159,7 @@ async def test_the_number_may_change_again_before_the_doors_that_leave_are_gone(
         stop.set()
 
 
-async def test_a_drain_lets_every_door_end_what_it_has(tmp_path):
+async def test_a_drain_completes_the_requests_of_every_process(tmp_path):
     async with (
         run_processes(tmp_path, "a") as running,
         held_streams(running, 6, everywhere=True) as streams,
@@ -174,7 +174,7 @@ async def test_a_drain_lets_every_door_end_what_it_has(tmp_path):
             assert await running.process.wait() == 0
 
 
-async def test_the_doors_end_with_control(tmp_path):
+async def test_the_processes_exit_with_the_main_process(tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("a") as fleet:
         put(file, toml(fleet, more="processes = 2"))

@@ -23,7 +23,7 @@ from tests.promises.processes_fixture import (
 )
 
 
-async def test_nothing_reaches_a_worker_after_its_disabling_was_answered(tmp_path):
+async def test_no_request_reaches_a_worker_after_it_was_disabled(tmp_path):
     async with run_processes(tmp_path, "a", "b") as running, trio.open_nursery() as nursery:
         a, _ = running.fleet
         tally, stop = [0], trio.Event()
@@ -44,7 +44,7 @@ async def test_nothing_reaches_a_worker_after_its_disabling_was_answered(tmp_pat
         stop.set()
 
 
-async def test_a_change_is_answered_once_the_slowest_door_has_taken_it(tmp_path):
+async def test_a_change_is_answered_after_the_slowest_process_has_applied_it(tmp_path):
     sock = tmp_path / "admin.sock"
     more = f"[admin]\nlisten = 'unix:{sock}'"
     async with workers("a") as fleet:
@@ -72,7 +72,7 @@ async def test_a_change_is_answered_once_the_slowest_door_has_taken_it(tmp_path)
             assert answers[0].status_code == 200
 
 
-async def test_least_request_sees_what_all_doors_have_in_flight(tmp_path):
+async def test_least_request_counts_in_flight_requests_of_all_processes(tmp_path):
     more = "[routing]\npolicy = 'least_request'"
     async with (
         run_processes(tmp_path, "a", "b", "c", more=more) as running,
@@ -82,7 +82,7 @@ async def test_least_request_sees_what_all_doors_have_in_flight(tmp_path):
         open_gates(running)
 
 
-async def test_the_bounds_hold_over_all_doors_and_room_wakes_those_who_wait(tmp_path):
+async def test_limits_hold_over_all_processes_and_room_admits_waiters(tmp_path):
     more = "max_inflight = 4\nqueue_size = 8\nqueue_timeout_secs = 30"
     async with run_processes(tmp_path, "a", more=more) as running, held_streams(running, 4):
         async with client_of(address(running)) as late, client_of(address(running)) as later:
@@ -96,7 +96,7 @@ async def test_the_bounds_hold_over_all_doors_and_room_wakes_those_who_wait(tmp_
         assert (await running.told("/health"))["admission"]["peak_inflight"] == 4
 
 
-async def test_a_session_means_the_same_worker_to_every_door(tmp_path):
+async def test_a_session_has_the_same_worker_in_every_process(tmp_path):
     more = "[routing]\npolicy = 'random'\nsticky_sessions = true"
     async with run_processes(tmp_path, "a", "b", "c", more=more) as running:
         homes: dict[str, set[bytes]] = {}
@@ -127,7 +127,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize("bound", ["worker", "fleet"])
-async def test_no_bound_is_passed_where_all_doors_pick_at_the_same_moment(tmp_path, bound):
+async def test_no_limit_is_exceeded_when_all_processes_pick_at_once(tmp_path, bound):
     crowd, file = Crowd(), tmp_path / "proxy.toml"
     at_worker = "max_inflight = 2\n" if bound == "worker" else ""
     at_fleet = "max_inflight = 2\n" if bound == "fleet" else ""
@@ -152,7 +152,7 @@ async def test_no_bound_is_passed_where_all_doors_pick_at_the_same_moment(tmp_pa
     assert crowd.most == 2
 
 
-async def test_a_worker_on_trial_gets_one_request_at_a_time_from_all_doors_together(tmp_path):
+async def test_a_half_open_worker_gets_one_request_at_a_time_from_all_processes(tmp_path):
     ill, file = ResetsUntilHealthy(), tmp_path / "proxy.toml"
     async with fake_workers(ill, answering(counted(b"{}"))) as fleet:
         put(file, toml(fleet, more="processes = 2"))

@@ -7,7 +7,7 @@ COUNT = 5
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.sets(st.integers(1, COUNT)))))
-def test_a_cell_that_is_taken_is_nobody_elses_and_was_free_for_longest(steps):
+def test_a_cell_in_use_is_given_once_and_the_longest_free_one_first(steps):
     cells = FreeSlots(COUNT)
     taken: list[int] = []
     free = list(range(1, COUNT))  # in the order of when each was given back
