@@ -28,12 +28,12 @@ class Noted:
         self.freed_in.append(threading.current_thread().name)
 
 
-def test_a_result_is_handed_over(threads):
+def test_a_call_returns_its_result(threads):
     assert threads.wait_for(BlockingCall("sum", lambda _: 1 + 1), lambda: None) == 2
     assert threads.names() == []
 
 
-def test_a_fault_is_told_by_its_text(threads):
+def test_an_error_is_raised_with_its_text(threads):
     def fail(_):
         raise ValueError("torn")
 
@@ -41,7 +41,7 @@ def test_a_fault_is_told_by_its_text(threads):
         threads.wait_for(BlockingCall("fails", fail), lambda: None)
 
 
-def test_a_fault_without_a_text_is_told_by_its_kind(threads):
+def test_an_error_without_text_is_named_by_its_type(threads):
     def fail(_):
         raise KeyError
 
@@ -49,7 +49,7 @@ def test_a_fault_without_a_text_is_told_by_its_kind(threads):
         threads.wait_for(BlockingCall("fails", fail), lambda: None)
 
 
-def test_what_is_given_up_is_counted_until_it_is_back(threads, gate):
+def test_an_abandoned_thread_is_counted_until_it_returns(threads, gate):
     errand = BlockingCall("stuck", lambda _: gate.wait())
     with pytest.raises(GroupError, match="enough"):
         threads.wait_for(errand, lambda: "enough")
@@ -60,7 +60,7 @@ def test_what_is_given_up_is_counted_until_it_is_back(threads, gate):
     assert threads.names() == []
 
 
-def test_the_one_who_waits_may_fail_itself(threads, gate):
+def test_an_error_in_the_waiting_thread_abandons_the_call(threads, gate):
     def broken():
         raise LookupError("mine")
 
@@ -69,14 +69,14 @@ def test_the_one_who_waits_may_fail_itself(threads, gate):
     assert threads.names() == ["stuck"]
 
 
-def test_what_has_ended_is_not_given_up(threads):
+def test_an_ended_call_is_not_abandoned(threads):
     errand = BlockingCall("quick", lambda _: "done")
     errand.thread.join()
     assert not errand.abandon()
     assert threads.wait_for(errand, lambda: "too late") == "done"
 
 
-def test_what_a_given_up_thread_made_is_freed_in_it(threads, gate):
+def test_the_result_of_an_abandoned_call_is_freed_in_its_thread(threads, gate):
     freed_in = []
 
     def make(_):
@@ -91,7 +91,7 @@ def test_what_a_given_up_thread_made_is_freed_in_it(threads, gate):
     assert freed_in == ["maker"]
 
 
-def test_the_last_reference_goes_in_a_thread_of_its_own(threads):
+def test_drop_frees_the_last_reference_in_another_thread(threads):
     freed_in = []
     box = [Noted(freed_in)]
     threads.drop("dropper", list.clear, box)
@@ -100,7 +100,7 @@ def test_the_last_reference_goes_in_a_thread_of_its_own(threads):
     assert threads.names() == []
 
 
-def test_what_is_said_is_heard_once_by_who_listens_before_or_after():
+def test_a_cancel_calls_the_callback_once_before_or_after_registration():
     heard = []
     stop = CancelToken()
     stop.on_cancel(heard.append)
@@ -112,7 +112,7 @@ def test_what_is_said_is_heard_once_by_who_listens_before_or_after():
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_nobody_need_listen(when):
+def test_a_cancel_without_a_callback_does_nothing(when):
     heard = []
     stop = CancelToken()
     if when == "after":

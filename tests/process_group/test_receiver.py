@@ -66,7 +66,7 @@ def test_a_large_tensor_is_hashed_while_it_comes(receiver, trainer):
     left(receiver, trainer)
 
 
-def test_memory_is_used_again_only_when_nobody_looks_into_it(receiver, trainer):
+def test_memory_is_reused_only_when_no_view_is_left(receiver, trainer):
     joined(receiver, trainer)
 
     def received():

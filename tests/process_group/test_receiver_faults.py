@@ -25,7 +25,7 @@ BIG_BYTES = 384 << 20
 
 
 @pytest.mark.parametrize("isolation", ["process"], indirect=True)
-def test_a_trainer_that_sends_too_little_is_found_out(receiver, trainer, pool):
+def test_a_trainer_that_sends_too_little_is_detected(receiver, trainer, pool):
     joined(receiver, trainer)
     transfer = armed(receiver, [("float32", [8], 1)], [("float32", [8], 2)])
     trainer.order("send", group="g", tensors=[("float32", [8], 1), ("float32", [6], 2)])
@@ -177,7 +177,7 @@ def test_who_is_not_armed_in_time_is_disarmed(receiver, trainer, monkeypatch):
     trainer.tell("destroy", group="g")
 
 
-def test_a_close_is_heard_by_who_waits(isolation, pool):
+def test_close_ends_waiting_calls(isolation, pool):
     receiver = open_receiver(isolation, LIMITS, name="closed")
     trainer = pool.trainer()
     joined(receiver, trainer)
@@ -205,7 +205,7 @@ def test_the_first_byte_may_take_longer_than_a_stall(pool):
 
 
 @pytest.mark.parametrize("isolation", ["process"], indirect=True)
-def test_a_child_that_is_killed_is_told_and_replaced(receiver, trainer, pool):
+def test_a_killed_child_is_reported_and_replaced(receiver, trainer, pool):
     joined(receiver, trainer)
     transfer = armed(receiver, [("float32", [8], 1)])
     os.kill(receiver.status()["groups"][0]["process"], signal.SIGKILL)

@@ -70,7 +70,7 @@ def test_a_word_that_comes_after_the_meeting_changes_nothing(receiver, trainer):
     left(receiver, trainer)
 
 
-def test_a_port_that_accepts_and_says_nothing_is_told_in_time():
+def test_a_port_that_accepts_without_answering_is_reported_in_time():
     with closing_receiver(replace(LIMITS, silent_secs=0.3)) as receiver:
         with (
             socket.create_server(("127.0.0.1", 0)) as listener,
@@ -80,7 +80,7 @@ def test_a_port_that_accepts_and_says_nothing_is_told_in_time():
         assert receiver.status()["groups"] == []
 
 
-def test_nobody_at_the_address_is_told_when_the_time_is_over(receiver):
+def test_an_address_without_a_listener_is_reported_at_the_timeout(receiver):
     port = free_port()
     with pytest.raises(GroupError, match=f"waiting for the trainer's store at 127.0.0.1:{port}"):
         receiver.init(meeting(port, timeout_s=0.3))

@@ -142,7 +142,7 @@ def test_nothing_is_sent_before_the_ranks_have_met(sender):
         sender.send(parse_plans(body_of(TENSORS)), TENSORS)
 
 
-def test_a_port_that_is_taken_is_told(ours, sender):
+def test_a_port_in_use_is_an_error(ours, sender):
     with pytest.raises(GroupError, match=f"no store at 127.0.0.1:{sender.port}: .*in use"):
         ours.sender(HostedRendezvous("127.0.0.1", 2, "relay", port=sender.port))
 

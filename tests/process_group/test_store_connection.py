@@ -54,7 +54,7 @@ def test_the_end_of_the_store_is_seen_and_stays_so():
     pool.close()
 
 
-def test_to_look_for_an_end_waits_for_nobody_who_waits_for_an_answer(listener):
+def test_has_ended_does_not_wait_for_a_ping(listener):
     with ThreadPoolExecutor(1) as threads:
         opening = threads.submit(connect_store, listener.getsockname(), 10.0, never)
         connection, _ = listener.accept()
@@ -70,7 +70,7 @@ def test_to_look_for_an_end_waits_for_nobody_who_waits_for_an_answer(listener):
     link.close()
 
 
-def test_who_is_given_up_ends_between_two_tries():
+def test_a_cancelled_connect_ends_between_two_attempts():
     asked = iter([False, False, True])
     with pytest.raises(GroupError, match="gave up waiting for the trainer's store at 127"):
         connect_store(("127.0.0.1", free_port()), 5.0, lambda: next(asked))

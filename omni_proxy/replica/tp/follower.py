@@ -1,6 +1,6 @@
-"""A rank of its own process that repeats what the leader does, and answers for itself.
+"""A follower rank in its own process, which repeats the leader's steps and answers operations.
 
-It is a text stage without requests: steps come as messages, operations are the stage's own, one
+It is a text stage without requests: steps arrive as messages, operations are the stage's own, one
 slow step at a time as the leader's verdicts allow. The process around it ends with the leader's
 socket (`pipeline/child.py`), also in the middle of a sum. What fails here ends it.
 """
@@ -45,7 +45,7 @@ def build(stage_name: str, *, rank: int, port: int, settings: dict[str, Any]) ->
 
 
 class FollowerScheduler(TextScheduler):
-    """`run` raises what makes this rank useless: then its leader has to end all of them."""
+    """`run` raises any error that makes this rank unusable: its leader then ends all ranks."""
 
     worker: RankWorker
     port: int

@@ -1,8 +1,8 @@
-"""The leader's side of its followers: their processes, and the sockets to them.
+"""The leader's handles of its followers: their processes, and the sockets to them.
 
     start ──all ready──> tell, tell, ...   listen: what they say comes by `post`   ──> close
-Invariant: after `close` no follower is left. One that dies, or tells its end, is lost for good:
-the reason is in `lost` before anything else is heard of it.
+Invariant: after `close` no follower is left. One that exits or reports its end is lost for good;
+the reason is in `lost` before any later message of it is handled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _decoder: msgspec.msgpack.Decoder[FollowerMessage] = msgspec.msgpack.Decoder(Fol
 
 
 class Follower:
-    """One follower's process; its socket's end of file is its end, and ours is its own."""
+    """One follower's process; the end of either end of its socket ends the follower."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -76,7 +76,7 @@ class Follower:
         return [_decoder.decode(body) for body in self._frames.feed(data)]
 
     def hang_up(self) -> None:
-        """Its own reader is woken as well, which closing alone would not do."""
+        """Closes the connection; the shutdown also wakes this side's reader."""
         with suppress(OSError):  # it was first
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

@@ -25,7 +25,7 @@ PART_SECS = 2.0
 
 
 class RankLost(Exception):
-    """A rank is gone or out of step: nothing can be computed any more by the others."""
+    """A rank is gone or out of step: the others can compute nothing any more."""
 
 
 def nobody_is_lost() -> str:
@@ -117,7 +117,7 @@ class RankGroup:
         return RankLost(self.broken)
 
     def close(self) -> None:
-        """Part. A sum that is still waited for holds this up no longer than PART_SECS."""
+        """Leaves the group; a collective operation that still runs delays this by PART_SECS."""
         held = [self._group]
         self._group = None
         # Its destructor waits for what is in flight, and would end a process that ends meanwhile.

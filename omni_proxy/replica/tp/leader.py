@@ -67,7 +67,7 @@ def start_leader(stage_name: str, text: TextModel, settings: TextSettings) -> Le
 
 
 class LeaderLlama(ShardedLlama):
-    """Tells the followers of every batch before it computes its own part."""
+    """Sends every batch to the followers before it computes its own part."""
 
     def __init__(self, whole: Llama, shard: Shard, group: RankGroup, followers: Followers) -> None:
         super().__init__(whole, shard, group.add_up)
@@ -108,7 +108,7 @@ class LeaderLlama(ShardedLlama):
 
 
 class LeaderWorker(RankWorker):
-    """Rank 0's worker, which has the others' processes."""
+    """Rank 0's worker, which owns the followers' processes."""
 
     def __init__(self, text: TextModel, group: RankGroup, followers: Followers) -> None:
         super().__init__(text, group)
@@ -145,7 +145,7 @@ class LeaderScheduler(TextScheduler):
             self.worker.close()
 
     def _catch(self, message: StageOutput) -> None:
-        """Let all out but rank 0's answers, which are a part of the stage's."""
+        """Emits every message except rank 0's answers, which are merged into the stage's."""
         if isinstance(message, AdminResult):
             self._fan_out.own_answer(message)
         else:

@@ -1,7 +1,7 @@
-"""What the leader and its followers say to each other, beside what every stage hears and says.
+"""Messages between the leader and its followers, in addition to those of every stage.
 
-To a follower go the stage's own messages alone: what is for its rank only is an `Admin` of an
-action that no route has.
+A follower receives only ordinary stage messages: those for tensor parallelism are `Admin` messages
+with actions that no route has.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ GIVE_UP = "tp_give_up"
 
 
 class Vote(Struct, frozen=True, tag="vote"):
-    """A follower is done with the slow step `number` of an operation; `fault` "" is well.
+    """A follower has done the slow step `number` of an operation; `fault` "" means success.
 
-    `damaged`: the step left weights of two kinds behind."""
+    `damaged`: the step left a mix of old and new weights."""
 
     op_id: str
     number: int
@@ -32,29 +32,29 @@ FollowerMessage: TypeAlias = StageOutput | Vote
 
 
 class RankMessage(Struct, frozen=True):
-    """What a follower said, in the leader's inbox."""
+    """A follower's message, in the leader's inbox."""
 
     rank: int
     message: FollowerMessage
 
 
 class StepOverdue(Struct, frozen=True):
-    """The leader has waited for its followers' part of an operation for long enough."""
+    """The followers' part of an operation has exceeded its deadline."""
 
     op_id: str
     number: int
 
 
 def step(entries: list[Any], parts: list[tuple[int, list[int]]]) -> Admin:
-    """The next batch: what became of KVs before, then (number of the KV, its new tokens)."""
+    """The next batch: journal entries first, then (KV number, its new tokens)."""
     return Admin("", STEP, {"kv": entries, "parts": parts})
 
 
 def verdict(op_id: str, number: int, fault: str) -> Admin:
-    """How the slow step `number` went at all ranks: "" lets the operation go on."""
+    """The result of the slow step `number` at all ranks; "" lets the operation continue."""
     return Admin(op_id, VERDICT, {"number": number, "fault": fault})
 
 
 def give_up(op_id: str, number: int, fault: str) -> Admin:
-    """Who is still in the slow step `number` need not wait for its end: another rank has failed."""
+    """Aborts the slow step `number` at ranks still in it, because another rank has failed."""
     return Admin(op_id, GIVE_UP, {"number": number, "fault": fault})

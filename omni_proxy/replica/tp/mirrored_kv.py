@@ -1,4 +1,4 @@
-"""The KVs of a leader's sequences, which every follower has to hold as well.
+"""Mirrors the KV caches of the leader's sequences at every follower.
 
     leader: fork, truncate, end of life ──> KVJournal ──with the next step──> KVMirror: the same again
 Invariant: after a step's entries and its tokens, each KV that the leader still holds has the same
@@ -22,7 +22,7 @@ Entry = Sequence[Any]  # one of the words above, then the number of the KV it is
 
 
 class KVJournal:
-    """What happened to the leader's KVs since the last step; any thread may let a KV go."""
+    """Changes of the leader's KVs since the last step; any thread may free a KV."""
 
     def __init__(self) -> None:
         self._entries: deque[Entry] = deque()
@@ -39,7 +39,7 @@ class KVJournal:
 
 
 class MirroredKV(SequenceKV):
-    """The leader's part of a sequence's keys and values; it writes down what becomes of it."""
+    """The leader's part of a sequence's keys and values; it records changes in the journal."""
 
     __slots__ = ("_journal", "number")
 
@@ -67,7 +67,7 @@ class MirroredKV(SequenceKV):
 
 
 class KVMirror:
-    """A follower's part of the same KVs; one that the leader has just made begins empty."""
+    """A follower's part of the same KVs; a KV that is new at the leader starts empty."""
 
     def __init__(self, new_kv: Callable[[], SequenceKV]) -> None:
         self._new_kv = new_kv

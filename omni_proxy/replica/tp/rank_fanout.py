@@ -29,28 +29,28 @@ log = logging.getLogger(__name__)
 
 
 class FanOutLeader(Protocol):
-    """What the operations ask of the leader; all is called in its thread."""
+    """What the operations need of the leader; all methods are called in its thread."""
 
     def tell(self, message: Admin) -> None:
         """Send to all followers."""
 
     def remind(self, message: StepOverdue, after_secs: float) -> Callable[[], None]:
-        """Have `message` come back later, unless what is returned is called before."""
+        """Delivers `message` after `after_secs`, unless the returned function cancels it."""
 
     def advance(self, done: StepDone) -> None:
-        """Let rank 0 go on after its step; its answer may come before this returns."""
+        """Lets rank 0 continue after its step; its answer may come before this returns."""
 
     def interrupt(self, op_id: str, why: str) -> None:
-        """Have rank 0's present step end soon, where it can."""
+        """Makes rank 0's current step end soon, if it can."""
 
     def halts(self, op_id: str) -> bool:
         """Is rank 0's part of an operation in a step beside which nothing may be computed?"""
 
     def damaged(self) -> None:
-        """A follower's weights are of two kinds: nothing may be computed with them."""
+        """A follower's weights are damaged: nothing may be computed with them."""
 
     def answer(self, result: AdminResult) -> None:
-        """Tell the stage's one answer."""
+        """Sends the stage's single answer."""
 
 
 @dataclass(slots=True)
@@ -87,11 +87,11 @@ class RankFanOut:
 
     @property
     def halting(self) -> bool:
-        """Is any follower at work on what nothing may be computed beside?"""
+        """Whether any follower runs a step during which nothing may be computed."""
         return any(each.told and each.halting for each in self._live.values())
 
     def run(self, order: Admin, begin: Callable[[], None]) -> None:
-        """Let rank 0 begin; unless it refuses at once, all others as well."""
+        """Starts the operation at rank 0 and, unless that refuses at once, at all others."""
         operation = self._live[order.op_id] = _Operation(order)
         begin()
         self._note_halt(operation)
@@ -117,12 +117,12 @@ class RankFanOut:
         operation.number += 1
 
     def heard(self, rank: int, message: FollowerMessage) -> None:
-        """A follower has done a slow step, or ended its part; all else is passed over."""
+        """A follower has done a slow step or ended its part; other messages are ignored."""
         if not isinstance(message, Vote | AdminResult):
             return
         operation = self._live.get(message.op_id)
         if operation is None:
-            log.warning("rank %d answered an operation that nobody waits for", rank)
+            log.warning("tp_answer_ignored rank=%d op_id=%s", rank, message.op_id)
             return
         if _damaged(message):
             self._leading.damaged()
@@ -139,7 +139,7 @@ class RankFanOut:
             self._go_on(operation)
 
     def _go_on(self, operation: _Operation) -> None:
-        """Do all that can be done now, and see to it that the rest is not waited for for ever."""
+        """Does everything that is possible now, and sets a deadline for the rest."""
         self._give_up(operation)
         if operation.done is not None:
             self._judge(operation, operation.done)
@@ -155,7 +155,7 @@ class RankFanOut:
             )
 
     def _give_up(self, operation: _Operation) -> None:
-        """Where a rank has failed the present step, the others need not wait in it."""
+        """If a rank has failed the current step, aborts it at the others."""
         number = operation.judged + 1
         if not operation.told or operation.own is not None or operation.given_up == number:
             return
@@ -166,7 +166,7 @@ class RankFanOut:
                 self._leading.interrupt(operation.order.op_id, fault)
 
     def _judge(self, operation: _Operation, done: StepDone) -> None:
-        """Once every rank has done the step, or no more can come, tell how it went."""
+        """Once every rank has done the step, or the deadline passed, sends the verdict."""
         number = operation.number
         voted = {rank for rank, vote in operation.votes.items() if vote.number >= number}
         missing = [r for r in self._ranks if r not in operation.results and r not in voted]
@@ -186,7 +186,7 @@ class RankFanOut:
             operation.halting = self._leading.halts(operation.order.op_id)
 
     def _settle(self, operation: _Operation, own: AdminResult) -> None:
-        """Answer, where rank 0 has ended and so have the others, or they are late."""
+        """Answers once rank 0 has ended and all others have too, or are overdue."""
         for vote in operation.votes.values():
             # A follower that has more steps than rank 0 had would wait for ever.
             fault = "" if own.success else f"rank 0: {own.error or own.message}"
@@ -203,7 +203,7 @@ class RankFanOut:
 
 
 def _fault_of(operation: _Operation, number: int, missing: Iterable[int] = ()) -> str:
-    """What went wrong with the step at any rank, "" where nothing did."""
+    """The errors of the step at all ranks; "" if there are none."""
     missing, done = list(missing), operation.done
     faults = [] if done is None or done.error is None else [f"rank 0: {done.error}"]
     faults += (

@@ -1,4 +1,4 @@
-"""What every rank's worker has in common: its part of the model, and the group of all ranks."""
+"""The worker of one rank: its part of the model, and the group of all ranks."""
 
 from __future__ import annotations
 

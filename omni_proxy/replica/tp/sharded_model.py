@@ -1,7 +1,8 @@
-"""A Llama of which a part of every layer is held here; the ranks' sums make it whole.
+"""A Llama with this rank's part of every layer; partial results are summed over the ranks.
 
-Invariant: every rank runs the same batches in the same order, and what flows between two layers is
-the same at all of them. Embedding and norms are held by all; only the leader makes logits.
+Invariant: every rank runs the same batches in the same order, and the activations between two
+layers are the same at all ranks. Every rank holds embedding and norms; only the leader computes
+logits.
 """
 
 from __future__ import annotations

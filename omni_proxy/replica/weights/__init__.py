@@ -1,5 +1,5 @@
-"""New weights for a model that serves, and proof of which weights it has.
+"""Weight updates of a serving model, and checksums of its weights.
 
-Invariant: whatever is sent is checked whole before a live tensor is touched, and then takes their
-place all at once or not at all. Nothing here decides when: the text stage's scheduler does.
+Invariant: new weights are validated completely before a live tensor is touched, and then replace
+the live ones all together or not at all. The text stage's scheduler decides when.
 """

@@ -1,7 +1,7 @@
-"""Proof of which weights a model has: a digest of each tensor, and one of all (api-server.md 3).
+"""Checksums of a model's weights: one digest per tensor, and one of all (api-server.md 3).
 
-Invariant: the bytes of the live tensors are hashed as they lie, without a copy where they are in
-this machine's memory. A snapshot is digests, not tensors: it costs nothing to keep.
+Invariant: the live tensors' bytes are hashed in place, without a copy if they are in host memory. A
+snapshot holds digests, not tensors.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def digest_of(name: str, tensor: Tensor) -> str:
 
 
 def metadata_of(target: LiveTensors) -> Metadata:
-    """Name, shape, type and digest of each tensor, all cores hashing at once."""
+    """Name, shape, dtype and digest of each tensor, hashed on all cores."""
     tensors = dict(target)
-    # The longest first: else one core ends with the embedding while the others have nothing left.
+    # The largest first, so that all cores finish at about the same time.
     order = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)
     cores = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(cores, thread_name_prefix="checksum") as pool:
@@ -54,9 +54,9 @@ def identity(name: str, tensor: Tensor) -> Tensor:
 
 
 class WeightsChecker:
-    """`layout` is told with every result: which part of the whole tensors a rank holds.
+    """`layout` is part of every result: which part of the whole tensors this rank holds.
 
-    `whole` gives the whole tensor to the first rank and nothing to the others, which tell no
+    `whole` returns the whole tensor at rank 0 and None at other ranks, which report no
     `full_checksum`.
     """
 
@@ -74,7 +74,7 @@ class WeightsChecker:
         self._snapshot: Metadata | None = None
 
     def require(self, action: str) -> None:
-        """Raises WeightsError for an action that cannot be done now."""
+        """Raises WeightsError for an action that is unknown or not possible now."""
         if action not in ACTIONS:
             *most, last = ACTIONS
             raise WeightsError(
@@ -106,7 +106,7 @@ class WeightsChecker:
         return data | {"elapsed_s": self._clock() - started_s}
 
     def _full_checksum(self, checksums: dict[str, str]) -> str | None:
-        """Over whole tensors, one after another, so that no more than one is there at once."""
+        """The digest over whole tensors, gathered one at a time to bound memory."""
         full = {}
         for name, tensor in self._target:
             whole = self._whole(name, tensor)

@@ -1,9 +1,9 @@
-"""One update from its request to its answer, over the scheduler's pause (api-server.md 2.4).
+"""One weight update from request to answer, including the scheduler's pause (api-server.md 2.4).
 
     active requests? ──> stage (thread) ──> drop ──> swap (thread) ──> forget old keys, new version
-Invariant: requests are dropped only once the new weights are known to fit. What fails leaves the
-old weights as they were and says so. Keys and values of old weights are never used again: who runs
-during a swap that asks for no pause is computed anew, and goes on with the new weights.
+Invariant: requests are dropped only once the new weights are known to fit. A failed update leaves
+the old weights unchanged and says so. KVs computed with old weights are never used again: a request
+that runs during a swap without a pause is recomputed, and continues with the new weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A model's live tensors by name, and new values that wait to take their place together.
+"""A model's live tensors by name, and staged new values that replace them together.
 
-Invariant: what does not fit is refused by name before any live tensor is written; an `apply` that
-fails puts back what it had written. Tensors are written in place, as others hold views of them.
+Invariant: a tensor that does not fit is refused by name before any live tensor is written; a failed
+`apply` restores what it had written. Tensors are written in place, because views of them exist.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from omni_proxy.replica.models.llama import TIED_NAMES
 from omni_proxy.replica.tp.shard import Shard
 from omni_proxy.replica.weights.tensor_swap import can_swap, copy_tensors, swap_tensors
 
-# What older checkpoints store and every loader computes for itself.
+# Stored by older checkpoints, but computed by every loader itself.
 DERIVED_ENDINGS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 NAMED_AT_MOST = 5
 
@@ -27,20 +27,20 @@ _REPR.maxstring = _REPR.maxother = 200
 
 
 class WeightsError(Exception):
-    """What was sent cannot become this model's weights; no live tensor was touched."""
+    """The sent tensors cannot become this model's weights; no live tensor was touched."""
 
 
 class ApplyError(Exception):
-    """The swap failed in the middle; every live tensor has its old value again."""
+    """The swap failed and was undone: every live tensor has its old value."""
 
 
 class DamagedWeightsError(Exception):
-    """The swap failed in the middle and could not be undone: live tensors are of both kinds."""
+    """The swap failed and could not be undone: live tensors are a mix of old and new values."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSignature:
-    """What can be known of a tensor before it is there."""
+    """Dtype and shape of a tensor that was announced."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class TensorSignature:
 
 
 def short_repr(value: object) -> str:
-    """Its repr, cut where it is long: what was sent may be millions of characters."""
+    """The value's repr, truncated: a request may contain millions of characters."""
     return _REPR.repr(value)
 
 
@@ -65,7 +65,8 @@ def list_some(names: Sequence[str]) -> str:
 class LiveTensors:
     """Parameters, then buffers, each once under its first name; `aliases` are other names.
 
-    Of a model over several processes (it has a `shard`) whole tensors are taken, and a part kept.
+    If the model is sharded over processes (it has a `shard`), whole tensors are accepted and this
+    rank's part of them is kept.
     """
 
     def __init__(self, model: nn.Module, aliases: Mapping[str, str] = TIED_NAMES) -> None:
@@ -90,18 +91,18 @@ class LiveTensors:
         return list(self._tensors)
 
     def own_name(self, name: str) -> str:
-        """The name under which a tensor is held; raises WeightsError where there is none."""
+        """The canonical name of a tensor; raises WeightsError if there is none."""
         own = self._aliases.get(name, name)
         if own not in self._tensors:
             raise WeightsError(f"the model has no tensor {short_repr(name)}")
         return own
 
     def live(self, name: str) -> Tensor:
-        """The tensor itself; raises WeightsError for a name that the model has not."""
+        """The live tensor; raises WeightsError if the model has none of this name."""
         return self._tensors[self.own_name(name)]
 
     def check(self, name: str, form: TensorSignature) -> None:
-        """Raises WeightsError where no such tensor can be put into the model."""
+        """Raises WeightsError if such a tensor does not fit the model."""
         live = self.live(name)
         shape = self._whole_shape(name, live)
         if shape != form.shape:
@@ -118,7 +119,7 @@ class LiveTensors:
         return self._shard.whole_shape(self.own_name(name), live.shape)
 
     def require_all(self, names: Iterable[str]) -> None:
-        """Raises WeightsError where a tensor of the model is not among those named."""
+        """Raises WeightsError if a tensor of the model is not among `names`."""
         found = {self._aliases.get(name, name) for name in names}
         missing = [name for name in self._tensors if name not in found]
         if missing:
@@ -133,16 +134,16 @@ class LiveTensors:
         return self._shard is not None
 
     def part_of(self, name: str, tensor: Tensor) -> Tensor:
-        """What of a whole tensor is held here: the tensor itself, or a copy of a part."""
+        """This rank's part of a whole tensor: the tensor itself, or a copy of a part."""
         if self._shard is None or self._shard.cut(self.own_name(name)) is None:
             return tensor
         return self._shard.shard_of(self.own_name(name), tensor).clone()
 
 
 class StagedTensors:
-    """New values, checked and in the live tensors' types, that nothing shows yet.
+    """New values, validated and converted to the live tensors' dtypes, not applied yet.
 
-    `give_back` is called when none of them is held any more: their memory is somebody else's.
+    `give_back` is called once no value is held any more, to release their memory.
     """
 
     def __init__(self, target: LiveTensors, give_back: Callable[[], None] | None = None) -> None:
@@ -155,12 +156,12 @@ class StagedTensors:
         return len(self._new)
 
     def check(self, name: str, form: TensorSignature) -> None:
-        """Raises WeightsError where `add` would for such a tensor."""
+        """Raises WeightsError if `add` would for such a tensor."""
         if not name.endswith(DERIVED_ENDINGS):
             self._target.check(name, form)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor over, as it is if it has the right type; raises WeightsError."""
+        """Stages a tensor, without a copy if it has the right dtype; raises WeightsError."""
         if name.endswith(DERIVED_ENDINGS):
             return
         target = self._target
@@ -173,14 +174,14 @@ class StagedTensors:
         self._new[own] = new
 
     def update(self, later: StagedTensors) -> None:
-        """Take over what `later` holds, in place of what is held for the same tensors."""
+        """Merges the values of `later`, which replace values of the same tensors."""
         self._new |= later._new
         self._lenders += later._lenders
 
     def apply(self) -> None:
-        """Write everything into the live tensors; raises ApplyError, DamagedWeightsError.
+        """Writes all values into the live tensors; raises ApplyError, DamagedWeightsError.
 
-        The old values stay here for `undo` until `forget`.
+        The old values are kept for `undo` until `forget`.
         """
         old = self._old
         try:
@@ -196,7 +197,7 @@ class StagedTensors:
             raise ApplyError(f"{type(error).__name__}: {error}") from error
 
     def apply_for_good(self) -> None:
-        """The same where no later step can fail, without the old values; raises as `apply`."""
+        """As `apply`, without keeping old values, for when no later step can fail."""
         pairs = [(self._target.live(name), new) for name, new in self._new.items()]
         if all(can_swap(pairs)):
             try:
@@ -207,7 +208,7 @@ class StagedTensors:
             self.apply()
 
     def _exchange(self) -> None:
-        """Those that lie in this machine's memory change places with the live ones."""
+        """Swaps the tensors that are in host memory with the live ones."""
         names = list(self._new)
         pairs = [(self._target.live(name), self._new[name]) for name in names]
         quick = can_swap(pairs)
@@ -217,7 +218,7 @@ class StagedTensors:
                 self._old[name] = self._new.pop(name)
 
     def undo(self) -> None:
-        """Put back what `apply` had written over; raises DamagedWeightsError."""
+        """Restores the values that `apply` replaced; raises DamagedWeightsError."""
         try:
             with torch.no_grad():
                 for name, values in self._old.items():
@@ -226,7 +227,7 @@ class StagedTensors:
             raise DamagedWeightsError(f"{type(error).__name__}: {error}") from error
 
     def forget(self) -> None:
-        """Give all memory back: 0.04 s for half a gigabyte, which no scheduler should spend."""
+        """Frees all memory; slow, so not for the scheduler's thread."""
         for held in (self._new, self._old):
             while held:
                 held.popitem()

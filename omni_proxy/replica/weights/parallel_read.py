@@ -1,7 +1,7 @@
-"""Bytes of files into memory, by all cores at once and copied once.
+"""Reads files into memory on several threads, with a single copy.
 
-Files are read, not mapped: one that is cut short meanwhile is an error here, where a mapping would
-end the process. Memory comes in large pages, as fresh small ones cost more than the copy.
+Files are read, not mapped: a file that is truncated meanwhile is an error here, while a mapping
+would end the process. Memory uses huge pages, because faulting small ones costs more than the copy.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Of one thread's turn: whole large pages, and short enough that all end together.
+# The work item of one thread: whole huge pages, and small enough to balance the threads.
 SHARE_BYTES: Final = 8 << 20
-# Where in it a tensor may start.
+# Alignment of tensors in a buffer.
 ALIGNMENT_BYTES: Final = 64
 
-# Memory that is kept for the next time: taking it from the system again costs more than a copy.
+# The largest buffer that is kept for the next read: allocating it again costs more than a copy.
 KEEP_BYTES: Final = 1 << 30
 
-# A descriptor, the byte in its file, and where the bytes shall be.
+# A file descriptor, the offset in the file, and the memory to read into.
 FilePiece = tuple[int, int, memoryview]
 
 
@@ -43,14 +43,14 @@ def allocate_read_buffer(nbytes: int) -> Tensor:
 
 
 class ReadBufferPool:
-    """The memory of the last read, kept while nobody uses it. Safe from any thread."""
+    """Keeps the buffer of the last read while it is unused. Safe from any thread."""
 
     def __init__(self, keep_bytes: int = KEEP_BYTES) -> None:
         self._keep_bytes = keep_bytes
         self._kept: deque[Tensor] = deque()
 
     def take(self, nbytes: int) -> tuple[Tensor, Callable[[], None]]:
-        """Flat uint8 memory with whatever was in it, and what gives it back once none uses it."""
+        """Flat uint8 memory (content undefined), and the function that returns it to the pool."""
         try:
             block = self._kept.pop()
         except IndexError:
@@ -67,13 +67,13 @@ class ReadBufferPool:
 
 
 def tensor_memory(tensor: Tensor) -> memoryview:
-    """Its memory, to be read into."""
+    """The tensor's memory, to be read into."""
     data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return data
 
 
 def split_piece(piece: FilePiece, upto: int) -> tuple[FilePiece, FilePiece]:
-    """What of it lies before byte `upto` of its file, and the rest; either may be empty."""
+    """The piece's parts before and after byte `upto` of its file; either may be empty."""
     descriptor, place, into = piece
     count = min(max(upto - place, 0), len(into))
     return (descriptor, place, into[:count]), (descriptor, place + count, into[count:])

@@ -1,8 +1,8 @@
-"""A file of weights that is still being written, read as far as its bytes are final.
+"""Prefetch of a weights file that is still being written, as far as its bytes are final.
 
-Whoever writes it says how far that is; once it is whole, an update finds most of it in memory.
-Invariant: what was read goes nowhere but into an update that names the very same file, and is
-dropped where none does soon.
+The writer reports how far that is; when the file is complete, an update finds most of it in memory.
+Invariant: prefetched bytes are used only by an update that names the same file, and are dropped
+after KEEP_SECS without one.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Final
 from omni_proxy.replica.weights.live_tensors import WeightsError
 from omni_proxy.replica.weights.safetensors_loader import FileSelection, SafetensorsLoader
 
-# Memory of a version that nobody asks for: its writer has failed, or is gone.
+# How long a prefetched file is kept without an update: its writer may have failed.
 KEEP_SECS: Final = 60.0
-# Of one turn, after which an update may take over; and no faster, as it is beside other work.
+# Read per step, after which an update may take over; one thread, as other work goes on.
 STEP_BYTES: Final = 64 << 20
 THREADS: Final = 1
 
 
 class FilePrefetcher:
-    """One file at a time, the latest. Safe from any thread; an update never waits for long."""
+    """Holds the latest file only. Safe from any thread; an update waits for one step at most."""
 
     def __init__(self, keep_secs: float = KEEP_SECS) -> None:
         self._keep_secs = keep_secs
@@ -34,7 +34,7 @@ class FilePrefetcher:
         self._timer: threading.Timer | None = None
 
     def read(self, path: Path, nbytes: int, opened: Callable[[], SafetensorsLoader]) -> int:
-        """Its first `nbytes` are final; how many bytes can be read ahead at all. 0: none.
+        """Reads the final first `nbytes`; returns how many bytes can be prefetched in all (0: none).
 
         Raises WeightsError, and OSError from the file; nothing is kept then.
         """
@@ -56,7 +56,7 @@ class FilePrefetcher:
             return sum(each.form.nbytes for each in loading.as_they_are)
 
     def take(self, parts: Sequence[FileSelection]) -> SafetensorsLoader | None:
-        """What was read of just these files, for the caller to end; anything else is dropped."""
+        """The loader of exactly these files, which the caller ends; any other one is dropped."""
         self._wanted.set()
         try:
             with self._lock:
@@ -71,7 +71,7 @@ class FilePrefetcher:
             self._wanted.clear()
 
     def _wind(self) -> None:
-        """The clock runs from now on, where anything is kept."""
+        """Restarts the expiry timer if anything is kept."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

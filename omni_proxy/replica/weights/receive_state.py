@@ -1,10 +1,10 @@
-"""How new weights come to a replica over trainers' groups: states, and what each call may do. Pure.
+"""The state machine of receiving weights over trainers' groups. Pure.
 
     idle ─join─> grouped ─prepare─> arming ─armed─> receiving ─came─> received ─apply─> applying
     arming ─refused─> grouped    arming, receiving, received ─lost─> failed ─join, prepare─> ...
     applying ─settled─> grouped  every state ─leave, replaced by a new trainer─> grouped or idle
-Invariant: one transfer at a time, whatever the number of groups; what a call that was overtaken
-reports later changes nothing. `grouped` without a group is `idle`.
+Invariant: one transfer at a time, for any number of groups; a late report of a superseded call
+changes nothing. `grouped` without a group is `idle`.
 """
 
 from __future__ import annotations

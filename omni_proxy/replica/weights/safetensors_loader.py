@@ -1,8 +1,8 @@
-"""Safetensors files that are open, from the look at their headers to their last byte.
+"""Loads open safetensors files: headers first, then the tensors' bytes, possibly in steps.
 
-What can be taken as it is lies side by side in memory, and may be read bit by bit; the rest is read
-last. Invariant: what does not fit the model is refused before any byte of a tensor is read, and no
-live tensor is touched here.
+Tensors that need no conversion share one block of memory and can be read in steps; the others are
+read last. Invariant: a tensor that does not fit the model is refused before any tensor byte is read;
+live tensors are not touched here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ EVERYTHING: Final = sys.maxsize  # more bytes than any file has
 
 @dataclass(frozen=True, slots=True)
 class FileSelection:
-    """A file, the names wanted from it (None: all), and its SHA-256 where one is promised."""
+    """A file, the tensor names to load from it (None: all), and its SHA-256 if one is given."""
 
     path: Path
     names: tuple[str, ...] | None = None
@@ -76,7 +76,7 @@ class _SelectedTensor:
 
 @dataclass(slots=True)
 class _LoadBlock:
-    """Memory for what is taken as it is; `unread` are the pieces of it that are still to come."""
+    """The block of tensors that need no conversion; `unread` are its pieces not read yet."""
 
     give_back: Callable[[], None]
     tensors: dict[_SelectedTensor, Tensor] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class _LoadBlock:
 
 
 class SafetensorsLoader:
-    """Ends with `stage` or `forget`, and closes its files at the end of its `with`."""
+    """Must be ended by `stage` or `forget`; its `with` block closes the files."""
 
     def __init__(self, target: LiveTensors, rooms: ReadBufferPool) -> None:
         self._target = target
@@ -114,7 +114,7 @@ class SafetensorsLoader:
         return [each for each in self._wanted if self._as_it_is(each)]
 
     def look(self, part: FileSelection) -> None:
-        """At what a file gives; raises WeightsError where its sizes do not fit, and OSError."""
+        """Opens a file and checks its tensors; raises WeightsError if one does not fit, OSError."""
         file = self._files.enter_context(part.path.open("rb"))
         stored = StoredTensors(file, str(part.path))
         staged = StagedTensors(self._target)
@@ -126,13 +126,13 @@ class SafetensorsLoader:
         self._promised.append((file, part))
 
     def is_of(self, parts: Sequence[FileSelection]) -> bool:
-        """Whether these files, wherever they are called so now, are the open ones. OSError."""
+        """Whether these paths name the open files, also after a rename. Raises OSError."""
         ours = [os.fstat(file.fileno()) for file, _ in self._promised]
         named = [part.path.stat() for part in parts if part.names is None and part.sha256 is None]
         return len(named) == len(parts) == len(ours) and all(map(os.path.samestat, ours, named))
 
     def read(self, upto: int, threads: int) -> int:
-        """What is taken as it is and lies before byte `upto` of its file; how much has not come.
+        """Reads the block's bytes before offset `upto` of each file; returns how many remain.
 
         Raises WeightsError, and OSError from a file.
         """
@@ -143,7 +143,7 @@ class SafetensorsLoader:
         return sum(len(later[2]) for later in room_.unread)
 
     def stage(self) -> StagedTensors:
-        """Read all that is missing; raises WeightsError, and OSError from a file."""
+        """Reads everything that is missing; raises WeightsError, and OSError from a file."""
         cores = len(os.sched_getaffinity(0))
         try:
             for file, part in self._promised:
@@ -167,7 +167,7 @@ class SafetensorsLoader:
         return staged
 
     def forget(self) -> None:
-        """What was read is not wanted any more."""
+        """Drops what was read."""
         room_, self._room = self._room, None
         if room_ is not None:
             room_.tensors.clear()
@@ -181,7 +181,7 @@ class SafetensorsLoader:
         return _LoadBlock(give_back, tensors, [each.piece(tensors[each]) for each in places])
 
     def _as_it_is(self, wanted: _SelectedTensor) -> bool:
-        """Nothing has to be made of it: neither another type, nor a part, nor a GPU's tensor."""
+        """Whether the tensor needs no conversion: same dtype and shape, and on the CPU."""
         live = self._target.live(wanted.name)
         return (
             TensorSignature(live.dtype, tuple(live.shape)) == wanted.form
@@ -190,7 +190,7 @@ class SafetensorsLoader:
 
 
 def _side_by_side(wanted: Sequence[_SelectedTensor]) -> tuple[dict[_SelectedTensor, int], int]:
-    """Where each begins in memory for all of them, and how much that is in bytes."""
+    """The offset of each tensor in one block of memory, and the block's size in bytes."""
     places, end = {}, 0
     for each in wanted:
         places[each] = start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,7 +1,7 @@
-"""Tensors of a safetensors file, wherever it lies: on a disk, or in a request as base64.
+"""Tensors of safetensors data: a file on disk, or base64 in a request.
 
-Invariant: sizes are checked against what is really there before memory is asked for. Nothing is
-ever unpickled.
+Invariant: sizes are checked against the actual data before memory is allocated. Nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# What the decoder raises for what it cannot read.
+# What the decoder raises for invalid input.
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**48
@@ -50,7 +50,7 @@ ZIP = b"PK\x03\x04"  # what torch.save writes around a pickle
 
 
 def shape_of(sizes: Any, name: str) -> tuple[int, ...]:
-    """Raises WeightsError for anything but a few whole numbers of which memory may have as many."""
+    """Raises WeightsError unless `sizes` is a short list of integers within bounds."""
     listed = isinstance(sizes, list | tuple) and len(sizes) <= MAX_DIMENSIONS
     if not listed or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in sizes):
         raise WeightsError(
@@ -69,7 +69,7 @@ class HeaderEntry(Struct):
 
 
 class StoredTensors:
-    """The tensors of a safetensors file that is open; `title` names it in faults."""
+    """The tensors of an open safetensors file; `title` names it in error texts."""
 
     def __init__(self, file: BinaryIO, title: str) -> None:
         """Read and check the header; raises WeightsError, and OSError from the file."""
@@ -108,12 +108,12 @@ class StoredTensors:
         return self._file.fileno()
 
     def place(self, name: str) -> int:
-        """The byte of the file at which a tensor that is in it begins."""
+        """The offset of a tensor in the file."""
         place: int = self._data_start + self._entries[name].data_offsets[0]
         return place
 
     def read(self, name: str) -> Tensor:
-        """The tensor in memory of its own; raises WeightsError, and OSError from the file."""
+        """A tensor, read into new memory; raises WeightsError, and OSError from the file."""
         form = self.form(name)
         tensor = torch.empty(form.shape, dtype=form.dtype)
         room = tensor.view(-1).view(torch.uint8).numpy().data

@@ -1,9 +1,9 @@
-"""New values into live tensors: put in their place, or exchanged with them. All cores at once.
+"""Writes new values into live tensors, by copy or by swap, on all cores.
 
-An exchange needs no memory for a third set of tensors: what was live is afterwards where the new
-values were, so that it can be put back. Both are done with plain tensors of this machine's memory
-alone. Invariant: an exchange that fails has exchanged nothing, as what was moved is moved back with
-a buffer that was allocated before the first move; `copy_tensors` that fails may have written some.
+A swap needs no memory for a third set of tensors: afterwards the old values are where the new ones
+were, so that they can be restored. Both work only on plain tensors in host memory. Invariant: a
+failed swap changes nothing, because moved parts are moved back with a buffer that was allocated
+before the first move; a failed `copy_tensors` may have written some tensors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-# Of three parts that an exchange moves: together they fit into a core's cache, or nearly.
+# The size of the three buffers that a swap moves: together they about fit into a core's cache.
 PIECE_BYTES: Final = 1 << 20
-# Of one thread's turn: short enough that all end together, long enough to be worth a turn.
+# The work item of one thread: small enough to balance the cores, large enough to pay off.
 SHARE_BYTES: Final = 16 << 20
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
@@ -28,7 +28,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 def can_swap(pairs: Iterable[Pair]) -> list[bool]:
-    """Whether each (live, new) may change places; never where two would share memory."""
+    """For each (live, new), whether it can be swapped; never if two tensors share memory."""
     seen: set[int] = set()
     found = []
     for live, new in pairs:
@@ -40,7 +40,7 @@ def can_swap(pairs: Iterable[Pair]) -> list[bool]:
 
 
 def swap_tensors(pairs: Iterable[Pair]) -> None:
-    """All or none. Every pair must be `can_swap`. Raises what allocating or a thread raises."""
+    """Swaps all pairs or none; each must be `can_swap`. Raises MemoryError or RuntimeError."""
     spare = np.empty(PIECE_BYTES, np.uint8)
     moved: list[tuple[Bytes, Bytes]] = []
 
@@ -58,7 +58,7 @@ def swap_tensors(pairs: Iterable[Pair]) -> None:
 
 
 def copy_tensors(pairs: Iterable[Pair]) -> None:
-    """The new values stay where they are, too. Every pair must be `can_swap`."""
+    """Copies the new values over the live ones; each pair must be `can_swap`."""
     _each_share(pairs, np.copyto)
 
 

@@ -1,8 +1,8 @@
-"""This rank's part in trainers' groups: joining, arming, waiting, leaving (two-phase.md 1, 7).
+"""This rank's membership in trainers' groups: join, arm, wait, leave (two-phase.md 1, 7).
 
-Invariant: what blocks runs in an operation's steps, what decides in the stage's thread. What is
-announced is checked whole before anything is armed; what fails ends disarmed, with the live
-weights untouched and the next trainer welcome. The methods that yield are parts of operations.
+Invariant: blocking calls run in an operation's steps, decisions in the stage's thread. Everything
+announced is validated before anything is armed; a failure ends disarmed, with the live weights
+unchanged and ready for the next trainer. The methods that yield are parts of operations.
 """
 
 from __future__ import annotations

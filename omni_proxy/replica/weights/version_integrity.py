@@ -1,10 +1,10 @@
-"""Are the live weights those of one version, as far as a replica can know? Pure.
+"""Whether the live weights belong to a single version, as far as a replica can know. Pure.
 
-An update that names all it changes (many buckets, a session, a file) is whole when it is applied.
-A bucket alone is not known to be the last one unless it says so, by a version or a wish to flush
-(two-phase.md 7, S7): until then the weights are `open`. They are `uncertain` once such a sync
-cannot go on any more: a failure, a new group, generation that continues; and once a swap has broken
-off half-way. Nothing is refused for it.
+An update that names everything it changes (several buckets, a session, a file) is whole when it is
+applied. A single bucket is the last one only if it says so, by a version or a request to flush
+(two-phase.md 7, S7): until then the weights are `open`. They become `uncertain` if such a sync can
+no longer finish (a failure, a new group, generation that continues), or if a swap failed halfway.
+No request is refused because of that.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class IntegrityState(StrEnum):
 
 
 class VersionIntegrity:
-    """`buckets`: how many were applied one by one since the weights were whole."""
+    """`buckets`: how many single buckets were applied since the weights were whole."""
 
     def __init__(self) -> None:
         self.standing = IntegrityState.WHOLE
         self.buckets = 0
 
     def bucket(self, *, last: bool) -> None:
-        """One bucket of a sync was applied; `last`: it says so."""
+        """A bucket of a sync was applied; `last`: it is declared the last one."""
         if last:
             self.whole()
             return
@@ -39,17 +39,17 @@ class VersionIntegrity:
         self.standing, self.buckets = IntegrityState.WHOLE, 0
 
     def left(self) -> None:
-        """Its trainer closed the group in good order."""
+        """The trainer closed its group in an orderly way."""
         if self.standing is IntegrityState.OPEN:
             self.whole()
 
     def broken(self) -> None:
-        """What was open will not be finished."""
+        """An open sync will not be finished."""
         if self.standing is IntegrityState.OPEN:
             self.standing = IntegrityState.UNCERTAIN
 
     def damaged(self) -> None:
-        """A swap broke off half-way: what is live is of both versions."""
+        """A swap failed halfway: the live tensors are a mix of two versions."""
         self.standing = IntegrityState.UNCERTAIN
 
     def facts(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class VersionIntegrity:
         return {"weights": self.standing.value, "buckets_applied": self.buckets}
 
     def told(self, version: str) -> str:
-        """What weights there are after something failed."""
+        """The state of the weights in words, for error texts."""
         if self.standing is IntegrityState.WHOLE:
             return f"the weights of version {version!r} are whole"
         if not self.buckets:

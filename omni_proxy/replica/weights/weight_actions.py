@@ -1,8 +1,8 @@
-"""The admin actions on weights, as a text stage answers them (api-server.md 2.4, 3, 9.1).
+"""The admin actions on weights of a text stage (api-server.md 2.4, 3, 9.1).
 
-Invariant: reading, receiving, copying and hashing happen in an operation's own thread. What is
-wrong with a request is told before a group or a weight is touched. Nothing else comes between the
-preparation of an update and its end, but what ends it.
+Invariant: reading, receiving, copying and hashing run in an operation's own thread. An invalid
+request is refused before a group or a weight is touched. Between the preparation of an update and
+its end, only actions that end it are accepted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Weights from safetensors files: one, a folder of them, or what a manifest names of a folder.
+"""Weights from safetensors files: one file, a folder, or the files that a manifest names.
 
 A manifest is one of
     {"files": ["a.safetensors", {"path": "b.safetensors", "sha256": "<of the file>"}]}
     {"tensors": {"model.norm.weight": "a.safetensors", ...}}
-and changes what it names alone; without one, every tensor of the model must be there.
-Invariant: no file outside the root is opened, by whatever link. A file is read into memory whole
-before anything is changed, so that what happens to it afterwards does not matter.
+and changes only what it names; without a manifest, every tensor of the model must be present.
+Invariant: no file outside the root is opened, not even through a link. A file is read completely
+into memory before anything is changed, so that later changes of the file do not matter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class UpdateManifest(Struct, forbid_unknown_fields=True):
 
 
 class CheckpointIndex(Struct):
-    """The list of its files that a sharded checkpoint has."""
+    """The index file of a sharded checkpoint."""
 
     weight_map: dict[str, str]
 
@@ -82,10 +82,10 @@ class WeightsFolder:
             raise WeightsError(f"{short_repr(payload.get('model_path'))}: {error}") from error
 
     def read_ahead(self, payload: Mapping[str, Any], target: LiveTensors) -> int:
-        """Of the file `model_path`, which is being written, the first `nbytes` are final.
+        """Prefetches the final first `nbytes` of the file `model_path`, which is being written.
 
-        They are read for a `stage` that will name the file, however it is called then. How many
-        of all its bytes that can be done with; raises WeightsError.
+        A later `stage` of the same file uses them, also if it was renamed. Returns how many bytes
+        can be prefetched in all; raises WeightsError.
         """
         name, nbytes = payload.get("model_path"), payload.get("nbytes")
         if type(nbytes) is not int or nbytes < 0:
@@ -109,7 +109,7 @@ class WeightsFolder:
         return loading
 
     def _inside(self, path: Any, folder: Path | None = None) -> Path:
-        """Where `path` really is; relative ones are the folder's, else the root's."""
+        """The resolved path, relative to `folder` or the root; raises WeightsError if outside."""
         if self._root is None:
             raise WeightsError(
                 "this replica reads no weights from disk: it listens for others and has neither an "
@@ -161,7 +161,7 @@ class WeightsFolder:
 
 
 def parse_manifest(value: Any) -> UpdateManifest | None:
-    """Raises WeightsError for what is no manifest; None stays None."""
+    """Raises WeightsError for an invalid manifest; None stays None."""
     if value is None:
         return None
     try:

@@ -8,7 +8,7 @@ from omni_proxy.process_group.broadcast.buffers import BufferPool, SharedBlockPo
 from omni_proxy.process_group.tensor_plan import GroupError
 
 
-def test_what_nobody_looks_into_is_handed_out_again():
+def test_an_unused_block_is_reused():
     buffers = BufferPool()
     block = buffers.take(10_000)
     place = block.data_ptr()
@@ -53,28 +53,28 @@ def test_no_more_than_allowed_is_kept_and_the_oldest_goes_first():
     assert buffers.kept_bytes() == 10_000
 
 
-def test_what_is_kept_can_be_given_back():
+def test_clear_frees_unused_memory():
     buffers = BufferPool()
     buffers.take(1_000)
     buffers.clear()
     assert buffers.kept_bytes() == 0
 
 
-def test_more_than_there_is_is_refused_with_both_numbers():
+def test_a_block_above_free_memory_is_refused_with_both_numbers():
     buffers = BufferPool(free=lambda: 4_096)
     assert buffers.take(4_096).shape == (4_096,)
     with pytest.raises(GroupError, match="need 4097 bytes, but only 4096"):
         buffers.take(4_097)
 
 
-def test_memory_that_is_kept_needs_no_free_memory():
+def test_reused_memory_needs_no_free_memory():
     free = iter([10_000])
     buffers = BufferPool(free=lambda: next(free))
     buffers.take(5_000)
     assert buffers.take(5_000).shape == (5_000,)
 
 
-def test_what_is_kept_goes_before_anything_is_refused():
+def test_unused_blocks_are_freed_before_a_request_is_refused():
     free = iter([10_000, 100, 10_100])
     buffers = BufferPool(free=lambda: next(free))
     buffers.take(5_000)
@@ -91,7 +91,7 @@ def shared_pool(keep_bytes=1 << 20, free=lambda: 1 << 30):
     return SharedBlockPool(keep_bytes, forgotten.extend, free), forgotten
 
 
-def test_a_block_is_handed_out_again_only_when_nobody_looks_into_it():
+def test_a_shared_block_is_reused_only_when_no_view_is_left():
     blocks, _ = shared_pool()
     lease = blocks.take(10_000)
     number = lease.block.number
@@ -107,7 +107,7 @@ def test_a_block_is_handed_out_again_only_when_nobody_looks_into_it():
     assert blocks.take(9_000).block.number == number
 
 
-def test_a_block_that_was_never_looked_into_comes_back_with_its_lease():
+def test_a_shared_block_without_views_returns_with_its_lease():
     blocks, _ = shared_pool()
     lease = blocks.take(100)
     number = lease.block.number
@@ -124,14 +124,14 @@ def test_the_smallest_shared_block_that_fits_is_reused():
     assert blocks.take(15_000).block.number == number
 
 
-def test_what_is_written_through_the_descriptor_is_what_a_tensor_shows():
+def test_bytes_written_through_the_descriptor_show_in_the_tensor():
     blocks, _ = shared_pool()
     lease = blocks.take(8)
     os.pwrite(lease.block.descriptor, b"abcdefgh", 0)
     assert bytes(lease.tensor().tolist()) == b"abcdefgh"
 
 
-def test_no_more_is_kept_than_allowed_and_children_hear_of_it():
+def test_shared_blocks_above_the_limit_are_freed_and_reported():
     blocks, forgotten = shared_pool(keep_bytes=250)
     leases = [blocks.take(size) for size in (100, 100, 100)]
     first = leases[0].block.number
@@ -143,7 +143,7 @@ def test_no_more_is_kept_than_allowed_and_children_hear_of_it():
     assert len(os.listdir("/proc/self/fd")) == files - 1
 
 
-def test_what_the_machine_has_not_is_refused_with_the_numbers():
+def test_a_request_above_free_memory_is_refused_with_the_numbers():
     blocks, _ = shared_pool(free=lambda: 1000)
     with pytest.raises(GroupError, match="need 1001 bytes, but only 1000"):
         blocks.take(1001)
@@ -171,7 +171,7 @@ def no_descriptors():
 
 
 @pytest.mark.usefixtures("no_descriptors")
-def test_what_the_system_refuses_is_no_memory():
+def test_a_system_error_is_reported_as_no_memory():
     blocks, _ = shared_pool()
     with pytest.raises(GroupError, match="no memory for the announced tensors"):
         blocks.take(100)

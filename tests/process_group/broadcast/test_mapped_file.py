@@ -24,7 +24,7 @@ def test_the_span_is_from_the_first_block_to_the_end_of_the_last():
     assert region_span(FileRegion("f", (50, 10)), (plan(30), plan(40))) == (10, 80)
 
 
-def test_blocks_of_no_bytes_may_share_a_place():
+def test_empty_blocks_may_share_an_offset():
     assert region_span(FileRegion("f", (10, 10, 10)), (plan(0), plan(5), plan(0))) == (10, 15)
 
 
@@ -34,7 +34,7 @@ def test_blocks_that_overlap_are_refused(starts):
         region_span(FileRegion("f", starts), (plan(30), plan(30)))
 
 
-def test_a_file_with_holes_gets_its_bytes_before_they_are_written(tmp_path):
+def test_blocks_of_a_sparse_file_are_allocated_first(tmp_path):
     path = tmp_path / "version"
     path.touch()
     os.truncate(path, 1 << 20)
@@ -74,7 +74,7 @@ def test_a_file_in_memory_needs_memory(monkeypatch):
         os.unlink(path)
 
 
-def test_a_file_in_memory_that_is_all_there_is_not_gone_through_again(monkeypatch):
+def test_a_resident_file_is_not_allocated_again(monkeypatch):
     path = f"/dev/shm/omni-test-whole-{os.getpid()}"
     with open(path, "wb") as file:
         file.write(bytes(1 << 20))
@@ -89,7 +89,7 @@ def test_a_file_in_memory_that_is_all_there_is_not_gone_through_again(monkeypatc
         os.unlink(path)
 
 
-def test_what_is_mapped_to_be_written_is_the_file_and_to_be_read_a_copy(tmp_path):
+def test_a_write_mapping_changes_the_file_and_a_read_mapping_does_not(tmp_path):
     path = tmp_path / "version"
     path.write_bytes(bytes(100))
     with open(path, "r+b") as file:
@@ -105,7 +105,7 @@ def test_what_is_mapped_to_be_written_is_the_file_and_to_be_read_a_copy(tmp_path
 PAGES = 4096
 
 
-def test_a_file_in_memory_that_was_mapped_ahead_is_written_to_without_a_fault():
+def test_writes_to_prefaulted_pages_cause_no_page_fault():
     descriptor = os.memfd_create("test-pages")
     try:
         os.posix_fallocate(descriptor, 0, PAGES * PAGE_BYTES)

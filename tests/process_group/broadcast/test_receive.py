@@ -110,7 +110,7 @@ def test_progress_ends_at_all_messages_and_all_bytes(groups, trainer):
     left(groups, trainer)
 
 
-def test_memory_is_used_again_once_nobody_looks_into_it(groups, trainer):
+def test_memory_is_reused_once_no_view_is_left(groups, trainer):
     joined(groups, trainer)
 
     def received():

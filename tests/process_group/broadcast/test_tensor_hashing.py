@@ -61,7 +61,7 @@ def test_digests_are_those_of_replicas_however_the_bytes_come(buckets, load_form
 
 
 @pytest.mark.parametrize("come", [(0, 0), (1, 3)])
-def test_who_gives_up_leaves_no_thread_waiting(come):
+def test_a_cancelled_hasher_leaves_no_thread_waiting(come):
     plan = whole_of([[("uint8", [4]), ("uint8", [8]), ("uint8", [4])]], None, True)
     hashing = TensorHasher(plan, lambda start, size: bytes(size), "given-up")
     hashing.update(*come)

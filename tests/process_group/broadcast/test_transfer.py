@@ -26,7 +26,7 @@ def waiting(underway, buckets):
     return thread, found
 
 
-def test_who_waits_for_a_bucket_hears_of_it_and_of_none_before_it(underway):
+def test_wait_past_returns_at_the_next_bucket(underway):
     underway.report_progress(2, 37)
     assert underway.wait_past(0, SOON_SECS).buckets_done == 1
     thread, found = waiting(underway, 1)
@@ -44,7 +44,7 @@ def test_who_waits_for_a_bucket_hears_of_it_and_of_none_before_it(underway):
         (lambda underway: underway.fail(GroupError("it died")), 1),
     ],
 )
-def test_its_end_is_heard_by_whoever_waits_for_a_bucket(underway, end, done):
+def test_the_end_of_a_transfer_wakes_wait_past(underway, end, done):
     underway.report_progress(2, 37)
     thread, found = waiting(underway, 1)
     end(underway)
@@ -53,7 +53,7 @@ def test_its_end_is_heard_by_whoever_waits_for_a_bucket(underway, end, done):
     assert underway.wait_past(3, SOON_SECS).buckets_done == done
 
 
-def test_a_bucket_is_told_of_while_the_next_is_still_to_come(receiver, trainer):
+def test_a_bucket_is_reported_before_the_next_arrives(receiver, trainer):
     joined(receiver, trainer)
     transfer = armed(receiver, TENSORS[:2], TENSORS[4:])
     trainer.tell("send", group="g", tensors=TENSORS[:2])

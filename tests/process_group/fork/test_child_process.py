@@ -75,7 +75,7 @@ def test_lines_of_any_length_and_their_descriptors_come_in_order(wires):
         (signal.SIGABRT, "the receiver process was ended by SIGABRT"),
     ],
 )
-def test_how_a_child_ended_is_told_to_who_asks_it(child, number, said):
+def test_callers_of_a_killed_child_get_the_reason(child, number, said):
     child.require_ready(60)
     heard = []
     child.subscribe(7, heard.append)
@@ -91,7 +91,7 @@ def test_how_a_child_ended_is_told_to_who_asks_it(child, number, said):
         child.require_ready(0)
 
 
-def test_nothing_of_a_child_is_left_here(nest):
+def test_an_ended_child_leaves_no_descriptor_and_no_thread(nest):
     def live():
         child = ChildHandle(BEGIN, "brief", nest)
         child.require_ready(60)
@@ -107,7 +107,7 @@ def test_nothing_of_a_child_is_left_here(nest):
     wait_until(lambda: threading.active_count() <= threads)
 
 
-def test_a_child_that_does_not_answer_is_not_waited_for(child):
+def test_a_call_to_a_stopped_child_times_out(child):
     child.require_ready(60)
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(GroupError, match=r"no answer within 0\.1 s"):
@@ -117,7 +117,7 @@ def test_a_child_that_does_not_answer_is_not_waited_for(child):
     assert child.end_reason == "enough"
 
 
-def test_an_order_that_a_stopped_child_cannot_take_ends_it(child, monkeypatch):
+def test_a_command_that_a_stopped_child_cannot_read_kills_it(child, monkeypatch):
     monkeypatch.setattr(child_process, "SEND_SECS", 0.2)
     child.require_ready(60)
     heard = []
@@ -131,7 +131,7 @@ def test_an_order_that_a_stopped_child_cannot_take_ends_it(child, monkeypatch):
     assert child.end_reason.startswith("the receiver process hangs")
 
 
-def test_nobody_waits_behind_an_order_that_a_stopped_child_does_not_take(child):
+def test_a_command_blocked_by_another_one_times_out(child):
     child.require_ready(60)
     os.kill(child.pid, signal.SIGSTOP)
     huge = CheckTrainer(child.next_number(), HUGE, False)
@@ -146,7 +146,7 @@ def test_nobody_waits_behind_an_order_that_a_stopped_child_does_not_take(child):
         stuck.result(30)
 
 
-def test_a_stopped_child_that_is_told_more_than_it_holds_is_ended(child, monkeypatch):
+def test_a_stopped_child_whose_socket_is_full_is_killed(child, monkeypatch):
     monkeypatch.setattr(child_process, "SEND_SECS", 0.2)
     child.require_ready(60)
     os.kill(child.pid, signal.SIGSTOP)
@@ -163,7 +163,7 @@ def test_a_stopped_child_that_is_told_more_than_it_holds_is_ended(child, monkeyp
     assert child.end_reason == "the receiver process hangs: it read no command for 0.2 s"
 
 
-def test_after_a_line_that_was_left_in_the_middle_no_other_one_goes(wires):
+def test_after_a_partly_sent_line_no_other_is_sent(wires):
     ours, _ = wires
     with pytest.raises(TimeoutError, match="nothing was taken"):
         run_within(30, lambda: ours.send(Logged(1, HUGE), timeout_secs=0.05))
@@ -172,7 +172,7 @@ def test_after_a_line_that_was_left_in_the_middle_no_other_one_goes(wires):
         ours.send(Logged(1, "short"), timeout_secs=0.05)
 
 
-def test_a_child_that_is_given_up_before_it_is_born_is_gone_at_once(nest, monkeypatch):
+def test_a_child_killed_before_it_is_forked_ends_at_once(nest, monkeypatch):
     busy = "import threading; threading.Event().wait()"  # as in an import
     monkeypatch.setattr(module, "command", lambda _: [sys.executable, "-c", busy])
     child = ChildHandle(BEGIN, "never", nest)
@@ -184,7 +184,7 @@ def test_a_child_that_is_given_up_before_it_is_born_is_gone_at_once(nest, monkey
         child.require_ready(0)
 
 
-def test_a_child_that_speaks_nonsense_is_ended(nest, monkeypatch):
+def test_a_child_that_sends_an_invalid_message_is_killed(nest, monkeypatch):
     monkeypatch.setattr(module, "command", light("babble"))
     child = ChildHandle(BEGIN, "babbling", nest)
     with pytest.raises(ChildEnded, match="invalid message"):
@@ -236,7 +236,7 @@ def children(fork_server):
     return ChildPool(fork_server, lambda _: FakeChild(next(numbers)))
 
 
-def test_only_those_that_live_are_counted_and_told(children):
+def test_only_running_children_are_listed_and_release_blocks(children):
     first, unborn, third = (children.start_child() for _ in range(3))
     assert children.pids() == [1, 10, 12]
     first.kill("gone")
@@ -245,7 +245,7 @@ def test_only_those_that_live_are_counted_and_told(children):
     assert [child.released for child in (first, unborn, third)] == [[], [(4, 5)], [(4, 5)]]
 
 
-def test_a_close_ends_all_and_lets_go_of_the_nest_once(children, fork_server):
+def test_close_kills_all_children_and_releases_the_fork_server_once(children, fork_server):
     taken = children.start_child()
     children.warm()
     children.close()

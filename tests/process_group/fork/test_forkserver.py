@@ -65,7 +65,7 @@ def forks(control):
         each.close()
 
 
-def test_each_fork_lives_by_itself_and_its_end_is_told(forks):
+def test_each_fork_is_independent_and_its_exit_is_reported(forks):
     for number, fork in enumerate(forks):
         fork.wire.sendall(b"word %d" % number)
     assert [fork.wire.recv(20) for fork in forks] == [b"word 0", b"word 1", b"word 2"]
@@ -75,13 +75,13 @@ def test_each_fork_lives_by_itself_and_its_end_is_told(forks):
     assert forks[0].status() == 0
 
 
-def test_what_a_fork_raises_are_its_last_words(forks):
+def test_the_traceback_of_a_failed_fork_is_on_its_stderr(forks):
     forks[0].wire.sendall(b"fail")
     assert forks[0].status() == 1
     assert b"ValueError: what it said last" in os.pread(forks[0].errors, 4096, 0)
 
 
-def test_who_does_not_want_a_fork_any_more_has_it_killed(forks):
+def test_closing_the_event_socket_kills_the_fork(forks):
     forks[0].wire.sendall(b"living")
     assert forks[0].wire.recv(20) == b"living"
     forks[0].news.shutdown(socket.SHUT_WR)
@@ -90,7 +90,7 @@ def test_who_does_not_want_a_fork_any_more_has_it_killed(forks):
     assert forks[1].wire.recv(20) == b"as before"
 
 
-def test_what_is_not_wanted_any_more_is_never_forked(control):
+def test_a_cancelled_request_is_not_forked(control):
     fork = Fork(control)
     fork.news.shutdown(socket.SHUT_WR)
     assert list(JsonSocket(fork.news).lines()) == []

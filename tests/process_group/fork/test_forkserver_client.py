@@ -22,7 +22,7 @@ def test_a_single_file_build_starts_itself(monkeypatch):
     assert command(5) == [sys.executable, "receiver-process", "5"]
 
 
-def test_who_forks_is_alone_with_everything_imported():
+def test_the_fork_server_has_one_thread_and_torch_imported():
     child = ChildHandle(BEGIN, "child", SHARED_FORK_SERVER)
     child.require_ready(60)
     assert len(os.listdir(f"/proc/{SHARED_FORK_SERVER.pid()}/task")) == 1
@@ -32,7 +32,7 @@ def test_who_forks_is_alone_with_everything_imported():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_whole_group_is_for_their_parent_to_follow(number):
+def test_signals_to_the_process_group_are_ignored(number):
     child = ChildHandle(BEGIN, "child", SHARED_FORK_SERVER)
     child.require_ready(60)
     before = SHARED_FORK_SERVER.pid()
@@ -46,7 +46,7 @@ def test_a_signal_to_the_whole_group_is_for_their_parent_to_follow(number):
     child.kill("enough")
 
 
-def test_children_are_forks_that_end_with_it(nest):
+def test_children_end_with_the_fork_server(nest):
     assert nest.pid() is None  # to hold it starts nothing
     children = [ChildHandle(BEGIN, f"child-{number}", nest) for number in range(3)]
     for child in children:
@@ -64,7 +64,7 @@ def test_children_are_forks_that_end_with_it(nest):
     again.require_ready(60)
 
 
-def test_one_that_was_stopped_goes_on_when_somebody_wants_a_child_or_its_end(nest):
+def test_a_stopped_fork_server_is_continued_for_a_fork_or_a_kill(nest):
     first = ChildHandle(BEGIN, "first", nest)
     first.require_ready(60)
     before = nest.pid()
@@ -78,7 +78,7 @@ def test_one_that_was_stopped_goes_on_when_somebody_wants_a_child_or_its_end(nes
     assert (nest.pid(), alive(second.pid)) == (before, True)
 
 
-def test_a_fork_has_nothing_of_another_one(nest):
+def test_a_fork_inherits_no_descriptor_of_another_fork(nest):
     first = ChildHandle(BEGIN, "first", nest)
     first.require_ready(60)
     second = ChildHandle(BEGIN, "second", nest)
@@ -93,7 +93,7 @@ def test_a_fork_has_nothing_of_another_one(nest):
     assert alive(second.pid)
 
 
-def test_the_last_who_lets_go_ends_it_and_what_came_out_of_it(nest):
+def test_the_last_release_ends_the_fork_server_and_its_forks(nest):
     nest.hold()
     child = ChildHandle(BEGIN, "child", nest)
     child.require_ready(60)
@@ -108,7 +108,7 @@ def test_the_last_who_lets_go_ends_it_and_what_came_out_of_it(nest):
     nest.hold()
 
 
-def test_a_nest_that_cannot_be_started_is_a_group_error(nest, monkeypatch):
+def test_a_fork_server_that_cannot_start_is_a_group_error(nest, monkeypatch):
     files = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(module, "command", lambda _: ["/nowhere/python"])
     with pytest.raises(GroupError, match="no receiver process could be started"):
@@ -128,7 +128,7 @@ def test_a_nest_that_cannot_be_started_is_a_group_error(nest, monkeypatch):
         ),
     ],
 )
-def test_why_there_is_none_is_told_with_its_last_words(nest, monkeypatch, code, said):
+def test_a_failed_start_is_reported_with_the_end_of_its_stderr(nest, monkeypatch, code, said):
     files = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(module, "command", lambda number: [sys.executable, "-c", code, str(number)])
     child = ChildHandle(BEGIN, "unborn", nest)

@@ -33,7 +33,7 @@ def wires():
     [Arm(1, "no such group", PLANS, 1.0, digests=False, block=3), Send(1, PLANS, block=3)],
     ids=["arm", "send"],
 )
-def test_an_order_that_is_refused_keeps_no_descriptor(wires, order):
+def test_a_refused_command_leaves_no_descriptor_open(wires, order):
     parent, child = wires
     executor = _CommandExecutor(child, _EventWriter(child), GroupLimits(5.0, 10.0, 1.0))
     descriptor = os.memfd_create("test-child")
@@ -45,7 +45,7 @@ def test_an_order_that_is_refused_keeps_no_descriptor(wires, order):
         os.fstat(descriptor)
 
 
-def test_a_descriptor_that_found_no_room_is_told_and_the_next_one_is_not_taken_for_it(wires):
+def test_a_lost_descriptor_is_reported_and_keeps_its_place(wires):
     parent, child = wires
     lines = child.lines()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -68,7 +68,7 @@ def test_a_descriptor_that_found_no_room_is_told_and_the_next_one_is_not_taken_f
         os.close(descriptor)
 
 
-def test_a_descriptor_is_closed_or_taken_once_whoever_is_first():
+def test_a_descriptor_is_closed_or_taken_exactly_once():
     def race(act):
         try:
             return act()

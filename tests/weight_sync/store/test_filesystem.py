@@ -3,7 +3,7 @@ import os
 from omni_proxy.weight_sync.store import filesystem
 
 
-def test_a_copy_of_many_pieces_is_whole_and_leaves_little_pending(tmp_path, monkeypatch):
+def test_a_copy_in_several_reads_is_complete_and_flushed_often(tmp_path, monkeypatch):
     monkeypatch.setattr(filesystem, "_COPY_BYTES", 1000)
     monkeypatch.setattr(filesystem, "_MAX_UNFLUSHED_BYTES", 2500)
     settled = []

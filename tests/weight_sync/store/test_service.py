@@ -38,7 +38,7 @@ async def kept(tmp_path):
     made.delete_store()
 
 
-async def test_a_version_whose_fate_is_open_keeps_the_store_where_it_is(kept):
+async def test_a_pending_version_keeps_the_store_in_its_folder(kept):
     store = await kept.open()
     version = store_version(store)
     kept.move("two")
@@ -53,7 +53,7 @@ async def test_a_version_whose_fate_is_open_keeps_the_store_where_it_is(kept):
             pass
 
 
-async def test_whoever_changes_the_store_holds_up_nobody_but_those_who_want_a_lease(kept, nursery):
+async def test_a_change_of_the_store_blocks_only_leases(kept, nursery):
     store = await kept.open()
     version = store_version(store)
     taken, over = threading.Event(), threading.Event()
@@ -81,7 +81,7 @@ async def test_whoever_changes_the_store_holds_up_nobody_but_those_who_want_a_le
     thread.join()
 
 
-async def test_a_folder_that_can_not_be_used_any_more_is_told_of_when_something_is_published(kept):
+async def test_publishing_into_an_unusable_folder_is_reported(kept):
     store = await kept.open()
     version = store_version(store)
     store.discard(version)
@@ -91,7 +91,7 @@ async def test_a_folder_that_can_not_be_used_any_more_is_told_of_when_something_
     assert kept.shelf.error
 
 
-async def test_what_somebody_else_has_removed_is_no_version_and_stands_in_nobodys_way(kept):
+async def test_a_version_deleted_from_outside_is_forgotten(kept):
     store = await kept.open()
     version = store_version(store)
     await kept.shelf.published(version, "v1", 1)

@@ -119,7 +119,7 @@ def test_an_empty_folder_goes_unless_a_program_has_it(shared, tmp_path):
     assert remove_stale_folders() == [used]
 
 
-def test_a_folder_that_is_swept_from_under_a_program_is_made_anew(shared, tmp_path, monkeypatch):
+def test_a_folder_removed_before_its_lock_is_created_again(shared, tmp_path, monkeypatch):
     real, tried = shm_cleanup._create_and_lock, threading.Event()
 
     def try_once(memory):

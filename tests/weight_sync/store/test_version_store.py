@@ -52,7 +52,7 @@ def test_a_version_is_read_by_the_library_of_the_format(store):
         assert there.reshape(-1).view(torch.uint8).numpy().tobytes() == tensor_content(tensor, 0)
 
 
-def test_buckets_that_come_one_by_one_are_files_with_an_index(store):
+def test_separate_buckets_become_files_with_an_index(store):
     draft = store.begin(100)
     for seed, bucket in enumerate(
         ([tensor_spec("a", 3)], [tensor_spec("b", 2)], [tensor_spec("a", 3)])
@@ -111,7 +111,7 @@ def test_only_the_current_version_stays_in_memory_once_others_are_on_the_disk(st
     )
 
 
-def test_an_end_in_good_order_gives_memory_back_and_loses_nothing(store, tmp_path):
+def test_an_orderly_close_frees_memory_and_keeps_all_versions(store, tmp_path):
     store.persist(store.publish(store_version(store), "a", 1))
     store.publish(store_version(store), "b", 2)
     store.leave()
@@ -121,7 +121,7 @@ def test_an_end_in_good_order_gives_memory_back_and_loses_nothing(store, tmp_pat
     again.close()
 
 
-def test_a_version_that_is_leased_stays_where_it_is_until_it_is_given_back(store, tmp_path):
+def test_a_leased_version_stays_until_the_lease_ends(store, tmp_path):
     one = store.publish(store_version(store), "a", 1)
     with store.lease(one) as leased:
         for epoch in (2, 3):
@@ -132,7 +132,7 @@ def test_a_version_that_is_leased_stays_where_it_is_until_it_is_given_back(store
         pass
 
 
-def test_a_folder_that_somebody_removed_is_there_again_with_the_next_version(store, tmp_path):
+def test_a_deleted_store_folder_is_created_again_for_the_next_version(store, tmp_path):
     draft = store.begin(100)
     draft.set_digests(write(draft.add([[tensor_spec("a", 3)]]), [[tensor_spec("a", 3)]], 1))
     shutil.rmtree(tmp_path / "disk")
@@ -159,7 +159,7 @@ def test_a_version_that_fits_nowhere_is_refused_with_the_numbers(store):
 
 
 @pytest.mark.parametrize("damage", ["short", "long", "header", "record"])
-def test_a_version_that_is_not_what_its_record_says_is_set_aside(store, tmp_path, damage):
+def test_a_version_that_differs_from_its_manifest_is_set_aside(store, tmp_path, damage):
     version = store.publish(store_version(store), "a", 1)
     file = version.folder / "model.safetensors"
     if damage in ("short", "long"):
@@ -183,7 +183,7 @@ def test_bytes_that_changed_are_found_by_their_digest(store):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_to_hash_a_version_leaves_no_file_of_it_open(store, there):
+def test_hashing_a_version_leaves_no_file_open(store, there):
     buckets = [[tensor_spec(name, 3) for name in "abc"], [tensor_spec("d", 3)]]
     version = store_version(store, buckets)
     if not there:
@@ -194,7 +194,7 @@ def test_to_hash_a_version_leaves_no_file_of_it_open(store, there):
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_digests_that_were_not_taken_while_it_came_are_taken_afterwards(store):
+def test_missing_digests_are_computed_afterwards(store):
     wanted = store_version(store).digests
     version = store_version(store, digests=False)
     assert version.digests == {}
@@ -207,7 +207,7 @@ def test_a_folder_belongs_to_one_program_at_a_time(store):
         VersionStore(store.folder)
 
 
-def test_versions_lie_in_a_folder_of_our_own_in_shared_memory(tmp_path):
+def test_versions_are_in_a_private_folder_in_shared_memory(tmp_path):
     if filesystem.is_in_memory(tmp_path):
         pytest.skip("the temporary folder is in memory itself")
     memory = filesystem.shared_memory_folder(tmp_path)
