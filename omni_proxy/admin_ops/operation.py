@@ -67,16 +67,16 @@ def fates(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Dispo
     failed = {answer.worker: answer for answer in answers if not answer.success}
     left = {answer.worker: RESTORED for answer in answers}
     if route.path == INIT:
-        told = "the group could not be joined: "
+        reason = "the group could not be joined: "
         return left | {
-            url: Disposition(WorkerFate.DISABLED, told + each.why) for url, each in failed.items()
+            url: Disposition(WorkerFate.DISABLED, reason + each.why) for url, each in failed.items()
         }
     untouched = route.kind is not Kind.UPDATE or route.labels
     if untouched or (route.whole and all(answer.unchanged for answer in answers)):
         return left
-    told = f"{route.name} failed: "
+    reason = f"{route.name} failed: "
     return left | {
-        url: Disposition(WorkerFate.UNCERTAIN, told + each.why) for url, each in failed.items()
+        url: Disposition(WorkerFate.UNCERTAIN, reason + each.why) for url, each in failed.items()
     }
 
 

@@ -63,14 +63,14 @@ class WorkerResult:
         return self.status is not None and not self.error
 
     def entry(self) -> dict[str, object]:
-        told: dict[str, object] = {"worker": self.worker, "success": self.success}
+        values: dict[str, object] = {"worker": self.worker, "success": self.success}
         if self.status is not None:
-            told["status_code"] = self.status
+            values["status_code"] = self.status
         if self._answered:
-            told["body"] = self.body
+            values["body"] = self.body
         if self.error:
-            told["error"] = self.error
-        return {**told, "seconds": self.secs}
+            values["error"] = self.error
+        return {**values, "seconds": self.secs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,9 @@ def aggregate(
 
 def refused(refusal: HttpError) -> AdminResponse:
     """A refusal of ours, with the keys at its top that clients of these routes read."""
-    told = json.loads(refusal.body())
+    values = json.loads(refusal.body())
     top = {"success": False, "message": refusal.message, "status": "error"}
-    return AdminResponse(refusal.status, {**top, **told}, dict(refusal.headers))
+    return AdminResponse(refusal.status, {**top, **values}, dict(refusal.headers))
 
 
 def parsed(raw: bytes) -> object:

@@ -65,12 +65,12 @@ class Histogram:
         self.counts[:] = [0] * len(self.counts)
         self.sum = 0.0
 
-    def buckets(self, told: tuple[float, ...] = ()) -> list[tuple[str, float]]:
+    def buckets(self, bounds: tuple[float, ...] = ()) -> list[tuple[str, float]]:
         """As an exposition has them: upper bound as text, and how many lie at or below it.
 
-        `told`: only these of the bounds.
+        `bounds`: only these of the bounds.
         """
-        shown = frozenset(told or self.bounds)
+        shown = frozenset(bounds or self.bounds)
         rows: list[tuple[str, float]] = []
         below = 0
         for bound, count in zip(self.bounds, self.counts, strict=False):

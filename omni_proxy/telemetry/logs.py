@@ -26,15 +26,15 @@ class _Writer(NonBlockingHandler):
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        told = {
+        fields = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": mask_secrets_in_text(record.getMessage()),
         }
         if record.exc_info:
-            told["traceback"] = mask_secrets_in_text(self.formatException(record.exc_info))
-        return ascii_json(msgspec.json.encode(told)).decode()
+            fields["traceback"] = mask_secrets_in_text(self.formatException(record.exc_info))
+        return ascii_json(msgspec.json.encode(fields)).decode()
 
 
 class _Text(logging.Formatter):

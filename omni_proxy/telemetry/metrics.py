@@ -118,7 +118,7 @@ class Metrics:
     def record(self, exchange: Exchange, worker: Worker | None) -> None:
         """`exchange` has ended; nothing of it is kept.
 
-        What most answers are is told apart first: whole in one piece, of a request that left in
+        Most responses are handled first: whole in one chunk, of a request that was sent in
         the moment it came. All that they took is then one time, but for a head that came earlier.
         """
         route = exchange.route
@@ -140,7 +140,7 @@ class Metrics:
             or exchange.tail
             or exchange.need is None
             or (
-                exchange.need.model != cell.asked
+                exchange.need.model != cell.model_key
                 and not self._counts_for(cell, exchange.need.model)
             )
         ):
@@ -165,17 +165,17 @@ class Metrics:
         if len(own) >= AT_ONCE:
             cell.phases.gather()
 
-    def _counts_for(self, cell: RouteSeries, asked: str | None) -> bool:
+    def _counts_for(self, cell: RouteSeries, requested: str | None) -> bool:
         """Whether what comes whole for this model may be counted with what is there already."""
-        model = asked if asked is None or asked in self._models else OTHER
+        model = requested if requested is None or requested in self._models else OTHER
         if model != cell.model:
             if any(cell.single_chunk_counts):
                 return False
             cell.model = model
-        if asked is None:
-            cell.asked = None
+        if requested is None:
+            cell.model_key = None
         else:  # one string for all cells: with many workers each one's own is in no cache
-            cell.asked = intern(asked) if len(asked) <= TEXT_CHARS else NO_MODEL_SEEN
+            cell.model_key = intern(requested) if len(requested) <= TEXT_CHARS else NO_MODEL_SEEN
         return True
 
     def _count_any(self, exchange: Exchange, worker: Worker | None, cell: RouteSeries) -> None:
@@ -267,7 +267,7 @@ class Metrics:
             self._models = self._fleet.models
             for cells in self._series.values():
                 for cell in cells.values():
-                    cell.asked = NO_MODEL_SEEN
+                    cell.model_key = NO_MODEL_SEEN
 
     def drop_removed_workers(self) -> None:
         """Who is not in the fleet any more; an exchange of one may have ended after it went."""

@@ -47,13 +47,13 @@ def otel_families(cells: list[tuple[str, Worker | None, RouteSeries]]) -> Iterat
         if route in OPERATIONS and worker is not None
     ]
     for name, text, timed in NAMES:
-        told = f"gen_ai_client_operation_{name}_seconds"
+        metric_name = f"gen_ai_client_operation_{name}_seconds"
         sums: dict[tuple[str, str], Histogram] = {}
         for number, (key, cell) in enumerate(known, start=1):
             _add(sums, key, timed(cell))
             if number % CELLS_AT_ONCE == 0:
-                yield HistogramMetricFamily(told, text, labels=LABELS)
-        family = HistogramMetricFamily(told, text, labels=LABELS)
+                yield HistogramMetricFamily(metric_name, text, labels=LABELS)
+        family = HistogramMetricFamily(metric_name, text, labels=LABELS)
         for key, times in sums.items():
             bounds = FIRST_CHUNK if times.bounds is FINE else times.bounds
             family.add_metric(key, times.buckets(bounds), times.sum)

@@ -55,14 +55,14 @@ class SingleChunkCounts:
     """What every request touches, close together: with many workers none of it is in a cache.
 
     `single_chunk_counts`: how many lie at each place of FINE, by their time. All of them ended as 2xx, for one
-    model: `asked` as the client wrote it, `model` as it is told.
+    model: `model_key` as the client wrote it, `model` as it is told.
     """
 
     __slots__ = (
-        "asked",
         "bytes_in",
         "bytes_out",
         "model",
+        "model_key",
         "phases",
         "single_chunk_counts",
         "single_chunk_secs",
@@ -70,7 +70,7 @@ class SingleChunkCounts:
 
     def __init__(self, phases: RoutePhases) -> None:
         self.phases = phases
-        self.asked: object = NO_MODEL_SEEN
+        self.model_key: object = NO_MODEL_SEEN
         self.model: str | None = None
         self.single_chunk_counts = [0] * len(_PLACES)
         self.single_chunk_secs = 0.0

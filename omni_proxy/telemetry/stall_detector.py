@@ -32,28 +32,30 @@ class EngineStallDetector:
         self._recent = recent
         self._part = 0
         # How much had come when it was looked at, and since when no more has.
-        self._heard: dict[Worker, tuple[int, float]] = {}
+        self._progress: dict[Worker, tuple[int, float]] = {}
 
     def tick(self, at: float) -> None:
         workers = self._fleet.workers
         self._part = (self._part + 1) % PARTS
         for worker in islice(workers, self._part, None, PARTS):
-            heard = self._heard_of(worker)
+            progress = self._count_progress(worker)
             if not _busy(worker):
-                self._heard.pop(worker, None)
-            elif worker not in self._heard or self._heard[worker][0] != heard:
-                self._heard[worker] = heard, at
-        if len(self._heard) > len(workers):
+                self._progress.pop(worker, None)
+            elif worker not in self._progress or self._progress[worker][0] != progress:
+                self._progress[worker] = progress, at
+        if len(self._progress) > len(workers):
             here = set(workers)
-            self._heard = {each: told for each, told in self._heard.items() if each in here}
+            self._progress = {
+                watched: seen for watched, seen in self._progress.items() if watched in here
+            }
 
     def silent_secs(self, worker: Worker, at: float) -> float | None:
         """For how many seconds it has been silent, where that is longer than is usual for it."""
-        if worker not in self._heard or not _busy(worker):
+        if worker not in self._progress or not _busy(worker):
             return None
-        heard, since = self._heard[worker]
+        progress, since = self._progress[worker]
         secs = at - since
-        if secs < LEAST_SECS or heard != self._heard_of(worker):
+        if secs < LEAST_SECS or progress != self._count_progress(worker):
             return None
         return round(secs, 1) if secs >= self._usual(worker) else None
 
@@ -63,7 +65,7 @@ class EngineStallDetector:
         usual = quantile(slot.firsts, MOST) if slot is not None else None
         return UNKNOWN_SECS if usual is None else USUAL_TIMES * usual
 
-    def _heard_of(self, worker: Worker) -> int:
+    def _count_progress(self, worker: Worker) -> int:
         ended = sum(worker.succeeded.values()) + sum(worker.failed.values())
         return ended + self._meters.count_gaps(worker)
 

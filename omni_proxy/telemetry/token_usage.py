@@ -20,7 +20,7 @@ _decoder = json.JSONDecoder()
 
 
 def tokens_in(tail: bytes) -> dict[str, int]:
-    """`input` and `output`, as far as they are told."""
+    """`input` and `output`, those that are reported."""
     at = tail.rfind(b'"usage"')
     if at < 0:
         return {}

@@ -140,7 +140,7 @@ def test_a_long_name_is_not_kept():
         meters.record(whole(model=name), a)
     cell = meters.series[PATH, a]
     assert cell.ends == {(OTHER, 2, "completed"): 3}
-    assert cell.asked == "x"
+    assert cell.model_key == "x"
 
 
 def test_times_that_wait_to_be_sorted_in_are_bounded(monkeypatch):

@@ -64,10 +64,10 @@ class Caller:
     def _received(self) -> ReceivedVia:
         """Without the door's word it came straight to the front's socket, which only we can
         reach."""
-        told = self.request.headers.get(FIELD.decode())
-        if told is None:
+        message = self.request.headers.get(FIELD.decode())
+        if message is None:
             return ReceivedVia(self.request.scheme, self.request.host, local=True)
-        return read_received(told)
+        return read_received(message)
 
     def refuse_unless_trusted(self) -> None:
         """Raises HttpError 403 or 415 for what a stranger's page may have had a browser send."""
@@ -122,12 +122,12 @@ class Caller:
         if not self._shows_browser():
             return
         if self.request.method in SAFE_METHODS:
-            told = f"a browser changes nothing by {self.request.method}: send POST"
-            raise _forbidden(told, "browser_get")
+            message = f"a browser changes nothing by {self.request.method}: send POST"
+            raise _forbidden(message, "browser_get")
         # The door frames each body by its length.
         if self.request.content_length and not self.request.is_json:
-            told = "a browser's body must be application/json here"
-            raise HttpError(415, told, "unsupported_media_type", detail=told)
+            message = "a browser's body must be application/json here"
+            raise HttpError(415, message, "unsupported_media_type", detail=message)
 
     def _is_foreign(self) -> bool:
         """Whether it says that it is of another origin's page."""
@@ -152,5 +152,5 @@ class Caller:
         yield headers.get("Sec-Fetch-Mode") in _PAGE_MODES
 
 
-def _forbidden(told: str, code: str) -> HttpError:
-    return HttpError(403, told, code, detail=told)
+def _forbidden(message: str, code: str) -> HttpError:
+    return HttpError(403, message, code, detail=message)

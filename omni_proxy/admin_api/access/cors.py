@@ -40,8 +40,8 @@ class OpenReads:
         cors = self._cors()
         if cors is None or request.headers.get("Access-Control-Request-Method") not in METHODS:
             return None
-        asked = request.headers.get("Access-Control-Request-Headers")
-        fields = cors.preflight(request.headers["Origin"], METHODS, asked)
+        requested_headers = request.headers.get("Access-Control-Request-Headers")
+        fields = cors.preflight(request.headers["Origin"], METHODS, requested_headers)
         return Response("", 200, dict(fields), content_type="text/plain") if fields else None
 
     async def _allowed(self, response: Response) -> Response:

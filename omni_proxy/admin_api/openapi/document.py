@@ -69,18 +69,18 @@ def _operation(route: RouteDoc) -> dict[str, object]:
     refusal = "Outcome" if route.path in TOPPED else "Error"
     for status in (*route.errors, *((401, 403) if closed else ())):
         answers[status] = _answer(refusal)
-    told: dict[str, object] = {
+    operation: dict[str, object] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method}{route.path}").strip("_"),
         "summary": route.summary,
         "responses": {str(status): answers[status] for status in sorted(answers)},
     }
     if parameters := [*_in_path(route.path), *map(_in_query, route.query)]:
-        told["parameters"] = parameters
+        operation["parameters"] = parameters
     if route.takes:
-        told["requestBody"] = {"content": {JSON: {"schema": ref(route.takes)}}}
+        operation["requestBody"] = {"content": {JSON: {"schema": ref(route.takes)}}}
     if closed:
-        told["security"] = [{"key": []}]
-    return told
+        operation["security"] = [{"key": []}]
+    return operation
 
 
 def _answer(content: str) -> Schema:

@@ -60,12 +60,12 @@ class BroadcastRoutes:
         """Refusals that came from elsewhere get our top keys here, whoever made them."""
         if response.status_code < 400 or request.path not in TOPPED:
             return response
-        told = json.loads(await response.get_data())
-        error = told.get("error", {})
-        if "success" not in told:
-            message = error.get("message") or str(told.get("detail"))
+        payload = json.loads(await response.get_data())
+        error = payload.get("error", {})
+        if "success" not in payload:
+            message = error.get("message") or str(payload.get("detail"))
             top = {"success": False, "message": message, "status": "error"}
-            response.set_data(msgspec.json.encode({**top, **told}))
+            response.set_data(msgspec.json.encode({**top, **payload}))
         return response
 
     def _view(self, route: AdminRoute) -> View:
@@ -160,6 +160,6 @@ def worker_headers(body: bytes) -> dict[str, str]:
 
 def caller() -> str:
     """How to name who asks: what it calls itself, and its address."""
-    told = request.headers.get("User-Agent", "")[:120]
+    payload = request.headers.get("User-Agent", "")[:120]
     places = request.headers.getlist(PEER)
-    return f"{told} from {peer_host(places[-1])}".strip() if places else told
+    return f"{payload} from {peer_host(places[-1])}".strip() if places else payload

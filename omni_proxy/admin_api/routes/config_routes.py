@@ -20,12 +20,12 @@ class ConfigRoutes:
 
     async def show(self) -> Response:
         config_store = self._config_store
-        told = {
+        payload = {
             "revision": config_store.revision,
             "config": redacted(config_store.config),
             "last_reload": config_store.last_reload,
         }
-        return json_response(told, headers=etag(config_store.revision))
+        return json_response(payload, headers=etag(config_store.revision))
 
     async def reload(self) -> Response:
         reloaded = await self._config_store.reload("http", if_match())
@@ -39,9 +39,9 @@ class ConfigRoutes:
                 revision=reloaded.revision,
                 refused=reloaded.error.as_dict(),
             ).with_headers(*etag(reloaded.revision).items())
-        told = {
+        payload = {
             "outcome": reloaded.outcome,
             "revision": reloaded.revision,
             "diff": reloaded.diff,
         }
-        return json_response(told, headers=etag(reloaded.revision))
+        return json_response(payload, headers=etag(reloaded.revision))

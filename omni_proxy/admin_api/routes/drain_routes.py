@@ -39,14 +39,14 @@ class DrainRoutes:
         secs = self._secs(body.get("timeout_secs", request.args.get("timeout_secs")))
         worker = self._changes.find(name)
         drain = await self._begin(worker, secs, remove=False)
-        told = {"status": DRAINING if drain.state == DRAINING else DRAINED}
+        payload = {"status": DRAINING if drain.state == DRAINING else DRAINED}
         record = self._records.record(worker)
         headers = {
             "Location": f"/workers/{worker.id}",
             **etag(self._services.config_store.revision),
         }
         return json_response(
-            {**told, "worker": record}, 202 if drain.state == DRAINING else 200, headers
+            {**payload, "worker": record}, 202 if drain.state == DRAINING else 200, headers
         )
 
     async def remove(self, worker: Worker) -> bool:

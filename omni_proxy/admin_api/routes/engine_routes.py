@@ -68,9 +68,11 @@ class EngineRoutes:
         reasons = {}
         for worker in self._routable():
             found = await self._first_of(worker, ("/get_model_info", "/model_info"))
-            told = found.json() if found.ok else None
-            if isinstance(told, dict):  # written anew: a number that is none is spelled as null
-                return json_response(told)
+            generated = found.json() if found.ok else None
+            if isinstance(
+                generated, dict
+            ):  # written anew: a number that is none is spelled as null
+                return json_response(generated)
             reasons[worker.url] = "no JSON object" if found.ok else found.failure
         raise _nothing("model_info", reasons)
 

@@ -81,8 +81,8 @@ class _Events(Body):
             if self._services.data_plane.draining:
                 raise StopAsyncIteration
         self._due = trio.current_time() + PERIOD_SECS
-        told, self._seen = self._snapshots.with_history(self._seen)
-        return b"%bdata: %b\n\n" % (RETRY if begins else b"", told)
+        snapshot, self._seen = self._snapshots.with_history(self._seen)
+        return b"%bdata: %b\n\n" % (RETRY if begins else b"", snapshot)
 
 
 class FeedRoutes:

@@ -108,5 +108,5 @@ class FleetHealthRoutes:
 
     def _summary(self, summary: dict[str, object], status: int) -> Response:
         if not self._keys.presented():
-            summary = {name: told for name, told in summary.items() if name not in PRIVATE}
+            summary = {name: value for name, value in summary.items() if name not in PRIVATE}
         return json_response(summary, status)

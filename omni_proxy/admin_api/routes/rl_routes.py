@@ -62,14 +62,14 @@ class RlRoutes:
 
     async def all(self) -> Response:
         workers = self._services.fleet.workers
-        told = await self._selectors.engine_facts(workers)
-        shown = [self._record(worker, told.get(worker.url, {})) for worker in workers]
+        facts = await self._selectors.engine_facts(workers)
+        shown = [self._record(worker, facts.get(worker.url, {})) for worker in workers]
         return json_response({"protocol_version": PROTOCOL_VERSION, "workers": shown})
 
     async def one(self, name: str) -> Response:
         worker = self._find(name)
-        told = await self._selectors.engine_facts([worker])
-        return json_response(self._record(worker, told.get(worker.url, {})))
+        facts = await self._selectors.engine_facts([worker])
+        return json_response(self._record(worker, facts.get(worker.url, {})))
 
     async def engine_of_one(self, name: str, path: str) -> Response:
         worker = self._find(name)
@@ -95,13 +95,13 @@ class RlRoutes:
         if not results:
             return shown(answer)
         failed = [self._failure(each) for each in results if not each["success"]]
-        told = {
+        facts = {
             "results": {self._id(each): self._result(each) for each in results if each["success"]},
             "failed": failed,
             "total": len(results),
             "succeeded": len(results) - len(failed),
         }
-        return json_response(told, 207 if failed else 200)
+        return json_response(facts, 207 if failed else 200)
 
     async def _send(self, path: str, urls: frozenset[str]) -> AdminResponse:
         """Raises HttpError 400 for a path that could mean another one."""
@@ -125,19 +125,19 @@ class RlRoutes:
             raise HttpError(404, "worker not found", "worker_not_found")
         return worker
 
-    def _record(self, worker: Worker, told: Facts) -> dict[str, object]:
+    def _record(self, worker: Worker, facts: Facts) -> dict[str, object]:
         record = self._records.record(worker)
         return {
             "id": worker.id,
             "url": worker.url,
             "base_url": worker.url,
-            "engine": told.get("engine"),
-            "engine_version": told.get("engine_version"),
+            "engine": facts.get("engine"),
+            "engine_version": facts.get("engine_version"),
             "model_id": worker.model,
             "worker_type": "regular",
             "connection_mode": "http",
             "control_url": worker.url,
-            **{name: _number(told.get(name)) for name in ("tp_size", "dp_size", "pp_size")},
+            **{name: _number(facts.get(name)) for name in ("tp_size", "dp_size", "pp_size")},
             "dp_ranks": None,
             "role": "regular",
             "health": record["status"],

@@ -149,11 +149,11 @@ def _url_in_query() -> str:
 
 
 def _wait_secs() -> float:
-    asked = request.args.get("timeout_secs")
-    if asked is None:
+    timeout = request.args.get("timeout_secs")
+    if timeout is None:
         return WAIT_SECS
     try:
-        secs = float(asked)
+        secs = float(timeout)
     except ValueError:
         secs = math.nan
     if not 0 < secs <= MAX_WAIT_SECS:

@@ -62,8 +62,8 @@ class WeightVersionRoutes:
         current = holding.store_service.current
         versions = holding.store_service.versions()
         number = current.number if current is not None else None
-        told = [version.to_dict(current=version.number == number) for version in versions]
-        return json_response({**holding.status(), "current": number, "versions": told})
+        records = [version.to_dict(current=version.number == number) for version in versions]
+        return json_response({**holding.status(), "current": number, "versions": records})
 
     async def roll_back(self) -> Response:
         """`{"version": number or label}`, by default the one before the current."""

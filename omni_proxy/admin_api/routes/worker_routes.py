@@ -113,20 +113,20 @@ class WorkerRoutes:
 
     async def delete(self, name: str) -> Response:
         worker = self._changes.find(name)
-        told: dict[str, object] = {"status": "ok", "worker_id": worker.id}
+        payload: dict[str, object] = {"status": "ok", "worker_id": worker.id}
         if asked_to_drain():
             if self._is_async():
                 await self._drains.begin_removal(worker)
                 return self._accepted(worker, "worker drains; it goes with its last request")
-            told["drained"] = await self._drains.remove(worker)
+            payload["drained"] = await self._drains.remove(worker)
         else:
             await self._changes.remove(worker)
         log.info("worker_deleted worker=%s url=%s", worker.display_id, worker.url)
         if worker.origin == "launch":
-            told["process"] = "stops"
+            payload["process"] = "stops"
         if self._is_async():
             return self._accepted(worker, "worker removed")
-        return json_response(told, headers=etag(self._services.config_store.revision))
+        return json_response(payload, headers=etag(self._services.config_store.revision))
 
     def _is_async(self) -> bool:
         """Whether the client wants its answer before the change is done: where it says nothing,
@@ -145,8 +145,8 @@ class WorkerRoutes:
 
     def _done(self, worker: Worker) -> Response:
         headers = etag(self._services.config_store.revision)
-        told = {"status": "ok", **_naming(worker), "worker": self._records.record(worker)}
-        return json_response(told, headers=headers)
+        payload = {"status": "ok", **_naming(worker), "worker": self._records.record(worker)}
+        return json_response(payload, headers=headers)
 
     def _accepted(self, worker: Worker, message: str, ignored: Sequence[str] = ()) -> Response:
         answer: dict[str, object] = {

@@ -26,9 +26,9 @@ _RATES = ("token_usage", "gen_throughput", "cache_hit_rate", "utilization")
 
 async def loads_answer(outcomes: Iterable[CallResult]) -> dict[str, object]:
     """Others have their turn between two workers."""
-    asked = list(outcomes)
+    results = list(outcomes)
     records: list[dict[str, object]] = []
-    for outcome in asked:
+    for outcome in results:
         await trio.lowlevel.checkpoint()
         records += _records(outcome, MAX_RECORDS - len(records))
     return {
@@ -39,7 +39,7 @@ async def loads_answer(outcomes: Iterable[CallResult]) -> dict[str, object]:
         "aggregate": _aggregate(records),
         "workers": [
             {"worker": o.worker.url, "load": o.worker.in_flight if o.status is not None else -1}
-            for o in asked
+            for o in results
         ],
     }
 
@@ -47,15 +47,15 @@ async def loads_answer(outcomes: Iterable[CallResult]) -> dict[str, object]:
 def _records(outcome: CallResult, room: int) -> list[dict[str, object]]:
     """One per data-parallel rank of the engine; one of our own counting where it tells nothing,
     or of more ranks than there is `room` for."""
-    told = outcome.json() if outcome.ok else None
-    ranks = told.get("loads") if isinstance(told, dict) else None
+    report = outcome.json() if outcome.ok else None
+    ranks = report.get("loads") if isinstance(report, dict) else None
     if not isinstance(ranks, list) or len(ranks) > min(MAX_RANKS, room):
         ranks = []
     found = [rank for rank in ranks if isinstance(rank, dict)]
     return [_record(outcome, rank, index) for index, rank in enumerate(found or [{}])]
 
 
-def _record(outcome: CallResult, told: Mapping[str, object], index: int) -> dict[str, object]:
+def _record(outcome: CallResult, report: Mapping[str, object], index: int) -> dict[str, object]:
     running = outcome.worker.in_flight
     counted: dict[str, object] = {
         "num_running_reqs": running, "num_total_reqs": running,
@@ -63,13 +63,13 @@ def _record(outcome: CallResult, told: Mapping[str, object], index: int) -> dict
     record: dict[str, object] = {
         "worker": outcome.worker.url,
         "worker_type": "regular",
-        "dp_rank": rank if isinstance(rank := told.get("dp_rank"), int) else index,
-        "source": "engine" if told else "proxy",
+        "dp_rank": rank if isinstance(rank := report.get("dp_rank"), int) else index,
+        "source": "engine" if report else "proxy",
     }
     for name in _COUNTS:
-        record[name] = _number(told.get(name, counted.get(name, 0)))
+        record[name] = _number(report.get(name, counted.get(name, 0)))
     for name in _RATES:
-        record[name] = float(_number(told.get(name, 0.0)))
+        record[name] = float(_number(report.get(name, 0.0)))
     return record
 
 

@@ -138,11 +138,11 @@ def _itself(services: Services) -> Iterator[Metric]:
     pulse = services.instruments.ticker
     text = "How late the event loop wakes a task"
     yield from histograms("event_loop_lag_seconds", text, (), [((), pulse.lag)])
-    told = services.data_plane.watchdog()
+    watchdog = services.data_plane.watchdog()
     text = "Times that an event loop had no turn for a second"
-    yield total("event_loop_stalls", text, _number(told, "stalls"))
+    yield total("event_loop_stalls", text, _number(watchdog, "stalls"))
     text = "The longest time that a task waited while another one computed"
-    yield one("event_loop_longest_turn_seconds", text, _number(told, "longest_turn_ms") / 1000)
+    yield one("event_loop_longest_turn_seconds", text, _number(watchdog, "longest_turn_ms") / 1000)
     lost = [
         ((name, reason), count)
         for name, log in services.instruments.logs.items()

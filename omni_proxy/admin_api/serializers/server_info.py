@@ -32,11 +32,11 @@ async def merge_server_info(
     Others have their turn between two fields. `is_ours(path)`: it is one of a version that we
     keep; the model's name takes its place.
     """
-    asked = list(outcomes)
-    told = await _told(asked)
-    if not told:
+    results = list(outcomes)
+    infos_by_url = await _reported_infos(results)
+    if not infos_by_url:
         return None
-    infos = [_without(info, is_ours) for info in told.values()]
+    infos = [_without(info, is_ours) for info in infos_by_url.values()]
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for info in infos for name in info):
         if name not in OWN:
@@ -47,21 +47,25 @@ async def merge_server_info(
     merged["tp_size"] = sum(count_ranks(info) for info in infos)
     merged["internal_states"] = [state for info in infos for state in _states(info)]
     merged["workers"] = [
-        {"url": o.worker.url, "info": told.get(o.worker.url), "error": None if o.ok else o.failure}
-        for o in asked
+        {
+            "url": o.worker.url,
+            "info": infos_by_url.get(o.worker.url),
+            "error": None if o.ok else o.failure,
+        }
+        for o in results
     ]
     return merged
 
 
-async def _told(asked: Iterable[CallResult]) -> dict[str, dict[str, Any]]:
+async def _reported_infos(results: Iterable[CallResult]) -> dict[str, dict[str, Any]]:
     """By URL, what those say that say it within the bound."""
-    told = {}
-    for outcome in asked:
+    infos_by_url = {}
+    for outcome in results:
         await trio.lowlevel.checkpoint()
         info = outcome.json() if outcome.ok else None
         if isinstance(info, dict) and len(info) <= MAX_FIELDS:
-            told[outcome.worker.url] = info
-    return told
+            infos_by_url[outcome.worker.url] = info
+    return infos_by_url
 
 
 def _without(info: Mapping[str, Any], is_ours: Callable[[str], bool]) -> dict[str, Any]:
