@@ -1,4 +1,4 @@
-"""The words of `omni-proxy replica`, and what each may be."""
+"""The command-line arguments of `omni-proxy replica`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _add_torch(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_group(parser: argparse.ArgumentParser) -> None:
-    """How new weights come over a trainer's group; every deadline ends with nothing armed."""
+    """Options of weight updates over a trainer's group."""
     group = parser.add_argument_group(
         "weights over a trainer's group",
         "/init_weights_update_group, /prepare_weights_update, /complete_weights_update and "
@@ -142,7 +142,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
 
 
 def address(text: str) -> str:
-    """An IPv6 address may come in brackets, as in a URL; sockets have it without."""
+    """Return an address; IPv6 may be in brackets, as in a URL."""
     if not text.startswith("["):
         return text
     bare = text[1:-1]

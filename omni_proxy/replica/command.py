@@ -1,7 +1,7 @@
 """`omni-proxy replica`: arguments in, exit status out.
 
-Status 0: stopped by a signal, or fetched. 1: could not. 2: the arguments or the pipeline file were
-wrong. No model runtime is imported before its environment is set.
+Status 0: stopped by a signal, or fetched. 1: failed. 2: invalid arguments or pipeline file. No
+model runtime is imported before its environment is set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from omni_proxy.replica.hard_exit import exit_process
 from omni_proxy.replica.model_file import MODELS, ModelFileError, cache_folder, fetch
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
-# What the torch engine imports; of `hibari` only where speech is on.
+# Imports of the torch engine; hibari is needed only for speech.
 REQUIRED_PACKAGES = ("numpy", "torch", "jinja2", "tiktoken", "safetensors", "prometheus_client")
 REQUIRED_FOR_IMAGES = ("rapidocr_onnxruntime", "cv2", "PIL")
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class MissingPackageError(Exception):
-    """A package of the extra is not installed; the text says how to get it."""
+    """A package of an extra is not installed; the text says how to install it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
             return profile(rest)
         case ["stage-process", *rest]:
-            # How a single-file build starts a stage's process: it has no `python -m`.
+            # Used by single-file builds, which have no `python -m`.
             from omni_proxy.replica.pipeline.hosting.process_main import main as stage_process
 
             return stage_process(rest)
@@ -57,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _log_unexpected(work: partial[int]) -> int:
-    """As `_report_errors`, and 1 for what nobody foresaw: it is told, and no thread is left to abort."""
+    """As `_report_errors`, and 1 for unexpected exceptions, which are logged."""
     try:
         return _report_errors(work)
     except Exception:
-        log.exception("the replica ended by a fault")
+        log.exception("replica_crashed")
         return 1
 
 
@@ -69,25 +69,25 @@ def _report_errors(work: partial[int]) -> int:
     try:
         return work()
     except (ModelFileError, llamacpp.EngineError, MissingPackageError) as error:
-        _say(f"error: {error}")
+        _print_error(f"error: {error}")
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     sys.stderr.write(f"omni-proxy replica: {text}\n")
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
-    path = fetch(MODELS[arguments.model], arguments.cache, _say)
+    path = fetch(MODELS[arguments.model], arguments.cache, _print_error)
     sys.stdout.write(f"{path}\n")
     return 0
 
 
 def _serve_llamacpp(arguments: argparse.Namespace) -> int:
     model = arguments.model
-    path = fetch(MODELS[model], arguments.cache, _say) if model in MODELS else Path(model)
+    path = fetch(MODELS[model], arguments.cache, _print_error) if model in MODELS else Path(model)
     llamacpp.serve(
         llamacpp.LlamaServerConfig(
             model_path=path,
@@ -107,7 +107,7 @@ def _serve_torch(arguments: argparse.Namespace) -> int:
     _check_installed(REQUIRED_PACKAGES)
     if arguments.images != "off" and arguments.pipeline is None:
         _check_installed(REQUIRED_FOR_IMAGES, "ocr")
-    # With OpenMP's default, waiting threads spin: any other busy process then costs a factor of 10.
+    # With OpenMP's default, waiting threads spin, which is very slow beside other busy processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     import trio
@@ -134,10 +134,10 @@ def _serve_torch(arguments: argparse.Namespace) -> int:
         )
     except PipelineConfigError as error:
         for problem in error.problems:
-            _say(f"{arguments.pipeline}: {problem}")
+            _print_error(f"{arguments.pipeline}: {problem}")
         return 2
     except (ListenError, StartError) as error:
-        _say(f"error: {error}")
+        _print_error(f"error: {error}")
         return 1
     return 0
 
@@ -151,12 +151,12 @@ def _check_installed(packages: Sequence[str], extra: str = "replica") -> None:
 
 
 def _ensure_model_file(model: str, cache: Path) -> str:
-    """The checked file of a model, fetched where it is not there.
+    """Return the verified file of a model, fetching it if missing.
 
-    "" in the usual cache folder: the stage that loads the model looks there and checks by itself.
+    "" for the default cache folder: the stage that loads the model finds and verifies it there.
     """
-    usual = cache == cache_folder(os.environ)
-    if not usual or not (cache / MODELS[model].file).exists():
-        path = fetch(MODELS[model], cache, _say)
-        return "" if usual else str(path)
+    is_default = cache == cache_folder(os.environ)
+    if not is_default or not (cache / MODELS[model].file).exists():
+        path = fetch(MODELS[model], cache, _print_error)
+        return "" if is_default else str(path)
     return ""

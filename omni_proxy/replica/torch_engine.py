@@ -1,4 +1,4 @@
-"""What the command line means for the torch engine: a pipeline and the app's options."""
+"""From command-line arguments to a pipeline and the app's options, for the torch engine."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 TEXT_FACTORY = "omni_proxy.replica.text.stage:build"
 
-# Makes a model's file present; returns its path, or "" where its stage finds it by itself.
+# Fetches a model's file if needed; returns its path, or "" if the stage finds it by itself.
 EnsureModelFile = Callable[[str, Path], str]
 
 
-def build_pipeline(arguments: argparse.Namespace, present: EnsureModelFile) -> PipelineConfig:
+def build_pipeline(arguments: argparse.Namespace, ensure_file: EnsureModelFile) -> PipelineConfig:
     """The pipeline of the file, or the built-in one; raises PipelineConfigError."""
     weights = weights_params(arguments)
     if arguments.pipeline is not None:
         return with_weight_params(load_pipeline(arguments.pipeline), weights)
     model, transcription_path = arguments.model, ""
     if model in MODELS:
-        model = present(model, arguments.cache) or model
+        model = ensure_file(model, arguments.cache) or model
     if arguments.transcription != OFF:
-        transcription_path = present(arguments.transcription, arguments.cache)
+        transcription_path = ensure_file(arguments.transcription, arguments.cache)
     pipeline = builtin_pipeline(
         BuiltinOptions(
             model=model,
@@ -53,7 +53,7 @@ def build_pipeline(arguments: argparse.Namespace, present: EnsureModelFile) -> P
 
 
 def with_weight_params(pipeline: PipelineConfig, weights: Mapping[str, Any]) -> PipelineConfig:
-    """The pipeline with these parameters for every text stage that has none of its own."""
+    """Add these parameters to every text stage that does not set them itself."""
     stages = (
         replace(stage, params={**weights, **stage.params})
         if stage.factory == TEXT_FACTORY
@@ -64,7 +64,7 @@ def with_weight_params(pipeline: PipelineConfig, weights: Mapping[str, Any]) -> 
 
 
 def weights_params(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says of new weights, as a text stage's parameters."""
+    """Command-line settings of weight updates, as parameters of a text stage."""
     return {"weights_root": weights_root_of(arguments)} | {
         name: getattr(arguments, name)
         for name in (
@@ -80,8 +80,7 @@ def weights_params(arguments: argparse.Namespace) -> dict[str, Any]:
 def weights_root_of(arguments: argparse.Namespace) -> str:
     """The folder below which weights are read; "" for none.
 
-    Unless one is given, whoever may ask may name any file: so others than this machine's users
-    need the admin key.
+    Unless one is set, every client may name any file: so clients on other hosts need the admin key.
     """
     if arguments.weights_root is not None:
         return str(arguments.weights_root.absolute())
@@ -97,14 +96,14 @@ def _is_loopback(host: str) -> bool:
 
 
 def build_app_options(arguments: argparse.Namespace, pipeline: PipelineConfig) -> AppOptions:
-    """What `create_app` shall know; a key that is left out is taken from the environment."""
+    """Options of `create_app`; a missing admin key is read from the environment."""
     builtin = arguments.pipeline is None
     options: AppOptions = {
         "model_name": arguments.model_name or (arguments.model if builtin else pipeline.name),
         "model_path": pipeline.model_path,
         "stream_speech_as": arguments.stream_speech_as,
         "enable_tensor_updates": arguments.enable_tensor_updates,
-        # Of a pipeline from a file it is not known: nothing is refused for want of one.
+        # Unknown for a pipeline from a file: then no request is refused for a missing capability.
         "capabilities": capabilities(pipeline) if builtin else None,
     }
     if arguments.profile_root is not None:

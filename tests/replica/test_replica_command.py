@@ -135,7 +135,7 @@ def launched(monkeypatch):
         raise Left(status)
 
     monkeypatch.setattr(launch, "launch_server", launch_server)
-    monkeypatch.setattr(command, "leave", leave)
+    monkeypatch.setattr(command, "exit_process", leave)
     monkeypatch.setattr(command, "_check_installed", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
@@ -307,7 +307,7 @@ def test_images_without_their_extra_end_with_1_and_the_cure(monkeypatch, capsys)
     def leave(status):
         raise Left(status)
 
-    monkeypatch.setattr(command, "leave", leave)
+    monkeypatch.setattr(command, "exit_process", leave)
     monkeypatch.setattr(command, "REQUIRED_PACKAGES", ())
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert status_of(["--model", "tiny", "--images", "ocr"]) == 1
@@ -318,7 +318,7 @@ def test_a_taken_port_ends_the_torch_engine_with_1(monkeypatch, capsys):
     def leave(status):
         raise Left(status)
 
-    monkeypatch.setattr(command, "leave", leave)
+    monkeypatch.setattr(command, "exit_process", leave)
     monkeypatch.setattr(command, "_check_installed", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -337,5 +337,5 @@ def test_what_nobody_foresaw_ends_with_1_and_is_told(launched, monkeypatch, capl
 
     monkeypatch.setattr(launch, "launch_server", launch_server)
     assert status_of(["--model", "tiny"]) == 1
-    assert "the replica ended by a fault" in caplog.text
+    assert "replica_crashed" in caplog.text
     assert "RuntimeError: a bug" in caplog.text

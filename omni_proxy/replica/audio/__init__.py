@@ -1,4 +1,4 @@
-"""Sound as arrays of float32 samples within -1 and 1: read from files, written to files, resampled.
+"""Audio as arrays of float32 samples within -1 and 1: WAV decoding and encoding, resampling.
 
 It knows neither models nor requests.
 """

@@ -1,4 +1,4 @@
-"""Change of the sample rate by linear interpolation: good enough for speech, and cheap.
+"""Sample rate conversion by linear interpolation: good enough for speech, and cheap.
 
 Invariant: the first sample stays where it is, and no sample leaves the range of the input.
 """

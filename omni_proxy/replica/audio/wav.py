@@ -1,8 +1,8 @@
-"""WAV files and bare PCM, to and from float32 samples.
+"""WAV files and raw PCM, to and from float32 samples.
 
-Invariant: what is written is 16-bit mono (api-server.md 1.4); what is read is checked before it is
-believed, and whatever is not understood is an `AudioError` that a caller can act on.
-It must not guess: a cut file is refused, and no format is taken for another.
+Invariant: output is 16-bit mono (api-server.md 1.4); input is validated, and anything unsupported
+is an `AudioError` with a message for the client. It must not guess: a truncated file is refused,
+and no format is taken for another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FULL_SCALE = {8: 1 << 7, 16: 1 << 15, 24: 1 << 31, 32: 1 << 31}  # 24 bit is rea
 
 
 class AudioError(ValueError):
-    """The bytes are not audio that can be read; the text says what they are and what is taken."""
+    """The bytes are not readable audio; the text says what they are and what is supported."""
 
 
 @dataclass(frozen=True, slots=True)

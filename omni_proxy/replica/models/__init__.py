@@ -1,1 +1,1 @@
-"""Models: weights, forward passes and text codecs. They know nothing of pipelines or requests."""
+"""Models: weights, forward passes, tokenizers and chat templates, without pipelines or requests."""

@@ -1,7 +1,7 @@
-"""A model's chat template: Jinja that came with the weights, so it runs in a sandbox.
+"""A model's chat template: Jinja that comes with the weights, rendered in a sandbox.
 
-Invariant: the same messages give the same text. A template sees messages and token names alone,
-never an object of ours.
+Invariant: the same messages give the same text. A template gets only messages and token names, no
+objects of this program.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class ChatTemplateError(ValueError):
-    """The template refuses these messages, or is none; the text says why."""
+    """The template rejects these messages, or is invalid; the text says why."""
 
 
 def _refuse(message: str) -> NoReturn:
@@ -22,13 +22,13 @@ def _refuse(message: str) -> NoReturn:
 
 
 class ChatTemplate:
-    """Writes messages as the one text that the model was trained to continue."""
+    """Renders messages as the text that the model was trained to continue."""
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
-        """Raises ChatTemplateError for a source that is no Jinja template."""
+        """Raises ChatTemplateError for a source that is not a Jinja template."""
         self.source = source
         self._names = {"bos_token": bos_token, "eos_token": eos_token}
-        # Templates are written for these whitespace rules.
+        # Chat templates expect these whitespace rules.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _refuse
         try:
@@ -39,7 +39,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the text; with the prompt it ends where the model's own turn begins.
+        """Return the text; with the generation prompt it ends where the model's response begins.
 
         Raises ChatTemplateError, for example for a role that the template does not know.
         """

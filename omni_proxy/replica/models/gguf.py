@@ -1,7 +1,7 @@
 """Reads a GGUF model file (version 3, little-endian): its metadata, and its tensors as float32.
 
 Invariant: every offset and length is checked against the file before it is used, so a truncated or
-foreign file ends in GGUFError, never in a crash or a half-read tensor. Nothing is written.
+foreign file raises GGUFError, never crashes or returns partial tensors. Nothing is written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STRING, ARRAY = 8, 9
 
 
 class GGUFError(ValueError):
-    """The file is no model that can be read; the text names the file, the place and the reason."""
+    """The file is not a readable model; the text names the file, the position and the reason."""
 
 
 def _plain(rows: NDArray[Any], out: Floats) -> None:
@@ -54,7 +54,7 @@ def _q8_0(rows: NDArray[Any], out: Floats) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """How a tensor type lays its elements out, a block at a time, and how blocks are unpacked."""
+    """The block layout of a tensor type, and how its blocks are unpacked."""
 
     name: str
     block: np.dtype[Any]
@@ -77,7 +77,7 @@ BLOCK_FORMATS: Mapping[int, BlockFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor as it lies in the file; `shape` is outermost first, as numpy and torch count."""
+    """A tensor as stored in the file; `shape` is outermost first, as in numpy and torch."""
 
     shape: tuple[int, ...]
     packing: BlockFormat
@@ -93,25 +93,25 @@ class GGUFTensor:
 
 
 class _Cursor:
-    """Reads values one after another and never past the end."""
+    """Reads values in sequence, never past the end."""
 
     def __init__(self, content: memoryview, path: Path) -> None:
         self.content = content
         self.path = path
-        self.place = 0
+        self.position = 0
 
     def fail(self, reason: str) -> NoReturn:
-        raise GGUFError(f"{self.path}: at byte {self.place}: {reason}")
+        raise GGUFError(f"{self.path}: at byte {self.position}: {reason}")
 
     def skip(self, count: int, what: str) -> int:
-        """Move on and return where the passed bytes begin."""
-        start = self.place
+        """Advance by `count` bytes and return where they begin."""
+        start = self.position
         if count > len(self.content) - start:
             self.fail(
                 f"the file ends inside {what} ({count} bytes wanted, "
                 f"{len(self.content) - start} there): is it truncated?"
             )
-        self.place += count
+        self.position += count
         return start
 
     def scalar(self, code: str, what: str) -> Any:
@@ -122,7 +122,7 @@ class _Cursor:
         length = self.scalar("Q", what)
         start = self.skip(length, what)
         try:
-            return str(self.content[start : self.place], "utf-8")
+            return str(self.content[start : self.position], "utf-8")
         except UnicodeDecodeError as error:
             self.fail(f"{what} is no UTF-8 text: {error.reason}")
 
@@ -142,13 +142,13 @@ class _Cursor:
         if kind not in SCALARS:
             self.fail(f"{what} is an array of the unsupported value type {kind}")
         code = SCALARS[kind]
-        # Before the format is built: a count that is a lie must not cost memory.
+        # Checked before allocating: a false count must not cost memory.
         start = self.skip(count * struct.calcsize(f"<{code}"), what)
         return list(struct.unpack_from(f"<{count}{code}", self.content, start))
 
 
 class GGUFFile:
-    """An open model file. Raises GGUFError while opening for whatever is wrong with its frame."""
+    """An open model file. Raises GGUFError while opening if its structure is invalid."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -159,7 +159,7 @@ class GGUFFile:
         except ValueError as error:  # numpy's word for an empty file
             raise GGUFError(f"{path}: the file is empty") from error
         cursor = _Cursor(self._bytes.data, path)
-        tensors, pairs = _head(cursor)
+        tensors, pairs = _read_head(cursor)
         self.metadata: dict[str, Any] = {}
         for _ in range(pairs):
             key = cursor.string("a metadata key")
@@ -175,7 +175,7 @@ class GGUFFile:
         self._check_extents()
 
     def require(self, key: str, kind: type | tuple[type, ...]) -> Any:
-        """Return a metadata value; GGUFError where it is missing or of another type."""
+        """Return a metadata value; GGUFError if it is missing or of another type."""
         value = self.metadata.get(key)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             found = "missing" if value is None else f"a {type(value).__name__}"
@@ -185,7 +185,7 @@ class GGUFFile:
     def read(self, name: str, out: Floats) -> None:
         """Unpack a tensor into `out`, a C-contiguous float32 array of the tensor's shape.
 
-        Raises GGUFError where the file has no such tensor, or has it in another shape.
+        Raises GGUFError if the file has no such tensor, or one of another shape.
         """
         stored = self.tensors.get(name)
         if stored is None:
@@ -206,7 +206,7 @@ class GGUFFile:
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT_BYTES)
         if not isinstance(alignment, int) or alignment < 1:
             cursor.fail(f"the alignment {alignment!r} is no positive number")
-        return -(-cursor.place // alignment) * alignment
+        return -(-cursor.position // alignment) * alignment
 
     def _check_extents(self) -> None:
         for name, stored in self.tensors.items():
@@ -218,11 +218,11 @@ class GGUFFile:
                 )
 
 
-def _head(cursor: _Cursor) -> tuple[int, int]:
+def _read_head(cursor: _Cursor) -> tuple[int, int]:
     start = cursor.skip(len(MAGIC), "the magic bytes")
-    magic = bytes(cursor.content[start : cursor.place])
+    magic = bytes(cursor.content[start : cursor.position])
     if magic != MAGIC:
-        cursor.place = start
+        cursor.position = start
         cursor.fail(f"this is no GGUF file: it begins with {magic!r}")
     version = cursor.scalar("I", "the version")
     if version != VERSION:

@@ -1,8 +1,8 @@
-"""Speech: the hibari voice "heart", which lies whole inside the package hibari-tts, 24 kHz.
+"""Speech synthesis by the hibari voice "heart", contained in the package hibari-tts, 24 kHz.
 
-Invariant: no other voice name ever reaches the package, because it would download that voice.
-The noise of a sentence depends on the seed and the sentence's place alone, so equal requests give
-equal bytes, however the text arrived.
+Invariant: no other voice name reaches the package, because it would download that voice. The noise
+of a sentence depends on the seed and the sentence's index alone, so equal requests give equal
+bytes, whether the text arrived at once or in chunks.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 from omni_proxy.replica.audio.resample import Samples, resample
 
 VOICE = "heart"
-# OpenAI's clients name one of theirs always; all mean the only voice there is (api-server.md 1.4).
+# OpenAI clients always name an OpenAI voice; all mean the only voice here (api-server.md 1.4).
 VOICE_ALIASES = (
     *("default", "alloy", "ash", "ballad", "cedar", "coral", "echo", "fable"),
     *("marin", "nova", "onyx", "sage", "shimmer", "verse"),
 )
 SLOWEST, FASTEST = 0.25, 4.0
 MODEL_SLOWEST, MODEL_FASTEST = 0.5, 2.0
-# The package cuts a long sentence at clauses only: words without any took 13 s in one piece.
+# The package splits long sentences at clauses only; longer runs without clauses are slow.
 MAX_PHONEMES = 400
 
 
 class VoiceError(ValueError):
-    """What was asked cannot be spoken; the text says why and what can."""
+    """The request cannot be synthesized; the text says why and what is possible."""
 
 
 class MissingVoiceError(Exception):
@@ -36,12 +36,12 @@ class MissingVoiceError(Exception):
 
 
 def voices() -> tuple[str, ...]:
-    """Return every name that `check_voice` accepts, the voice's own first."""
+    """Return every name that `check_voice` accepts, the model's own first."""
     return (VOICE, *VOICE_ALIASES)
 
 
 def check_voice(name: str) -> str:
-    """Return the voice that `name` means; raises VoiceError for a name that means none."""
+    """Return the voice for `name`; raises VoiceError for an unknown name."""
     if name.strip().lower() not in voices():
         raise VoiceError(f"there is no voice {name!r} here: choose one of {', '.join(voices())}")
     return VOICE
@@ -55,7 +55,7 @@ def check_speed(speed: float) -> float:
 
 
 class HibariVoice:
-    """The loaded voice. One thread at a time may use it."""
+    """The loaded voice. Not thread-safe."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -63,7 +63,7 @@ class HibariVoice:
 
     @classmethod
     def load(cls, threads: int = 1) -> HibariVoice:
-        """Load model and lexicons; speaks one word, since the first costs half a second more.
+        """Load model and lexicons; synthesizes one word, since the first one is slow.
 
         Raises MissingVoiceError.
         """
@@ -79,14 +79,14 @@ class HibariVoice:
         return voice
 
     def split(self, text: str) -> list[str]:
-        """Return the sentences of `text`, none of them blank."""
+        """Return the sentences of `text`, without blank ones."""
         found: list[str] = self._engine.split_sentences(text)
         return found
 
     def sentences(self, text: str, *, speed: float = 1.0, seed: int = 0) -> Iterator[Samples]:
-        """Yield one float32 array at `sample_rate` per sentence, a very long one in several.
+        """Yield one float32 array at `sample_rate` per sentence, several for a very long one.
 
-        What has no pronunciation in English yields nothing. Raises VoiceError for the speed.
+        Text without an English pronunciation yields nothing. Raises VoiceError for the speed.
         """
         check_speed(speed)
         for place, sentence in enumerate(self.split(text)):
@@ -95,11 +95,11 @@ class HibariVoice:
     def speak(
         self, sentence: str, *, speed: float = 1.0, seed: int = 0, place: int = 0
     ) -> Iterator[Samples]:
-        """Yield the arrays of the one sentence that is number `place` of its text."""
+        """Yield the arrays of the one sentence with index `place` in its text."""
         model_speed = min(max(check_speed(speed), MODEL_SLOWEST), MODEL_FASTEST)
         noise = np.random.default_rng((seed % (1 << 64), place))
         for phonemes in self._engine.phonemize(_plain_digits(sentence)):
-            for piece in _pieces(phonemes):
+            for piece in _split_phonemes(phonemes):
                 ids = self._engine.ids(piece)
                 samples: Samples = self._engine.from_ids(ids, model_speed, noise)
                 if len(samples):
@@ -107,15 +107,15 @@ class HibariVoice:
 
 
 def _plain_digits(sentence: str) -> str:
-    # The package takes a raised or circled digit for one of a number, and int() does not.
+    # The package treats superscript and circled digits as digits of a number; int() does not.
     return "".join(
         str(unicodedata.digit(char)) if char.isdigit() and not char.isdecimal() else char
         for char in sentence
     )
 
 
-def _pieces(phonemes: str) -> Iterator[str]:
-    """Cut between words where there is a blank, so that no run of the model takes seconds."""
+def _split_phonemes(phonemes: str) -> Iterator[str]:
+    """Split at blanks, so that no run of the model takes seconds."""
     while len(phonemes) > MAX_PHONEMES:
         cut = phonemes.rfind(" ", 1, MAX_PHONEMES)
         cut = cut if cut > 0 else MAX_PHONEMES
@@ -126,9 +126,9 @@ def _pieces(phonemes: str) -> Iterator[str]:
 
 
 class IncrementalSentences:
-    """Gives back sentences as soon as they are complete in a text that arrives in pieces.
+    """Returns sentences as soon as they are complete in a text that arrives in chunks.
 
-    Invariant: what `feed` and `flush` give back together is what `split` makes of the whole text.
+    Invariant: `feed` and `flush` together return what `split` returns for the whole text.
     """
 
     def __init__(self, split: Callable[[str], list[str]]) -> None:
@@ -136,18 +136,18 @@ class IncrementalSentences:
         self._rest = ""
 
     def feed(self, piece: str) -> list[str]:
-        """Take new text; return the sentences that no later text can change."""
+        """Add text; return the sentences that no later text can change."""
         self._rest += piece
         found = self._split(self._rest)
         if not found:
             return []
-        # Whether the last one is over depends on the word that follows.
+        # Whether the last sentence is complete depends on the word that follows.
         written = self._rest.rstrip()
         self._rest = found[-1] + self._rest[len(written) :]
         return found[:-1]
 
     def flush(self) -> list[str]:
-        """Return what is left at the end of the text."""
+        """Return the sentences that are left at the end of the text."""
         found = self._split(self._rest)
         self._rest = ""
         return found

@@ -1,7 +1,7 @@
-"""The keys and values of one sequence, for every layer: what its next tokens attend to.
+"""KV cache of one sequence: keys and values of every layer, attended to by its next tokens.
 
-Invariant: rows below `length` are whole in every layer; rows at or above it mean nothing.
-A sequence never shares memory with another one. The last position that fits is `limit - 1`.
+Invariant: rows below `length` are valid in every layer; rows at or above it are undefined.
+Sequences never share memory. The last position that fits is `limit - 1`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ PAGE_TOKENS = 64
 
 
 class ContextFull(ValueError):
-    """The tokens do not fit in what the model can look back on; the text names the limit."""
+    """The tokens do not fit in the model's context; the text names the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The size of one token's keys and values, and how many tokens there may be."""
+    """The size of one token's keys and values, and the maximum number of tokens."""
 
     layers: int
     kv_heads: int
@@ -28,19 +28,19 @@ class KVShape:
 
 
 class SequenceKV:
-    """Grows as tokens are appended; one thread at a time may use it."""
+    """Grows as tokens are appended; not thread-safe."""
 
     __slots__ = ("_layers", "_store", "length", "shape")
 
     def __init__(self, shape: KVShape, like: Tensor, tokens: int = 0) -> None:
-        """Hold nothing yet, but room for `tokens` tokens; type and device are those of `like`."""
+        """Start empty, with room for `tokens` tokens; dtype and device are those of `like`."""
         self.shape = shape
         self.length = 0
         self._hold(self._room(tokens, like))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held, room for tokens to come included."""
+        """Bytes of allocated memory, including room for more tokens."""
         return self._store.nbytes
 
     @property
@@ -61,10 +61,10 @@ class SequenceKV:
         self._hold(grown)
 
     def write(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Put `rows`, [count, 2, kv_heads, head_size], after the tokens held.
+        """Write `rows`, [count, 2, kv_heads, head_size], after the stored tokens.
 
-        Returns the layer's keys and values, each [kv_heads, length + count, head_size]. The
-        tokens count only once `length` is moved, after the last layer.
+        Returns the layer's keys and values, each [kv_heads, length + count, head_size]. The tokens
+        count only once `length` is advanced, after the last layer.
         """
         end = self.length + rows.shape[0]
         held = self._layers[layer][:, :, :end]
@@ -73,9 +73,9 @@ class SequenceKV:
         return keys, values
 
     def fork(self, length: int) -> SequenceKV:
-        """Return a copy of the first `length` tokens that lives on its own.
+        """Return an independent copy of the first `length` tokens.
 
-        Raises ValueError where fewer are held.
+        Raises ValueError if fewer are stored.
         """
         self._check(length)
         copy = SequenceKV(self.shape, self._store, length)
@@ -84,7 +84,7 @@ class SequenceKV:
         return copy
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens but the first `length`; the memory is kept for those to come."""
+        """Drop all tokens but the first `length`; the memory is kept for new ones."""
         self._check(length)
         self.length = length
 
@@ -93,7 +93,7 @@ class SequenceKV:
             raise ValueError(f"{length} tokens of a sequence that holds {self.length}")
 
     def _room(self, tokens: int, like: Tensor) -> Tensor:
-        # One page more than asked: a copied prefix is mostly about to be continued.
+        # One page more than requested: a copied prefix will usually be continued.
         pages = tokens // PAGE_TOKENS + 1
         shape = self.shape
         capacity = min(pages * PAGE_TOKENS, shape.limit)
@@ -101,4 +101,6 @@ class SequenceKV:
 
     def _hold(self, store: Tensor) -> None:
         self._store = store
-        self._layers = store.unbind(0)  # indexing a tensor anew costs 1.5 us per layer and token
+        self._layers = store.unbind(
+            0
+        )  # once here: indexing the tensor for each layer and token would be slow

@@ -1,7 +1,7 @@
-"""A Llama of our own: one forward over sequences of any lengths, weights under their usual names.
+"""Llama: one forward pass over sequences of any lengths, weights under Hugging Face names.
 
-Invariant: `named_parameters` gives the names and shapes that Hugging Face gives a tied Llama, and
-what is written into them in place counts at once: q/k/v and gate/up are rows of one joined tensor.
+Invariant: `named_parameters` has the names and shapes of a tied Hugging Face Llama, and writes into
+them in place take effect at once: q/k/v and gate/up are rows of one joined tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BatchPart = tuple[Sequence[int], SequenceKV]
 
 TIED_NAMES = {"lm_head.weight": "model.embed_tokens.weight"}
 
-# Where few tokens meet a large weight the time goes into reading the weight.
+# For few tokens and a large weight, reading the weight dominates the time.
 FEW_TOKENS = 5
 LARGE_WEIGHT = 1 << 18
 
@@ -57,7 +57,7 @@ class LlamaConfig:
 
 
 class Weight(nn.Module):
-    """A `weight` and nothing else: left unfilled, as every model fills it from a file or a seed."""
+    """A `weight` only, not initialized: every model fills it from a file or a seed."""
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()
@@ -69,30 +69,30 @@ def split_rows(joined: Tensor, sizes: Sequence[int]) -> list[Weight]:
 
 
 def rejoin(weights: Sequence[Weight]) -> Tensor:
-    """Make the weights rows of one new tensor again, after each was moved on its own."""
-    joined = torch.cat([each.weight.data for each in weights])
-    sizes = [len(each.weight) for each in weights]
-    for each, rows in zip(weights, torch.split(joined, sizes), strict=True):
-        each.weight.data = rows
+    """Make the weights rows of one new tensor again, after each was moved separately."""
+    joined = torch.cat([weight.weight.data for weight in weights])
+    sizes = [len(weight.weight) for weight in weights]
+    for weight, rows in zip(weights, torch.split(joined, sizes), strict=True):
+        weight.weight.data = rows
     return joined
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
-    """Map [tokens, in] by a weight [out, in] to [tokens, out], as `functional.linear` does."""
+    """Map [tokens, in] by a weight [out, in] to [tokens, out], like `functional.linear`."""
     tokens = len(x)
     if tokens > FEW_TOKENS or weight.numel() < LARGE_WEIGHT:
         return functional.linear(x, weight)
-    # With the weight on the left the library reads it at full speed: two tokens take 31 ms through
-    # all of SmolLM2 instead of 85. One token is slow either way: 48 ms, but 32 if it goes twice.
+    # With the weight on the left the library reads it at full speed. That needs two columns or more:
+    # a single token is duplicated.
     columns = (x if tokens > 1 else torch.cat((x, x))).t()
     return torch.mm(weight, columns)[:, :tokens].t().contiguous()
 
 
 def rotary_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Return the cosines and signed sines of every position, each [context, head_size].
+    """Rotary embeddings: cosines and signed sines of every position, each [context, head_size].
 
-    A head's first half is turned against its second ("rotate half"), so the sines of the first
-    half carry the minus sign.
+    A head's first half is rotated against its second ("rotate half"), so the sines of the first
+    half are negated.
     """
     size = config.head_size
     steps = config.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float64) / -size)
@@ -102,16 +102,16 @@ def rotary_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate_(heads: Tensor, cosines: Tensor, sines: Tensor) -> None:
-    """Turn [tokens, heads, head_size] by the angles [tokens, 1, head_size], in place."""
+    """Rotate [tokens, heads, head_size] by the angles [tokens, 1, head_size], in place."""
     swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
     heads.mul_(cosines).addcmul_(swapped, sines)
 
 
 def causal_mask(past: int, count: int, device: torch.device) -> Tensor | None:
-    """Say which tokens each of `count` new ones may see, [count, past + count].
+    """Return which tokens each of `count` new ones may attend to, [count, past + count].
 
-    None stands for the two cases that need no mask of their own: one token sees all, and without
-    a past the kernel's causal mode does the same.
+    None for the two cases without a mask: a single token attends to all, and without a past the
+    kernel's causal mode is used.
     """
     if count == 1 or past == 0:
         return None
@@ -121,7 +121,7 @@ def causal_mask(past: int, count: int, device: torch.device) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where one sequence's new tokens lie in the flat batch, and which of its past each sees."""
+    """One sequence's new tokens in the flat batch, and its attention mask."""
 
     start: int
     stop: int
@@ -131,7 +131,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The new tokens of all sequences in one row; `rotary` holds their angles' cosines and sines."""
+    """The new tokens of all sequences in one row; `rotary` holds their cosines and sines."""
 
     tokens: Tensor
     rotary: tuple[Tensor, Tensor]
@@ -165,10 +165,12 @@ class Attention(nn.Module):
             rows = joined[span.start : span.stop]
             kv_rows = rows[:, self.heads :].view(len(rows), 2, self.kv_heads, -1)
             keys, values = span.kv.write(layer, kv_rows)
-            out[span.start : span.stop] = self._look(rows[:, : self.heads], keys, values, span.mask)
+            out[span.start : span.stop] = self._attend(
+                rows[:, : self.heads], keys, values, span.mask
+            )
         return project(out.view(len(x), -1), self.o_proj.weight)
 
-    def _look(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         if len(queries) == 1:
             # The heads that share keys are as good as several tokens: no key is copied or read
             # twice.
@@ -245,7 +247,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """The model; its output rows are its embedding's, so that one name stands for both."""
+    """The model; input and output embeddings are tied."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -266,10 +268,10 @@ class Llama(nn.Module):
     def forward(self, parts: Sequence[BatchPart], *, all_positions: bool = False) -> Tensor:
         """Append each part's tokens to its KV and return logits.
 
-        [len(parts), vocab], those of each part's last token; with `all_positions`
-        [all tokens, vocab] in the order of the parts. Raises ContextFull where a part does not
-        fit, and ValueError for a part without tokens, a token outside the vocabulary or a KV in
-        two parts; then no KV has changed.
+        [len(parts), vocab], those of each part's last token; with `all_positions` [all tokens,
+        vocab] in the order of the parts. Raises ContextFull if a part does not fit, and ValueError
+        for a part without tokens, a token outside the vocabulary or a KV in two parts; then no KV
+        has changed.
         """
         with torch.inference_mode():
             batch = self._batch(parts)
@@ -279,7 +281,7 @@ class Llama(nn.Module):
             if not all_positions and len(x) > len(parts):
                 x = x[[span.stop - 1 for span in batch.spans]]
             logits = project(self.model.norm(x), self.model.embed_tokens.weight)
-        return logits.clone()  # for what is made in that mode cannot be changed in place outside
+        return logits.clone()  # inference tensors cannot be changed in place outside inference mode
 
     def hidden(self, tokens: Sequence[int]) -> Tensor:
         """Return [len(tokens), hidden], the rows after the last norm; raises as `forward` does."""

@@ -1,8 +1,8 @@
-"""Text in images, by RapidOCR (PP-OCRv4 on onnxruntime), which comes with the extra `ocr`.
+"""OCR by RapidOCR (PP-OCRv4 on onnxruntime), from the extra `ocr`.
 
-Invariant: no image of more than MAX_PIXELS is unpacked, and what the detector sees is bounded in
-its sides and in their ratio, since its memory grows with both. Nothing of the extra is imported
-before it is used.
+Invariant: no image of more than MAX_PIXELS is decoded, and the detector's input is bounded in its
+sides and in their ratio, since its memory grows with both. The extra's packages are imported
+lazily.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ OcrDetection: TypeAlias = tuple[Sequence[Sequence[float]], str, float]
 
 
 class ImageError(ValueError):
-    """The image cannot be read; the text says why and what can."""
+    """The image cannot be read; the text says why and what can be."""
 
 
 class MissingOcrError(Exception):
-    """The packages that read images cannot be loaded; the text says how to get them."""
+    """The OCR packages cannot be imported; the text says how to install them."""
 
 
 class OcrReader:
-    """One loaded recogniser. Not for several threads at once."""
+    """One loaded OCR model. Not thread-safe."""
 
     def __init__(self, threads: int = 1) -> None:
-        """Load the models that the package brings along. Raises MissingOcrError."""
+        """Load the models of the package. Raises MissingOcrError."""
         try:
             from rapidocr_onnxruntime import RapidOCR
         except ImportError as error:
@@ -53,7 +53,7 @@ class OcrReader:
         self._recognise: Any = RapidOCR(intra_op_num_threads=threads, inter_op_num_threads=1)
 
     def read(self, image_bytes: bytes) -> list[Line]:
-        """Return the lines from top to bottom, each with how sure it is (0 to 1).
+        """Return the lines from top to bottom, each with its confidence (0 to 1).
 
         Of an animation only the first frame is read. Raises ImageError.
         """
@@ -97,7 +97,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def pad_to_detector(image: Image.Image) -> Image.Image:
-    """Return the image on white paper of sides that the detector takes."""
+    """Return the image on a white background with sides that the detector accepts."""
     from PIL import Image
 
     least = max(MIN_SIDE, -(-max(image.size) // MAX_SIDE_RATIO))
@@ -109,25 +109,26 @@ def pad_to_detector(image: Image.Image) -> Image.Image:
 
 
 def join_lines(found: Sequence[OcrDetection]) -> list[Line]:
-    """Join what stands side by side: a line is as sure as the least sure of its pieces.
+    """Join words side by side into lines; a line's confidence is the lowest of its words.
 
-    A piece belongs to a line if its middle is within the upper and lower edge of the line's first.
+    A word belongs to a line if its middle is between the upper and lower edge of the line's first
+    word.
     """
-    lines: list[list[_Piece]] = []
-    for piece in sorted(map(_Piece, found), key=lambda each: each.middle):
-        if lines and lines[-1][0].top <= piece.middle <= lines[-1][0].bottom:
-            lines[-1].append(piece)
+    lines: list[list[_Word]] = []
+    for word in sorted(map(_Word, found), key=lambda each: each.middle):
+        if lines and lines[-1][0].top <= word.middle <= lines[-1][0].bottom:
+            lines[-1].append(word)
         else:
-            lines.append([piece])
-    return [_line(sorted(pieces, key=lambda each: each.left)) for pieces in lines]
+            lines.append([word])
+    return [_line(sorted(words, key=lambda each: each.left)) for words in lines]
 
 
-def _line(pieces: Sequence[_Piece]) -> Line:
-    return " ".join(piece.text for piece in pieces), min(piece.confidence for piece in pieces)
+def _line(words: Sequence[_Word]) -> Line:
+    return " ".join(word.text for word in words), min(word.confidence for word in words)
 
 
-class _Piece:
-    """Some words in one place."""
+class _Word:
+    """Recognized text with its position."""
 
     __slots__ = ("bottom", "confidence", "left", "middle", "text", "top")
 

@@ -1,7 +1,7 @@
-"""A Llama out of a GGUF file, such as SmolLM2: sizes, weights, tokenizer and chat template.
+"""Loads a Llama from a GGUF file, such as SmolLM2: sizes, weights, tokenizer and chat template.
 
-Invariant: the weights lie in Hugging Face's names and layout, so that updates sent under those
-names mean the same rows. A file that needs what our forward lacks is refused, not approximated.
+Invariant: the weights have Hugging Face names and layout, so that updates under those names change
+the same rows. A file that needs unsupported features is refused, not approximated.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from omni_proxy.replica.models.tokenizer import BytePairTokenizer
 
 CONTROL = 3  # the kind of a token that is no text
 
-# A chat model's turn and its text may end with different tokens; the file names one of them.
+# A chat model's turn and its text may end with different tokens; the file lists only one of them.
 END_NAMES = {"<|endoftext|>", "<|im_end|>"}
 
-# What a layer's weights are called in the file; all but the norms are matrices.
+# Names of a layer's weights in the file; all but the norms are matrices.
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -39,7 +39,7 @@ OUTER_NAMES = {
 
 
 def stored_name(name: str) -> str:
-    """Return what the file calls the weight of this Hugging Face name."""
+    """Return the name in the file of the weight with this Hugging Face name."""
     if name in OUTER_NAMES:
         return OUTER_NAMES[name]
     _, _, number, rest = name.split(".", 3)
@@ -47,7 +47,7 @@ def stored_name(name: str) -> str:
 
 
 def llama_config(file: GGUFFile) -> LlamaConfig:
-    """Return the sizes; GGUFError for another architecture or for angles scaled in any way."""
+    """Return the sizes; GGUFError for another architecture or for scaled rotary embeddings."""
     architecture = file.require("general.architecture", str)
     if architecture != "llama":
         raise GGUFError(f"{file.path}: holds a {architecture!r} model; only 'llama' can be served")
@@ -77,7 +77,7 @@ def llama_config(file: GGUFFile) -> LlamaConfig:
 
 
 def load_weights(file: GGUFFile) -> Llama:
-    """Return the model with every weight read; GGUFError where one is missing or misshapen."""
+    """Return the model with all weights read; GGUFError if one is missing or misshapen."""
     model = Llama(llama_config(file))
     config = model.config
     turned = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -89,20 +89,20 @@ def load_weights(file: GGUFFile) -> Llama:
         if heads:
             _unpermute_(weight, heads)
 
-    # Most of the time goes into the kernel's first touch of half a gigabyte: two do it in half.
+    # Most of the time is the first touch of the memory by the kernel, which two threads halve.
     with ThreadPoolExecutor(2, thread_name_prefix="read weights") as pool:
         list(pool.map(fill, model.named_parameters()))
     return model
 
 
 def _unpermute_(weight: nn.Parameter, heads: int) -> None:
-    """Bring rows that turn pairwise (0,1),(2,3).. back to first half against second half."""
+    """Reorder rows from interleaved rotary pairs (0,1),(2,3).. to first half and second half."""
     pairs = weight.data.view(heads, -1, 2, weight.shape[1])
     weight.data.copy_(pairs.transpose(1, 2).reshape(weight.shape))
 
 
 def load_tokenizer(file: GGUFFile) -> BytePairTokenizer:
-    """Return the tokenizer; GGUFError for one of another kind than SmolLM's byte-pair merges."""
+    """Return the tokenizer; GGUFError unless it is SmolLM's byte-pair encoding."""
     model = file.require("tokenizer.ggml.model", str)
     cut = file.require("tokenizer.ggml.pre", str)
     if (model, cut) != ("gpt2", "smollm"):
@@ -122,7 +122,7 @@ def load_tokenizer(file: GGUFFile) -> BytePairTokenizer:
 
 
 def load_chat_template(file: GGUFFile) -> ChatTemplate:
-    """Return the template, knowing the names of the tokens that begin and end a text."""
+    """Return the template with the names of the begin and end tokens."""
     vocabulary = file.require("tokenizer.ggml.tokens", list)
     begins, ends = vocabulary[_token_id(file, "bos")], vocabulary[_token_id(file, "eos")]
     source = file.require("tokenizer.chat_template", str)

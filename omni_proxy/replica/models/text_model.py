@@ -22,13 +22,13 @@ from omni_proxy.replica.models.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-# Not all of MODELS write text.
+# The text models among MODELS.
 PACKAGED_MODELS = ("smollm2-135m",)
 
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """`context` is the most tokens that a prompt and its answer may have together."""
+    """`context` is the maximum number of tokens of a prompt and its response together."""
 
     name: str
     model: Llama
@@ -40,8 +40,8 @@ class TextModel:
 def load_text_model(name_or_path: str, *, seed: int = 0) -> TextModel:
     """Load "tiny" (from `seed`), a model of a known name, or a Llama's .gguf file.
 
-    Raises ValueError for a name that is neither; GGUFError for a file that is no such model;
-    ModelFileError where a named model's file can be had neither from the cache nor the network.
+    Raises ValueError for an unknown name; GGUFError for an invalid file; ModelFileError if a named
+    model's file is neither cached nor downloadable.
     """
     if name_or_path == "tiny":
         return TextModel(

@@ -1,7 +1,7 @@
-"""A seeded Llama that needs no file: 0.85 million parameters, built in milliseconds, for tests.
+"""A seeded Llama without a file: 0.85 million parameters, built in milliseconds, for tests.
 
-Invariant: a seed gives the same bytes at every build. Its text is syllables without sense, but it
-varies, is always printable, and practically never ends by itself.
+Invariant: a seed always gives the same bytes. Its text is meaningless syllables, but it varies, is
+always printable, and practically never ends by itself.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     max_position_embeddings=8192,
 )
-# Attention must choose sharply and the layers outweigh the embedding, or text runs in circles.
+# Attention must be sharp and the layers outweigh the embedding, or the text repeats itself.
 GAINS = {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 2.0, "down_proj": 2.0}
-# The ids below are control tokens and single bytes: read, but never written.
+# Lower ids are control tokens and single bytes, which are read but never generated.
 FIRST_SYLLABLE = len(CONTROLS) + 256
 
 
 class TinyTokenizer:
-    """Longest syllable first, single bytes for everything else: any text survives."""
+    """Longest syllable first, single bytes for everything else: any text round-trips."""
 
     def __init__(self) -> None:
         syllables = ["".join(pair) for pair in product(ONSETS, RIMES)]
@@ -87,7 +87,7 @@ class TinyTokenizer:
 
 
 def build(seed: int = 0) -> Llama:
-    """Return the model; two builds of one seed have the same bytes in every weight."""
+    """Return the model; two builds with one seed have the same bytes in every weight."""
     chance = torch.Generator().manual_seed(seed)
     model = Llama(CONFIG)
     with torch.no_grad():
@@ -102,11 +102,11 @@ def build(seed: int = 0) -> Llama:
 
 
 def _silence_bytes(model: Llama) -> None:
-    """Hold one feature constant for all contexts, and let it speak against the unwritten ids.
+    """Make control tokens and single bytes practically impossible.
 
-    No layer writes into feature 0, so what the embeddings put there reaches the last norm, whose
-    weight turns it against the tokens that have most of it. The other features' sign makes a token
-    speak against itself, so that text does not get stuck on one.
+    No layer writes into feature 0, so the value that the embeddings put there reaches the last
+    norm, whose weight turns it against the tokens that have most of it. The sign of the other
+    features makes a token unlikely to repeat, so that text does not get stuck.
     """
     for name, weight in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):

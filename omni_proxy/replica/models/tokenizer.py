@@ -1,8 +1,8 @@
-"""Text to token ids and back, byte for byte, by the byte-pair merges a model file carries.
+"""Byte-pair tokenizer: text to token ids and back, by the merges of a model file.
 
-Invariant: decoding what was encoded gives the same text, but for characters that the vocabulary
-cannot spell. Ids of control tokens come out of `encode` only where asked for, and no text goes out
-for them. No text makes it fail.
+Invariant: decoding encoded text gives the same text, except for characters that the vocabulary
+cannot represent. `encode` returns ids of control tokens only with `special`, and they have no text.
+No text makes it fail.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tiktoken
 
 
 class Tokenizer(Protocol):
-    """What the text stage needs of any model's tokenizer."""
+    """What the text stage needs of a tokenizer."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -26,26 +26,26 @@ class Tokenizer(Protocol):
 
     @property
     def control_names(self) -> Collection[str]:
-        """What `encode` with `special` reads as control tokens."""
+        """The names that `encode` with `special` reads as control tokens."""
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids; with `special`, names of control tokens in the text become these."""
+        """Return the ids; with `special`, names of control tokens in the text become these tokens."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what the token adds to the text: b"" for a control token."""
+        """Return the text of the token as bytes; b"" for a control token."""
 
     def control_name(self, token_id: int) -> str | None:
-        """Return what the control token is called; None for a token that is text."""
+        """Return the name of a control token; None for a token with text."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the whole text; bytes that are no UTF-8 become U+FFFD."""
+        """Return the whole text; invalid UTF-8 becomes U+FFFD."""
 
 
 REPLACEMENT = "\ufffd"
-# The pattern's look-ahead takes stack for each space: a million of them end in a panic.
+# The pattern's look-ahead uses stack for each space: a million of them would panic.
 MAX_ENCODE_CHARS = 1 << 16
 
-# How the text is cut before merging. Digits stand alone, so a space before one does, too.
+# How the text is split before merging. Digits are single, so a space before one is, too.
 PATTERN = r"\p{N}|'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 
 # Halves of characters that JSON can carry and UTF-8 cannot.
@@ -53,7 +53,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Utf8Stream:
-    """Turns bytes that arrive in any pieces into text that adds up to the whole's decoding."""
+    """Incremental UTF-8 decoding of bytes in chunks; the result is that of the whole."""
 
     __slots__ = ("_decoder",)
 
@@ -61,19 +61,19 @@ class Utf8Stream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, piece: bytes) -> str:
-        """Return the characters that are complete by now; an unfinished one is held back."""
+        """Return the characters that are complete; an incomplete one is held back."""
         return self._decoder.decode(piece)
 
     def flush(self) -> str:
-        """Return what is still held back, as U+FFFD, and start anew."""
+        """Return what is held back, as U+FFFD, and start over."""
         return self._decoder.decode(b"", final=True)
 
 
 def byte_letters() -> dict[str, int]:
-    """Return which byte each letter of a byte-level vocabulary stands for.
+    """Return the byte that each letter of a byte-level vocabulary stands for.
 
-    Printable bytes of Latin-1 stand for themselves, the others for the letters from U+0100 on,
-    in order.
+    Printable bytes of Latin-1 stand for themselves, the others for the letters from U+0100 on, in
+    order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
@@ -94,7 +94,7 @@ class ControlTokens:
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if ids else None
 
     def encode(self, text: str, plain: Callable[[str], list[int]]) -> list[int]:
-        """Return the ids of the control tokens, and between them what `plain` makes of the rest."""
+        """Return the ids of the control tokens, and of the text between them as encoded by `plain`."""
         if self._cut is None:
             return plain(text)
         ids: list[int] = []

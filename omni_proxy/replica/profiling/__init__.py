@@ -1,4 +1,4 @@
-"""Profiling: events of requests on their way, torch traces, and the reports made of both.
+"""Profiling: events of requests, torch traces, and reports made of the events.
 
-Invariant: recording never raises and never changes what a request gets.
+Invariant: recording never raises and never changes a response.
 """

@@ -1,7 +1,7 @@
-"""A stage's inbox and outlet with events at the door: what came in, what went out, when.
+"""A stage's inbox and outlet that record profiler events for the messages passing through.
 
-Contract: the scheduler sees the same messages in the same order, but for the profiler's own, which
-end here, in the stage's thread, where a torch trace has to begin and end.
+Contract: the scheduler sees the same messages in the same order, except the profiler's own, which
+are handled here, in the stage's thread, where a torch trace has to begin and end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ else:
 
 
 class InstrumentedInbox(_Queue):
-    """What a stage's scheduler reads from."""
+    """The queue that a stage's scheduler reads from."""
 
     # A built-in type takes its arguments in __new__ too.
     def __new__(cls, stage: str) -> Self:
@@ -43,26 +43,32 @@ class InstrumentedInbox(_Queue):
         self._trace = TorchTrace(stage)
 
     def get(self, block: bool = True, timeout: float | None = None) -> StageInput:
-        until = None if timeout is None else monotonic() + timeout
+        deadline = None if timeout is None else monotonic() + timeout
         while True:
-            left = None if until is None else max(0.0, until - monotonic())
-            message = super().get(block, left)
-            if not self._is_ours(message):
+            remaining = None if deadline is None else max(0.0, deadline - monotonic())
+            message = super().get(block, remaining)
+            if not self._record_or_handle(message):
                 return message
 
     def get_nowait(self) -> StageInput:
         return self.get(block=False)
 
-    def _is_ours(self, message: StageInput) -> bool:
+    def _record_or_handle(self, message: StageInput) -> bool:
         match message:
             case Submit(payload, from_stage):
                 kind = "payload" if from_stage else "submit"
-                seen = {"from_stage": from_stage or "coordinator", "kind": kind}
-                STAGE_EVENTS.record("stage_input_received", payload.request_id, self._stage, seen)
-            case StreamChunk(request_id, from_stage, _, chunk_id):
-                seen_chunk = {"from_stage": from_stage, "chunk_id": chunk_id, "modality": "text"}
+                metadata = {"from_stage": from_stage or "coordinator", "kind": kind}
                 STAGE_EVENTS.record(
-                    "stage_stream_chunk_received", request_id, self._stage, seen_chunk
+                    "stage_input_received", payload.request_id, self._stage, metadata
+                )
+            case StreamChunk(request_id, from_stage, _, chunk_id):
+                chunk_metadata = {
+                    "from_stage": from_stage,
+                    "chunk_id": chunk_id,
+                    "modality": "text",
+                }
+                STAGE_EVENTS.record(
+                    "stage_stream_chunk_received", request_id, self._stage, chunk_metadata
                 )
             case ProfilerStart(run_id, template, event_dir, enable_torch):
                 if event_dir:
@@ -78,7 +84,7 @@ class InstrumentedInbox(_Queue):
 
 
 class InstrumentedEmit:
-    """Calls `emit` for each message, and notes the first piece, every piece, and a failure."""
+    """Calls `emit` for each message, and records the first chunk, every chunk, and a failure."""
 
     def __init__(self, stage: str, emit: Emit) -> None:
         self._stage = stage
@@ -86,19 +92,19 @@ class InstrumentedEmit:
 
     def __call__(self, message: StageOutput) -> None:
         if STAGE_EVENTS.run_id is not None:
-            self._note(message)
+            self._record(message)
         self._emit(message)
 
-    def _note(self, message: StageOutput) -> None:
+    def _record(self, message: StageOutput) -> None:
         match message:
             case ResultChunk(request_id, _, _, chunk_id, modality):
-                seen = {"to_stage": "coordinator", "chunk_id": chunk_id, "modality": modality}
+                metadata = {"to_stage": "coordinator", "chunk_id": chunk_id, "modality": modality}
                 if chunk_id == 0:
                     STAGE_EVENTS.record(
-                        "stage_first_stream_chunk_sent", request_id, self._stage, seen
+                        "stage_first_stream_chunk_sent", request_id, self._stage, metadata
                     )
-                STAGE_EVENTS.record("stage_stream_chunk_sent", request_id, self._stage, seen)
+                STAGE_EVENTS.record("stage_stream_chunk_sent", request_id, self._stage, metadata)
             case StageFailure(request_id, _, error):
-                # A success is the coordinator's to record: it knows what comes next.
-                said = {"terminal": True, "error": error}
-                STAGE_EVENTS.record("stage_complete", request_id, self._stage, said)
+                # A success is recorded by the coordinator, which knows the next stage.
+                failure_metadata = {"terminal": True, "error": error}
+                STAGE_EVENTS.record("stage_complete", request_id, self._stage, failure_metadata)

@@ -1,7 +1,7 @@
-"""`omni-proxy replica profile SOURCE`: a report out of recorded events, as table, JSON or a page.
+"""`omni-proxy replica profile SOURCE`: a report of recorded events, as table, JSON or HTML page.
 
-Status 0, also where lines had to be skipped: they are told on stderr. 1: the output can't be
-written.
+Exit status 0, also if invalid lines were skipped, which are reported on stderr. 1: the output can't
+be written.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from omni_proxy.replica.profiling.report_page import render_page
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
-    events = read_events(arguments.source, _say)
-    made = build_report(events)
+    events = read_events(arguments.source, _print_error)
+    summary = build_report(events)
     if arguments.format == "json":
-        text = json.dumps(made, indent=2)
+        text = json.dumps(summary, indent=2)
     elif arguments.format == "html":
-        text = render_page(made, str(arguments.source))
+        text = render_page(summary, str(arguments.source))
     else:
-        text = render_table(made)
+        text = render_table(summary)
     if arguments.out == "-":
         sys.stdout.write(text + "\n")
         return 0
     try:
         Path(arguments.out).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        _say(f"cannot write {arguments.out}: {error.strerror}")
+        _print_error(f"cannot write {arguments.out}: {error.strerror}")
         return 1
-    _say(f"{made['request_count']} requests written to {arguments.out}")
+    _print_error(f"{summary['request_count']} requests written to {arguments.out}")
     return 0
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     sys.stderr.write(f"omni-proxy replica profile: {text}\n")
 
 

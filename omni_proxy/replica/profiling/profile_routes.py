@@ -1,8 +1,8 @@
-"""The profiler's routes: start and stop a run on every stage at once (api-server.md 4.1).
+"""The profiler's routes: start and stop a run on all stages at once (api-server.md 4.1).
 
-Contract: a start answers before the stages have begun, a stop before they have ended; stopping what
-does not run is no fault. They need the admin key where one is set. Nothing is written but below a
-folder that the operator allows.
+Contract: a start answers before the stages have begun, a stop before they have ended; stopping
+without an active run is not an error. The routes need the admin key if one is set. Files are
+written only below a folder that the operator allows.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class StartEventsBody(msgspec.Struct):
 
 
 class StopBody(msgspec.Struct):
-    """Without a run_id whatever runs is stopped."""
+    """Without a run_id the active run is stopped."""
 
     run_id: str | None = None
 
 
-def mount(app: QuartTrio, served: RouteContext) -> None:
-    routes = _Routes(served)
+def mount(app: QuartTrio, context: RouteContext) -> None:
+    routes = _Routes(context)
     for view in (routes.start_profile, routes.start_request_profile):
         app.add_url_rule(f"/{view.__name__}", view.__name__, view, methods=["POST"])
     for path in ("stop_profile", "stop_request_profile"):
@@ -58,11 +58,11 @@ def mount(app: QuartTrio, served: RouteContext) -> None:
 
 
 class _Routes:
-    def __init__(self, served: RouteContext) -> None:
-        self._served = served
+    def __init__(self, context: RouteContext) -> None:
+        self._context = context
 
     async def start_profile(self) -> Response:
-        body = validate(StartBody, await admin_body(self._served))
+        body = validate(StartBody, await admin_body(self._context))
         run_id, folder = _run_id(body.run_id), os.environ.get(FOLDER_VARIABLE, "")
         template = body.trace_path_template or (f"{folder}/{run_id}/trace" if folder else "")
         event_dir = body.event_dir or (f"{folder}/{run_id}/events" if folder else None)
@@ -78,9 +78,9 @@ class _Routes:
                     "event_dir is required when enable_torch=false and "
                     f"{FOLDER_VARIABLE} is not set",
                 )
-        self._refuse_outside(template, event_dir)
+        self._check_paths(template, event_dir)
         start = ProfilerStart(run_id, template, event_dir, body.enable_torch)
-        self._served.client.profiler_start(start)
+        self._context.client.profiler_start(start)
         return json_response(
             {
                 "run_id": run_id,
@@ -91,42 +91,42 @@ class _Routes:
         )
 
     async def start_request_profile(self) -> Response:
-        body = validate(StartEventsBody, await admin_body(self._served))
+        body = validate(StartEventsBody, await admin_body(self._context))
         run_id, folder = _run_id(body.run_id), os.environ.get(FOLDER_VARIABLE, "")
         event_dir = body.event_dir or (f"{folder}/{run_id}/events" if folder else None)
         if event_dir is None:
             raise DetailError(400, f"event_dir is required when {FOLDER_VARIABLE} is not set")
-        self._refuse_outside(event_dir)
-        self._served.client.profiler_start(ProfilerStart(run_id, "", event_dir, False))
+        self._check_paths(event_dir)
+        self._context.client.profiler_start(ProfilerStart(run_id, "", event_dir, False))
         return json_response({"run_id": run_id, "event_dir": event_dir})
 
-    def _refuse_outside(self, *paths: str | None) -> None:
-        """Raises DetailError 400 for a path that is not below a folder where profiles may be."""
-        roots = profile_roots(self._served)
+    def _check_paths(self, *paths: str | None) -> None:
+        """Raises DetailError 400 for a path outside the folders allowed for profiles."""
+        roots = profile_roots(self._context)
         for path in filter(None, paths):
             try:
-                found = Path(path).resolve()
-            except (OSError, ValueError, RuntimeError):  # a NUL, or links that go in circles
+                resolved = Path(path).resolve()
+            except (OSError, ValueError, RuntimeError):  # a NUL byte, or a loop of symbolic links
                 raise DetailError(400, f"{path!r} is no path") from None
-            if not any(found.is_relative_to(root) for root in roots):
-                told = " or ".join(map(str, roots))
+            if not any(resolved.is_relative_to(root) for root in roots):
+                folders = " or ".join(map(str, roots))
                 raise DetailError(
-                    400, f"{path!r} is not below {told}: start the server with --profile-root"
+                    400, f"{path!r} is not below {folders}: start the server with --profile-root"
                 )
 
     async def stop(self) -> Response:
-        body = validate(StopBody, await admin_body(self._served))
-        return json_response({"run_id": self._served.client.profiler_stop(body.run_id)})
+        body = validate(StopBody, await admin_body(self._context))
+        return json_response({"run_id": self._context.client.profiler_stop(body.run_id)})
 
 
-def profile_roots(served: RouteContext) -> list[Path]:
-    """Profiles are written below one of these. What the operator has named counts."""
-    named = [served.profile_root] if served.profile_root else []
+def profile_roots(context: RouteContext) -> list[Path]:
+    """The folders below which profiles may be written; the operator's setting comes first."""
+    folders = [context.profile_root] if context.profile_root else []
     variable = os.environ.get(FOLDER_VARIABLE)
-    if not named:
-        named = ["/"] if served.admin_api_key else [tempfile.gettempdir()]
-        named += [variable] if variable else []
-    return [Path(root).resolve() for root in named]
+    if not folders:
+        folders = ["/"] if context.admin_api_key else [tempfile.gettempdir()]
+        folders += [variable] if variable else []
+    return [Path(root).resolve() for root in folders]
 
 
 def _run_id(given: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The recorder: events of requests, one JSON line each, while a run is active.
+"""Records events of requests, one JSON line each, while a profiling run is active.
 
 Contract (api-server.md 4.2): the file is `<event_dir>/events_<owner>_<pid>.jsonl`, appended line by
 line. `record` costs one comparison when idle, never raises, and counts what it had to drop. Any
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class EventRecorder:
-    """One file's worth of events: the coordinator's, or those of the stages of one process."""
+    """One file of events: the coordinator's, or those of the stages of one process."""
 
     def __init__(self, owner: str = "") -> None:
         self.dropped = 0
@@ -30,7 +30,7 @@ class EventRecorder:
         self._lock = threading.Lock()
 
     def start(self, run_id: str, event_dir: str, stage: str = "") -> None:
-        """Begin a run; another one that is active ends first. What fails is only logged.
+        """Begin a run; an active one ends first. Errors are only logged.
 
         The first `stage` that starts names the file.
         """
@@ -44,12 +44,12 @@ class EventRecorder:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = path.open("a", buffering=1, encoding="utf-8")
             except OSError as error:
-                log.error("events of run %s are not recorded: %s", run_id, error)
+                log.error("profile_events_not_recorded run=%s error=%s", run_id, error)
                 return
             self.run_id = run_id
 
     def stop(self, run_id: str | None = None) -> None:
-        """End the run of that id, or whichever is active; any other id changes nothing."""
+        """End the run of that id, or the active one; another id changes nothing."""
         with self._lock:
             if run_id is None or run_id == self.run_id:
                 self._close()
@@ -78,7 +78,12 @@ class EventRecorder:
             with self._lock:
                 if self._file is not None:
                     self._file.write(line + "\n")
-        except (OSError, ValueError, RecursionError, TypeError):  # a full disk, a circle, a bad key
+        except (
+            OSError,
+            ValueError,
+            RecursionError,
+            TypeError,
+        ):  # a full disk, a circular reference, an invalid key
             self.dropped += 1
 
     def _close(self) -> None:
@@ -87,11 +92,11 @@ class EventRecorder:
             try:
                 file.close()
             except OSError as error:
-                log.error("the events' file was not closed whole: %s", error)
+                log.error("profile_events_file_close_failed error=%s", error)
 
 
 def to_json_value(value: object) -> object:
-    """What stands in an event for something JSON can't hold: tensors shortly, the rest as repr."""
+    """Represent a value that JSON can't hold: tensors by a summary, the rest by repr."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:
         return repr(value)

@@ -1,7 +1,7 @@
-"""Reports out of event files: where each request's time went, stage by stage and hop by hop.
+"""Reports from event files: where each request's time went, by stage and by hop between stages.
 
 Pure but for `read_events`. Contract (api-server.md 4.3): names, order and rounding of the rows are
-what tools read; a line that is no event is told about and skipped.
+what tools read; a line that is not an event is reported and skipped.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 Event = dict[str, Any]
 Row = dict[str, Any]
 
-# An interval of a stage: what opens it, what closes it. First opened, first closed; one opener may
-# open several.
+# Intervals of a stage: opening event, closing event. First opened, first closed; one event may open
+# several intervals.
 PAIRS = (
     ("stage_input_received", "stage_complete"),
     ("encoder_start", "encoder_end"),
@@ -35,7 +35,7 @@ NS_PER_MS = 1_000_000
 
 
 def read_events(source: Path, warn: Callable[[str], None]) -> list[Event]:
-    """All events of one file, or of every `events_*.jsonl` of a folder, by time."""
+    """Read all events of one file, or of every `events_*.jsonl` of a folder, sorted by time."""
     events = []
     for path in _files(source, warn):
         try:
@@ -66,20 +66,20 @@ def build_report(events: Sequence[Event]) -> dict[str, Any]:
 
 def timelines(events: Sequence[Event]) -> dict[str, list[Event]]:
     """Each request's events, with the time since its first one."""
-    found: dict[str, list[Event]] = defaultdict(list)
+    by_request: dict[str, list[Event]] = defaultdict(list)
     for event in events:
-        found[event["request_id"]].append(event)
+        by_request[event["request_id"]].append(event)
     return {
         request_id: [
-            {**event, "t_rel_ms": _ms(event["timestamp_ns"] - each[0]["timestamp_ns"])}
-            for event in each
+            {**event, "t_rel_ms": _ms(event["timestamp_ns"] - request_events[0]["timestamp_ns"])}
+            for event in request_events
         ]
-        for request_id, each in found.items()
+        for request_id, request_events in by_request.items()
     }
 
 
 def intervals(events: Sequence[Event]) -> Iterator[tuple[str, str, str, int, int]]:
-    """(request, stage, "open->close", opened, closed), times in ns."""
+    """Yield (request, stage, "open->close", opened, closed), times in ns."""
     waiting: dict[tuple[str, str, int], list[int]] = defaultdict(list)
     for event in events:
         where = (event["request_id"], event["stage"])
@@ -92,63 +92,63 @@ def intervals(events: Sequence[Event]) -> Iterator[tuple[str, str, str, int, int
 
 
 def stage_rows(events: Sequence[Event]) -> list[Row]:
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    durations: dict[tuple[str, str], list[float]] = defaultdict(list)
     for _, stage, interval, opened, closed in intervals(events):
-        found[stage, interval].append((closed - opened) / NS_PER_MS)
+        durations[stage, interval].append((closed - opened) / NS_PER_MS)
     rows = [
-        {"stage": stage, "interval": interval, **_figures(each)}
-        for (stage, interval), each in found.items()
+        {"stage": stage, "interval": interval, **_statistics(values)}
+        for (stage, interval), values in durations.items()
     ]
     return sorted(rows, key=lambda row: (-row["total_ms"], row["stage"]))
 
 
 def hop_rows(events: Sequence[Event]) -> list[Row]:
-    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    durations: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for src, dst, kind, ms in hops(events):
-        found[src, dst, kind].append(ms)
+        durations[src, dst, kind].append(ms)
     rows = [
-        {"src": src, "dst": dst, "kind": kind, **_figures(each)}
-        for (src, dst, kind), each in found.items()
+        {"src": src, "dst": dst, "kind": kind, **_statistics(values)}
+        for (src, dst, kind), values in durations.items()
     ]
     return sorted(rows, key=lambda row: (-row["total_ms"], row["src"], row["dst"]))
 
 
 def hops(events: Sequence[Event]) -> Iterator[tuple[str, str, str, float]]:
-    """(from, to, kind, ms) of everything that one stage sent and another received."""
+    """Yield (from, to, kind, ms) of everything that one stage sent and another received."""
     payloads: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     chunks: dict[tuple[str, str, str, Any], int] = {}
     for event in events:
         name, request_id, stage = event["event_name"], event["request_id"], event["stage"]
         meta, at = event["metadata"], event["timestamp_ns"]
-        came_from = str(meta.get("from_stage", ""))
+        from_stage = str(meta.get("from_stage", ""))
         match name:
             case "stage_hop_sent":
                 payloads[request_id, stage, str(meta.get("to_stage"))].append(at)
-            case "stage_input_received" if came_from != "coordinator":
-                if sent := payloads[request_id, came_from, stage]:
-                    yield came_from, stage, "payload", (at - sent.pop(0)) / NS_PER_MS
+            case "stage_input_received" if from_stage != "coordinator":
+                if sent := payloads[request_id, from_stage, stage]:
+                    yield from_stage, stage, "payload", (at - sent.pop(0)) / NS_PER_MS
             case "stage_stream_chunk_sent":
                 to = str(meta.get("to_stage"))
                 chunks[request_id, stage, to, meta.get("chunk_id")] = at
             case "stage_stream_chunk_received" | "coordinator_stream_received":
                 to = stage if name.startswith("stage") else "coordinator"
-                begun = chunks.pop((request_id, came_from, to, meta.get("chunk_id")), None)
-                if begun is not None:
-                    yield came_from, to, "stream_chunk", (at - begun) / NS_PER_MS
+                sent_at = chunks.pop((request_id, from_stage, to, meta.get("chunk_id")), None)
+                if sent_at is not None:
+                    yield from_stage, to, "stream_chunk", (at - sent_at) / NS_PER_MS
 
 
-def render_table(made: Mapping[str, Any]) -> str:
+def render_table(summary: Mapping[str, Any]) -> str:
     stage = ("stage", "interval", "count", "total_ms", "avg_ms", "p95_ms")
     hop = ("src", "dst", "kind", "count", "total_ms", "avg_ms", "p95_ms")
     return "\n".join(
         (
-            f"# Requests: {made['request_count']}",
+            f"# Requests: {summary['request_count']}",
             "",
             "## Stage breakdown",
-            *_lines(stage, made["stage_breakdown"]),
+            *_lines(stage, summary["stage_breakdown"]),
             "",
             "## Hop breakdown",
-            *_lines(hop, made["hop_breakdown"]),
+            *_lines(hop, summary["hop_breakdown"]),
         )
     )
 
@@ -165,8 +165,8 @@ def _lines(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
             yield "-+-".join("-" * width for width in widths)
 
 
-def _figures(each: Sequence[float]) -> Row:
-    ordered = sorted(each)
+def _statistics(values: Sequence[float]) -> Row:
+    ordered = sorted(values)
     total = sum(ordered)
     return {
         "count": len(ordered),
@@ -179,11 +179,11 @@ def _figures(each: Sequence[float]) -> Row:
 
 
 def _percentile(ordered: Sequence[float], q: float) -> float:
-    """Linear between the two ranks that (n-1)q lies between."""
-    place = (len(ordered) - 1) * q
-    low = int(place)
+    """Linear interpolation between the two ranks around (n-1)q."""
+    rank = (len(ordered) - 1) * q
+    low = int(rank)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
 def _ms(ns: int) -> float:

@@ -1,7 +1,6 @@
-"""The report as one page that a person can look at: a bar per interval, a row per request.
+"""The report as one HTML page: a bar per interval, a row per request.
 
-Self-contained: no script is loaded, nothing is asked of a network. Everything from events is
-escaped.
+Self-contained: no script and no network. Everything from events is escaped.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ td.n, th.n { text-align: right }
 """
 
 
-def render_page(made: Mapping[str, Any], title: str) -> str:
-    requests: Mapping[str, Sequence[Event]] = made["timelines"]
+def render_page(summary: Mapping[str, Any], title: str) -> str:
+    requests: Mapping[str, Sequence[Event]] = summary["timelines"]
     shown = list(requests.items())[:SHOWN_REQUESTS]
     more = len(requests) - len(shown)
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>Profile of {escape(title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{made['request_count']} requests</h1><p>{escape(title)}</p>",
+        f"<h1>{summary['request_count']} requests</h1><p>{escape(title)}</p>",
         "<h2>Timelines</h2><p>Point at a bar for its interval and its length.</p>",
         *(_request(request_id, events) for request_id, events in shown),
         f"<p>{more} more requests are not drawn.</p>" if more > 0 else "",
         "<h2>Stages</h2>",
-        _table(made["stage_breakdown"]),
+        _table(summary["stage_breakdown"]),
         "<h2>Hops</h2>",
-        _table(made["hop_breakdown"]),
+        _table(summary["hop_breakdown"]),
         "</body></html>",
     ]
     return "\n".join(part for part in parts if part)
@@ -65,8 +64,8 @@ def _request(request_id: str, events: Sequence[Event]) -> str:
         f'<span class="track">{"".join(_bars(events, stage, start, span))}</span></div>'
         for stage in stages
     ]
-    told = f"<code>{escape(request_id)}</code> {span / NS_PER_MS:.1f} ms"
-    return f'<section class="request"><div>{told}</div>{"".join(lanes)}</section>'
+    heading = f"<code>{escape(request_id)}</code> {span / NS_PER_MS:.1f} ms"
+    return f'<section class="request"><div>{heading}</div>{"".join(lanes)}</section>'
 
 
 def _bars(events: Sequence[Event], stage: str, start: int, span: int) -> Iterator[str]:
@@ -93,7 +92,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     body = "".join(
         "<tr>"
         + "".join(
-            f'<td class="{"n" if n in numeric else ""}">{escape(_said(row[n]))}</td>' for n in names
+            f'<td class="{"n" if n in numeric else ""}">{escape(_cell_text(row[n]))}</td>'
+            for n in names
         )
         + "</tr>"
         for row in rows
@@ -102,5 +102,5 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="scroll">{table}</div>'
 
 
-def _said(value: object) -> str:
+def _cell_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)

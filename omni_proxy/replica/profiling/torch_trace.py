@@ -1,8 +1,8 @@
 """The torch trace of a process: the operators of all its threads, for a trace viewer.
 
-Invariant: one trace per process, taken by the stage that was told first: two profilers open at once
-end the process. A trace that can't be taken is logged and costs nothing else. torch is imported
-only when a trace is asked for.
+Invariant: one trace per process, recorded by the first stage that starts: two open profilers would
+crash the process. A failed trace is logged and has no other effect. torch is imported only for a
+trace.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 
-_trace_lock = threading.Lock()  # held while some stage of this process traces
+_trace_lock = threading.Lock()  # held while a stage of this process records a trace
 
 
 class TorchTrace:
-    """One stage's hold on the process's trace; begun and ended in that stage's thread."""
+    """One stage's use of the process's trace; started and stopped in that stage's thread."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
@@ -29,10 +29,10 @@ class TorchTrace:
         self._run_id = ""
 
     def start(self, run_id: str, template: str) -> None:
-        """`template` may hold {run_id} and {stage} (api-server.md 4.1)."""
+        """`template` may contain {run_id} and {stage} (api-server.md 4.1)."""
         self.stop(None)
         if not _trace_lock.acquire(blocking=False):
-            return  # another stage of this process sees this one's work, too
+            return  # another stage of this process records this one's work, too
         named = template.replace("{run_id}", run_id).replace("{stage}", self._stage)
         self._path = Path(f"{named}_pid{os.getpid()}.json")
         try:
@@ -48,7 +48,7 @@ class TorchTrace:
         except (ImportError, RuntimeError) as error:
             self._active = None
             _trace_lock.release()
-            log.error("no torch trace of stage %s: %s", self._stage, error)
+            log.error("torch_trace_failed stage=%s error=%s", self._stage, error)
 
     def stop(self, run_id: str | None) -> None:
         if self._active is None or run_id not in (None, self._run_id):
@@ -59,6 +59,6 @@ class TorchTrace:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             active.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError) as error:
-            log.error("the torch trace of stage %s was not written: %s", self._stage, error)
+            log.error("torch_trace_not_written stage=%s error=%s", self._stage, error)
         finally:
             _trace_lock.release()

@@ -1,7 +1,8 @@
-"""Names of control tokens in what a caller wrote, kept apart from those that a template writes.
+"""Escapes names of control tokens in user text, so that only the chat template writes control
+tokens.
 
-Invariant: `encode` gives the ids of the rendered text as it would be if the caller's names were
-plain words. A mark holds a number that nobody can guess, so that no text is taken for a mark.
+Invariant: `encode` returns the ids of the rendered text as if the user's names were plain words. A
+mark contains a random number, so that no user text can be taken for a mark.
 """
 
 from __future__ import annotations
@@ -13,41 +14,41 @@ from typing import Any
 
 from omni_proxy.replica.models.tokenizer import Tokenizer
 
-EDGE = "\ufdd0"  # a noncharacter: templates neither write nor look for it
+EDGE = "\ufdd0"  # a noncharacter: templates neither write nor test for it
 
 
 class ControlTokenEscape:
-    """For one rendering: hide what goes into the template, then encode what came out."""
+    """For one rendering: `escape` what goes into the template, `encode` what it returned."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._names = sorted(tokenizer.control_names, key=len, reverse=True)
-        self._spelt = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
+        self._names_pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
         self._secret = secrets.token_hex(8)
-        self._any = False
+        self._has_marks = False
 
-    def hide(self, value: Any) -> Any:
-        """Return `value` with a mark for every name in its texts, however deep they lie."""
+    def escape(self, value: Any) -> Any:
+        """Return `value` with a mark for every name in its strings, at any depth."""
         if isinstance(value, str):
-            return self._spelt.sub(self._mark, value)
+            return self._names_pattern.sub(self._mark, value)
         if isinstance(value, Mapping):
-            return {key: self.hide(each) for key, each in value.items()}
+            return {key: self.escape(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.hide(each) for each in value]
+            return [self.escape(item) for item in value]
         return value
 
-    def _mark(self, found: re.Match[str]) -> str:
-        self._any = True
-        return f"{EDGE}{self._secret}.{self._names.index(found[0])}{EDGE}"
+    def _mark(self, match: re.Match[str]) -> str:
+        self._has_marks = True
+        return f"{EDGE}{self._secret}.{self._names.index(match[0])}{EDGE}"
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`: control tokens where names stand, words where marks do."""
-        if not self._any:
+        """Return the ids of `text`: control tokens for names, words for marks."""
+        if not self._has_marks:
             return self._tokenizer.encode(text, special=True)
         ids: list[int] = []
         marked = re.split(rf"{EDGE}{self._secret}\.(\d+){EDGE}", text)
-        for place, piece in enumerate(marked):
-            name = place % 2 == 1
+        for index, piece in enumerate(marked):
+            name = index % 2 == 1
             ids += (
                 self._tokenizer.encode(self._names[int(piece)])
                 if name

@@ -1,7 +1,7 @@
-"""The stage that looks: images in, the text in them out, by OCR.
+"""The image stage ("look"): images in, the text in them out, by OCR.
 
 Invariant: one reading for each image, in the order of the images; an image without text has an
-empty one. What earlier stages found goes on beside them.
+empty one. Outputs of earlier stages are passed on.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class ImageReader(Protocol):
 
 
 def build(stage_name: str, *, threads: int = 1) -> FunctionScheduler:
-    """Load the recogniser and return the stage. Raises ReaderMissingError."""
+    """Load the OCR model and return the stage. Raises MissingOcrError."""
     return FunctionScheduler(stage_name, OcrStage(OcrReader(threads)), marks="encoder")
 
 
 class OcrStage:
-    """The stage's function over one loaded recogniser."""
+    """The stage's function over one loaded OCR model."""
 
     def __init__(self, reader: ImageReader) -> None:
         self._reader = reader
@@ -44,16 +44,16 @@ class OcrStage:
         inputs = data.get("raw_inputs", payload.request.inputs)
         images = inputs.get("images") if isinstance(inputs, Mapping) else None
         readings: list[str] = []
-        for at, image in enumerate(images or ()):
+        for index, image in enumerate(images or ()):
             if aborted():
                 break
-            readings.append(self._reading(image, f"images[{at}]"))
+            readings.append(self._reading(image, f"images[{index}]"))
         return {**data, "raw_inputs": inputs, "readings": readings}
 
-    def _reading(self, image: Any, where: str) -> str:
+    def _reading(self, image: Any, path: str) -> str:
         if not isinstance(image, bytes):
-            raise CallerError(f"{where}: an image is the bytes of its file")
+            raise CallerError(f"{path}: an image is the bytes of its file")
         try:
             return "\n".join(text for text, _ in self._reader.read(image))
         except ImageError as error:
-            raise CallerError(f"{where}: {error}") from error
+            raise CallerError(f"{path}: {error}") from error

@@ -1,8 +1,9 @@
-"""The stage that writes the prompt: messages through the chat template, text to token ids.
+"""The prompt stage: messages through the chat template, text to token ids.
 
-Invariant: every token id it passes on came from this model's tokenizer, or from the caller as an
-id. Of messages only the template writes control tokens; who sends a raw prompt writes its own. What
-the pipeline cannot see is refused here, not left out; so is what cannot fit, before it costs time.
+Invariant: every token id comes from this model's tokenizer, or from the client as an id. In
+messages only the template writes control tokens; a raw prompt may contain its own. Media that the
+pipeline cannot process is refused, not dropped; so is a prompt that cannot fit, before it costs
+time.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ NO_TRANSCRIPTION_STAGE = (
 def build(stage_name: str, *, model: str = "tiny", concurrency: int = 1) -> FunctionScheduler:
     """Load the tokenizer and the template of `model`, not its weights, and return the stage."""
     return FunctionScheduler(
-        stage_name, load_prompt_builder(model).prepared, concurrency=concurrency, marks="preprocess"
+        stage_name, load_prompt_builder(model).prepare, concurrency=concurrency, marks="preprocess"
     )
 
 
@@ -84,10 +85,10 @@ class PromptBuilder:
         self.context = context
         ids = range(tokenizer.vocab_size)
         longest = max(len(tokenizer.token_bytes(token_id)) for token_id in ids)
-        # No token spells more, so that a longer text has more tokens than there is room for.
-        self._most_chars = context * max([longest, *map(len, tokenizer.control_names)])
+        # No token has more text, so a longer text certainly has too many tokens.
+        self._max_chars = context * max([longest, *map(len, tokenizer.control_names)])
 
-    def prepared(
+    def prepare(
         self, payload: StagePayload, emit_chunk: EmitChunk, aborted: Aborted
     ) -> dict[str, Any]:
         """Return `{"token_ids": [...]}`; raises CallerError."""
@@ -97,15 +98,15 @@ class PromptBuilder:
             for kind in ("images", "videos"):
                 if inputs.get(kind) and not (kind == "images" and data.get("readings")):
                     raise CallerError(NO_VISION_STAGE.format(kind))
-        found = _MediaTexts(data)
-        token_ids = self._token_ids(inputs, found)
-        found.check_used()
+        media_texts = _MediaTexts(data)
+        token_ids = self._token_ids(inputs, media_texts)
+        media_texts.check_used()
         return {"token_ids": token_ids}
 
-    def _token_ids(self, inputs: Any, found: _MediaTexts) -> list[int]:
+    def _token_ids(self, inputs: Any, media_texts: _MediaTexts) -> list[int]:
         if isinstance(inputs, Mapping):
             if "messages" in inputs:
-                return self._from_messages(inputs["messages"], found)
+                return self._from_messages(inputs["messages"], media_texts)
             inputs = inputs.get("prompt")
         if isinstance(inputs, str):
             self._check_length(len(inputs))
@@ -116,28 +117,28 @@ class PromptBuilder:
             return list(inputs)
         raise CallerError("the prompt is neither text nor a list of token ids nor messages")
 
-    def _from_messages(self, messages: Any, found: _MediaTexts) -> list[int]:
+    def _from_messages(self, messages: Any, media_texts: _MediaTexts) -> list[int]:
         if not isinstance(messages, Sequence) or not messages:
             raise CallerError("messages must be a list with at least one message")
         if len(messages) > self.context:  # each has one token at least
             raise CallerError(TOO_LONG.format(f"{len(messages)} messages", self.context))
-        spelled = [_spelled(message, found) for message in messages]
-        self._check_length(sum(len(message["content"]) for message in spelled))
-        hiding = ControlTokenEscape(self.tokenizer)
+        plain_messages = [_with_text(message, media_texts) for message in messages]
+        self._check_length(sum(len(message["content"]) for message in plain_messages))
+        escape = ControlTokenEscape(self.tokenizer)
         try:
-            text = self.template.render([hiding.hide(message) for message in spelled])
+            text = self.template.render([escape.escape(message) for message in plain_messages])
         except ChatTemplateError as error:
             raise CallerError(str(error)) from error
         self._check_length(len(text))
-        return hiding.encode(text)
+        return escape.encode(text)
 
     def _check_length(self, characters: int) -> None:
-        if characters > self._most_chars:
+        if characters > self._max_chars:
             raise CallerError(TOO_LONG.format(f"{characters} characters", self.context))
 
 
 class _MediaTexts:
-    """What earlier stages found in audio and images: each part takes the next of its kind."""
+    """Texts of audio and images from earlier stages: each part takes the next of its kind."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self._transcripts = deque(data.get("transcripts") or ())
@@ -155,30 +156,30 @@ class _MediaTexts:
         return READING.format(text) if text else NOTHING_TO_READ
 
     def check_used(self) -> None:
-        for left, name in ((self._transcripts, "audio"), (self._readings, "image")):
-            if left:
-                raise CallerError(UNUSED_MEDIA.format(len(left), name))
+        for unused, name in ((self._transcripts, "audio"), (self._readings, "image")):
+            if unused:
+                raise CallerError(UNUSED_MEDIA.format(len(unused), name))
 
 
-def _spelled(message: Any, found: _MediaTexts) -> dict[str, Any]:
+def _with_text(message: Any, media_texts: _MediaTexts) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise CallerError("a message must have a role and content")
     content = message.get("content")
     if content is None:
         content = ""
     elif not isinstance(content, str):
-        content = "\n".join(_part(part, found) for part in content)
+        content = "\n".join(_part_text(part, media_texts) for part in content)
     return {**message, "content": content}
 
 
-def _part(part: Any, found: _MediaTexts) -> str:
+def _part_text(part: Any, media_texts: _MediaTexts) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in AUDIO_PARTS:
-        return found.transcript()
+        return media_texts.transcript()
     if kind in IMAGE_PARTS:
-        return found.reading(kind)
+        return media_texts.reading(kind)
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
         return str(part["text"])
     raise CallerError(NO_VISION_STAGE.format(f"a content part of type {kind}"))

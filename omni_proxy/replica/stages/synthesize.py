@@ -1,8 +1,8 @@
-"""The stage that speaks: text in, one chunk of audio for each sentence out, by hibari.
+"""The speech stage ("speak"): text in, one chunk of audio per sentence out, by hibari.
 
-Invariant: the result's audio is that of all chunks in their order, and depends on text, voice,
-speed and seed alone, whether the text came at once or in pieces.
-Usage counts words as prompt tokens and the voice's frames of 12.5 ms as completion tokens.
+Invariant: the result's audio is that of all chunks in order, and depends on text, voice, speed and
+seed alone, whether the text arrived at once or in chunks. Usage counts words as prompt tokens and
+frames of 12.5 ms as completion tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FRAME_SECS = 0.0125
 
 
 class VoiceModel(Protocol):
-    """What this stage needs of a voice; `HibariVoice` has it."""
+    """What this stage needs of a voice; HibariVoice has it."""
 
     sample_rate: int
 
@@ -71,12 +71,12 @@ def make_stage(stage_name: str, voice: VoiceModel) -> FunctionScheduler:
 
 
 def input_text(payload: StagePayload) -> str:
-    """Return the text to be spoken: the input itself, or what the stage before made."""
+    """Return the text to speak: the input itself, or the previous stage's output."""
     data = payload.data if isinstance(payload.data, Mapping) else {}
     inputs = data.get("raw_inputs", payload.request.inputs)
-    for held in (data, inputs):
-        if isinstance(held, Mapping) and isinstance(held.get("text"), str):
-            return str(held["text"])
+    for source in (data, inputs):
+        if isinstance(source, Mapping) and isinstance(source.get("text"), str):
+            return str(source["text"])
     if isinstance(inputs, str):
         return inputs
     raise CallerError("the request has no text to speak")
@@ -84,29 +84,29 @@ def input_text(payload: StagePayload) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VoiceParams:
-    """How a request wants to be spoken."""
+    """Speed and seed of a request."""
 
     speed: float
     seed: int
 
     @classmethod
     def of(cls, payload: StagePayload, stage_name: str) -> VoiceParams:
-        """Read `tts_params` (or a chat's `audio`), then what is meant for this stage alone.
+        """Read `tts_params` (or a chat's `audio`), then the parameters for this stage.
 
-        Raises CallerError for a voice or a speed that there is none of.
+        Raises CallerError for an unknown voice or an invalid speed.
         """
         metadata, params = payload.request.metadata, payload.request.params
-        asked: dict[str, Any] = {}
-        for part in (
+        merged: dict[str, Any] = {}
+        for params_source in (
             metadata.get("audio"),
             metadata.get("tts_params"),
             (params.get("stage_params") or {}).get(stage_name),
         ):
-            asked |= part if isinstance(part, Mapping) else {}
+            merged |= params_source if isinstance(params_source, Mapping) else {}
         try:
-            check_voice(str(asked.get("voice") or "default"))
-            speed = check_speed(float(asked.get("speed", 1.0)))
-            seed = int(asked.get("seed") or params.get("seed") or 0)
+            check_voice(str(merged.get("voice") or "default"))
+            speed = check_speed(float(merged.get("speed", 1.0)))
+            seed = int(merged.get("seed") or params.get("seed") or 0)
         except VoiceError as error:
             raise CallerError(str(error)) from error
         except (TypeError, ValueError, OverflowError) as error:
@@ -115,29 +115,29 @@ class VoiceParams:
 
 
 class SpeechSynthesis:
-    """One request: sentences are spoken as soon as they are complete."""
+    """One request: each sentence is synthesized as soon as it is complete."""
 
     def __init__(
-        self, voice: VoiceModel, manner: VoiceParams, emit_chunk: EmitChunk, aborted: Aborted
+        self, voice: VoiceModel, params: VoiceParams, emit_chunk: EmitChunk, aborted: Aborted
     ) -> None:
         self._voice = voice
-        self._manner = manner
+        self._params = params
         self._emit_chunk = emit_chunk
         self._aborted = aborted
-        self._cutter = IncrementalSentences(voice.split)
-        self._spoken: list[Samples] = []
+        self._sentence_splitter = IncrementalSentences(voice.split)
+        self._audio: list[Samples] = []
         self._sentences = 0
         self._words = 0
         self._engine_secs = 0.0
 
     def feed(self, chunk: dict[str, Any]) -> None:
-        """Take the next piece of the text under "text"."""
-        self._speak(self._cutter.feed(chunk.get("text") or ""))
+        """Take the next chunk of text, under "text"."""
+        self._synthesize(self._sentence_splitter.feed(chunk.get("text") or ""))
 
     def finish(self) -> dict[str, Any]:
-        """Speak what is left and return the result."""
-        self._speak(self._cutter.flush())
-        samples = np.concatenate([np.zeros(0, np.float32), *self._spoken])
+        """Synthesize the remaining text and return the result."""
+        self._synthesize(self._sentence_splitter.flush())
+        samples = np.concatenate([np.zeros(0, np.float32), *self._audio])
         duration_secs = len(samples) / self._voice.sample_rate
         frames = round(duration_secs / FRAME_SECS)
         return {
@@ -152,22 +152,22 @@ class SpeechSynthesis:
             "engine_time_s": self._engine_secs,
         }
 
-    def _speak(self, sentences: list[str]) -> None:
+    def _synthesize(self, sentences: list[str]) -> None:
         for sentence in sentences:
             if self._aborted():
                 return
             started = time.perf_counter()
-            samples = self._voiced(sentence)
+            samples = self._synthesize_sentence(sentence)
             self._engine_secs += time.perf_counter() - started
             self._sentences += 1
             self._words += len(sentence.split())
             if len(samples):
-                self._spoken.append(samples)
+                self._audio.append(samples)
                 self._emit_chunk(self._chunk(samples))
 
-    def _voiced(self, sentence: str) -> Samples:
+    def _synthesize_sentence(self, sentence: str) -> Samples:
         pieces = [np.zeros(0, np.float32)]
-        speed, seed, place = self._manner.speed, self._manner.seed, self._sentences
+        speed, seed, place = self._params.speed, self._params.seed, self._sentences
         for piece in self._voice.speak(sentence, speed=speed, seed=seed, place=place):
             pieces.append(piece)
             if self._aborted():

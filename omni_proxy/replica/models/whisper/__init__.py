@@ -1,1 +1,1 @@
-"""Package whisper."""
+"""Whisper transcription: mel spectra, network, model file, decoding."""

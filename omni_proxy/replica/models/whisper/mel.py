@@ -1,7 +1,7 @@
-"""Log-mel spectra as Whisper was trained on: 16 kHz, windows of 400 samples every 160, 80 bands.
+"""Log-mel spectra as in Whisper's training: 16 kHz, windows of 400 samples every 160, 80 bands.
 
-Invariant: the result is always that of a whole window of 30 s; shorter sound is followed by
-silence, because the decoder goes round in circles on short windows (models.md 3).
+Invariant: the result always covers a window of 30 s; shorter audio is padded with silence, because
+the decoder repeats itself on short windows (models.md 3).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WINDOW_SECS = 30
 WINDOW_SAMPLES = WINDOW_SECS * RATE
 FRAMES = WINDOW_SAMPLES // HOP_SAMPLES
 FLOOR = 1e-10
-RANGE_DECADES = 8.0  # what is quieter than the loudest by more than that is lifted to it
+RANGE_DECADES = 8.0  # quieter values are raised to this distance from the loudest
 
 
 def log_mel(samples: Samples) -> NDArray[np.float32]:
@@ -43,7 +43,7 @@ def mel_power(samples: Samples) -> NDArray[np.float32]:
 
 
 def log_compress(power: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Take the logarithm, cut the range to 8 decades below the loudest, and centre it."""
+    """Take the logarithm, clip to 8 decades below the loudest, and centre."""
     decades = np.log10(np.maximum(power, FLOOR))
     decades = np.maximum(decades, decades.max() - RANGE_DECADES)
     centred: NDArray[np.float32] = ((decades + 4.0) / 4.0).astype(np.float32)

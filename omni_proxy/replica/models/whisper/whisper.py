@@ -1,7 +1,7 @@
 """Transcription by Whisper tiny.en: samples in, English text with times out.
 
-Invariant: the pieces given to `on_text` add up to the text of the transcript. Sound longer than a
-window is cut where it is quiet. Nothing is decoded after `aborted()` has said so.
+Invariant: the chunks given to `on_text` add up to the text of the transcript. Audio longer than a
+window is split where it is quiet. Nothing is decoded after `aborted()` returned true.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from omni_proxy.replica.models.whisper.whisper_file import (
 from omni_proxy.replica.models.whisper.whisper_net import WhisperNet
 
 LANGUAGE = "en"
-MAX_WINDOW_TOKENS = 220  # nobody says more in 30 s; a decoder that goes round in circles would
-STUCK_TOKENS = 24  # so many of only two kinds are no speech: a held tone gave "Aaaaaa"
+MAX_WINDOW_TOKENS = 220  # more than 30 s of speech; bounds a decoder that repeats itself
+STUCK_TOKENS = 24  # this many of at most two kinds are no speech, but a tone or noise
 SILENT_PEAK = 1e-3  # 60 dB below full scale
 NO_SPEECH_PROBABILITY = 0.6
 # A window ends in the quietest fifth of a second of its last ten seconds.
@@ -41,7 +41,7 @@ Aborted = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What was said between two times, in seconds from the start."""
+    """The text between two times, in seconds from the start."""
 
     start: float
     end: float
@@ -50,9 +50,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """The whole text and its segments; where aborted, what was decoded until then.
+    """The whole text and its segments; if aborted, what was decoded until then.
 
-    `cut`: there was more to say than tokens to say it with.
+    `cut`: the token limit ended the text.
     """
 
     text: str
@@ -63,7 +63,7 @@ class Transcript:
 
 
 class Whisper:
-    """The loaded model. Several threads may use it at once."""
+    """The loaded model. Thread-safe."""
 
     def __init__(self, file: WhisperFile) -> None:
         self._net = WhisperNet(file.variables)
@@ -79,7 +79,7 @@ class Whisper:
         except KeyError as error:
             raise WhisperFileError(f"the vocabulary lacks {error}") from error
         letters = byte_letters()
-        # All that follows the end of text controls the model and is no text.
+        # All ids after the end-of-text token are control tokens.
         self._words = [bytes(letters[c] for c in word) for word in file.vocabulary[: self._end]]
         self._never = torch.zeros(self._net.vocab_size)
         self._never[[*file.suppressed, *range(self._end + 1, self._net.vocab_size)]] = -torch.inf
@@ -104,9 +104,10 @@ class Whisper:
         aborted: Aborted = lambda: False,
         most_tokens: int | None = None,
     ) -> Transcript:
-        """Transcribe float32 samples at 16 kHz; `on_text` gets each new piece of the text.
+        """Transcribe float32 samples at 16 kHz; `on_text` gets each new chunk of the text.
 
-        `aborted` is asked before each window and each token; `most_tokens` bounds all windows.
+        `aborted` is called before each window and each token; `most_tokens` bounds all windows
+        together.
         """
         segments = []
         pieces = _TextJoiner(on_text)
@@ -135,10 +136,10 @@ class Whisper:
         pieces.feed(text.flush())
 
     def _tokens(self, mel: Tensor, aborted: Aborted) -> Iterator[int]:
-        """Yield the likeliest token after each, up to the end of the text or a dead end."""
+        """Yield the most likely tokens, up to the end of the text or a repetition."""
         decoding = self._net.encode(mel)
         scores = self._net.decode(self._prompt, decoding)
-        # The first token of the prompt is followed by this one where nobody speaks.
+        # After the first token of the prompt, this token means that there is no speech.
         if scores[0].softmax(0)[self._no_speech] > NO_SPEECH_PROBABILITY:
             return
         token = int((scores[-1] + self._never_first).argmax())
@@ -153,7 +154,7 @@ class Whisper:
 
 
 def windows(samples: Samples) -> Iterator[tuple[int, int]]:
-    """Yield first and last sample of the windows: at most 30 s each, together all of them."""
+    """Yield the bounds of the windows: at most 30 s each, together all samples."""
     start = 0
     while len(samples) - start > WINDOW_SAMPLES:
         search = start + WINDOW_SAMPLES - SEARCH_SAMPLES
@@ -172,7 +173,7 @@ def _quietest(samples: Samples) -> int:
 
 
 class _TokenBudget:
-    """The tokens that may still be said; `spent` once one more was wanted."""
+    """The remaining tokens; `spent` once one more was needed."""
 
     def __init__(self, tokens: int | None) -> None:
         self.spent = False
@@ -186,7 +187,7 @@ class _TokenBudget:
 
 
 class _TextJoiner:
-    """Joins what the windows say by single blanks; blanks wait for the text that follows them."""
+    """Joins the text of the windows by single blanks; trailing blanks wait for following text."""
 
     def __init__(self, on_text: OnText) -> None:
         self.text = ""

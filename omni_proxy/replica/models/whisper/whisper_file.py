@@ -1,7 +1,7 @@
-"""Reader of CTranslate2's `model.bin`, version 6, and of the two files that lie beside it.
+"""Reads CTranslate2's `model.bin`, version 6, and the two files beside it.
 
-Invariant: every length is checked against the file before anything is read there; a variable that
-is not understood is an error and is never skipped. models.md 3 has the layout.
+Invariant: every length is checked against the file before reading; an unsupported variable is an
+error and is never skipped. models.md 3 has the layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WhisperFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WhisperFile:
-    """Variables by their names in the file (views of it), vocabulary, and ids never to emit.
+    """Variables by their names in the file (views of it), vocabulary, and suppressed ids.
 
     `suppressed` are never emitted, `suppressed_first` not as the first token of a window.
     """
@@ -47,7 +47,7 @@ def read_whisper_file(path: Path) -> WhisperFile:
     """
     try:
         with path.open("rb") as file:
-            # Writable, but into memory of our own: torch warns of arrays that are not.
+            # Copy-on-write, hence writable: torch warns about read-only arrays.
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         words = path.with_name("vocabulary.txt").read_text("utf-8").split("\n")
         config = json.loads(path.with_name("config.json").read_text("utf-8"))
@@ -84,7 +84,7 @@ def read_variables(data: memoryview) -> dict[str, NDArray[Any]]:
 
 
 class _Cursor:
-    """A place in the file that moves over what is read; leaving the file is an error."""
+    """A position in the file that advances over what is read; reading past the end is an error."""
 
     __slots__ = ("_data", "at")
 
@@ -96,7 +96,7 @@ class _Cursor:
         return int(struct.unpack("<" + kind, self._take(struct.calcsize("<" + kind)))[0])
 
     def name(self) -> str:
-        """Return a string that is led by its length and closed by a NUL within that length."""
+        """Return a string with a length prefix and a NUL terminator within that length."""
         text = bytes(self._take(self.number("H")))
         try:
             return text.removesuffix(b"\0").decode("ascii")

@@ -1,7 +1,7 @@
-"""Whisper's network in float32: spectra in, scores of the next token out.
+"""Whisper's network in float32: spectra in, logits of the next token out.
 
-Invariant: tokens that are appended one by one to a `DecodingState` get the scores that they would get
-all at once. Nothing here knows what a token means.
+Invariant: tokens appended one by one to a `DecodingState` get the logits that they would get all at
+once. Nothing here knows the meaning of a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from omni_proxy.replica.models.whisper.whisper_file import WhisperFileError
 
 GELU = 3  # CTranslate2's number for the exact one
-# What the forward below does; a file that says otherwise would be computed wrongly.
+# What the forward pass below implements; other settings in a file are refused.
 EXPECTED = {
     "decoder/activation": GELU,
     "decoder/alibi": 0,
@@ -32,13 +32,13 @@ EXPECTED = {
 class DecodingState:
     """One window while it is decoded: keys and values [1, heads, n, 64] of every decoder layer."""
 
-    heard: list[tuple[Tensor, Tensor]]
-    written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    cross_attention: list[tuple[Tensor, Tensor]]
+    self_attention: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     length: int = 0
 
 
 class WhisperNet:
-    """Encoder and decoder over the variables of a model file, which keep their names there."""
+    """Encoder and decoder over the variables of a model file, under their names there."""
 
     def __init__(self, variables: Mapping[str, NDArray[Any]]) -> None:
         for name, expected in EXPECTED.items():
@@ -63,7 +63,7 @@ class WhisperNet:
 
     @property
     def most_tokens(self) -> int:
-        """The number of tokens that one window may have, its prompt included."""
+        """Maximum number of tokens of one window, including its prompt."""
         return len(self._places)
 
     def _count_layers(self, side: str) -> int:
@@ -78,7 +78,7 @@ class WhisperNet:
 
     @torch.inference_mode()
     def encode(self, mel: Tensor) -> DecodingState:
-        """Take the spectrum [80, 3000] of one window and return the decoding that hears it."""
+        """Encode the spectrum [80, 3000] of one window and return its decoding state."""
         sound = F.gelu(self._convolve(mel[None], "encoder/conv1", 1))
         sound = F.gelu(self._convolve(sound, "encoder/conv2", 2))[0].T
         sound = sound + self._weights["encoder/position_encodings/encodings"]
@@ -98,11 +98,11 @@ class WhisperNet:
 
     @torch.inference_mode()
     def decode(self, tokens: list[int], decoding: DecodingState) -> Tensor:
-        """Append `tokens` to the decoding; return the scores [n, vocab_size] after each."""
+        """Append `tokens`; return the logits [n, vocab_size] after each."""
         end = decoding.length + len(tokens)
         state = self._embedding[tokens] + self._places[decoding.length : end]
-        before = decoding.written
-        decoding.written = []
+        before = decoding.self_attention
+        decoding.self_attention = []
         for place in range(self._layers["decoder"]):
             layer = f"decoder/layer_{place}"
             inside = self._normed(state, f"{layer}/self_attention")
@@ -110,14 +110,14 @@ class WhisperNet:
             if before:
                 keys = torch.cat((before[place][0], keys), dim=2)
                 values = torch.cat((before[place][1], values), dim=2)
-            decoding.written.append((keys, values))
-            # Each token sees those before it and itself; a single one sees all anyway.
+            decoding.self_attention.append((keys, values))
+            # Causal mask: each token attends to itself and the tokens before it.
             seen = torch.ones(len(tokens), end, dtype=torch.bool).tril(decoding.length)
             mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen)
             state = state + self._joined(mixed, f"{layer}/self_attention/linear_1")
             inside = self._normed(state, f"{layer}/attention")
             (queries,) = self._parts(inside, f"{layer}/attention/linear_0", 1)
-            mixed = F.scaled_dot_product_attention(queries, *decoding.heard[place])
+            mixed = F.scaled_dot_product_attention(queries, *decoding.cross_attention[place])
             state = state + self._joined(mixed, f"{layer}/attention/linear_2")
             state = state + self._feed_forward(state, layer)
         decoding.length = end
@@ -135,9 +135,9 @@ class WhisperNet:
         return F.layer_norm(state, gamma.shape, gamma, beta)
 
     def _parts(self, state: Tensor, name: str, count: int) -> list[Tensor]:
-        """Apply one fused projection and cut it into `count` tensors [1, heads, n, 64].
+        """Apply one fused projection and split it into `count` tensors [1, heads, n, 64].
 
-        Without a leading 1 torch leaves its fast attention: 228 ms a layer instead of 47.
+        Without the leading 1 torch does not use its fast attention.
         """
         fused = self._linear(state, name).view(1, len(state), count, self._heads, -1)
         return list(fused.permute(2, 0, 3, 1, 4))
