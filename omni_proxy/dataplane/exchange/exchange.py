@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from random import getrandbits
 
-import msgspec
-
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
@@ -18,50 +16,60 @@ from omni_proxy.wire.forwarded import ForwardedHeaders
 from omni_proxy.wire.request import RequestHead
 
 
-class Exchange(msgspec.Struct, gc=False):
+class Exchange:
     """Times are of the event loop's clock in seconds, 0.0 for a phase that was not reached."""
 
-    started_at: float  # its first byte
-    client: str  # address of the client
-    head_at: float = 0.0
-    body_at: float = 0.0
-    dialled_at: float = 0.0  # the request left for the worker
-    wait_at: float = 0.0  # the head of the response came
-    first_at: float = 0.0  # the first chunk of its body
-    ended_at: float = 0.0
-    queued_secs: float = 0.0
-    connect_secs: float = 0.0  # of the newest connection that had to be opened
-    own_secs: float = 0.0  # of the proxy: from the events that it came with to its sending
-    longest_gap: float = 0.0  # seconds between two chunks of the response
-    method: str = "-"  # until the head could be parsed
-    target: str = "-"
-    request_id: bytes = b""
-    cors: bytes = b""  # header lines that let a page of another origin read the response
-    request_id_line: bytes = b""  # the header line with the request id, where one is configured
-    idempotency_key: bool = False
-    route: Route | None = None
-    need: Requirements | None = None
-    policy: str = ""
-    body: bytes = b""  # of the request, as long as it may have to be sent again
-    worker: Worker | None = None  # of the present attempt
-    last_worker: Worker | None = None  # of an attempt that is over
-    version: WeightVersion = UNKNOWN_VERSION  # of the worker's weights when the attempt began
-    worker_seen: tuple[str, bool, bool] = ("", False, False)
-    attempts: int = 0
-    tried: list[tuple[Worker, str]] | None = None  # failed attempts and their results
-    half_open_id: int = 0  # the number of the half-open trial that the present attempt is
-    tail: bytes = b""  # the last chunk of the response, where token counts are read in it
-    admitted: bool = False  # counted as in flight
-    relayed: bool = False  # bytes of a response have left for the client
-    stream: bool = False
-    status: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    pieces: int = 0  # chunks of the response
-    outcome: str = ""
-    ended_by: str = ""
-    error: str = ""
-    phase: str = ""
+    __slots__ = (
+        "admitted", "attempts", "body", "body_at", "bytes_in", "bytes_out", "client",
+        "connect_secs", "cors", "dialled_at", "ended_at", "ended_by", "error", "first_at",
+        "half_open_id", "head_at", "idempotency_key", "last_worker", "longest_gap", "method",
+        "need", "outcome", "own_secs", "phase", "pieces", "policy", "queued_secs", "relayed",
+        "request_id", "request_id_line", "route", "started_at", "status", "stream", "tail",
+        "target", "tried", "version", "wait_at", "worker", "worker_seen",
+    )  # fmt: skip
+
+    def __init__(self, started_at: float, client: str) -> None:
+        self.started_at = started_at  # its first byte
+        self.client = client  # address of the client
+        self.head_at = 0.0
+        self.body_at = 0.0
+        self.dialled_at = 0.0  # the request left for the worker
+        self.wait_at = 0.0  # the head of the response came
+        self.first_at = 0.0  # the first chunk of its body
+        self.ended_at = 0.0
+        self.queued_secs = 0.0
+        self.connect_secs = 0.0  # of the newest connection that had to be opened
+        self.own_secs = 0.0  # of the proxy: from the events that it came with to its sending
+        self.longest_gap = 0.0  # seconds between two chunks of the response
+        self.method = "-"  # until the head could be parsed
+        self.target = "-"
+        self.request_id = b""
+        self.cors = b""  # header lines that let a page of another origin read the response
+        self.request_id_line = b""  # the header line with the request id, where one is configured
+        self.idempotency_key = False
+        self.route: Route | None = None
+        self.need: Requirements | None = None
+        self.policy = ""
+        self.body = b""  # of the request, as long as it may have to be sent again
+        self.worker: Worker | None = None  # of the present attempt
+        self.last_worker: Worker | None = None  # of an attempt that is over
+        self.version: WeightVersion = UNKNOWN_VERSION  # of the worker when the attempt began
+        self.worker_seen: tuple[str, bool, bool] = ("", False, False)
+        self.attempts = 0
+        self.tried: list[tuple[Worker, str]] | None = None  # failed attempts and their results
+        self.half_open_id = 0  # the number of the half-open trial that the present attempt is
+        self.tail = b""  # the last chunk of the response, where token counts are read in it
+        self.admitted = False  # counted as in flight
+        self.relayed = False  # bytes of a response have left for the client
+        self.stream = False
+        self.status = 0
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.pieces = 0  # chunks of the response
+        self.outcome = ""
+        self.ended_by = ""
+        self.error = ""
+        self.phase = ""
 
     def end(self, outcome: str, by: str, error: str = "", *, phase: str = "") -> None:
         """Note how it ended and where; the first call stands."""

@@ -37,14 +37,13 @@ from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
 
 _BLANK: Final = b"\r\n\r\n"
 _CRLF: Final = b"\r\n"
-_copy: Final = Exchange.__copy__  # type: ignore[attr-defined]
 
 
 class FastPath:
     """Handles the events of a connection's streams from `start` to `stop`."""
 
     __slots__ = (
-        "_io", "_new_exchange", "_pool", "_received", "_request", "cached", "client", "error",
+        "_io", "_pool", "_received", "_request", "cached", "client", "error",
         "waiting_on",
     )  # fmt: skip
 
@@ -54,15 +53,6 @@ class FastPath:
         self.waiting_on: object = None
         self.error: PhaseTimeout | None = None  # the worker's time was over
         self._io = io
-        # What is the same in all exchanges of such requests.
-        self._new_exchange = Exchange(
-            0.0,
-            io.peer,
-            method=cached.head.log_words[0],
-            target=cached.head.log_words[1],
-            route=cached.route,
-            idempotency_key=cached.head.idempotency_key,
-        )
         self._pool: UpstreamPool | None = None  # of the upstream that has the request
         self._request = b""  # as it was read
         self._received = b""  # of the response, where it is not like the last one
@@ -149,8 +139,11 @@ class FastPath:
         except HttpError:
             return False
         services.balancer.set_affinity_key(need, lines)
-        exchange = _copy(self._new_exchange)
-        exchange.started_at = exchange.head_at = exchange.body_at = io.loop.now
+        exchange = Exchange(io.loop.now, io.peer)
+        exchange.head_at = exchange.body_at = exchange.started_at
+        exchange.method, exchange.target, _ = cached.head.log_words
+        exchange.route = cached.route
+        exchange.idempotency_key = cached.head.idempotency_key
         exchange.bytes_in = size
         if not io.try_hold(len(chunk)):
             return False
