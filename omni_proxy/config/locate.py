@@ -1,7 +1,7 @@
-"""Finds the line of every key in a TOML text, so that a problem can be shown where it stands.
+"""Finds the line of every key in a TOML text, so that a problem can name its line.
 
-Only for texts that `tomllib` has accepted: this reads the layout and trusts the grammar. Paths
-are those of the parsed tables, list indices included, so `[[workers]]` gives ("workers", 0).
+Only for texts that `tomllib` accepts: this scanner does not check the grammar. Paths are those of
+the parsed tables with list indices: `[[workers]]` is ("workers", 0).
 """
 
 import re

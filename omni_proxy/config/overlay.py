@@ -1,7 +1,7 @@
-"""Which workers there shall be: FILE, then what HTTP changed (the state), then the flags.
+"""The desired workers: FILE, overlaid by the saved state and the flags.
 
-Later sources win over earlier ones, and a worker is one URL whoever names it. Every function
-returns a new value and touches nothing else.
+Later sources win over earlier ones; workers with the same URL are one worker. Every function
+returns a new value and changes nothing.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ Origin = Literal["file", "launch", "flag", "api"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker as it shall be, all sources merged."""
+    """The desired configuration of one worker, all sources merged."""
 
     url: str
     model: str | None

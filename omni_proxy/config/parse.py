@@ -1,7 +1,7 @@
-"""TOML text -> Config, or everything that is wrong with it: taken whole or not at all.
+"""Parses TOML text into a Config, or raises all of its problems at once.
 
-Judged in this order: the grammar, each key by its type, then the rules between keys and what this
-build does not do yet.
+Checked in this order: encoding and grammar, each key against the schema (`walk`), then the rules
+between keys (`rules`). `decode_text`, `parse_tables` and `config_error` serve the state file too.
 """
 
 import re
@@ -22,42 +22,39 @@ __all__ = ["ConfigError", "Problem", "parse"]
 
 def parse(text: str | bytes, file: str = "<string>") -> Config:
     """Raises ConfigError with all problems of the text, which may be a file's bytes as read."""
-    text = decoded(text, file)
-    seen, findings = walk(tables(text, file), Config)
-    findings += check_rules(seen)
+    text = decode_text(text, file)
+    values, findings = walk(parse_tables(text, file), Config)
+    findings += check_rules(values)
     if findings:
-        raise refusal(findings, text, file)
-    return msgspec.convert(seen, Config)
+        raise config_error(findings, text, file)
+    return msgspec.convert(values, Config)
 
 
-# The text of a TOML file: from bytes to tables, and from findings back to its lines.
-
-
-def decoded(raw: str | bytes, file: str) -> str:
+def decode_text(raw: str | bytes, file: str) -> str:
     if isinstance(raw, str):
         return raw
     try:
-        # Some editors begin a file with a byte order mark, which TOML does not know.
+        # Some editors begin a file with a byte order mark, which TOML does not allow.
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise _refused(f"byte 0x{raw[error.start]:02x} is not UTF-8", line, file) from None
+        raise _error_at(f"byte 0x{raw[error.start]:02x} is not UTF-8", line, file) from None
 
 
-def tables(text: str, file: str) -> dict[str, Any]:
+def parse_tables(text: str, file: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     # Not TOMLDecodeError: Python's own limit on the digits of a number is a bare ValueError.
     except ValueError as error:
         reason = str(error)
-        place = re.search(r"\(at (?:line (\d+), column \d+|end of document)\)$", reason)
-        line = int(place[1] or text.count("\n") + 1) if place else None
-        raise _refused(f"not TOML: {reason[:1].lower()}{reason[1:]}", line, file) from None
+        position = re.search(r"\(at (?:line (\d+), column \d+|end of document)\)$", reason)
+        line = int(position[1] or text.count("\n") + 1) if position else None
+        raise _error_at(f"not TOML: {reason[:1].lower()}{reason[1:]}", line, file) from None
     except RecursionError:
-        raise _refused("not TOML: nested too deeply", None, file) from None
+        raise _error_at("not TOML: nested too deeply", None, file) from None
 
 
-def refusal(findings: Iterable[Finding], text: str, file: str) -> ConfigError:
+def config_error(findings: Iterable[Finding], text: str, file: str) -> ConfigError:
     lines = locate(text)
     return ConfigError(
         [
@@ -68,5 +65,5 @@ def refusal(findings: Iterable[Finding], text: str, file: str) -> ConfigError:
     )
 
 
-def _refused(reason: str, line: int | None, file: str) -> ConfigError:
+def _error_at(reason: str, line: int | None, file: str) -> ConfigError:
     return ConfigError([Problem("", line, reason, file=file)], file)

@@ -1,4 +1,4 @@
-"""What is wrong with a text, said so that its author can mend it: where, what, and how."""
+"""Problems of a configuration text: where, what, and a hint; and how keys and values are printed."""
 
 import difflib
 import json
@@ -25,7 +25,7 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """A text was refused; `problems` has everything that was found, in the order of the text."""
+    """The text is refused; `problems` has all problems, in the order of its lines."""
 
     def __init__(self, problems: Iterable[Problem], file: str) -> None:
         self.problems = tuple(sorted(problems, key=lambda problem: problem.line or 0))
@@ -43,7 +43,7 @@ class ConfigError(Exception):
 
 
 def format_path(path: Path) -> str:
-    """`workers[1].url`, with quotes round what TOML would want quoted."""
+    """`workers[1].url`; a key that TOML needs quoted is in quotes."""
     text = ""
     for step in path:
         if isinstance(step, int):
@@ -54,19 +54,16 @@ def format_path(path: Path) -> str:
     return text
 
 
-CUTOFF: Final = 0.7  # the share of letters in common; with fewer the likeness is chance
+SIMILARITY: Final = 0.7  # share of letters in common; below that a match is chance
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=CUTOFF)
+    nearest = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=SIMILARITY)
     return f"did you mean `{nearest[0]}`?" if nearest else ""
 
 
-# A value as a person would write it in FILE, for messages and generated pages.
-
-
 def to_toml_literal(value: object) -> str:
-    """Booleans in lower case, strings in quotes."""
+    """A value as TOML writes it, for messages and generated pages."""
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,6 +1,6 @@
-"""What no key can tell alone: URLs named twice, halves of a pair, keys that contradict each other.
+"""Rules between keys: duplicate URLs, incomplete pairs, keys that contradict each other.
 
-Works on the tables as `walk` left them, so parts may be missing; what is there is right by type.
+Works on the tables that `walk` returns: parts may be missing, and the others have the right types.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,17 +15,17 @@ VOICE_CAPABILITIES = ("speech", "audio_input")
 
 def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
     launch = tables.get("launch", [])
-    yield from _half_a_pair(tables.get("server", {}))
-    yield from _idle_tls(tables)
-    yield from _nothing_to_mend_with(tables.get("weight_sync", {}))
+    yield from _incomplete_pairs(tables.get("server", {}))
+    yield from _tls_without_effect(tables)
+    yield from _failure_policy_without_store(tables.get("weight_sync", {}))
     for index, entry in enumerate(launch):
-        yield from _unusable_launch(entry, ("launch", index))
-    yield from _said_twice(_launch_names(launch), "group name")
-    yield from _said_twice(_worker_urls(tables.get("workers", []), launch), "worker URL")
-    yield from _unable_owner(tables)
+        yield from _launch_problems(entry, ("launch", index))
+    yield from _duplicates(_launch_names(launch), "group name")
+    yield from _duplicates(_worker_urls(tables.get("workers", []), launch), "worker URL")
+    yield from _voice_owner_capabilities(tables)
 
 
-def _unable_owner(tables: Mapping[str, Any]) -> Iterator[Finding]:
+def _voice_owner_capabilities(tables: Mapping[str, Any]) -> Iterator[Finding]:
     owner = tables.get("routing", {}).get("voice_owner")
     for entry in tables.get("workers", []):
         if owner and entry.get("url") == owner and "capabilities" in entry:
@@ -35,14 +35,14 @@ def _unable_owner(tables: Mapping[str, Any]) -> Iterator[Finding]:
                 yield ("routing", "voice_owner"), reason, "add that to its capabilities"
 
 
-def _half_a_pair(server: Mapping[str, Any]) -> Iterator[Finding]:
+def _incomplete_pairs(server: Mapping[str, Any]) -> Iterator[Finding]:
     for given, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if server.get(given) and not server.get(other):
             yield ("server", given), f"needs {other} beside it", ""
 
 
-def _idle_tls(tables: Mapping[str, Any]) -> Iterator[Finding]:
-    """Keys of TLS that would do nothing: whoever wrote them believes to be safe."""
+def _tls_without_effect(tables: Mapping[str, Any]) -> Iterator[Finding]:
+    """TLS keys without effect: their author would believe to be protected."""
     server = tables.get("server", {})
     if server.get("tls_cert") and server.get("host", "").startswith("unix:"):
         yield ("server", "tls_cert"), "a Unix socket speaks no TLS", "listen on a port"
@@ -58,14 +58,14 @@ def _idle_tls(tables: Mapping[str, Any]) -> Iterator[Finding]:
             yield (*path, "tls_verify"), "is off, so tls_ca does nothing", "drop one of them"
 
 
-def _nothing_to_mend_with(sync: Mapping[str, Any]) -> Iterator[Finding]:
+def _failure_policy_without_store(sync: Mapping[str, Any]) -> Iterator[Finding]:
     policy = sync.get("on_failure", "quarantine")
     if policy != "quarantine" and sync.get("mode") not in ("receive", "both"):
         reason = f'"{policy}" needs versions that we keep'
         yield ("weight_sync", "on_failure"), reason, 'set weight_sync.mode to "receive" or "both"'
 
 
-def _unusable_launch(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
+def _launch_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
     if entry.get("command") and not entry["command"][0].strip():
         yield (*path, "command"), "names no program", ""
     for name in entry.get("env", {}):
@@ -101,12 +101,12 @@ def _worker_urls(
             yield ("workers", index, "url"), entry["url"]
     for index, entry in enumerate(launch):
         path: Path = ("launch", index)
-        if not any(_unusable_launch(entry, path)):
+        if not any(_launch_problems(entry, path)):
             for url in _group(entry).urls:
                 yield (*path, "base_port"), url
 
 
-def _said_twice(named: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:
+def _duplicates(named: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:
     first: dict[str, Path] = {}
     for path, text in named:
         if text in first:

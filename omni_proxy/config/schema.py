@@ -1,8 +1,7 @@
-"""The configuration: every key, its type, its range and its default in this build.
+"""The configuration schema: every key, its type, its range and its default.
 
-Values only; a struct built by hand is not checked, `parse` is what checks. Nothing here may
-reach for the environment, the clock or a file. A key that is listed in `supported.py` exists but
-takes only the values listed there; its default is then what the program does today.
+Values only: `parse` validates, a struct built by hand is not checked. Nothing here may read the
+environment, the clock or a file. The comment above a key is its text in docs/configuration.md.
 """
 
 from typing import Annotated, Final, Literal, TypeAlias, get_args

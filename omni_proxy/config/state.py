@@ -1,8 +1,8 @@
-"""What HTTP changed, kept as a TOML text of its own: the program never writes FILE.
+"""The saved state: what was changed over HTTP, as TOML text. The program never writes FILE.
 
-Five parts: workers added, switches set on workers that something else names, tombstones over such
-workers when they were deleted, who is to be deleted once it is drained, and the uploaded voices.
-Read as strictly as FILE: a broken text is refused whole.
+Five parts: added workers, overrides (`switches`) of workers that another source names, tombstones
+for such workers that were deleted, workers to be deleted once they are drained (`leaving`), and the
+uploaded voices. Parsed as strictly as FILE: a text with a problem is refused as a whole.
 """
 
 from typing import Any, Final
@@ -11,7 +11,7 @@ import msgspec
 import tomli_w
 from msgspec import Struct
 
-from omni_proxy.config.parse import decoded, refusal, tables
+from omni_proxy.config.parse import config_error, decode_text, parse_tables
 from omni_proxy.config.schema import (
     CAPABILITIES,
     Capabilities,
@@ -44,7 +44,7 @@ class StateWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class WorkerOverride(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What HTTP changed on a worker that something else names; None: not touched."""
+    """What HTTP changed of a worker that another source names; None: unchanged."""
 
     # "": names none, whatever FILE says.
     model: str | None = None
@@ -55,7 +55,7 @@ class WorkerOverride(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class SavedVoices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who keeps the uploaded voices, and their names; None while those are unknown."""
+    """The worker that keeps the uploaded voices, and their names; None while they are unknown."""
 
     owner: OptionalWorkerUrl = ""
     names: tuple[str, ...] | None = None
@@ -67,17 +67,17 @@ class SavedState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # URL -> fingerprint of the entry that named it when it was deleted.
     tombstones: dict[str, str] = {}
     voices: SavedVoices = SavedVoices()
-    leaving: tuple[str, ...] = ()  # URLs of workers that drain, and go with their last request
+    leaving: tuple[str, ...] = ()  # URLs of workers to be deleted once they are drained
 
 
 def read_state(text: str | bytes, file: str) -> SavedState:
-    """Raises ConfigError with all problems."""
-    text = decoded(text, file)
-    seen, findings = walk(tables(text, file), SavedState)
-    findings += _said_twice(seen)
+    """Raises ConfigError with all problems of the text."""
+    text = decode_text(text, file)
+    values, findings = walk(parse_tables(text, file), SavedState)
+    findings += _duplicate_urls(values)
     if findings:
-        raise refusal(findings, text, file)
-    return msgspec.convert(seen, SavedState)
+        raise config_error(findings, text, file)
+    return msgspec.convert(values, SavedState)
 
 
 def render_state(state: SavedState) -> str:
@@ -95,8 +95,8 @@ def render_state(state: SavedState) -> str:
     return _HEAD + tomli_w.dumps({name: part for name, part in spelled.items() if part})
 
 
-def _said_twice(seen: dict[str, Any]) -> list[Finding]:
-    urls = [worker.get("url") for worker in seen.get("workers", [])]
+def _duplicate_urls(values: dict[str, Any]) -> list[Finding]:
+    urls = [worker.get("url") for worker in values.get("workers", [])]
     return [
         (("workers", index, "url"), f"duplicate worker URL {url}", "")
         for index, url in enumerate(urls)

@@ -1,8 +1,7 @@
-"""Reads a parsed table against a struct of the schema and finds all that is wrong, not just the
-first thing.
+"""Validates a parsed table against a struct of the schema, and finds all problems at once.
 
-The answer is the same table in the schema's own spelling, without the parts that were wrong; it
-converts into the struct exactly when no problem was found.
+The result is the same table with normalized values and without the invalid parts; it converts into
+the struct exactly when no problem was found.
 """
 
 from collections.abc import Callable, Sequence

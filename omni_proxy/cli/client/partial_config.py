@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from omni_proxy.config.parse import ConfigError, decoded
+from omni_proxy.config.parse import ConfigError, decode_text
 from omni_proxy.config.schema import Config
 from omni_proxy.config.walk import Finding, walk
 
@@ -35,7 +35,7 @@ _MENTION: Final = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(_NAMES))})[\"']?\s
 def salvage_config(raw: bytes, refusal: ConfigError) -> Config:
     """[server] and [admin], without the keys that are wrong. Raises the refusal."""
     try:
-        text = decoded(raw, "")
+        text = decode_text(raw, "")
     except ConfigError:
         raise refusal from None
     try:
