@@ -1,10 +1,10 @@
-"""What tests of receivers share: trainers, receivers of both kinds, one nest for all of them."""
+"""Fixtures for tests of receivers: trainers, both kinds of receivers, a shared fork server."""
 
 from dataclasses import replace
 
 import pytest
 
-from omni_proxy.process_group.fork import forkserver_client as nests
+from omni_proxy.process_group.fork import forkserver_client
 from omni_proxy.process_group.fork.forkserver_client import SHARED_FORK_SERVER, ForkServer
 from omni_proxy.process_group.receiver import open_receiver
 from tests.process_group.receiver_steps import LIMITS, light
@@ -14,7 +14,7 @@ __all__ = ["pool"]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def held_nest():
+def shared_fork_server():
     """torch is imported once, however many receivers come."""
     SHARED_FORK_SERVER.hold()
     yield
@@ -22,13 +22,13 @@ def held_nest():
 
 
 @pytest.fixture
-def nest(monkeypatch):
-    """One whose forks know nothing of torch."""
-    monkeypatch.setattr(nests, "command", light())
-    nest = ForkServer()
-    nest.hold()
-    yield nest
-    nest.release()
+def fork_server(monkeypatch):
+    """A fork server without torch."""
+    monkeypatch.setattr(forkserver_client, "command", light())
+    fork_server = ForkServer()
+    fork_server.hold()
+    yield fork_server
+    fork_server.release()
 
 
 @pytest.fixture

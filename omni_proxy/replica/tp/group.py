@@ -28,7 +28,7 @@ class RankLost(Exception):
     """A rank is gone or out of step: the others can compute nothing any more."""
 
 
-def nobody_is_lost() -> str:
+def never_lost() -> str:
     """Where the end of the peer ends this process, nothing need be asked."""
     return ""
 
@@ -59,7 +59,7 @@ class RankGroup:
     `broken` says why an operation failed, none will succeed.
     """
 
-    def __init__(self, rank: int, size: int, lost: Callable[[], str] = nobody_is_lost) -> None:
+    def __init__(self, rank: int, size: int, lost: Callable[[], str] = never_lost) -> None:
         self.rank, self.size = rank, size
         self._lost = lost
         self.broken = ""

@@ -103,7 +103,7 @@ class Lifecycle:
         self._scheduler = scheduler
         self._target = target
         self.session: UpdateSession | None = None
-        self.wholeness = VersionIntegrity()
+        self.integrity = VersionIntegrity()
 
     @property
     def version(self) -> str:
@@ -173,7 +173,7 @@ class Lifecycle:
             yield staged.forget
         # Even where the caller wants no flush: what is kept there belongs to the old weights.
         scheduler.cache.flush()
-        self.wholeness.bucket(last=wish.last)
+        self.integrity.bucket(last=wish.last)
         if wish.weight_version is not None:
             scheduler.weight_version = wish.weight_version
         if wish.torch_empty_cache and torch.cuda.is_available():
@@ -202,7 +202,7 @@ class Lifecycle:
     def damaged(self) -> None:
         """Live weights, here or at another rank, are of two kinds: nothing is computed with them
         until they are updated, or somebody continues all the same."""
-        self.wholeness.damaged()
+        self.integrity.damaged()
         self._hold()
 
     def name_version(self, version: str) -> None:
@@ -243,8 +243,8 @@ class Lifecycle:
         if not isinstance(
             error, CallOutOfOrder
         ):  # that one came at the wrong time, and ended nothing
-            self.wholeness.broken()
-        held = self.wholeness.told(self._scheduler.weight_version)
+            self.integrity.broken()
+        held = self.integrity.told(self._scheduler.weight_version)
         match error:
             case WeightsError() | GroupError() | PeerError():
                 message = f"{str(error).rstrip('.')}. Nothing was changed: {held}"

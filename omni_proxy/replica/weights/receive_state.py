@@ -96,18 +96,18 @@ class TransferRecord:
     fault: str = ""
 
 
-def tell_nobody() -> None:
+def do_nothing() -> None:
     """Where no transfer's end matters to anyone."""
 
 
 class ReceiveState:
     """All methods are atoms. Calls raise CallOutOfOrder; reports of what came of them never do.
 
-    `at_loss` is called when what was announced will not come any more, whoever ended it.
+    `on_lost` is called when what was announced will not come any more, whoever ended it.
     """
 
     def __init__(self) -> None:
-        self.at_loss: Callable[[], None] = tell_nobody
+        self.on_lost: Callable[[], None] = do_nothing
         self._state = ReceivePhase.IDLE
         self._groups: dict[str, GroupMembership] = {}
         self._joining: dict[str, GroupMembership] = {}
@@ -180,7 +180,7 @@ class ReceiveState:
             self._remember(name, f"the trainer at {group.owner} has not replaced it")
         return True
 
-    def require_known(self, group_name: str) -> None:
+    def require_group(self, group_name: str) -> None:
         """Whether there is something to destroy: a group that failed has been one, once."""
         if group_name not in self._groups and group_name not in self._ended:
             raise CallOutOfOrder("The group to be destroyed does not exist.")
@@ -254,7 +254,7 @@ class ReceiveState:
             # A group that failed once only hangs later: its receiver has left it.
             self._groups.pop(transfer.group_name, None)
             self._remember(transfer.group_name, fault)
-            self.at_loss()
+            self.on_lost()
         elif self._state is ReceivePhase.GROUPED:
             self.transfer = None
         return True
@@ -283,7 +283,7 @@ class ReceiveState:
             self._state = TABLE[self._state][ReceiveEvent.ENDED]
             self.transfer = None
             if disarmed:
-                self.at_loss()
+                self.on_lost()
 
     def _remember(self, group_name: str, why: str) -> None:
         self._ended[group_name] = why

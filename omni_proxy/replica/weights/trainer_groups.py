@@ -113,7 +113,7 @@ class TrainerGroups:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.terms = terms
-        self.book = ReceiveState()
+        self.receive_state = ReceiveState()
         self._name = name
         self._target = target
         self._size = size
@@ -133,7 +133,7 @@ class TrainerGroups:
             rendezvous.world_size,
             rendezvous.backend,
         )
-        known, name = self.book.joining(group), group.group_name
+        known, name = self.receive_state.joining(group), group.group_name
         stop = self._joining[name] = CancelToken()
         try:
             # The ranks meet all or not at all: where one cannot, the others need not wait for it.
@@ -141,7 +141,7 @@ class TrainerGroups:
                 InterruptibleCall(partial(self._join, rendezvous, stop, known), stop.cancel)
             )
         except CallOutOfOrder:
-            self.book.not_replaced(group)
+            self.receive_state.not_replaced(group)
             raise
         except GroupError:
             self._not_joined(group)
@@ -155,14 +155,14 @@ class TrainerGroups:
         finally:
             if self._joining.get(name) is stop:
                 del self._joining[name]
-        if not self.book.joined(group):
+        if not self.receive_state.joined(group):
             raise GroupError(f"group {name!r} was destroyed")
         self._let_go(name)
 
     def leave(self, name: str) -> StepGenerator[None]:
         """Ends the group and whatever it does; raises CallOutOfOrder where there is none."""
         self.look()
-        self.book.require_known(name)
+        self.receive_state.require_group(name)
         if name in self._joining:
             # Its receiver may not know of it yet, and would have nothing to destroy.
             self._joining[name].cancel(f"group {name!r} was destroyed")
@@ -171,7 +171,7 @@ class TrainerGroups:
                 yield BackgroundStep(partial(self._destroy, name))
         finally:
             self._let_go(name)
-            self.book.left(name)
+            self.receive_state.left(name)
 
     def _join(self, rendezvous: Rendezvous, stop: CancelToken, known: bool) -> None:
         receiver = self._opened()
@@ -203,13 +203,13 @@ class TrainerGroups:
                 self._receiver.destroy(name)
 
     def _not_joined(self, group: GroupMembership) -> None:
-        if self.book.not_joined(group):
+        if self.receive_state.not_joined(group):
             self._let_go(group.group_name)
 
     def _let_go(self, name: str) -> None:
         """Of a group that is over: its transfer, unless that is being applied."""
         current = self._current
-        if current is None or self.book.state is ReceivePhase.APPLYING:
+        if current is None or self.receive_state.state is ReceivePhase.APPLYING:
             return
         if current.transfer.group_name == name:
             self._current = None
@@ -229,20 +229,20 @@ class TrainerGroups:
         """Ready at every rank; raises GroupError (also CallOutOfOrder) and PeerError: then at none."""
         self.look()
         name = wanted.group_name
-        transfer = self.book.prepare(name, len(wanted.plans), self._clock())
+        transfer = self.receive_state.prepare(name, len(wanted.plans), self._clock())
         current = self._current = PendingTransfer(transfer, wanted.plans, wanted.whole)
         try:
             yield _step(partial(self._arm, current, wanted.ready_secs), halting=halting)
         except Exception as error:  # whatever it was, what is half armed blocks all that follow
             yield from self._disarm(current, error)
             raise
-        if not self.book.report(transfer, ReceiveEvent.ARMED):
+        if not self.receive_state.report(transfer, ReceiveEvent.ARMED):
             raise GroupError(f"group {name!r} was ended while it was armed")
         return current
 
     def completing(self, name: str) -> PendingTransfer:
         """The transfer whose end is awaited from now on; raises CallOutOfOrder."""
-        self.book.complete(name)
+        self.receive_state.complete(name)
         assert self._current is not None
         return self._current
 
@@ -256,8 +256,8 @@ class TrainerGroups:
         except Exception as error:  # whatever it was, what is half armed blocks all that follow
             yield from self._disarm(current, error)
             raise
-        self.book.report(current.transfer, ReceiveEvent.CAME)
-        if not self.book.report(current.transfer, ReceiveEvent.APPLIES):
+        self.receive_state.report(current.transfer, ReceiveEvent.CAME)
+        if not self.receive_state.report(current.transfer, ReceiveEvent.APPLIES):
             current.close()
             raise GroupError(f"group {current.transfer.group_name!r} was ended meanwhile")
 
@@ -276,7 +276,7 @@ class TrainerGroups:
 
     def settle(self, current: PendingTransfer, *, kept: bool) -> StepGenerator[None]:
         """The transfer is over, however it ended; `kept`: somebody has what it brought."""
-        self.book.report(current.transfer, ReceiveEvent.SETTLED)
+        self.receive_state.report(current.transfer, ReceiveEvent.SETTLED)
         if self._current is current:
             self._current = None
         if not kept:
@@ -298,14 +298,16 @@ class TrainerGroups:
         dropped = isinstance(error, GroupError) and error.group_dropped
         if dropped or not refused or self._size > 1:
             # What a new trainer is joining under this name is not ours to end.
-            ours = self.book.is_current(transfer) and not self.book.is_joining(transfer.group_name)
+            ours = self.receive_state.is_current(transfer) and not self.receive_state.is_joining(
+                transfer.group_name
+            )
             with suppress(PeerError):
                 yield BackgroundStep(
                     partial(self._release, current, str(error), destroy=ours and not dropped)
                 )
-            self.book.report(transfer, ReceiveEvent.LOST, str(error))
+            self.receive_state.report(transfer, ReceiveEvent.LOST, str(error))
         else:
-            self.book.report(transfer, ReceiveEvent.REFUSED)
+            self.receive_state.report(transfer, ReceiveEvent.REFUSED)
         if self._current is current:
             self._current = None
 
@@ -324,16 +326,16 @@ class TrainerGroups:
         if (
             current is None
             or current.armed is None
-            or self.book.state is not ReceivePhase.RECEIVING
+            or self.receive_state.state is not ReceivePhase.RECEIVING
         ):
             return
         if current.transfer.completing:
             return
         if (fault := current.armed.fault()) is not None:
-            self.book.report(current.transfer, ReceiveEvent.LOST, str(fault))
+            self.receive_state.report(current.transfer, ReceiveEvent.LOST, str(fault))
             self._current = None
         elif current.armed.progress().buckets_done == len(current.plans):
-            self.book.report(current.transfer, ReceiveEvent.CAME)
+            self.receive_state.report(current.transfer, ReceiveEvent.CAME)
 
     def facts(self) -> dict[str, Any]:
         """JSON-ready: what `/model_info` tells (state, group, owner, progress)."""
@@ -341,7 +343,7 @@ class TrainerGroups:
         current = self._current
         armed = current.armed if current is not None else None
         progress = armed.progress() if armed is not None else None
-        return self.book.facts(self._clock()) | {
+        return self.receive_state.facts(self._clock()) | {
             "isolation": self.terms.isolation,
             "buckets_done": progress.buckets_done if progress is not None else 0,
             "bytes_come": progress.bytes_come if progress is not None else 0,

@@ -62,7 +62,7 @@ class TwoPhase:
             if isinstance(error, CallOutOfOrder):
                 return False, str(error), told | {"status_code": error.status}, str(error)
             # Whoever is refused the next bucket of a sync has nothing to end it with.
-            self._lifecycle.wholeness.broken()
+            self._lifecycle.integrity.broken()
             return False, str(error), told, str(error)
         told |= _size(current)
         message = (
@@ -91,7 +91,7 @@ class TwoPhase:
         data |= {"num_buckets_received": len(current.plans) if success else current.buckets_come}
         if success:
             data |= _size(current)
-        data |= self._lifecycle.wholeness.facts() | {"weight_version": self._lifecycle.version}
+        data |= self._lifecycle.integrity.facts() | {"weight_version": self._lifecycle.version}
         return success, message, data, error
 
     def update_weights_from_distributed(self, order: Admin) -> Steps:

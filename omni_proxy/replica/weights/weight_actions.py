@@ -67,7 +67,7 @@ class WeightActions:
         self._lifecycle = Lifecycle(scheduler, self._target)
         self._sync = TrainerGroups(f"weights-rank-{rank.rank}", self._target, terms, size=rank.size)
         # A bucket that will not come leaves those before it without the rest of their version.
-        self._sync.book.at_loss = self._lifecycle.wholeness.broken
+        self._sync.receive_state.on_lost = self._lifecycle.integrity.broken
         self._two_phase = TwoPhase(self._lifecycle, self._sync)
         scheduler.weights_damaged = self._lifecycle.damaged
         self._register()
@@ -102,7 +102,7 @@ class WeightActions:
 
         def continue_generation(payload: dict[str, Any]) -> OperationOutcome:
             # Whoever goes on with weights of two versions has given the rest of a sync up.
-            self._lifecycle.wholeness.broken()
+            self._lifecycle.integrity.broken()
             return resume(payload)
 
         scheduler.register_admin("continue_generation", continue_generation)
@@ -111,7 +111,7 @@ class WeightActions:
         session = self._lifecycle.session
         return (
             self._sync.facts()
-            | self._lifecycle.wholeness.facts()
+            | self._lifecycle.integrity.facts()
             | {"session_tensors": None if session is None else len(session.staged)}
         )
 
@@ -163,7 +163,7 @@ class WeightActions:
         """The refusal of what would come between an update's preparation and its end."""
         self._sync.look()
         try:
-            self._sync.book.require_free()
+            self._sync.receive_state.require_free()
         except CallOutOfOrder as error:
             return False, str(error), {"status_code": error.status}, str(error)
         return None
@@ -194,7 +194,7 @@ class WeightActions:
             status = {"status_code": error.status} if isinstance(error, CallOutOfOrder) else {}
             return False, message, told | status, message
         # Whoever makes a group begins anew: nobody is left who would end an older sync.
-        self._lifecycle.wholeness.broken()
+        self._lifecycle.integrity.broken()
         yield from self._lifecycle.drop_session()
         return True, "Succeeded to initialize custom process group.", told, None
 
@@ -204,7 +204,7 @@ class WeightActions:
             yield from self._sync.leave(name)
         except GroupError as error:
             return False, str(error), {"group_name": name}, str(error)
-        self._lifecycle.wholeness.left()
+        self._lifecycle.integrity.left()
         message = "Succeeded to destroy custom process group."
         return True, message, {"group_name": name}, None
 

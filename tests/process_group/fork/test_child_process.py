@@ -23,28 +23,28 @@ from tests.process_group.receiver_steps import light
 from tests.process_group.wait_helpers import run_within, wait_until
 from tests.processes import alive
 
-BEGIN = Configure(1.0, 1.0, 1.0, None, 60.0, 30)
+CONFIGURE = Configure(1.0, 1.0, 1.0, None, 60.0, 30)
 HUGE = "g" * (4 << 20)  # much more than a socket holds
 
 
 @pytest.fixture
-def child(nest):
-    child = ChildHandle(BEGIN, "child", nest)
+def child(fork_server):
+    child = ChildHandle(CONFIGURE, "child", fork_server)
     yield child
     child.kill("the test is over")
     assert child.wait_reaped(20)
 
 
 @pytest.fixture
-def wires():
+def channels():
     ours, theirs = map(JsonSocket, socket.socketpair())
     yield ours, theirs
     ours.close()
     theirs.close()
 
 
-def test_lines_of_any_length_and_their_descriptors_come_in_order(wires):
-    ours, theirs = wires
+def test_lines_of_any_length_and_their_descriptors_come_in_order(channels):
+    ours, theirs = channels
     sent = [Logged(1, "a" * 3), Logged(2, "b" * (3 << 20)), Logged(3, "\n c \u00e9")]
     ends = [os.pipe() for _ in range(2)]
 
@@ -91,9 +91,9 @@ def test_callers_of_a_killed_child_get_the_reason(child, number, said):
         child.require_ready(0)
 
 
-def test_an_ended_child_leaves_no_descriptor_and_no_thread(nest):
+def test_an_ended_child_leaves_no_descriptor_and_no_thread(fork_server):
     def live():
-        child = ChildHandle(BEGIN, "brief", nest)
+        child = ChildHandle(CONFIGURE, "brief", fork_server)
         child.require_ready(60)
         child.kill("enough")
         assert child.wait_reaped(10)
@@ -163,8 +163,8 @@ def test_a_stopped_child_whose_socket_is_full_is_killed(child, monkeypatch):
     assert child.end_reason == "the receiver process hangs: it read no command for 0.2 s"
 
 
-def test_after_a_partly_sent_line_no_other_is_sent(wires):
-    ours, _ = wires
+def test_after_a_partly_sent_line_no_other_is_sent(channels):
+    ours, _ = channels
     with pytest.raises(TimeoutError, match="nothing was taken"):
         run_within(30, lambda: ours.send(Logged(1, HUGE), timeout_secs=0.05))
     assert ours.torn
@@ -172,10 +172,10 @@ def test_after_a_partly_sent_line_no_other_is_sent(wires):
         ours.send(Logged(1, "short"), timeout_secs=0.05)
 
 
-def test_a_child_killed_before_it_is_forked_ends_at_once(nest, monkeypatch):
+def test_a_child_killed_before_it_is_forked_ends_at_once(fork_server, monkeypatch):
     busy = "import threading; threading.Event().wait()"  # as in an import
     monkeypatch.setattr(module, "command", lambda _: [sys.executable, "-c", busy])
-    child = ChildHandle(BEGIN, "never", nest)
+    child = ChildHandle(CONFIGURE, "never", fork_server)
     assert not child.ready
     child.kill("not wanted any more")
     assert child.wait_reaped(20)
@@ -184,9 +184,9 @@ def test_a_child_killed_before_it_is_forked_ends_at_once(nest, monkeypatch):
         child.require_ready(0)
 
 
-def test_a_child_that_sends_an_invalid_message_is_killed(nest, monkeypatch):
+def test_a_child_that_sends_an_invalid_message_is_killed(fork_server, monkeypatch):
     monkeypatch.setattr(module, "command", light("babble"))
-    child = ChildHandle(BEGIN, "babbling", nest)
+    child = ChildHandle(CONFIGURE, "babbling", fork_server)
     with pytest.raises(ChildEnded, match="invalid message"):
         child.require_ready(20)
     assert child.wait_reaped(20)
@@ -226,14 +226,14 @@ class FakeForkServer:
 
 
 @pytest.fixture
-def fork_server():
+def fake_server():
     return FakeForkServer()
 
 
 @pytest.fixture
-def children(fork_server):
+def children(fake_server):
     numbers = iter((10, None, 12))
-    return ChildPool(fork_server, lambda _: FakeChild(next(numbers)))
+    return ChildPool(fake_server, lambda _: FakeChild(next(numbers)))
 
 
 def test_only_running_children_are_listed_and_release_blocks(children):
@@ -245,13 +245,13 @@ def test_only_running_children_are_listed_and_release_blocks(children):
     assert [child.released for child in (first, unborn, third)] == [[], [(4, 5)], [(4, 5)]]
 
 
-def test_close_kills_all_children_and_releases_the_fork_server_once(children, fork_server):
+def test_close_kills_all_children_and_releases_the_fork_server_once(children, fake_server):
     taken = children.start_child()
     children.warm()
     children.close()
     children.close()
     children.warm()
     assert taken.why == "the receiver was closed"
-    assert fork_server.calls == ["held", "warm", "released"]
+    assert fake_server.calls == ["held", "warm", "released"]
     with pytest.raises(GroupError, match="shutting down"):
         children.start_child()

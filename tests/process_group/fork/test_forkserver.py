@@ -10,7 +10,7 @@ import pytest
 from omni_proxy.process_group.fork.ipc import Exited, ForkEvent, JsonSocket
 from tests.tree import ROOT
 
-NEST = """
+SERVER = """
 import os, signal, socket, sys
 from omni_proxy.process_group.fork.forkserver import run
 
@@ -29,12 +29,12 @@ run(socket.socket(fileno=int(sys.argv[1])), live)
 def control():
     ours, theirs = socket.socketpair()
     with theirs:
-        argv = [sys.executable, "-c", NEST, str(theirs.fileno())]
-        nest = subprocess.Popen(argv, cwd=ROOT, pass_fds=[theirs.fileno()])
-    with nest, ours:
+        argv = [sys.executable, "-c", SERVER, str(theirs.fileno())]
+        server = subprocess.Popen(argv, cwd=ROOT, pass_fds=[theirs.fileno()])
+    with server, ours:
         yield ours
         ours.close()
-        assert nest.wait(20) == 0
+        assert server.wait(20) == 0
 
 
 class Fork:

@@ -13,7 +13,7 @@ from omni_proxy.process_group.tensor_plan import GroupError
 from tests.process_group.wait_helpers import wait_until
 from tests.processes import alive
 
-BEGIN = Configure(1.0, 1.0, 1.0, None, 60.0, 30)
+CONFIGURE = Configure(1.0, 1.0, 1.0, None, 60.0, 30)
 
 
 def test_a_single_file_build_starts_itself(monkeypatch):
@@ -23,7 +23,7 @@ def test_a_single_file_build_starts_itself(monkeypatch):
 
 
 def test_the_fork_server_has_one_thread_and_torch_imported():
-    child = ChildHandle(BEGIN, "child", SHARED_FORK_SERVER)
+    child = ChildHandle(CONFIGURE, "child", SHARED_FORK_SERVER)
     child.require_ready(60)
     assert len(os.listdir(f"/proc/{SHARED_FORK_SERVER.pid()}/task")) == 1
     for pid in (SHARED_FORK_SERVER.pid(), child.pid):
@@ -33,7 +33,7 @@ def test_the_fork_server_has_one_thread_and_torch_imported():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_to_the_process_group_are_ignored(number):
-    child = ChildHandle(BEGIN, "child", SHARED_FORK_SERVER)
+    child = ChildHandle(CONFIGURE, "child", SHARED_FORK_SERVER)
     child.require_ready(60)
     before = SHARED_FORK_SERVER.pid()
     for pid in (before, child.pid):
@@ -46,42 +46,42 @@ def test_signals_to_the_process_group_are_ignored(number):
     child.kill("enough")
 
 
-def test_children_end_with_the_fork_server(nest):
-    assert nest.pid() is None  # to hold it starts nothing
-    children = [ChildHandle(BEGIN, f"child-{number}", nest) for number in range(3)]
+def test_children_end_with_the_fork_server(fork_server):
+    assert fork_server.pid() is None  # to hold it starts nothing
+    children = [ChildHandle(CONFIGURE, f"child-{number}", fork_server) for number in range(3)]
     for child in children:
         child.require_ready(60)
     assert len({child.pid for child in children}) == 3
     for child in children:
-        assert f"PPid:\t{nest.pid()}\n" in Path(f"/proc/{child.pid}/status").read_text()
+        assert f"PPid:\t{fork_server.pid()}\n" in Path(f"/proc/{child.pid}/status").read_text()
     os.kill(children[0].pid, signal.SIGSTOP)  # nothing that it does itself can end it
-    os.kill(nest.pid(), signal.SIGKILL)
+    os.kill(fork_server.pid(), signal.SIGKILL)
     for child in children:
         assert child.wait_reaped(20)
         assert child.end_reason == "the receiver process was ended by SIGKILL"
     wait_until(lambda: not any(alive(child.pid) for child in children))
-    again = ChildHandle(BEGIN, "again", nest)
+    again = ChildHandle(CONFIGURE, "again", fork_server)
     again.require_ready(60)
 
 
-def test_a_stopped_fork_server_is_continued_for_a_fork_or_a_kill(nest):
-    first = ChildHandle(BEGIN, "first", nest)
+def test_a_stopped_fork_server_is_continued_for_a_fork_or_a_kill(fork_server):
+    first = ChildHandle(CONFIGURE, "first", fork_server)
     first.require_ready(60)
-    before = nest.pid()
+    before = fork_server.pid()
     os.kill(before, signal.SIGSTOP)
-    second = ChildHandle(BEGIN, "second", nest)
+    second = ChildHandle(CONFIGURE, "second", fork_server)
     second.require_ready(20)
     for each in (before, first.pid):
         os.kill(each, signal.SIGSTOP)
     first.kill("enough")
     wait_until(lambda: not alive(first.pid))
-    assert (nest.pid(), alive(second.pid)) == (before, True)
+    assert (fork_server.pid(), alive(second.pid)) == (before, True)
 
 
-def test_a_fork_inherits_no_descriptor_of_another_fork(nest):
-    first = ChildHandle(BEGIN, "first", nest)
+def test_a_fork_inherits_no_descriptor_of_another_fork(fork_server):
+    first = ChildHandle(CONFIGURE, "first", fork_server)
     first.require_ready(60)
-    second = ChildHandle(BEGIN, "second", nest)
+    second = ChildHandle(CONFIGURE, "second", fork_server)
     second.require_ready(60)
     for child in (first, second):
         held = [os.readlink(each) for each in Path(f"/proc/{child.pid}/fd").iterdir()]
@@ -93,28 +93,28 @@ def test_a_fork_inherits_no_descriptor_of_another_fork(nest):
     assert alive(second.pid)
 
 
-def test_the_last_release_ends_the_fork_server_and_its_forks(nest):
-    nest.hold()
-    child = ChildHandle(BEGIN, "child", nest)
+def test_the_last_release_ends_the_fork_server_and_its_forks(fork_server):
+    fork_server.hold()
+    child = ChildHandle(CONFIGURE, "child", fork_server)
     child.require_ready(60)
-    pid = nest.pid()
-    nest.release()
-    assert nest.pid() == pid
-    nest.release()
-    assert nest.pid() is None
+    pid = fork_server.pid()
+    fork_server.release()
+    assert fork_server.pid() == pid
+    fork_server.release()
+    assert fork_server.pid() is None
     assert not alive(pid)
     assert child.wait_reaped(20)
     wait_until(lambda: not alive(child.pid))
-    nest.hold()
+    fork_server.hold()
 
 
-def test_a_fork_server_that_cannot_start_is_a_group_error(nest, monkeypatch):
+def test_a_fork_server_that_cannot_start_is_a_group_error(fork_server, monkeypatch):
     files = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(module, "command", lambda _: ["/nowhere/python"])
     with pytest.raises(GroupError, match="no receiver process could be started"):
-        nest.warm()
+        fork_server.warm()
     with pytest.raises(GroupError, match="no receiver process could be started"):
-        ChildHandle(BEGIN, "none", nest)
+        ChildHandle(CONFIGURE, "none", fork_server)
     assert len(os.listdir("/proc/self/fd")) == files
 
 
@@ -128,13 +128,15 @@ def test_a_fork_server_that_cannot_start_is_a_group_error(nest, monkeypatch):
         ),
     ],
 )
-def test_a_failed_start_is_reported_with_the_end_of_its_stderr(nest, monkeypatch, code, said):
+def test_a_failed_start_is_reported_with_the_end_of_its_stderr(
+    fork_server, monkeypatch, code, said
+):
     files = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(module, "command", lambda number: [sys.executable, "-c", code, str(number)])
-    child = ChildHandle(BEGIN, "unborn", nest)
+    child = ChildHandle(CONFIGURE, "unborn", fork_server)
     with pytest.raises(ChildEnded, match=said):
         child.require_ready(20)
     assert child.wait_reaped(10)
     child._reader.join(30)
-    assert nest.pid() is None
+    assert fork_server.pid() is None
     assert len(os.listdir("/proc/self/fd")) == files

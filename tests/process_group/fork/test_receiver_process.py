@@ -21,7 +21,7 @@ PLANS = (make_plan([("w", "uint8", [8])], dense=True),)
 
 
 @pytest.fixture
-def wires():
+def channels():
     ours, theirs = map(JsonSocket, socket.socketpair())
     yield ours, theirs
     ours.close()
@@ -33,8 +33,8 @@ def wires():
     [Arm(1, "no such group", PLANS, 1.0, digests=False, block=3), Send(1, PLANS, block=3)],
     ids=["arm", "send"],
 )
-def test_a_refused_command_leaves_no_descriptor_open(wires, order):
-    parent, child = wires
+def test_a_refused_command_leaves_no_descriptor_open(channels, order):
+    parent, child = channels
     executor = _CommandExecutor(child, _EventWriter(child), GroupLimits(5.0, 10.0, 1.0))
     descriptor = os.memfd_create("test-child")
     child.descriptors.append(descriptor)
@@ -45,8 +45,8 @@ def test_a_refused_command_leaves_no_descriptor_open(wires, order):
         os.fstat(descriptor)
 
 
-def test_a_lost_descriptor_is_reported_and_keeps_its_place(wires):
-    parent, child = wires
+def test_a_lost_descriptor_is_reported_and_keeps_its_place(channels):
+    parent, child = channels
     lines = child.lines()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     read, write = os.pipe()

@@ -1,4 +1,4 @@
-"""The book against a naive trainer's view, and its table against what it says of itself."""
+"""The state machine against a naive model of a trainer, and its table against its documentation."""
 
 import pytest
 from hypothesis import strategies as st
@@ -42,17 +42,17 @@ def test_whatever_is_under_way_can_be_ended_but_not_what_is_applied():
 
 def test_a_group_that_was_not_replaced_may_still_be_destroyed():
     """At another rank of the model it may still be there."""
-    book = ReceiveState()
+    receive_state = ReceiveState()
     first, second = (GroupMembership("g", owner, 1, 2, "gloo") for owner in ("a:1", "b:1"))
-    assert book.joining(first) is False
-    book.joined(first)
-    assert book.joining(second) is True
-    assert book.not_joined(second)
-    assert book.state is ReceivePhase.IDLE
-    book.require_known("g")
-    book.left("g")
+    assert receive_state.joining(first) is False
+    receive_state.joined(first)
+    assert receive_state.joining(second) is True
+    assert receive_state.not_joined(second)
+    assert receive_state.state is ReceivePhase.IDLE
+    receive_state.require_group("g")
+    receive_state.left("g")
     with pytest.raises(CallOutOfOrder, match="does not exist"):
-        book.require_known("g")
+        receive_state.require_group("g")
 
 
 class Naive(RuleBasedStateMachine):
@@ -62,7 +62,7 @@ class Naive(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.book = ReceiveState()
+        self.receive_state = ReceiveState()
         self.groups = {}  # name -> "joining" | "joined"
         self.joins_open = {}
         self.live = None  # [name, step]
@@ -82,10 +82,10 @@ class Naive(RuleBasedStateMachine):
         group = GroupMembership(name, f"host:{self.count}", 1, 2, "gloo")
         if name in self.joins_open:
             with pytest.raises(CallOutOfOrder) as refused:
-                self.book.joining(group)
+                self.receive_state.joining(group)
             assert refused.value.status == 409
             return None
-        assert self.book.joining(group) is (name in self.groups)
+        assert self.receive_state.joining(group) is (name in self.groups)
         self.joins_open[name] = group
         self.groups.setdefault(name, "joining")
         return group
@@ -97,15 +97,17 @@ class Naive(RuleBasedStateMachine):
         name = group.group_name
         mine = self.joins_open.get(name) is group
         if how == "held":
-            self.book.not_replaced(group)
+            self.receive_state.not_replaced(group)
             if mine:
                 del self.joins_open[name]
                 if self.groups.get(name) == "joining":
                     # Only a group that is there can hold its name.
-                    self.book.left(name)
+                    self.receive_state.left(name)
                     del self.groups[name]
             return
-        assert (self.book.joined if how == "joined" else self.book.not_joined)(group) is mine
+        assert (self.receive_state.joined if how == "joined" else self.receive_state.not_joined)(
+            group
+        ) is mine
         if not mine:
             return
         del self.joins_open[name]
@@ -121,11 +123,11 @@ class Naive(RuleBasedStateMachine):
     @rule(name=NAMES)
     def leave(self, name):
         if name in self.groups or name in self.gone:
-            self.book.require_known(name)
+            self.receive_state.require_group(name)
         else:
             with pytest.raises(CallOutOfOrder):
-                self.book.require_known(name)
-        self.book.left(name)
+                self.receive_state.require_group(name)
+        self.receive_state.left(name)
         self.end(name)
         self.groups.pop(name, None)
         self.joins_open.pop(name, None)
@@ -135,21 +137,21 @@ class Naive(RuleBasedStateMachine):
     def prepare(self, name):
         if self.live is not None:
             with pytest.raises(CallOutOfOrder) as refused:
-                self.book.prepare(name, 1, 0.0)
+                self.receive_state.prepare(name, 1, 0.0)
             assert refused.value.status == 409
             return None
         if self.groups.get(name) != "joined":
             with pytest.raises(CallOutOfOrder):
-                self.book.prepare(name, 1, 0.0)
+                self.receive_state.prepare(name, 1, 0.0)
             return None
         self.live, self.failed = [name, "arming"], None
-        return self.book.prepare(name, 1, 0.0)
+        return self.receive_state.prepare(name, 1, 0.0)
 
     @rule(transfer=transfers, event=REPORTS)
     def report(self, transfer, event):
         if transfer is None:
             return
-        current = transfer is self.book.transfer
+        current = transfer is self.receive_state.transfer
         step = self.live[1] if self.live is not None and current else None
         after = {
             ("arming", ReceiveEvent.ARMED): "receiving",
@@ -162,7 +164,7 @@ class Naive(RuleBasedStateMachine):
             ("applying", ReceiveEvent.SETTLED): None,
         }
         counts = (step, event) in after
-        assert self.book.report(transfer, event, "it died") is counts
+        assert self.receive_state.report(transfer, event, "it died") is counts
         if not counts:
             return
         step = after[step, event]
@@ -179,13 +181,13 @@ class Naive(RuleBasedStateMachine):
             self.live is not None
             and self.live[0] == name
             and self.live[1] != "arming"
-            and not self.book.transfer.completing
+            and not self.receive_state.transfer.completing
         )
         if fits:
-            assert self.book.complete(name).completing
+            assert self.receive_state.complete(name).completing
             return
         with pytest.raises(CallOutOfOrder) as refused:
-            self.book.complete(name)
+            self.receive_state.complete(name)
         if self.live is None:
             assert refused.value.status == 400
         if self.failed == name:
@@ -201,10 +203,10 @@ class Naive(RuleBasedStateMachine):
             expected = {ReceivePhase.GROUPED}
         else:
             expected = {ReceivePhase.IDLE}
-        assert {self.book.state} == expected
-        assert {group.group_name for group in self.book.groups} == set(self.groups)
-        assert (self.book.transfer is None) is (self.live is None and self.failed is None)
-        assert self.book.facts(1.0)["state"] == self.book.state.value
+        assert {self.receive_state.state} == expected
+        assert {group.group_name for group in self.receive_state.groups} == set(self.groups)
+        assert (self.receive_state.transfer is None) is (self.live is None and self.failed is None)
+        assert self.receive_state.facts(1.0)["state"] == self.receive_state.state.value
 
 
 TestAgainstANaiveTrainer = Naive.TestCase
