@@ -154,10 +154,8 @@ def _put(lines: Iterable[str]) -> None:
     sys.stdout.flush()
 
 
-# The end of a file of lines, and what is added to it, across rotation.
-#
-# Invariant: a line is told whole and once. A file that was renamed away is read to its end before the
-# new one of its name is begun; one that was cut is begun anew.
+# Following a file across rotation. Each line is read whole and once; a renamed file is read to its end
+# before the new file of that name, and a truncated file is read anew.
 
 POLL_SECS: Final = 0.25
 BLOCK_BYTES: Final = 65536

@@ -169,9 +169,7 @@ def _tell(answer: AdminReply, arguments: argparse.Namespace) -> int:
     return 0 if well else 1
 
 
-# What the routes of the weights answer, as lines for a terminal.
-#
-# PURE, but for the clock where ages are told.
+# Responses of the weight routes, as lines for a terminal.
 
 HISTORY_SHOWN: Final = 5
 
@@ -288,10 +286,8 @@ SHOWN: Final = {
 }
 
 
-# The versions of weights that a proxy keeps, as GET /weights/versions tells them, in words.
-#
-# PURE. Invariant: what is asked about before a rollback is what will be asked for: a version is meant
-# by its label, else by its number, and of several with one label it is the newest.
+# The stored versions. A version is named by its label or else by its number; of several with one label
+# the newest is meant, and the question before a rollback names the version that is requested.
 
 _HEAD: Final = ("VERSION", "NUMBER", "EPOCH", "STATE", "RECEIVED", "SIZE", "IN", "CHECKSUM")
 _CHECKSUM_CHARS: Final = 12

@@ -1,5 +1,5 @@
-"""Who may take a request, and who gets it.
+"""Routing: which workers can serve a request, and which of them gets it.
 
-Pure: a route table, the inspection of bodies, the policies, and the words for a refusal. Invariant:
-the body's bytes are read here and never changed; chance comes in as an argument.
+`routes` is the table of model paths, `inspect` reads a request, `pick` finds the candidates,
+`policies` choose among them. Pure: a body is read and never changed; randomness is an argument.
 """

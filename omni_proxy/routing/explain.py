@@ -1,6 +1,6 @@
-"""Why a request goes where it goes: every worker's verdict, and the pick the policy would make now.
+"""Why a request goes where it goes: the verdict on each worker, and the pick the policy would make.
 
-Nothing is sent, no policy's turn is spent and nothing is remembered of the question.
+Must change nothing: no request is sent, no turn of the policy is used, nothing is remembered.
 """
 
 from __future__ import annotations

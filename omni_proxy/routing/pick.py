@@ -1,7 +1,7 @@
-"""The pick: routable, capable, of the model, with room, not tried yet; then the policy.
+"""Choosing a worker: routable, capable, right model, with room, not tried yet; then the policy.
 
-Invariant: what `pick` can choose and what `ineligibility_reasons` says agree: a worker has no reason
-against it exactly when it can be picked.
+Also the error that says why no worker can take a request. Invariant: `ineligibility_reasons` is
+empty for a worker exactly when `pick_worker` can choose it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A radix tree of texts and of who holds them: whose cache most likely has this beginning.
+"""A radix tree of texts and their holders: which workers most likely have a prefix in their cache.
 
-Sizes are bytes of text; a text shared by many holders counts once in `size`. Nodes are numbers, and
-their fields are columns: objects would triple the memory and burden the garbage collector.
-Invariants: who holds a node holds its parent; a parent was used after all of its children, so the
-least recently used node is always a leaf. No call does more than a bounded piece of upkeep, and
-`size` never passes 5/4 of `max_size` by more than one text.
+Sizes are bytes of text; a text that several workers hold counts once in `size`. Nodes are numbers
+and their fields are columns: objects would cost three times the memory and burden the garbage
+collector. Invariants: the holder of a node holds its parent; a parent was used after all of its
+children, so the least recently used node is a leaf. Each call does a bounded amount of upkeep, and
+`size` never exceeds 5/4 of `max_size` by more than one text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The route table: which paths are model traffic, and what each one needs of a worker.
+"""The route table: which paths are model traffic, and what each requires of a worker.
 
-There is no catch-all: a path that stands here goes to a worker, any other to the front.
+There is no catch-all: a path of this table goes to a worker, any other to the admin API.
 Source: omni-router.md 4, 7 and 12.
 """
 

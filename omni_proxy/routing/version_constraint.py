@@ -1,7 +1,7 @@
-"""Which weights a request accepts: a label of theirs, a least epoch, or both.
+"""Which weight versions a request accepts: a label, a minimum epoch, or both.
 
-Invariant: a version is refused by `reason_against` exactly when `is_met_by` says no. A condition that can't
-be read is refused, never dropped: whoever asks for weights must not get others.
+Invariant: `reason_against` is empty exactly when `is_met_by` is true. A constraint that can't be
+parsed is refused and never ignored: the request must not get other weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which voices a speech request names, and whether they bind it to the worker that keeps them.
+"""Which voices a speech request names, and whether they pin it to the worker that stores them.
 
-Contract: omni-router.md 13. A request that brings its own reference needs no uploaded voice, nor
-does one for `default`. Of a body that was not read whole nobody knows: it goes to the owner.
+Contract: omni-router.md 13. A request with its own reference audio needs no stored voice, nor does
+`default`. A body that was not read whole is pinned to the voice owner.
 """
 
 from __future__ import annotations

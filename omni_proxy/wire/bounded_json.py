@@ -1,8 +1,8 @@
-"""JSON of others, read within a bound on what one turn of the loop may walk.
+"""JSON from other servers, parsed with a limit on the number of values.
 
-Invariant: what has more values than the bound is refused before any of them is made. Bytes alone
-bound nothing: 4 MB can hold one string, or a million objects. Reading holds the GIL until it is
-done, so a thread would not help those who wait.
+Invariant: a text with more values than the limit is refused before one of them is created. A limit
+in bytes is not enough: 4 MB can be one string or a million objects. Parsing holds the GIL, so a
+thread would not help.
 """
 
 from __future__ import annotations

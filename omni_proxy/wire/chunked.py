@@ -1,8 +1,8 @@
-"""Chunked bodies: those of requests read to their exact end, and how a chunk is written.
+"""Chunked transfer coding: request bodies parsed to their exact end, and chunks encoded.
 
-llhttp doesn't tell how many bytes belong to a message, and what follows it is the next request. So
-the framing is read here, strictly: sizes are plain hexadecimal, lines end with CRLF, trailers are
-dropped. Invariant: `feed` never consumes a byte past the body's end.
+llhttp doesn't say how many bytes belong to a message, and what follows is the next request. So the
+framing is parsed here, strictly: sizes are plain hexadecimal, lines end with CRLF, trailers are
+dropped. Invariant: `feed` never consumes a byte past the end of the body.
 """
 
 from __future__ import annotations

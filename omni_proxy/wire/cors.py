@@ -1,7 +1,6 @@
-"""Cross-origin requests: which fields let a page of another origin read an answer (Fetch, 3.2).
+"""Cross-origin requests: the fields that let a page of another origin read a response (Fetch, 3.2).
 
-Never with credentials: cookies mean nothing here, and a key is sent by name. Invariant: an origin
-that is not allowed gets no field at all.
+Never with credentials. Invariant: an origin that is not allowed gets no field.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What we write into a request's head about the way it came: X-Forwarded-*, Via, and its id.
+"""X-Forwarded-*, Via and the request id, added to a request for the worker.
 
-`append`: the one before us is trusted, and we add ourselves. `replace`: what clients claim of it is
-dropped. Invariant: everything that is the same for the requests of one head template is written
-once (`prepare`); only the client's address and the id are left for each request.
+`append` keeps the values of the proxy before this one; `replace` drops what clients send.
+Invariant: what is the same for all requests of one head template is added once (`prepare`); only
+the client's address and the id are added for each request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Text that came from outside, made fit for a log: keys in queries masked, odd characters escaped.
+"""Text from outside made safe for logs: secrets in queries masked, control characters escaped.
 
-Invariant: the result holds no value of a query parameter that is named in SECRETS, in whatever case
-or percent-encoding, and no character that a terminal would obey or that ends a line. Pure.
+Invariant: the result has no value of a query parameter named in SECRETS, in any case or percent
+encoding, and no character that a terminal interprets or that ends a line. Pure.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Marks that end a loop over several proxies.
+"""Header fields that proxies and their parts add for each other: x-omni-hop, -proxy, -received.
 
-The control routes of a proxy say in each answer that they are an omni-proxy, and which one, so a
-probe finds out which workers are proxies themselves. Requests to those carry a mark, one field line
-that is the same for all, behind the marks of the proxies before; whoever gets its own mark back
-answers 508. Invariant: a worker that is no omni-proxy gets no mark, and no request pays for it.
+Loop detection: responses of the admin API carry the proxy's id, so a health check learns which
+workers are proxies. Requests to those carry a hop field with the id of each proxy on the path; a
+request with our own id gets 508. Invariant: a worker that is no omni-proxy gets no hop field, and
+an x-omni-received field that a client sent is dropped.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ def reject_loop(head: bytes, proxy_id: bytes) -> None:
         raise HttpError(508, told, "loop_detected", close=True)
 
 
-# How a control request reached us: scheme, Host and kind of listener, from the door to the front.
-#
-# The front has one private socket and sees the door as its client, so the door writes one field into
-# each control request. Invariant: the field is the door's; one that a client sent is dropped before.
+# How an admin request was received: scheme, Host and kind of listener. The admin API listens on a
+# private socket whose client is the data plane, so the data plane adds one field to each request.
 
 FIELD: Final = b"x-omni-received"
 

@@ -1,8 +1,8 @@
-"""The PROXY protocol, versions 1 and 2: who a balancer in front of us says the client is.
+"""The PROXY protocol, versions 1 and 2: the client's address, as a load balancer gives it.
 
-Contract: `parse_proxy_header` takes what has come so far and never looks past the introduction's end; everything
-that is no such introduction, or longer than `MAX_BYTES`, is ProxyHeaderError. Extensions are skipped.
-Source: haproxy.org, proxy-protocol.txt.
+`parse_proxy_header` takes the bytes received so far and never reads past the end of the header;
+anything else, or a header longer than `MAX_BYTES`, raises ProxyHeaderError. Extensions are
+skipped. Source: haproxy.org, proxy-protocol.txt.
 """
 
 from __future__ import annotations
@@ -97,10 +97,8 @@ def _place(address: IPv4Address | IPv6Address, port: int) -> str:
     return format_peer(str(mapped or address), port)
 
 
-# A client's place as text, `1.2.3.4:567` or `[::1]:567`, and the field that tells the front of it.
-#
-# Contract: an IPv4 client of a socket that takes both kinds is shown as the IPv4 client that it is.
-# Written once for each connection, so that no request pays for it.
+# The client's address as text, `1.2.3.4:567` or `[::1]:567`, and the field that gives it to the admin
+# API. An IPv4 client of a dual-stack socket is shown as IPv4.
 
 FIELD: Final = b"x-omni-peer"  # in a control request; the last one is ours
 _MAPPED: Final = "::ffff:"

@@ -1,8 +1,8 @@
-"""Request heads: judged whole, cleaned once, kept as the bytes a worker will get.
+"""Request heads: validated as a whole, cleaned once, kept as the bytes that a worker gets.
 
-Invariant: a `RequestHead` has exactly one meaning. Whatever two parsers could read differently
-(lengths that disagree, folded lines, bare line ends, a second Host) is refused here and never
-reaches a worker. llhttp judges; one regular expression finds the fields that are ours.
+Invariant: a `RequestHead` has exactly one meaning. What two parsers could read differently
+(contradicting lengths, folded lines, bare line feeds, a second Host) is refused here and never
+reaches a worker. llhttp parses; one regular expression finds the fields that the proxy handles.
 """
 
 from __future__ import annotations

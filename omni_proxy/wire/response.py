@@ -1,8 +1,8 @@
-"""A worker's answer: its head cleaned, its body followed to the true end.
+"""A worker's response: the head cleaned, the body followed to its exact end.
 
-Invariant: `whole` becomes true only when the framing said so, and no byte past the end is ever
-handed on (response splitting); `excess` says that some came, and that the connection can't be used
-again. Bytes of the body are never changed here.
+Invariant: `whole` becomes true only by the framing, and no byte past the end is passed on
+(response splitting); `excess` says that such bytes came and the connection can't be reused. Body
+bytes are never changed here.
 """
 
 from __future__ import annotations

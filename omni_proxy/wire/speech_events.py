@@ -1,7 +1,7 @@
-"""What a worker's text messages tell of a speech session: is it done, did a part of it fail.
+"""The state of a speech session as the worker's text messages report it: done, error, failed audio.
 
-Contract: only listens. Messages it can't read, or that are longer than any event of the protocol,
-mean nothing to it. Source: the events of `/v1/audio/speech/stream` in the API server's contract.
+Must not change or delay messages. Unreadable messages, and messages longer than any event of the
+protocol, are ignored. Source: the events of `/v1/audio/speech/stream`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from omni_proxy.admin_api.responses import bad_request, body_bytes, json_respons
 from omni_proxy.admin_api.services import Services
 from omni_proxy.routing.explain import explain
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
-from omni_proxy.routing.inspect.large_json import settle_unread as settle_large
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,
     Requirements,
@@ -21,6 +20,7 @@ from omni_proxy.routing.inspect.requirements import (
     inspect_request,
     requirements_of_large_json,
 )
+from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
 from omni_proxy.routing.routes import MethodNotAllowed, Route, match_route
 from omni_proxy.routing.voices import pin_to_voice_owner
 from omni_proxy.wire.request import HINTS

@@ -1,1 +1,1 @@
-"""Package client."""
+"""How commands ask a running proxy: its URL, key and TLS, and the admin API."""

@@ -1,1 +1,1 @@
-"""Package flags."""
+"""What a command line means: the flags, those of other routers, engines, and completion scripts."""

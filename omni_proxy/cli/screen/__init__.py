@@ -1,1 +1,1 @@
-"""Package screen."""
+"""How commands show things: text tables, the feed, diagnoses, the access log."""

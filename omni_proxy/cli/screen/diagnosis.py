@@ -237,9 +237,7 @@ def describe_weights(feed: FeedModel) -> str:
     return "; ".join(words)
 
 
-# Engines that somebody paused, in words: who, since when, and the command that ends it.
-#
-# PURE. The same words for `status`, `top` and `weights status`.
+# Paused engines: by which request, since when, and the command that resumes them.
 
 GO_ON: Final = "omni-proxy weights continue"
 

@@ -33,7 +33,6 @@ from omni_proxy.dataplane.upstream.retry import RetryState
 from omni_proxy.dataplane.websocket import relay as websocket_relay
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, ONE_PASS_BYTES, walk_large_json
-from omni_proxy.routing.inspect.large_json import settle_unread as settle_large
 from omni_proxy.routing.inspect.requirements import (
     Requirements,
     has_json_body,
@@ -41,6 +40,7 @@ from omni_proxy.routing.inspect.requirements import (
     requirements_of_beginning,
     requirements_of_large_json,
 )
+from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
 from omni_proxy.routing.routes import VOICE_OWNER, MethodNotAllowed, match_route
 from omni_proxy.routing.voices import pin_to_voice_owner
 from omni_proxy.wire.errors import HttpError

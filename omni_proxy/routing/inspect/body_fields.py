@@ -1,9 +1,8 @@
-"""The fields of a JSON body that routing looks at, as they are spelled.
+"""The fields of a request body that routing reads, as raw JSON values or form fields.
 
-Invariant: a `BodyFields` refers to the bytes it was read from and holds next to nothing beside them,
-however many values those spell; values are built one at a time, where somebody asks. Any body is
-read in time that is linear in its length. Takes what Python's own JSON reader takes (NaN, UTF-16),
-as workers do. Source: omni-router.md 7.
+Invariant: `BodyFields` refers to the bytes that it was read from and holds almost nothing beside
+them; a value is decoded when it is used. Any body is read in time linear in its length. Accepts
+what Python's own JSON reader accepts (NaN, UTF-16), as workers do. Source: omni-router.md 7.
 """
 
 from __future__ import annotations
@@ -252,11 +251,8 @@ class ObjectListReader(Generic[Fields]):
             yield from found
 
 
-# The two plain fields of a multipart form that routing may use: `model` and `stream`.
-#
-# A scan, no parser: any malformation means "no facts", never an error, for the worker is the judge of
-# its form. Bounded: values to 4 KiB, part heads to 8 KiB, the first 2000 parts. Source:
-# omni-router.md 7.
+# Multipart forms: the fields `model` and `stream`, found by a bounded scan. A malformed form gives no
+# fields and no error: the worker validates it.
 
 MAX_VALUE_BYTES = 4096
 MAX_PART_HEAD_BYTES = 8192

@@ -1,8 +1,9 @@
-"""JSON bodies too large to be decoded: what stands on top of them, and what may be assumed then.
+"""The routing fields of JSON bodies that are too large to be decoded (omni-router.md 7).
 
-Contract (omni-router.md 7): past `LARGE_BYTES` only the routing fields are read, the rest is walked
-over undecoded; what the body would have told must come in hints wherever the workers differ in it.
-Invariant: the time is that of one walk over the bytes, the memory does not grow with them.
+Past `LARGE_BYTES` only the fields at the top level are read; nested values are skipped by their
+brackets and strings and not validated. A body of up to `ONE_PASS_BYTES` is read in one pass, a
+larger one by `walk_large_json`. Invariant: the time is linear in the body, memory does not grow
+with it, and between two `yield`s of the walk at most about `SLICE_BYTES` are scanned.
 """
 
 from __future__ import annotations
@@ -10,16 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
-from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.inspect.body_fields import invalid_json
 from omni_proxy.wire.errors import HttpError
-
-if TYPE_CHECKING:
-    from omni_proxy.routing.inspect.requirements import Requirements
 
 LARGE_BYTES = 1024 * 1024
 ONE_PASS_BYTES = 8 * 1024 * 1024  # a walk over more would keep everybody else waiting
@@ -59,38 +56,7 @@ def read_large_json(body: bytes) -> LargeJsonFields:
         raise HttpError(400, "invalid JSON body", "invalid_json") from None
 
 
-def settle_unread(fleet: Fleet, need: Requirements) -> None:
-    """What was not read must make no difference, or be hinted. Raises HttpError 400."""
-    given_hints = need.given_hints
-    candidates = fleet.candidates(None, need.mask)
-    batch = need.large_body_class == "speech_batch"  # its items may name other models than it does
-    mixed = len({worker.model for worker in candidates}) > 1
-    if mixed and b"model" not in given_hints and (batch or need.model is None):
-        kind = "large speech batch requests" if batch else "large JSON requests"
-        raise HttpError(
-            400,
-            f"{kind} across mixed-model workers require x-sglang-omni-route-model",
-            "model_hint_required",
-        )
-    if b"capabilities" in given_hints or not candidates:
-        return
-    widest = max((worker.mask for worker in candidates), key=int.bit_count)
-    if any(worker.mask & ~widest for worker in candidates):
-        raise HttpError(
-            400,
-            "large JSON requests across mixed-capability workers require "
-            "x-sglang-omni-route-capabilities",
-            "capabilities_hint_required",
-        )
-    if any(worker.mask != widest for worker in candidates):
-        need.mask |= widest
-
-
-# A walk over the top of a JSON object in slices, for bodies that one walk would take too long for.
-#
-# Contract (omni-router.md 7): the fields on top are found, and the end of the object is reached; what
-# is nested is stepped over by its brackets and strings and not judged further. Invariant: between two
-# `yield`s at most some `SLICE_BYTES` are walked, whatever they spell; memory does not grow with them.
+# The walk in slices. Nested values are skipped by their brackets and strings.
 
 SLICE_BYTES: Final = 256 * 1024
 FIRST_BYTES: Final = 512  # of what is nested; most of it is short

@@ -1,8 +1,9 @@
-"""What a request needs of a worker, read from its body and its hint headers.
+"""What a request requires of a worker, read from its body and its hint headers (omni-router.md 7).
 
-Invariant: the same body and hints give the same `Requirements`; the body is decoded for reading only and
-goes on byte for byte. A body that is no JSON where JSON is due is refused, never guessed at.
-Source: omni-router.md 7.
+Also the affinity key of a request (routers.md 1.1), and what is known of a large body from its
+beginning. Invariant: the same body and hints give the same `Requirements`; the body is decoded for
+reading only and is forwarded byte for byte. A body that is not JSON where JSON is required is
+refused. `requirements_of_beginning` returns what the whole body would give, or None.
 """
 
 from __future__ import annotations
@@ -376,11 +377,8 @@ def _hinted_mask(text: str, prefix: str) -> int:
     return capability_mask(names)
 
 
-# What a client is known by, for policies that keep a client with its worker.
-#
-# A key that was set for the purpose wins over what happens to be there: the credentials, the address
-# that a balancer passed on, the cookie. Same head, same key; long values are hashed, so that a key
-# is short and a credential of any length is safe to keep. Source: routers.md 1.1.
+# The affinity key. A header made for the purpose wins over credentials, the address that a load
+# balancer passed on, and the cookie. Long values are hashed, so that a key is short.
 
 MAX_KEY_BYTES = 256
 # In the order of preference.
@@ -407,10 +405,36 @@ def _short(value: bytes) -> str:
     return value.decode("latin-1")
 
 
-# What a large body needs, told by its head and its beginning, so that the rest can stream.
-#
-# Contract: an answer here is the same that `inspect_request` would give the whole body, or the client's word
-# for it (hints); in any doubt None, and the body is read whole. The body is told nothing else of.
+def settle_unread(fleet: Fleet, need: Requirements) -> None:
+    """Check that the unread fields of a large body make no difference between the workers, or that
+    hints give them. Raises HttpError 400."""
+    given_hints = need.given_hints
+    candidates = fleet.candidates(None, need.mask)
+    batch = need.large_body_class == "speech_batch"  # its items may name other models than it does
+    mixed = len({worker.model for worker in candidates}) > 1
+    if mixed and b"model" not in given_hints and (batch or need.model is None):
+        kind = "large speech batch requests" if batch else "large JSON requests"
+        raise HttpError(
+            400,
+            f"{kind} across mixed-model workers require x-sglang-omni-route-model",
+            "model_hint_required",
+        )
+    if b"capabilities" in given_hints or not candidates:
+        return
+    widest = max((worker.mask for worker in candidates), key=int.bit_count)
+    if any(worker.mask & ~widest for worker in candidates):
+        raise HttpError(
+            400,
+            "large JSON requests across mixed-capability workers require "
+            "x-sglang-omni-route-capabilities",
+            "capabilities_hint_required",
+        )
+    if any(worker.mask != widest for worker in candidates):
+        need.mask |= widest
+
+
+# A large body whose head and beginning give all its requirements can be streamed; in any doubt the
+# whole body is read.
 
 _ENOUGH_FOR_JSON: Final = frozenset((b"model", b"capabilities"))
 

@@ -1,14 +1,14 @@
-"""Cache awareness: a request goes where the beginning of its text was sent before.
+"""Cache-aware routing: a request goes to a worker that was sent the same prefix before.
 
-    loads too unlike      -> shortest queue                     (spill = "global")
-    match > threshold     -> a holder of the longest match      (or, should its load be too high,
+    loads differ too much -> shortest queue                     (spill = "global")
+    match > threshold     -> a holder of the longest match      (or, if its load is too high,
                                                                  shortest queue: spill = "chosen")
     else                  -> smallest tree, or least loaded     (fallback)
 
-Whoever is chosen holds the text from then on. Invariants: equals take turns; a preview changes
-nothing; one tree bounded as a whole serves all models, each below its name, which the workers and
-not the clients give. Beyond `EXACT` candidates what needs a look at all of them is looked at anew
-when a share of them has been picked. Source: routers.md 2 and the rules of the first SGLang router.
+The chosen worker holds the text from then on. Invariants: equal workers take turns; a preview
+changes nothing; one tree, bounded in total, serves all models, keyed by the name that the workers
+give. Beyond `EXACT` candidates, checks of all of them are reused for a share of the picks.
+Source: routers.md 2 and the rules of the first SGLang router.
 """
 
 from __future__ import annotations
@@ -319,12 +319,9 @@ def _text(candidates: Sequence[Worker], need: Requirements) -> _Text:
     return _Text(name + text, len(name) + 1)
 
 
-# How much of what matches nowhere a worker with a small tree may get.
-#
-# The smallest tree is that of a worker that has just come, and it stays the smallest for long: by the
-# plain rule it would get every such request until it caught up. Invariant: while its tree is below
-# half of the mean, a worker is chosen at most once per 1/share choices, yet never less often than its
-# fair turn.
+# Slow start. A worker that has just joined has the smallest tree for long and would get every request
+# without a match. While its tree is below half of the mean it is chosen at most once per 1/share
+# choices, but never less often than its fair share.
 
 YOUNG = 0.5  # of the mean size
 _WHOLE = 1.0 - 1e-9  # 1/n summed n times

@@ -1,5 +1,6 @@
-"""Policies that know by a hash where a request belongs, so that every proxy with the same fleet
-knows the same. Invariant: with equal candidates and loads an equal key gets an equal worker.
+"""Policies that hash a key or a prefix onto a ring of workers.
+
+Invariant: equal candidates, loads and keys give the same worker in every proxy.
 """
 
 from __future__ import annotations

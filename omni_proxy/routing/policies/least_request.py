@@ -1,5 +1,6 @@
-"""Policies that look at in-flight counts, per unit of weight. Invariant: equally full workers take
-turns."""
+"""Policies that compare in-flight requests per unit of weight. Invariant: equally loaded workers
+take turns.
+"""
 
 from __future__ import annotations
 

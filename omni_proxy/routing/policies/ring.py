@@ -1,7 +1,7 @@
-"""A hash ring: places of workers on a circle of 64-bit numbers.
+"""A consistent-hash ring: points of workers on a circle of 64-bit numbers.
 
-Invariant: a worker's places come from its URL and weight alone, so the same candidates make the
-same ring in every process, and a worker that comes or goes moves only the keys of its own arcs.
+Invariant: a worker's points depend on its URL and weight alone, so equal candidates give the same
+ring in every process, and a worker that joins or leaves moves only the keys of its own arcs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Policies that look at no load: turns, and chance. CandidateWeights make turns more frequent."""
+"""Policies that ignore load: round robin, smooth by weight, and random."""
 
 from __future__ import annotations
 

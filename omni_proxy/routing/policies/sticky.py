@@ -1,8 +1,8 @@
-"""Sessions on top of any policy: a key stays with its worker while that one can take it.
+"""Sticky sessions above any policy: an affinity key stays with its worker while that is a candidate.
 
-Invariant: at most `sticky_max` keys are remembered, those used last; one that was idle for
-`sticky_idle_secs` is forgotten (0: none is). A worker that was flushed or restarted keeps its
-sessions: staying is what was asked for. One that is gone is no candidate any more, which ends them.
+Invariant: at most `sticky_max` keys are kept, least recently used evicted first; a key that was
+idle for `sticky_idle_secs` expires (0: never). A flushed or restarted worker keeps its sessions; a
+worker that left the fleet is no candidate, which ends them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether candidates differ in weight, answered without a look at each of them where possible.
+"""The weights and loads of candidates: whether weights differ, and the least loaded worker.
 
-Invariant: a list is looked at once and then known by its identity. That is sound because a list
-handed to a policy never changes, and a change of weight makes the fleet hand out new lists.
+Invariant: a list of candidates is checked once and then recognised by identity. A list handed to a
+policy never changes, and a change of weight makes the fleet hand out new lists.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Package head_caching."""
+"""Caches of parsed heads: requests and responses that differ in few values from earlier ones. Pure."""

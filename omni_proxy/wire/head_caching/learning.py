@@ -1,8 +1,8 @@
-"""How a head is written, learnt from one example.
+"""A template learned from one sample head.
 
-Values that vary are replaced by marks that stand nowhere else, and the judge reads what comes of
-it: where the marks are then is where values go. So no coincidence of two values can deceive. Pure.
-Invariant: what the judge did with a mark is all that is ever done with a value.
+Varying values are replaced by unique marks and the parser reads the result: where the marks are
+then is where values go, so equal values in two fields can't mislead. Pure. Invariant: what the
+parser did with a mark is all that is ever done with a value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Bounded tables for what peers send again and again.
+"""Bounded tables: an LRU cache, and the doorkeeper of TinyLFU that admits what is seen twice.
 
-Invariant: no table holds more than its bound, and one more entry costs the least recently used one,
-never the whole table. `Doorkeeper` keeps what is seen only once out of such a table.
+Invariant: no table exceeds its limit, and a new entry evicts the least recently used one.
 """
 
 from __future__ import annotations

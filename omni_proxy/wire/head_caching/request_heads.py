@@ -1,10 +1,9 @@
-"""Request heads seen before: all but the values of a few fields is the same in most of them.
+"""A cache of parsed request heads, in which only the values of some fields differ.
 
-The key of a head is its request line, its fields that are read here, and the names of all others,
-whose values go on unread. The second head of a key is learnt; from then on one is judged by
-comparing it. Invariant: a hit equals what the judge says of the same bytes, to the byte; what is
-not plainly well-formed meets the judge each time. What is kept holds credentials: it is bounded and
-never shown. Saves 10 us of a request's 60.
+The key of a head is its request line, the fields that the proxy reads, and the names of all
+others. The second head of a key is learned; later ones are compared with the template. Invariant:
+a hit equals what `parse_request_head` returns for the same bytes; a head that is not plainly
+well-formed is parsed each time. Entries hold credentials: the cache is bounded and never shown.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Workers' answers seen before: all but the length is the same in most of them.
+"""A cache of parsed response heads, in which only the content-length differs.
 
-The key is the head without its content-length. Invariant: a hit equals what `UpstreamResponse.read_head` says
-of the same bytes (the order of fields with different names aside). Answers that are not framed by a
-length are read each time.
+The key is the head without its content-length. Invariant: a hit equals what
+`UpstreamResponse.read_head` returns for the same bytes (the order of fields with different names
+aside). Responses that are not framed by a length are parsed each time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How a client writes its heads: what stays the same, and where the values stand that vary.
+"""The template of a request head: what stays the same, and where the varying values are.
 
-Pure. Invariant: two heads that one spelling fills differ in nothing but those values, each of which
-is well-formed; what is filled has every field in the client's order.
+Pure. Invariant: two heads that match one template differ in nothing but those values, each of
+which is well-formed; the result has every field in the client's order.
 """
 
 from __future__ import annotations
