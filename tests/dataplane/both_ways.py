@@ -349,9 +349,13 @@ class World(ByHand):
         self.turn()
 
 
-def both(listeners, script, config="", *, warm=6):
-    """Have `script(world, client)` done the long way and the short one; whatever is seen must be
-    the same. The world of the short one, with what it began and handed over in the script."""
+def both(listeners, script, config="", *, began, handed_over, warm=6):
+    """Run `script(world, client)` without the fast path and with it: whatever is seen must be the
+    same. Returns the world with the fast path.
+
+    `began` and `handed_over`: how many exchanges of the script the fast path began, and how many
+    of them a coroutine ended; a set where that depends on the test's parameters.
+    """
     worlds, seen = [], []
     for short in (False, True):
         with pytest.MonkeyPatch.context() as patch:
@@ -368,8 +372,11 @@ def both(listeners, script, config="", *, warm=6):
                 assert len(world.log) == sum(world.door.services.totals.ended.values())
                 worlds.append(world)
     assert seen[1] == seen[0]
-    assert worlds[0].began == 0
-    return worlds[1]
+    slow, fast = worlds
+    assert slow.began == 0
+    for came, expected in ((fast.began, began), (fast.handed_over, handed_over)):
+        assert came in (expected if isinstance(expected, set) else {expected})
+    return fast
 
 
 def _of(worker):
