@@ -62,7 +62,7 @@ def _of_this_machine(ip: _Ip) -> bool:
 
 
 def parse_listeners(addresses: Iterable[str]) -> list[Address]:
-    """Of listeners as the door shows them, `host:port`; Unix sockets have none."""
+    """The addresses of listeners given as `host:port`; Unix sockets have none."""
     found = []
     for shown in addresses:
         host, _, port = shown.rpartition("://")[2].rpartition(":")
