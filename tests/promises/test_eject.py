@@ -229,7 +229,7 @@ async def test_the_program_removes_what_it_ejects_until_its_entry_changes(tmp_pa
             while (await program.told("/workers"))["total_workers"] == 2:
                 assert (await program.ask()).status_code == 200
             assert [w["url"] for w in (await program.told("/workers"))["workers"]] == [made[1].url]
-            await program.says("was removed")
+            await program.says("worker_removed")
             assert (await program.client.post("/reload")).json()["outcome"] == "unchanged"
             entry = f'[[workers]]\nurl = "{made[0].url}"\n'
             put(file, toml(made, more=more).replace(entry, entry + 'model = "new"\n'))
