@@ -152,7 +152,7 @@ class DataPlane:
         self.listeners.close()
         self.close_after_responses(admin=True)
         for task in [task for task in self.loop.tasks if task.phase == "idle"]:
-            if task.client is None or not task.client.pending:
+            if isinstance(task, Connection) and not task.client.pending:
                 task.throw(ClientDisconnected())
         self.loop.flush()
 

@@ -18,7 +18,6 @@ from typing import Final, Protocol
 
 import trio
 
-from omni_proxy.dataplane.loop.task import ConnectionTask, EventHandler
 from omni_proxy.dataplane.loop.trio_scheduling import HostLoop
 
 ALL_EVENTS: Final = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET
@@ -33,6 +32,26 @@ class IoHandler(Protocol):
     def on_event(self, mask: int) -> None: ...
 
 
+class Steppable(Protocol):
+    """What `call_soon` steps: a connection task, or its fast path."""
+
+    waiting_on: object
+
+    def step(self) -> None: ...
+
+
+class LoopTask(Protocol):
+    """What the event loop has to know of a connection task (`loop.task.ConnectionTask`)."""
+
+    phase: str
+    phase_deadline: float
+    started_at: float
+
+    def on_phase_timeout(self) -> None: ...
+
+    def close_coroutine(self) -> None: ...
+
+
 class PendingWriter(Protocol):
     """A stream with bytes to send at the end of the iteration."""
 
@@ -44,14 +63,14 @@ class EventLoop:
 
     def __init__(self) -> None:
         self.now = monotonic()  # read once per iteration: all timeouts of connections count from it
-        self.tasks: set[ConnectionTask] = set()
+        self.tasks: set[LoopTask] = set()
         self.admin_exchanges = 0  # in flight; while there are any, trio must not wait in epoll
         self.failures = 0
         self.tasks_ended = trio.Event()  # set, and replaced by a new one, when the last task ends
         self._epoll = epoll()
         self._closing: list[socket.socket] = []
         self.pending_writers: list[PendingWriter] = []  # flushed at the end of this iteration
-        self._ready: list[EventHandler] = []  # step in the next iteration, event or not
+        self._ready: list[Steppable] = []  # step in the next iteration, event or not
         self._host_checked_at = self.now
         self._host: HostLoop | None = None  # set while the loop runs
         self._parked = False  # waits in trio for an event or the wake-up descriptor
@@ -94,12 +113,12 @@ class EventLoop:
         for writer in writers:
             writer.flush()
 
-    def call_soon(self, task: EventHandler) -> None:
+    def call_soon(self, task: Steppable) -> None:
         """Step it in the next iteration, after the events that have come by then."""
         task.waiting_on = None
         self._ready.append(task)
 
-    def wake(self, task: EventHandler) -> None:
+    def wake(self, task: Steppable) -> None:
         """As `call_soon`, and also ends the wait in trio: needed outside an iteration."""
         self.call_soon(task)
         if self._parked:
@@ -111,7 +130,7 @@ class EventLoop:
         if self._host is not None:
             self._host.request_turn()
 
-    def remove_task(self, task: ConnectionTask) -> None:
+    def remove_task(self, task: LoopTask) -> None:
         """Its coroutine has ended."""
         self.tasks.discard(task)
         if not self.tasks:

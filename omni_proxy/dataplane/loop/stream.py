@@ -14,8 +14,9 @@ import socket
 import struct
 from collections.abc import Callable
 from select import EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.task import (
     ANY_STREAM,
     ClientDisconnected,
@@ -23,9 +24,6 @@ from omni_proxy.dataplane.loop.task import (
     EventHandler,
     pause,
 )
-
-if TYPE_CHECKING:
-    from omni_proxy.dataplane.loop.event_loop import EventLoop
 
 PEER_CLOSED: Final = EPOLLRDHUP | EPOLLHUP | EPOLLERR
 HUNG_UP: Final = EPOLLHUP | EPOLLERR  # both directions are closed, not only the peer's sending side

@@ -13,13 +13,10 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine, Generator
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
+from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.wire.errors import DownstreamError
-
-if TYPE_CHECKING:
-    from omni_proxy.dataplane.loop.event_loop import EventLoop
-    from omni_proxy.dataplane.loop.stream import Stream
 
 _log = logging.getLogger(__name__)
 
@@ -59,13 +56,19 @@ def await_direct(inner: Resumable[T]) -> Generator[Any, Any, T]:
     return result
 
 
+class Readable(Protocol):
+    """What a task waits for: a stream (`loop.stream.Stream`)."""
+
+    readable: bool
+
+
 class EventHandler(Protocol):
     """Gets the events of a stream: a connection task, or its fast path."""
 
     waiting_on: object
 
     @property
-    def client(self) -> Stream | None: ...
+    def client(self) -> Readable | None: ...
 
     def step(self) -> None: ...
 
@@ -93,7 +96,7 @@ class ConnectionTask(ABC):
         "waiting_on",
     )  # fmt: skip
 
-    client: Stream | None
+    client: Readable | None
 
     def __init__(self, loop: EventLoop) -> None:
         self.loop = loop
@@ -119,7 +122,7 @@ class ConnectionTask(ABC):
         self.loop.tasks.add(self)
         self.step()
 
-    def must_wait_for(self, stream: Stream) -> bool:
+    def must_wait_for(self, stream: Readable) -> bool:
         """Whether the task has to `pause` before the next read of `stream`.
 
         Also true after `READS_PER_STEP` reads where there is more to read: a peer that always has
