@@ -19,7 +19,7 @@ async def test_the_key_is_read_where_the_policy_wants_it(wants, told):
                 keys.append(need.affinity_key)
                 return super().pick(candidates, need)
 
-        opened.door.policy = Keyed()
+        opened.door.balancer.policy = Keyed()
         await client.send(post(b'{"messages": []}', "X-Session-Id: anna"))
         assert (await client.answer()).status == 200
         assert keys == [told]
