@@ -1,18 +1,18 @@
 import pytest
 
-from tests.dataplane.by_hand import ByHand
-from tests.dataplane.pumping import busy, loop, wires
+from tests.dataplane.loop_script import busy, loop, wires
+from tests.dataplane.manual_loop import ManualLoop
 
 FIXTURES = (busy, loop, wires)
 
 
 @pytest.fixture
-def by_hand(monkeypatch):
+def manual_loop(monkeypatch):
     """Builds as many as a test needs, each with its own settings."""
     made = []
 
     def build(config=""):
-        made.append(ByHand(monkeypatch, config))
+        made.append(ManualLoop(monkeypatch, config))
         return made[-1]
 
     yield build

@@ -4,7 +4,7 @@ import errno
 import socket
 
 from omni_proxy.dataplane.loop.stream import connect
-from tests.dataplane.pumping import Scripted
+from tests.dataplane.loop_script import Scripted
 
 
 def dialling(loop, address):

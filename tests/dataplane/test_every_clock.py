@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from tests.dataplane.by_hand import STREAMED, chat, heard
+from tests.dataplane.manual_loop import STREAMED, chat, heard
 
 JUST_BEFORE, JUST_AFTER = -0.01, 0.02
 ONE_TRY = "[routing]\nmax_total_retries = 1\n"
@@ -29,16 +29,16 @@ def told(client, status, code):
     assert b'"code":"%b"' % code.encode() in answer
 
 
-def test_client_idle_secs_ends_with_a_quiet_close(by_hand):
-    door = by_hand(times(client_idle_secs=75))
+def test_client_idle_secs_ends_with_a_quiet_close(manual_loop):
+    door = manual_loop(times(client_idle_secs=75))
     client = door.client()
     runs_out(door, "idle", 75)
     assert heard(client) == (b"", "closed")
     assert door.log == []
 
 
-def test_client_head_secs_counts_from_the_first_byte_and_ends_with_408(by_hand):
-    door = by_hand(times(client_head_secs=10, client_idle_secs=75))
+def test_client_head_secs_counts_from_the_first_byte_and_ends_with_408(manual_loop):
+    door = manual_loop(times(client_head_secs=10, client_idle_secs=75))
     client = door.client()
     door.wait(70)
     door.tell(client, b"POST / HT")
@@ -52,8 +52,8 @@ def test_client_head_secs_counts_from_the_first_byte_and_ends_with_408(by_hand):
     assert door.log[0]["phase"] == "head"
 
 
-def test_client_body_secs_is_the_longest_pause_and_ends_with_408(by_hand):
-    door = by_hand(times(client_body_secs=60))
+def test_client_body_secs_is_the_longest_pause_and_ends_with_408(manual_loop):
+    door = manual_loop(times(client_body_secs=60))
     client = door.client(chat(bytes(20000))[:300])
     door.wait(59)
     door.tell(client, bytes(100))
@@ -65,8 +65,8 @@ def test_client_body_secs_is_the_longest_pause_and_ends_with_408(by_hand):
     assert (door.log[0]["ended_by"], door.log[0]["status"]) == ("client", 408)
 
 
-def test_connect_secs_ends_with_502(by_hand):
-    door = by_hand(times(connect_secs=5) + ONE_TRY)
+def test_connect_secs_ends_with_502(manual_loop):
+    door = manual_loop(times(connect_secs=5) + ONE_TRY)
     door.listener.listen(0)
     fillers = [socket.socket() for _ in range(4)]
     for filler in fillers:  # a backlog that is full takes nobody in
@@ -79,8 +79,8 @@ def test_connect_secs_ends_with_502(by_hand):
         filler.close()
 
 
-def test_response_head_secs_ends_with_504(by_hand):
-    door = by_hand(times(response_head_secs=600))
+def test_response_head_secs_ends_with_504(manual_loop):
+    door = manual_loop(times(response_head_secs=600))
     client = door.client(chat())
     door.worker()
     runs_out(door, "wait", 600)
@@ -88,8 +88,8 @@ def test_response_head_secs_ends_with_504(by_hand):
     assert door.phases == ["idle"]  # and the connection goes on
 
 
-def test_response_head_secs_does_not_run_out_while_the_worker_takes_the_request(by_hand):
-    door = by_hand(times(response_head_secs=600))
+def test_response_head_secs_does_not_run_out_while_the_worker_takes_the_request(manual_loop):
+    door = manual_loop(times(response_head_secs=600))
     door.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sent = chat(b'{"messages": []}' + b" " * (16 << 20))
     client = door.client()
@@ -113,8 +113,8 @@ def test_response_head_secs_does_not_run_out_while_the_worker_takes_the_request(
     told(client, 504, "response_timeout")
 
 
-def test_first_byte_secs_ends_abnormally_with_an_error_event(by_hand):
-    door = by_hand(times(first_byte_secs=30, idle_secs=300))
+def test_first_byte_secs_ends_abnormally_with_an_error_event(manual_loop):
+    door = manual_loop(times(first_byte_secs=30, idle_secs=300))
     client = door.client(STREAMED)
     door.tell(door.worker(), SSE)
     runs_out(door, "first", 30)
@@ -125,8 +125,8 @@ def test_first_byte_secs_ends_abnormally_with_an_error_event(by_hand):
 
 
 @pytest.mark.parametrize("sent", [b"", EVENT], ids=["before the first byte", "between two pieces"])
-def test_idle_secs_ends_abnormally_with_an_error_event(by_hand, sent):
-    door = by_hand(times(idle_secs=300))
+def test_idle_secs_ends_abnormally_with_an_error_event(manual_loop, sent):
+    door = manual_loop(times(idle_secs=300))
     client = door.client(STREAMED)
     worker = door.worker()
     door.tell(worker, SSE)
@@ -139,8 +139,8 @@ def test_idle_secs_ends_abnormally_with_an_error_event(by_hand, sent):
     assert door.fleet.workers[0].health.consecutive_failures == 1
 
 
-def test_idle_secs_ends_a_client_that_takes_nothing_with_a_reset(by_hand):
-    door = by_hand(times(idle_secs=300))
+def test_idle_secs_ends_a_client_that_takes_nothing_with_a_reset(manual_loop):
+    door = manual_loop(times(idle_secs=300))
     door.client(chat())
     worker = door.worker()
     worker.settimeout(0.05)
@@ -153,8 +153,8 @@ def test_idle_secs_ends_a_client_that_takes_nothing_with_a_reset(by_hand):
     assert door.fleet.workers[0].health.consecutive_failures == 0
 
 
-def test_queue_timeout_secs_ends_with_503(by_hand):
-    door = by_hand("[server]\nmax_inflight = 1\nqueue_size = 1\nqueue_timeout_secs = 30\n")
+def test_queue_timeout_secs_ends_with_503(manual_loop):
+    door = manual_loop("[server]\nmax_inflight = 1\nqueue_size = 1\nqueue_timeout_secs = 30\n")
     door.client(chat())
     client = door.client(chat())
     door.wait(30 + JUST_BEFORE)
@@ -165,16 +165,16 @@ def test_queue_timeout_secs_ends_with_503(by_hand):
     assert b"queue_timeout" in answer
 
 
-def test_request_timeout_secs_ends_with_504_before_the_answer(by_hand):
-    door = by_hand("[server]\nrequest_timeout_secs = 1800\n" + times(response_head_secs=0))
+def test_request_timeout_secs_ends_with_504_before_the_answer(manual_loop):
+    door = manual_loop("[server]\nrequest_timeout_secs = 1800\n" + times(response_head_secs=0))
     client = door.client(chat())
     door.worker()
     runs_out(door, "wait", 1800)
     told(client, 504, "response_timeout")
 
 
-def test_request_timeout_secs_cuts_an_answer_that_has_begun(by_hand):
-    door = by_hand("[server]\nrequest_timeout_secs = 1800\n" + times(idle_secs=300))
+def test_request_timeout_secs_cuts_an_answer_that_has_begun(manual_loop):
+    door = manual_loop("[server]\nrequest_timeout_secs = 1800\n" + times(idle_secs=300))
     client = door.client(chat())
     worker = door.worker()
     door.tell(worker, b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n")
@@ -188,15 +188,15 @@ def test_request_timeout_secs_cuts_an_answer_that_has_begun(by_hand):
     assert door.fleet.workers[0].health.consecutive_failures == 0
 
 
-def test_request_timeout_secs_leaves_streams_alone(by_hand):
-    door = by_hand("[server]\nrequest_timeout_secs = 10\n" + times(response_head_secs=100))
+def test_request_timeout_secs_leaves_streams_alone(manual_loop):
+    door = manual_loop("[server]\nrequest_timeout_secs = 10\n" + times(response_head_secs=100))
     door.client(STREAMED)
     door.worker()
     runs_out(door, "wait", 100)
 
 
-def test_sse_keepalive_secs_ends_nothing(by_hand):
-    door = by_hand("[server]\nsse_keepalive_secs = 15\n" + times(response_head_secs=40))
+def test_sse_keepalive_secs_ends_nothing(manual_loop):
+    door = manual_loop("[server]\nsse_keepalive_secs = 15\n" + times(response_head_secs=40))
     client = door.client(STREAMED)
     worker = door.worker()
     for _ in range(2):
@@ -206,8 +206,8 @@ def test_sse_keepalive_secs_ends_nothing(by_hand):
     assert heard(client) == (EVENT + b"0\r\n\r\n", "open")
 
 
-def test_a_client_that_does_not_take_our_own_answer_is_left_after_idle_secs(by_hand):
-    door = by_hand(times(idle_secs=300))
+def test_a_client_that_does_not_take_our_own_answer_is_left_after_idle_secs(manual_loop):
+    door = manual_loop(times(idle_secs=300))
     client = door.client()
     task = next(iter(door.door.loop.tasks))
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
@@ -225,15 +225,15 @@ def test_a_client_that_does_not_take_our_own_answer_is_left_after_idle_secs(by_h
         ("response_head_secs", chat(), "wait"),
     ],
 )
-def test_0_stops_a_clock(by_hand, key, sent, phase):
-    door = by_hand(times(**{key: 0}) + "[server]\nrequest_timeout_secs = 0\n")
+def test_0_stops_a_clock(manual_loop, key, sent, phase):
+    door = manual_loop(times(**{key: 0}) + "[server]\nrequest_timeout_secs = 0\n")
     door.client(sent)
     door.wait(10**7)
     assert door.phases == [phase]
 
 
-def test_a_client_that_does_not_take_comments_is_left_after_idle_secs(by_hand):
-    door = by_hand("[server]\nsse_keepalive_secs = 1\n" + times(idle_secs=300))
+def test_a_client_that_does_not_take_comments_is_left_after_idle_secs(manual_loop):
+    door = manual_loop("[server]\nsse_keepalive_secs = 1\n" + times(idle_secs=300))
     client = door.client()
     (task,) = door.door.loop.tasks
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -11,8 +11,8 @@ import trio.testing
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import MAX_PENDING_WRITERS, Stream
 from omni_proxy.dataplane.loop.task import pause
-from tests.dataplane.by_hand import ByHand, chat, heard
-from tests.dataplane.pumping import Scripted, until
+from tests.dataplane.loop_script import Scripted, until
+from tests.dataplane.manual_loop import ManualLoop, chat, heard
 
 ROUND = 1000
 
@@ -114,25 +114,27 @@ async def test_closing_sends_what_was_late(loop, wires):
 
 
 @pytest.fixture
-def by_hand(monkeypatch):
-    with contextlib.closing(ByHand(monkeypatch, "[server]\nhalf_close = 'answer'\n")) as made:
+def manual_loop(monkeypatch):
+    with contextlib.closing(ManualLoop(monkeypatch, "[server]\nhalf_close = 'answer'\n")) as made:
         yield made
 
 
-def test_a_client_that_asks_no_more_still_gets_all_of_its_answer(by_hand):
+def test_a_client_that_asks_no_more_still_gets_all_of_its_answer(manual_loop):
     body = bytes(12000)
-    client = by_hand.client()
-    (task,) = by_hand.door.loop.tasks
+    client = manual_loop.client()
+    (task,) = manual_loop.door.loop.tasks
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     client.sendall(chat())
     client.shutdown(socket.SHUT_WR)
-    by_hand.turn()
-    by_hand.tell(by_hand.worker(), b"HTTP/1.1 200 OK\r\ncontent-length: 12000\r\n\r\n" + body)
+    manual_loop.turn()
+    manual_loop.tell(
+        manual_loop.worker(), b"HTTP/1.1 200 OK\r\ncontent-length: 12000\r\n\r\n" + body
+    )
     assert len(task.client.pending) > 0
     came, end = b"", "open"
     while end == "open":
         more, end = heard(client)
         assert more or end == "closed"
         came += more
-        by_hand.turn()
+        manual_loop.turn()
     assert came.endswith(b"\r\n\r\n" + body)

@@ -7,7 +7,7 @@ from omni_proxy.dataplane.exchange.request_body import CHUNKED_READ_BYTES
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.task import READS_PER_STEP
 from omni_proxy.dataplane.websocket.relay import CONFIG_READ_BYTES
-from tests.dataplane.by_hand import QUIET_SECS, ByHand, heard
+from tests.dataplane.manual_loop import QUIET_SECS, ManualLoop, heard
 
 CHUNKED = (
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\n"
@@ -27,7 +27,7 @@ AT_ONCE = 2
 
 @pytest.fixture
 def door(monkeypatch):
-    made = ByHand(monkeypatch)
+    made = ManualLoop(monkeypatch)
     yield made
     made.close()
 

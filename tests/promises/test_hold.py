@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from omni_proxy.admin_api.serializers.worker_records import worker_record
-from tests.dataplane.pumping import until
+from tests.dataplane.loop_script import until
 from tests.promises.clients import CHAT, post
 from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import PATIENCE_SECS, FakeWorker, answering, counted, fake_workers

@@ -12,7 +12,7 @@ import trio
 from omni_proxy.config.overlay import desired_workers
 from omni_proxy.config.parse import parse
 from omni_proxy.config.state import SavedState
-from tests.dataplane.pumping import until
+from tests.dataplane.loop_script import until
 from tests.ports import free_port
 from tests.promises.clients import CHAT, Truncated, post
 from tests.promises.dataplane_fixture import run_dataplane

@@ -3,7 +3,7 @@ import socket
 import pytest
 import trio
 
-from tests.dataplane.pumping import until
+from tests.dataplane.loop_script import until
 from tests.promises.clients import STREAMED, post
 from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import (

@@ -12,7 +12,7 @@ import trio
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.dataplane.accept import certificates
 from omni_proxy.dataplane.exchange import fast_path
-from tests.dataplane.pumping import until
+from tests.dataplane.loop_script import until
 from tests.promises.clients import CHAT, Truncated, client_of, post
 from tests.promises.dataplane_fixture import configured, run_dataplane
 from tests.promises.fakes import (

@@ -5,7 +5,7 @@ import json
 import pytest
 import trio
 
-from tests.dataplane.pumping import until
+from tests.dataplane.loop_script import until
 from tests.promises.clients import CHAT, STREAMED, post
 from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.engines import engines

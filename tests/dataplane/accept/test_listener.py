@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from omni_proxy.dataplane.accept.listener import ACCEPTS_PER_EVENT, Listener, open_socket
-from tests.dataplane.pumping import until
+from tests.dataplane.loop_script import until
 
 
 class FailingAccepts:

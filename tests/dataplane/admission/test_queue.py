@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from omni_proxy.fleet.health import Health
 from omni_proxy.routing.pick import eligible_workers
 from omni_proxy.routing.version_constraint import VersionConstraint
-from tests.dataplane.waiters import Room
+from tests.dataplane.queue_fixture import Room
 from tests.fleet.entries import NOW, entry, heal
 
 QUEUED = "queue_size = 100\n"

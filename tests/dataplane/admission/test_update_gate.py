@@ -1,7 +1,7 @@
 import pytest
 
 from omni_proxy.routing.version_constraint import VersionConstraint
-from tests.dataplane.waiters import Room
+from tests.dataplane.queue_fixture import Room
 from tests.fleet.entries import NOW, entry, heal
 
 QUEUE = "queue_size = 9\n"

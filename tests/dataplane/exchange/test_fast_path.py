@@ -9,7 +9,7 @@ from omni_proxy.dataplane.exchange.response_head import diagnostic_fields
 from omni_proxy.dataplane.status import connection_record
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.wire.response import DIAGNOSTICS
-from tests.dataplane.both_ways import WHOLE, answered, asked, both, listening, spelled
+from tests.dataplane.fast_slow import WHOLE, answered, asked, listening, run_fast_and_slow, spelled
 from tests.fleet.entries import entry, fleet_of
 
 
@@ -29,7 +29,7 @@ def test_a_request_like_the_last_and_an_answer_like_the_last_never_meet_the_coro
         for _ in range(5):
             answered(world, client)
 
-    world = both(listeners, script, began=5, handed_over=0)
+    world = run_fast_and_slow(listeners, script, began=5, handed_over=0)
     assert taken(world) == (5, 0)
     assert world.log[-1]["outcome"] == "completed"
 
@@ -50,7 +50,7 @@ def test_a_field_that_is_new_in_every_request_goes_the_short_way(listeners, name
             world.answer(WHOLE)
         assert b"%b: 00-7\r\naccept: a/b\r\n" % name in b"".join(end.came for end in world.lines)
 
-    assert taken(both(listeners, script, config, began=5, handed_over=0)) == (5, 0)
+    assert taken(run_fast_and_slow(listeners, script, config, began=5, handed_over=0)) == (5, 0)
 
 
 HOSTILE_FIELDS = [
@@ -72,7 +72,7 @@ def test_what_stands_in_the_place_of_a_field_that_varies_is_judged(listeners, fi
             world.ask(client, spelled(fields=(each, b"accept: a/b")))
             world.answer(WHOLE)
 
-    both(listeners, script, began={2, 3, 5}, handed_over=0)
+    run_fast_and_slow(listeners, script, began={2, 3, 5}, handed_over=0)
 
 
 @pytest.mark.parametrize("size", [4095, 4096, 16000])
@@ -83,7 +83,7 @@ def test_bodies_that_come_whole_may_be_large(listeners, size):
         world.ask(client, spelled(body=b'{"messages": [], "x": %b}' % text))
         world.answer(WHOLE[:-6].replace(b": 2", b": %d" % size) + b"\r\n\r\n" + text)
 
-    assert taken(both(listeners, script, began=1, handed_over=0)) == (1, 0)
+    assert taken(run_fast_and_slow(listeners, script, began=1, handed_over=0)) == (1, 0)
 
 
 SPOOFED = b"".join(b"%b: spoofed\r\n" % name for name in DIAGNOSTICS)
@@ -100,7 +100,7 @@ def test_a_workers_own_diagnostics_are_dropped_on_either_way(listeners):
             world.ask(client, spelled())
             world.answer(spoofed)
 
-    world = both(listeners, script, began=6, handed_over=4)
+    world = run_fast_and_slow(listeners, script, began=6, handed_over=4)
     assert world.began > world.handed_over
     came = world.clients[0].came.lower()
     assert b"spoofed" not in came
@@ -129,7 +129,7 @@ def test_the_tokens_that_an_answer_tells_are_counted(listeners):
             world.ask(client, spelled())
             world.answer(WHOLE[:-6].replace(b": 2", b": %d" % len(text)) + b"\r\n\r\n" + text)
 
-    world = both(listeners, script, "usage_metrics = true\n", began=3, handed_over=0)
+    world = run_fast_and_slow(listeners, script, "usage_metrics = true\n", began=3, handed_over=0)
     assert taken(world) == (3, 0)
     assert sum(sum(cell.tokens.values()) for cell in world.meters.series.values()) == 24
 
@@ -158,7 +158,7 @@ def test_whatever_is_not_like_the_last_misses(listeners, request_of):
         world.answer(WHOLE)
         world.answer(WHOLE)
 
-    assert taken(both(listeners, script, began=0, handed_over=0)) == (0, 0)
+    assert taken(run_fast_and_slow(listeners, script, began=0, handed_over=0)) == (0, 0)
 
 
 @pytest.mark.parametrize("at", range(1, len(spelled()), 7))
@@ -167,7 +167,7 @@ def test_a_request_in_two_pieces_misses(listeners, at):
         world.ask(client, spelled()[:at], spelled()[at:])
         world.answer(WHOLE)
 
-    assert taken(both(listeners, script, began=0, handed_over=0)) == (0, 0)
+    assert taken(run_fast_and_slow(listeners, script, began=0, handed_over=0)) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_head_without_its_blank_line_is_no_head_yet(listeners, more):
         world.ask(client, more)
         world.answer(WHOLE)
 
-    both(listeners, script, began=0, handed_over=0)
+    run_fast_and_slow(listeners, script, began=0, handed_over=0)
 
 
 def test_an_id_cut_in_the_middle_is_not_the_id(listeners):
@@ -202,7 +202,7 @@ def test_an_id_cut_in_the_middle_is_not_the_id(listeners):
         world.ask(client, head[-3:] + b"\r\n\r\n")
         world.answer(WHOLE)
 
-    assert both(listeners, script, began=0, handed_over=0).began == 0
+    assert run_fast_and_slow(listeners, script, began=0, handed_over=0).began == 0
 
 
 def test_without_an_idle_connection_the_coroutine_dials(listeners):
@@ -212,7 +212,7 @@ def test_without_an_idle_connection_the_coroutine_dials(listeners):
         world.turn()
         answered(world, client)
 
-    world = both(listeners, script, began=0, handed_over=1)
+    world = run_fast_and_slow(listeners, script, began=0, handed_over=1)
     assert (world.handed_over, len(world.lines), world.log[-1]["status"]) == (1, 3, 200)
 
 
@@ -225,7 +225,7 @@ def test_where_nobody_is_routable_it_is_refused_or_waits(listeners, config):
         world.change(1, disabled=False)
         world.answer(WHOLE)
 
-    world = both(listeners, script, config, began=0, handed_over=1)
+    world = run_fast_and_slow(listeners, script, config, began=0, handed_over=1)
     assert world.log[-1]["status"] == (200 if config else 503)
     assert world.handed_over == 1
 
@@ -240,7 +240,9 @@ def test_without_a_slot_it_waits_for_one(listeners, config):
         world.answer(WHOLE)
         world.answer(WHOLE)
 
-    world = both(listeners, script, f"max_inflight = 1\n{config}", began=0, handed_over=0)
+    world = run_fast_and_slow(
+        listeners, script, f"max_inflight = 1\n{config}", began=0, handed_over=0
+    )
     assert [each["status"] for each in world.log[-2:]] == [200, 200]
 
 
@@ -254,7 +256,10 @@ def test_time_in_the_queue_for_a_slot_is_no_time_of_the_exchange(listeners):
         world.answer(WHOLE)
 
     config = "max_inflight = 1\nqueue_size = 2\nrequest_timeout_secs = 5\n"
-    assert both(listeners, script, config, began=0, handed_over=0).log[-1]["status"] == 200
+    assert (
+        run_fast_and_slow(listeners, script, config, began=0, handed_over=0).log[-1]["status"]
+        == 200
+    )
 
 
 def test_without_a_slot_and_a_queue_it_is_refused(listeners):
@@ -263,7 +268,7 @@ def test_without_a_slot_and_a_queue_it_is_refused(listeners):
         world.ask(client, spelled())
         world.answer(WHOLE)
 
-    world = both(listeners, script, "max_inflight = 1\n", began=0, handed_over=0)
+    world = run_fast_and_slow(listeners, script, "max_inflight = 1\n", began=0, handed_over=0)
     assert sorted(each["status"] for each in world.log[-2:]) == [200, 503]
     assert world.door.inflight.rejected == 1
 
@@ -276,7 +281,7 @@ def test_a_key_of_the_workers_own_is_sent(listeners, monkeypatch):
             world.change(at, api_key_env="KEY_OF_A_WORKER")
         answered(world, client)
 
-    world = both(listeners, script, began=0, handed_over=1)
+    world = run_fast_and_slow(listeners, script, began=0, handed_over=1)
     assert sum(end.came.count(b"authorization: Bearer secret\r\n") for end in world.lines) == 1
 
 
@@ -298,7 +303,7 @@ def test_an_answer_that_comes_again_and_again_is_relayed_as_the_first(listeners,
             world.answer(told)
 
     config = "[routing]\nmax_total_retries = 1\nmax_worker_retries = 0\n[health]\n"
-    both(
+    run_fast_and_slow(
         listeners, script, f"{config}failure_threshold = 99\n", began={2, 6, 8}, handed_over={4, 8}
     )
 
@@ -311,7 +316,7 @@ def test_an_answer_of_another_length_than_it_says(listeners, said):
         world.more()
         answered(world, client)
 
-    both(listeners, script, began=2, handed_over=1)
+    run_fast_and_slow(listeners, script, began=2, handed_over=1)
 
 
 def test_the_ids_of_clients_are_kept(listeners):
@@ -322,7 +327,7 @@ def test_the_ids_of_clients_are_kept(listeners):
         told = [each["request_id"] for each in world.log[-6:]]
         assert told == [f"id-{number}" for number in range(6)]
 
-    assert both(listeners, script, began=4, handed_over=0).began >= 4
+    assert run_fast_and_slow(listeners, script, began=4, handed_over=0).began >= 4
 
 
 def test_a_good_answer_makes_good_for_a_failed_one(listeners):
@@ -332,7 +337,7 @@ def test_a_good_answer_makes_good_for_a_failed_one(listeners):
         answered(world, client)
         answered(world, client)
 
-    world = both(listeners, script, began=2, handed_over=2)
+    world = run_fast_and_slow(listeners, script, began=2, handed_over=2)
     assert [worker.health.failed_requests for worker in world.fleet.workers] == [0, 0]
 
 
@@ -343,7 +348,7 @@ def test_a_trial_that_went_well_brings_its_worker_back(listeners):
         answered(world, client)
         answered(world, client)
 
-    world = both(listeners, script, began=2, handed_over=2)
+    world = run_fast_and_slow(listeners, script, began=2, handed_over=2)
     assert not any(worker.health.breaker_tripped for worker in world.fleet.workers)
 
 
@@ -355,7 +360,7 @@ def test_new_weights_while_it_waits_are_told(listeners):
         world.answer(WHOLE)
         answered(world, client)
 
-    world = both(listeners, script, began=2, handed_over=1)
+    world = run_fast_and_slow(listeners, script, began=2, handed_over=1)
     assert world.clients[0].came.count(b"x-omni-weight-version: new\r\n") == 1
 
 
@@ -365,7 +370,7 @@ def test_what_is_asked_is_shown(listeners):
         assert connection_record(client.conn)["target"] == "/v1/chat/completions"
         assert connection_record(client.conn)["worker"].startswith("unix:")
 
-    both(listeners, script, began=1, handed_over=0)
+    run_fast_and_slow(listeners, script, began=1, handed_over=0)
 
 
 def test_clients_that_are_known_stay_with_their_worker(listeners):
@@ -376,14 +381,16 @@ def test_clients_that_are_known_stay_with_their_worker(listeners):
             world.answer(WHOLE)
         assert len({each["worker"] for each in world.log[-7:]}) == 1
 
-    world = both(listeners, script, "[routing]\nsticky_sessions = true\n", began=5, handed_over=0)
+    world = run_fast_and_slow(
+        listeners, script, "[routing]\nsticky_sessions = true\n", began=5, handed_over=0
+    )
     assert world.began >= 4
 
 
 @pytest.mark.parametrize("key", ["sse_keepalive_secs = 5", "max_payload_size = 100",
                                  "request_id_header = 'x-request-id'"])  # fmt: skip
 def test_what_the_short_way_does_not_know_goes_the_long_one(listeners, key):
-    world = both(
+    world = run_fast_and_slow(
         listeners, lambda world, client: answered(world, client), f"{key}\n", began=0, handed_over=0
     )
     assert taken(world) == (0, 0)

@@ -9,7 +9,15 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.worker import Worker
-from tests.dataplane.both_ways import WHOLE, World, answered, asked, both, listening, spelled
+from tests.dataplane.fast_slow import (
+    WHOLE,
+    World,
+    answered,
+    asked,
+    listening,
+    run_fast_and_slow,
+    spelled,
+)
 
 
 @pytest.fixture
@@ -33,7 +41,7 @@ def test_other_stamps_hold_for_open_connections_too(listeners, before, after, na
                 world.answer(WHOLE)
 
     config_of = f"forwarded = '{before}'\nrequest_id_header = 'x-mine'\n"
-    both(listeners, script, config_of, began={0, 1}, handed_over={0, 1})
+    run_fast_and_slow(listeners, script, config_of, began={0, 1}, handed_over={0, 1})
 
 
 @pytest.mark.parametrize(
@@ -57,7 +65,7 @@ def test_another_setting_holds_for_the_next_request_of_an_open_connection(listen
                 world.wait(1)
                 world.answer(WHOLE)
 
-    both(listeners, script, began={0, 2}, handed_over=0)
+    run_fast_and_slow(listeners, script, began={0, 2}, handed_over=0)
 
 
 def test_a_worker_that_stops_reading_and_answers_all_the_same_is_heard(listeners):
@@ -71,7 +79,7 @@ def test_a_worker_that_stops_reading_and_answers_all_the_same_is_heard(listeners
                 end.sock.sendall(WHOLE)
         world.turn()
 
-    world = both(listeners, script, began=1, handed_over=1)
+    world = run_fast_and_slow(listeners, script, began=1, handed_over=1)
     assert world.log[-1]["status"] == 200
 
 
@@ -89,7 +97,7 @@ def test_what_was_pipelined_is_begun_before_its_clients_leaving_is_heard(listene
         world.turn()
         world.answer(WHOLE)
 
-    both(listeners, script, config, began=1, handed_over=0)
+    run_fast_and_slow(listeners, script, config, began=1, handed_over=0)
 
 
 def test_an_idle_client_keeps_nothing_of_a_worker_that_is_gone(listeners):
@@ -111,7 +119,7 @@ def test_an_idle_client_keeps_nothing_of_a_worker_that_is_gone(listeners):
                 assert not any(isinstance(each, kept) for each in refers)
                 assert not any(isinstance(each, Stream) and each.closed for each in refers)
 
-    both(listeners, script, began=7, handed_over=0)
+    run_fast_and_slow(listeners, script, began=7, handed_over=0)
 
 
 def test_a_connection_that_can_not_be_given_back_costs_no_count(listeners, monkeypatch):

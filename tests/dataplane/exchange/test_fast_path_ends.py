@@ -7,7 +7,15 @@ import socket
 import pytest
 
 from omni_proxy.dataplane.loop import stream
-from tests.dataplane.both_ways import WHOLE, World, answered, asked, both, listening, spelled
+from tests.dataplane.fast_slow import (
+    WHOLE,
+    World,
+    answered,
+    asked,
+    listening,
+    run_fast_and_slow,
+    spelled,
+)
 
 CLOSES = None
 
@@ -37,7 +45,9 @@ def test_a_client_that_leaves_while_it_waits(listeners, half_close, half):
         world.turn()
         world.answer(WHOLE)
 
-    world = both(listeners, script, f"half_close = '{half_close}'\n", began=1, handed_over=0)
+    world = run_fast_and_slow(
+        listeners, script, f"half_close = '{half_close}'\n", began=1, handed_over=0
+    )
     served = half and half_close == "answer"
     assert world.log[-1]["outcome"] == ("completed" if served else "client_disconnected")
     assert len(world.log) == 7
@@ -51,7 +61,9 @@ def test_a_client_that_ends_its_side_along_with_its_request(listeners, half_clos
         world.turn()
         world.answer(WHOLE)
 
-    world = both(listeners, script, f"half_close = '{half_close}'\n", began=0, handed_over=0)
+    world = run_fast_and_slow(
+        listeners, script, f"half_close = '{half_close}'\n", began=0, handed_over=0
+    )
     served = half_close == "answer"
     assert world.log[-1]["outcome"] == ("completed" if served else "client_disconnected")
 
@@ -63,7 +75,9 @@ def test_a_clock_that_runs_out_is_a_504_and_told_to_health(listeners, total):
         limits = world.door.settings.limits
         world.wait(limits.total + 1 if total else limits.response_head + 1)
 
-    world = both(listeners, script, f"request_timeout_secs = {total}\n", began=1, handed_over=1)
+    world = run_fast_and_slow(
+        listeners, script, f"request_timeout_secs = {total}\n", began=1, handed_over=1
+    )
     assert (world.log[-1]["status"], world.log[-1]["error"]) == (504, "response_timeout")
     assert sum(worker.health.failed_requests for worker in world.fleet.workers) == 1
 
@@ -75,7 +89,7 @@ def test_a_pump_that_ends_settles_what_was_asked_once(listeners):
             task.close_coroutine()
         world.turn()
 
-    world = both(listeners, script, began=1, handed_over=0)
+    world = run_fast_and_slow(listeners, script, began=1, handed_over=0)
     assert (world.log[-1]["outcome"], len(world.log)) == ("cut_by_proxy", 7)
 
 
@@ -125,7 +139,7 @@ def test_a_kept_connection_that_has_died_is_dialled_anew_once(
         world.answer(WHOLE)
         answered(world, client)
 
-    world = both(listeners, script, began=0, handed_over=2)
+    world = run_fast_and_slow(listeners, script, began=0, handed_over=2)
     assert world.log[-1]["status"] == 200
     if not speaks:
         assert [each["status"] for each in world.log] == [200] * 8
@@ -151,9 +165,9 @@ def test_a_way_that_was_given_up_reads_no_more_of_its_client(listeners, monkeypa
         world.answer(WHOLE)
         world.more()
 
-    assert [each["status"] for each in both(listeners, script, began=0, handed_over=1).log] == [
-        200
-    ] * 8
+    assert [
+        each["status"] for each in run_fast_and_slow(listeners, script, began=0, handed_over=1).log
+    ] == [200] * 8
 
 
 def test_a_drain_while_it_waits_closes_behind_the_answer(listeners):
@@ -162,7 +176,7 @@ def test_a_drain_while_it_waits_closes_behind_the_answer(listeners):
         world.door.begin_drain()
         world.answer(WHOLE)
 
-    world = both(listeners, script, began=1, handed_over=1)
+    world = run_fast_and_slow(listeners, script, began=1, handed_over=1)
     assert world.clients[0].came.count(b"connection: close\r\n") == 1
     assert world.clients[0].end == "closed"
 
@@ -190,7 +204,7 @@ def test_a_client_that_does_not_read_keeps_its_exchange(listeners):
             world.turn()
         assert (world.phases, len(world.log)) == (["idle"], before + 1)
 
-    both(listeners, script, began=3, handed_over=1)
+    run_fast_and_slow(listeners, script, began=3, handed_over=1)
 
 
 def test_a_drain_closes_behind_an_answer_that_was_read_late(listeners):
@@ -202,7 +216,7 @@ def test_a_drain_closes_behind_an_answer_that_was_read_late(listeners):
             world.turn()
         assert client.end == "closed"
 
-    both(listeners, script, began=2, handed_over=0)
+    run_fast_and_slow(listeners, script, began=2, handed_over=0)
 
 
 def test_a_removed_workers_connections_close_behind_their_answer(listeners):
@@ -215,4 +229,4 @@ def test_a_removed_workers_connections_close_behind_their_answer(listeners):
             world.answer(WHOLE.replace(b"\r\n\r\n", b"\r\ndate: now\r\n\r\n"))
         assert [end.end for end in world.lines] == ["closed", "open"]
 
-    both(listeners, script, began=1, handed_over=1)
+    run_fast_and_slow(listeners, script, began=1, handed_over=1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.loop import stream
-from tests.dataplane.both_ways import WHOLE, World, listening, spelled
+from tests.dataplane.fast_slow import WHOLE, World, listening, spelled
 
 STREAMED = b'{"messages": [], "stream": true}'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"

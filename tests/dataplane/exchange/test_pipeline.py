@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from omni_proxy.dataplane.upstream.pool import AdminApiPool
-from tests.dataplane.by_hand import chat, heard
+from tests.dataplane.manual_loop import chat, heard
 
 ANSWER = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}"
 LONG = b"HTTP/1.1 200 OK\r\ncontent-length: 15000\r\n\r\n" + bytes(15000)
@@ -25,8 +25,8 @@ def front(tmp_path):
         yield listener
 
 
-def test_a_body_for_the_control_routes_is_held_no_longer_than_its_request(by_hand, front):
-    door = by_hand()
+def test_a_body_for_the_control_routes_is_held_no_longer_than_its_request(manual_loop, front):
+    door = manual_loop()
     door.door.pools.admin_api = AdminApiPool(door.door.loop, front.getsockname(), "front")
     client = door.client(b"POST /nowhere HTTP/1.1\r\nhost: door\r\ncontent-length: 6\r\n\r\nabc")
     assert door.door.inflight.held_bytes == 3
@@ -40,8 +40,8 @@ def test_a_body_for_the_control_routes_is_held_no_longer_than_its_request(by_han
     door.door.pools.admin_api.close()
 
 
-def test_a_client_that_waited_for_its_turn_and_takes_no_100_does_not_keep_it(by_hand):
-    door = by_hand("[server]\nmax_inflight = 1\nqueue_size = 1\n")
+def test_a_client_that_waited_for_its_turn_and_takes_no_100_does_not_keep_it(manual_loop):
+    door = manual_loop("[server]\nmax_inflight = 1\nqueue_size = 1\n")
     stuck = door.client()
     (task,) = door.door.loop.tasks
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -65,8 +65,8 @@ def asking(path):
     return b"POST %b HTTP/1.1\r\n%b\r\n\r\n" % (path, fields)
 
 
-def test_who_asks_before_a_body_for_no_path_of_ours_hears_404_at_once(by_hand):
-    door = by_hand()
+def test_who_asks_before_a_body_for_no_path_of_ours_hears_404_at_once(manual_loop):
+    door = manual_loop()
     client = door.client(asking(b"/nowhere"))
     head, _, body = heard(client)[0].partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 404 ")
@@ -75,13 +75,13 @@ def test_who_asks_before_a_body_for_no_path_of_ours_hears_404_at_once(by_hand):
 
 
 @pytest.mark.parametrize("path", [b"/workers", b"/%77orkers", b"/workers/x/drain", b"/flush_cache"])
-def test_for_a_path_of_the_control_routes_he_may_go_on(by_hand, path):
-    door = by_hand()
+def test_for_a_path_of_the_control_routes_he_may_go_on(manual_loop, path):
+    door = manual_loop()
     assert heard(door.client(asking(path)))[0] == b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-def test_the_control_routes_hear_how_a_request_came_from_us_alone(by_hand, front):
-    door = by_hand()
+def test_the_control_routes_hear_how_a_request_came_from_us_alone(manual_loop, front):
+    door = manual_loop()
     door.door.pools.admin_api = AdminApiPool(door.door.loop, front.getsockname(), "front")
     door.client(
         b"GET /config HTTP/1.1\r\nhost: evil.example:1\r\n"

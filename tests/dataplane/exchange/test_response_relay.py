@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.dataplane.by_hand import STREAMED, ByHand, chat, heard
+from tests.dataplane.manual_loop import STREAMED, ManualLoop, chat, heard
 
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 UNTIL_CLOSE = b"HTTP/1.1 200 OK\r\n\r\n"
@@ -19,19 +19,19 @@ OLD = chat().replace(b"HTTP/1.1", b"HTTP/1.0")
 
 
 @pytest.fixture
-def by_hand(monkeypatch):
-    with contextlib.closing(ByHand(monkeypatch)) as made:
+def manual_loop(monkeypatch):
+    with contextlib.closing(ManualLoop(monkeypatch)) as made:
         yield made
 
 
-def narrow(by_hand):
+def narrow(manual_loop):
     """The client's socket takes little at a time."""
-    (task,) = by_hand.door.loop.tasks
+    (task,) = manual_loop.door.loop.tasks
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return task.client
 
 
-def drained(by_hand, client):
+def drained(manual_loop, client):
     """All that a client hears which reads on until nothing comes."""
     came = b""
     while True:
@@ -39,17 +39,17 @@ def drained(by_hand, client):
         came += more
         if not more or end != "open":
             return came, end
-        by_hand.turn()
+        manual_loop.turn()
 
 
-def test_streams_that_move_in_one_turn_are_sent_at_its_end(by_hand):
-    clients = [by_hand.client(STREAMED) for _ in range(3)]
-    workers = [by_hand.worker() for _ in clients]
+def test_streams_that_move_in_one_turn_are_sent_at_its_end(manual_loop):
+    clients = [manual_loop.client(STREAMED) for _ in range(3)]
+    workers = [manual_loop.worker() for _ in clients]
     for worker in workers:
-        by_hand.tell(worker, SSE + EVENT)
+        manual_loop.tell(worker, SSE + EVENT)
     for worker in workers:
         worker.sendall(EVENT)
-    loop = by_hand.door.loop
+    loop = manual_loop.door.loop
     for fd, mask in loop._epoll.poll(1):
         loop._handlers[fd].on_event(mask)
     before = [heard(client)[0] for client in clients]
@@ -58,13 +58,13 @@ def test_streams_that_move_in_one_turn_are_sent_at_its_end(by_hand):
     assert [heard(client)[0] for client in clients] == [EVENT] * 3
 
 
-def test_an_error_event_stands_behind_all_that_came_before_the_fault(by_hand):
-    client = by_hand.client(STREAMED)
-    worker = by_hand.worker()
-    by_hand.tell(worker, SSE)
+def test_an_error_event_stands_behind_all_that_came_before_the_fault(manual_loop):
+    client = manual_loop.client(STREAMED)
+    worker = manual_loop.worker()
+    manual_loop.tell(worker, SSE)
     worker.sendall(EVENT)
     worker.close()
-    by_hand.turn()
+    manual_loop.turn()
     came, end = heard(client)
     _, _, body = came.partition(b"\r\n\r\n")
     assert body.startswith(EVENT)
@@ -79,13 +79,13 @@ BREAKS = {
 }
 
 
-def broken_stream(by_hand, asked, *pieces):
+def broken_stream(manual_loop, asked, *pieces):
     """All that the client hears of a stream of these pieces, and how it ends; the body alone."""
-    client = by_hand.client(asked)
-    worker = by_hand.worker()
-    by_hand.tell(worker, SSE)
+    client = manual_loop.client(asked)
+    worker = manual_loop.worker()
+    manual_loop.tell(worker, SSE)
     for piece in pieces:
-        by_hand.tell(worker, piece)
+        manual_loop.tell(worker, piece)
     came, end = heard(client)
     return came.partition(b"\r\n\r\n")[2], end
 
@@ -100,40 +100,40 @@ def only_chunk(body):
 @pytest.mark.parametrize("garbage", BREAKS.values(), ids=BREAKS)
 @pytest.mark.parametrize("before", [(), (EVENT,), (EVENT, EVENT + EVENT)], ids=len)
 def test_a_stream_that_turns_to_garbage_ends_with_an_error_event_and_a_cut(
-    by_hand, garbage, before
+    manual_loop, garbage, before
 ):
-    body, end = broken_stream(by_hand, STREAMED, *before, garbage)
+    body, end = broken_stream(manual_loop, STREAMED, *before, garbage)
     assert body.startswith(b"".join(before))
     event = only_chunk(body.removeprefix(b"".join(before)))
     assert event.startswith(b"\n\ndata: {")  # behind what may be half an event
     assert FAILED in event
     assert event.endswith(b"\n\n")
     assert end == "closed"
-    assert by_hand.log[-1]["outcome"] == "stream_error"
-    assert by_hand.fleet.workers[0].health.consecutive_failures == 1
+    assert manual_loop.log[-1]["outcome"] == "stream_error"
+    assert manual_loop.fleet.workers[0].health.consecutive_failures == 1
 
 
 @pytest.mark.parametrize("half", [b"d\r\ndata: he", b"d\r\ndata: hello\n\n", b"d\r", b"d"])
-def test_no_error_event_is_put_into_half_a_chunk(by_hand, half):
-    body, end = broken_stream(by_hand, STREAMED, EVENT, half, b"\0\r\r\r" + b"x" * 20)
+def test_no_error_event_is_put_into_half_a_chunk(manual_loop, half):
+    body, end = broken_stream(manual_loop, STREAMED, EVENT, half, b"\0\r\r\r" + b"x" * 20)
     assert (body, end) == (EVENT + half, "closed")
 
 
 @pytest.mark.parametrize("half", [b"d\r\ndata: he", b"d\r\ndata: hello\n\n"])
-def test_a_client_that_gets_no_chunks_has_a_place_for_it_at_any_time(by_hand, half):
-    body, end = broken_stream(by_hand, OLD, EVENT, half, b"\0\r\r\r" + b"x" * 20)
+def test_a_client_that_gets_no_chunks_has_a_place_for_it_at_any_time(manual_loop, half):
+    body, end = broken_stream(manual_loop, OLD, EVENT, half, b"\0\r\r\r" + b"x" * 20)
     told = b"data: hello\n\n" + half[3:]
     assert body.startswith(told + b"\n\ndata: {")
     assert FAILED in body
     assert end == "closed"
 
 
-def test_no_error_event_is_put_into_an_answer_that_is_no_stream(by_hand):
-    client = by_hand.client(chat())
-    worker = by_hand.worker()
-    by_hand.tell(worker, b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-    by_hand.tell(worker, b"5\r\nhello\r\n")
-    by_hand.tell(worker, b"xyz")
+def test_no_error_event_is_put_into_an_answer_that_is_no_stream(manual_loop):
+    client = manual_loop.client(chat())
+    worker = manual_loop.worker()
+    manual_loop.tell(worker, b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    manual_loop.tell(worker, b"5\r\nhello\r\n")
+    manual_loop.tell(worker, b"xyz")
     came, end = heard(client)
     assert came.endswith(b"\r\n\r\n5\r\nhello\r\n")
     assert end == "closed"
@@ -149,7 +149,7 @@ def test_whatever_was_relayed_is_followed_by_one_whole_chunk_or_by_nothing(paylo
     stream = b"".join(chunks)
     bounds = sorted({0, len(stream), *(at for at in cuts if at < len(stream))})
     pieces = [stream[a:b] for a, b in pairwise(bounds)]
-    with pytest.MonkeyPatch.context() as patch, contextlib.closing(ByHand(patch)) as made:
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(ManualLoop(patch)) as made:
         body, end = broken_stream(made, STREAMED, *pieces, garbage)
     assert end == "closed"
     assert body.startswith(stream)
@@ -159,82 +159,85 @@ def test_whatever_was_relayed_is_followed_by_one_whole_chunk_or_by_nothing(paylo
         assert FAILED in only_chunk(behind)
 
 
-def test_no_error_event_is_put_into_what_a_client_has_not_read(by_hand):
-    client = by_hand.client(STREAMED)
-    worker = by_hand.worker()
-    near = narrow(by_hand)
-    by_hand.tell(worker, SSE + LARGE)
+def test_no_error_event_is_put_into_what_a_client_has_not_read(manual_loop):
+    client = manual_loop.client(STREAMED)
+    worker = manual_loop.worker()
+    near = narrow(manual_loop)
+    manual_loop.tell(worker, SSE + LARGE)
     assert near.pending
     worker.close()
-    by_hand.turn()
-    came, end = drained(by_hand, client)
+    manual_loop.turn()
+    came, end = drained(manual_loop, client)
     _, _, body = came.partition(b"\r\n\r\n")
     assert end == "closed"
     assert (LARGE.startswith(body), len(body) < len(LARGE)) == (True, True)
-    assert by_hand.log[-1]["outcome"] == "stream_error"
+    assert manual_loop.log[-1]["outcome"] == "stream_error"
 
 
 @pytest.mark.parametrize("asked", [OLD, STREAMED], ids=["to its close", "in chunks of ours"])
-def test_an_answer_that_ends_with_its_connection_comes_whole_to_a_slow_reader(by_hand, asked):
-    client = by_hand.client(asked)
-    worker = by_hand.worker()
-    near = narrow(by_hand)
+def test_an_answer_that_ends_with_its_connection_comes_whole_to_a_slow_reader(manual_loop, asked):
+    client = manual_loop.client(asked)
+    worker = manual_loop.worker()
+    near = narrow(manual_loop)
     payload = bytes(range(256)) * 40
-    by_hand.tell(worker, UNTIL_CLOSE + payload)
+    manual_loop.tell(worker, UNTIL_CLOSE + payload)
     assert near.pending
     worker.shutdown(socket.SHUT_WR)
-    by_hand.turn()
-    assert by_hand.phases == ["client"]
-    came, _ = drained(by_hand, client)
+    manual_loop.turn()
+    assert manual_loop.phases == ["client"]
+    came, _ = drained(manual_loop, client)
     _, _, body = came.partition(b"\r\n\r\n")
     if asked is STREAMED:
         assert body.endswith(b"\r\n0\r\n\r\n")
         body = body.removeprefix(b"%x\r\n" % len(payload)).removesuffix(b"\r\n0\r\n\r\n")
     assert body == payload
-    assert by_hand.log[-1]["outcome"] == "completed"
+    assert manual_loop.log[-1]["outcome"] == "completed"
 
 
-def test_a_worker_is_not_read_while_its_client_does_not_read(by_hand):
-    client = by_hand.client(STREAMED)
-    worker = by_hand.worker()
-    near = narrow(by_hand)
-    by_hand.tell(worker, SSE + LARGE)
-    by_hand.tell(worker, LARGE)
-    assert by_hand.phases == ["client"]
+def test_a_worker_is_not_read_while_its_client_does_not_read(manual_loop):
+    client = manual_loop.client(STREAMED)
+    worker = manual_loop.worker()
+    near = narrow(manual_loop)
+    manual_loop.tell(worker, SSE + LARGE)
+    manual_loop.tell(worker, LARGE)
+    assert manual_loop.phases == ["client"]
     held = len(near.pending)
-    by_hand.tell(worker, LARGE)
-    assert (len(near.pending), by_hand.phases) == (held, ["client"])
-    by_hand.tell(worker, b"0\r\n\r\n")
-    came, _ = drained(by_hand, client)
+    manual_loop.tell(worker, LARGE)
+    assert (len(near.pending), manual_loop.phases) == (held, ["client"])
+    manual_loop.tell(worker, b"0\r\n\r\n")
+    came, _ = drained(manual_loop, client)
     assert came.partition(b"\r\n\r\n")[2] == LARGE * 3 + b"0\r\n\r\n"
 
 
-def test_a_client_that_stays_stuck_is_cut_at_its_own_clock(by_hand):
-    client = by_hand.client(STREAMED)
-    worker = by_hand.worker()
-    narrow(by_hand)
-    by_hand.tell(worker, SSE + LARGE)
-    by_hand.tell(worker, LARGE)
-    by_hand.wait(by_hand.door.settings.limits.idle + 1)
-    assert (by_hand.log[-1]["outcome"], by_hand.log[-1]["ended_by"]) == ("client_stalled", "client")
-    assert drained(by_hand, client)[1] != "open"
+def test_a_client_that_stays_stuck_is_cut_at_its_own_clock(manual_loop):
+    client = manual_loop.client(STREAMED)
+    worker = manual_loop.worker()
+    narrow(manual_loop)
+    manual_loop.tell(worker, SSE + LARGE)
+    manual_loop.tell(worker, LARGE)
+    manual_loop.wait(manual_loop.door.settings.limits.idle + 1)
+    assert (manual_loop.log[-1]["outcome"], manual_loop.log[-1]["ended_by"]) == (
+        "client_stalled",
+        "client",
+    )
+    assert drained(manual_loop, client)[1] != "open"
 
 
 @pytest.mark.parametrize("half", [b"d\r\ndata: he", b"d\r\ndata: hello\n\n"])
 @pytest.mark.parametrize("how", [b"", b"\0\r\r\r" + b"x" * 20], ids=["closes", "garbage"])
 def test_no_error_event_is_put_into_half_a_chunk_behind_a_comment_of_ours(monkeypatch, half, how):
     config = "[server]\nsse_keepalive_secs = 5\n"
-    with contextlib.closing(ByHand(monkeypatch, config)) as by_hand:
-        client = by_hand.client(STREAMED)
-        worker = by_hand.worker()
-        by_hand.wait(6)
-        by_hand.tell(worker, SSE + EVENT)
-        by_hand.tell(worker, half)
+    with contextlib.closing(ManualLoop(monkeypatch, config)) as manual_loop:
+        client = manual_loop.client(STREAMED)
+        worker = manual_loop.worker()
+        manual_loop.wait(6)
+        manual_loop.tell(worker, SSE + EVENT)
+        manual_loop.tell(worker, half)
         if how:
-            by_hand.tell(worker, how)
+            manual_loop.tell(worker, how)
         else:
             worker.close()
-            by_hand.turn()
+            manual_loop.turn()
         came, end = heard(client)
     assert came.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b": keep-alive\n\n" in came

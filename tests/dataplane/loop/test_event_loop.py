@@ -16,7 +16,7 @@ from omni_proxy.dataplane.loop.task import (
     await_direct,
     pause,
 )
-from tests.dataplane.pumping import Scripted, Wires, until
+from tests.dataplane.loop_script import Scripted, Wires, until
 
 
 async def test_a_task_is_stepped_when_its_stream_has_bytes(loop, wires):

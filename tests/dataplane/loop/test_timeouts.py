@@ -7,7 +7,7 @@ from omni_proxy.dataplane.loop import timeouts
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout
 from omni_proxy.dataplane.loop.timeouts import Timers
-from tests.dataplane.pumping import Scripted
+from tests.dataplane.loop_script import Scripted
 
 
 def start_waiting(loop, wires, deadline, expired_phases):

@@ -9,7 +9,7 @@ import trio
 from omni_proxy.dataplane.loop import trio_scheduling
 from omni_proxy.dataplane.loop.timeouts import Timers
 from omni_proxy.dataplane.loop.trio_scheduling import HostLoop
-from tests.dataplane.pumping import Scripted
+from tests.dataplane.loop_script import Scripted
 
 BATCHES = 3000
 

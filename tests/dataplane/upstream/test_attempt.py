@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from omni_proxy.wire.response import INTERIM_HEADS
-from tests.dataplane.by_hand import ByHand, chat, heard
+from tests.dataplane.manual_loop import ManualLoop, chat, heard
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 ONE_TRY = "[routing]\nmax_total_retries = 1\n"
@@ -13,7 +13,7 @@ ONE_TRY = "[routing]\nmax_total_retries = 1\n"
 
 @pytest.fixture
 def door(monkeypatch):
-    made = ByHand(monkeypatch, ONE_TRY)
+    made = ManualLoop(monkeypatch, ONE_TRY)
     yield made
     made.close()
 

@@ -1,7 +1,7 @@
 import pytest
 
 from omni_proxy.dataplane.upstream.pool import IDLE_SECS, UpstreamPool
-from tests.dataplane.pumping import Scripted, until
+from tests.dataplane.loop_script import Scripted, until
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from wsproto.events import (
 )
 
 from omni_proxy.dataplane.websocket import relay
-from tests.dataplane.pumping import until
+from tests.dataplane.loop_script import until
 from tests.dataplane.speech_world import (
     CONFIG,
     DONE,

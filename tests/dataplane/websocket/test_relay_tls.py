@@ -3,7 +3,7 @@
 import trio
 from wsproto.events import BytesMessage
 
-from tests.dataplane.pumping import until
+from tests.dataplane.loop_script import until
 from tests.dataplane.speech_world import (
     CONFIG,
     DONE,

@@ -26,7 +26,7 @@ def chat(body=b'{"messages": []}'):
 STREAMED = chat(b'{"messages": [], "stream": true}')
 
 
-class ByHand:
+class ManualLoop:
     """`now` is every clock of the door."""
 
     def __init__(self, monkeypatch, config=""):

@@ -23,7 +23,7 @@ from omni_proxy.dataplane.status import connection_record
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION
 from omni_proxy.telemetry import metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
-from tests.dataplane.by_hand import ByHand, heard
+from tests.dataplane.manual_loop import ManualLoop, heard
 from tests.fleet.entries import NOW, entry, heal
 
 HEAD = re.compile(rb"((?:POST |HTTP/1\.1)[^\r\n]*\r\n)(.*?\r\n)\r\n", re.DOTALL)
@@ -165,7 +165,7 @@ class InOrder(dict):
         self.pop(task, None)
 
 
-class World(ByHand):
+class World(ManualLoop):
     def __init__(self, patch, listeners, config="", *, short=True):
         super().__init__(patch, config)
         patch.setattr(metrics, "monotonic", lambda: self.now)
@@ -349,7 +349,7 @@ class World(ByHand):
         self.turn()
 
 
-def both(listeners, script, config="", *, began, handed_over, warm=6):
+def run_fast_and_slow(listeners, script, config="", *, began, handed_over, warm=6):
     """Run `script(world, client)` without the fast path and with it: whatever is seen must be the
     same. Returns the world with the fast path.
 
