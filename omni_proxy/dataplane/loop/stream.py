@@ -139,17 +139,6 @@ class Stream:
         self.readable = len(chunk) == size or self.peer_closed
         return chunk
 
-    def unread(self, chunk: bytes) -> None:
-        """Undo the last read: the next one, of the same size, returns `chunk`."""
-        read = self.recv
-
-        def give(_size: int, _flags: int = 0) -> bytes:
-            self.recv = read
-            return chunk
-
-        self.recv = give
-        self.readable = True
-
     def sendmsg(self, chunks: list[bytes]) -> int:
         """As one `send` of all `chunks`."""
         return self.sock.sendmsg(chunks)
