@@ -57,7 +57,10 @@ class Tree:
     owners: dict[ast.AST, Owner] = field(default_factory=dict)
     imported: dict[str, dict[str, str]] = field(default_factory=dict)  # by module and name
     sure: set[FUNCTIONS] = field(default_factory=set)
+    bases: dict[Owner, list[str]] = field(default_factory=dict)  # of a class, as they are written
+    attributes: dict[Owner, dict[str, str]] = field(default_factory=dict)  # annotated by __init__
     here: Owner = ("", "")  # whose code is looked at
+    parameters: dict[str, str] = field(default_factory=dict)  # of the function: their annotations
 
     @classmethod
     def of(cls, modules: Mapping[str, ast.AST]) -> Tree:
@@ -81,8 +84,11 @@ class Tree:
                 names |= {alias.asname or alias.name: child.module for alias in child.names}
             elif isinstance(child, ast.ClassDef):
                 within = (owner[0], child.name)
+                self.bases[within] = [ast.unparse(base) for base in child.bases]
             elif isinstance(child, FUNCTIONS):
                 self.owners[child] = owner
+                if child.name == "__init__":
+                    self.attributes[owner] = _attributes(child)
                 if _may_be_awaited(child):
                     self.functions.setdefault(child.name, []).append(child)
                     self.owned[owner, child.name] = child
@@ -91,16 +97,41 @@ class Tree:
     def meant(self, call: ast.Call) -> list[FUNCTIONS]:
         """What may be called here: of `self` and of a bare name that is known, else of the name."""
         called, (module, _) = call.func, self.here
-        owner = None
+        one = None
         if isinstance(called, ast.Name):
             owner = (self.imported.get(module, {}).get(called.id, module), "")
-        elif isinstance(called, ast.Attribute) and ast.unparse(called.value) == "self":
-            owner = self.here
-        one = self.owned.get((owner, _name(call))) if owner is not None else None
+            one = self.owned.get((owner, _name(call)))
+        elif isinstance(called, ast.Attribute):
+            target = ast.unparse(called.value)
+            if target == "self":
+                one = self.method(self.here, _name(call))
+            else:
+                known = self.attributes.get(self.here, {}) | self.parameters
+                kind = known.get(target.removeprefix("self."), "")
+                one = self.method(self.class_named(kind, module), _name(call))
         return [one] if one is not None else self.functions.get(_name(call), [])
 
-    def always(self, function: FUNCTIONS) -> bool:
+    def class_named(self, name: str, module: str) -> Owner:
+        return (self.imported.get(module, {}).get(name, module), name)
+
+    def method(self, owner: Owner, name: str) -> FUNCTIONS | None:
+        """The method of a class, or of the first base that has it."""
+        one = self.owned.get((owner, name))
+        for base in self.bases.get(owner, ()):
+            one = one or self.method(self.class_named(base, owner[0]), name)
+        return one
+
+    def enter(self, function: FUNCTIONS) -> None:
+        """From now on calls are those of this function."""
         self.here = self.owners[function]
+        self.parameters = _annotations(function)
+        known = self.attributes.get(self.here, {})
+        for name, value in _assigned(function):
+            if value.removeprefix("self.") in known and value.startswith("self."):
+                self.parameters[name] = known[value.removeprefix("self.")]
+
+    def always(self, function: FUNCTIONS) -> bool:
+        self.enter(function)
         paths = self.block(function.body)
         return (paths.on | paths.back) == {LOUD}
 
@@ -109,7 +140,7 @@ class Tree:
         for function in ast.walk(module):
             if not isinstance(function, FUNCTIONS):
                 continue
-            self.here = self.owners[function]
+            self.enter(function)
             for node in _own(function):
                 if isinstance(node, ast.While) and _awaits(node) and self.may_spin(node):
                     yield function.name, node
@@ -218,6 +249,39 @@ class Tree:
         if node.finalbody and last.on <= {LOUD}:
             body = _raised(body)
         return body | Paths(again=last.again, out=last.out, back=last.back)
+
+
+def _annotations(function: FUNCTIONS) -> dict[str, str]:
+    named = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return {arg.arg: ast.unparse(arg.annotation) for arg in named if arg.annotation is not None}
+
+
+def _assigned(function: FUNCTIONS) -> Iterator[tuple[str, str]]:
+    """Names and what they are set to: `a = b`, and `a, b = c, d`."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target, value = node.targets[0], node.value
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                yield from (
+                    (ast.unparse(one), ast.unparse(other))
+                    for one, other in zip(target.elts, value.elts, strict=False)
+                )
+            else:
+                yield ast.unparse(target), ast.unparse(value)
+
+
+def _attributes(init: FUNCTIONS) -> dict[str, str]:
+    """Attributes that are set to an annotated parameter."""
+    known = _annotations(init)
+    return {
+        target.attr: known[node.value.id]
+        for node in ast.walk(init)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in known
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+    }
 
 
 def _raised(paths: Paths) -> Paths:

@@ -107,7 +107,7 @@ async def test_the_key_is_asked_for_there_unless_the_file_says_no(tmp_path):
         assert (await running.client.post("/reload", headers=key)).status_code == 403
         open_there = config([worker], key=KEY, listen_key=False)
         put(file, open_there)
-        await running.says("revision 2")
+        await running.says("revision=2")
         assert (await admin.post("/reload")).status_code == 200
         assert "workers" in (await admin.get("/health")).json()
         assert "workers" not in (await running.client.get("/health")).json()

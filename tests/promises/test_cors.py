@@ -40,7 +40,7 @@ async def test_a_page_may_call_a_model_and_read_what_went_on(tmp_path):
             assert (await running.client.options(MODELS)).status_code == 405
 
             put(file, toml(fleet, more="cors_allow_origins = ['https://other.example']\n"))
-            await running.says("revision 2")
+            await running.says("revision=2")
             asked = await running.client.options(MODELS, headers=ASKS)
             assert (asked.status_code, ALLOW in asked.headers) == (403, False)
             answer = await running.client.post(MODELS, json=chat(), headers=PAGE)
