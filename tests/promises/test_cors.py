@@ -50,7 +50,7 @@ async def test_a_page_may_call_a_model_and_read_what_went_on(tmp_path):
             assert answer.json()["error"]["code"] == "origin_not_allowed"
 
             put(file, toml(fleet, more="cors_allow_origins = []\n"))
-            await running.says("revision 3")
+            await running.says("revision=3")
             asked = await running.client.options(MODELS, headers=ASKS)
             assert (asked.status_code, ALLOW in asked.headers) == (405, False)
 

@@ -71,6 +71,17 @@ class Exchange:
         self.error = ""
         self.phase = ""
 
+    def recycle(self) -> None:
+        """Make it as new, for the next request with the same head on the same connection. Only for
+        an exchange that the fast path has completed: what that never sets is left alone, and so are
+        the facts of the head and what each request sets first."""
+        self.dialled_at = self.wait_at = self.first_at = self.ended_at = self.own_secs = 0.0
+        self.need = self.last_worker = None
+        self.attempts = self.status = self.bytes_out = self.pieces = 0
+        self.outcome = self.phase = ""
+        self.tail = b""
+        self.admitted = self.relayed = False
+
     def end(self, outcome: str, by: str, error: str = "", *, phase: str = "") -> None:
         """Note how it ended and where; the first call stands."""
         if not self.outcome:

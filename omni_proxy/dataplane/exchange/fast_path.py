@@ -43,7 +43,7 @@ class FastPath:
     """Handles the events of a connection's streams from `start` to `stop`."""
 
     __slots__ = (
-        "_io", "_pool", "_received", "_request", "cached", "client", "error",
+        "_io", "_pool", "_received", "_request", "_spare", "cached", "client", "error",
         "waiting_on",
     )  # fmt: skip
 
@@ -54,6 +54,7 @@ class FastPath:
         self.error: PhaseTimeout | None = None  # the worker's time was over
         self._io = io
         self._pool: UpstreamPool | None = None  # of the upstream that has the request
+        self._spare: Exchange | None = None  # of the last request, to be used again
         self._request = b""  # as it was read
         self._received = b""  # of the response, where it is not like the last one
 
@@ -139,18 +140,15 @@ class FastPath:
         except HttpError:
             return False
         services.balancer.set_affinity_key(need, lines)
-        exchange = Exchange(io.loop.now, io.peer)
-        exchange.head_at = exchange.body_at = exchange.started_at
-        exchange.method, exchange.target, _ = cached.head.log_words
-        exchange.route = cached.route
-        exchange.idempotency_key = cached.head.idempotency_key
+        exchange = self._spare or self._new_exchange()
+        exchange.started_at = exchange.head_at = exchange.body_at = io.loop.now
         exchange.bytes_in = size
         if not io.try_hold(len(chunk)):
             return False
         if not services.inflight.admit(exchange):
             io.release_held()
             return False
-        io.exchange = exchange
+        io.exchange, self._spare = exchange, None
         head_id = lines[template.id_index] if template.id_index > 0 else cached.head.request_id
         exchange.set_requirements(need, head_id)
         self._request = chunk
@@ -158,6 +156,14 @@ class FastPath:
         if not self._send(exchange, lines, length_line, body):
             io.step()
         return True
+
+    def _new_exchange(self) -> Exchange:
+        head = self.cached.head
+        exchange = Exchange(self._io.loop.now, self._io.peer)
+        exchange.method, exchange.target, _ = head.log_words
+        exchange.route = self.cached.route
+        exchange.idempotency_key = head.idempotency_key
+        return exchange
 
     def _send(
         self, exchange: Exchange, lines: list[bytes], length_line: bytes, body: bytes
@@ -253,6 +259,8 @@ class FastPath:
             io.upstream = None
         finally:
             finalize(io.services, exchange, "relay")
+        exchange.recycle()
+        self._spare = exchange
         io.await_next_request()
         if client.readable:  # more has come, or its end
             io.step()

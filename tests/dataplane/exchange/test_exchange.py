@@ -1,0 +1,23 @@
+from omni_proxy.dataplane.exchange.exchange import Exchange
+
+# Facts of the head, and what each request on the fast path sets before anything reads it.
+KEPT = {
+    "started_at", "head_at", "body_at", "client", "method", "target", "route", "idempotency_key",
+    "request_id", "policy", "version", "worker_seen", "stream", "bytes_in",
+}  # fmt: skip
+# What the fast path never sets: an exchange that needs one of these goes on in the coroutine.
+NEVER_SET = {
+    "body", "connect_secs", "cors", "ended_by", "error", "half_open_id", "longest_gap",
+    "queued_secs", "request_id_line", "tried", "worker",
+}  # fmt: skip
+
+
+def test_a_recycled_exchange_is_as_new_but_for_what_each_request_sets():
+    used, new = Exchange(1.0, "client"), Exchange(1.0, "client")
+    for name in set(Exchange.__slots__) - NEVER_SET:
+        setattr(used, name, object())
+    used.recycle()
+    differing = {
+        name for name in Exchange.__slots__ if getattr(used, name) is not getattr(new, name)
+    } - {"started_at"}
+    assert differing == KEPT - {"started_at"}
