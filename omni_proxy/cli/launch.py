@@ -140,10 +140,10 @@ def free_ports(host: str, base: int, count: int) -> int:
 
 def _is_free(host: str, port: int) -> bool:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            trial.bind((host, port))
+            probe.bind((host, port))
         except OSError as error:
             if isinstance(error, socket.gaierror):
                 raise EngineCommandError(f"--worker-host {host}: {error.strerror}") from None

@@ -215,8 +215,8 @@ class Tail:
             there = self._path.stat()
         except FileNotFoundError:
             return False
-        mine = os.fstat(self._file.fileno())
-        return (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino)
+        opened = os.fstat(self._file.fileno())
+        return (there.st_dev, there.st_ino) != (opened.st_dev, opened.st_ino)
 
     def _last_lines(self, count: int) -> list[bytes]:
         """Reads backwards, block by block; the file then stands at its end."""

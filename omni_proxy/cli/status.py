@@ -194,7 +194,7 @@ def _why_out(row: FleetRow) -> str:
         return "PAUSED"
     if row.held_by:
         return f"held ({printable(row.held_by[0])})"
-    return "on trial" if row.trial else printable(row.health)
+    return "on trial" if row.half_open else printable(row.health)
 
 
 def describe_requests(feed: FeedModel, history: Sequence[HistoryPoint]) -> str:

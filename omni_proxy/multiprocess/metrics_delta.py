@@ -62,7 +62,7 @@ class MetricsDelta(Metrics):
     def _take_all(self) -> MetricsEvent:
         cells, self._series = self.series, {}
         phases, self._phases = self.phases, {}
-        tries, self.failed_attempts = self.failed_attempts, Counter()
+        failed, self.failed_attempts = self.failed_attempts, Counter()
         retries, self.retries = self.retries, 0
         recent, self._recent = self._recent, RecentDelta()
         assert isinstance(recent, RecentDelta)
@@ -73,7 +73,7 @@ class MetricsDelta(Metrics):
             },
             slots=recent.window_deltas(),
             ends=recent.end_deltas(),
-            failed_attempts=[(_serial(w), cause, count) for (w, cause), count in tries.items()],
+            failed_attempts=[(_serial(w), cause, count) for (w, cause), count in failed.items()],
             retries=retries,
             worker_ends=_worker_counts(self._fleet.workers),
         )

@@ -77,26 +77,26 @@ class ReportHandler:
     ) -> None:
         fleet = self.fleet
         match message:
-            case RequestFailedEvent(serial, status, error, at, trial):
-                number = handle.half_open_ids.get((serial, trial), 0)
+            case RequestFailedEvent(serial, status, error, at, half_open):
+                number = handle.half_open_ids.get((serial, half_open), 0)
                 fleet.observe_request_failure(
                     worker, status=status, error=error, at=at, half_open_id=number
                 )
-            case RequestSucceededEvent(serial, trial):
-                fleet.observe_success(worker, handle.half_open_ids.get((serial, trial), 0))
-            case HalfOpenStartedEvent(serial, trial):
-                handle.half_open_ids[serial, trial] = fleet.begin_half_open(worker)
-            case HalfOpenEndedEvent(serial, trial):
-                fleet.end_half_open(worker, handle.half_open_ids.pop((serial, trial), 0))
+            case RequestSucceededEvent(serial, half_open):
+                fleet.observe_success(worker, handle.half_open_ids.get((serial, half_open), 0))
+            case HalfOpenStartedEvent(serial, half_open):
+                handle.half_open_ids[serial, half_open] = fleet.begin_half_open(worker)
+            case HalfOpenEndedEvent(serial, half_open):
+                fleet.end_half_open(worker, handle.half_open_ids.pop((serial, half_open), 0))
             case VoicesChangedEvent():
                 self.dataplane.keep_voices_at(worker)
 
     def on_process_exit(self, handle: ProcessHandle) -> None:
         """Its half-open requests are over; what it counted stays counted."""
-        for (serial, _), trial in handle.half_open_ids.items():
+        for (serial, _), half_open in handle.half_open_ids.items():
             worker = self.worker_ids.find(serial)
             if worker is not None:
-                self.fleet.end_half_open(worker, trial)
+                self.fleet.end_half_open(worker, half_open)
         handle.half_open_ids.clear()
         if isinstance(handle.stats, ProcessStats):
             self.exited_counts.update(handle.stats.counts)

@@ -102,11 +102,13 @@ def ineligibility_reasons(
     if need.pinning is NAMED and fleet.get(need.named_worker) is not worker:
         reasons.append("is not the worker that the request names")
     if need.pinning is VOICE_OWNER:
-        reasons += _against_as_keeper(fleet, worker, need, owner)
+        reasons += _reasons_against_voice_owner(fleet, worker, need, owner)
     return reasons
 
 
-def _against_as_keeper(fleet: Fleet, worker: Worker, need: Requirements, owner: str) -> list[str]:
+def _reasons_against_voice_owner(
+    fleet: Fleet, worker: Worker, need: Requirements, owner: str
+) -> list[str]:
     if owner:
         return [] if worker.url == owner else ["does not keep the uploaded voices"]
     if "audio_input" not in worker.capabilities:
@@ -181,8 +183,8 @@ def _first_cause(fleet: Fleet, need: Requirements, owner: str) -> tuple[str, str
             return code, why(left)
         left = passed
     if need.pinning is VOICE_OWNER:
-        keeper = owner or "none has speech and audio_input"
-        return "voice_owner_unavailable", f"the worker that keeps the voices is out ({keeper})"
+        shown_owner = owner or "none has speech and audio_input"
+        return "voice_owner_unavailable", f"the worker that keeps the voices is out ({shown_owner})"
     if need.pinning is NAMED:
         return "worker_unavailable", f"the worker {need.named_worker} is not routable"
     if need.model and all(worker.model != need.model for worker in left):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from omni_proxy.dataplane.exchange.exchange import Exchange
 
 OTHER: Final = "other"
-FRONT: Final = "front"  # the route of whatever is not model traffic
+ADMIN_API: Final = "front"  # the route of whatever is not model traffic
 AT_ONCE: Final = 2048  # times that are sorted in together: a third of a millisecond
 UNREAD: Final = "unread"  # no head that could be read
 
@@ -123,7 +123,7 @@ class Metrics:
         """
         route = exchange.route
         if route is None:
-            self._count_front(exchange)
+            self._count_admin_api(exchange)
             return
         try:
             cell = self._series[route.path][worker]
@@ -213,9 +213,9 @@ class Metrics:
             or exchange.tried is not None
         ):
             self._count_rarer(exchange, cell, model)
-        self._count_lately(exchange, worker, place)
+        self._count_recent(exchange, worker, place)
 
-    def _count_lately(self, exchange: Exchange, worker: Worker | None, place: int) -> None:
+    def _count_recent(self, exchange: Exchange, worker: Worker | None, place: int) -> None:
         """`place` in FINE: when the first chunk came for the client; -1 where none did."""
         recent = self._recent
         second = recent.second
@@ -232,8 +232,8 @@ class Metrics:
         elif recent.completed_left:
             recent.note_completed(exchange, worker)
 
-    def _count_front(self, exchange: Exchange) -> None:
-        cell = self.series_for(FRONT if exchange.method != "-" else UNREAD, None)
+    def _count_admin_api(self, exchange: Exchange) -> None:
+        cell = self.series_for(ADMIN_API if exchange.method != "-" else UNREAD, None)
         key = (None, exchange.status // 100, exchange.outcome or "cut_by_proxy")
         cell.ends[key] = cell.ends.get(key, 0) + 1
         cell.bytes_in += exchange.bytes_in

@@ -187,13 +187,13 @@ class RecentWindow:
             # Never more than the minute of `points`, which is shown beside it.
             inside = (mark for mark in marks if at - mark[0] <= WINDOW_SECS)
             began, then = next(inside, marks[-1])
-        lately = WindowCounts(
+        recent = WindowCounts(
             requests=now.requests - then.requests,
             errors=now.errors - then.errors,
             firsts=list(map(sub, now.firsts, then.firsts)),
         )
-        rate = round(lately.requests / max(at - began, 1.0), 2)
-        return WorkerWindow(rate, lately.errors, sum(lately.firsts), *_firsts(lately))
+        rate = round(recent.requests / max(at - began, 1.0), 2)
+        return WorkerWindow(rate, recent.errors, sum(recent.firsts), *_firsts(recent))
 
     def ends(self) -> list[FinishedExchange]:
         """Newest first."""

@@ -91,7 +91,7 @@ class RouteSeries(SingleChunkCounts):
         self.pieces = 0
         self.tokens: Counter[tuple[str | None, str]] = Counter()  # model, type
 
-    def gather(self, lately: WindowCounts) -> None:
+    def gather(self, recent: WindowCounts) -> None:
         """Spread what came whole, over the worker's slot as well. As little as can be for each
         place: it is done for whole fleets at once."""
         counts = list(compress(self.single_chunk_counts, self.single_chunk_counts))
@@ -101,7 +101,7 @@ class RouteSeries(SingleChunkCounts):
             total.counts[COARSE[place]] += count
             first.counts[place] += count
             head.counts[place] += count
-            lately.firsts[place] += count
+            recent.firsts[place] += count
             self.single_chunk_counts[place] = 0
         for times in (total, first, head):
             times.sum += self.single_chunk_secs
@@ -110,4 +110,4 @@ class RouteSeries(SingleChunkCounts):
         end = (self.model, 2, "completed")
         self.ends[end] = self.ends.get(end, 0) + count
         self.pieces += count
-        lately.requests += count
+        recent.requests += count

@@ -40,7 +40,7 @@ _ROWS = st.fixed_dictionaries(
         "health": st.one_of(st.sampled_from(("healthy", "dead", "unknown", "unhealthy")), ODD),
         "routable": st.booleans(),
         "disabled": st.booleans(),
-        "trial": st.booleans(),
+        "half_open": st.booleans(),
         "held_by": st.lists(ODD, max_size=2),
         "why": st.one_of(st.none(), ODD),
         "since": st.one_of(st.none(), st.just(AT), ODD),

@@ -46,11 +46,13 @@ class ExplainRoutes:
         need = await _need_of(route, await body_bytes(), _facts())
         if need.large_body_class:
             settle_large(self._services.fleet, need)
-        door = self._services.data_plane
-        pin_to_voice_owner(door.voices, route.traffic, need)
-        if door.policy.needs_affinity_key:
+        data_plane = self._services.data_plane
+        pin_to_voice_owner(data_plane.voices, route.traffic, need)
+        if data_plane.policy.needs_affinity_key:
             need.affinity_key = affinity_key_of(_lines())
-        return json_response(explain(self._services.fleet, need, door.policy, door.voices.owner))
+        return json_response(
+            explain(self._services.fleet, need, data_plane.policy, data_plane.voices.owner)
+        )
 
 
 async def _need_of(route: Route, body: bytes, facts: RequestFacts) -> Requirements:
@@ -73,7 +75,7 @@ async def top_of(body: bytes) -> LargeJsonFields:
 
 
 def _lines() -> bytes:
-    """The request's fields as the door has them of a model request."""
+    """The request's fields as the data_plane has them of a model request."""
     fields = (f"{name}: {value}\r\n" for name, value in request.headers)
     return "".join(fields).encode("latin-1", "replace")
 

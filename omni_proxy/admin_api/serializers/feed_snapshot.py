@@ -49,15 +49,15 @@ class Snapshots:
 
     def _now(self) -> dict[str, object]:
         services, config_store = self._services, self._services.config_store
-        door, instruments = services.data_plane, services.instruments
-        leaving = door.draining or services.leaving()
+        plane, instruments = services.data_plane, services.instruments
+        leaving = plane.draining or services.leaving()
         reason = unready(services)
         pauses = services.weight_operations.journal.pauses()
         why = reasons(services, pauses)
         launch = services.launcher.status() if services.launcher else []
         places = {row["url"]: row for row in launch}
         loop_lag_ms = round(instruments.ticker.worst_secs * 1000, 2)
-        data_plane = {**door.counts(), "loop_lag_ms": loop_lag_ms}
+        counts = {**plane.counts(), "loop_lag_ms": loop_lag_ms}
         now = time.time()
         return {
             "at": _iso(now),
@@ -71,10 +71,10 @@ class Snapshots:
             "leaving": leaving,
             "metrics": config_store.config.server.metrics,
             "config_file": str(config_store.file) if config_store.file else None,
-            "admission": door.admission(),
-            "data_plane": data_plane,
-            "door": data_plane,  # the old name
-            "policy": {"name": door.policy.name, **door.policy.stats()},
+            "admission": plane.admission(),
+            "data_plane": counts,
+            "door": counts,  # the old name
+            "policy": {"name": plane.policy.name, **plane.policy.stats()},
             "fleet": [
                 {
                     **self._row(worker, now, why),
@@ -90,7 +90,7 @@ class Snapshots:
             "last_reload": config_store.last_reload,
             "launch": launch,
             "supervisors": services.supervisors(),
-            "watchdog": door.watchdog(),
+            "watchdog": plane.watchdog(),
             "weights": services.weight_operations.status(),
         }
 

@@ -20,7 +20,7 @@ def of_program(services: Services) -> Iterator[Metric]:
     leaving = services.data_plane.draining or services.leaving()
     yield one("ready", "1 while /ready says so", not unready(services))
     yield one("leaving", "1 from the first sign of shutdown on", leaving)
-    yield from _door(services)
+    yield from _data_plane(services)
     yield from _config(services)
     yield from _policy(services.data_plane.policy.name, services.data_plane.policy.stats())
     yield from _weights(services)
@@ -28,7 +28,7 @@ def of_program(services: Services) -> Iterator[Metric]:
     yield from ProcessCollector(registry=CollectorRegistry(auto_describe=False)).collect()
 
 
-def _door(services: Services) -> Iterator[Metric]:
+def _data_plane(services: Services) -> Iterator[Metric]:
     admission, counts = services.data_plane.admission(), services.data_plane.counts()
     in_flight = one("requests_in_flight", "Model requests being served", admission["inflight"])
     yield in_flight
@@ -98,26 +98,30 @@ def _policy(name: str, facts: Mapping[str, object]) -> Iterator[Metric]:
 
 
 def _weights(services: Services) -> Iterator[Metric]:
-    desk = services.weight_operations
-    yield one("weight_epoch", "Our number of the newest weights", desk.journal.published.epoch)
+    operations = services.weight_operations
+    yield one(
+        "weight_epoch", "Our number of the newest weights", operations.journal.published.epoch
+    )
     done = [
         ((path, "ok" if ok else "failed"), count)
-        for (path, ok), count in desk.history.ended.items()
+        for (path, ok), count in operations.history.ended.items()
     ]
     text = "Operations that have ended"
     yield from counters("weight_operations", text, ("operation", "outcome"), done)
-    secs = [((path,), spent) for path, spent in desk.history.spent_secs.items()]
+    secs = [((path,), spent) for path, spent in operations.history.spent_secs.items()]
     text = "Time that they took, waiting too"
     yield from counters("weight_operation_seconds", text, ("operation",), secs)
-    yield one("weight_operations_waiting", "Operations that wait for their turn", desk.waiting)
-    uncertain = len(desk.journal.uncertain)
+    yield one(
+        "weight_operations_waiting", "Operations that wait for their turn", operations.waiting
+    )
+    uncertain = len(operations.journal.uncertain)
     yield one("workers_uncertain", "Workers whose weights nobody is sure of", uncertain)
-    pauses = desk.journal.pauses()
+    pauses = operations.journal.pauses()
     yield one("workers_paused", "Workers whose engines somebody paused", len(pauses))
     begun = [((url,), _timestamp(pause.at)) for url, pause in pauses.items()]
     text = "When its engine was paused; no sample while it is not"
     yield from gauges("worker_paused_timestamp_seconds", text, ("worker",), begun)
-    yield from _syncs(desk.sync.lifecycle.session.state, desk.sync.lifecycle.meters)
+    yield from _syncs(operations.sync.lifecycle.session.state, operations.sync.lifecycle.meters)
 
 
 def _syncs(now: SyncState, meters: SyncMetrics) -> Iterator[Metric]:
@@ -135,9 +139,9 @@ def _syncs(now: SyncState, meters: SyncMetrics) -> Iterator[Metric]:
 
 
 def _itself(services: Services) -> Iterator[Metric]:
-    pulse = services.instruments.ticker
+    ticker = services.instruments.ticker
     text = "How late the event loop wakes a task"
-    yield from histograms("event_loop_lag_seconds", text, (), [((), pulse.lag)])
+    yield from histograms("event_loop_lag_seconds", text, (), [((), ticker.lag)])
     watchdog = services.data_plane.watchdog()
     text = "Times that an event loop had no turn for a second"
     yield total("event_loop_stalls", text, _number(watchdog, "stalls"))

@@ -78,7 +78,7 @@ def _verdict(row: FleetRow, usual_ms: float | None, now: datetime | None) -> Dia
     if not row.routable:
         said = row.why or (f"{row.health}: {row.last_error}" if row.last_error else row.health)
         said = printable(strip_noise(said))
-        if row.drain is not None or row.disabled or row.trial:
+        if row.drain is not None or row.disabled or row.half_open:
             return Diagnosis(LEAVING, state, said)
         # `since` tells of its health alone.
         return Diagnosis(OUT, state, said if row.held_by else said + _for_how_long(row, now))
@@ -111,7 +111,7 @@ def state_of(row: FleetRow) -> str:
         return printable(row.launch.get("state", "launch")).replace("_", " ")
     if row.held_by:
         return printable(row.held_by[0])
-    if row.trial:
+    if row.half_open:
         return "trial"
     return printable(row.health) if row.health != "healthy" or not row.routable else "ok"
 

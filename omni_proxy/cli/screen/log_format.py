@@ -117,8 +117,8 @@ def _more(record: dict[str, Any]) -> list[str]:
         words.append(f"queued {format_millis(queued)}")
     if record.get("model"):
         words.append(f"model {printable(record['model'])}")
-    if isinstance(tries := record.get("attempts"), int) and tries > 1:
-        words.append(f"{tries} tries")
+    if isinstance(attempts := record.get("attempts"), int) and attempts > 1:
+        words.append(f"{attempts} attempts")
     if record.get("error"):
         words.append(f"error {printable(record['error'])}")
     if record.get("ended_by"):

@@ -21,31 +21,31 @@ from omni_proxy.wire.proxy_protocol import (
 _log = logging.getLogger(__name__)
 
 
-async def read_proxy_header(conn: ExchangeIO) -> None:
+async def read_proxy_header(io: ExchangeIO) -> None:
     """Raises ClientDisconnected, PhaseTimeout, OSError."""
-    client = conn.client
-    conn.set_timeout("head", conn.settings.limits.client_head)
+    client = io.client
+    io.set_timeout("head", io.settings.limits.client_head)
     header = None
     while header is None:
-        if conn.must_wait_for(client):
+        if io.must_wait_for(client):
             await pause
         data = client.peek(MAX_BYTES)
         if data is not None:
-            header = _parse(conn, data)
+            header = _parse(io, data)
             client.readable = False  # bytes that were peeked at give no new edge, later ones do
             if header is None and (client.peer_closed or len(data) == MAX_BYTES):
                 raise ClientDisconnected
     client.recv(header.length)
     client.readable = True
-    conn.peer = header.peer or conn.peer
+    io.peer = header.peer or io.peer
 
 
-def _parse(conn: ExchangeIO, data: bytes) -> ProxyHeader | None:
-    totals = conn.services.totals
+def _parse(io: ExchangeIO, data: bytes) -> ProxyHeader | None:
+    totals = io.services.totals
     try:
         return parse_proxy_header(data)
     except ProxyHeaderError as error:
         totals.failed_introductions += 1
         level = logging.WARNING if totals.failed_introductions == 1 else logging.DEBUG
-        _log.log(level, 'proxy_header_invalid peer=%s error="%s"', conn.peer, error)
+        _log.log(level, 'proxy_header_invalid peer=%s error="%s"', io.peer, error)
         raise ClientDisconnected from None

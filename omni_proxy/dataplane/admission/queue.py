@@ -61,11 +61,11 @@ _NO_LINE: Final = _Line(())
 class _Waiter:
     """One waiter. Without requirements it waits for a slot: its body has not been read."""
 
-    __slots__ = ("admitted", "conn", "line", "mine", "need", "number", "tried")
+    __slots__ = ("admitted", "exchange", "io", "line", "need", "number", "tried")
 
-    def __init__(self, conn: IoTask, mine: Exchange, need: Requirements | None) -> None:
-        self.conn = conn
-        self.mine = mine
+    def __init__(self, io: IoTask, exchange: Exchange, need: Requirements | None) -> None:
+        self.io = io
+        self.exchange = exchange
         self.need = need
         self.tried: Collection[Worker] = ()
         self.number = 0
@@ -101,13 +101,13 @@ class Queue:
         self._serving = False
         self._changed = False
 
-    async def wait_for_slot(self, conn: IoTask, mine: Exchange, *, unread: bool) -> None:
+    async def wait_for_slot(self, io: IoTask, exchange: Exchange, *, unread: bool) -> None:
         """Wait for a slot of [server] max_inflight, and take it.
 
         Without a queue it raises HttpError `overload_status` at once (omni-router.md 10). Raises
         HttpError, ClientDisconnected, PhaseTimeout.
         """
-        if self._inflight.admit(mine):
+        if self._inflight.admit(exchange):
             return
         server = self._settings.config.server
         over = HttpError(
@@ -117,30 +117,30 @@ class Queue:
         if not server.queue_size:
             self._inflight.rejected += 1
             raise over
-        await self._wait(_Waiter(conn, mine, None), over)
+        await self._wait(_Waiter(io, exchange, None), over)
 
     async def wait_for_worker(
-        self, conn: IoTask, mine: Exchange, error: HttpError, tried: Collection[Worker] = ()
+        self, io: IoTask, exchange: Exchange, error: HttpError, tried: Collection[Worker] = ()
     ) -> Worker:
         """Wait for a worker, and acquire it; `error`: why there is none now.
 
         While it waits it gives up its slot, which other requests may use. Raises HttpError,
         ClientDisconnected, PhaseTimeout.
         """
-        if error.code in WEIGHT_CODES and mine.need is not None:
-            self._update_gate.check(mine.need, error)
+        if error.code in WEIGHT_CODES and exchange.need is not None:
+            self._update_gate.check(exchange.need, error)
         server = self._settings.config.server
         if not server.queue_size or error.code not in WAITABLE_CODES:
             if error.code == "all_full":
                 error.status = server.overload_status
             raise error
-        self._inflight.dismiss(mine)
+        self._inflight.dismiss(exchange)
         self.serve()
-        waiter = _Waiter(conn, mine, mine.need)
+        waiter = _Waiter(io, exchange, exchange.need)
         waiter.tried = tried
         await self._wait(waiter, error)
-        assert mine.worker is not None
-        return mine.worker
+        assert exchange.worker is not None
+        return exchange.worker
 
     def serve(self, *, changed: bool = False) -> None:
         """Admit every waiter that can go; `changed`: the fleet or a limit has, so any might."""
@@ -195,23 +195,21 @@ class Queue:
             self._add_to_line(waiter)
 
     def _admit(self, waiter: _Waiter) -> bool:
-        mine, need = waiter.mine, waiter.need
+        exchange, need = waiter.exchange, waiter.need
         try:
             if need is not None and not self._balancer.eligible(need):
                 return False
-            if not self._inflight.admit(mine):
+            if not self._inflight.admit(exchange):
                 return False
             if need is not None:
-                self._balancer.acquire(mine, waiter.tried)
+                self._balancer.acquire(exchange, waiter.tried)
         except HttpError:  # its worker was removed, or another process was faster
-            self._inflight.dismiss(mine)
+            self._inflight.dismiss(exchange)
             return False
         self._remove(waiter)
         waiter.admitted = True
-        waiter.conn.phase_deadline = (
-            inf  # it has what it waited for, and runs in the next iteration
-        )
-        waiter.conn.loop.wake(waiter.conn)
+        waiter.io.phase_deadline = inf  # it has what it waited for, and runs in the next iteration
+        waiter.io.loop.wake(waiter.io)
         return True
 
     def _has_eligible_worker(self, waiter: _Waiter) -> bool:
@@ -223,24 +221,24 @@ class Queue:
 
     async def _wait(self, waiter: _Waiter, error: HttpError) -> None:
         """`error`: why it can't go now. Raises HttpError if the queue is full, or after a timeout."""
-        conn, mine = waiter.conn, waiter.mine
+        io, exchange = waiter.io, waiter.exchange
         server = self._settings.config.server
         if self.waiting >= server.queue_size:
             self._inflight.rejected += 1
             full = f"the queue is full: {self.waiting} requests wait"
             raise _overloaded(error, full, "queue_full", server.overload_status)
-        if conn.client.peer_closed and self._settings.half_close_aborts:
+        if io.client.peer_closed and self._settings.half_close_aborts:
             raise ClientDisconnected
-        started_at = conn.loop.now
+        started_at = io.loop.now
         self._enqueue(waiter)
         timeout_secs = server.queue_timeout_secs or inf
-        conn.set_timeout("queue", timeout_secs - mine.queued_secs)
+        io.set_timeout("queue", timeout_secs - exchange.queued_secs)
         try:
             while not waiter.admitted:
-                conn.waiting_on = waiter
+                io.waiting_on = waiter
                 await pause
         except PhaseTimeout:
-            if conn.deadline <= conn.loop.now:
+            if io.deadline <= io.loop.now:
                 raise
             self._inflight.rejected += 1
             reason_text = f"waited {timeout_secs:g} s in the queue"
@@ -248,7 +246,7 @@ class Queue:
                 error, reason_text, "queue_timeout", _timeout_status(error, server)
             ) from None
         finally:
-            mine.queued_secs += conn.loop.now - started_at
+            exchange.queued_secs += io.loop.now - started_at
             if not waiter.admitted:
                 self._remove(waiter)
 

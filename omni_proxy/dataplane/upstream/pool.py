@@ -60,9 +60,9 @@ class UpstreamPool:
         """An idle connection, now owned by `task`."""
         if not self.idle:
             return None
-        conn = self.idle.pop()
-        conn.task = task
-        return conn
+        stream = self.idle.pop()
+        stream.task = task
+        return stream
 
     @property
     def address(self) -> tuple[str, int] | str:
@@ -77,20 +77,20 @@ class UpstreamPool:
         """Whether it still fits the worker as that is configured now."""
         return self.hop_line == worker.hop_line
 
-    def release(self, conn: Stream) -> None:
+    def release(self, stream: Stream) -> None:
         """Keep a connection whose last response has ended cleanly."""
-        if self.closed or conn.peer_closed or (conn.readable and not _is_empty(conn)):
-            conn.close()
+        if self.closed or stream.peer_closed or (stream.readable and not _is_empty(stream)):
+            stream.close()
             return
-        conn.task = None
-        if conn.on_idle_event is None:  # it stays in this pool
-            conn.on_idle_event = self._drop
-        conn.idle_since = self.loop.now
-        self.idle.append(conn)
+        stream.task = None
+        if stream.on_idle_event is None:  # it stays in this pool
+            stream.on_idle_event = self._drop
+        stream.idle_since = self.loop.now
+        self.idle.append(stream)
 
-    def _drop(self, conn: Stream) -> None:
-        self.idle.remove(conn)
-        conn.close()
+    def _drop(self, stream: Stream) -> None:
+        self.idle.remove(stream)
+        stream.close()
 
     def sweep(self) -> None:
         """Close connections that have been idle for too long; the oldest are first."""
@@ -104,15 +104,15 @@ class UpstreamPool:
     def close(self) -> None:
         """Close the idle connections; those in use are closed at the end of their exchanges."""
         self.closed = True
-        for conn in self.idle:
-            conn.close()
+        for stream in self.idle:
+            stream.close()
         self.idle.clear()
 
 
-def _is_empty(conn: Stream) -> bool:
+def _is_empty(stream: Stream) -> bool:
     """Whether nothing is left to read after a response that filled the last read exactly."""
     try:
-        return conn.read(1) is None
+        return stream.read(1) is None
     except OSError:
         return False
 
@@ -161,19 +161,19 @@ class TlsUpstreamPool(UpstreamPool):
             plain.close()
             raise
 
-    def release(self, conn: Stream) -> None:
-        if isinstance(conn, TlsStream) and conn.on_idle_event is None:  # its first response
-            session = conn.session
-            if session is not None and conn.context is self._context:
+    def release(self, stream: Stream) -> None:
+        if isinstance(stream, TlsStream) and stream.on_idle_event is None:  # its first response
+            session = stream.session
+            if session is not None and stream.context is self._context:
                 self._session = session
-        super().release(conn)
+        super().release(stream)
 
-    def _drop(self, conn: Stream) -> None:
+    def _drop(self, stream: Stream) -> None:
         """Unless TLS alone has read something: servers send session tickets at any time."""
         with contextlib.suppress(OSError):
-            if not conn.peer_closed and conn.read(1) is None:
+            if not stream.peer_closed and stream.read(1) is None:
                 return
-        super()._drop(conn)
+        super()._drop(stream)
 
 
 class UpstreamPools:

@@ -25,64 +25,64 @@ from omni_proxy.wire.websocket import encode_handshake, parse_handshake_response
 
 
 async def connect_worker(
-    conn: ExchangeIO, mine: Exchange, head: RequestHead
+    io: ExchangeIO, exchange: Exchange, head: RequestHead
 ) -> tuple[Stream, bytes]:
     """The stream to a worker that answered 101, and the bytes behind that head.
 
     Raises HttpError, ClientDisconnected.
     """
-    services, need = conn.services, mine.need
+    services, need = io.services, exchange.need
     assert need is not None
-    mine.policy = services.balancer.policy.name
-    tries: RetryState | None = None
+    exchange.policy = services.balancer.policy.name
+    retry: RetryState | None = None
     try:
-        worker = services.balancer.acquire(mine)
+        worker = services.balancer.acquire(exchange)
     except HttpError as error:
-        worker = await _wait_for_worker(conn, mine, error)
+        worker = await _wait_for_worker(io, exchange, error)
     while True:
         try:
-            stream_and_rest = await _open(conn, mine, head, worker)
+            stream_and_rest = await _open(io, exchange, head, worker)
         except AttemptFailed as failed:
-            _close_upstream(conn)
-            if counts_as_failed(failed.status, conn.settings.config.routing.retry_on):
+            _close_upstream(io)
+            if counts_as_failed(failed.status, io.settings.config.routing.retry_on):
                 status = failed.status if failed.kind == "status" else None
-                report_failure(services.fleet, mine, worker, failed.error, status)
-            tries = tries or RetryState(conn, mine, 0)
+                report_failure(services.fleet, exchange, worker, failed.error, status)
+            retry = retry or RetryState(io, exchange, 0)
             kind = str(failed.status) if failed.kind == "status" else failed.kind
             try:
-                worker = await tries.next_worker(kind, _client_error(failed))
+                worker = await retry.next_worker(kind, _client_error(failed))
             except HttpError:
-                mine.end("upstream_error", "worker", failed.error)
+                exchange.end("upstream_error", "worker", failed.error)
                 raise
         else:
             if worker.health.failed_requests:
-                services.fleet.observe_success(worker, mine.half_open_id)
+                services.fleet.observe_success(worker, exchange.half_open_id)
             return stream_and_rest
 
 
-async def _wait_for_worker(conn: ExchangeIO, mine: Exchange, error: HttpError) -> Worker:
+async def _wait_for_worker(io: ExchangeIO, exchange: Exchange, error: HttpError) -> Worker:
     try:
-        return await conn.services.queue.wait_for_worker(conn, mine, error)
+        return await io.services.queue.wait_for_worker(io, exchange, error)
     except HttpError as refusal:
         raise _with_numeric_code(refusal) from None
 
 
 async def _open(
-    conn: ExchangeIO, mine: Exchange, head: RequestHead, worker: Worker
+    io: ExchangeIO, exchange: Exchange, head: RequestHead, worker: Worker
 ) -> tuple[Stream, bytes]:
     """Dial and shake hands, under one timeout. Raises AttemptFailed."""
-    lane, nonce = conn.services.pools.of(worker), generate_nonce()
-    conn.set_timeout("dial", conn.settings.config.health.timeout_secs)
+    pool, nonce = io.services.pools.of(worker), generate_nonce()
+    io.set_timeout("dial", io.settings.config.health.timeout_secs)
     try:
-        upstream = conn.upstream = await lane.dial(conn)
-        mine.dialled_at = conn.loop.now
-        conn.phase = "wait"
-        await conn.write(
-            upstream, encode_handshake(with_key(worker, head.lines), lane.host_line, nonce)
+        upstream = io.upstream = await pool.dial(io)
+        exchange.dialled_at = io.loop.now
+        io.phase = "wait"
+        await io.write(
+            upstream, encode_handshake(with_key(worker, head.lines), pool.host_line, nonce)
         )
-        status, rest = await _read_status(conn, upstream, nonce)
+        status, rest = await _read_status(io, upstream, nonce)
     except OSError as error:
-        dialled = conn.upstream is not None
+        dialled = io.upstream is not None
         kind = "reset_before_response" if dialled else "connect_failure"
         raise AttemptFailed(kind, f"ConnectError: {error.strerror or error}") from None
     except UpstreamProtocolError as protocol_error:
@@ -96,11 +96,11 @@ async def _open(
         raise AttemptFailed("response_timeout", late, 504) from None
     if status != 101:
         raise AttemptFailed("503" if status == 503 else "status", f"status={status}", status)
-    mine.wait_at = conn.loop.now
+    exchange.wait_at = io.loop.now
     return upstream, rest
 
 
-async def _read_status(conn: ExchangeIO, upstream: Stream, nonce: bytes) -> tuple[int, bytes]:
+async def _read_status(io: ExchangeIO, upstream: Stream, nonce: bytes) -> tuple[int, bytes]:
     """The status of the response, other 1xx skipped, and the bytes behind its head."""
     buffer, heads = b"", 0
     while True:
@@ -111,14 +111,14 @@ async def _read_status(conn: ExchangeIO, upstream: Stream, nonce: bytes) -> tupl
                 return status, buffer
             heads += 1
             check_interim(heads)
-        chunk = await conn.read(upstream)
+        chunk = await io.read(upstream)
         if not chunk:
             raise UpstreamProtocolError("it closed without an answer to the handshake")
         buffer += chunk
 
 
-def _close_upstream(conn: ExchangeIO) -> None:
-    upstream, conn.upstream = conn.upstream, None
+def _close_upstream(io: ExchangeIO) -> None:
+    upstream, io.upstream = io.upstream, None
     if upstream is not None:
         upstream.close()
 

@@ -46,25 +46,25 @@ class _SessionEnd(Exception):
         self.error = error
 
 
-async def session(conn: ExchangeIO, mine: Exchange, head: RequestHead) -> bool:
+async def session(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> bool:
     """Serve the whole session; returns False: the connection can't be reused.
 
     Raises HttpError for an invalid handshake, ClientDisconnected if the client closes without a
     close frame.
     """
-    mine.request_id = head.request_id or new_request_id()
-    if conn.settings.forwarded is not None:
-        add_forwarded(conn.settings.forwarded, mine, head)
-    id_line = b"X-SGLang-Omni-Request-ID: %b\r\n" % mine.request_id
-    head_bytes = accept_handshake(head, id_line + mine.request_id_line)
-    mine.status, mine.stream, mine.relayed = 101, True, True
-    speech_session = _Session(conn, mine)
+    exchange.request_id = head.request_id or new_request_id()
+    if io.settings.forwarded is not None:
+        add_forwarded(io.settings.forwarded, exchange, head)
+    id_line = b"X-SGLang-Omni-Request-ID: %b\r\n" % exchange.request_id
+    head_bytes = accept_handshake(head, id_line + exchange.request_id_line)
+    exchange.status, exchange.stream, exchange.relayed = 101, True, True
+    speech_session = _Session(io, exchange)
     speech_session.down.out += head_bytes
     try:
         try:
             await speech_session.run(head)
         except HttpError as error:
-            mine.end("refused", "proxy", str(error.code))
+            exchange.end("refused", "proxy", str(error.code))
             raise _SessionEnd(close_code(error.status), error.message, error) from None
     except _SessionEnd as end:
         await speech_session.close(end)
@@ -74,9 +74,9 @@ async def session(conn: ExchangeIO, mine: Exchange, head: RequestHead) -> bool:
 class _Session:
     """Both sides of one session, and the events that were seen so far."""
 
-    def __init__(self, conn: ExchangeIO, mine: Exchange) -> None:
-        self.conn = conn
-        self.mine = mine
+    def __init__(self, io: ExchangeIO, exchange: Exchange) -> None:
+        self.io = io
+        self.exchange = exchange
         self.down = WebSocketFrames(ConnectionType.SERVER)
         self.up = WebSocketFrames(ConnectionType.CLIENT)
         self.speech_events = SpeechEvents()
@@ -86,30 +86,30 @@ class _Session:
 
         Raises _SessionEnd, HttpError, ClientDisconnected.
         """
-        conn, mine = self.conn, self.mine
-        await conn.services.queue.wait_for_slot(conn, mine, unread=False)
+        io, exchange = self.io, self.exchange
+        await io.services.queue.wait_for_slot(io, exchange, unread=False)
         first = await self._first_message()
-        mine.body_at = conn.loop.now
-        route = mine.route
+        exchange.body_at = io.loop.now
+        route = exchange.route
         assert route is not None
-        need = mine.need = inspect_session(route, first, RequestFacts(b"", head.hints))
-        pin_to_voice_owner(conn.services.balancer.voices, route.traffic, need)
-        conn.hold(len(first))
-        worker, chunk = await connect_worker(conn, mine, head)
-        conn.release_held()
+        need = exchange.need = inspect_session(route, first, RequestFacts(b"", head.hints))
+        pin_to_voice_owner(io.services.balancer.voices, route.traffic, need)
+        io.hold(len(first))
+        worker, chunk = await connect_worker(io, exchange, head)
+        io.release_held()
         need.body_fields = None
         self.up.send(first)
         self.up.feed(chunk)
         try:
-            await self._relay(conn.client, worker)
+            await self._relay(io.client, worker)
         except PhaseTimeout:
             self._on_idle_timeout()
 
     async def _first_message(self) -> str | bytes:
-        conn = self.conn
-        limit = min(conn.settings.limits.max_body, CONFIG_BYTES)
-        conn.set_timeout("config", CONFIG_SECS)
-        chunk, conn.rest = conn.rest, b""
+        io = self.io
+        limit = min(io.settings.limits.max_body, CONFIG_BYTES)
+        io.set_timeout("config", CONFIG_SECS)
+        chunk, io.rest = io.rest, b""
         try:
             while True:
                 self.down.feed(chunk)
@@ -117,11 +117,11 @@ class _Session:
                 self._flush_client()
                 if message is not None:
                     return message
-                chunk = await conn.read(conn.client, CONFIG_READ_BYTES)
+                chunk = await io.read(io.client, CONFIG_READ_BYTES)
                 if not chunk:
                     raise ClientDisconnected
-                self.mine.bytes_in += len(chunk)
-                conn.reads_since_pause += len(chunk) // BYTES_PER_READ
+                self.exchange.bytes_in += len(chunk)
+                io.reads_since_pause += len(chunk) // BYTES_PER_READ
         except PhaseTimeout:
             message = "session.config was not received before timeout"
             raise HttpError(400, message, 400) from None
@@ -133,11 +133,11 @@ class _Session:
 
         Raises _SessionEnd, HttpError, ClientDisconnected, PhaseTimeout.
         """
-        conn, down, up = self.conn, self.down, self.up
-        idle = conn.settings.limits.idle
+        io, down, up = self.io, self.down, self.up
+        idle = io.settings.limits.idle
         self._send_client_messages()
         self._relay_worker_events()
-        conn.set_timeout("relay", idle)
+        io.set_timeout("relay", idle)
         while True:
             progress = self._flush_client() | self._flush_worker(worker)
             if not down.out:
@@ -148,19 +148,19 @@ class _Session:
                 # The worker does not take what the client sent last; there is no point in waiting.
                 raise ClientDisconnected
             if progress:
-                conn.set_timeout("relay", idle)
-                if conn.count_read():
+                io.set_timeout("relay", idle)
+                if io.count_read():
                     await pause
             else:
-                conn.waiting_on = ANY_STREAM
+                io.waiting_on = ANY_STREAM
                 await pause
 
     def _flush_client(self) -> bool:
         try:
-            sent = self.conn.client.send_from(self.down.out)
+            sent = self.io.client.send_from(self.down.out)
         except OSError:
             raise ClientDisconnected from None
-        self.mine.bytes_out += sent
+        self.exchange.bytes_out += sent
         return sent > 0
 
     def _flush_worker(self, worker: Stream) -> bool:
@@ -174,7 +174,7 @@ class _Session:
         """The bytes that are there: None for none yet, b"" at the end. Raises OSError."""
         chunk = sock.read(READ_BYTES) if sock.readable else None
         if chunk:
-            self.conn.reads_since_pause += len(chunk) // BYTES_PER_READ
+            self.io.reads_since_pause += len(chunk) // BYTES_PER_READ
         return chunk
 
     def _read_client(self, client: Stream) -> bool:
@@ -186,13 +186,13 @@ class _Session:
             return False
         if not chunk:
             raise ClientDisconnected
-        self.mine.bytes_in += len(chunk)
+        self.exchange.bytes_in += len(chunk)
         self.down.feed(chunk)
         self._send_client_messages()
         return True
 
     def _send_client_messages(self) -> None:
-        limit = min(self.conn.settings.limits.max_body, MESSAGE_BYTES)
+        limit = min(self.io.settings.limits.max_body, MESSAGE_BYTES)
         while (message := self._next_client_message(limit)) is not None:
             self.up.send(message)
 
@@ -204,7 +204,7 @@ class _Session:
         for event in self.down.events():
             if isinstance(event, CloseConnection):
                 ended = "refused" if self.down.broken else "stream_cancelled"
-                self.mine.end(ended, "client", _close_text(event))
+                self.exchange.end(ended, "client", _close_text(event))
                 raise _SessionEnd(event.code, event.reason or "")
             if isinstance(event, Message):
                 message = self.down.join(event, limit)
@@ -226,30 +226,30 @@ class _Session:
         return True
 
     def _relay_worker_events(self) -> None:
-        mine, speech_events = self.mine, self.speech_events
+        exchange, speech_events = self.exchange, self.speech_events
         for event in self.up.events():
             if isinstance(event, CloseConnection):
                 raise self._worker_closed(event, _close_text(event))
             if not isinstance(event, Message) or not (event.data or event.message_finished):
                 continue
             self.down.send(event.data, finished=event.message_finished)
-            mine.first_at = mine.first_at or self.conn.loop.now
-            mine.pieces += 1
+            exchange.first_at = exchange.first_at or self.io.loop.now
+            exchange.pieces += 1
             if isinstance(event.data, str):
                 speech_events.feed(event.data, finished=event.message_finished)
                 if speech_events.done and speech_events.failed_audio:
-                    mine.end("stream_error", "worker", "audio.done with error")
+                    exchange.end("stream_error", "worker", "audio.done with error")
                 elif speech_events.done:
-                    mine.end("completed", "")
+                    exchange.end("completed", "")
 
     def _worker_closed(self, close: CloseConnection | None, reason_text: str) -> _SessionEnd:
         """What the worker's close means: an end, an application error, or a failure."""
-        mine, speech_events = self.mine, self.speech_events
+        exchange, speech_events = self.exchange, self.speech_events
         message = "upstream WebSocket closed before session.done"
         code, reason = (1000, "") if speech_events.done else (1011, message)
         if close is not None and not self.up.broken:
             code, reason = close.code, close.reason or ""
-        mine.end("stream_error", "worker", reason_text)
+        exchange.end("stream_error", "worker", reason_text)
         if (
             speech_events.done
             or speech_events.error
@@ -261,25 +261,25 @@ class _Session:
         return _SessionEnd(1011 if self.down.in_message else code, reason, error)
 
     def _report_failure(self, error: str) -> None:
-        worker = self.mine.worker
+        worker = self.exchange.worker
         assert worker is not None
-        report_failure(self.conn.services.fleet, self.mine, worker, error)
+        report_failure(self.io.services.fleet, self.exchange, worker, error)
 
     def _on_idle_timeout(self) -> None:
         """No byte was relayed for idle_secs. Raises HttpError if the client can be told."""
         if self.down.out:
-            self.mine.end("client_stalled", "client", "the client stopped reading")
-            self.conn.client.close(reset=True)
+            self.exchange.end("client_stalled", "client", "the client stopped reading")
+            self.io.client.close(reset=True)
         elif self.up.out:
             self._report_failure("WriteTimeout: the worker stopped reading")
-            self.mine.end("upstream_error", "worker", "WriteTimeout")
+            self.exchange.end("upstream_error", "worker", "WriteTimeout")
             raise HttpError(504, "upstream WebSocket failed", 504, type="upstream_error")
         else:
             raise HttpError(408, "the session was silent for too long", 408)
 
     async def close(self, end: _SessionEnd) -> None:
         """Send close frames and drain both sides: closing on unread bytes would reset them away."""
-        conn, down, worker = self.conn, self.down, self.conn.upstream
+        io, down, worker = self.io, self.down, self.io.upstream
         if end.error is not None and not down.in_message:
             down.send(error_event(end.error))
         down.close(end.code, end.reason)
@@ -287,23 +287,23 @@ class _Session:
         if worker is not None:
             self._flush_worker(worker)
         try:
-            conn.set_timeout("client", conn.settings.limits.idle)
-            await conn.write(conn.client, bytes(down.out))
-            conn.set_timeout("linger", CLOSE_SECS)
+            io.set_timeout("client", io.settings.limits.idle)
+            await io.write(io.client, bytes(down.out))
+            io.set_timeout("linger", CLOSE_SECS)
             if worker is not None:
                 if not self.up.broken:
                     await self._drain_until_closed(worker, self.up)
                 worker.close()
-            await self._drain_until_closed(conn.client, down)
+            await self._drain_until_closed(io.client, down)
         except PhaseTimeout:
-            conn.client.close(reset=conn.phase == "client")
+            io.client.close(reset=io.phase == "client")
         except OSError:
             raise ClientDisconnected from None
 
     async def _drain_until_closed(self, sock: Stream, frames: WebSocketFrames) -> None:
         while frames.broken or not frames.left:
             try:
-                chunk = await self.conn.read(sock)
+                chunk = await self.io.read(sock)
             except OSError:
                 return
             if not chunk:

@@ -66,8 +66,21 @@ class CacheAware(Policy):
     """`now` is monotonic seconds, as in `maintain`."""
 
     __slots__ = (
-        "_among", "_branches", "_evict_at", "_evicting", "_judged", "_matched", "_now", "_rules",
-        "_seen", "_small", "_tree", "_turn", "_warmth", "_weights", "name",
+        "_among",
+        "_branches",
+        "_evict_at",
+        "_evicting",
+        "_judged",
+        "_matched",
+        "_now",
+        "_rules",
+        "_seen",
+        "_slow_start",
+        "_small",
+        "_tree",
+        "_turn",
+        "_weights",
+        "name",
     )  # fmt: skip
 
     @classmethod
@@ -79,7 +92,7 @@ class CacheAware(Policy):
         self._rules = routing.cache_aware
         self._tree: PrefixTree[Worker] = PrefixTree(self._rules.max_tree_size)
         self._weights = CandidateWeights()
-        self._warmth = SlowStart(self._rules.warmup_share)
+        self._slow_start = SlowStart(self._rules.warmup_share)
         self._turn = 0
         self._branches: Counter[str] = Counter()
         self._matched = self._seen = 0
@@ -128,7 +141,7 @@ class CacheAware(Policy):
     def reconfigure(self, routing: RoutingConfig) -> bool:
         rules = self._rules = routing.cache_aware
         self._tree.max_size = rules.max_tree_size
-        self._warmth.share = rules.warmup_share
+        self._slow_start.share = rules.warmup_share
         self._evict_at = min(self._evict_at, self._now + rules.eviction_interval_secs)
         self._evicting |= self._tree.oversized
         self._judged, self._small = ((), False, 0), ((), [])  # they went by the old ones
@@ -138,7 +151,7 @@ class CacheAware(Policy):
         self._small = ((), [])
         self._among = ((), -1, 0)
         self._tree.forget(worker)
-        self._warmth.forget_worker(worker)
+        self._slow_start.forget_worker(worker)
 
     def maintain(self, now: float) -> None:
         self._now = now
@@ -196,7 +209,7 @@ class CacheAware(Policy):
         if of is candidates and small:
             return _Choice(small[-1], "smallest_tree", 0)
         sizes = self._sizes(candidates)
-        spared = self._warmth.spared(candidates, sizes)
+        spared = self._slow_start.spared(candidates, sizes)
         ranked = _small_alike(candidates, sizes, spared, text.length)
         best = min(ranked)[:2]
         ties = [index for load, size, index in ranked if (load, size) == best]
@@ -209,7 +222,7 @@ class CacheAware(Policy):
         if not choice.ranked:
             self._small[1].pop()
             return
-        self._warmth.record_choice(choice.worker, candidates, choice.sizes)
+        self._slow_start.record_choice(choice.worker, candidates, choice.sizes)
         if good_for := _good_for(candidates, SIZES_FOR):
             ranked = nsmallest(good_for + 1, choice.ranked)
             next_ones = [candidates[index] for _, _, index in reversed(ranked)]
@@ -323,7 +336,7 @@ def _text(candidates: Sequence[Worker], need: Requirements) -> _Text:
 # without a match. While its tree is below half of the mean it is chosen at most once per 1/share
 # choices, but never less often than its fair share.
 
-YOUNG = 0.5  # of the mean size
+NEW_SHARE = 0.5  # of the mean size
 _WHOLE = 1.0 - 1e-9  # 1/n summed n times
 
 
@@ -340,7 +353,7 @@ class SlowStart:
         """Who can't be chosen now; never all of them."""
         return [
             worker
-            for worker in self._young(candidates, sizes)
+            for worker in self._new_workers(candidates, sizes)
             if self._with_earned(worker, len(candidates)) < _WHOLE
         ]
 
@@ -348,8 +361,8 @@ class SlowStart:
         self, chosen: Worker, candidates: Sequence[Worker], sizes: Sequence[float]
     ) -> None:
         """`sizes` are those that the choice was made by."""
-        young = self._young(candidates, sizes)
-        earned = {worker: self._with_earned(worker, len(candidates)) for worker in young}
+        new_workers = self._new_workers(candidates, sizes)
+        earned = {worker: self._with_earned(worker, len(candidates)) for worker in new_workers}
         if self._saved:
             for worker in candidates:
                 self._saved.pop(worker, None)
@@ -363,8 +376,8 @@ class SlowStart:
     def _with_earned(self, worker: Worker, candidates: int) -> float:
         return min(1.0, self._saved.get(worker, 1.0) + max(self.share, 1 / candidates))
 
-    def _young(self, candidates: Sequence[Worker], sizes: Sequence[float]) -> list[Worker]:
+    def _new_workers(self, candidates: Sequence[Worker], sizes: Sequence[float]) -> list[Worker]:
         if not self.share or self.share >= 1:
             return []
-        bound = YOUNG * sum(sizes) / len(sizes)
+        bound = NEW_SHARE * sum(sizes) / len(sizes)
         return [worker for worker, size in zip(candidates, sizes, strict=True) if size < bound]

@@ -37,16 +37,20 @@ class RequestHeadCache:
     """`parse` as `wire.request.judge`, remembered, and stamped for what came over TLS or not."""
 
     def __init__(
-        self, stamps: ForwardedHeaders | None = None, *, secure: bool = False, proxy_id: bytes = b""
+        self,
+        forwarded: ForwardedHeaders | None = None,
+        *,
+        secure: bool = False,
+        proxy_id: bytes = b"",
     ) -> None:
-        self._stamps = stamps
+        self._forwarded = forwarded
         self._secure = secure
         self._proxy_id = proxy_id
         self._read = READ_FIELDS - _ANY_VALUE
         self._ids = frozenset(REQUEST_ID_FIELDS)
-        if stamps is not None:
-            self._read |= stamps.read_fields()
-            self._ids |= {stamps.id_name}
+        if forwarded is not None:
+            self._read |= forwarded.read_fields()
+            self._ids |= {forwarded.id_name}
         self._known: LruCache[Key, _Template] = LruCache(TEMPLATES)
         self._seen_once = Doorkeeper(TEMPLATES)
         self._last: _Template | None = None  # what was used last will most often do again
@@ -91,8 +95,8 @@ class RequestHeadCache:
     def _judge(self, head: bytes) -> RequestHead:
         reject_loop(head, self._proxy_id)  # a hit has the same marks as a head that was let in
         found = parse_request_head(head)
-        if self._stamps is not None:
-            self._stamps.prepare(found, secure=self._secure)
+        if self._forwarded is not None:
+            self._forwarded.prepare(found, secure=self._secure)
         return found
 
     def _key(self, head: bytes) -> Key:

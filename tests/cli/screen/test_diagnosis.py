@@ -68,7 +68,7 @@ def test_the_median_of_the_others_is_that_of_a_list_without_it(times, data):
         ({"disabled": True}, "leaving", "disabled"),
         ({"drain": {"state": "draining"}, "disabled": True}, "leaving", "draining"),
         ({"held_by": ["uncertain"]}, "out", "uncertain"),
-        ({"trial": True}, "leaving", "trial"),
+        ({"half_open": True}, "leaving", "trial"),
     ],
 )
 def test_who_takes_no_request_is_out_or_leaving(fields, kind, state):
