@@ -171,7 +171,8 @@ class Server:
         ]
 
     def _app(self, services: Services) -> QuartTrio:
-        """The admin API. It sees the counters of every process; a change that it has answered holds in
+        """The admin API. It sees the counters of every process; a change that it has answered holds
+        in
         every process."""
         app = create_app(services)
 

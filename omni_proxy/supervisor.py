@@ -45,7 +45,8 @@ class Supervisor:
         }
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Reports `started` when the first run does, or when it fails: it never blocks the start."""
+        """Reports `started` when the first run does, or when it fails: it never blocks the
+        start."""
         started = _StartedOnce(task_status, lambda: self._enter("running"))
         backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, RESET_SECS)
         while True:

@@ -86,7 +86,8 @@ def _visible_pauses(services: Services, keys: KeyCheck) -> dict[str, PauseRecord
 
 
 def _forward_hops(app: QuartTrio, proxy_id: str) -> None:
-    """Identify the proxy in responses, and carry the hop header of a request into calls to workers."""
+    """Identify the proxy in responses, and carry the hop header of a request into calls to
+    workers."""
 
     async def record_hops() -> None:
         incoming_hops.set(", ".join(request.headers.getlist(HOP_FIELD)))

@@ -122,7 +122,8 @@ def parse_worker_url(text: str) -> str:
 
 
 def requested_url(body: Mapping[str, object]) -> str:
-    """The URL in the request: query before body, `url` before `worker_url`. Raises HttpError 400."""
+    """The URL in the request: query before body, `url` before `worker_url`. Raises HttpError
+    400."""
     for source in (request.args, body):
         for key in ("url", "worker_url"):
             named = source.get(key)

@@ -1,9 +1,9 @@
 """JSON requests and responses: the only module that reads bodies and makes responses.
 
-Invariant: every response of the admin API is JSON, errors of Quart and Werkzeug included, except a few
-texts of an older dialect and the redirect of a browser from / to the dashboard; keys keep their order.
-A 404 suggests the closest served path; the length of what is compared is bounded, so that a flood of
-unknown paths is cheap.
+Invariant: every response of the admin API is JSON, errors of Quart and Werkzeug included, except a
+few texts of an older dialect and the redirect of a browser from / to the dashboard; keys keep their
+order. A 404 suggests the closest served path; the length of what is compared is bounded, so that a
+flood of unknown paths is cheap.
 """
 
 from __future__ import annotations

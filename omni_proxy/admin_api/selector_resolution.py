@@ -1,7 +1,7 @@
 """Resolves selectors to workers, by what the fleet knows and what their engines report.
 
-Invariant: engines are called only if a selector has a key that only they know; a worker that does not
-answer has none of these facts.
+Invariant: engines are called only if a selector has a key that only they know; a worker that does
+not answer has none of these facts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class SelectorResolver:
         self._records = records
 
     async def urls(self, text: str | None) -> frozenset[str] | None:
-        """URLs of the selected workers, None without a selector. Raises HttpError 400 for an invalid one."""
+        """URLs of the selected workers, None without a selector. Raises HttpError 400 for an
+        invalid one."""
         if text is None:
             return None
         try:

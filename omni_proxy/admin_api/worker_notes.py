@@ -1,4 +1,5 @@
-"""What clients of sgl-model-gateway attach to a worker, and the status of their background additions.
+"""What clients of sgl-model-gateway attach to a worker, and the status of their background
+additions.
 
 Labels, priority and cost are kept and shown; nothing routes by them. Invariant: notes live as long
 as their worker object and are never written to disk.

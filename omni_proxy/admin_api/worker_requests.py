@@ -1,9 +1,9 @@
 """Bodies of worker requests in two dialects: the proxy's, answered when done, and that of
 sgl-model-gateway (smg), answered at once.
 
-A key that only smg has makes a request asynchronous, as the configured dialect or the `Prefer` header
-may. Invariant: a body is validated whole before anything changes, and an unknown key is refused
-(omni-router.md 5, routers.md 1.7).
+A key that only smg has makes a request asynchronous, as the configured dialect or the `Prefer`
+header may. Invariant: a body is validated whole before anything changes, and an unknown key is
+refused (omni-router.md 5, routers.md 1.7).
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def parse_add(body: Mapping[str, object], *, prefers_async: bool) -> WorkerBody:
 
 
 def parse_put(body: Mapping[str, object], url: str | None, *, prefers_async: bool) -> WorkerBody:
-    """Validate a PUT; smg sends the whole spec, whose url must be that of the worker (None: unknown)."""
+    """Validate a PUT; smg sends the whole spec, whose url must be that of the worker (None:
+    unknown)."""
     parsed = _parse(body, OMNI_SWITCH, SMG_SPEC | {"url"}, prefers_async=prefers_async)
     if url is not None and "url" in body and _normalized(body["url"]) != url:
         raise bad_request("url must stay the same; add a worker for another url")

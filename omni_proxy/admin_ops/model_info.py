@@ -1,7 +1,7 @@
 """GET /model_info of many workers as one (omni-router.md 11.3).
 
-A field is set if all workers that report it agree, else null; weights of several versions are a 409.
-Stages that were skipped report nothing.
+A field is set if all workers that report it agree, else null; weights of several versions are a
+409. Stages that were skipped report nothing.
 """
 
 from __future__ import annotations

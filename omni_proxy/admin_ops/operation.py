@@ -3,8 +3,9 @@
     waiting -> draining -> recording -> calling -> reading -> verifying -> restoring -> over
        └──────────────────────┴─ refused: nothing was sent ─────────────────────────────┘
 
-Afterwards a worker is `restored` (to its state before), `uncertain` (its weights are unknown: out of
-rotation until it is resolved or fully updated) or `disabled` (until an operator acts). The table is
+Afterwards a worker is `restored` (to its state before), `uncertain` (its weights are unknown: out
+of rotation until it is resolved or fully updated) or `disabled` (until an operator acts). The table
+is
 `fates`. Invariant: a worker that succeeded is never left worse than before.
 """
 

@@ -1,8 +1,8 @@
 """The results of workers, and the one response that is made of them (omni-router.md 11.1).
 
 A worker succeeded with a 2xx whose JSON has no `"success": false`. The operation succeeded if all
-workers did: 200, else 502 with every result. Invariant: `success`, `message` and `status` are at the
-top level of every response and every error.
+workers did: 200, else 502 with every result. Invariant: `success`, `message` and `status` are at
+the top level of every response and every error.
 """
 
 from __future__ import annotations

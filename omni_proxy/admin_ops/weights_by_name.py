@@ -1,6 +1,7 @@
 """GET /get_weights_by_name of many workers as one: the array that all have (api-server.md 9.1).
 
-If they differ, the response is an error with every part: one worker's weights must not stand for all.
+If they differ, the response is an error with every part: one worker's weights must not stand for
+all.
 """
 
 from __future__ import annotations

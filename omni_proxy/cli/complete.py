@@ -45,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
 def _names(line: str) -> Iterator[str]:
     """Of the workers that LINE does not name yet, as far as they begin with its last word.
 
-    Raises AdminClientError, ChangeRefused; ValueError for a quote that is open, ArgumentError, OSError.
+    Raises AdminClientError, ChangeRefused; ValueError for a quote that is open, ArgumentError,
+    OSError.
     """
     words = [os.path.expandvars(os.path.expanduser(word)) for word in shlex.split(line)]
     typed = words.pop() if words and not line[-1:].isspace() else ""

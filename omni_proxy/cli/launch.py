@@ -125,7 +125,8 @@ def _words(command: str) -> tuple[str, ...]:
 
 
 def free_ports(host: str, base: int, count: int) -> int:
-    """The first port from `base` on that begins `count` free ones in a row. Raises EngineCommandError."""
+    """The first port from `base` on that begins `count` free ones in a row. Raises
+    EngineCommandError."""
     first = base
     while first + count - 1 <= LAST_PORT:
         taken = [port for port in range(first, first + count) if not _is_free(host, port)]

@@ -88,7 +88,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def log_file(arguments: argparse.Namespace) -> Path:
-    """Where the proxy writes: from its FILE, or asked of it. Raises AdminClientError, NoLogError."""
+    """Where the proxy writes: from its FILE, or asked of it. Raises AdminClientError,
+    NoLogError."""
     key = "route_log" if arguments.route else "access_log"
     folder = Path()
     config, broken = config_of(arguments)
@@ -154,8 +155,8 @@ def _put(lines: Iterable[str]) -> None:
     sys.stdout.flush()
 
 
-# Following a file across rotation. Each line is read whole and once; a renamed file is read to its end
-# before the new file of that name, and a truncated file is read anew.
+# Following a file across rotation. Each line is read whole and once; a renamed file is read to its
+# end before the new file of that name, and a truncated file is read anew.
 
 POLL_SECS: Final = 0.25
 BLOCK_BYTES: Final = 65536

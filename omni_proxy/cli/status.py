@@ -144,7 +144,8 @@ def _summary(feed: FeedModel, url: str, width: int) -> Iterator[str]:
     if versions := describe_versions(feed):
         yield f"version   {versions}"
     file = printable(feed.config_file) if feed.config_file else "no file"
-    yield f"process   {feed.pid}, up {format_age(feed.uptime_secs)}, revision {feed.revision} of {file}"
+    age = format_age(feed.uptime_secs)
+    yield f"process   {feed.pid}, up {age}, revision {feed.revision} of {file}"
     yield f"workers   {describe_fleet(feed.fleet)}"
     yield f"requests  {describe_requests(feed, feed.history)}"
     yield f"policy    {printable(feed.policy.get('name', NOTHING))}"

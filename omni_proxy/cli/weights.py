@@ -134,7 +134,8 @@ def _agreed(proxy: AdminClient, arguments: argparse.Namespace) -> int:
     if not arguments.yes:
         if not sys.stdin.isatty():
             raise AdminClientError(
-                f"it would give {version_name(version)} to all workers, and nobody is here to agree: "
+                f"it would give {version_name(version)} to all workers, "
+                f"and nobody is here to agree: "
                 "say --yes"
             )
         if not confirm(rollback_question(version)):
@@ -286,8 +287,8 @@ SHOWN: Final = {
 }
 
 
-# The stored versions. A version is named by its label or else by its number; of several with one label
-# the newest is meant, and the question before a rollback names the version that is requested.
+# The stored versions. A version is named by its label or else by its number; of several with one
+# label the newest is meant, and the question before a rollback names the version that is requested.
 
 _HEAD: Final = ("VERSION", "NUMBER", "EPOCH", "STATE", "RECEIVED", "SIZE", "IN", "CHECKSUM")
 _CHECKSUM_CHARS: Final = 12
@@ -336,7 +337,8 @@ def _state(version: JsonObject) -> str:
 
 
 def find_version(told: JsonObject, wanted: str | None) -> JsonObject:
-    """By default the one before the current. Raises ChangeRefused, which names those that there are."""
+    """By default the one before the current. Raises ChangeRefused, which names those that there
+    are."""
     versions: list[JsonObject] = told.get("versions") or []
     if not versions:
         raise ChangeRefused(_nothing(told))

@@ -112,7 +112,8 @@ def with_added(state: SavedState, entry: WorkerSpec) -> SavedState:
 
 
 def with_override(state: SavedState, url: str, **fields: Any) -> SavedState:
-    """`fields` are those of `WorkerOverride`; `model=None` makes the worker name none. Who is enabled does
+    """`fields` are those of `WorkerOverride`; `model=None` makes the worker name none. Who is
+    enabled does
     not leave any more."""
     if fields.get("disabled") is False:
         leaving = tuple(known for known in state.leaving if known != url)

@@ -1,4 +1,5 @@
-"""Problems of a configuration text: where, what, and a hint; and how keys and values are printed."""
+"""Problems of a configuration text: where, what, and a hint; and how keys and values are
+printed."""
 
 import difflib
 import json

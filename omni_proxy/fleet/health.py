@@ -4,10 +4,10 @@
        └─────fall──────┴──fall──> dead ──revive──> unknown              (on_threshold = "dead")
 
 rise: `success_threshold` good probes in a row. fall: `failure_threshold` failures in a row, or
-`max_worker_retries` failed requests in a row. A run with a failed probe in it ends in `on_threshold`,
-any other in `eject`; an ejected worker's breaker is tripped: when it is healthy again it is half-open
-and gets one request at a time, until one succeeds. Invariant: only `revive` leaves dead. Source:
-omni-router.md 9, rules of config.md.
+`max_worker_retries` failed requests in a row. A run with a failed probe in it ends in
+`on_threshold`, any other in `eject`; an ejected worker's breaker is tripped: when it is healthy
+again it is half- open and gets one request at a time, until one succeeds. Invariant: only `revive`
+leaves dead. Source: omni-router.md 9, rules of config.md.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class HealthMachine(_RequestFields):
         return self.half_open_id
 
     def end_half_open(self, half_open_id: int) -> bool:
-        """The request ended without evidence: the next may be half-open. False if it was recorded."""
+        """The request ended without evidence: the next may be half-open. False if it was
+        recorded."""
         if half_open_id != self.half_open_id:
             return False
         self.half_open_id = 0

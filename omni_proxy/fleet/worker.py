@@ -110,7 +110,8 @@ class Worker(_RequestFields):
         self.configure(spec)
 
     def configure(self, spec: WorkerSpec) -> None:
-        """Take over the settings of a spec with the same URL; health, counts and connections stay."""
+        """Take over the settings of a spec with the same URL; health, counts and connections
+        stay."""
         self.model = spec.model
         self.capabilities = spec.capabilities
         self.mask = capability_mask(spec.capabilities)

@@ -63,7 +63,8 @@ MAX_UNSENT_BYTES: Final = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the number of the socket's descriptor. Returns at a drain's or the main process's end."""
+    """`argv`: the number of the socket's descriptor. Returns at a drain's or the main process's
+    end."""
     if len(argv) != 1 or not argv[0].isdecimal():
         sys.exit(
             "data-plane-process is internal: omni-proxy starts it where [server] processes > 1"

@@ -296,7 +296,8 @@ def _tensor_messages(
 
 
 def tensor_bytes(spec: TensorSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The announced tensor as flat uint8; raises GroupError if it differs from what was announced."""
+    """The announced tensor as flat uint8; raises GroupError if it differs from what was
+    announced."""
     import torch
 
     tensor = tensors.get(spec.name)

@@ -95,7 +95,8 @@ def connect_store(
         connection.close()
         if time.monotonic() >= silent_after:
             raise GroupError(
-                f"{_format_address(address)} accepts connections but no torch store answered there within "
+                f"{_format_address(address)} accepts connections "
+                f"but no torch store answered there within "
                 f"{silent_secs:g} s: are master_address and master_port the trainer's?"
             )
         pause.wait(RETRY_SECS)
@@ -162,7 +163,8 @@ def _ping(connection: socket.socket, within_secs: float, *, greeting: bytes = b"
             return False
     if received != nonce:
         raise GroupError(
-            f"{_format_address(connection.getpeername())} speaks another protocol than a torch store: "
+            f"{_format_address(connection.getpeername())} speaks another "
+            f"protocol than a torch store: "
             "are master_address and master_port the trainer's?"
         )
     return True

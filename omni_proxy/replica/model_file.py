@@ -92,7 +92,8 @@ class ModelFileError(Exception):
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """The user's cache folder; a relative `XDG_CACHE_HOME` is ignored, as its specification says."""
+    """The user's cache folder; a relative `XDG_CACHE_HOME` is ignored, as its specification
+    says."""
     configured = environ.get("XDG_CACHE_HOME", "")
     parent = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
     return parent / "omni-proxy" / "models"

@@ -218,7 +218,8 @@ class ConfigStore:
 
     def _report_deferred(self) -> None:
         if self._deferred is not None:
-            waits = f"[[workers]] and [[launch]] wait for the end of a sync: {self.membership_lock.reason()}"
+            reason = self.membership_lock.reason()
+            waits = f"[[workers]] and [[launch]] wait for the end of a sync: {reason}"
             self.last_reload = {**self.last_reload, "waits": waits}
             _log.info("config_deferred reason=%s", self.membership_lock.reason())
         else:
@@ -249,7 +250,8 @@ class ConfigStore:
         return applied
 
     def _apply(self, new: Config, state: SavedState, commits: list[Callable[[], None]]) -> None:
-        """Atomic: no checkpoint between the first change and the last. A step that raises is kept in
+        """Atomic: no checkpoint between the first change and the last. A step that raises is kept
+        in
         `_failures`, and all others still run."""
         self.config, self.state = new, state
         self.state_file = state_path(self.startup, new)

@@ -76,7 +76,8 @@ class StateFile:
             except OSError as error:
                 self._state, self.error = None, f"{path}: {error.strerror}"
                 _log.error(
-                    "state_save_failed error=%r: retried at the next change and at SIGHUP", self.error,
+                    "state_save_failed error=%r: retried at the next change and at SIGHUP",
+                    self.error,
                 )  # fmt: skip
                 return
         self._path, self._state, self.error = path, state, ""
@@ -89,7 +90,8 @@ class StateFile:
             backup = path.with_name(f"{path.name}.old")
             path.replace(backup)
             _log.warning(
-                "state_file_replaced file=%s backup=%s: another program has changed it", path, backup,
+                "state_file_replaced file=%s backup=%s: another program has changed it",
+                path, backup,
             )  # fmt: skip
         write_atomically(path, render_state(state))
         self._signature = file_signature(path)

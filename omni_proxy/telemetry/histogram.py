@@ -1,7 +1,7 @@
 """Histograms that cost a bisect and two additions per value, or less for many values at once.
 
-Invariant: `counts` has one entry per bound and one for values above the last; a bound belongs to the
-bucket below it, as in Prometheus. Bounds are in seconds.
+Invariant: `counts` has one entry per bound and one for values above the last; a bound belongs to
+the bucket below it, as in Prometheus. Bounds are in seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All instruments of the running process as one value, and the ticker that drives them.
 
-Invariant: the ticker measures trio's loop as its tasks have it: by what it wakes late, all other tasks
-wake late too.
+Invariant: the ticker measures trio's loop as its tasks have it: by what it wakes late, all other
+tasks wake late too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A best-effort sink of whole lines, such as the access log and the route log.
 
 Invariant: `write` neither waits nor raises. Lines that can't be written in time are dropped and
-counted; a file that can't be opened costs lines, never a request. After a write that broke off inside
-a line, as on a full disk, the next write begins a new line. The file is opened for each flush and its
-folder created if it is missing, so that both may be moved or deleted at any time.
+counted; a file that can't be opened costs lines, never a request. After a write that broke off
+inside a line, as on a full disk, the next write begins a new line. The file is opened for each
+flush and its folder created if it is missing, so that both may be moved or deleted at any time.
 """
 
 from __future__ import annotations

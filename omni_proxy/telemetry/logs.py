@@ -1,8 +1,8 @@
 """The program's own log: lines on stderr, as text or JSON.
 
-Invariant: `configure` may be called at any time and leaves exactly one handler of this module on the
-root logger; other handlers are not touched. A reader of stderr that does not read blocks nothing. A
-line holds no secret of a query and no terminal control sequence.
+Invariant: `configure` may be called at any time and leaves exactly one handler of this module on
+the root logger; other handlers are not touched. A reader of stderr that does not read blocks
+nothing. A line holds no secret of a query and no terminal control sequence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Counts of finished exchanges, and of streams while they run, as plain numbers.
 
-Invariant: `record` is cheap, and neither waits nor fails. Its labels are bounded: routes are those of
-the route table, workers those of the fleet, and a model that no worker names is "other". Nothing here
-reads a body, except the last chunk of one if its `usage` is wanted.
+Invariant: `record` is cheap, and neither waits nor fails. Its labels are bounded: routes are those
+of the route table, workers those of the fleet, and a model that no worker names is "other". Nothing
+here reads a body, except the last chunk of one if its `usage` is wanted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`Metrics` and the fleet as Prometheus metric families (docs/operations.md explains each).
 
-Invariant: each label is bounded by the route table, the fleet, or a list in the code. A large family
-is yielded in parts, one right after the other, so that the caller can yield to the event loop in
-between; counting may go on meanwhile.
+Invariant: each label is bounded by the route table, the fleet, or a list in the code. A large
+family is yielded in parts, one right after the other, so that the caller can yield to the event
+loop in between; counting may go on meanwhile.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ STATES: Final[tuple[tuple[str, str, Callable[[Worker], float]], ...]] = (
     ("worker_in_flight", "Requests in flight", lambda w: w.in_flight),
     ("worker_weight_epoch", "The weight epoch, 0 if unknown", lambda w: w.weight_epoch),
 )
-# Exported while they are 1: for nearly all workers they would be 0. Not for counters: one that appears
-# with the value 1 hides its first increase from rate().
+# Exported while they are 1: for nearly all workers they would be 0. Not for counters: one that
+# appears with the value 1 hides its first increase from rate().
 WHILE_TRUE: Final[tuple[tuple[str, str, Callable[[Worker], float]], ...]] = (
     ("worker_disabled", "1 while an operator has disabled it", lambda w: w.disabled),
     ("worker_half_open", "1 while its breaker is half-open", lambda w: w.health.is_half_open),

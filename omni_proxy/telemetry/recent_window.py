@@ -92,8 +92,8 @@ class RecentWindow:
     """The door's meters count into `second` and `sums`, and note some of the ends: of good ones
     `completed_left` more in this second.
 
-    `single_chunk_counts`: what `second` still lacks, by its place in FINE. `gather(worker)` brings into `sums`
-    what the meters hold back of that worker, of all for None.
+    `single_chunk_counts`: what `second` still lacks, by its place in FINE. `gather(worker)` brings
+    into `sums` what the meters hold back of that worker, of all for None.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,8 @@ class RecentWindow:
         self.sums: dict[Worker | None, WindowCounts] = {}  # of each worker, since it came
         self.gather: Callable[[Worker | None], None] = _gather_nothing
         self._began = 0.0  # Unix time, as all here
-        # How much it was at which times; the oldest is the one that `worker_window` needs, or soon will.
+        # How much it was at which times; the oldest is the one that `worker_window` needs, or soon
+        # will.
         self._marks: dict[Worker | None, deque[tuple[float, WindowCounts]]] = {}
         self._ends: deque[FinishedExchange] = deque(maxlen=KEPT_ENDS)
         self._troubles: deque[FinishedExchange] = deque(maxlen=KEPT_FAILURES)
@@ -121,7 +122,8 @@ class RecentWindow:
         self._ends.append(_end_of(exchange, worker))
 
     def note_failed(self, exchange: Exchange, worker: Worker | None, slot: WindowCounts) -> None:
-        """Note one that did not complete; it counts as an error unless it was the client's fault."""
+        """Note one that did not complete; it counts as an error unless it was the client's
+        fault."""
         cut = (
             exchange.outcome != "completed"
             and exchange.status < 400
@@ -171,7 +173,8 @@ class RecentWindow:
     def last_minute(self) -> tuple[int, int]:
         """Requests that ended in the last minute, and errors among them.
 
-        As in `worker_window` the running second counts, so that the fleet never has less than its workers.
+        As in `worker_window` the running second counts, so that the fleet never has less than its
+        workers.
         """
         second = self.current_second()
         last = list(islice(reversed(self.points), WINDOW_SECS))

@@ -54,8 +54,8 @@ class RoutePhases:
 class SingleChunkCounts:
     """What every request touches, close together: with many workers none of it is in a cache.
 
-    `single_chunk_counts`: how many lie at each place of FINE, by their time. All of them ended as 2xx, for one
-    model: `model_key` as the client wrote it, `model` as it is told.
+    `single_chunk_counts`: how many lie at each place of FINE, by their time. All of them ended as
+    2xx, for one model: `model_key` as the client wrote it, `model` as it is told.
     """
 
     __slots__ = (

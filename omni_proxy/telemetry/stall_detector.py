@@ -1,7 +1,7 @@
 """Which workers have requests in flight and send nothing, long before their probes have failed.
 
-Invariant: pure, bounded by the fleet, and each tick visits a fifth of it. Progress is an exchange that
-ends or a further chunk of a stream; a WebSocket session for speech may be silent for any time.
+Invariant: pure, bounded by the fleet, and each tick visits a fifth of it. Progress is an exchange
+that ends or a further chunk of a stream; a WebSocket session for speech may be silent for any time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether a worker's address is one that this proxy listens on: each request would come back to it.
 
 Invariant: a name that can't be resolved in time is no error here; a loop that comes by a way which
-addresses don't show (a forwarded port, another proxy) ends by its mark, see `wire.proxy_headers`. Blocking:
-call it in a thread, but for `is_own_address`.
+addresses don't show (a forwarded port, another proxy) ends by its mark, see `wire.proxy_headers`.
+Blocking: call it in a thread, but for `is_own_address`.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ def _place(address: IPv4Address | IPv6Address, port: int) -> str:
     return format_peer(str(mapped or address), port)
 
 
-# The client's address as text, `1.2.3.4:567` or `[::1]:567`, and the field that gives it to the admin
-# API. An IPv4 client of a dual-stack socket is shown as IPv4.
+# The client's address as text, `1.2.3.4:567` or `[::1]:567`, and the field that gives it to the
+# admin API. An IPv4 client of a dual-stack socket is shown as IPv4.
 
 FIELD: Final = b"x-omni-peer"  # in a control request; the last one is ours
 _MAPPED: Final = "::ffff:"

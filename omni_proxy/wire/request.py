@@ -97,8 +97,8 @@ def skip_empty_lines(buffer: bytes) -> bytes:
 def find_head_end(buffer: bytes | bytearray, searched: int = 0) -> int:
     """Where the head ends (past its blank line), 0 while it isn't whole.
 
-    `searched` bytes were looked at before. Raises HttpError 414 or 431 when no end can come any more,
-    and 400 at once for bytes that can't begin a request (TLS).
+    `searched` bytes were looked at before. Raises HttpError 414 or 431 when no end can come any
+    more, and 400 at once for bytes that can't begin a request (TLS).
     """
     end = buffer.find(b"\r\n\r\n", searched - 3 if searched > 3 else 0)
     if 0 <= end <= MAX_HEAD_BYTES - 4:

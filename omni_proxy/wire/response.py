@@ -29,8 +29,9 @@ _STATUS_LINE = re.compile(rb"HTTP/1\.[01] [0-9]{3}(?: [\t -~\x80-\xff]*)?\r\n")
 _CHUNK_SIZE = re.compile(rb"(?:\A|(?<=\r\n))([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n]*)?\r\n")
 # A worker that nominates the length can't take it from the client.
 _STAYING = PLAIN_OPTIONS | {b"content-length"}
-# Of these fields of an answer only the proxy's own may reach a client (`dataplane.exchange.exchange.diagnostics`,
-# `fleet.weight_version`): a worker could claim to be another one, or to have other weights.
+# Of these fields of an answer only the proxy's own may reach a client
+# (`dataplane.exchange.exchange.diagnostics`, `fleet.weight_version`): a worker could claim to be
+# another one, or to have other weights.
 DIAGNOSTICS = (
     b"x-sglang-omni-worker", b"x-sglang-omni-request-id", b"x-sglang-omni-route-attempt",
     b"x-omni-attempts", b"x-omni-weight-version", b"x-omni-weight-version-end",
@@ -82,8 +83,8 @@ class UpstreamResponse:
     def read_head(self, head: bytes, *, to_head: bool) -> None:
         """Take one whole head; `to_head` says that the request was a HEAD.
 
-        Raises UpstreamProtocolError. A 1xx head leaves the answer unread: feed the next one to a new
-        UpstreamResponse.
+        Raises UpstreamProtocolError. A 1xx head leaves the answer unread: feed the next one to a
+        new UpstreamResponse.
         """
         if b"\r\n " in head or b"\r\n\t" in head:
             raise UpstreamProtocolError("folded header line")
@@ -147,8 +148,9 @@ class UpstreamResponse:
     def feed(self, piece: bytes) -> bytes:
         """Follow the body; the part of `piece` that belongs to it.
 
-        Raises UpstreamProtocolError where the framing is broken, or where bytes follow a chunked end:
-        which of them were the body's isn't known then, and they could be taken for another answer.
+        Raises UpstreamProtocolError where the framing is broken, or where bytes follow a chunked
+        end: which of them were the body's isn't known then, and they could be taken for another
+        answer.
         """
         if self.framing is CHUNKED and self.parser is not None:
             try:
@@ -248,7 +250,8 @@ def _is_refused_behind_a_chunk(piece: bytes) -> bool:
 
 
 def find_response_head_end(buffer: bytes | bytearray) -> int:
-    """Where the head ends (past its blank line), 0 while it isn't whole. Raises UpstreamProtocolError."""
+    """Where the head ends (past its blank line), 0 while it isn't whole. Raises
+    UpstreamProtocolError."""
     end = buffer.find(b"\r\n\r\n")
     if end >= 0:
         return end + 4

@@ -64,7 +64,8 @@ def encode_handshake(lines: bytes, host_line: bytes, key: bytes) -> bytes:
 
 
 def parse_handshake_response(raw: bytes, key: bytes) -> int:
-    """What a worker said to our offer. Raises UpstreamProtocolError, also for a 101 that is none."""
+    """What a worker said to our offer. Raises UpstreamProtocolError, also for a 101 that is
+    none."""
     answer = UpstreamResponse()
     answer.read_head(raw, to_head=False)
     if answer.status == 101:
@@ -121,7 +122,8 @@ class WebSocketFrames:
             yield event
 
     def join(self, event: Message[Any], limit: int) -> str | bytes | None:
-        """The whole message when this was its last piece. Raises HttpError 413 past `limit` bytes."""
+        """The whole message when this was its last piece. Raises HttpError 413 past `limit`
+        bytes."""
         data = event.data
         self._size += len(data) if not isinstance(data, str) else len(data.encode())
         if self._size > limit:

@@ -1,4 +1,5 @@
-"""What `Stream.write_soon` has taken: it leaves with the end of a turn, in order, and is never lost."""
+"""What `Stream.write_soon` has taken: it leaves with the end of a turn, in order, and is never
+lost."""
 
 import contextlib
 import socket

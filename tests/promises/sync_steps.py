@@ -69,7 +69,8 @@ async def assert_all_hold(seen, seed):
 
 
 async def assert_routable_only_with(seen, seed):
-    """Every worker with other weights than those of `seed`, the last published, is out of rotation."""
+    """Every worker with other weights than those of `seed`, the last published, is out of
+    rotation."""
     told = await seen.told("/workers")
     digests = await seen.digests()
     for each in told["workers"]:

@@ -19,7 +19,8 @@ from tests.promises.trainer_nest import Nest
 
 
 class Trainer:
-    """The child process. `tell` sends an order and waits for the reply, {"gone": True} if it died."""
+    """The child process. `tell` sends an order and waits for the reply, {"gone": True} if it
+    died."""
 
     def __init__(self, nest):
         self.awaited = 0

@@ -1,4 +1,5 @@
-"""Trainers and replicas that fail during a sync: it ends in time, no weights are mixed, and the next
+"""Trainers and replicas that fail during a sync: it ends in time, no weights are mixed, and the
+next
 sync succeeds at once without a restart."""
 
 import signal

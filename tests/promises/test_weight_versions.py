@@ -33,7 +33,8 @@ async def ask(client, *fields, body=CHAT):
 
 
 class Stepwise:
-    """A worker that sends the first part of a response at once, and the rest when it is released."""
+    """A worker that sends the first part of a response at once, and the rest when it is
+    released."""
 
     def __init__(self, first, rest):
         self.first, self.rest = first, rest

@@ -1,9 +1,9 @@
 """Authorization: every route needs the admin key, except those listed here as open.
 
-Invariant: a new route that is not listed is closed. A request for an unknown route gets a 404 without a
-key. With [admin] listen, closed routes answer there only (except /metrics, which is scraped on the
-model listener); the Host header, which the data plane sets, tells the listener of a request. Without a
-key `browser_origin` decides.
+Invariant: a new route that is not listed is closed. A request for an unknown route gets a 404
+without a key. With [admin] listen, closed routes answer there only (except /metrics, which is
+scraped on the model listener); the Host header, which the data plane sets, tells the listener of a
+request. Without a key `browser_origin` decides.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class KeyCheck:
         return bool(admin.listen) and not admin.listen_key and request.host == ADMIN_HOST
 
     async def before_request(self) -> None:
-        """Raises HttpError 401 where a due key is missing or malformed, 403 where it is wrong, where
+        """Raises HttpError 401 where a due key is missing or malformed, 403 where it is wrong,
+        where
         the route answers on the other listener alone, and what `browsers` raises."""
         admin = self._config_store.config.admin
         unknown = request.routing_exception is not None

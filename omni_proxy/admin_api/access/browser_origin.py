@@ -1,7 +1,7 @@
 """Protection against requests that a page makes a browser send: by Host, Origin and method.
 
-Without a key the client's place in the network is what authorizes it, and any visited page shares that
-place. So control routes answer only under a Host that no stranger can point at the proxy (DNS
+Without a key the client's place in the network is what authorizes it, and any visited page shares
+that place. So control routes answer only under a Host that no stranger can point at the proxy (DNS
 rebinding), and only same-origin requests change something. Invariant: a route that is not listed in
 READING counts as one that changes something, whatever its method; a request without any sign of a
 browser is checked by its Host alone.

@@ -1,7 +1,8 @@
 """The admin routes: one request, and every worker that is not dead gets it (omni-router.md 11).
 
-Invariant: nothing is sent before the whole request is validated; workers get the bytes of the client.
-Every response, that to a missing key too, has `success`, `message` and `status` at its top level.
+Invariant: nothing is sent before the whole request is validated; workers get the bytes of the
+client. Every response, that to a missing key too, has `success`, `message` and `status` at its top
+level.
 """
 
 from __future__ import annotations

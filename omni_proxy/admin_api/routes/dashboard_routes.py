@@ -1,7 +1,8 @@
 """GET /dashboard: one self-contained page, without any data of this proxy.
 
-Invariant: the page is the same bytes for every client, so it needs no key. It requests its data itself,
-with the key that its reader enters. Its content security policy allows only what is inside the page.
+Invariant: the page is the same bytes for every client, so it needs no key. It requests its data
+itself, with the key that its reader enters. Its content security policy allows only what is inside
+the page.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the engines report about themselves, requested from all and merged into one response.
 
-Routes of sglang and sgl-model-gateway: loads, server and model info, cache flush, a health check that
-generates, metrics (routers.md 1.6, 1.7). Invariant: a worker that does not answer costs its own part
-only, never the response.
+Routes of sglang and sgl-model-gateway: loads, server and model info, cache flush, a health check
+that generates, metrics (routers.md 1.6, 1.7). Invariant: a worker that does not answer costs its
+own part only, never the response.
 """
 
 from __future__ import annotations

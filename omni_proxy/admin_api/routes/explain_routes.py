@@ -1,6 +1,7 @@
 """POST /explain: where a model request would be routed and why; nothing is sent.
 
-Invariant: a large JSON body is parsed in slices, as in the data plane, so that it blocks no other task.
+Invariant: a large JSON body is parsed in slices, as in the data plane, so that it blocks no other
+task.
 """
 
 from __future__ import annotations

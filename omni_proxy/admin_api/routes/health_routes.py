@@ -1,7 +1,7 @@
 """Liveness, readiness and health of the fleet, and the status of the process.
 
-Invariant: no route here waits for a worker. If a key is configured, a client without it sees the counts
-of /ready and /health, and no worker's address.
+Invariant: no route here waits for a worker. If a key is configured, a client without it sees the
+counts of /ready and /health, and no worker's address.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`GET /metrics`: the metrics of the proxy, in the Prometheus text format.
 
-Invariant: the text is made in slices, and the data plane runs in between; requests that arrive while it
-is made share the next one. A scraper that does not read holds that text, and one of a bounded number
-of slots, for `SEND_SECS`.
+Invariant: the text is made in slices, and the data plane runs in between; requests that arrive
+while it is made share the next one. A scraper that does not read holds that text, and one of a
+bounded number of slots, for `SEND_SECS`.
 """
 
 from __future__ import annotations

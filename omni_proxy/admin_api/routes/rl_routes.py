@@ -1,7 +1,7 @@
 """The control routes of sgl-model-gateway for RL, over the same operation queue (routers.md 1.8).
 
-Invariant: a path that is an admin route is handled as one, with its lock, its cordon and its journal
-record; any other path is sent to the engines unchanged.
+Invariant: a path that is an admin route is handled as one, with its lock, its cordon and its
+journal record; any other path is sent to the engines unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The text routes of the first sglang-router: /add_worker, /remove_worker, /list_workers.
 
-Contract: the texts are those that its clients compare, character by character (routers.md 5). A worker
-is added only after it answered its health check; until then nothing has changed.
+Contract: the texts are those that its clients compare, character by character (routers.md 5). A
+worker is added only after it answered its health check; until then nothing has changed.
 """
 
 from __future__ import annotations

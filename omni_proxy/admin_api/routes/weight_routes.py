@@ -1,8 +1,8 @@
 """The weights of the fleet, and how unverified workers get back into rotation.
 
-Invariant: nothing brings an unverified worker back unless an operator says that its weights are right.
-The versions that the proxy stores, and the way back to one of them, are here too: a list waits for
-nothing and changes nothing. All need the admin key.
+Invariant: nothing brings an unverified worker back unless an operator says that its weights are
+right. The versions that the proxy stores, and the way back to one of them, are here too: a list
+waits for nothing and changes nothing. All need the admin key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Workers over HTTP: list, get, add, change, delete (omni-router.md 5, and sgl-model-gateway's dialect).
+"""Workers over HTTP: list, get, add, change, delete (omni-router.md 5, and sgl-model-gateway's
+dialect).
 
-Invariant: every change goes through the configuration store, whole or not at all; health (`is_dead`)
-is not configuration and goes to the fleet, after the change was accepted.
+Invariant: every change goes through the configuration store, whole or not at all; health
+(`is_dead`) is not configuration and goes to the fleet, after the change was accepted.
 """
 
 from __future__ import annotations

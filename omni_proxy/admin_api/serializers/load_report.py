@@ -1,7 +1,8 @@
-"""The loads of all workers in both dialects: sgl-model-gateway's records, and pairs of URL and number.
+"""The loads of all workers in both dialects: sgl-model-gateway's records, and pairs of URL and
+number.
 
-Contract (routers.md 1.7): an engine's own report wins; for one without a report the proxy's in-flight
-count is shown, and -1 in the older form if it could not be reached at all.
+Contract (routers.md 1.7): an engine's own report wins; for one without a report the proxy's in-
+flight count is shown, and -1 in the older form if it could not be reached at all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether the proxy can serve new requests, and if not why: for /ready, the feed and /metrics.
 
-Invariant: they all give the same result. A worker whose engine is paused does not count, even if it is
-routable ([routing] while_paused = "pass"): its requests would hang.
+Invariant: they all give the same result. A worker whose engine is paused does not count, even if it
+is routable ([routing] while_paused = "pass"): its requests would hang.
 """
 
 from __future__ import annotations

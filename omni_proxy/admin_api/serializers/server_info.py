@@ -1,7 +1,8 @@
 """The server info of several workers as that of one server with all their ranks.
 
-Contract (two-phase.md 1): a client that plans by `tp_size` sees every rank behind the proxy. A value in
-which the workers differ is null; flags that promise a feature are true only if all workers have it.
+Contract (two-phase.md 1): a client that plans by `tp_size` sees every rank behind the proxy. A
+value in which the workers differ is null; flags that promise a feature are true only if all workers
+have it.
 """
 
 from __future__ import annotations

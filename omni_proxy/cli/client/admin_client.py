@@ -1,7 +1,7 @@
 """How a command finds the running proxy, and asks it.
 
-Invariant: whatever keeps a command from being answered by an omni-proxy is a `AdminClientError`, whose
-text says what to do about it; what the proxy itself says, yes or no, is an `AdminReply`.
+Invariant: whatever keeps a command from being answered by an omni-proxy is a `AdminClientError`,
+whose text says what to do about it; what the proxy itself says, yes or no, is an `AdminReply`.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def admin_target_of(arguments: argparse.Namespace) -> AdminTarget:
 
 
 def _require_papers(config: Config, url: str, file: Path, papers: ClientCert) -> None:
-    """Whoever has the file knows who is let in, and needs no refusal to tell. Raises AdminClientError."""
+    """Whoever has the file knows who is let in, and needs no refusal to tell. Raises
+    AdminClientError."""
     server = config.server
     asks = server.tls_client_ca and server.tls_client_require and url.startswith("https:")
     if asks and not papers.cert:
@@ -263,7 +264,8 @@ class AdminClient:
 
     @contextmanager
     def lines(self, path: str) -> Iterator[Iterator[str]]:
-        """The lines of an answer without an end. Raises AdminClientError, also while they are read."""
+        """The lines of an answer without an end. Raises AdminClientError, also while they are
+        read."""
         with self._asking(), self._client.stream("GET", path) as answer:
             if not answer.is_success:
                 answer.read()

@@ -95,7 +95,10 @@ def _verdict(row: FleetRow, usual_ms: float | None, now: datetime | None) -> Dia
         return Diagnosis(WELL, state, "")
     if own < SLOW_FACTOR * usual_ms or own - usual_ms < SLOW_MS:
         return Diagnosis(WELL, state, "")
-    said = f"is slow: first chunk after {format_millis(own)}, the others' after {format_millis(usual_ms)}"
+    said = (
+        f"is slow: first chunk after {format_millis(own)}, "
+        f"the others' after {format_millis(usual_ms)}"
+    )
     return Diagnosis(SLOW, "slow", said)
 
 

@@ -1,4 +1,5 @@
-"""The PROXY protocol header at the start of a connection, before TLS (HAProxy's proxy-protocol.txt).
+"""The PROXY protocol header at the start of a connection, before TLS (HAProxy's proxy-
+protocol.txt).
 
 Invariant: only the header is read from the socket, whatever follows it; from then on `peer` is the
 client's address. Garbage, silence (`client_head_secs`) and an end close the connection without a

@@ -220,7 +220,8 @@ class Queue:
         return bool(filter_by_version(need, self._fleet.candidates(need.model, need.mask)))
 
     async def _wait(self, waiter: _Waiter, error: HttpError) -> None:
-        """`error`: why it can't go now. Raises HttpError if the queue is full, or after a timeout."""
+        """`error`: why it can't go now. Raises HttpError if the queue is full, or after a
+        timeout."""
         io, exchange = waiter.io, waiter.exchange
         server = self._settings.config.server
         if self.waiting >= server.queue_size:

@@ -83,7 +83,8 @@ class TensorHasher:
             return index if index < len(self._plan.tensors) and not self._cancelled else None
 
     def _wait_past(self, index: int, done: int) -> int | None:
-        """How many bytes of the tensor are final, once that is more than `done`; None: cancelled."""
+        """How many bytes of the tensor are final, once that is more than `done`; None:
+        cancelled."""
         with self._changed:
             while (available := self._available_bytes(index)) <= done and not self._cancelled:
                 self._changed.wait()

@@ -28,7 +28,8 @@ ABORT_SECS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a transfer; a message is one broadcast, `bytes_expected` is that of all buckets."""
+    """Progress of a transfer; a message is one broadcast, `bytes_expected` is that of all
+    buckets."""
 
     buckets_done: int = 0
     messages_done: int = 0
@@ -63,7 +64,8 @@ class PendingReceive(Protocol):
     def progress(self) -> Progress: ...
 
     def wait_past(self, buckets: int, secs: float) -> Progress:
-        """The progress once more than `buckets` are done, the receive has ended, or `secs` passed."""
+        """The progress once more than `buckets` are done, the receive has ended, or `secs`
+        passed."""
         ...
 
     def fault(self) -> GroupError | None:

@@ -54,7 +54,8 @@ BODY_TIMEOUT_SECS = 600
 
 
 def create_app(client: Client, **options: Unpack[AppOptions]) -> QuartTrio:
-    """`options` are the fields of `RouteContext`: model_name, admin_api_key, stream_speech_as, ..."""
+    """`options` are the fields of `RouteContext`: model_name, admin_api_key, stream_speech_as,
+    ..."""
     return build_app(RouteContext(client=client, **options))
 
 

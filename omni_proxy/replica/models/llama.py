@@ -82,8 +82,8 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     tokens = len(x)
     if tokens > FEW_TOKENS or weight.numel() < LARGE_WEIGHT:
         return functional.linear(x, weight)
-    # With the weight on the left the library reads it at full speed. That needs two columns or more:
-    # a single token is duplicated.
+    # With the weight on the left the library reads it at full speed. That needs two columns or
+    # more: a single token is duplicated.
     columns = (x if tokens > 1 else torch.cat((x, x))).t()
     return torch.mm(weight, columns)[:, :tokens].t().contiguous()
 

@@ -29,7 +29,8 @@ class Tokenizer(Protocol):
         """The names that `encode` with `special` reads as control tokens."""
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids; with `special`, names of control tokens in the text become these tokens."""
+        """Return the ids; with `special`, names of control tokens in the text become these
+        tokens."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the text of the token as bytes; b"" for a control token."""
@@ -94,7 +95,8 @@ class ControlTokens:
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if ids else None
 
     def encode(self, text: str, plain: Callable[[str], list[int]]) -> list[int]:
-        """Return the ids of the control tokens, and of the text between them as encoded by `plain`."""
+        """Return the ids of the control tokens, and of the text between them as encoded by
+        `plain`."""
         if self._cut is None:
             return plain(text)
         ids: list[int] = []

@@ -13,8 +13,9 @@ from difflib import get_close_matches
 from typing import Any
 
 MERGE_TERMINALS = "omni_proxy.replica.pipeline.plan:merge_terminals"
-# Media that a request may have beside its text, by the key in its inputs. A task in `entries` may be
-# followed by some of them (`chat+audio+image`): that entry is for requests that have all of them.
+# Media that a request may have beside its text, by the key in its inputs. A task in `entries` may
+# be followed by some of them (`chat+audio+image`): that entry is for requests that have all of
+# them.
 MEDIA = {"audios": "audio", "images": "image", "videos": "video"}
 
 

@@ -109,7 +109,8 @@ class _ServerLifecycle:
         """Log the address; from then on nothing may block the loop, as loading and imports do."""
         assert self.runtime is not None
         await self.runtime.ready.wait()
-        # Weights and modules are permanent: exclude them from garbage collection, which would pause the loop.
+        # Weights and modules are permanent: exclude them from garbage collection, which would pause
+        # the loop.
         gc.collect()
         gc.freeze()
         host, port = listener.getsockname()[:2]

@@ -125,7 +125,8 @@ class TranscribeStage:
         }
 
     def _samples(self, audio: Any) -> Samples:
-        """Return mono samples at 16 kHz; audio above the length limit is refused before resampling."""
+        """Return mono samples at 16 kHz; audio above the length limit is refused before
+        resampling."""
         samples, rate = decode_input(audio)
         duration_secs = len(samples) / rate
         if duration_secs > self._max_audio_secs:

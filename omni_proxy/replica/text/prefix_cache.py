@@ -32,7 +32,8 @@ class _Entry(Generic[KV]):
 
 
 class PrefixCache(Generic[KV]):
-    """Evicts the least recently used entry first. A shared prefix below `min_tokens` is not copied."""
+    """Evicts the least recently used entry first. A shared prefix below `min_tokens` is not
+    copied."""
 
     def __init__(self, max_entries: int, max_bytes: int, min_tokens: int = 16) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
@@ -90,7 +91,8 @@ class PrefixCache(Generic[KV]):
         return True
 
     def flush(self) -> int:
-        """Drop everything, also what is being computed now; return the number of entries dropped."""
+        """Drop everything, also what is being computed now; return the number of entries
+        dropped."""
         dropped = len(self)
         self._entries = []
         self.epoch += 1

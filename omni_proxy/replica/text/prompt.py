@@ -80,7 +80,8 @@ def _tokens_of(data: Any, limits: PromptLimits, max_tokens: int) -> tuple[int, .
     tokens = data.get("token_ids") if isinstance(data, Mapping) else None
     if not isinstance(tokens, list | tuple):
         raise PromptError(
-            f"stage {limits.stage} got no token_ids: a stage that makes them has to stand before it",
+            f"stage {limits.stage} got no token_ids: "
+            f"a stage that makes them has to stand before it",
             "server",
         )
     if not tokens:

@@ -280,7 +280,8 @@ def kept_tokens(logits: Tensor, sampling: Sampling) -> Tensor | None:
 
 
 def _kept(best: Tensor, among: Tensor, sampling: Sampling) -> Tensor:
-    """Mask of the `best` logits (descending) that top-p and min-p keep, by their share `among` all."""
+    """Mask of the `best` logits (descending) that top-p and min-p keep, by their share `among`
+    all."""
     shares = (best.double() - among.double().logsumexp(-1)).exp()
     keep = shares >= sampling.min_p * shares[0]
     if sampling.top_p < 1.0:

@@ -49,7 +49,8 @@ DAMAGED: Final = "weights_damaged"
 
 
 class PeerError(Exception):
-    """A step succeeded here, but failed at another rank of the same model: it must not take effect."""
+    """A step succeeded here, but failed at another rank of the same model: it must not take
+    effect."""
 
 
 @dataclass(frozen=True, slots=True)

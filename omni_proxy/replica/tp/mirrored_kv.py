@@ -1,6 +1,7 @@
 """Mirrors the KV caches of the leader's sequences at every follower.
 
-    leader: fork, truncate, end of life ──> KVJournal ──with the next step──> KVMirror: the same again
+    leader: fork, truncate, end of life ──> KVJournal ──with the next step──> KVMirror: the same
+    again
 Invariant: after a step's entries and its tokens, each KV that the leader still holds has the same
 length at every rank. Memory that ended at the leader ends at the followers with the next step.
 """

@@ -107,7 +107,8 @@ class LiveTensors:
         shape = self._whole_shape(name, live)
         if shape != form.shape:
             raise WeightsError(
-                f"{name} has the shape {short_repr(list(form.shape))}; the model's has {list(shape)}"
+                f"{name} has the shape {short_repr(list(form.shape))}; "
+                f"the model's has {list(shape)}"
             )
         floating = form.dtype.is_floating_point and live.dtype.is_floating_point
         if form.dtype != live.dtype and not floating:

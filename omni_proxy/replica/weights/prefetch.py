@@ -34,7 +34,8 @@ class FilePrefetcher:
         self._timer: threading.Timer | None = None
 
     def read(self, path: Path, nbytes: int, opened: Callable[[], SafetensorsLoader]) -> int:
-        """Reads the final first `nbytes`; returns how many bytes can be prefetched in all (0: none).
+        """Reads the final first `nbytes`; returns how many bytes can be prefetched in all (0:
+        none).
 
         Raises WeightsError, and OSError from the file; nothing is kept then.
         """

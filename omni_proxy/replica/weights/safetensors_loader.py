@@ -1,8 +1,8 @@
 """Loads open safetensors files: headers first, then the tensors' bytes, possibly in steps.
 
 Tensors that need no conversion share one block of memory and can be read in steps; the others are
-read last. Invariant: a tensor that does not fit the model is refused before any tensor byte is read;
-live tensors are not touched here.
+read last. Invariant: a tensor that does not fit the model is refused before any tensor byte is
+read; live tensors are not touched here.
 """
 
 from __future__ import annotations

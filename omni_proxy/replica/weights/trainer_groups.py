@@ -226,7 +226,8 @@ class TrainerGroups:
         return plans
 
     def arm(self, wanted: ArmRequest, *, halting: bool) -> StepGenerator[PendingTransfer]:
-        """Ready at every rank; raises GroupError (also CallOutOfOrder) and PeerError: then at none."""
+        """Ready at every rank; raises GroupError (also CallOutOfOrder) and PeerError: then at
+        none."""
         self.look()
         name = wanted.group_name
         transfer = self.receive_state.prepare(name, len(wanted.plans), self._clock())

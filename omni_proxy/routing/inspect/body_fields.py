@@ -251,8 +251,8 @@ class ObjectListReader(Generic[Fields]):
             yield from found
 
 
-# Multipart forms: the fields `model` and `stream`, found by a bounded scan. A malformed form gives no
-# fields and no error: the worker validates it.
+# Multipart forms: the fields `model` and `stream`, found by a bounded scan. A malformed form gives
+# no fields and no error: the worker validates it.
 
 MAX_VALUE_BYTES = 4096
 MAX_PART_HEAD_BYTES = 8192

@@ -1,4 +1,5 @@
-"""The policies: the interface (`policy`), the built-in ones, and those of other packages (`plugins`).
+"""The policies: the interface (`policy`), the built-in ones, and those of other packages
+(`plugins`).
 
 `build_policy` creates the one that a configuration names.
 """

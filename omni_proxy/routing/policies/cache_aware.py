@@ -332,9 +332,9 @@ def _text(candidates: Sequence[Worker], need: Requirements) -> _Text:
     return _Text(name + text, len(name) + 1)
 
 
-# Slow start. A worker that has just joined has the smallest tree for long and would get every request
-# without a match. While its tree is below half of the mean it is chosen at most once per 1/share
-# choices, but never less often than its fair share.
+# Slow start. A worker that has just joined has the smallest tree for long and would get every
+# request without a match. While its tree is below half of the mean it is chosen at most once per
+# 1/share choices, but never less often than its fair share.
 
 NEW_SHARE = 0.5  # of the mean size
 _WHOLE = 1.0 - 1e-9  # 1/n summed n times

@@ -1,9 +1,10 @@
 """Policies of other packages: found, checked and kept from doing harm.
 
-`[routing] policy` names an entry point of the group `omni_proxy.policies`, or "package.module:Class".
-The configuration is refused where the class can't be loaded or created. Invariant: a policy that
-raises, or returns no candidate, loses nothing but its choice: `FALLBACK` picks instead, the failure
-is counted in GET /status and logged at most once per `LOG_INTERVAL_SECS`.
+`[routing] policy` names an entry point of the group `omni_proxy.policies`, or
+"package.module:Class". The configuration is refused where the class can't be loaded or created.
+Invariant: a policy that raises, or returns no candidate, loses nothing but its choice: `FALLBACK`
+picks instead, the failure is counted in GET /status and logged at most once per
+`LOG_INTERVAL_SECS`.
 """
 
 from __future__ import annotations

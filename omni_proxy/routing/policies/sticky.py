@@ -1,4 +1,5 @@
-"""Sticky sessions above any policy: an affinity key stays with its worker while that is a candidate.
+"""Sticky sessions above any policy: an affinity key stays with its worker while that is a
+candidate.
 
 Invariant: at most `sticky_max` keys are kept, least recently used evicted first; a key that was
 idle for `sticky_idle_secs` expires (0: never). A flushed or restarted worker keeps its sessions; a

@@ -1,1 +1,2 @@
-"""Delivery of weight versions to workers: from disk, over the network, to workers that come up late."""
+"""Delivery of weight versions to workers: from disk, over the network, to workers that come up
+late."""

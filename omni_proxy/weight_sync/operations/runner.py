@@ -1,8 +1,8 @@
 """Runs one weight operation: cordon, drain, record, call, read back, compare, restore.
 
-Invariant: no call is sent before its record is on the disk and its targets are cordoned; no target is
-uncordoned before its fate is recorded. An operation refused before its calls leaves everything as it
-was.
+Invariant: no call is sent before its record is on the disk and its targets are cordoned; no target
+is uncordoned before its fate is recorded. An operation refused before its calls leaves everything
+as it was.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class OperationRunner:
             self._fleet.cordon(worker, self._route.hold)
 
     async def _drain(self, workers: Sequence[Worker]) -> None:
-        """Wait for requests in flight; the engine aborts or retracts the rest, as the caller says."""
+        """Wait for requests in flight; the engine aborts or retracts the rest, as the caller
+        says."""
         secs = self._config.weight_sync.drain_secs
         if not self._route.drains or not secs:
             return
@@ -234,7 +235,8 @@ class OperationRunner:
         )
 
     def _uncordon(self, workers: Sequence[Worker]) -> None:
-        """Restore the cordon reasons of each worker; one that should stay paused keeps that reason."""
+        """Restore the cordon reasons of each worker; one that should stay paused keeps that
+        reason."""
         for worker in workers:
             reasons_before = self._operation.was[worker.url]
             if self._route.hold not in reasons_before and not self._stays_paused(worker):

@@ -44,7 +44,8 @@ RESOLVE = AdminRoute("/weights/resolve", Kind.GROUP)
 
 
 class WeightOperations:
-    """Created before the fleet is filled, so that cordoned workers get no request from the start."""
+    """Created before the fleet is filled, so that cordoned workers get no request from the
+    start."""
 
     def __init__(self, fleet: Fleet, config_store: ConfigStore, file: JournalFile) -> None:
         self.journal = StateJournal(fleet, file)

@@ -1,4 +1,5 @@
-"""Which ranks of a trainer's group each member takes: consecutive, from the given rank offset. Pure.
+"""Which ranks of a trainer's group each member takes: consecutive, from the given rank offset.
+Pure.
 
 Invariant: a layout that is returned fits the group and gives no rank twice. One that does not fit
 would hang all parties until the group's timeout, so it is refused, and the error shows the sum.

@@ -84,7 +84,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def allocate(path: Path, header: bytes, nbytes: int) -> None:
-    """Creates a file of `nbytes` that starts with `header`, all blocks allocated. Raises OSError."""
+    """Creates a file of `nbytes` that starts with `header`, all blocks allocated. Raises
+    OSError."""
     with path.open("xb") as file:
         # A later write through a mapping would kill the writer if the disk were full by then.
         os.posix_fallocate(file.fileno(), 0, nbytes)

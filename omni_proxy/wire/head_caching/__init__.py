@@ -1,1 +1,2 @@
-"""Caches of parsed heads: requests and responses that differ in few values from earlier ones. Pure."""
+"""Caches of parsed heads: requests and responses that differ in few values from earlier ones.
+Pure."""

@@ -1,7 +1,7 @@
 """Rank 0 as a process of its own: broadcasts the same touched blocks whenever it is told to.
 
-`python -m tools.bench.weights.broadcaster` reads orders as JSON lines and answers in kind. Its group is the
-one that trainers make; nothing of the receiving side is in it.
+`python -m tools.bench.weights.broadcaster` reads orders as JSON lines and answers in kind. Its
+group is the one that trainers make; nothing of the receiving side is in it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from omni_proxy.replica.text.stop_strings import StopStrings
 
 
 def truncate_at_stop(text: str, stops: Sequence[str]) -> str:
-    """Return `text` up to the first occurrence of the first stop string, in request order, in it."""
+    """Return `text` up to the first occurrence of the first stop string, in request order, in
+    it."""
     for stop in stops:
         index = text.find(stop)
         if index >= 0:

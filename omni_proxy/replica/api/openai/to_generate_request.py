@@ -48,7 +48,8 @@ class CommonFields(Struct, kw_only=True):
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Stop strings in request order; empty ones, which would end every text at once, are dropped."""
+    """Stop strings in request order; empty ones, which would end every text at once, are
+    dropped."""
     given = [stop] if isinstance(stop, str) else stop or []
     return tuple(text for text in given if text)
 

@@ -74,7 +74,8 @@ class LongUploadLimit:
         if self._in_use >= self._limit:
             raise DetailError(
                 503,
-                f"{self._in_use} uploads of more than {LONG_UPLOAD_SECS:g} seconds are being transcribed; "
+                f"{self._in_use} uploads of more than {LONG_UPLOAD_SECS:g} seconds are "
+                f"being transcribed; "
                 "try again later",
             )
         self._in_use += 1
@@ -130,7 +131,8 @@ class _Routes:
             raise DetailError(error.status, error.message) from None
 
     def _checked(self, form: MultipartForm) -> tuple[TranscriptionFields, UploadedFile]:
-        """Return the fields and the file. Raises DetailError, and InvalidBody for malformed fields."""
+        """Return the fields and the file. Raises DetailError, and InvalidBody for malformed
+        fields."""
         upload = form.files.get("file")
         if upload is None:
             raise InvalidBody([problem("missing", ("body", "file"), "Field required", None)])

@@ -173,7 +173,8 @@ class _Session:
         await self._socket_events.close(end.code, end.error.message)
 
     async def _listen(self, frames: trio.MemorySendChannel[Frame]) -> None:
-        # A full channel stops reading, which slows the client down by backpressure: no text is lost.
+        # A full channel stops reading, which slows the client down by backpressure: no text is
+        # lost.
         while True:
             await frames.send(await self._socket_events.receive_frame())
 

@@ -108,7 +108,8 @@ class VoiceStore:
 
 
 def folded_name(name: str) -> str:
-    """Return the name under which a voice is stored. Raises StoredVoiceError for an invalid name."""
+    """Return the name under which a voice is stored. Raises StoredVoiceError for an invalid
+    name."""
     folded = name.strip().lower()
     if not VOICE_NAME.fullmatch(folded):
         raise StoredVoiceError(

@@ -90,7 +90,8 @@ class Delivery:
 
 
 class DeliveryBacklog:
-    """All open deliveries; `cut(request_id, error)` ends the request of a reader that is too slow."""
+    """All open deliveries; `cut(request_id, error)` ends the request of a reader that is too
+    slow."""
 
     def __init__(
         self,

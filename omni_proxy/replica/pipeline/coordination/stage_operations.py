@@ -75,7 +75,8 @@ class StageOperations:
     async def run(
         self, order: Admin, chosen: Sequence[str], ready: Mapping[str, Mapping[str, Any]]
     ) -> Aggregate:
-        """Wait for earlier operations, send, wait for all answers; raises RequestFailed on timeout."""
+        """Wait for earlier operations, send, wait for all answers; raises RequestFailed on
+        timeout."""
         if order.action in CONCURRENT_ACTIONS:
             return await self._run(order, chosen, ready)
         async with self._lock:
