@@ -34,7 +34,7 @@ async def place(tmp_path):
         put(file, toml([worker], port=free_port(), more=f"{TLS}[admin]\napi_key = '{KEY}'\n"))
         async with starting("--config", file) as running:
             url = (await running.says(r"listening on (https://[^\s\"]+)"))[1]
-            await running.says("from unknown to healthy")
+            await running.says("from=unknown to=healthy")
             yield file, url, worker.url
 
 

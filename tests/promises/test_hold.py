@@ -222,7 +222,7 @@ async def test_a_drain_still_serves_who_waits(tmp_path):
                 nursery.start_soon(one)
             await running.until("/health", lambda told: told["admission"]["waiting"] == 2)
             running.process.terminate()
-            await running.says("draining")
+            await running.says("drain_started")
             gate.open.set()
             with trio.fail_after(PATIENCE_SECS):
                 assert await running.process.wait() == 0

@@ -165,7 +165,7 @@ async def test_a_drain_completes_the_requests_of_every_process(tmp_path):
         held_streams(running, 6, everywhere=True) as streams,
     ):
         running.process.send_signal(signal.SIGTERM)
-        await running.says("draining")
+        await running.says("drain_started")
         await trio.sleep(0.1)
         open_gates(running)
         for stream in streams:
