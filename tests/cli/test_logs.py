@@ -35,7 +35,7 @@ def test_an_access_record_is_one_short_line():
     assert clock.endswith(":00.204")
     assert rest == (
         "200   840 ms  POST /v1/chat/completions  a:1  completed  first 118 ms  queued 12 ms  "
-        "model m  2 tries  id r-1"
+        "model m  2 attempts  id r-1"
     )
 
 

@@ -32,7 +32,7 @@ def flags_of(parser):
 def started(monkeypatch):
     kept = []
     monkeypatch.setattr(launch, "start", lambda startup: kept.append(startup) or 0)
-    monkeypatch.setattr(launch, "visible", lambda environ: [])
+    monkeypatch.setattr(launch, "visible_gpus", lambda environ: [])
     return kept
 
 
