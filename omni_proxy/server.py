@@ -45,7 +45,7 @@ from omni_proxy.runtime_config.reloader import Reloader
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.supervisor import Supervisor
 from omni_proxy.system.fd_limit import raise_fd_limit
-from omni_proxy.system.runtime_dir import private_runtime_dir
+from omni_proxy.system.files import private_runtime_dir
 from omni_proxy.telemetry.instruments import Instruments
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.logs import configure

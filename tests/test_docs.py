@@ -15,8 +15,8 @@ import pytest
 from omni_proxy.cli import COMMANDS
 from omni_proxy.cli.flags.arguments import check_parser, launch_parser, router_parser, serve_parser
 from omni_proxy.cli.flags.engines import ENGINES
+from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.parse import parse
-from omni_proxy.config.policy_names import POLICIES
 from omni_proxy.config.schema import (
     CacheAwareConfig,
     PrefixHashConfig,
@@ -26,11 +26,10 @@ from omni_proxy.config.schema import (
 from omni_proxy.replica import arguments as replica
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
-from omni_proxy.replica.pipeline.config_file import parse_pipeline
+from omni_proxy.replica.pipeline.config import compile_plan, parse_pipeline
 from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator
 from omni_proxy.replica.pipeline.hosting.runtime import Runtime
 from omni_proxy.replica.pipeline.launch import _app
-from omni_proxy.replica.pipeline.plan import compile_plan
 from omni_proxy.replica.profiling import profile_command as profile
 from omni_proxy.routing import routes
 from tests.admin_api.house import A, build_house, entry

@@ -21,6 +21,7 @@ from msgspec import inspect as types
 
 from omni_proxy.config import schema
 from omni_proxy.config.fields import (
+    POLICIES,
     read_address,
     read_endpoint,
     read_header_name,
@@ -30,11 +31,11 @@ from omni_proxy.config.fields import (
     read_mode,
     read_optional_url,
     read_origin,
+    read_policy,
     read_size,
     read_worker_url,
 )
 from omni_proxy.config.flags import FLAGS
-from omni_proxy.config.policy_names import POLICIES, read_policy
 from omni_proxy.config.problem import to_toml_literal
 
 ROOT: Final = Path(__file__).parent.parent

@@ -17,26 +17,22 @@ from omni_proxy.admin_api.openapi.document import OpenApiRoutes
 from omni_proxy.admin_api.responses import add_json_errors
 from omni_proxy.admin_api.routes.broadcast_routes import BroadcastRoutes
 from omni_proxy.admin_api.routes.config_routes import ConfigRoutes
-from omni_proxy.admin_api.routes.dashboard_routes import DashboardRoutes
-from omni_proxy.admin_api.routes.drain_routes import DrainRoutes
+from omni_proxy.admin_api.routes.dashboard_routes import DashboardRoutes, FeedRoutes
 from omni_proxy.admin_api.routes.engine_routes import EngineRoutes
-from omni_proxy.admin_api.routes.explain_routes import ExplainRoutes
-from omni_proxy.admin_api.routes.feed_routes import FeedRoutes
 from omni_proxy.admin_api.routes.health_routes import FleetHealthRoutes
 from omni_proxy.admin_api.routes.metrics_routes import MetricsRoutes
-from omni_proxy.admin_api.routes.models_routes import MergedModelRoutes
+from omni_proxy.admin_api.routes.models_routes import ExplainRoutes, MergedModelRoutes
 from omni_proxy.admin_api.routes.rl_routes import RlRoutes
 from omni_proxy.admin_api.routes.sglang_routes import SglangRoutes
 from omni_proxy.admin_api.routes.weight_routes import WeightOperationRoutes, WeightVersionRoutes
-from omni_proxy.admin_api.routes.worker_routes import WorkerRoutes
+from omni_proxy.admin_api.routes.worker_routes import DrainRoutes, WorkerRoutes
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
-from omni_proxy.admin_api.serializers.unroutable_reason import reasons
-from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
+from omni_proxy.admin_api.serializers.worker_records import WorkerRecords, reasons
 from omni_proxy.admin_api.services import Services
-from omni_proxy.admin_api.worker_notes import WorkerNotes
+from omni_proxy.admin_api.worker_requests import WorkerNotes
 from omni_proxy.upstream_http.client import incoming_hops
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
-from omni_proxy.wire.proxy_headers import HOP_FIELD, PROXY_FIELD
+from omni_proxy.wire.forwarded import HOP_FIELD, PROXY_FIELD
 
 
 def create_app(services: Services) -> QuartTrio:

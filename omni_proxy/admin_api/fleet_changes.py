@@ -18,8 +18,14 @@ from omni_proxy.config.overlay import SavedState, WorkerSpec, with_added, with_d
 from omni_proxy.config.schema import CAPABILITIES, Config
 from omni_proxy.config.url import dial_address, normalize_url
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.own_address import REASON, is_own_address, parse_listeners
-from omni_proxy.upstream_http.resolver import Address, RefusedAddress, addresses
+from omni_proxy.upstream_http.resolver import (
+    REASON,
+    Address,
+    RefusedAddress,
+    addresses,
+    is_own_address,
+    parse_listeners,
+)
 from omni_proxy.wire.errors import HttpError
 
 Edit = Callable[[SavedState, Config], SavedState]

@@ -1,19 +1,24 @@
-"""Bodies of worker requests in two dialects: the proxy's, answered when done, and that of
-sgl-model-gateway (smg), answered at once.
+"""Bodies of worker requests in two dialects, and what clients attach to a worker.
 
-A key that only smg has makes a request asynchronous, as the configured dialect or the `Prefer`
-header may. Invariant: a body is validated whole before anything changes, and an unknown key is
-refused (omni-router.md 5, routers.md 1.7).
+The proxy's own dialect is answered when done, that of sgl-model-gateway (smg) at once: a key that
+only smg has makes a request asynchronous, as the configured dialect or the `Prefer` header may.
+Labels, priority and cost are kept and shown; nothing routes by them. Invariant: a body is validated
+whole before anything changes, and an unknown key is refused (omni-router.md 5, routers.md 1.7);
+notes live as long as their worker object and are never written to disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 
 from omni_proxy.admin_api.responses import bad_request
 from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.config.url import normalize_url
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
 
 OMNI_ADD = frozenset(("url", "worker_url", "model", "capabilities"))
 OMNI_SWITCH = frozenset(("disabled", "is_dead", "capabilities", "model"))
@@ -159,3 +164,51 @@ def _remarks(body: Mapping[str, object]) -> dict[str, object]:
         if name in body and not holds(body[name]):
             raise bad_request(f"{name} must be {wanted}")
     return {name: body[name] for name in ("priority", "cost", "labels") if name in body}
+
+
+@dataclass(slots=True)
+class WorkerNote:
+    """The defaults are those of sgl-model-gateway."""
+
+    priority: int = 50
+    cost: float = 1.0
+    labels: dict[str, object] = field(default_factory=dict)
+    asked_at: datetime | None = None  # added in the background, and not healthy since
+
+
+class WorkerNotes:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._notes: dict[Worker, WorkerNote] = {}
+
+    def get(self, worker: Worker) -> WorkerNote:
+        return self._notes.get(worker) or WorkerNote()
+
+    def update(self, worker: Worker, fields: Mapping[str, object]) -> None:
+        """Set those of `fields` that `WorkerNote` has; others are ignored."""
+        note = self._notes.setdefault(worker, WorkerNote())
+        for name in WorkerNote.__slots__:
+            if name in fields:
+                setattr(note, name, fields[name])
+        self._notes = {w: self._notes[w] for w in self._fleet.workers if w in self._notes}
+
+    def job_status(self, worker: Worker) -> dict[str, object]:
+        """`{"job_status": ...}` of an addition in the background; empty once it is done."""
+        note = self._notes.get(worker)
+        if note is None or note.asked_at is None:
+            return {}
+        health = worker.health
+        if health.state is Health.HEALTHY:
+            note.asked_at = None
+            return {}
+        status = "processing" if health.last_checked_at else "pending"
+        if health.state is Health.DEAD:
+            status = "failed"
+        job = {
+            "job_type": "AddWorker",
+            "worker_url": worker.url,
+            "status": status,
+            "message": health.last_error or "waiting for its first probes",
+            "timestamp": note.asked_at.isoformat(),
+        }
+        return {"job_status": job}

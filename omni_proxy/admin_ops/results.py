@@ -1,15 +1,18 @@
 """The results of workers, and the one response that is made of them (omni-router.md 11.1).
 
-A worker succeeded with a 2xx whose JSON has no `"success": false`. The operation succeeded if all
-workers did: 200, else 502 with every result. Invariant: `success`, `message` and `status` are at
-the top level of every response and every error.
+A worker succeeded with a 2xx whose JSON has no `"success": false`; the operation succeeded if all
+workers did: 200, else 502 with every result. GET /model_info (11.3) sets a field that all reporting
+workers agree on, else null; several weight versions are a 409. GET /get_weights_by_name
+(api-server.md 9.1) is the array that all have, else an error with every part. Invariant: `success`,
+`message` and `status` are at the top level of every response and every error.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from omni_proxy.wire.bounded_json import TooManyValues, read_json
 from omni_proxy.wire.errors import HttpError
@@ -134,3 +137,97 @@ def _sentence(body: object) -> str:
         if said:
             return said
     return ""
+
+
+FACTS = ("weight_version", "model_path", "load_format")
+MODEL_INFO = "/model_info"
+
+
+def label_reported(body: object, fact: str) -> list[object]:
+    """What a worker's body says of a fact, each value once: at its top, and stage by stage."""
+    found: list[object] = []
+    for place in _places(body):
+        value = place.get(fact)
+        if value is not None and value not in found:
+            found.append(value)
+    return found
+
+
+def version_of(body: object) -> str | None:
+    """The label of its weights; None where it tells none, or several."""
+    told = label_reported(body, "weight_version")
+    return str(told[0]) if len(told) == 1 else None
+
+
+def merge_model_info(answers: Sequence[WorkerResult]) -> AdminResponse:
+    entries = [answer.entry() for answer in answers]
+    shown = {
+        "path": MODEL_INFO,
+        "worker_count": len(answers),
+        "workers": entries,
+        "results": entries,
+    }
+    if not all(answer.success for answer in answers):
+        message = "one or more workers failed model_info request"
+        return AdminResponse(
+            502, {"success": False, "message": message, "status": "error", **shown}
+        )
+    facts: dict[str, object] = {}
+    for fact in FACTS:
+        values: list[object] = []
+        for answer in answers:
+            values += [told for told in label_reported(answer.body, fact) if told not in values]
+        if fact == "weight_version" and len(values) > 1:
+            return _mixed(sorted(map(str, values)), shown)
+        facts[fact] = values[0] if len(values) == 1 else None
+    return AdminResponse(200, {"success": True, "message": "ok", "status": "ok", **facts, **shown})
+
+
+def _mixed(versions: list[str], shown: dict[str, object]) -> AdminResponse:
+    message = "mixed worker weight_version"
+    told = {"success": False, "message": message, "mixed_state": {"weight_version": versions}}
+    return AdminResponse(409, {**told, "status": "error", "detail": {**told, **shown}})
+
+
+def _places(body: object) -> Iterator[dict[str, object]]:
+    if not isinstance(body, dict):
+        return
+    yield body
+    for name in ("stages", "results"):
+        stages = body.get(name)
+        for stage in stages if isinstance(stages, list) else ():
+            told = stage.get("data") if isinstance(stage, dict) else None
+            if isinstance(told, dict) and not (told.get("skipped") or told.get("unsupported")):
+                yield told
+
+
+WEIGHTS_BY_NAME: Final = "/get_weights_by_name"
+MIXED: Final = "the workers have different values of it"
+
+
+def merge_weights_by_name(answer: AdminResponse) -> tuple[object, int]:
+    """Body and status for the caller, of the aggregate of what the workers answered."""
+    results = answer.body.get("results")
+    if not isinstance(results, list):
+        return answer.body, answer.status
+    if answer.ok:
+        values = [each["body"] for each in results]
+        if all(value == values[0] for value in values):
+            return values[0], 200
+        return _refusal(answer, MIXED), 409
+    failed = [each for each in results if not each["success"]]
+    codes = {each.get("status_code") for each in results}
+    if len(failed) == len(results) and len(codes) == 1 and 400 in codes:
+        return _refusal(answer, _words(failed[0]["body"]) or str(answer.body["message"])), 400
+    return _refusal(answer, str(answer.body["message"])), answer.status
+
+
+def _refusal(answer: AdminResponse, message: str) -> dict[str, object]:
+    top = {"success": False, "message": message, "status": "error", "error": {"message": message}}
+    return {**answer.body, **top}
+
+
+def _words(body: object) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    words = error.get("message") if isinstance(error, dict) else None
+    return words if isinstance(words, str) else ""

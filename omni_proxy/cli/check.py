@@ -10,7 +10,7 @@ from omni_proxy.config.schema import Config
 from omni_proxy.routing.policies.plugins import check_policy
 from omni_proxy.runtime_config.config_store import read_file
 from omni_proxy.system.tls_contexts import check_tls_files
-from omni_proxy.upstream_http.own_address import reject_own_addresses
+from omni_proxy.upstream_http.resolver import reject_own_addresses
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from typing import Final, Literal, get_args, get_origin, get_type_hints
 
 from omni_proxy.cli import COMMANDS
 from omni_proxy.cli.flags.completion_scripts import SHELLS, Flag, Page
-from omni_proxy.config.policy_names import POLICIES
+from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.schema import Config
 
 _EPILOG: Final = """\

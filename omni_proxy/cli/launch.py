@@ -25,12 +25,12 @@ from omni_proxy.cli.flags.engines import (
     engine_for,
     model_name,
 )
-from omni_proxy.cli.flags.unknown_flags import router_flags_in
+from omni_proxy.cli.flags.peer_flags import router_flags_in
 from omni_proxy.cli.serve import start, startup_of
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import CAPABILITIES, LaunchEntry, RetryCause
-from omni_proxy.launch.gpu_allocator import visible_gpus
+from omni_proxy.launch.replica_process import visible_gpus
 
 # As sglang-router has it.
 DEFAULTS: Final[dict[str, object]] = {

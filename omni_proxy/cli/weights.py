@@ -26,7 +26,7 @@ from omni_proxy.cli.client.admin_client import (
 )
 from omni_proxy.cli.client.progress import call_with_progress, confirm
 from omni_proxy.cli.client.worker_changes import ChangeRefused, require_accepted
-from omni_proxy.cli.flags.unknown_flags import CommandParser
+from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.cli.screen.diagnosis import describe_sync, pause_lines
 from omni_proxy.cli.screen.feed_model import PausedWorker
 from omni_proxy.cli.screen.text_table import (

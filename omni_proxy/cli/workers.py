@@ -31,7 +31,7 @@ from omni_proxy.cli.client.worker_changes import (
     require_accepted,
     worker_path,
 )
-from omni_proxy.cli.flags.unknown_flags import CommandParser
+from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.cli.screen.diagnosis import GO_ON
 from omni_proxy.cli.screen.text_table import (
     NOTHING,

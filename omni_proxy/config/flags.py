@@ -11,10 +11,9 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from omni_proxy.config.problem import ConfigError, Problem, format_path, to_toml_literal
-from omni_proxy.config.rules import check_rules
 from omni_proxy.config.schema import Config, LaunchEntry
 from omni_proxy.config.url import normalize_url
-from omni_proxy.config.walk import walk
+from omni_proxy.config.validate import check_rules, walk
 
 FLAGS: Final = {
     "--host": "server.host",

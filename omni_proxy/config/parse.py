@@ -11,11 +11,9 @@ from typing import Any
 
 import msgspec
 
-from omni_proxy.config.locate import locate, nearest_line
-from omni_proxy.config.problem import ConfigError, Problem, format_path
-from omni_proxy.config.rules import check_rules
+from omni_proxy.config.problem import ConfigError, Problem, format_path, locate, nearest_line
 from omni_proxy.config.schema import Config
-from omni_proxy.config.walk import Finding, walk
+from omni_proxy.config.validate import Finding, check_rules, walk
 
 __all__ = ["ConfigError", "Problem", "parse"]
 

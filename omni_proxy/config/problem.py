@@ -1,9 +1,17 @@
 """Problems of a configuration text: where, what, and a hint; and how keys and values are
-printed."""
+printed.
+
+Finds the line of every key in a TOML text, so that a problem can name its line.
+
+Only for texts that `tomllib` accepts: this scanner does not check the grammar. Paths are those of
+the parsed tables with list indices: `[[workers]]` is ("workers", 0).
+"""
 
 import difflib
 import json
 import re
+import tomllib
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -68,3 +76,127 @@ def to_toml_literal(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+_STRING: Final = re.compile(
+    # A multi-line string may end in up to two quotes of its own before the closing three.
+    r'"""(?:[^\\]|\\.)*?"{3,5}|' + r"'''.*?'{3,5}|" + r'"(?:[^"\\\n]|\\.)*"|' + r"'[^'\n]*'",
+    re.DOTALL,
+)
+_BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
+_SPACE: Final = re.compile(r"[ \t]*")
+_TRIVIA: Final = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)*")
+_SCALAR: Final = re.compile(r"[^,\]}#\n]*")
+
+
+def locate(text: str) -> dict[Path, int]:
+    return _Scanner(text).run()
+
+
+def nearest_line(lines: dict[Path, int], path: Path) -> int | None:
+    """The line of the key, or of the table that lacks it; None for the text as a whole."""
+    while path and path not in lines:
+        path = path[:-1]
+    return lines.get(path)
+
+
+class _Scanner:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.line_ends = [match.start() for match in re.finditer("\n", text)]
+        self.lines: dict[Path, int] = {}
+        self.lengths: dict[Path, int] = {}
+
+    def run(self) -> dict[Path, int]:
+        table: Path = ()
+        while not self._at_end():
+            if self.text.startswith("[[", self.at):
+                table = self._array_header()
+            elif self.text[self.at] == "[":
+                table = self._resolved(self._header(1))
+                self._mark_all(table)
+            else:
+                self._pair(table)
+        return self.lines
+
+    def _at_end(self) -> bool:
+        self._skip(_TRIVIA)
+        return self.at >= len(self.text)
+
+    def _skip(self, pattern: re.Pattern[str]) -> str:
+        match = pattern.match(self.text, self.at)
+        if match is None:
+            return ""
+        self.at = match.end()
+        return match.group()
+
+    def _mark_all(self, path: Path, known: int = 0) -> None:
+        """Gives this line to the path and to those tables on the way that have none yet."""
+        for length in range(known + 1, len(path) + 1):
+            self.lines.setdefault(path[:length], bisect_left(self.line_ends, self.at) + 1)
+
+    def _header(self, brackets: int) -> Path:
+        self.at += brackets
+        keys = self._keys()
+        self.at += brackets
+        return keys
+
+    def _array_header(self) -> Path:
+        keys = self._header(2)
+        array = (*self._resolved(keys[:-1]), keys[-1])
+        index = self.lengths.get(array, 0)
+        self.lengths[array] = index + 1
+        self._mark_all((*array, index))
+        return (*array, index)
+
+    def _resolved(self, path: Path) -> Path:
+        """The same path through the newest element of each array of tables on the way."""
+        resolved: Path = ()
+        for step in path:
+            resolved = (*resolved, step)
+            if resolved in self.lengths:
+                resolved = (*resolved, self.lengths[resolved] - 1)
+        return resolved
+
+    def _keys(self) -> tuple[str, ...]:
+        keys: list[str] = []
+        while True:
+            self._skip(_SPACE)
+            quoted = self._skip(_STRING)
+            keys.append(tomllib.loads(f"k = {quoted}")["k"] if quoted else self._skip(_BARE_KEY))
+            self._skip(_SPACE)
+            if self.text[self.at] != ".":
+                return tuple(keys)
+            self.at += 1
+
+    def _pair(self, table: Path) -> None:
+        path = table + self._keys()
+        self._mark_all(path, len(table))
+        self.at += 1
+        self._skip(_SPACE)
+        self._value(path)
+
+    def _value(self, path: Path) -> None:
+        opening = self.text[self.at]
+        if opening == "[":
+            self._sequence("]", path)
+        elif opening == "{":
+            self._sequence("}", path)
+        elif not self._skip(_STRING):
+            self._skip(_SCALAR)
+
+    def _sequence(self, closing: str, path: Path) -> None:
+        self.at += 1
+        index = 0
+        while not self._at_end() and self.text[self.at] != closing:
+            if closing == "}":
+                self._pair(path)
+            else:
+                self._mark_all((*path, index), len(path))
+                self._value((*path, index))
+                index += 1
+            self._skip(_TRIVIA)
+            if self.text[self.at] == ",":
+                self.at += 1
+        self.at += 1

@@ -19,10 +19,10 @@ from omni_proxy.config.fields import (
     read_network_url,
     read_optional_url,
     read_origin,
+    read_policy,
     read_size,
     read_worker_url,
 )
-from omni_proxy.config.policy_names import read_policy
 from omni_proxy.config.url import normalize_url
 
 # What a worker may be able to do, in the order in which the contract lists it.

@@ -20,7 +20,7 @@ from omni_proxy.config.schema import (
     OptionalWorkerUrl,
     Weight,
 )
-from omni_proxy.config.walk import Finding, walk
+from omni_proxy.config.validate import Finding, walk
 
 _HEAD: Final = """\
 # Written by omni-proxy: workers and switches that were set over HTTP.

@@ -1,23 +1,52 @@
-"""One worker: its configuration, its state and its counters.
+"""One worker: its configuration, its state, its counters, its capabilities as a bit mask.
 
 Invariant: `routable` is true exactly while the worker is healthy, enabled, not cordoned and has no
-half-open request in flight. The data plane reads and counts here on its hot path; membership and
-health change only through `Fleet`. Must not do I/O, read a clock or make JSON.
-
-A traffic class has the same offset in the counters of every worker for as long as the process runs.
-The counters are one flat list: a dict of objects would touch many cache lines per request.
+half-open request in flight. Membership and health change only through `Fleet`. A traffic class has
+the same offset in the counters of every worker; they are one flat list, because a dict of objects
+would touch many cache lines per request. `apply_state(worker, worker_state(...))` leaves out
+nothing that decides whether and for what a worker is picked, so another process can route by it.
+Must not do I/O, read a clock or make JSON.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import fields
 from datetime import datetime
+from functools import lru_cache
 from typing import Final
 
+from msgspec import Struct
+
 from omni_proxy.config.overlay import WorkerSpec
+from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.config.url import dial_address, display_id, worker_id
-from omni_proxy.fleet.capabilities import capability_mask
 from omni_proxy.fleet.health import Health, HealthMachine
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
+
+CAPABILITY_BITS: dict[str, int] = {
+    name: 1 << position for position, name in enumerate(CAPABILITIES)
+}
+ALL_CAPABILITIES = (1 << len(CAPABILITIES)) - 1
+
+
+def capability_mask(names: Iterable[str]) -> int:
+    """Raises KeyError for a name that is no capability."""
+    mask = 0
+    for name in names:
+        mask |= CAPABILITY_BITS[name]
+    return mask
+
+
+def capability_names(mask: int) -> list[str]:
+    """The names of a mask, sorted."""
+    return list(_sorted_names(mask))
+
+
+@lru_cache
+def _sorted_names(mask: int) -> tuple[str, ...]:
+    return tuple(sorted(name for name, bit in CAPABILITY_BITS.items() if mask & bit))
+
 
 # With only these cordon reasons a worker is healthy: just its weights are in question.
 WEIGHT_CORDONS: Final = frozenset(("updating", "paused", "uncertain", "catching_up", "unproven"))
@@ -176,3 +205,80 @@ class Worker(_RequestFields):
         health = self.health
         healthy = health.state is Health.HEALTHY and not health.half_open_id
         return healthy and not self.disabled and not self.cordon_reasons
+
+
+HALF_OPEN_ELSEWHERE: Final = -1  # a `half_open_id`: the request is, or may be, another process's
+
+
+class WorkerState(Struct, frozen=True, array_like=True):
+    """`serial` differs for two workers that had the same URL one after the other; `cell` is the
+    index of its shared in-flight counter."""
+
+    entry: WorkerSpec
+    serial: int
+    cell: int
+    address: tuple[str, int] | str
+    state: Health
+    last_error: str | None
+    failed: bool  # some request failed since the last successful one
+    breaker_tripped: bool  # ejected, and no half-open request has succeeded yet
+    half_open_taken: bool  # one is in flight, or only another process may begin it
+    half_open_count: int  # half-open requests begun so far
+    cordon_reasons: tuple[str, ...]
+    label: str | None
+    epoch: int
+    hop_line: bytes = b""
+
+
+def worker_state(worker: Worker, serial: int, cell: int) -> WorkerState:
+    health = worker.health
+    return WorkerState(
+        entry=configured_entry(worker),
+        serial=serial,
+        cell=cell,
+        address=worker.address,
+        state=health.state,
+        last_error=health.last_error,
+        failed=health.failed_requests > 0,
+        breaker_tripped=health.breaker_tripped,
+        half_open_taken=health.breaker_tripped and health.half_open_id != 0,
+        half_open_count=health.half_open_count,
+        cordon_reasons=tuple(sorted(worker.cordon_reasons)),
+        label=worker.version.label,
+        epoch=worker.version.epoch,
+        hop_line=worker.hop_line,
+    )
+
+
+def configured_entry(worker: Worker) -> WorkerSpec:
+    """The spec that `worker.matches`."""
+    return WorkerSpec(**{field.name: getattr(worker, field.name) for field in fields(WorkerSpec)})
+
+
+def apply_state(worker: Worker, state: WorkerState) -> bool:
+    """Apply all but the spec and the half-open request; whether a pick or a request can change."""
+    health = worker.health
+    before = (
+        health.state,
+        health.breaker_tripped,
+        worker.cordon_reasons,
+        worker.version,
+        worker.hop_line,
+    )
+    worker.hop_line = state.hop_line
+    worker.address = state.address
+    worker.cordon_reasons = set(state.cordon_reasons)
+    if (worker.version.label, worker.version.epoch) != (state.label, state.epoch):
+        worker.version = WeightVersion(state.label, state.epoch)
+    health.state = state.state
+    health.last_error = state.last_error
+    health.failed_requests = int(state.failed)
+    health.breaker_tripped = state.breaker_tripped
+    now = (
+        health.state,
+        health.breaker_tripped,
+        worker.cordon_reasons,
+        worker.version,
+        worker.hop_line,
+    )
+    return before != now

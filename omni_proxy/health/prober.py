@@ -4,6 +4,11 @@ Invariant: a dead worker is never probed, and a result counts only in the epoch 
 began. A probe reports success or failure; the health machine decides what follows from it. When
 another process answers than at the last probe, the fleet drops what it knew of the old one: its
 cached prefixes and its weight version.
+
+Spreads the starts of many tasks over iterations of the event loop.
+
+Invariant: waiting tasks start in the order in which they came. If all of them ran in the same
+iteration, each checkpoint of a status request would take as long as all of them.
 """
 
 from __future__ import annotations
@@ -24,12 +29,25 @@ from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker
-from omni_proxy.health.start_throttle import StartThrottle
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.upstream_http.client import Call, WorkerClient, build_request, read_bounded
 from omni_proxy.upstream_http.resolver import RefusedAddress, addresses
-from omni_proxy.wire.proxy_headers import PROXY_FIELD, hop_line
+from omni_proxy.wire.forwarded import PROXY_FIELD, hop_line
+
+
+class StartThrottle:
+    """Lets one task start in each loop iteration, or in each `iterations` of them."""
+
+    def __init__(self, iterations: int = 1) -> None:
+        self._lock = trio.Lock()
+        self._iterations = iterations
+
+    async def wait_turn(self) -> None:
+        async with self._lock:  # its release wakes the next task in the next iteration
+            for _ in range(self._iterations - 1):
+                await trio.lowlevel.checkpoint()
+
 
 _log = logging.getLogger(__name__)
 

@@ -5,6 +5,10 @@
 
 A server never ends by itself: every exit that was not requested is a failure, exit status 0 too.
 Invariant: the process is gone when `run` returns, also when `run` is cancelled.
+
+The argv and the environment of a launched process, built from its [[launch]] entry.
+
+The GPUs of this machine, allocated to launched replicas. Invariant: no GPU to two replicas.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Final
 
 import trio
@@ -23,9 +29,99 @@ from omni_proxy.backoff import Backoff
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.launch.child_process import ChildProcess, ParentDeathGuard
-from omni_proxy.launch.command import argv_of, environment_of, start_parameters
-from omni_proxy.launch.gpu_allocator import GpuAllocator, TooFewGpus
 from omni_proxy.launch.worker_link import LaunchedWorkerLink
+from omni_proxy.self_exec import program_argv
+
+
+class TooFewGpus(Exception):
+    """More GPUs were requested than are free."""
+
+
+class GpuAllocator:
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = list(names)
+        self._allocated: set[str] = set()
+
+    def allocate(self, count: int) -> tuple[str, ...]:
+        """The names of `count` free GPUs. Raises TooFewGpus."""
+        free = [name for name in self._names if name not in self._allocated]
+        if len(free) < count:
+            raise TooFewGpus(
+                f"it needs {count} GPUs and {len(free)} of {len(self._names)} are free: lower "
+                "gpus_per_replica or replicas, or widen CUDA_VISIBLE_DEVICES"
+            )
+        names = tuple(free[:count])
+        self._allocated.update(names)
+        return names
+
+    def release(self, names: Iterable[str]) -> None:
+        self._allocated.difference_update(names)
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The names in CUDA_VISIBLE_DEVICES; without it, the numbers of the NVIDIA devices."""
+    names = environ.get("CUDA_VISIBLE_DEVICES")
+    if names is not None:
+        return [name.strip() for name in names.split(",") if name.strip()]
+    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+
+
+OWN_COMMAND: Final = "omni-proxy"
+# PyInstaller sets the first for a frozen binary, and saves the original value in the second.
+LIBRARY_PATH: Final = "LD_LIBRARY_PATH"
+ORIGINAL_LIBRARY_PATH: Final = "LD_LIBRARY_PATH_ORIG"
+
+
+def start_parameters(entry: LaunchEntry) -> tuple[object, ...]:
+    """What only a restart can change; every other key applies to a running process."""
+    return entry.command, entry.env, entry.host, entry.base_port, entry.gpus_per_replica
+
+
+def argv_of(entry: LaunchEntry, index: int, gpus: Sequence[str]) -> list[str]:
+    return [_fill_placeholders(word, entry, index, gpus) for word in _command_words(entry.command)]
+
+
+def environment_of(
+    entry: LaunchEntry, index: int, gpus: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """`environ`, overridden by the allocated GPUs, overridden by the `env` of the entry."""
+    env = {"PYTHONUNBUFFERED": "1", **environ}  # output to a pipe comes line by line
+    if getattr(sys, "frozen", False) and entry.command[0] != OWN_COMMAND:
+        env = _without_frozen_variables(env)
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    filled = {
+        name: _fill_placeholders(text, entry, index, gpus) for name, text in entry.env.items()
+    }
+    return env | filled
+
+
+def _without_frozen_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Without what a frozen binary sets for itself: its libraries fit no other program."""
+    kept = {name: text for name, text in env.items() if not name.startswith("_PYI_")}
+    original = kept.pop(ORIGINAL_LIBRARY_PATH, None)
+    kept.pop(LIBRARY_PATH, None)
+    return kept if original is None else kept | {LIBRARY_PATH: original}
+
+
+def _command_words(command: tuple[str, ...]) -> list[str]:
+    if command[0] != OWN_COMMAND:
+        return list(command)
+    return [*program_argv(), *command[1:]]
+
+
+def _fill_placeholders(text: str, entry: LaunchEntry, index: int, gpus: Sequence[str]) -> str:
+    values = {
+        "{host}": entry.host,
+        "{port}": str(entry.base_port + index),
+        "{gpus}": ",".join(gpus),
+        "{index}": str(index),
+    }
+    # Not str.format: commands may hold JSON, whose braces are no placeholders.
+    for placeholder, value in values.items():
+        text = text.replace(placeholder, value)
+    return text
+
 
 log = logging.getLogger("omni_proxy.launch")
 

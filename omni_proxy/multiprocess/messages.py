@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from omni_proxy.config.schema import Config
-from omni_proxy.fleet.worker_state import WorkerState
+from omni_proxy.fleet.worker import WorkerState
 
 LENGTH_BYTES: Final = 4
 

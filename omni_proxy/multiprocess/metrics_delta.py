@@ -21,9 +21,8 @@ from omni_proxy.multiprocess.messages import (
 )
 from omni_proxy.multiprocess.replicated_fleet import SharedWorker
 from omni_proxy.telemetry.histogram import Histogram, LateHistogram
-from omni_proxy.telemetry.metrics import Metrics
+from omni_proxy.telemetry.metrics import Metrics, RoutePhases, RouteSeries
 from omni_proxy.telemetry.recent_window import FinishedExchange, RecentWindow, WindowCounts
-from omni_proxy.telemetry.series import RoutePhases, RouteSeries
 
 WHOLE_PROCESS = -1
 PHASES = ("queue", "connect", "head", "overhead", "longest_gap")

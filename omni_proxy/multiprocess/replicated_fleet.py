@@ -15,8 +15,7 @@ from typing import Final
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import Worker
-from omni_proxy.fleet.worker_state import HALF_OPEN_ELSEWHERE, WorkerState, apply_state
+from omni_proxy.fleet.worker import HALF_OPEN_ELSEWHERE, Worker, WorkerState, apply_state
 from omni_proxy.multiprocess.messages import (
     HalfOpenEndedEvent,
     HalfOpenStartedEvent,

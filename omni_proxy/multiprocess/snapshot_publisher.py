@@ -13,7 +13,7 @@ from msgspec import structs
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker_state import WorkerState
+from omni_proxy.fleet.worker import WorkerState
 from omni_proxy.multiprocess.half_open_leases import HalfOpenLeases
 from omni_proxy.multiprocess.messages import StateSnapshot, VoiceListMessage
 from omni_proxy.multiprocess.process_slot import ProcessHandle

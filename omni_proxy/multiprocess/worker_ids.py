@@ -10,8 +10,7 @@ from __future__ import annotations
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
-from omni_proxy.fleet.worker import Worker
-from omni_proxy.fleet.worker_state import WorkerState, worker_state
+from omni_proxy.fleet.worker import Worker, WorkerState, worker_state
 from omni_proxy.multiprocess.shared_counters import CELLS, FreeSlots, SharedCounters
 from omni_proxy.multiprocess.shared_dataplane import PROCESS_CELL
 

@@ -39,8 +39,12 @@ from omni_proxy.process_group.broadcast.transfer import (
     Transfer,
     start_transfer,
 )
-from omni_proxy.process_group.rendezvous import Rendezvous, validated_address
-from omni_proxy.process_group.store_connection import StoreConnection, connect_store
+from omni_proxy.process_group.rendezvous import (
+    Rendezvous,
+    StoreConnection,
+    connect_store,
+    validated_address,
+)
 from omni_proxy.process_group.tensor_plan import Announced, GroupError, make_plan
 
 if TYPE_CHECKING:

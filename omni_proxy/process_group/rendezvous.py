@@ -2,10 +2,24 @@
 
 Pure. Backends do not detect a wrong or duplicate rank: the group then never forms, or forms and
 hangs (weight-sync.md 0.7). So the numbers are validated here.
+
+A plain connection to the trainer's store: does it exist, does it answer, is it still open?
+
+torch waits for ever on a port that accepts and does not answer, and detects a trainer that died
+during a transfer only when the group times out. This connection detects the first within seconds
+and the second at once. It only sends pings; it never reads keys.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -88,3 +102,169 @@ def _port(port: object) -> int:
     if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535:
         raise GroupError(f"master_port must be a port from 1 to 65535, not {port!r}")
     return port
+
+
+# How a torch store client starts: a greeting with a magic number, then a ping with a nonce that
+# the store sends back (weight-sync.md 0.4, 4.2).
+GREETING: Final = struct.pack("=BI", 0, 0x3C85F7CE)
+PING: Final = 13
+NONCE_BYTES: Final = 4
+
+RETRY_SECS: Final = 0.1
+CONNECT_SECS: Final = 10.0
+# A dead host sends no FIN: the kernel probes after 5 s of silence and closes 6 s later.
+KEEPALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+
+
+class StoreConnection:
+    """An open connection to a store that has answered; one thread at a time sends pings."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def has_ended(self) -> bool:
+        """Whether the trainer's side is known to have closed; returns at once."""
+        # The thread that holds the lock waits for an answer, and detects the end itself.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._ended = self._ended or _is_closed_by_peer(self._connection)
+            finally:
+                self._lock.release()
+        return self._ended
+
+    def answers(self, within_secs: float) -> bool:
+        """Whether the store still answers a ping: a stopped process keeps its sockets open."""
+        if self.has_ended():
+            return False
+        with self._lock:
+            try:
+                return _ping(self._connection, within_secs)
+            except (OSError, GroupError):
+                return False
+
+    def close(self) -> None:
+        with self._lock:
+            self._ended = True
+            self._connection.close()
+
+
+def connect_store(
+    address: tuple[str, int], silent_secs: float, cancelled: Callable[[], bool]
+) -> StoreConnection:
+    """Waits until a store answers at `address`; `cancelled` is called between attempts.
+
+    Raises GroupError if another protocol answers there, if no answer comes within `silent_secs`
+    of the first connection, or once `cancelled` returns True.
+    """
+    pause = threading.Event()
+    silent_after: float | None = None
+    while not cancelled():
+        connection = _dial(address)
+        if connection is None:
+            pause.wait(RETRY_SECS)
+            continue
+        if silent_after is None:
+            silent_after = time.monotonic() + silent_secs
+        try:
+            timeout_secs = max(silent_after - time.monotonic(), 0.05)
+            if _ping(connection, timeout_secs, greeting=GREETING):
+                return StoreConnection(connection)
+        except OSError:
+            # Accepted and closed: a port forwarder in front of a trainer that is not up yet.
+            pass
+        except GroupError:
+            connection.close()
+            raise
+        connection.close()
+        if time.monotonic() >= silent_after:
+            raise GroupError(
+                f"{_format_address(address)} accepts connections "
+                f"but no torch store answered there within "
+                f"{silent_secs:g} s: are master_address and master_port the trainer's?"
+            )
+        pause.wait(RETRY_SECS)
+    raise GroupError(f"gave up waiting for the trainer's store at {_format_address(address)}")
+
+
+def _dial(address: tuple[str, int]) -> socket.socket | None:
+    """A connection to the first of the host's addresses that accepts; None if none does."""
+    host, port = address
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        if getattr(error, "errno", None) == socket.EAI_AGAIN:
+            return None
+        raise GroupError(f"master_address {host!r} does not resolve: {error}") from None
+    for family, kind, protocol, _, socket_address in addresses:
+        connection = socket.socket(family, kind, protocol)
+        try:
+            _avoid_self_connect(connection, port)
+            connection.settimeout(CONNECT_SECS)
+            connection.connect(socket_address)
+        except OSError:
+            connection.close()
+            continue
+        _enable_keepalive(connection)
+        return connection
+    return None
+
+
+def _avoid_self_connect(connection: socket.socket, port: int) -> None:
+    """Keeps the kernel from choosing the dialled port as source port (TCP self-connect).
+
+    That happens on loopback while nothing listens yet, and would also occupy the trainer's port.
+    """
+    connection.bind(("", 0))
+    if connection.getsockname()[1] == port:
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _enable_keepalive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _ping(connection: socket.socket, within_secs: float, *, greeting: bytes = b"") -> bool:
+    """Whether the store sent the nonce back in time.
+
+    Raises GroupError on other bytes, OSError on a closed connection.
+    """
+    nonce = os.urandom(NONCE_BYTES)
+    connection.sendall(greeting + bytes([PING]) + nonce)
+    deadline = time.monotonic() + within_secs
+    received = b""
+    while len(received) < NONCE_BYTES:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        with suppress(TimeoutError):
+            chunk = connection.recv(NONCE_BYTES - len(received))
+            if not chunk:
+                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+            received += chunk
+        if time.monotonic() >= deadline and len(received) < NONCE_BYTES:
+            return False
+    if received != nonce:
+        raise GroupError(
+            f"{_format_address(connection.getpeername())} speaks another "
+            f"protocol than a torch store: "
+            "are master_address and master_port the trainer's?"
+        )
+    return True
+
+
+def _is_closed_by_peer(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _format_address(address: tuple[object, ...]) -> str:
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omni_proxy.replica.api.route_context import ADMIN_KEY_VARIABLE
 from omni_proxy.replica.model_file import MODELS
 from omni_proxy.replica.pipeline.builtin import OFF, BuiltinOptions, builtin_pipeline, capabilities
-from omni_proxy.replica.pipeline.config import PipelineConfig
-from omni_proxy.replica.pipeline.config_file import load_pipeline
+from omni_proxy.replica.pipeline.config import PipelineConfig, load_pipeline
 
 if TYPE_CHECKING:
     from omni_proxy.replica.api.route_context import AppOptions

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from omni_proxy.fleet.capabilities import capability_names
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker
+from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker, capability_names
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.routes import NAMED, UNPINNED, VOICE_OWNER

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from omni_proxy.fleet.capabilities import capability_mask
-from omni_proxy.fleet.worker import counter_offset
+from omni_proxy.fleet.worker import capability_mask, counter_offset
 
 
 class BodyKind(Enum):

@@ -36,7 +36,7 @@ from omni_proxy.runtime_config.membership_lock import MembershipLock
 from omni_proxy.runtime_config.state_file import StateFile, load_state, state_path
 from omni_proxy.system.files import file_signature
 from omni_proxy.system.tls_contexts import check_tls_files
-from omni_proxy.upstream_http.own_address import reject_own_addresses
+from omni_proxy.upstream_http.resolver import reject_own_addresses
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,8 @@ Probes, admin operations and model lists go through it; requests of clients go t
 plane. Invariant: only literal addresses are dialled, no proxy variable is read, no redirect is
 followed, and no connection outlives its call. A call that fails costs its own result and no other:
 `call_worker` and `broadcast` never raise for what a worker does, and change no health and no
-counter.
+counter. The event loop gets a turn after each `READ_BYTES` of a response, however many chunks it
+has: h11 parses all that a read brought, and httpx reads 64 KiB at once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
+import httpcore
 import httpx
 import trio
 
@@ -24,9 +26,79 @@ from omni_proxy import __version__
 from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context
-from omni_proxy.upstream_http.buffered_reads import BufferedTransport
 from omni_proxy.wire.bounded_json import read_json
-from omni_proxy.wire.proxy_headers import HOP_FIELD
+from omni_proxy.wire.forwarded import HOP_FIELD
+
+READ_BYTES: Final = 4096
+
+
+class _Stream(httpcore.AsyncNetworkStream):
+    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
+        self._stream = stream
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109
+        return await self._stream.read(min(max_bytes, READ_BYTES), timeout)
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> httpcore.AsyncNetworkStream:
+        return _Stream(await self._stream.start_tls(ssl_context, server_hostname, timeout))
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+class _Backend(httpcore.AsyncNetworkBackend):
+    def __init__(self) -> None:
+        self._backend = httpcore.TrioBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,  # noqa: ASYNC109
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        return _Stream(
+            await self._backend.connect_tcp(host, port, timeout, local_address, socket_options)
+        )
+
+    async def connect_unix_socket(
+        self,
+        path: str,
+        timeout: float | None = None,  # noqa: ASYNC109
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        return _Stream(await self._backend.connect_unix_socket(path, timeout, socket_options))
+
+    async def sleep(self, seconds: float) -> None:
+        await self._backend.sleep(seconds)
+
+
+class BufferedTransport(httpx.AsyncHTTPTransport):
+    """httpx's own, without proxies, over a pool with small reads. `uds` is a socket's path."""
+
+    def __init__(self, context: ssl.SSLContext, limits: httpx.Limits, uds: str | None) -> None:
+        super().__init__(verify=context, trust_env=False, limits=limits, uds=uds)
+        # httpx takes no network backend: the pool that it has just made, and not used, is replaced.
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=context,
+            max_connections=limits.max_connections,
+            max_keepalive_connections=limits.max_keepalive_connections,
+            uds=uds,
+            network_backend=_Backend(),
+        )
+
 
 # Statuses of a worker that does not have the route, or not this method of it.
 ROUTE_ABSENT: Final = (404, 405, 501)

@@ -2,15 +2,29 @@
 
 Invariant: what comes out is a literal address that `refused_address` lets pass; one bad address
 among several refuses the name as a whole. Nothing is kept: a name is asked for anew each time.
+
+Whether a worker's address is one that this proxy listens on: each request would come back to it.
+
+Invariant: a name that can't be resolved in time is no error here; a loop that comes by a way which
+addresses don't show (a forwarded port, another proxy) ends by its mark, see `wire.proxy_headers`.
+Blocking: call it in a thread, but for `is_own_address`.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Final
 
 import trio
 
-from omni_proxy.config.url import refused_address
+from omni_proxy.config.parse import ConfigError, Problem
+from omni_proxy.config.schema import Config
+from omni_proxy.config.url import dial_address, refused_address
 
 Address = tuple[str, int]
 
@@ -50,3 +64,112 @@ def _is_literal(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+RESOLVE_SECS: Final = 2.0  # for all names together
+REASON: Final = "is an address of this proxy itself: its requests would come back to it for ever"
+
+_Ip = IPv4Address | IPv6Address
+
+
+def is_own_address(address: Address, listeners: Iterable[Address]) -> bool:
+    """Whether a connection to this literal address reaches one of the listeners, literal too."""
+    ip = _ip(address[0])
+    return ip is not None and any(
+        address[1] == port and _reaches(ip, at) for host, port in listeners if (at := _ip(host))
+    )
+
+
+def _ip(text: str) -> _Ip | None:
+    try:
+        found = ip_address(text)
+    except ValueError:
+        return None
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def _reaches(ip: _Ip, listener: _Ip) -> bool:
+    if ip.is_unspecified:  # to dial it is to dial loopback
+        return listener.is_unspecified or listener.is_loopback
+    if not listener.is_unspecified:
+        return ip == listener
+    # The unspecified IPv6 address stands for IPv4, too.
+    return (listener.version == 6 or ip.version == 4) and (ip.is_loopback or _of_this_machine(ip))
+
+
+def _of_this_machine(ip: _Ip) -> bool:
+    """Only an address of an own interface can be bound to."""
+    family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((str(ip), 0))
+    except OSError:
+        return False
+    return True
+
+
+def parse_listeners(addresses: Iterable[str]) -> list[Address]:
+    """The addresses of listeners given as `host:port`; Unix sockets have none."""
+    found = []
+    for shown in addresses:
+        host, _, port = shown.rpartition("://")[2].rpartition(":")
+        if port.isdecimal():
+            found.append((host.strip("[]"), int(port)))
+    return found
+
+
+def reject_own_addresses(config: Config, flag_urls: Sequence[str], file: str) -> None:
+    """Raises ConfigError for workers of FILE and of the command line that are this proxy."""
+    listeners = _configured(config)
+    ports = {port for _, port in listeners}
+    named = [(f"workers[{i}].url", entry.url) for i, entry in enumerate(config.workers)]
+    named += [("--worker-urls", url) for url in flag_urls]
+    dialled = [(key, url, dial_address(url)) for key, url in named]
+    # Whoever has another port than we is not even looked up.
+    near = [
+        (key, url, at) for key, url, at in dialled if not isinstance(at, str) and at[1] in ports
+    ]
+    if not near:
+        return
+    known = _resolved({host for host, _ in (*listeners, *(at for _, _, at in near))})
+    own = [(ip, port) for host, port in listeners for ip in known.get(host, ())]
+    problems = [
+        Problem(key, None, f'"{url}" {REASON}', file="command line" if key[0] == "-" else file)
+        for key, url, (host, port) in near
+        if any(is_own_address((ip, port), own) for ip in known.get(host, ()))
+    ]
+    if problems:
+        raise ConfigError(problems, file)
+
+
+def _configured(config: Config) -> list[Address]:
+    """Where a port is chosen at the start nothing can be said yet."""
+    server, admin = config.server, config.admin
+    places = [] if server.host.startswith("unix:") else [(server.host, server.port)]
+    if admin.listen and not admin.listen.startswith("unix:"):
+        places += parse_listeners([admin.listen])
+    return [(host or "0.0.0.0", port) for host, port in places if port]
+
+
+def _resolved(hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """What could be found out within RESOLVE_SECS; a literal address is its own."""
+    found: dict[str, tuple[str, ...]] = {}
+
+    def look_up(host: str) -> None:
+        try:
+            answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            return
+        found[host] = tuple(dict.fromkeys(str(answer[4][0]) for answer in answers))
+
+    threads = []
+    for host in hosts:
+        if _ip(host) is not None:
+            found[host] = (host,)
+            continue
+        threads.append(threading.Thread(target=look_up, args=(host,), daemon=True))
+        threads[-1].start()
+    until = time.monotonic() + RESOLVE_SECS
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return dict(found)

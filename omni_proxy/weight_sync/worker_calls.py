@@ -15,8 +15,7 @@ from typing import Final
 
 import trio
 
-from omni_proxy.admin_ops.model_info import version_of
-from omni_proxy.admin_ops.results import WorkerResult, parsed
+from omni_proxy.admin_ops.results import WorkerResult, parsed, version_of
 from omni_proxy.admin_ops.routes import CONTINUE, AdminRoute
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker

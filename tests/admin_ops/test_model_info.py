@@ -1,8 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.admin_ops.model_info import merge, told_of, version_of
-from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.admin_ops.results import WorkerResult, label_reported, merge_model_info, version_of
 
 LABELS = st.sampled_from((None, "v1", "v2"))
 
@@ -28,7 +27,7 @@ def test_a_version_is_given_where_all_agree_and_several_are_a_409(bodies):
         told |= {each["weight_version"], *(s["data"]["weight_version"] for s in stages)}
     told -= {None}
     answers = [WorkerResult(f"http://{at}", 200, each) for at, each in enumerate(bodies)]
-    found = merge(answers)
+    found = merge_model_info(answers)
     if len(told) > 1:
         assert found.status == 409
         assert found.body["detail"]["mixed_state"] == {"weight_version": sorted(told)}
@@ -43,7 +42,7 @@ def test_other_facts_that_disagree_are_null():
         WorkerResult("http://a", 200, {"model_path": "/a", "load_format": "auto"}),
         WorkerResult("http://b", 200, {"model_path": "/b", "load_format": "auto"}),
     ]
-    found = merge(answers).body
+    found = merge_model_info(answers).body
     assert (found["model_path"], found["load_format"]) == (None, "auto")
 
 
@@ -53,7 +52,7 @@ def test_skipped_stages_tell_nothing():
         {"data": {"weight_version": "v2", "unsupported": True}},
         {"data": None}, "junk", {"data": {"weight_version": 3}},
     ]}  # fmt: skip
-    assert told_of(told, "weight_version") == [3]
+    assert label_reported(told, "weight_version") == [3]
     assert version_of(told) == "3"
     assert (
         version_of({"weight_version": "a", "stages": [{"data": {"weight_version": "b"}}]}) is None
@@ -62,7 +61,7 @@ def test_skipped_stages_tell_nothing():
 
 
 def test_one_failure_is_a_502_with_all_parts():
-    found = merge(
+    found = merge_model_info(
         [WorkerResult("http://a", 200, {}), WorkerResult("http://b", None, "", "ReadError")]
     )
     assert found.status == 502

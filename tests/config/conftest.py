@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from omni_proxy.config.policy_names import POLICIES
+from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.schema import CAPABILITIES, Config, LaunchEntry, WorkerEntry
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_ #\"'\\\n[]{}é", max_size=12)

@@ -3,7 +3,7 @@ import tomllib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.locate import locate, nearest_line
+from omni_proxy.config.problem import locate, nearest_line
 
 TEXT = '''\
 # [not.a.table]

@@ -6,7 +6,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config import policy_names
+from omni_proxy.config import fields
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import CAPABILITIES, Config
 
@@ -316,7 +316,7 @@ def test_every_policy_and_all_of_its_keys_load():
 
 def test_a_policy_may_be_a_class_path_or_an_installed_name(monkeypatch):
     assert parse("routing.policy = 'a.b_2:C'").routing.policy == "a.b_2:C"
-    monkeypatch.setattr(policy_names, "installed_policies", lambda: ["packing"])
+    monkeypatch.setattr(fields, "installed_policies", lambda: ["packing"])
     assert parse("routing.policy = 'packing'").routing.policy == "packing"
     with pytest.raises(ConfigError, match=r"did you mean `packing`\?"):
         parse("routing.policy = 'paking'")

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.config.schema import CAPABILITIES
-from omni_proxy.fleet.capabilities import (
+from omni_proxy.fleet.worker import (
     ALL_CAPABILITIES,
     CAPABILITY_BITS,
     capability_mask,

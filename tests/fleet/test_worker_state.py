@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from omni_proxy.fleet.health import Health
-from omni_proxy.fleet.worker_state import WorkerState, apply_state, configured_entry, worker_state
+from omni_proxy.fleet.worker import WorkerState, apply_state, configured_entry, worker_state
 from tests.fleet.entries import NOW, entry, fleet_of
 
 SETTINGS = {"model": "m", "weight": 3, "max_inflight": 7, "capabilities": frozenset(["chat"])}

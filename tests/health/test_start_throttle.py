@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 import trio
 
-from omni_proxy.health.start_throttle import StartThrottle
+from omni_proxy.health.prober import StartThrottle
 
 
 class LoopIterations(trio.abc.Instrument):

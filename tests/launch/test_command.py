@@ -1,7 +1,7 @@
 import sys
 
 from omni_proxy.config.schema import LaunchEntry
-from omni_proxy.launch.command import argv_of, environment_of, start_parameters
+from omni_proxy.launch.replica_process import argv_of, environment_of, start_parameters
 
 ENTRY = LaunchEntry(
     command=("serve", "--at={host}:{port}", '--json={"port": 1, "x": {}}', "{index}/{gpus}"),

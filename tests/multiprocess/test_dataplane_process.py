@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from omni_proxy.config.parse import parse
-from omni_proxy.fleet.worker_state import worker_state
+from omni_proxy.fleet.worker import worker_state
 from omni_proxy.multiprocess import shared_sessions
 from omni_proxy.multiprocess.dataplane_process import DataPlaneProcess
 from omni_proxy.multiprocess.ipc_channel import IpcChannel

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from omni_proxy.fleet.worker_state import worker_state
+from omni_proxy.fleet.worker import worker_state
 from omni_proxy.multiprocess.messages import MetricsEvent
 from omni_proxy.multiprocess.metrics_delta import PHASES, MetricsDelta, merge_metrics
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from omni_proxy.fleet.capabilities import ALL_CAPABILITIES
-from omni_proxy.fleet.worker_state import worker_state
+from omni_proxy.fleet.worker import ALL_CAPABILITIES, worker_state
 from omni_proxy.multiprocess.messages import (
     HalfOpenEndedEvent,
     HalfOpenStartedEvent,

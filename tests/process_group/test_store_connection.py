@@ -5,8 +5,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from omni_proxy.process_group import store_connection
-from omni_proxy.process_group.store_connection import connect_store
+from omni_proxy.process_group import rendezvous
+from omni_proxy.process_group.rendezvous import connect_store
 from omni_proxy.process_group.tensor_plan import GroupError
 from tests.process_group.trainer_process import TrainerPool, free_port
 from tests.process_group.wait_helpers import run_within
@@ -120,7 +120,7 @@ def test_we_never_dial_from_the_port_we_dial():
             super().bind((place[0], wanted))
 
     with Unlucky() as connection, pytest.raises(OSError, match="in use"):
-        store_connection._avoid_self_connect(connection, wanted)
+        rendezvous._avoid_self_connect(connection, wanted)
     with socket.socket() as connection:
-        store_connection._avoid_self_connect(connection, wanted)
+        rendezvous._avoid_self_connect(connection, wanted)
         assert connection.getsockname()[1] != wanted

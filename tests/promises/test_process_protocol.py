@@ -9,7 +9,7 @@ import trio
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.accept.listener import Listener, open_socket
 from omni_proxy.dataplane.loop.event_loop import EventLoop
-from omni_proxy.fleet.worker_state import worker_state
+from omni_proxy.fleet.worker import worker_state
 from omni_proxy.multiprocess import shared_sessions
 from omni_proxy.multiprocess.messages import (
     ClearCacheCommand,

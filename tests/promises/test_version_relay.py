@@ -8,8 +8,11 @@ import trio
 
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.process_group.receiver import GroupLimits, open_receiver
-from omni_proxy.weight_sync.delivery.deliver import DeliveryOptions, VersionDeliverer
-from omni_proxy.weight_sync.delivery.over_network import ProcessGroupSender
+from omni_proxy.weight_sync.delivery.deliver import (
+    DeliveryOptions,
+    ProcessGroupSender,
+    VersionDeliverer,
+)
 from omni_proxy.weight_sync.store.service import StoreService
 from tests.ports import free_port
 from tests.promises.replica_program import gauges

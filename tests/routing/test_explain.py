@@ -1,4 +1,4 @@
-from omni_proxy.fleet.capabilities import CAPABILITY_BITS
+from omni_proxy.fleet.worker import CAPABILITY_BITS
 from omni_proxy.routing.explain import explain
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.version_constraint import VersionConstraint

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.fleet.capabilities import capability_mask
+from omni_proxy.fleet.worker import capability_mask
 from omni_proxy.routing.routes import BodyKind, MethodNotAllowed, Pinning, match_route
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")

@@ -2,8 +2,7 @@ import httpx
 import pytest
 import trio
 
-from omni_proxy.upstream_http.buffered_reads import READ_BYTES, BufferedTransport
-from omni_proxy.upstream_http.client import _LIMITS, _plain_context
+from omni_proxy.upstream_http.client import _LIMITS, READ_BYTES, BufferedTransport, _plain_context
 
 TINY = b"1\r\nx\r\n"
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -4,8 +4,8 @@ import pytest
 
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import AdminConfig, Config, ServerConfig, WorkerEntry
-from omni_proxy.upstream_http import own_address
-from omni_proxy.upstream_http.own_address import (
+from omni_proxy.upstream_http import resolver
+from omni_proxy.upstream_http.resolver import (
     is_own_address,
     parse_listeners,
     reject_own_addresses,
@@ -98,7 +98,7 @@ def test_others_are_let_pass_and_not_looked_up(monkeypatch):
     def never(*_, **__):
         raise AssertionError
 
-    monkeypatch.setattr(own_address.socket, "getaddrinfo", never)
+    monkeypatch.setattr(resolver.socket, "getaddrinfo", never)
     reject_own_addresses(config("http://a.test:1", "unix:/run/w", "http://10.0.0.9:30000"), (), "")
     reject_own_addresses(
         Config(server=ServerConfig(port=0), workers=config("http://a.test").workers), (), ""
@@ -107,8 +107,8 @@ def test_others_are_let_pass_and_not_looked_up(monkeypatch):
 
 def test_a_name_that_takes_its_time_holds_nobody_up(monkeypatch):
     silent = socket.socketpair()
-    monkeypatch.setattr(own_address.socket, "getaddrinfo", lambda *_, **__: silent[0].recv(1))
-    monkeypatch.setattr(own_address, "RESOLVE_SECS", 0.05)
+    monkeypatch.setattr(resolver.socket, "getaddrinfo", lambda *_, **__: silent[0].recv(1))
+    monkeypatch.setattr(resolver, "RESOLVE_SECS", 0.05)
     reject_own_addresses(config("http://a.test:30000"), (), "")
     silent[1].close()
     silent[0].close()

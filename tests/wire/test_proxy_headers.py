@@ -1,8 +1,8 @@
 import pytest
 
 from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.forwarded import hop_line, reject_loop
 from omni_proxy.wire.head_caching.request_heads import RequestHeadCache
-from omni_proxy.wire.proxy_headers import hop_line, reject_loop
 from tests.wire.heads import request
 
 OWN, OTHER = "a" * 32, "b" * 32

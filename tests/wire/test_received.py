@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.wire.proxy_headers import ReceivedVia, read_received, with_received
+from omni_proxy.wire.forwarded import ReceivedVia, read_received, with_received
 
 LINES = b"GET / HTTP/1.1\r\na: b\r\n"
 

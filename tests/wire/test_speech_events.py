@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.wire.speech_events import MAX_EVENT_BYTES, SpeechEvents, is_application_code
+from omni_proxy.wire.websocket import MAX_EVENT_BYTES, SpeechEvents, is_application_code
 
 
 def heard(*messages):

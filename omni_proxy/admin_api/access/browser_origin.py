@@ -18,7 +18,7 @@ from quart import Request
 from omni_proxy.config.schema import Config
 from omni_proxy.origins import NO_ORIGIN, Origin, hostname_of, is_local_name, parse_origin
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.proxy_headers import FIELD, ReceivedVia, read_received
+from omni_proxy.wire.forwarded import FIELD, ReceivedVia, read_received
 
 # Rules as they are mounted. Their GET reads, and does nothing else.
 READING: Final = frozenset(

@@ -18,7 +18,7 @@ from omni_proxy.admin_api.responses import bad_request, body_bytes, json_respons
 from omni_proxy.admin_api.routes.models_routes import passed_on
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import Services
-from omni_proxy.admin_ops import weights_by_name
+from omni_proxy.admin_ops import results
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import (
     FROM_DISTRIBUTED,
@@ -74,8 +74,8 @@ class BroadcastRoutes:
             if route.path == FROM_TENSOR:
                 return json_response(NO_TENSORS, 501)
             answer = await self._services.weight_operations.submit(await self.call(route))
-            if route.path == weights_by_name.PATH:
-                return json_response(*weights_by_name.merge(answer), dict(answer.headers))
+            if route.path == results.WEIGHTS_BY_NAME:
+                return json_response(*results.merge_weights_by_name(answer), dict(answer.headers))
             return shown(answer)
 
         return operate

@@ -13,7 +13,7 @@ import trio
 
 from omni_proxy import __version__
 from omni_proxy.admin_api.serializers.readiness import unready
-from omni_proxy.admin_api.serializers.unroutable_reason import Why, reasons
+from omni_proxy.admin_api.serializers.worker_records import Why, reasons
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker

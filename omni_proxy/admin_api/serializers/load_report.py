@@ -3,17 +3,25 @@ number.
 
 Contract (routers.md 1.7): an engine's own report wins; for one without a report the proxy's in-
 flight count is shown, and -1 in the older form if it could not be reached at all.
+
+The server info of several workers as that of one server with all their ranks.
+
+Contract (two-phase.md 1): a client that plans by `tp_size` sees every rank behind the proxy. A
+value in which the workers differ is null; flags that promise a feature are true only if all workers
+have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import trio
 
 from omni_proxy import __version__
 from omni_proxy.upstream_http.client import CallResult
+from omni_proxy.weight_sync.protocol.requests import count_ranks
 
 _COUNTS = (
     "num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens", "num_total_reqs",
@@ -96,3 +104,78 @@ def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0
     return value if -LARGEST < value < LARGEST else 0
+
+
+MAX_FIELDS = 1000  # of one worker; an engine has some 400 arguments
+SUMMED = ("tp_size", "max_total_num_tokens", "max_running_requests")
+# Of one worker that has it the client has to know: it asks for more care, never for less.
+CARE = ("radix_cache_enabled", "fp8_kv_cache_enabled", "fp8_kv_cache_requires_postprocess",
+        "fp8_kv_cache_static_scales")  # fmt: skip
+# After an update from our own files a worker names these: nobody else should read them.
+PATHS = ("model_path", "tokenizer_path")
+OWN = ("host", "port", "instance", "instance_id", "start_time", "started_at", "internal_states")
+
+
+async def merge_server_info(
+    outcomes: Iterable[CallResult], is_ours: Callable[[str], bool] = lambda _: False
+) -> dict[str, Any] | None:
+    """None where nobody told anything. `workers` holds each one's own answer.
+
+    Others have their turn between two fields. `is_ours(path)`: it is one of a version that we
+    keep; the model's name takes its place.
+    """
+    results = list(outcomes)
+    infos_by_url = await _reported_infos(results)
+    if not infos_by_url:
+        return None
+    infos = [_without(info, is_ours) for info in infos_by_url.values()]
+    merged: dict[str, Any] = {}
+    for name in dict.fromkeys(name for info in infos for name in info):
+        if name not in OWN:
+            await trio.lowlevel.checkpoint()
+            merged[name] = _merged(name, infos)
+    for name in PATHS:
+        merged.setdefault(name, merged.get("served_model_name"))
+    merged["tp_size"] = sum(count_ranks(info) for info in infos)
+    merged["internal_states"] = [state for info in infos for state in _states(info)]
+    merged["workers"] = [
+        {
+            "url": o.worker.url,
+            "info": infos_by_url.get(o.worker.url),
+            "error": None if o.ok else o.failure,
+        }
+        for o in results
+    ]
+    return merged
+
+
+async def _reported_infos(results: Iterable[CallResult]) -> dict[str, dict[str, Any]]:
+    """By URL, what those say that say it within the bound."""
+    infos_by_url = {}
+    for outcome in results:
+        await trio.lowlevel.checkpoint()
+        info = outcome.json() if outcome.ok else None
+        if isinstance(info, dict) and len(info) <= MAX_FIELDS:
+            infos_by_url[outcome.worker.url] = info
+    return infos_by_url
+
+
+def _without(info: Mapping[str, Any], is_ours: Callable[[str], bool]) -> dict[str, Any]:
+    ours = [name for name in PATHS if isinstance(path := info.get(name), str) and is_ours(path)]
+    return {name: value for name, value in info.items() if name not in ours}
+
+
+def _merged(name: str, infos: Sequence[Mapping[str, Any]]) -> Any:
+    values = [info.get(name) for info in infos if name in info or name not in PATHS]
+    if name in CARE and any(value is True for value in values):
+        return True
+    if name in SUMMED and all(isinstance(value, int | float) for value in values):
+        return sum(values)
+    if all(isinstance(value, bool) for value in values):
+        return name not in CARE and all(values)
+    return values[0] if all(value == values[0] for value in values) else None
+
+
+def _states(info: Mapping[str, Any]) -> list[Any]:
+    states = info.get("internal_states")
+    return states if isinstance(states, list) else []

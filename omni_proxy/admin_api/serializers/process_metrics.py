@@ -12,7 +12,7 @@ from omni_proxy.admin_api.serializers.readiness import unready
 from omni_proxy.admin_api.services import Services
 from omni_proxy.telemetry.metrics import SyncMetrics
 from omni_proxy.telemetry.prometheus import counters, gauges, histograms, one, total
-from omni_proxy.weight_sync.protocol.states import SyncState
+from omni_proxy.weight_sync.protocol.session import SyncState
 
 
 def of_program(services: Services) -> Iterator[Metric]:

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from omni_proxy import __version__
-from omni_proxy.cli.flags.peer_flags import add_ignored_flags, add_mapped_flags
-from omni_proxy.cli.flags.unknown_flags import CommandParser
-from omni_proxy.config.fields import read_address
+from omni_proxy.cli.flags.peer_flags import CommandParser, add_ignored_flags, add_mapped_flags
+from omni_proxy.config.fields import POLICIES, read_address
 from omni_proxy.config.flags import FLAG_ALIASES, FLAGS
-from omni_proxy.config.policy_names import POLICIES
 
 USAGE: Final = "omni-proxy [COMMAND] [FLAGS]"
 ABOUT: Final = "One process in front of complete inference replicas."

@@ -2,19 +2,25 @@
 
 Exit status 0: quit; 1: no terminal, or it went away; 2: nobody could be asked (`--once`).
 Invariant: the terminal is given back as it was, whatever ends us.
+
+Keys out of a terminal: its mode while we own it, and what its bytes mean.
+
+Invariant: the terminal is as it was before when the `with` is left, however.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import select
 import shutil
 import signal
 import sys
+import termios
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
 from rich.console import Console
@@ -33,8 +39,51 @@ from omni_proxy.cli.screen.feed_model import feed_of
 from omni_proxy.cli.status import WIDTH, fetch_feed
 from omni_proxy.cli.top.follower import FeedFollower, FeedStatus
 from omni_proxy.cli.top.frame import render_frame
-from omni_proxy.cli.top.keyboard import parse_keys, raw_keyboard
 from omni_proxy.cli.top.view import QUIT, PendingAction, TopView
+
+_KEYS: Final = {
+    b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down",
+    b"\x1b[C": "right", b"\x1bOC": "right", b"\x1b[D": "left", b"\x1bOD": "left",
+    b"\x1b[5~": "pageup", b"\x1b[6~": "pagedown",
+    b"\x1b[H": "home", b"\x1bOH": "home", b"\x1b[1~": "home", b"\x1b[7~": "home",
+    b"\x1b[F": "end", b"\x1bOF": "end", b"\x1b[4~": "end", b"\x1b[8~": "end",
+    b"\x03": "ctrl-c", b"\x0c": "ctrl-l", b"\r": "enter", b"\n": "enter", b"\x1b": "escape",
+    b" ": "pagedown",
+}  # fmt: skip
+# An escape sequence of any kind, else one byte.
+_TOKEN: Final = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO[ -~]|.", re.DOTALL)
+_LFLAG, _CC = 3, 6  # places in what tcgetattr returns
+
+
+def parse_keys(typed: bytes) -> list[str]:
+    """The names of the keys; what is none of ours is left out."""
+    found = []
+    for token in _TOKEN.findall(typed):
+        if token in _KEYS:
+            found.append(_KEYS[token])
+        elif len(token) == 1 and 0x20 < token[0] < 0x7F:
+            found.append(token.decode("ascii"))
+    return found
+
+
+@contextmanager
+def raw_keyboard(descriptor: int) -> Iterator[None]:
+    """Each key comes when it is pressed, unseen; Ctrl-C and Ctrl-Z are keys too. Raises OSError."""
+    try:
+        before = termios.tcgetattr(descriptor)
+    except termios.error as error:
+        raise OSError(*error.args) from None
+    now = termios.tcgetattr(descriptor)
+    # A signal would end or stop us while the screen is ours.
+    now[_LFLAG] &= ~(termios.ICANON | termios.ECHO | termios.ISIG)
+    now[_CC][termios.VMIN], now[_CC][termios.VTIME] = 1, 0
+    termios.tcsetattr(descriptor, termios.TCSANOW, now)
+    try:
+        yield
+    finally:
+        with suppress(termios.error):  # the terminal is gone: nothing to put back
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
 
 NO_TERMINAL: Final = 1
 LOOK_SECS: Final = 1.0  # without news: ages go on

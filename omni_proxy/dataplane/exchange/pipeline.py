@@ -44,7 +44,7 @@ from omni_proxy.routing.inspect.requirements import settle_unread as settle_larg
 from omni_proxy.routing.routes import VOICE_OWNER, MethodNotAllowed, match_route
 from omni_proxy.routing.voices import pin_to_voice_owner
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.proxy_headers import with_received
+from omni_proxy.wire.forwarded import with_received
 from omni_proxy.wire.proxy_protocol import peer_field
 from omni_proxy.wire.request import RequestHead, hint_lines
 

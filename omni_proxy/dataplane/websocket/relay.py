@@ -25,8 +25,14 @@ from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_sessio
 from omni_proxy.routing.voices import pin_to_voice_owner
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
-from omni_proxy.wire.speech_events import SpeechEvents, is_application_code
-from omni_proxy.wire.websocket import WebSocketFrames, accept_handshake, close_code, error_event
+from omni_proxy.wire.websocket import (
+    SpeechEvents,
+    WebSocketFrames,
+    accept_handshake,
+    close_code,
+    error_event,
+    is_application_code,
+)
 
 CONFIG_SECS: Final = 10.0
 CONFIG_BYTES: Final = 15_029_592

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from omni_proxy.process_group.blocking_call import BlockingCall
 from omni_proxy.process_group.broadcast.buffers import BufferPool
-from omni_proxy.process_group.memory import out_of_memory_error
+from omni_proxy.process_group.broadcast.mapped_file import out_of_memory_error
 from omni_proxy.process_group.rendezvous import GLOO, NCCL, HostedRendezvous, Rendezvous
 from omni_proxy.process_group.tensor_plan import GroupError
 

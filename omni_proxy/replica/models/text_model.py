@@ -1,24 +1,149 @@
-"""A text model ready to serve: weights, tokenizer and chat template that belong together."""
+"""A text model ready to serve: weights, tokenizer and chat template that belong together.
+
+Loads a Llama from a GGUF file, such as SmolLM2: sizes, weights, tokenizer and chat template.
+
+Invariant: the weights have Hugging Face names and layout, so that updates under those names change
+the same rows. A file that needs unsupported features is refused, not approximated.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import nn
 
 from omni_proxy.replica.model_file import MODELS, cache_folder, fetch
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.models.chat_template import ChatTemplate
 from omni_proxy.replica.models.gguf import GGUFError, GGUFFile
-from omni_proxy.replica.models.llama import Llama
-from omni_proxy.replica.models.smollm2 import (
-    llama_config,
-    load_chat_template,
-    load_tokenizer,
-    load_weights,
-)
-from omni_proxy.replica.models.tokenizer import Tokenizer
+from omni_proxy.replica.models.llama import Llama, LlamaConfig
+from omni_proxy.replica.models.tokenizer import BytePairTokenizer, Tokenizer
+
+CONTROL = 3  # the kind of a token that is no text
+
+# A chat model's turn and its text may end with different tokens; the file lists only one of them.
+END_NAMES = {"<|endoftext|>", "<|im_end|>"}
+
+# Names of a layer's weights in the file; all but the norms are matrices.
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OUTER_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+}
+
+
+def stored_name(name: str) -> str:
+    """Return the name in the file of the weight with this Hugging Face name."""
+    if name in OUTER_NAMES:
+        return OUTER_NAMES[name]
+    _, _, number, rest = name.split(".", 3)
+    return f"blk.{number}.{LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def llama_config(file: GGUFFile) -> LlamaConfig:
+    """Return the sizes; GGUFError for another architecture or for scaled rotary embeddings."""
+    architecture = file.require("general.architecture", str)
+    if architecture != "llama":
+        raise GGUFError(f"{file.path}: holds a {architecture!r} model; only 'llama' can be served")
+    scaling = file.metadata.get("llama.rope.scaling.type", "none")
+    if scaling != "none" or "rope_freqs.weight" in file.tensors:
+        raise GGUFError(f"{file.path}: rotary angles with scaling are not supported")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or "output.weight" in file.tensors:
+        raise GGUFError(f"{file.path}: only models with one tied embedding are supported")
+    heads = file.require("llama.attention.head_count", int)
+    try:
+        return LlamaConfig(
+            vocab_size=embedding.shape[0],
+            hidden_size=file.require("llama.embedding_length", int),
+            intermediate_size=file.require("llama.feed_forward_length", int),
+            num_hidden_layers=file.require("llama.block_count", int),
+            num_attention_heads=heads,
+            num_key_value_heads=file.metadata.get("llama.attention.head_count_kv", heads),
+            max_position_embeddings=file.require("llama.context_length", int),
+            rope_theta=file.metadata.get("llama.rope.freq_base", 10_000.0),
+            rms_norm_eps=file.require("llama.attention.layer_norm_rms_epsilon", float),
+        )
+    except (ValueError, ZeroDivisionError) as error:
+        if isinstance(error, GGUFError):
+            raise
+        raise GGUFError(f"{file.path}: its sizes do not fit together: {error}") from error
+
+
+def load_weights(file: GGUFFile) -> Llama:
+    """Return the model with all weights read; GGUFError if one is missing or misshapen."""
+    model = Llama(llama_config(file))
+    config = model.config
+    turned = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+
+    def fill(named: tuple[str, nn.Parameter]) -> None:
+        name, weight = named
+        file.read(stored_name(name), weight.numpy())
+        heads = turned.get(name.split(".")[-2])
+        if heads:
+            _unpermute_(weight, heads)
+
+    # Most of the time is the first touch of the memory by the kernel, which two threads halve.
+    with ThreadPoolExecutor(2, thread_name_prefix="read weights") as pool:
+        list(pool.map(fill, model.named_parameters()))
+    return model
+
+
+def _unpermute_(weight: nn.Parameter, heads: int) -> None:
+    """Reorder rows from interleaved rotary pairs (0,1),(2,3).. to first half and second half."""
+    pairs = weight.data.view(heads, -1, 2, weight.shape[1])
+    weight.data.copy_(pairs.transpose(1, 2).reshape(weight.shape))
+
+
+def load_tokenizer(file: GGUFFile) -> BytePairTokenizer:
+    """Return the tokenizer; GGUFError unless it is SmolLM's byte-pair encoding."""
+    model = file.require("tokenizer.ggml.model", str)
+    cut = file.require("tokenizer.ggml.pre", str)
+    if (model, cut) != ("gpt2", "smollm"):
+        raise GGUFError(
+            f"{file.path}: its tokenizer is {model!r} with the rules {cut!r}; "
+            "only 'gpt2' with 'smollm' is supported"
+        )
+    vocabulary = file.require("tokenizer.ggml.tokens", list)
+    kinds = file.require("tokenizer.ggml.token_type", list)
+    controls = [number for number, kind in enumerate(kinds[: len(vocabulary)]) if kind == CONTROL]
+    ends = {number for number in controls if vocabulary[number] in END_NAMES}
+    ends.add(_token_id(file, "eos"))
+    try:
+        return BytePairTokenizer(vocabulary, controls, ends)
+    except ValueError as error:
+        raise GGUFError(f"{file.path}: {error}") from error
+
+
+def load_chat_template(file: GGUFFile) -> ChatTemplate:
+    """Return the template with the names of the begin and end tokens."""
+    vocabulary = file.require("tokenizer.ggml.tokens", list)
+    begins, ends = vocabulary[_token_id(file, "bos")], vocabulary[_token_id(file, "eos")]
+    source = file.require("tokenizer.chat_template", str)
+    return ChatTemplate(source, bos_token=begins, eos_token=ends)
+
+
+def _token_id(file: GGUFFile, role: str) -> int:
+    token_id: int = file.require(f"tokenizer.ggml.{role}_token_id", int)
+    count = len(file.require("tokenizer.ggml.tokens", list))
+    if not 0 <= token_id < count:
+        raise GGUFError(f"{file.path}: the {role} token {token_id} is not among its {count} tokens")
+    return token_id
+
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,13 @@ from uuid import uuid4
 
 import trio
 
-from omni_proxy.replica.pipeline.coordination.chunks import ChunkAssembler, ChunkSplitter
 from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator
-from omni_proxy.replica.pipeline.coordination.delivery import Delivery, DeliveryEnd
+from omni_proxy.replica.pipeline.coordination.delivery import (
+    ChunkAssembler,
+    ChunkSplitter,
+    Delivery,
+    DeliveryEnd,
+)
 from omni_proxy.replica.pipeline.messages import ProfilerStart
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,

@@ -1,18 +1,27 @@
-"""The configuration of a pipeline: stages, their order, and the process of each one.
+"""The configuration of a pipeline: stages, their order and processes; as TOML; as a plan.
 
 Invariant: a pipeline that passed `validate_config` has no unknown stage name, no cycle and no dead
-end. No stage is imported here: dotted names are only parsed.
+end; of a TOML file every key is known and of its type, or the file is refused with all problems at
+once. No stage is imported until a plan is made; what a route or a merge of the plan returns is
+checked before anything is sent. A merge of terminals returns `{stage: result}`, a fan-in one
+stage's `data`.
 """
 
 from __future__ import annotations
 
+import importlib
+import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
-MERGE_TERMINALS = "omni_proxy.replica.pipeline.plan:merge_terminals"
+from omni_proxy.replica.pipeline.messages import OmniRequest, StagePayload
+
+MERGE_TERMINALS = "omni_proxy.replica.pipeline.config:merge_terminals"
 # Media that a request may have beside its text, by the key in its inputs. A task in `entries` may
 # be followed by some of them (`chat+audio+image`): that entry is for requests that have all of
 # them.
@@ -193,3 +202,222 @@ def _process_problems(config: PipelineConfig) -> Iterator[str]:
                     f"stages[{index}].env.{key}: another stage of process {stage.process} "
                     "sets it otherwise"
                 )
+
+
+def load_pipeline(path: str | Path) -> PipelineConfig:
+    """Read and validate the file; raises PipelineConfigError with one line per problem."""
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PipelineConfigError([f"{path}: {error.strerror}"]) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PipelineConfigError([f"{path}: not a TOML file: {error}"]) from error
+    return parse_pipeline(table)
+
+
+def parse_pipeline(table: Mapping[str, Any]) -> PipelineConfig:
+    """The same for a parsed table."""
+    problems: list[str] = []
+    values = _read(table, _PIPELINE, "", problems)
+    stages = []
+    stage_tables = values.pop("stages", [])
+    for index, stage in enumerate(stage_tables):
+        path = f"stages[{index}]"
+        if isinstance(stage, dict):
+            stages.append(_read(stage, _STAGE, f"{path}.", problems))
+        else:
+            problems.append(f"{path}: expected a table")
+    if "name" not in table:
+        problems.append("name: is missing")
+    for index, stage in enumerate(stage_tables):
+        if isinstance(stage, dict):
+            missing = {"name", "factory"} - stage.keys()
+            problems += [f"stages[{index}].{key}: is missing" for key in sorted(missing)]
+    if problems:
+        raise PipelineConfigError(problems)
+    return validate_config(PipelineConfig(**values, stages=tuple(StageConfig(**s) for s in stages)))
+
+
+FieldParser = Callable[[Any], Any]
+
+
+def _read(
+    table: Mapping[str, Any], fields: Mapping[str, FieldParser], prefix: str, problems: list[str]
+) -> dict[str, Any]:
+    values = {}
+    for key, value in table.items():
+        if key not in fields:
+            problems.append(f"{prefix}{key}: unknown key{closest_name_hint(key, fields)}")
+            continue
+        try:
+            values[key] = fields[key](value)
+        except TypeError as error:
+            problems.append(f"{prefix}{key}: {error}")
+    return values
+
+
+def _of_type(kind: type, named: str) -> FieldParser:
+    def read(value: Any) -> Any:
+        # TOML keeps true and 1 apart; Python does not.
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            raise TypeError(f"expected {named}, got {value!r}")
+        return value
+
+    return read
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"expected a stage's name or a list of names, got {value!r}")
+    return tuple(value)
+
+
+def _texts(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise TypeError(f"expected a table of strings, got {value!r}")
+    return value
+
+
+_text = _of_type(str, "a string")
+_PIPELINE: Mapping[str, FieldParser] = {
+    "name": _text,
+    "model_path": _text,
+    "entry": _text,
+    "entries": _texts,
+    "terminal_merge": _text,
+    "max_in_flight": _of_type(int, "a whole number"),
+    "stages": _of_type(list, "tables: write [[stages]]"),
+}
+_STAGE: Mapping[str, FieldParser] = {
+    "name": _text,
+    "factory": _text,
+    "next": _names,
+    "terminal": _of_type(bool, "true or false"),
+    "route": _text,
+    "wait_for": _names,
+    "merge": _text,
+    "stream_to": _names,
+    "process": _text,
+    "params": _of_type(dict, "a table"),
+    "env": _texts,
+}
+
+
+Route = Callable[[StagePayload], Any]
+Merge = Callable[[Mapping[str, Any]], Any]
+
+
+class FlowError(Exception):
+    """The pipeline's routing of a request failed; the text names the stage (HTTP: 500)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage as the coordinator sees it."""
+
+    config: StageConfig
+    route: Route | None
+    merge: Merge | None
+
+    def choose_next(self, payload: StagePayload) -> tuple[str, ...]:
+        """The stages that follow for this payload; raises FlowError."""
+        targets = self.config.targets
+        if self.route is None:
+            return targets
+        chosen = self.route(payload)
+        names = (chosen,) if isinstance(chosen, str) else tuple(chosen or ())
+        if unknown := [name for name in names if name not in targets]:
+            raise FlowError(
+                f"the route of stage {self.config.name} chose {unknown[0]!r}, which is not in "
+                "its next"
+            )
+        return names
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the coordinator works from; `stages` keeps the configured order."""
+
+    config: PipelineConfig
+    stages: Mapping[str, StagePlan]
+    terminal_merge: Merge
+
+    def entry_for(self, request: OmniRequest) -> str:
+        """The first stage of a request: by task and media, by task, or the pipeline's entry."""
+        task = str(request.metadata.get("task") or "chat")
+        inputs = request.inputs if isinstance(request.inputs, dict) else {}
+        media_names = [name for key, name in MEDIA.items() if inputs.get(key)]
+        for count in range(len(media_names), -1, -1):
+            for media in combinations(media_names, count):
+                if stage := self.config.entries.get("+".join((task, *media))):
+                    return stage
+        return self.config.entry
+
+
+def compile_plan(config: PipelineConfig) -> Plan:
+    """Validate the configuration and import routes and merges (not the stages' factories).
+
+    Raises PipelineConfigError with all problems.
+    """
+    config = validate_config(config)
+    problems: list[str] = []
+
+    def import_or_report(key: str, dotted: str) -> Any:
+        try:
+            return import_dotted(dotted) if dotted else None
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{key}: cannot import {dotted}: {error}")
+            return None
+
+    stages = {
+        stage.name: StagePlan(
+            stage,
+            import_or_report(f"stages[{index}].route", stage.route),
+            import_or_report(f"stages[{index}].merge", stage.merge),
+        )
+        for index, stage in enumerate(config.stages)
+    }
+    terminal_merge = import_or_report("terminal_merge", config.terminal_merge)
+    if problems:
+        raise PipelineConfigError(problems)
+    return Plan(config, stages, terminal_merge)
+
+
+# Dotted names in pipeline files of earlier releases, accepted for one release.
+_OLD_MODULES = {
+    f"omni_proxy.replica.{old}": f"omni_proxy.replica.{new}"
+    for old, new in (
+        ("stages." + "speak", "stages.synthesize"),
+        ("stages." + "look", "stages.ocr"),
+        ("pipeline." + "merge", "pipeline.plan"),
+    )
+}
+
+
+def import_dotted(dotted: str) -> Callable[..., Any]:
+    """Import `package.module:function`; raises ImportError or AttributeError."""
+    module, _, function = dotted.partition(":")
+    imported: Callable[..., Any] = getattr(
+        importlib.import_module(_OLD_MODULES.get(module, module)), function
+    )
+    return imported
+
+
+# How the results of several stages become one.
+#
+# Invariant: a merge of terminals returns `{stage: result}`; a fan-in returns one stage's `data`.
+
+
+def merge_terminals(results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return all results under their stages' names."""
+    return dict(results)
+
+
+def merge_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Join stages whose results have different keys; for a shared key the last one counts."""
+    merged: dict[str, Any] = {}
+    for result in data.values():
+        merged |= result
+    return merged

@@ -21,8 +21,7 @@ from omni_proxy.replica.pipeline.messages import (
     StreamChunk,
     Submit,
 )
-from omni_proxy.replica.profiling.recorder import STAGE_EVENTS
-from omni_proxy.replica.profiling.torch_trace import TorchTrace
+from omni_proxy.replica.profiling.recorder import STAGE_EVENTS, TorchTrace
 
 if TYPE_CHECKING:
     _Queue = queue.SimpleQueue[StageInput]

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omni_proxy.replica.profiling.report import build_report, read_events, render_table
-from omni_proxy.replica.profiling.report_page import render_page
+from omni_proxy.replica.profiling.report import build_report, read_events, render_page, render_table
 
 
 def main(argv: Sequence[str]) -> int:

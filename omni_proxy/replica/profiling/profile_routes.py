@@ -18,7 +18,7 @@ from quart import Response
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, json_response
-from omni_proxy.replica.api.common.fields import validate
+from omni_proxy.replica.api.common.lenient_decode import validate
 from omni_proxy.replica.api.native.admin_operations import admin_body
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.pipeline.messages import ProfilerStart

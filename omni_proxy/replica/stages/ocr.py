@@ -2,14 +2,21 @@
 
 Invariant: one reading for each image, in the order of the images; an image without text has an
 empty one. Outputs of earlier stages are passed on.
+
+OCR by RapidOCR (PP-OCRv4 on onnxruntime), from the extra `ocr`.
+
+Invariant: no image of more than MAX_PIXELS is decoded, and the detector's input is bounded in its
+sides and in their ratio, since its memory grows with both. The extra's packages are imported
+lazily.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import struct
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from omni_proxy.replica.models.ocr import ImageError, Line, OcrReader
 from omni_proxy.replica.pipeline.messages import StagePayload
 from omni_proxy.replica.pipeline.stage import (
     Aborted,
@@ -17,6 +24,134 @@ from omni_proxy.replica.pipeline.stage import (
     EmitChunk,
     FunctionScheduler,
 )
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
+MAX_PIXELS: Final = 40_000_000
+MAX_SIDE: Final = 2000  # in pixels; beyond it the detector would scale down by itself
+MAX_SIDE_RATIO: Final = 8  # of the sides; the detector brings the short one to at least 736 pixels
+MIN_SIDE: Final = 32
+MISSING = (
+    "images cannot be read: {}; pip install 'omni-proxy[ocr]', and on a machine without libGL put "
+    "opencv-python-headless in the place of opencv-python"
+)
+
+# What Pillow raises for broken files of these forms.
+_DAMAGED = (OSError, SyntaxError, EOFError, LookupError, TypeError, ValueError, struct.error)
+
+Line: TypeAlias = tuple[str, float]
+# What RapidOCR finds: the four corners (x, y), the text, how sure it is.
+OcrDetection: TypeAlias = tuple[Sequence[Sequence[float]], str, float]
+
+
+class ImageError(ValueError):
+    """The image cannot be read; the text says why and what can be."""
+
+
+class MissingOcrError(Exception):
+    """The OCR packages cannot be imported; the text says how to install them."""
+
+
+class OcrReader:
+    """One loaded OCR model. Not thread-safe."""
+
+    def __init__(self, threads: int = 1) -> None:
+        """Load the models of the package. Raises MissingOcrError."""
+        try:
+            from rapidocr_onnxruntime import RapidOCR
+        except ImportError as error:
+            raise MissingOcrError(MISSING.format(error)) from error
+        self._recognise: Any = RapidOCR(intra_op_num_threads=threads, inter_op_num_threads=1)
+
+    def read(self, image_bytes: bytes) -> list[Line]:
+        """Return the lines from top to bottom, each with its confidence (0 to 1).
+
+        Of an animation only the first frame is read. Raises ImageError.
+        """
+        found, _ = self._recognise(pad_to_detector(decode_image(image_bytes)))
+        return join_lines(found or [])
+
+
+def decode_image(image_bytes: bytes) -> Image.Image:
+    """Return the image upright, in RGB, its sides at most MAX_SIDE. Raises ImageError."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(BytesIO(image_bytes), formats=FORMATS) as file:
+            if file.width * file.height > MAX_PIXELS:
+                raise ImageError(
+                    f"the image has {file.width} x {file.height} pixels; at most "
+                    f"{MAX_PIXELS} are read"
+                )
+            file.draft("RGB", (MAX_SIDE, MAX_SIDE))
+            image = _on_white(ImageOps.exif_transpose(file))
+    except UnidentifiedImageError:
+        raise ImageError(f"this is no image of a known form: {', '.join(FORMATS)}") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageError(f"the image is too large: {error}") from None
+    except ImageError:
+        raise
+    except _DAMAGED as error:
+        raise ImageError(f"the image is damaged: {error}") from None
+    image.thumbnail((MAX_SIDE, MAX_SIDE))
+    return image
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    layer = image.convert("RGBA")
+    paper = Image.new("RGBA", layer.size, "white")
+    return Image.alpha_composite(paper, layer).convert("RGB")
+
+
+def pad_to_detector(image: Image.Image) -> Image.Image:
+    """Return the image on a white background with sides that the detector accepts."""
+    from PIL import Image
+
+    least = max(MIN_SIDE, -(-max(image.size) // MAX_SIDE_RATIO))
+    if min(image.size) >= least:
+        return image
+    paper = Image.new("RGB", (max(image.width, least), max(image.height, least)), "white")
+    paper.paste(image, (0, 0))
+    return paper
+
+
+def join_lines(found: Sequence[OcrDetection]) -> list[Line]:
+    """Join words side by side into lines; a line's confidence is the lowest of its words.
+
+    A word belongs to a line if its middle is between the upper and lower edge of the line's first
+    word.
+    """
+    lines: list[list[_Word]] = []
+    for word in sorted(map(_Word, found), key=lambda each: each.middle):
+        if lines and lines[-1][0].top <= word.middle <= lines[-1][0].bottom:
+            lines[-1].append(word)
+        else:
+            lines.append([word])
+    return [_line(sorted(words, key=lambda each: each.left)) for words in lines]
+
+
+def _line(words: Sequence[_Word]) -> Line:
+    return " ".join(word.text for word in words), min(word.confidence for word in words)
+
+
+class _Word:
+    """Recognized text with its position."""
+
+    __slots__ = ("bottom", "confidence", "left", "middle", "text", "top")
+
+    def __init__(self, found: OcrDetection) -> None:
+        corners, text, confidence = found
+        heights = [corner[1] for corner in corners]
+        self.top, self.bottom = min(heights), max(heights)
+        self.middle = (self.top + self.bottom) / 2
+        self.left = min(corner[0] for corner in corners)
+        self.text, self.confidence = text.strip(), float(confidence)
 
 
 class ImageReader(Protocol):

@@ -1,15 +1,18 @@
 """The prompt stage: messages through the chat template, text to token ids.
 
 Invariant: every token id comes from this model's tokenizer, or from the client as an id. In
-messages only the template writes control tokens; a raw prompt may contain its own. Media that the
-pipeline cannot process is refused, not dropped; so is a prompt that cannot fit, before it costs
-time.
+messages only the template writes control tokens: names of control tokens in user text are escaped
+by marks that contain a random number, so `encode` returns the ids of the rendered text as if they
+were plain words. A raw prompt may contain its own. Media that the pipeline cannot process is
+refused, not dropped; so is a prompt that cannot fit, before it costs time.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
+import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +21,12 @@ from typing import Any
 from omni_proxy.replica.model_file import MODELS, cache_folder, fetch
 from omni_proxy.replica.models.chat_template import ChatTemplate, ChatTemplateError
 from omni_proxy.replica.models.gguf import GGUFFile
-from omni_proxy.replica.models.smollm2 import llama_config, load_chat_template, load_tokenizer
-from omni_proxy.replica.models.text_model import PACKAGED_MODELS
+from omni_proxy.replica.models.text_model import (
+    PACKAGED_MODELS,
+    llama_config,
+    load_chat_template,
+    load_tokenizer,
+)
 from omni_proxy.replica.models.tiny import CHAT_TEMPLATE, CONFIG, TinyTokenizer
 from omni_proxy.replica.models.tokenizer import Tokenizer
 from omni_proxy.replica.pipeline.messages import StagePayload
@@ -29,7 +36,49 @@ from omni_proxy.replica.pipeline.stage import (
     EmitChunk,
     FunctionScheduler,
 )
-from omni_proxy.replica.stages.control_token_escape import ControlTokenEscape
+
+EDGE = "\ufdd0"  # a noncharacter: templates neither write nor test for it
+
+
+class ControlTokenEscape:
+    """For one rendering: `escape` what goes into the template, `encode` what it returned."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._names = sorted(tokenizer.control_names, key=len, reverse=True)
+        self._names_pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
+        self._secret = secrets.token_hex(8)
+        self._has_marks = False
+
+    def escape(self, value: Any) -> Any:
+        """Return `value` with a mark for every name in its strings, at any depth."""
+        if isinstance(value, str):
+            return self._names_pattern.sub(self._mark, value)
+        if isinstance(value, Mapping):
+            return {key: self.escape(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.escape(item) for item in value]
+        return value
+
+    def _mark(self, match: re.Match[str]) -> str:
+        self._has_marks = True
+        return f"{EDGE}{self._secret}.{self._names.index(match[0])}{EDGE}"
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`: control tokens for names, words for marks."""
+        if not self._has_marks:
+            return self._tokenizer.encode(text, special=True)
+        ids: list[int] = []
+        marked = re.split(rf"{EDGE}{self._secret}\.(\d+){EDGE}", text)
+        for index, piece in enumerate(marked):
+            name = index % 2 == 1
+            ids += (
+                self._tokenizer.encode(self._names[int(piece)])
+                if name
+                else self._tokenizer.encode(piece, special=True)
+            )
+        return ids
+
 
 log = logging.getLogger(__name__)
 

@@ -35,8 +35,11 @@ from omni_proxy.replica.pipeline.messages import (
 )
 from omni_proxy.replica.pipeline.stage import Record, ignore_event
 from omni_proxy.replica.text.batch_queue import BatchLimits, BatchQueue, SchedulerMetrics
-from omni_proxy.replica.text.constraint import ConstraintFactory
-from omni_proxy.replica.text.constraint_compiler import CompiledConstraint, ConstraintCompiler
+from omni_proxy.replica.text.constraint import (
+    CompiledConstraint,
+    ConstraintCompiler,
+    ConstraintFactory,
+)
 from omni_proxy.replica.text.model_worker import ModelWorker
 from omni_proxy.replica.text.prefix_cache import PrefixCache
 from omni_proxy.replica.text.prompt import Prompt, PromptError, PromptLimits, parse_prompt

@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, StageInput, StageOutput
-from omni_proxy.replica.text.constraint_compiler import CompiledConstraint
+from omni_proxy.replica.text.constraint import CompiledConstraint
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.slow_operations import PeerError, StepDone
 from omni_proxy.replica.text.stage_settings import (
@@ -23,12 +23,18 @@ from omni_proxy.replica.text.stage_settings import (
     load_model,
     with_weight_operations,
 )
-from omni_proxy.replica.tp.group import RankGroup, RankLost, join_store
-from omni_proxy.replica.tp.messages import GIVE_UP, STEP, VERDICT, Vote
+from omni_proxy.replica.tp.group import (
+    GIVE_UP,
+    STEP,
+    VERDICT,
+    RankGroup,
+    RankLost,
+    Vote,
+    join_store,
+)
 from omni_proxy.replica.tp.mirrored_kv import KVMirror
-from omni_proxy.replica.tp.rank_worker import RankWorker
 from omni_proxy.replica.tp.shard import Shard
-from omni_proxy.replica.tp.sharded_model import ShardedLlama
+from omni_proxy.replica.tp.sharded_model import RankWorker, ShardedLlama
 from omni_proxy.replica.weights.live_tensors import DamagedWeightsError
 
 

@@ -29,8 +29,7 @@ from omni_proxy.replica.pipeline.hosting.frames import (
 )
 from omni_proxy.replica.pipeline.hosting.stage_process import command
 from omni_proxy.replica.pipeline.messages import Admin, StageEnded, StageReady
-from omni_proxy.replica.tp.group import RankLost
-from omni_proxy.replica.tp.messages import FollowerMessage, RankMessage
+from omni_proxy.replica.tp.group import FollowerMessage, RankLost, RankMessage
 
 READY_SECS = 300.0  # for a follower to load its part
 EXIT_SECS = 2.0  # from the end of its socket to SIGKILL

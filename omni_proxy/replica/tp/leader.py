@@ -21,7 +21,7 @@ from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.llama import Batch, BatchPart, Llama
 from omni_proxy.replica.models.text_model import TextModel
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, StageInput, StageOutput
-from omni_proxy.replica.text.constraint_compiler import CompiledConstraint
+from omni_proxy.replica.text.constraint import CompiledConstraint
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.slow_operations import StepDone
 from omni_proxy.replica.text.stage_settings import (
@@ -30,13 +30,18 @@ from omni_proxy.replica.text.stage_settings import (
     with_weight_operations,
 )
 from omni_proxy.replica.tp.follower_processes import Followers
-from omni_proxy.replica.tp.group import RankGroup, RankLost, open_store
-from omni_proxy.replica.tp.messages import RankMessage, StepOverdue, step
+from omni_proxy.replica.tp.group import (
+    RankGroup,
+    RankLost,
+    RankMessage,
+    StepOverdue,
+    open_store,
+    step,
+)
 from omni_proxy.replica.tp.mirrored_kv import KVJournal, MirroredKV
 from omni_proxy.replica.tp.rank_fanout import RankFanOut
-from omni_proxy.replica.tp.rank_worker import RankWorker
 from omni_proxy.replica.tp.shard import Shard
-from omni_proxy.replica.tp.sharded_model import ShardedLlama
+from omni_proxy.replica.tp.sharded_model import RankWorker, ShardedLlama
 
 FOLLOWER = "omni_proxy.replica.tp.follower:build"
 

@@ -20,7 +20,7 @@ import msgspec
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult
 from omni_proxy.replica.text.slow_operations import DAMAGED, PeerError, StepDone
-from omni_proxy.replica.tp.messages import FollowerMessage, StepOverdue, Vote, give_up, verdict
+from omni_proxy.replica.tp.group import FollowerMessage, StepOverdue, Vote, give_up, verdict
 
 COLLECT_SECS = 60.0  # for the followers' part, where the operation sets no limit
 NOT_COLLECTED = "failed to collect TP follower admin results"

@@ -3,6 +3,8 @@
 Invariant: every rank runs the same batches in the same order, and the activations between two
 layers are the same at all ranks. Every rank holds embedding and norms; only the leader computes
 logits.
+
+The worker of one rank: its part of the model, and the group of all ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from omni_proxy.replica.models.llama import (
     Weight,
     split_rows,
 )
+from omni_proxy.replica.models.text_model import TextModel
+from omni_proxy.replica.text.model_worker import ModelWorker
+from omni_proxy.replica.tp.group import RankGroup
 from omni_proxy.replica.tp.shard import Shard
 
 # Adds up the ranks' tensors, in place at each of them; returns the same tensor.
@@ -97,3 +102,24 @@ class ShardedLlama(Llama):
             self.model(batch)
         for span in batch.spans:
             span.kv.length += span.stop - span.start
+
+
+class RankWorker(ModelWorker):
+    """`text.model` is a ShardedLlama."""
+
+    def __init__(self, text: TextModel, group: RankGroup) -> None:
+        super().__init__(text)
+        self.group = group
+        self.tp_rank, self.tp_size = group.rank, group.size
+
+    @property
+    def model(self) -> ShardedLlama:
+        return cast("ShardedLlama", self.text.model)
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor | None:
+        """As of any worker; raises RankLost."""
+        shard = self.model.shard
+        if shard.cut(name) is None:
+            return tensor if self.tp_rank == 0 else None
+        parts = self.group.gather(tensor)
+        return shard.gather(name, parts) if parts else None

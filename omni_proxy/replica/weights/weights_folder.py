@@ -24,9 +24,12 @@ from omni_proxy.replica.weights.live_tensors import (
     WeightsError,
     short_repr,
 )
-from omni_proxy.replica.weights.parallel_read import ReadBufferPool
 from omni_proxy.replica.weights.prefetch import FilePrefetcher
-from omni_proxy.replica.weights.safetensors_loader import FileSelection, SafetensorsLoader
+from omni_proxy.replica.weights.safetensors_loader import (
+    FileSelection,
+    ReadBufferPool,
+    SafetensorsLoader,
+)
 from omni_proxy.replica.weights.stored_tensors import NOT_JSON
 
 INDEX = "model.safetensors.index.json"

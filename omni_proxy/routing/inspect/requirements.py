@@ -17,8 +17,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from omni_proxy.fleet.capabilities import CAPABILITY_BITS, capability_mask, capability_names
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import CAPABILITY_BITS, capability_mask, capability_names
 from omni_proxy.routing.inspect.body_fields import (
     ABSENT,
     MAX_REQUEST_ID_CHARS,

@@ -22,8 +22,8 @@ from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.prefix_text import prefix_text
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.policies.least_request import CandidateWeights, least, load_word
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
-from omni_proxy.routing.policies.weighted_load import CandidateWeights, least, load_word
 from omni_proxy.routing.prefix_tree import PrefixTree
 
 EXACT = 64

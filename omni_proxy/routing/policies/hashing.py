@@ -1,20 +1,157 @@
 """Policies that hash a key or a prefix onto a ring of workers.
 
 Invariant: equal candidates, loads and keys give the same worker in every proxy.
+
+A consistent-hash ring: points of workers on a circle of 64-bit numbers.
+
+Invariant: a worker's points depend on its URL and weight alone, so equal candidates give the same
+ring in every process, and a worker that joins or leaves moves only the keys of its own arcs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.prefix_text import prefix_text
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.least_request import LeastRequest
+from omni_proxy.routing.policies.least_request import LeastRequest, load_word
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
-from omni_proxy.routing.policies.ring import Rings
-from omni_proxy.routing.policies.weighted_load import load_word
+
+PLACES = 150  # of a worker of weight 1
+MAX_PLACES = 1 << 15  # of a ring, as far as lower weights can help it
+RINGS = 32
+WORKERS_REMEMBERED = 1024
+WIDER = 4  # a ring of so many times the candidates is still walked rather than built anew
+
+
+def point(key: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
+
+
+class Ring:
+    """Where each key belongs among these workers."""
+
+    __slots__ = ("_owner_of", "_points", "plain", "weights")
+
+    def __init__(self, weights: dict[Worker, int], places: Sequence[list[int]], unit: int) -> None:
+        self.weights = weights
+        self.plain = unit == 1  # a part of these workers would have the very same places
+        self._owner_of = {
+            place: worker
+            for worker, of_one in zip(weights, places, strict=True)
+            for place in of_one
+        }
+        self._points = sorted(self._owner_of)
+
+    def from_key(self, key: bytes) -> Iterator[Worker]:
+        """Each worker once, clockwise from the key's place."""
+        points, count = self._points, len(self._points)
+        at = bisect_left(points, point(key))
+        seen: set[Worker] = set()
+        for step in range(at, at + count):
+            worker = self._owner_of[points[step % count]]
+            if worker not in seen:
+                seen.add(worker)
+                yield worker
+                if len(seen) == len(self.weights):
+                    return
+
+    def serves(self, candidates: Sequence[Worker]) -> bool:
+        """Whether a walk that skips the others is a walk on the ring of these."""
+        part = len(self.weights) != len(candidates)
+        if part and (not self.plain or len(self.weights) > len(candidates) * WIDER):
+            return False
+        return all(self.weights.get(worker) == worker.weight for worker in candidates)
+
+
+class Rings:
+    """The rings of late, by who is on them."""
+
+    __slots__ = ("_last", "_of_last", "_places", "_rings")
+
+    def __init__(self) -> None:
+        self._rings: OrderedDict[tuple[Worker, ...], Ring] = OrderedDict()
+        self._places: dict[tuple[str, int], list[int]] = {}
+        self._of_last: Sequence[Worker] | None = None
+        self._last: Ring | None = None
+
+    def walk(self, candidates: Sequence[Worker], key: bytes) -> Iterator[Worker]:
+        """The candidates clockwise from the key's place."""
+        if candidates is not self._of_last or self._last is None:
+            self._last = self._ring(candidates)
+            self._of_last = candidates
+        walk = self._last.from_key(key)
+        if len(self._last.weights) == len(candidates):
+            return walk
+        among = set(candidates)
+        return (worker for worker in walk if worker in among)
+
+    def forget_worker(self, worker: Worker) -> None:
+        for members in [members for members in self._rings if worker in members]:
+            del self._rings[members]
+        for key in [key for key in self._places if key[0] == worker.url]:
+            del self._places[key]
+        self._of_last = self._last = None
+
+    def __len__(self) -> int:
+        return len(self._rings)
+
+    def _ring(self, candidates: Sequence[Worker]) -> Ring:
+        """Its own, or a wider one: a fleet where now these and now those are full makes more sets
+        of candidates than rings could be kept."""
+        members = tuple(sorted(candidates, key=lambda worker: worker.url))
+        kept = self._rings.get(members)
+        if kept is not None and kept.serves(members):
+            self._rings.move_to_end(members)
+            return kept
+        for ring in reversed(self._rings.values()):
+            if ring.serves(members):
+                return ring
+        return self._build(members)
+
+    def _build(self, members: tuple[Worker, ...]) -> Ring:
+        weights = {worker: worker.weight for worker in members}
+        unit = _unit(list(weights.values()))
+        places = [self._places_of(worker, unit) for worker in members]
+        ring = self._rings[members] = Ring(weights, places, unit)
+        self._rings.move_to_end(members)
+        if len(self._rings) > RINGS:
+            self._rings.popitem(last=False)
+        return ring
+
+    def _places_of(self, worker: Worker, unit: int) -> list[int]:
+        count = max(1, PLACES * worker.weight // unit)
+        key = (worker.url, count)
+        places = self._places.get(key)
+        if places is None:
+            if len(self._places) >= WORKERS_REMEMBERED:
+                self._places.clear()
+            places = self._places[key] = _places(worker.url, count)
+        return places
+
+
+def _unit(weights: Sequence[int]) -> int:
+    """The weight that gets `PLACES`; above 1 only where a ring would get too large. It doubles, so
+    that few changes of the fleet change it: one that does moves more keys than its share."""
+    unit = 1
+    while unit < max(weights) and sum(weights) * PLACES > MAX_PLACES * unit:
+        unit *= 2
+    return unit
+
+
+def _places(url: str, count: int) -> list[int]:
+    places: list[int] = []
+    number = 0
+    while len(places) < count:
+        digest = hashlib.blake2b(f"{url}#{number}".encode()).digest()
+        places += (int.from_bytes(digest[at : at + 8], "big") for at in range(0, 64, 8))
+        number += 1
+    return places[:count]
 
 
 class ConsistentHashing(Policy):

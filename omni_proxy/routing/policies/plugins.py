@@ -15,8 +15,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Final
 
+from omni_proxy.config.fields import ENTRY_POINT_GROUP, POLICIES
 from omni_proxy.config.parse import ConfigError, Problem
-from omni_proxy.config.policy_names import ENTRY_POINT_GROUP, POLICIES
 from omni_proxy.config.schema import Config, RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.policies.least_request import CandidateWeights
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
-from omni_proxy.routing.policies.weighted_load import CandidateWeights
 
 
 class RoundRobin(Policy):

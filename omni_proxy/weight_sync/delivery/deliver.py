@@ -1,9 +1,10 @@
 """Delivers a version from the store to workers that were not in the trainer's group.
 
-A worker that reads the same files is told the path; any other worker gets the version through a
-process group of its own, with the proxy as rank 0. The worker is paused meanwhile, so that nothing
-is computed with mixed versions, and continues unless a caller had paused it. Invariant: a success
-means that the worker reported success and, if digests can be compared, that its tensors match.
+A worker that reads the same files is told the path. Any other worker gets the version through a
+process group of its own with the proxy as rank 0: a child process sends the bytes from the
+version's file, and nothing here imports torch. The worker is paused meanwhile and continues unless
+a caller had paused it. Invariant: a success means that the worker reported success and, if digests
+can be compared, that its tensors match; no group, child process or TCPStore outlives its delivery.
 """
 
 from __future__ import annotations
@@ -11,19 +12,28 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Final, Protocol
+from uuid import uuid4
 
 import trio
 
 from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.client import ROUTE_ABSENT
+from omni_proxy.process_group.rendezvous import GLOO, HostedRendezvous
+from omni_proxy.process_group.sender import FileRegion, Sender
+from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, parse_plans
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.weight_sync.delivery.blocking_calls import BlockingCalls
 from omni_proxy.weight_sync.store.manifest import StoredVersion
+from omni_proxy.weight_sync.store.recovery import read_header_rows
+from omni_proxy.weight_sync.store.safetensors_header import SafetensorsError
 from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.weight_sync.store.worker_proof import WorkerProof, compare_checksums
-from omni_proxy.weight_sync.worker_calls import CHECKSUM, limit_secs, post_json
+from omni_proxy.weight_sync.worker_calls import CHECKSUM, limit_secs, post_json, request_worker
 
 DISK: Final = "/update_weights_from_disk"
 # Messages of workers that cannot see a path, or that read no weights from disk.
@@ -193,3 +203,199 @@ def _with_fields(result: WorkerResult, more: Mapping[str, object]) -> WorkerResu
     # "said" is the former name of "response".
     body = text if isinstance(text, dict) else {"response": text, "said": text}
     return replace(result, body={**body, **more})
+
+
+INIT: Final = "/init_weights_update_group"
+UPDATE: Final = "/update_weights_from_distributed"
+DESTROY: Final = "/destroy_weights_update_group"
+BEGIN: Final = "/begin_weight_update"
+END: Final = "/end_weight_update"
+CALL_TIMEOUT_SECS: Final = 10.0
+# After the proxy's part of a step failed, the worker has this long to report its reason.
+REASON_SECS: Final = 2.0
+NO_LIMIT_SECS: Final = 86400.0
+
+OpenSender = Callable[[HostedRendezvous], Awaitable[Sender]]
+ProxyPart = Callable[[], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """One file of a version: what is announced of it, and where its bytes are."""
+
+    announcement: Mapping[str, Any]
+    plans: tuple[TensorPlan, ...]
+    region: FileRegion
+
+
+class ProcessGroupSender:
+    """`settings()`: the present configuration; `open_sender` raises GroupError."""
+
+    def __init__(self, settings: Callable[[], WeightSyncConfig], open_sender: OpenSender) -> None:
+        self._settings = settings
+        self._open_sender = open_sender
+        self._threads = BlockingCalls("relay", 64, max_ends=64)
+
+    async def send(
+        self,
+        version: StoredVersion,
+        worker: Worker,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+    ) -> WorkerResult:
+        """The worker's last result, or the first failure."""
+        settings = self._settings()
+        join_secs = settings.ready_timeout_secs or NO_LIMIT_SECS
+        receive_secs = settings.receive_timeout_secs or NO_LIMIT_SECS
+        receiver = _Receiver(worker, headers, max(join_secs, receive_secs) + REASON_SECS)
+        ranks = await receiver.read_ranks()
+        if isinstance(ranks, WorkerResult):
+            return ranks
+        meeting = HostedRendezvous(
+            host=local_address_towards(worker.address),
+            world_size=1 + ranks,
+            group_name=f"relay-{uuid4().hex}",
+            backend=GLOO,
+            timeout_s=join_secs,
+        )
+        try:
+            buckets = await self._threads.run("look", _read_buckets, version)
+            sender = await self._open_sender(meeting)
+        except (GroupError, SafetensorsError, OSError) as error:
+            return receiver.failed(str(error))
+        try:
+            result = await self._join(receiver, sender, meeting)
+            if not result.success:
+                return result
+            return await self._transfer(receiver, sender, meeting, buckets, body)
+        finally:
+            # Even when cancelled: a worker left in the group would wait for the proxy.
+            with trio.move_on_after(CALL_TIMEOUT_SECS, shield=True):
+                await self._threads.end("close", sender.close)
+                await receiver.post(DESTROY, {"group_name": meeting.group_name})
+
+    async def _join(
+        self, receiver: _Receiver, sender: Sender, meeting: HostedRendezvous
+    ) -> WorkerResult:
+        body = {
+            "master_address": meeting.host,
+            "master_port": sender.port,
+            "rank_offset": 1,
+            "world_size": meeting.world_size,
+            "group_name": meeting.group_name,
+            "backend": meeting.backend,
+        }
+        return await _run_both(
+            receiver, INIT, body, lambda: self._threads.run("meet", sender.wait_for_ranks)
+        )
+
+    async def _transfer(
+        self,
+        receiver: _Receiver,
+        sender: Sender,
+        meeting: HostedRendezvous,
+        buckets: Sequence[_Bucket],
+        body: Mapping[str, Any],
+    ) -> WorkerResult:
+        """Send every file; several files become the worker's weights together."""
+        secs = self._settings().receive_timeout_secs or NO_LIMIT_SECS
+        result = await receiver.post(BEGIN, {"selector": "all"}) if len(buckets) > 1 else None
+        together = result is not None and result.success
+        for count, bucket in enumerate(buckets, start=1):
+            order = {**bucket.announcement, "group_name": meeting.group_name, "flush_cache": False}
+            if count == len(buckets):
+                order |= body
+
+            async def send_bucket(bucket: _Bucket = bucket) -> None:
+                sending = await self._threads.run("post", sender.send, bucket.plans, bucket.region)
+                await self._threads.run("send", sending.wait, secs)
+
+            result = await _run_both(receiver, UPDATE, order, send_bucket)
+            if not result.success:
+                return result
+        assert result is not None
+        return await receiver.post(END, {}) if together else result
+
+
+@dataclass(frozen=True, slots=True)
+class _Receiver:
+    """One worker's admin routes. `limit_secs`: the timeout of each call."""
+
+    worker: Worker
+    headers: Mapping[str, str]
+    limit_secs: float
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> WorkerResult:
+        raw = json.dumps(body).encode()
+        return await post_json(self.worker, path, raw, self.headers, self.limit_secs)
+
+    async def read_ranks(self) -> int | WorkerResult:
+        """How many ranks it takes in a group; the result if it cannot be read."""
+        call = Call("GET", "/server_info", b"", self.headers, CALL_TIMEOUT_SECS)
+        result = await request_worker(self.worker, call)
+        ranks = result.body.get("tp_size") if isinstance(result.body, dict) else None
+        if result.status in ROUTE_ABSENT or (result.success and ranks is None):
+            return 1
+        if not result.success:
+            return result
+        return ranks if isinstance(ranks, int) and ranks > 0 else 1
+
+    def failed(self, why: str) -> WorkerResult:
+        return WorkerResult(self.worker.url, None, error=why)
+
+
+async def _run_both(
+    receiver: _Receiver, path: str, body: Mapping[str, Any], proxy_part: ProxyPart
+) -> WorkerResult:
+    """Call the worker while the proxy does its part; a failure of one ends the other."""
+    results: list[WorkerResult] = []
+    answered, fault = trio.Event(), ""
+
+    async def call_worker() -> None:
+        results.append(await receiver.post(path, body))
+        answered.set()
+        if not results[0].success:
+            part_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        part_scope = trio.CancelScope()
+        nursery.start_soon(call_worker)
+        try:
+            with part_scope:
+                await proxy_part()
+        except GroupError as error:
+            fault = str(error)
+        with trio.move_on_after(REASON_SECS if fault else inf):
+            await answered.wait()
+        nursery.cancel_scope.cancel()
+    if fault and (not results or results[0].success):
+        return receiver.failed(fault)
+    return results[0]
+
+
+def _read_buckets(version: StoredVersion) -> list[_Bucket]:
+    """A bucket for each file. Raises SafetensorsError, OSError, GroupError."""
+    buckets = []
+    for file, nbytes in version.manifest.files.items():
+        rows = read_header_rows(version.folder / file, nbytes)
+        announcement = {
+            "names": list(rows),
+            "dtypes": [row.dtype for row in rows.values()],
+            "shapes": [list(row.shape) for row in rows.values()],
+        }
+        start = min(row.offset for row in rows.values())
+        region = FileRegion(str(version.folder / file), (start,))
+        buckets.append(_Bucket(announcement, parse_plans(announcement, dense=True), region))
+    return buckets
+
+
+def local_address_towards(address: tuple[str, int] | str) -> str:
+    """The local address of the route to that worker. Raises OSError."""
+    if isinstance(address, str):
+        return "127.0.0.1"
+    host, port = address
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        local: str = probe.getsockname()[0]
+        return local

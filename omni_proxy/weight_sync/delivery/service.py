@@ -14,8 +14,7 @@ import trio
 from omni_proxy.config.schema import Config, WeightSyncConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.delivery.catchup import CatchUp
-from omni_proxy.weight_sync.delivery.deliver import VersionDeliverer
-from omni_proxy.weight_sync.delivery.over_network import ProcessGroupSender
+from omni_proxy.weight_sync.delivery.deliver import ProcessGroupSender, VersionDeliverer
 from omni_proxy.weight_sync.delivery.prefetch import Prefetch
 from omni_proxy.weight_sync.delivery.proxy_rank import ProxyRank
 from omni_proxy.weight_sync.state.state_journal import OperationContext

@@ -17,7 +17,7 @@ from omni_proxy.admin_ops.results import NOT_FLUSHED
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.health.start_throttle import StartThrottle
+from omni_proxy.health.prober import StartThrottle
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
 from omni_proxy.weight_sync.state.state_journal import StateJournal
 from omni_proxy.weight_sync.worker_calls import (

@@ -3,18 +3,30 @@
 Calls that change workers are queued (operation_queue), run by a runner, a rollback or the sync
 endpoint, and recorded. Invariant: an operation belongs to this service, not to the request that
 started it: a client that disconnects cancels nothing.
+
+JSON shapes of weight operations: the status of the service, a row per worker, the history.
+
+Keys are documented in docs/http.md (GET /weights/status).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Final
 from uuid import uuid4
 
 import trio
 
-from omni_proxy.admin_ops import model_info
 from omni_proxy.admin_ops.operation import Operation, Step
-from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate
+from omni_proxy.admin_ops.results import (
+    AdminResponse,
+    WorkerResult,
+    aggregate,
+    merge_model_info,
+    version_of,
+)
 from omni_proxy.admin_ops.routes import CONTINUE, INIT, MODEL_INFO, ROLLBACK, AdminRoute, Kind
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.health import Health
@@ -24,21 +36,83 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upstream_http.client import ROUTE_ABSENT
 from omni_proxy.weight_sync.delivery.catchup import CATCHING_UP
 from omni_proxy.weight_sync.delivery.service import VersionService
-from omni_proxy.weight_sync.operations.detached_calls import DetachedCalls
-from omni_proxy.weight_sync.operations.operation_queue import OperationQueue
+from omni_proxy.weight_sync.operations.operation_queue import DetachedCalls, OperationQueue
 from omni_proxy.weight_sync.operations.rollback import Rollback, RollbackSource
 from omni_proxy.weight_sync.operations.runner import OperationRunner
-from omni_proxy.weight_sync.operations.status import (
-    OperationHistory,
-    journal_status,
-    queue_status,
-)
 from omni_proxy.weight_sync.operations.version_probe import VersionProbe
 from omni_proxy.weight_sync.session.endpoint import SyncEndpoint
 from omni_proxy.weight_sync.state.journal_file import JournalFile
 from omni_proxy.weight_sync.state.state_journal import PAUSED, OperationContext, StateJournal
 from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs
 from omni_proxy.wire.errors import HttpError
+
+HISTORY_LENGTH: Final = 50
+
+
+class OperationHistory:
+    """The last operations, newest last, and counters over all of them by path."""
+
+    def __init__(self) -> None:
+        self.rows: deque[dict[str, object]] = deque(maxlen=HISTORY_LENGTH)
+        self.ended: Counter[tuple[str, bool]] = Counter()  # by path and success
+        self.spent_secs: dict[str, float] = {}  # by path, from request to end
+
+    def record(self, operation: Operation, response: AdminResponse) -> None:
+        now = trio.current_time()
+        path = operation.route.path
+        self.ended[path, response.ok] += 1
+        self.spent_secs[path] = self.spent_secs.get(path, 0.0) + now - operation.asked_at
+        self.rows.append(
+            {
+                "id": operation.id,
+                "path": operation.route.path,
+                "caller": operation.caller,
+                "ended_at": datetime.now(UTC).isoformat(),
+                "secs": round(now - operation.asked_at, 3),
+                "http_status": response.status,
+                "success": response.ok,
+                "message": response.body.get("message"),
+                "weight_epoch": response.body.get("weight_epoch"),
+                "workers": operation.progress(),
+            }
+        )
+
+
+def queue_status(queue: OperationQueue) -> dict[str, object]:
+    now = trio.current_time()
+    return {
+        "operation": queue.current.status(now) if queue.current else None,
+        "waiting": [operation.status(now) for operation in queue.waiting],
+    }
+
+
+def journal_status(journal: StateJournal, workers: Sequence[Worker]) -> dict[str, object]:
+    """The published version, uncertain and paused workers, a row per worker, the journal file."""
+    return {
+        "weight_epoch": journal.published.epoch,
+        "weight_version": journal.published.label,
+        "workers": [_worker_row(worker, journal) for worker in workers],
+        "uncertain": dict(journal.uncertain),
+        "paused": {url: pause.to_dict() for url, pause in journal.pauses().items()},
+        "journal": {
+            "path": journal.path,
+            "readable": journal.readable,
+            "error": journal.error or None,
+        },
+    }
+
+
+def _worker_row(worker: Worker, journal: StateJournal) -> dict[str, object]:
+    return {
+        "worker": worker.url,
+        "worker_id": worker.id,
+        "weight_version": worker.weight_version,
+        "weight_epoch": worker.weight_epoch,
+        "routable": worker.routable,
+        "held_by": sorted(worker.cordon_reasons),
+        "uncertain": journal.uncertain.get(worker.url),
+    }
+
 
 RESOLVE = AdminRoute("/weights/resolve", Kind.GROUP)
 
@@ -172,8 +246,8 @@ class WeightOperations:
         if call.route.path == MODEL_INFO:
             for worker, result in zip(workers, results, strict=True):
                 if result.success:
-                    self._probe.record_label(worker, model_info.version_of(result.body))
-            return model_info.merge(results)
+                    self._probe.record_label(worker, version_of(result.body))
+            return merge_model_info(results)
         response = aggregate(call.route.path, results, {})
         response = AdminResponse(response.status, {**response.body, **more})
         if call.route.kind is Kind.CONTINUE and self._clear_pauses(succeeded):

@@ -21,8 +21,7 @@ from omni_proxy.runtime_config.worker_drain import drain_cordoned
 from omni_proxy.weight_sync.delivery.proxy_rank import NAME
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
 from omni_proxy.weight_sync.protocol.requests import UpdateFlags
-from omni_proxy.weight_sync.protocol.session import SyncSession
-from omni_proxy.weight_sync.protocol.states import SyncState
+from omni_proxy.weight_sync.protocol.session import SyncSession, SyncState
 from omni_proxy.weight_sync.session.lifecycle import SessionLifecycle
 from omni_proxy.weight_sync.session.round_delivery import DeliveryResult, RoundDelivery
 from omni_proxy.weight_sync.session.verification import (

@@ -27,15 +27,14 @@ from omni_proxy.admin_ops.routes import (
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.weight_sync.delivery.service import VersionService
-from omni_proxy.weight_sync.protocol.rank_layout import RankLayoutError
 from omni_proxy.weight_sync.protocol.requests import (
     InitRequest,
+    RankLayoutError,
     parse_group_name,
     parse_init,
     parse_object,
 )
-from omni_proxy.weight_sync.protocol.session import GroupOwner
-from omni_proxy.weight_sync.protocol.states import InvalidTransition, SyncState
+from omni_proxy.weight_sync.protocol.session import GroupOwner, InvalidTransition, SyncState
 from omni_proxy.weight_sync.session.commit import RoundCommit
 from omni_proxy.weight_sync.session.lifecycle import SessionLifecycle
 from omni_proxy.weight_sync.session.member import WorkerMember

@@ -1,9 +1,10 @@
 """Lifecycle of a weight sync with a trainer's group: begin, record, interrupt, tear down.
 
 Invariant: whatever ends a sync, every member is told to leave its group, every worker that may
-hold new weights is marked uncertain, and only then may the set of workers change again. Nothing
-here waits for the operation lock: the loss of a trainer is handled within seconds, whatever else
-is queued.
+hold new weights is marked uncertain, and only then may the set of workers change again. A new group
+begins only after members of an earlier one that was cut short (named in the journal), or that never
+answered its end, were told to leave it. Nothing here waits for the operation lock: the loss of a
+trainer is handled within seconds, whatever else is queued.
 """
 
 from __future__ import annotations
@@ -13,28 +14,135 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
+import msgspec
 import trio
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.metrics import SyncMetrics
 from omni_proxy.weight_sync.protocol.journal import JournalEntry
-from omni_proxy.weight_sync.protocol.rank_layout import RankRange
-from omni_proxy.weight_sync.protocol.session import GroupOwner, SyncSession
-from omni_proxy.weight_sync.protocol.states import SyncState
+from omni_proxy.weight_sync.protocol.requests import RankRange
+from omni_proxy.weight_sync.protocol.session import GroupOwner, SyncSession, SyncState
 from omni_proxy.weight_sync.session import watchdog
-from omni_proxy.weight_sync.session.fan_out import FanOutTimeouts, GroupFanOut
-from omni_proxy.weight_sync.session.leftover_groups import (
-    LeftoverGroups,
-    destroy_body,
-    destroy_group,
-)
-from omni_proxy.weight_sync.session.member import Member, WorkerMember
-from omni_proxy.weight_sync.session.status import session_status
+from omni_proxy.weight_sync.session.member import FanOutTimeouts, GroupFanOut, Member, WorkerMember
 from omni_proxy.weight_sync.session.trainer_link import TrainerLink, is_store_reachable
-from omni_proxy.weight_sync.session.version_quarantine import VersionQuarantine
-from omni_proxy.weight_sync.state.state_journal import OperationContext
+from omni_proxy.weight_sync.session.verification import VersionQuarantine
+from omni_proxy.weight_sync.state.state_journal import OperationContext, StateJournal
+
+
+def session_status(
+    session: SyncSession,
+    members: Mapping[str, Member],
+    fan_out: GroupFanOut | None,
+    now: float,
+    step_at: float,
+) -> dict[str, Any]:
+    """The state, the owner, and a row per member. `step_at`: when the present step began."""
+    owner = session.owner if session.state is not SyncState.IDLE else None
+    return {
+        "state": session.state.value,
+        "owner": owner.to_dict(now) if owner else None,
+        "step_secs": round(now - step_at, 3) if owner else 0.0,
+        "open": session.has_unpublished,
+        "buckets": session.round.buckets,
+        "members": [_member_row(session, members.get(name), fan_out, name)
+                    for name in session.members] if owner else [],
+        "last_cause": session.cause or None,
+    }  # fmt: skip
+
+
+def _member_row(
+    session: SyncSession, member: Member | None, fan_out: GroupFanOut | None, name: str
+) -> dict[str, Any]:
+    ranks = session.members[name].ranks
+    result = fan_out.results.get(name) if fan_out is not None else None
+    answered = "done" if result and result.success else "failed" if result else "asked"
+    progress = getattr(member, "status", None)
+    return {
+        "member": name,
+        "rank_offset": ranks.offset,
+        "ranks": ranks.ranks,
+        "standing": session.member_statuses()[name],
+        "progress": answered if fan_out is not None else "idle",
+        **({"receive": progress()} if callable(progress) else {}),
+    }
+
+
+DESTROY_TIMEOUT_SECS: Final = 10.0
+RETRY_TIMEOUT_SECS: Final = 2.0
+
+
+def destroy_body(group_name: str) -> bytes:
+    return msgspec.json.encode({"group_name": group_name})
+
+
+async def destroy_group(member: Member, body: bytes) -> WorkerResult:
+    """Tell a member to leave its group; the result is an error if it does not answer in time."""
+    with trio.move_on_after(DESTROY_TIMEOUT_SECS):
+        return await member.destroy(body)
+    return WorkerResult(member.name, None, error=f"no answer within {DESTROY_TIMEOUT_SECS:g} s")
+
+
+class LeftoverGroups:
+    """`leaving`: URLs of workers that are being told to leave a cut-short group.
+
+    `unanswered`: member name to the group that it may still be in.
+    """
+
+    def __init__(self, fleet: Fleet, journal: StateJournal) -> None:
+        self.leaving: set[str] = set()
+        self.unanswered: dict[str, str] = {}
+        self._fleet = fleet
+        self._journal = journal
+        self._cleaned = trio.Event()
+        self._cleaned.set()
+
+    async def wait_cleaned(self) -> None:
+        """Wait until the members of a cut-short group were told to leave."""
+        await self._cleaned.wait()
+
+    async def leave_unanswered(self, members: Iterable[Member]) -> None:
+        """Tell members again that never answered the end of an earlier group."""
+        unanswered, self.unanswered = self.unanswered, {}
+        for member in members:
+            if member.name in unanswered:
+                with trio.move_on_after(RETRY_TIMEOUT_SECS):
+                    await member.destroy(destroy_body(unanswered[member.name]))
+
+    def start_cleanup(
+        self,
+        nursery: trio.Nursery,
+        urls: Sequence[str],
+        group_name: str,
+        on_left: Callable[[Iterable[str]], None],
+    ) -> None:
+        """Tell the members of a cut-short group to leave it; `on_left` gets URLs to probe."""
+        self.leaving, self._cleaned = set(urls), trio.Event()
+        nursery.start_soon(self._clean_up, urls, group_name, on_left)
+
+    async def _clean_up(
+        self, urls: Sequence[str], group_name: str, on_left: Callable[[Iterable[str]], None]
+    ) -> None:
+        """The workers may not be up yet, or gone."""
+        body = destroy_body(group_name)
+
+        async def leave(worker: Worker) -> None:
+            result = await destroy_group(WorkerMember(worker, 1), body)
+            self.leaving.discard(worker.url)
+            if result.success or result.refused or worker.url not in self._journal.uncertain:
+                on_left([worker.url])
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for url in urls:
+                    if (worker := self._fleet.find(url)) is not None:
+                        nursery.start_soon(leave, worker)
+        finally:
+            self.leaving.clear()
+            self._cleaned.set()
+
 
 PING_TIMEOUT_SECS: Final = 2.0
 DISCONNECT_TIMEOUT_SECS: Final = 0.5

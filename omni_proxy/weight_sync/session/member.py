@@ -2,19 +2,28 @@
 
 Contract: a call ends with a result, never with a transport error, and has no timeout of its own.
 After a cancelled call the state of the member is unknown; the caller undoes it with `destroy`.
+
+One call to all members of a group at once, ended by the first failure.
+
+Invariant: no member waits for another one's result to be called. The first cause of failure is
+kept: a member's result, a timeout, or a report from outside that the group is lost.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Final, Protocol
+
+import trio
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import Call, call_worker
 from omni_proxy.weight_sync.protocol.receive_progress import ReceiveProgress, parse_progress
+from omni_proxy.weight_sync.protocol.replies import NOT_AWAITED
 from omni_proxy.weight_sync.worker_calls import post_json
 
 INIT_PATH: Final = "/init_weights_update_group"
@@ -88,3 +97,80 @@ class WorkerMember:
         call = Call("GET", "/server_info", headers=self.headers, timeout_secs=PROGRESS_TIMEOUT_SECS)
         outcome = await call_worker(self.worker, call)
         return parse_progress(outcome.json()) if outcome.ok else None
+
+
+LATE_SECS: Final = 2.0
+HURRIED_SECS: Final = 1.0
+
+MemberCall = Callable[[Member], Awaitable[WorkerResult]]
+OnResult = Callable[[WorkerResult], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FanOutTimeouts:
+    """`within_secs` for all results; after a failure the others get `grace_secs`, then `undo`."""
+
+    within_secs: float
+    grace_secs: float = 0.0
+    undo: MemberCall | None = None
+
+
+class GroupFanOut:
+    """Call `run` once. `cause`: why it failed, "" while it has not."""
+
+    def __init__(
+        self, members: Sequence[Member], call: MemberCall, on_result: OnResult = lambda _: None
+    ) -> None:
+        self.cause = ""
+        self.results: dict[str, WorkerResult] = {}
+        self._members = members
+        self._call = call
+        self._on_result = on_result
+        self._hurried = False
+        self._decided = trio.Event()
+        self._all_done = trio.Event()
+
+    def fail(self, cause: str, *, hurry: bool = False) -> None:
+        """It cannot succeed any more. `hurry`: the other members will not succeed either."""
+        self.cause = self.cause or cause
+        self._hurried = self._hurried or hurry
+        self._decided.set()
+
+    async def run(self, timeouts: FanOutTimeouts) -> list[WorkerResult]:
+        """Results in the order of the members; a member that was given up gets an error."""
+        async with trio.open_nursery() as nursery:
+            for member in self._members:
+                nursery.start_soon(self._call_member, member)
+            with trio.move_on_after(timeouts.within_secs) as scope:
+                await self._decided.wait()
+            if scope.cancelled_caught:
+                waiting = ", ".join(member.name for member in self._waiting())
+                self.fail(f"no answer within {timeouts.within_secs:g} s: {waiting}")
+            if timeouts.grace_secs and not self._all_done.is_set():
+                hurried = min(timeouts.grace_secs, HURRIED_SECS)
+                with trio.move_on_after(hurried if self._hurried else timeouts.grace_secs):
+                    await self._all_done.wait()
+            if timeouts.undo is not None and not self._all_done.is_set():
+                for member in self._waiting():
+                    nursery.start_soon(timeouts.undo, member)
+                with trio.move_on_after(LATE_SECS):
+                    await self._all_done.wait()
+            nursery.cancel_scope.cancel()
+        return [self._result(member) for member in self._members]
+
+    def _waiting(self) -> list[Member]:
+        return [member for member in self._members if member.name not in self.results]
+
+    def _result(self, member: Member) -> WorkerResult:
+        result = self.results.get(member.name)
+        return result or WorkerResult(member.name, None, error=NOT_AWAITED)
+
+    async def _call_member(self, member: Member) -> None:
+        result = await self._call(member)
+        self.results[member.name] = result
+        self._on_result(result)
+        if len(self.results) == len(self._members):
+            self._all_done.set()
+            self._decided.set()
+        if not result.success:
+            self.fail(f"{member.name}: {result.why}")

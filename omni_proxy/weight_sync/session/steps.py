@@ -15,7 +15,6 @@ from omni_proxy.admin_ops.results import AdminResponse, WorkerResult
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, broadcast
 from omni_proxy.weight_sync.delivery.service import VersionService
-from omni_proxy.weight_sync.protocol.rank_layout import RankRange, assign_ranks, count_ranks
 from omni_proxy.weight_sync.protocol.replies import (
     StepFailure,
     merge_results,
@@ -25,18 +24,30 @@ from omni_proxy.weight_sync.protocol.replies import (
 )
 from omni_proxy.weight_sync.protocol.requests import (
     LARGE_BYTES,
+    RankRange,
+    assign_ranks,
+    count_ranks,
     parse_flags,
     parse_group_name,
     parse_init,
     parse_object,
     parse_prepare,
 )
-from omni_proxy.weight_sync.protocol.session import GroupOwner
-from omni_proxy.weight_sync.protocol.states import InvalidTransition, SyncEvent, SyncState
+from omni_proxy.weight_sync.protocol.session import (
+    GroupOwner,
+    InvalidTransition,
+    SyncEvent,
+    SyncState,
+)
 from omni_proxy.weight_sync.session.commit import JsonObject, RoundCommit, is_unchanged
-from omni_proxy.weight_sync.session.fan_out import FanOutTimeouts, GroupFanOut, MemberCall
 from omni_proxy.weight_sync.session.lifecycle import SessionLifecycle
-from omni_proxy.weight_sync.session.member import Member, WorkerMember
+from omni_proxy.weight_sync.session.member import (
+    FanOutTimeouts,
+    GroupFanOut,
+    Member,
+    MemberCall,
+    WorkerMember,
+)
 from omni_proxy.weight_sync.worker_calls import AdminCall, limit_secs
 from omni_proxy.wire.errors import HttpError
 

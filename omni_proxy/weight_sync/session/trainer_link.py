@@ -13,7 +13,7 @@ from typing import Final
 
 import trio
 
-from omni_proxy.process_group.store_connection import StoreConnection, connect_store
+from omni_proxy.process_group.rendezvous import StoreConnection, connect_store
 from omni_proxy.process_group.tensor_plan import GroupError
 
 POLL_SECS: Final = 0.05

@@ -16,8 +16,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.weight_sync.protocol.receive_progress import ReceiveProgress, StallDetector
-from omni_proxy.weight_sync.protocol.session import SyncSession
-from omni_proxy.weight_sync.protocol.states import SyncState
+from omni_proxy.weight_sync.protocol.session import SyncSession, SyncState
 from omni_proxy.weight_sync.session.member import Member
 from omni_proxy.weight_sync.session.trainer_link import TrainerLink
 from omni_proxy.weight_sync.worker_calls import wait_until_refused

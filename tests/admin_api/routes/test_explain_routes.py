@@ -1,7 +1,7 @@
 import pytest
 import trio
 
-from omni_proxy.admin_api.routes.explain_routes import top_of
+from omni_proxy.admin_api.routes.models_routes import top_of
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, SLICE_BYTES
 from omni_proxy.routing.policies import build_policy

@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from omni_proxy.admin_api.routes import feed_routes
-from omni_proxy.admin_api.serializers.unroutable_reason import reasons
+from omni_proxy.admin_api.routes import dashboard_routes
+from omni_proxy.admin_api.serializers.worker_records import reasons
 from tests.admin_api.house import NOW, SCOPE, A, B, build_house, entry
 from tests.telemetry.ends import ended
 
@@ -140,7 +140,7 @@ async def test_a_reader_gets_all_the_history_once_then_only_what_is_new(house):
 
 
 async def test_a_reader_that_leaves_frees_its_place(monkeypatch):
-    monkeypatch.setattr(feed_routes, "READERS", 1)
+    monkeypatch.setattr(dashboard_routes, "READERS", 1)
     house = build_house(entry(A))
     for _ in range(2):
         async with reading(house) as reader:

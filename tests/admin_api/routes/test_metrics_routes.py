@@ -13,9 +13,8 @@ from omni_proxy.admin_api.routes import metrics_routes
 from omni_proxy.config.schema import AdminConfig, RoutingConfig
 from omni_proxy.routing.policies import build_policy
 from omni_proxy.telemetry.line_log import LineLog
-from omni_proxy.telemetry.otel import CELLS_AT_ONCE, otel_families
-from omni_proxy.telemetry.prometheus import PART, gauges
-from omni_proxy.telemetry.series import RoutePhases, RouteSeries
+from omni_proxy.telemetry.metrics import RoutePhases, RouteSeries
+from omni_proxy.telemetry.prometheus import CELLS_AT_ONCE, PART, gauges, otel_families
 from tests.admin_api.house import NOW, SCOPE, A, B, build_house, entry
 from tests.telemetry.ends import ended, refused
 from tests.telemetry.lint import names, problems

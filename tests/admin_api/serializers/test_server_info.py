@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from omni_proxy.admin_api.serializers.server_info import MAX_FIELDS, merge_server_info
+from omni_proxy.admin_api.serializers.load_report import MAX_FIELDS, merge_server_info
 from omni_proxy.upstream_http.client import CallResult
 from tests.admin_api.house import A, B, build_house, entry
 

@@ -11,11 +11,12 @@ from omni_proxy.cli.flags.peer_flags import (
     LISTS,
     MISSING,
     SWITCHES,
+    THEIRS,
     VALUED,
     WITHOUT_EFFECT,
     explain_missing_flag,
+    nearest_flag,
 )
-from omni_proxy.cli.flags.unknown_flags import THEIRS, nearest_flag
 from omni_proxy.cli.launch import main, main_router
 from omni_proxy.config.schema import Config
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.cli.top.keyboard import parse_keys, raw_keyboard
+from omni_proxy.cli.top.command import parse_keys, raw_keyboard
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.replica.models import ocr
-from omni_proxy.replica.models.ocr import (
+from omni_proxy.replica.stages import ocr
+from omni_proxy.replica.stages.ocr import (
     FORMATS,
     MAX_SIDE,
     MAX_SIDE_RATIO,

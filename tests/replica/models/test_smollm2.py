@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from omni_proxy.replica.models.gguf import GGUFError
-from omni_proxy.replica.models.smollm2 import stored_name
-from omni_proxy.replica.models.text_model import TextModel, load_text_model
+from omni_proxy.replica.models.text_model import TextModel, load_text_model, stored_name
 from omni_proxy.replica.models.tokenizer import byte_letters
 from tests.replica.models.gguf_files import F32, Q8_0, floats, gguf
 

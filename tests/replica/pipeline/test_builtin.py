@@ -1,9 +1,9 @@
 import pytest
 
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline, capabilities
-from omni_proxy.replica.pipeline.coordination.request_flow import RequestFlow
+from omni_proxy.replica.pipeline.config import compile_plan
+from omni_proxy.replica.pipeline.coordination.coordinator import RequestFlow
 from omni_proxy.replica.pipeline.messages import OmniRequest
-from omni_proxy.replica.pipeline.plan import compile_plan
 
 EVERYTHING = BuiltinOptions(speech="hibari", transcription="whisper-tiny", images="ocr")
 SEES = BuiltinOptions(images="ocr")

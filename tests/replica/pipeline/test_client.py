@@ -2,10 +2,10 @@ import pytest
 import trio
 
 from omni_proxy.replica.pipeline.client import Client
+from omni_proxy.replica.pipeline.config import compile_plan
 from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator
 from omni_proxy.replica.pipeline.hosting.runtime import open_pipeline
 from omni_proxy.replica.pipeline.messages import Abort, Result, ResultChunk, Submit
-from omni_proxy.replica.pipeline.plan import compile_plan
 from omni_proxy.replica.pipeline.requests import (
     GenerateRequest,
     QueueFullError,

@@ -1,7 +1,6 @@
 import pytest
 
-from omni_proxy.replica.pipeline.config import PipelineConfigError
-from omni_proxy.replica.pipeline.config_file import load_pipeline
+from omni_proxy.replica.pipeline.config import PipelineConfigError, load_pipeline
 
 GOOD = """
 name = "omni"

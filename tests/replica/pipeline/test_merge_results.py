@@ -1,4 +1,4 @@
-from omni_proxy.replica.pipeline.plan import merge_fields, merge_terminals
+from omni_proxy.replica.pipeline.config import merge_fields, merge_terminals
 
 
 def test_terminals_are_kept_apart_under_their_names():

@@ -1,8 +1,7 @@
 import pytest
 
-from omni_proxy.replica.pipeline.config import PipelineConfigError
+from omni_proxy.replica.pipeline.config import PipelineConfigError, compile_plan, import_dotted
 from omni_proxy.replica.pipeline.messages import OmniRequest
-from omni_proxy.replica.pipeline.plan import compile_plan, import_dotted
 from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
 
 
@@ -56,7 +55,7 @@ def test_functions_that_cannot_be_imported_are_all_told():
     [
         ("omni_proxy.replica.stages.synthesize:build", "omni_proxy.replica.stages.synthesize"),
         ("omni_proxy.replica.stages.ocr:build", "omni_proxy.replica.stages.ocr"),
-        ("omni_proxy.replica.pipeline.plan:merge_fields", "omni_proxy.replica.pipeline.plan"),
+        ("omni_proxy.replica.pipeline.config:merge_fields", "omni_proxy.replica.pipeline.config"),
     ],
 )
 def test_dotted_names_of_the_last_release_still_work(old, new):

@@ -1,10 +1,9 @@
 import pytest
 
-from omni_proxy.replica.models.ocr import ImageError
 from omni_proxy.replica.pipeline.messages import OmniRequest, Result, StagePayload
 from omni_proxy.replica.pipeline.stage import FunctionScheduler
 from omni_proxy.replica.stages import ocr
-from omni_proxy.replica.stages.ocr import OcrStage
+from omni_proxy.replica.stages.ocr import ImageError, OcrStage
 from tests.replica.models.drawn_images import drawn, file_of, needs_reader
 from tests.replica.stages.stage_harness import running
 

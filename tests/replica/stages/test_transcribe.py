@@ -8,9 +8,9 @@ from omni_proxy.replica.audio.resample import resample
 from omni_proxy.replica.audio.wav import encode_wav
 from omni_proxy.replica.model_file import MODELS, cache_folder
 from omni_proxy.replica.models.hibari import HibariVoice
-from omni_proxy.replica.models.whisper.mel import RATE
 from omni_proxy.replica.models.whisper.whisper import Whisper
 from omni_proxy.replica.models.whisper.whisper_file import WhisperFileError
+from omni_proxy.replica.models.whisper.whisper_net import RATE
 from omni_proxy.replica.pipeline.stage import FunctionScheduler
 from omni_proxy.replica.stages import transcribe
 from omni_proxy.replica.stages.transcribe import TranscribeStage

@@ -7,7 +7,7 @@ import jsonschema_rs
 import pytest
 
 from omni_proxy.replica.pipeline.messages import Result, ResultChunk, StageFailure
-from omni_proxy.replica.text.constraint_compiler import CompiledConstraint
+from omni_proxy.replica.text.constraint import CompiledConstraint
 from tests.replica.text.scheduler_harness import Desk, Loop, long_prompt, submission, undisturbed
 
 pytest.importorskip("llguidance")

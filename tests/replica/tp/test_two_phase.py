@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy.process_group import memory
+from omni_proxy.process_group.broadcast import mapped_file
 from tests.process_group.trainer_process import free_port
 from tests.replica.tp.test_operations import checked, serialized
 from tests.replica.weights.stage_fixture import weights_of
@@ -76,7 +76,7 @@ def test_answers_are_computed_by_both_ranks_while_a_completion_waits(sync):
 
 def test_what_only_one_rank_can_arm_is_armed_at_none(sync, monkeypatch):
     everything = sent_of(SHAPES)  # more than any other test has left in kept memory
-    monkeypatch.setattr(memory, "MEMINFO", Meminfo(1))  # of rank 0: rank 1 is another process
+    monkeypatch.setattr(mapped_file, "MEMINFO", Meminfo(1))  # of rank 0: rank 1 is another process
     answer = sync.prepare(many(everything))
     assert not answer.success
     assert "but only 1024 bytes" in answer.message

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from omni_proxy.replica.models import tiny
+from omni_proxy.replica.weights import live_tensors as exchange_module
 from omni_proxy.replica.weights import live_tensors as target_module
-from omni_proxy.replica.weights import tensor_swap as exchange_module
 from omni_proxy.replica.weights.live_tensors import (
     ApplyError,
     DamagedWeightsError,

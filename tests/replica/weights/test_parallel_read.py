@@ -3,8 +3,8 @@ import os
 import pytest
 import torch
 
-from omni_proxy.replica.weights import parallel_read
-from omni_proxy.replica.weights.parallel_read import (
+from omni_proxy.replica.weights import safetensors_loader
+from omni_proxy.replica.weights.safetensors_loader import (
     ReadBufferPool,
     TruncatedFile,
     allocate_read_buffer,
@@ -15,7 +15,7 @@ from omni_proxy.replica.weights.parallel_read import (
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel_read, "SHARE_BYTES", 100)
+    monkeypatch.setattr(safetensors_loader, "SHARE_BYTES", 100)
     path = tmp_path / "bytes"
     path.write_bytes(bytes(n % 251 for n in range(1000)))
     descriptor = os.open(path, os.O_RDONLY)

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from omni_proxy.replica.weights import tensor_swap as subject
-from omni_proxy.replica.weights.tensor_swap import can_swap, copy_tensors, swap_tensors
+from omni_proxy.replica.weights import live_tensors as subject
+from omni_proxy.replica.weights.live_tensors import can_swap, copy_tensors, swap_tensors
 
 
 @pytest.fixture

@@ -286,9 +286,9 @@ def test_a_tensor_in_two_buckets_is_refused(sync):
 
 
 def test_a_plan_that_memory_does_not_hold_is_refused_with_the_numbers(sync, monkeypatch):
-    from omni_proxy.process_group import memory
+    from omni_proxy.process_group.broadcast import mapped_file
 
-    monkeypatch.setattr(memory, "MEMINFO", Meminfo(1))
+    monkeypatch.setattr(mapped_file, "MEMINFO", Meminfo(1))
     everything = sent_of(SHAPES)  # more than any other test has left in kept memory
     answer = sync.prepare(many(everything))
     assert not answer.success

@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.replica.weights.version_integrity import IntegrityState, VersionIntegrity
+from omni_proxy.replica.weights.lifecycle import IntegrityState, VersionIntegrity
 
 
 def after(*events):

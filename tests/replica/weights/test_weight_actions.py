@@ -8,7 +8,7 @@ from safetensors.torch import save
 from omni_proxy.process_group.receiver import ThreadReceiver
 from omni_proxy.replica.pipeline.messages import ResultChunk, StageFailure
 from omni_proxy.replica.text.stage import build
-from omni_proxy.replica.weights import live_tensors, tensor_swap
+from omni_proxy.replica.weights import live_tensors
 from omni_proxy.replica.weights.trainer_groups import ReceiveSettings
 from omni_proxy.replica.weights.weight_actions import ModelRank, WeightActions
 from tests.process_group.trainer_process import Trainer, make_tensor
@@ -56,7 +56,7 @@ def test_what_a_swap_that_broke_off_left_is_not_called_whole_until_it_is_replace
 
 
 def test_a_swap_that_was_undone_left_every_tensor_as_it_was(stage, monkeypatch):
-    before, moves, move = stage.checksum(), [], tensor_swap._exchange
+    before, moves, move = stage.checksum(), [], live_tensors._exchange
 
     def refuse_the_second(*given):
         moves.append(given)
@@ -67,7 +67,7 @@ def test_a_swap_that_was_undone_left_every_tensor_as_it_was(stage, monkeypatch):
     monkeypatch.setattr(
         live_tensors.LiveTensors, "split", True
     )  # one that another rank may have undo it
-    monkeypatch.setattr(tensor_swap, "_exchange", refuse_the_second)
+    monkeypatch.setattr(live_tensors, "_exchange", refuse_the_second)
     answer = from_tensor(stage, weights_of(2))
     assert not answer.success
     assert answer.message.startswith("The swap failed and was undone: the weights of version")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from omni_proxy.config.schema import PrefixHashConfig, RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.ring import PLACES, RINGS, Rings
+from omni_proxy.routing.policies.hashing import PLACES, RINGS, Rings
 from tests.fleet.entries import NOW, entry
 from tests.routing.policies.chats import NEED, build, chat, weighing, workers
 

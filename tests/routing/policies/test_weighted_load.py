@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.policies.weighted_load import CandidateWeights, least
+from omni_proxy.routing.policies.least_request import CandidateWeights, least
 from tests.fleet.entries import entry, fleet_of
 from tests.routing.policies.chats import NEED, build, weighing, workers
 

@@ -3,8 +3,11 @@ import socket
 import pytest
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.weight_sync.delivery.deliver import _with_fields, is_local_address
-from omni_proxy.weight_sync.delivery.over_network import local_address_towards
+from omni_proxy.weight_sync.delivery.deliver import (
+    _with_fields,
+    is_local_address,
+    local_address_towards,
+)
 from omni_proxy.weight_sync.store.manifest import Manifest, StoredVersion
 from omni_proxy.weight_sync.store.safetensors_header import HeaderRow
 from omni_proxy.weight_sync.store.worker_proof import compare_checksums

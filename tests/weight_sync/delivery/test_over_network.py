@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from omni_proxy.config.schema import WeightSyncConfig
-from omni_proxy.weight_sync.delivery.over_network import INIT, ProcessGroupSender
+from omni_proxy.weight_sync.delivery.deliver import INIT, ProcessGroupSender
 from omni_proxy.weight_sync.store.version_store import VersionStore
 from tests.admin_api.house import A
 from tests.weight_sync.operation_fixture import house_with

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.weight_sync.protocol.rank_layout import RankLayoutError, assign_ranks, count_ranks
+from omni_proxy.weight_sync.protocol.requests import RankLayoutError, assign_ranks, count_ranks
 
 RANKS = st.lists(st.integers(1, 8), min_size=1, max_size=6).map(
     lambda counts: {f"http://{at}": count for at, count in enumerate(counts)}

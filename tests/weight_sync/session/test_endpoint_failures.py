@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from omni_proxy.config.schema import RoutingConfig, ServerConfig, WeightSyncConfig
-from omni_proxy.weight_sync.session import leftover_groups
+from omni_proxy.weight_sync.session import lifecycle
 from tests.admin_api.house import A, B
 from tests.weight_sync.operation_fixture import PAUSE, cordon_reasons_of, house_with
 from tests.weight_sync.trainer_fixture import (
@@ -180,7 +180,7 @@ async def test_continue_after_the_trainer_died_publishes_nothing(trainer):
 
 
 async def test_a_member_left_in_an_old_group_is_told_to_leave_it(trainer, engines, monkeypatch):
-    monkeypatch.setattr(leftover_groups, "DESTROY_TIMEOUT_SECS", 0.1)
+    monkeypatch.setattr(lifecycle, "DESTROY_TIMEOUT_SECS", 0.1)
     await trainer.join()
     engines.close_gate(DESTROY, B)
     assert (await trainer.ask(DESTROY)).status == 502

@@ -7,7 +7,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from omni_proxy.fleet.health import Health
 from omni_proxy.weight_sync.protocol.journal import decode
-from omni_proxy.weight_sync.session import leftover_groups
+from omni_proxy.weight_sync.session import lifecycle
 from tests.admin_api.house import NOW, A, B
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
@@ -52,7 +52,7 @@ async def test_a_member_that_fails_its_probes_ends_the_sync(trainer):
 async def test_a_member_that_did_not_leave_is_told_again_before_it_joins(
     trainer, engines, monkeypatch
 ):
-    monkeypatch.setattr(leftover_groups, "DESTROY_TIMEOUT_SECS", 0.1)
+    monkeypatch.setattr(lifecycle, "DESTROY_TIMEOUT_SECS", 0.1)
     await trainer.join()
     engines.close_gate(DESTROY, B)
     response = await trainer.ask(DESTROY)

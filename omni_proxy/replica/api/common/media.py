@@ -2,24 +2,187 @@
 
 Invariant: at most the allowed number of bytes is held, and nothing is read from a disk or a network
 that the operator has not allowed: without rules only `data:` URLs are accepted.
+
+Fetches audio and images from http(s) URLs, only from domains that the operator allows.
+
+Invariant: the address that was checked is the address that is dialled, for every redirect anew, so
+that no name can lead into a private network between check and connect (DNS rebinding). There are no
+retries, and each request has its own connection.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import ipaddress
 import os
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
+import httptools
 import trio
-
-from omni_proxy.replica.api.common.url_fetch import FetchError, fetch_url
 
 if TYPE_CHECKING:
     from omni_proxy.replica.audio.resample import Samples
+
+FETCH_TIMEOUT_SECS: Final = 15.0
+MAX_REDIRECTS: Final = 3
+MAX_HEAD_BYTES: Final = 64 * 1024
+READ_BYTES: Final = 64 * 1024
+REDIRECT_STATUSES: Final = (301, 302, 303, 307, 308)
+
+
+class FetchError(ValueError):
+    """The URL was not fetched; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """One hop: the request, and the address that was checked."""
+
+    parts: SplitResult
+    host: str
+    address: str
+    port: int
+    kind: str
+
+    @property
+    def head(self) -> bytes:
+        path = quote(self.parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
+        query = (
+            f"?{quote(self.parts.query, safe='/%:@!$&()*+,;=~-._?')}" if self.parts.query else ""
+        )
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        return (
+            f"GET {path}{query} HTTP/1.1\r\nHost: {name}:{self.port}\r\nAccept: {self.kind}/*\r\n"
+            "Accept-Encoding: identity\r\nConnection: close\r\n\r\n"
+        ).encode("ascii")
+
+
+class _Response:
+    """A response being received; the parser calls the `on_` methods."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.location = ""
+        self.body = bytearray()
+        self.complete = False
+        self._most_bytes = most_bytes
+        self._head_bytes = 0
+        self._framed = False
+        self._parser = httptools.HttpResponseParser(self)
+
+    @property
+    def status(self) -> int:
+        return int(self._parser.get_status_code())
+
+    def feed(self, data: bytes) -> None:
+        """Parse `data`; b"" is the end of the connection. Raises FetchError for a response that is
+        too large or not HTTP.
+        """
+        if not data:
+            # Without a length the body ends with the connection.
+            self.complete = self.complete or (self.status == 200 and not self._framed)
+            if not self.complete:
+                raise FetchError("the URL could not be fetched: its answer was cut")
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            raise FetchError("the URL could not be fetched: its answer is no HTTP") from None
+        if len(self.body) > self._most_bytes:
+            raise FetchError(f"the reference is larger than {self._most_bytes} bytes")
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise FetchError("the URL could not be fetched: its answer's head is too large")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if name.lower() == b"location":
+            self.location = value.decode("latin-1")
+        self._framed = self._framed or name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+
+async def fetch_url(
+    url: str,
+    allowed_domains: tuple[str, ...],
+    most_bytes: int,
+    allow_private: bool = False,
+    kind: str = "audio",
+) -> bytes:
+    """Return the body behind `url`, at most `most_bytes`; `kind` is the media type to accept.
+
+    Raises FetchError.
+    """
+    with trio.move_on_after(FETCH_TIMEOUT_SECS):
+        for _ in range(MAX_REDIRECTS + 1):
+            target = await _resolve(url, allowed_domains, allow_private, kind)
+            response = await _get(target, most_bytes)
+            if response.status == 200:
+                return bytes(response.body)
+            if response.status not in REDIRECT_STATUSES:
+                raise FetchError(f"the URL answered {response.status}")
+            url = urljoin(url, response.location)
+        raise FetchError(f"the URL redirects more than {MAX_REDIRECTS} times")
+    raise FetchError(f"the URL gave nothing within {FETCH_TIMEOUT_SECS:g} seconds")
+
+
+async def _resolve(url: str, allowed: tuple[str, ...], allow_private: bool, kind: str) -> _Target:
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").rstrip("."), parts.port
+    except ValueError:
+        raise FetchError("the URL is malformed") from None
+    if parts.scheme not in ("http", "https") or not host or parts.username is not None:
+        raise FetchError("the URL must be http(s)://host/path, without a user name")
+    if not host.isascii() or not any(host == name or host.endswith(f".{name}") for name in allowed):
+        raise FetchError(
+            f"this server fetches no {kind} from {host}; send a data:{kind} URL instead"
+        )
+    port = port or (443 if parts.scheme == "https" else 80)
+    try:
+        entries = await trio.socket.getaddrinfo(host, port, type=trio.socket.SOCK_STREAM)
+    except OSError:
+        raise FetchError(f"the host {host} is not known") from None
+    addresses = [str(entry[4][0]) for entry in entries]
+    if not allow_private and not all(_is_public(address) for address in addresses):
+        raise FetchError(f"the host {host} has an address that is not public")
+    return _Target(parts, host, addresses[0], port, kind)
+
+
+def _is_public(address: str) -> bool:
+    at = ipaddress.ip_address(address.partition("%")[0])
+    return at.is_global and not at.is_multicast
+
+
+async def _get(target: _Target, most_bytes: int) -> _Response:
+    """Return the complete response of one hop."""
+    response = _Response(most_bytes)
+    stream: trio.abc.Stream
+    try:
+        stream = await trio.open_tcp_stream(target.address, target.port)
+        if target.parts.scheme == "https":
+            stream = trio.SSLStream(
+                stream,
+                ssl.create_default_context(),
+                server_hostname=target.host,
+                https_compatible=True,
+            )
+        async with stream:
+            await stream.send_all(target.head)
+            while not response.complete:
+                response.feed(bytes(await stream.receive_some(READ_BYTES)))
+    except (OSError, trio.BrokenResourceError) as error:
+        raise FetchError(f"the URL could not be fetched: {error}") from None
+    return response
+
 
 MAX_MEDIA_BYTES: Final = 10 * 1024 * 1024
 

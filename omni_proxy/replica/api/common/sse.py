@@ -3,20 +3,34 @@
 Invariant: nothing is submitted before the response head is sent. When the reader stops, the
 generation is left, which aborts it. There is no `with` across a yield here: Quart enters and leaves
 the body, in one task.
+
+Streams whose response starts only with the first output: earlier failures are plain HTTP errors.
+
+Invariant: a generation that was started is closed when its request ends, even if the client
+disconnected between the handler's return and the first byte, so that the body was never entered.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self, cast
 
-from quart import Response
+from quart import Response, request
 from quart.wrappers.response import ResponseBody
+from quart_trio import QuartTrio
 
-from omni_proxy.replica.api.common.errors import CLIENT_ERRORS, error_type, status_and_message
+from omni_proxy.replica.api.common.errors import (
+    CLIENT_ERRORS,
+    ClientError,
+    SpeechError,
+    error_type,
+    status_and_message,
+)
 from omni_proxy.replica.api.common.request_metrics import RequestTimer
+from omni_proxy.replica.pipeline.client import Generation
 from omni_proxy.replica.pipeline.requests import GenerateChunk
 
 DONE = b"data: [DONE]\n\n"
@@ -122,3 +136,115 @@ class EventStream(ResponseBody):
 def stream_response(body: ResponseBody) -> Response:
     headers = {"cache-control": "no-cache"}
     return Response(body, 200, headers, content_type=CONTENT_TYPE)
+
+
+_KEY: Final = "omni_proxy.patient_body"
+
+
+class ChunkEncoder(Protocol):
+    """What a route makes of chunks. `failed` returns None to cut the connection instead of sending
+    an error.
+    """
+
+    def feed(self, chunk: GenerateChunk) -> Iterable[bytes]: ...
+
+    def failed(self, error: ClientError | SpeechError) -> bytes | None: ...
+
+
+class DeferredStream(ResponseBody):
+    """The body of a streamed response; `begin` is awaited before the response is created."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        encoder: ChunkEncoder,
+        timing: RequestTimer,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_close` is called once, when the generation has been closed."""
+        self._generation = generation
+        self._encoder = encoder
+        self._timing = timing
+        self._on_close = on_close
+        self._closed = False
+        self._ended = False
+        self._ready: deque[bytes] = deque()
+
+    async def begin(self) -> None:
+        """Wait for the first bytes. Raises what the client or the encoder raises."""
+        cast("dict[str, Any]", request.scope)[_KEY] = self
+        await self._generation.__aenter__()
+        while not self._ready:
+            self._encode(await self._generation.__anext__())
+
+    async def aclose(self) -> None:
+        """Abort the generation unless it has ended; repeated calls do nothing."""
+        if not self._closed:
+            self._closed = True
+            self._timing.close()
+            self._on_close()
+            await self._generation.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._ready:
+            if self._ended:
+                raise StopAsyncIteration
+            try:
+                self._encode(await self._generation.__anext__())
+            except (*CLIENT_ERRORS, SpeechError) as error:
+                self._ended = True
+                data = self._encoder.failed(error)
+                if data is None:
+                    raise
+                self._ready.append(data)
+        return self._ready.popleft()
+
+    def _encode(self, chunk: GenerateChunk) -> None:
+        # Quart would send empty data as an empty chunk, which ends the body in HTTP/1.1.
+        self._ready.extend(data for data in self._encoder.feed(chunk) if data)
+        if self._ready:
+            self._timing.mark_first_output()
+        if chunk.terminal:
+            self._ended = True
+            self._timing.finish()
+
+
+def deferred_response(body: DeferredStream, headers: Mapping[str, str]) -> Response:
+    """Return the response over a body that has begun; it has no time limit."""
+    response = Response(body, headers=dict(headers))
+    response.timeout = None
+    return response
+
+
+class _StreamCleanup:
+    """ASGI wrapper: after each request, closes the stream that the request still holds."""
+
+    def __init__(self, asgi: Any) -> None:
+        self._asgi = asgi
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        try:
+            await self._asgi(scope, receive, send)
+        finally:
+            if body := scope.pop(_KEY, None):
+                await body.aclose()  # never waits, so a cancellation cannot interrupt it
+
+
+def close_streams_after_requests(app: QuartTrio) -> None:
+    """Install the cleanup in `app`, once however often this is called."""
+    if not isinstance(app.asgi_app, _StreamCleanup):
+        app.asgi_app = _StreamCleanup(app.asgi_app)  # type: ignore[method-assign, assignment]

@@ -20,7 +20,7 @@ from quart import Response, request
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, json_response
-from omni_proxy.replica.api.common.fields import MISSING, json_body, validate
+from omni_proxy.replica.api.common.lenient_decode import MISSING, json_body, validate
 from omni_proxy.replica.api.route_context import RouteContext
 
 MODEL_INFO_TIMEOUT_SECS = 30.0

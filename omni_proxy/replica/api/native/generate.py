@@ -1,38 +1,216 @@
 """POST /generate in two formats: an RL trainer's rollout (api-server.md 1.9), and SGLang's own.
 
 A body with `text`, `rid`, `input_ids` as a list of lists, or `stream: true` with `input_ids` is
-SGLang's (`sglang_generate`). Anything else is a rollout with one of `input_ids`, `prompt`,
-`messages`. Invariant: a rollout with logprobs (the default) gets one for each token of the
-response, or an error.
+SGLang's: text or token ids in, text and meta_info out. Anything else is a rollout with one of
+`input_ids`, `prompt`, `messages`. Invariants: a rollout with logprobs (the default) gets one for
+each token of the response, or an error; an event of SGLang's stream holds the complete output so
+far, never a delta; a list of prompts is answered by a list in the same order. SGLang's sampling
+keys that mean nothing here are ignored.
 """
 
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
+import trio
 from msgspec import Meta, Struct
 from quart import Response
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, json_response
-from omni_proxy.replica.api.common.fields import json_body, validate
+from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.media import encode_audio
-from omni_proxy.replica.api.native.sglang_generate import SglangGenerate, is_sglang_request
+from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
 from omni_proxy.replica.api.openai.chat_media import MediaReader
+from omni_proxy.replica.api.openai.multi_generation import complete_all, request_ids
 from omni_proxy.replica.api.openai.to_generate_request import (
     Int64,
     PositiveInt64,
+    Prompt,
+    is_token_ids,
     new_request_id,
+    parse_prompts,
     stop_strings,
 )
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,
+    GenerateChunk,
     GenerateRequest,
     PromptMessage,
     SamplingParams,
 )
+
+DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+
+
+class NativeSampling(Struct, kw_only=True):
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    sampling_seed: Int64 | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int64] | None = None
+    max_new_tokens: PositiveInt64 | None = None
+    ignore_eos: bool | None = None
+    n: Int64 | None = None
+
+
+class NativeBody(Struct, kw_only=True):
+    text: Any = None
+    input_ids: Any = None
+    rid: str | None = None
+    sampling_params: NativeSampling | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+
+
+def is_sglang_request(body: Any) -> bool:
+    if not isinstance(body, dict):
+        return False
+    if body.get("text") is not None or body.get("rid") is not None:
+        return True
+    ids = body.get("input_ids")
+    nested = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+    return nested or (ids is not None and bool(body.get("stream")))
+
+
+class SglangGenerate:
+    def __init__(self, context: RouteContext) -> None:
+        self._context = context
+
+    async def answer(self, given: Any) -> Response:
+        body = validate(NativeBody, given)
+        prompts, batched = _prompts(body)
+        request_id = new_request_id(body.rid)
+        ids = request_ids(request_id, len(prompts))
+        requests = [_to_generate_request(body, prompt) for prompt in prompts]
+        context = self._context
+        timing = context.meters.timed(context.model_name)
+        logprobs = bool(body.return_logprob)
+        if body.stream:
+            if batched:
+                raise DetailError(
+                    400, "a list of prompts cannot be streamed: send one request each"
+                )
+            generation = context.client.generate(requests[0], request_id)
+            cut = context.cut_failed_streams
+            formatter = SglangResponse(request_id, logprobs=logprobs)
+            return stream_response(EventStream(generation, formatter, timing, cut=cut))
+        started_secs = trio.current_time()
+        try:
+            results = await complete_all(context.client, requests, ids)
+            timing.finish()
+        finally:
+            timing.close()
+        answers = []
+        for answer_id, result in zip(ids, results, strict=True):
+            response = SglangResponse(answer_id, logprobs=logprobs, started_secs=started_secs)
+            answers.append(response.complete(result))
+        return json_response(answers if batched else answers[0])
+
+
+class SglangResponse:
+    """The accumulated output of one request."""
+
+    def __init__(
+        self, request_id: str, *, logprobs: bool, started_secs: float | None = None
+    ) -> None:
+        self._request_id = request_id
+        self._wants_logprobs = logprobs
+        self._started_secs = trio.current_time() if started_secs is None else started_secs
+        self._text = ""
+        self._tokens: list[int] = []
+        self._logprobs: list[Any] | None = None
+
+    def complete(self, result: CompletionResult) -> dict[str, Any]:
+        """Raises DetailError 501 if logprobs were requested and the pipeline has none."""
+        if self._wants_logprobs and result.logprobs is None:
+            message = "this pipeline returns no logprobs; leave return_logprob out to go without"
+            raise DetailError(501, message)
+        self._add(result.text, result.token_ids, result.logprobs)
+        return self._event(result.finish_reason or "stop", result)
+
+    def feed(self, chunk: GenerateChunk) -> Iterator[Event]:
+        if not (chunk.text or chunk.token_ids or chunk.terminal):
+            return
+        self._add(chunk.text, chunk.token_ids, chunk.logprobs)
+        reason = (chunk.finish_reason or "stop") if chunk.terminal else None
+        yield self._event(reason, chunk)
+
+    def _add(self, text: str, tokens: Sequence[int], logprobs: Sequence[Any] | None) -> None:
+        self._text += text
+        self._tokens += tokens
+        if logprobs is not None:
+            self._logprobs = [*(self._logprobs or ()), *logprobs]
+
+    def _event(self, reason: str | None, latest: GenerateChunk | CompletionResult) -> Event:
+        usage = latest.usage or {}
+        details = usage.get("prompt_tokens_details") or {}
+        generated = usage.get("completion_tokens", len(self._tokens))
+        finish: dict[str, Any] | None = None
+        if reason is not None:
+            finish = {"type": reason} | ({"length": generated} if reason == "length" else {})
+        meta: dict[str, Any] = {
+            "id": self._request_id,
+            "finish_reason": finish,
+            "prompt_tokens": usage.get("prompt_tokens"),
+            "weight_version": latest.weight_version,
+            "completion_tokens": generated,
+            "cached_tokens": details.get("cached_tokens") or 0,
+            "e2e_latency": trio.current_time() - self._started_secs,
+        }
+        if self._wants_logprobs:
+            meta["output_token_logprobs"] = self._logprobs
+        return {"text": self._text, "output_ids": list(self._tokens), "meta_info": meta}
+
+
+def _prompts(body: NativeBody) -> tuple[list[Prompt], bool]:
+    """Return the prompts and whether they were a list. Raises DetailError 400."""
+    if body.text is not None and body.input_ids is not None:
+        raise DetailError(400, "give one of text and input_ids, not both")
+    if body.input_ids is None:
+        if isinstance(body.text, str) or (
+            isinstance(body.text, list) and all(isinstance(text, str) for text in body.text)
+        ):
+            return parse_prompts(body.text, "text")
+        raise DetailError(400, "text must be a string or a list of strings")
+    if is_token_ids(body.input_ids) or (
+        isinstance(body.input_ids, list) and all(map(is_token_ids, body.input_ids))
+    ):
+        return parse_prompts(body.input_ids, "input_ids")
+    raise DetailError(400, "input_ids must be a list of token ids, or a list of such lists")
+
+
+def _to_generate_request(body: NativeBody, prompt: Prompt) -> GenerateRequest:
+    given = body.sampling_params or NativeSampling()
+    if (given.n or 1) != 1:
+        raise DetailError(
+            400, "sampling_params.n must be 1: this server makes one answer per prompt"
+        )
+    limit = given.max_new_tokens
+    sampling = SamplingParams(
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        seed=given.seed if given.sampling_seed is None else given.sampling_seed,
+        max_new_tokens=DEFAULT_MAX_NEW_TOKENS if limit is None else limit,
+        stop=stop_strings(given.stop),
+        stop_token_ids=tuple(given.stop_token_ids or ()),
+        logprobs=bool(body.return_logprob),
+        ignore_eos=bool(given.ignore_eos),
+    )
+    return GenerateRequest(
+        prompt=prompt, sampling=sampling, stream=bool(body.stream), task="completion"
+    )
+
 
 TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 

@@ -14,7 +14,7 @@ from quart import Response, request
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, json_response
-from omni_proxy.replica.api.common.fields import MISSING, validate
+from omni_proxy.replica.api.common.lenient_decode import MISSING, validate
 from omni_proxy.replica.api.native.admin_operations import ROUTES as OPERATION_ROUTES
 from omni_proxy.replica.api.native.admin_operations import (
     OperationBody,

@@ -20,9 +20,9 @@ from omni_proxy.replica.api.common.errors import (
     json_response,
     to_openai_error,
 )
-from omni_proxy.replica.api.common.fields import json_body, validate
+from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
-from omni_proxy.replica.api.openai.chat_response import truncate_at_stop
+from omni_proxy.replica.api.openai.chat import truncate_at_stop
 from omni_proxy.replica.api.openai.logprobs import (
     MAX_TOP_LOGPROBS,
     CompletionLogprobs,
@@ -36,7 +36,6 @@ from omni_proxy.replica.api.openai.multi_generation import (
     requests_for_choices,
     total_usage,
 )
-from omni_proxy.replica.api.openai.response_format import response_schema
 from omni_proxy.replica.api.openai.to_generate_request import MAX_PROMPTS as MOST_PROMPTS
 from omni_proxy.replica.api.openai.to_generate_request import (
     CommonFields,
@@ -46,6 +45,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     check_supported_fields,
     new_request_id,
     parse_prompts,
+    response_schema,
     sampling_params,
     stop_strings,
 )

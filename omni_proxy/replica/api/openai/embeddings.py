@@ -21,7 +21,7 @@ from omni_proxy.replica.api.common.errors import (
     json_response,
     to_openai_error,
 )
-from omni_proxy.replica.api.common.fields import validate_body
+from omni_proxy.replica.api.common.lenient_decode import validate_body
 from omni_proxy.replica.api.openai.multi_generation import complete_all, request_ids, total_usage
 from omni_proxy.replica.api.openai.to_generate_request import Int64, new_request_id, parse_prompts
 from omni_proxy.replica.api.route_context import RouteContext

@@ -14,8 +14,7 @@ from msgspec import Struct
 
 from omni_proxy.replica.api.native import admin_operations, weight_routes
 from omni_proxy.replica.api.native.admin_operations import OperationBody, OperationRoute
-from omni_proxy.replica.api.native.generate import RolloutBody
-from omni_proxy.replica.api.native.sglang_generate import NativeBody
+from omni_proxy.replica.api.native.generate import NativeBody, RolloutBody
 from omni_proxy.replica.api.openai.chat import ChatBody
 from omni_proxy.replica.api.openai.completions import CompletionBody
 from omni_proxy.replica.api.openai.embeddings import EmbeddingBody

@@ -12,16 +12,16 @@ from typing import Final
 from quart import Response, request
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.api.common.deferred_stream import (
-    DeferredStream,
-    close_streams_after_requests,
-    deferred_response,
-)
 from omni_proxy.replica.api.common.errors import (
     CLIENT_ERRORS,
     DetailError,
     SpeechError,
     json_response,
+)
+from omni_proxy.replica.api.common.sse import (
+    DeferredStream,
+    close_streams_after_requests,
+    deferred_response,
 )
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.speech.speech_fields import (

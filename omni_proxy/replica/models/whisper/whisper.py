@@ -19,13 +19,12 @@ from torch import Tensor
 from omni_proxy.replica.audio.resample import Samples
 from omni_proxy.replica.model_file import MODELS, cache_folder
 from omni_proxy.replica.models.tokenizer import Utf8Stream, byte_letters
-from omni_proxy.replica.models.whisper.mel import RATE, WINDOW_SAMPLES, log_mel
 from omni_proxy.replica.models.whisper.whisper_file import (
     WhisperFile,
     WhisperFileError,
     read_whisper_file,
 )
-from omni_proxy.replica.models.whisper.whisper_net import WhisperNet
+from omni_proxy.replica.models.whisper.whisper_net import RATE, WINDOW_SAMPLES, WhisperNet, log_mel
 
 LANGUAGE = "en"
 MAX_WINDOW_TOKENS = 220  # more than 30 s of speech; bounds a decoder that repeats itself

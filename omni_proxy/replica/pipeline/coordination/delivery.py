@@ -2,19 +2,171 @@
 
 Invariant: the bytes that wait for readers are bounded, per reader and in total; above a bound a
 stream ends with an error. Every method but `take` is synchronous.
+
+From stage output to the reader's chunks, and from chunks to one complete response.
+
+Invariant: of each stage's text, tokens, log probabilities and audio every part is sent once,
+streamed or at the end; the last chunk, and no other, is terminal and has a finish reason.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import trio
 
-from omni_proxy.replica.pipeline.coordination.chunks import size_bytes
-from omni_proxy.replica.pipeline.requests import RequestFailed
+from omni_proxy.replica.pipeline.requests import CompletionResult, GenerateChunk, RequestFailed
+
+_CHUNK_KEYS = frozenset(
+    {
+        "text",
+        "token_ids",
+        "output_token_logprobs",
+        "audio_data",
+        "sample_rate",
+        "modality",
+        "finish_reason",
+        "usage",
+        "weight_version",
+    }
+)
+
+
+class ChunkSplitter:
+    """Takes streamed parts and results of stages; `pending` holds the chunks to deliver."""
+
+    def __init__(self, request_id: str) -> None:
+        self.pending: deque[GenerateChunk] = deque()
+        self._request_id = request_id
+        self._sent: defaultdict[str, StreamedLengths] = defaultdict(StreamedLengths)
+
+    def add_part(self, stage: str, chunk: dict[str, Any], *, whole: bool) -> None:
+        """Add a streamed part, or a stage's complete result while other stages still work."""
+        sent = self._sent[stage]
+        part = sent.remaining(chunk) if whole else chunk
+        sent.add(part)
+        if any(part.get(key) for key in ("text", "token_ids", "audio_data")) or not whole:
+            self.pending.append(_chunk(self._request_id, stage, part))
+
+    def end(self, results: Mapping[str, dict[str, Any]]) -> None:
+        """Add all results: the rest of the other stages first, the text stage's last."""
+        main = next((stage for stage in results if "text" in results[stage]), next(iter(results)))
+        for stage, whole in results.items():
+            if stage != main:
+                self.add_part(stage, whole, whole=True)
+        extra: dict[str, Any] = {}
+        for whole in results.values():
+            extra |= _extra(whole)
+        remaining = self._sent[main].remaining(results[main])
+        finish_reason = remaining.get("finish_reason") or "stop"
+        remaining = remaining | extra | {"finish_reason": finish_reason}
+        self.pending.append(_chunk(self._request_id, main, remaining, terminal=True))
+
+
+def _extra(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if key not in _CHUNK_KEYS}
+
+
+def _chunk(
+    request_id: str, stage: str, data: dict[str, Any], *, terminal: bool = False
+) -> GenerateChunk:
+    audio = data.get("audio_data")
+    return GenerateChunk(
+        request_id=request_id,
+        text=data.get("text") or "",
+        token_ids=data.get("token_ids") or (),
+        audio=audio or None,
+        sample_rate=data.get("sample_rate") or 0,
+        modality=data.get("modality") or ("audio" if audio else "text"),
+        finish_reason=data.get("finish_reason") if terminal else None,
+        usage=data.get("usage"),
+        logprobs=data.get("output_token_logprobs"),
+        weight_version=data.get("weight_version"),
+        stage=stage,
+        terminal=terminal,
+        extra=_extra(data),
+    )
+
+
+class ChunkAssembler:
+    """Joins a request's chunks into one response."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._texts: list[str] = []
+        self._audio: list[bytes] = []
+        self._sample_rate = 0
+        self._token_ids: list[int] = []
+        self._logprobs: list[Any] | None = None
+        self._extra: dict[str, Any] = {}
+        self._last: GenerateChunk | None = None
+
+    def add(self, chunk: GenerateChunk) -> None:
+        self._texts.append(chunk.text)
+        self._token_ids += chunk.token_ids
+        if chunk.audio:
+            self._audio.append(chunk.audio)
+            self._sample_rate = chunk.sample_rate or self._sample_rate
+        if chunk.logprobs is not None:
+            self._logprobs = [*(self._logprobs or []), *chunk.logprobs]
+        self._extra |= chunk.extra
+        if chunk.terminal:
+            self._last = chunk
+
+    def result(self) -> CompletionResult:
+        """Return the response; only after the terminal chunk."""
+        assert self._last is not None, "no terminal chunk was added"
+        return CompletionResult(
+            request_id=self._request_id,
+            text="".join(self._texts),
+            audio=b"".join(self._audio) if self._audio else None,
+            sample_rate=self._sample_rate,
+            finish_reason=self._last.finish_reason or "stop",
+            usage=self._last.usage,
+            logprobs=self._logprobs,
+            weight_version=self._last.weight_version,
+            token_ids=self._token_ids,
+            extra=self._extra,
+        )
+
+
+# How much of a stage's result has gone out in pieces, and what is left of the whole.
+#
+# Invariant: pieces plus rest is the whole result, each character, token and byte once.
+
+GROWING_KEYS = ("text", "token_ids", "output_token_logprobs", "audio_data")
+
+
+class StreamedLengths:
+    """How much of a stage's result was streamed for one request, per key."""
+
+    __slots__ = ("_lengths",)
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, int] = {}
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        for key in GROWING_KEYS:
+            if part := chunk.get(key):
+                self._lengths[key] = self._lengths.get(key, 0) + len(part)
+
+    def remaining(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """Return `whole` without what was streamed; keys that do not grow stay."""
+        lengths = self._lengths
+        return {
+            key: value[lengths[key] :] if key in lengths and value else value
+            for key, value in whole.items()
+        }
+
+
+def size_bytes(chunk: dict[str, Any]) -> int:
+    """Approximate memory of a waiting chunk."""
+    tokens = len(chunk.get("token_ids") or ()) + 3 * len(chunk.get("output_token_logprobs") or ())
+    return 256 + len(chunk.get("text") or "") + len(chunk.get("audio_data") or b"") + 8 * tokens
+
 
 READER_BYTES = 128 << 20
 TOTAL_BYTES = 1 << 30

@@ -16,9 +16,8 @@ from uuid import uuid4
 import msgspec
 import trio
 
-from omni_proxy.replica.pipeline.config import closest_name_hint
+from omni_proxy.replica.pipeline.config import Plan, closest_name_hint
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, StageInput
-from omni_proxy.replica.pipeline.plan import Plan
 from omni_proxy.replica.pipeline.requests import RequestFailed
 
 log = logging.getLogger(__name__)

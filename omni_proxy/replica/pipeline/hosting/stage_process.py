@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import msgspec
 import trio
 
-from omni_proxy.replica.pipeline.config import StageConfig
+from omni_proxy.replica.pipeline.config import FlowError, StageConfig
 from omni_proxy.replica.pipeline.hosting.frames import (
     FrameDecoder,
     FrameError,
@@ -28,7 +28,6 @@ from omni_proxy.replica.pipeline.hosting.frames import (
     encode_frame,
 )
 from omni_proxy.replica.pipeline.messages import Emit, Shutdown, StageEnded, StageInput, StageOutput
-from omni_proxy.replica.pipeline.plan import FlowError
 from omni_proxy.self_exec import program_argv
 
 READ_BYTES = 1 << 18

@@ -17,9 +17,8 @@ from typing import Any, Protocol
 
 import trio
 
-from omni_proxy.replica.pipeline.config import StageConfig
+from omni_proxy.replica.pipeline.config import StageConfig, import_dotted
 from omni_proxy.replica.pipeline.messages import Emit, Shutdown, StageEnded, StageInput, StageReady
-from omni_proxy.replica.pipeline.plan import import_dotted
 from omni_proxy.replica.pipeline.stage import Scheduler
 from omni_proxy.replica.profiling.instrumented_queue import InstrumentedEmit, InstrumentedInbox
 from omni_proxy.replica.profiling.recorder import STAGE_EVENTS

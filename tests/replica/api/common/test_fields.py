@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.replica.api.common.errors import InvalidBody
-from omni_proxy.replica.api.common.fields import MISSING, validate
-from omni_proxy.replica.api.common.lenient_decode import MAX_PROBLEMS
+from omni_proxy.replica.api.common.lenient_decode import MAX_PROBLEMS, MISSING, validate
 
 
 class Message(msgspec.Struct):

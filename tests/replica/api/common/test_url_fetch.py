@@ -3,8 +3,8 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from omni_proxy.replica.api.common import url_fetch
-from omni_proxy.replica.api.common.url_fetch import FetchError, fetch_url
+from omni_proxy.replica.api.common import media
+from omni_proxy.replica.api.common.media import FetchError, fetch_url
 
 HOST = "localhost"
 OPEN = (HOST,)
@@ -110,7 +110,7 @@ async def test_an_answer_that_is_no_audio_is_told(sent, told):
 
 
 async def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(url_fetch, "FETCH_TIMEOUT_SECS", 0.05)
+    monkeypatch.setattr(media, "FETCH_TIMEOUT_SECS", 0.05)
     with trio.socket.socket() as silent:
         await silent.bind(("127.0.0.1", 0))
         silent.listen()

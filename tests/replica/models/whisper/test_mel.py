@@ -1,27 +1,34 @@
 import numpy as np
 import pytest
 
-from omni_proxy.replica.models.whisper import mel
-from omni_proxy.replica.models.whisper.mel import log_mel, mel_filters, mel_power
+from omni_proxy.replica.models.whisper import whisper_net
+from omni_proxy.replica.models.whisper.whisper_net import log_mel, mel_filters, mel_power
 
 
 def tone(hertz: float, secs: float = 1.0):
-    return np.sin(2 * np.pi * hertz * np.arange(int(secs * mel.RATE)) / mel.RATE).astype("f4")
+    return np.sin(
+        2 * np.pi * hertz * np.arange(int(secs * whisper_net.RATE)) / whisper_net.RATE
+    ).astype("f4")
 
 
 def naive_power(samples):
     """The same by definition: a sum for each frame and frequency, triangles bin by bin."""
-    reach = mel.FFT_SAMPLES // 2
+    reach = whisper_net.FFT_SAMPLES // 2
     around = np.concatenate([samples[reach:0:-1], samples, samples[-2 : -reach - 2 : -1]])
-    place = np.arange(mel.FFT_SAMPLES)
-    window = 0.5 - 0.5 * np.cos(2 * np.pi * place / mel.FFT_SAMPLES)
+    place = np.arange(whisper_net.FFT_SAMPLES)
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * place / whisper_net.FFT_SAMPLES)
     powers = []
-    for start in range(0, len(samples) // mel.HOP_SAMPLES * mel.HOP_SAMPLES, mel.HOP_SAMPLES):
-        frame = around[start : start + mel.FFT_SAMPLES] * window
+    for start in range(
+        0,
+        len(samples) // whisper_net.HOP_SAMPLES * whisper_net.HOP_SAMPLES,
+        whisper_net.HOP_SAMPLES,
+    ):
+        frame = around[start : start + whisper_net.FFT_SAMPLES] * window
         waves = [
-            np.sum(frame * np.exp(-2j * np.pi * k * place / mel.FFT_SAMPLES)) for k in range(201)
+            np.sum(frame * np.exp(-2j * np.pi * k * place / whisper_net.FFT_SAMPLES))
+            for k in range(201)
         ]
-        powers.append([naive_band(band, np.abs(waves) ** 2) for band in range(mel.BANDS)])
+        powers.append([naive_band(band, np.abs(waves) ** 2) for band in range(whisper_net.BANDS)])
     return np.asarray(powers).T
 
 
@@ -32,10 +39,10 @@ def naive_hertz(mel_number):
 
 def naive_band(band, power):
     top = 15 + 27 * np.log(8) / np.log(6.4)
-    low, middle, high = (naive_hertz(top * (band + i) / (mel.BANDS + 1)) for i in range(3))
+    low, middle, high = (naive_hertz(top * (band + i) / (whisper_net.BANDS + 1)) for i in range(3))
     total = 0.0
     for k in range(201):
-        hertz = k * mel.RATE / mel.FFT_SAMPLES
+        hertz = k * whisper_net.RATE / whisper_net.FFT_SAMPLES
         if low < hertz <= middle:
             total += power[k] * (hertz - low) / (middle - low) * 2 / (high - low)
         elif middle < hertz < high:
@@ -60,7 +67,7 @@ def test_every_band_is_one_triangle_and_they_follow_each_other():
 @pytest.mark.parametrize("hertz", [200, 1000, 3000, 7000])
 def test_a_tone_is_loudest_in_the_band_that_holds_it(hertz):
     loudest = mel_power(tone(hertz))[:, 50].argmax()
-    held = np.flatnonzero(mel_filters()[loudest]) * mel.RATE / mel.FFT_SAMPLES
+    held = np.flatnonzero(mel_filters()[loudest]) * whisper_net.RATE / whisper_net.FFT_SAMPLES
     assert held.min() - 40 <= hertz <= held.max() + 40
 
 
@@ -80,4 +87,4 @@ def test_what_is_shorter_is_followed_by_silence():
 
 def test_more_than_a_window_is_refused():
     with pytest.raises(ValueError, match="more than a window"):
-        log_mel(np.zeros(mel.WINDOW_SAMPLES + 1, np.float32))
+        log_mel(np.zeros(whisper_net.WINDOW_SAMPLES + 1, np.float32))

@@ -12,10 +12,9 @@ from omni_proxy.replica.audio.resample import resample
 from omni_proxy.replica.model_file import MODELS, cache_folder
 from omni_proxy.replica.models.hibari import HibariVoice
 from omni_proxy.replica.models.whisper import whisper
-from omni_proxy.replica.models.whisper.mel import RATE, WINDOW_SAMPLES
 from omni_proxy.replica.models.whisper.whisper import Whisper, windows
 from omni_proxy.replica.models.whisper.whisper_file import WhisperFile, WhisperFileError
-from omni_proxy.replica.models.whisper.whisper_net import WhisperNet
+from omni_proxy.replica.models.whisper.whisper_net import RATE, WINDOW_SAMPLES, WhisperNet
 from tests.replica.models.whisper.small_whisper import (
     HEADS,
     VOCABULARY,

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.replica.pipeline.coordination.chunks import ChunkAssembler, ChunkSplitter
+from omni_proxy.replica.pipeline.coordination.delivery import ChunkAssembler, ChunkSplitter
 
 
 def assembled(splitter):

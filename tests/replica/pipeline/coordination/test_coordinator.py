@@ -5,6 +5,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_proxy.replica.pipeline.config import compile_plan
 from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator, StageUnavailable
 from omni_proxy.replica.pipeline.coordination.delivery import DeliveryEnd
 from omni_proxy.replica.pipeline.messages import (
@@ -20,7 +21,6 @@ from omni_proxy.replica.pipeline.messages import (
     StageStats,
     Submit,
 )
-from omni_proxy.replica.pipeline.plan import compile_plan
 from omni_proxy.replica.pipeline.requests import QueueFullError, RequestFailed
 from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
 

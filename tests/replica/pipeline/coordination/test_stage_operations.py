@@ -2,9 +2,9 @@ import pytest
 import trio
 import trio.testing
 
+from omni_proxy.replica.pipeline.config import compile_plan
 from omni_proxy.replica.pipeline.coordination.stage_operations import StageOperations
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult
-from omni_proxy.replica.pipeline.plan import compile_plan
 from omni_proxy.replica.pipeline.requests import RequestFailed
 from tests.replica.pipeline.pipeline_stages import pipeline, stage
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.replica.pipeline.coordination.chunks import StreamedLengths, size_bytes
+from omni_proxy.replica.pipeline.coordination.delivery import StreamedLengths, size_bytes
 
 CUTS = st.lists(st.integers(0, 12), max_size=6)
 
