@@ -51,7 +51,7 @@ from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.logs import configure
 from omni_proxy.watchdog import Watchdog
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
-from omni_proxy.weight_sync.state.journal_file import JournalFile, folder_for
+from omni_proxy.weight_sync.state_journal import JournalFile, folder_for
 
 _log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from omni_proxy.replica.pipeline.config import compile_plan, parse_pipeline
 from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator
 from omni_proxy.replica.pipeline.hosting.runtime import Runtime
 from omni_proxy.replica.pipeline.launch import _app
-from omni_proxy.replica.profiling import profile_command as profile
+from omni_proxy.replica.profiling import report as profile
 from omni_proxy.routing import routes
 from tests.admin_api.house import A, build_house, entry
 from tests.tree import PACKAGE

@@ -35,7 +35,7 @@ class MissingPackageError(Exception):
 def main(argv: Sequence[str]) -> int:
     match list(argv):
         case ["profile", *rest]:
-            from omni_proxy.replica.profiling.profile_command import main as profile
+            from omni_proxy.replica.profiling.report import main as profile
 
             return profile(rest)
         case ["stage-process", *rest]:

@@ -24,7 +24,7 @@ from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.telemetry.instruments import Instruments
 from omni_proxy.watchdog import Watchdog
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
-from omni_proxy.weight_sync.state.journal_file import JournalFile
+from omni_proxy.weight_sync.state_journal import JournalFile
 from tests.rest import at_rest
 
 NOW = datetime(2026, 11, 21, 5, 44, 28, tzinfo=UTC)

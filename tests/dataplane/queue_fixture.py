@@ -5,13 +5,12 @@ from __future__ import annotations
 from math import inf
 from types import SimpleNamespace
 
-from omni_proxy.fleet.capabilities import CAPABILITY_BITS
-
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.finalize import finalize
 from omni_proxy.dataplane.loop.task import ClientDisconnected, ConnectionTask
+from omni_proxy.fleet.worker import CAPABILITY_BITS
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import fleet_of

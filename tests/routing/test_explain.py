@@ -1,6 +1,6 @@
 from omni_proxy.fleet.worker import CAPABILITY_BITS
-from omni_proxy.routing.explain import explain
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.pick import explain
 from omni_proxy.routing.version_constraint import VersionConstraint
 from tests.fleet.entries import entry, fleet_of
 from tests.routing.policies.chats import build, chat

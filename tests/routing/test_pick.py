@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import CAPABILITY_BITS, WEIGHT_CORDONS, capability_mask
-from omni_proxy.routing.explain import explain
 from omni_proxy.routing.inspect.body_fields import body_fields_of
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.pick import (
     eligible_workers,
+    explain,
     ineligibility_reasons,
     no_worker_error,
     pick_worker,

@@ -19,7 +19,6 @@ from quart import Quart, Response, request
 
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.services import Services
-from omni_proxy.routing.explain import explain
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,
@@ -30,6 +29,7 @@ from omni_proxy.routing.inspect.requirements import (
     requirements_of_large_json,
 )
 from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
+from omni_proxy.routing.pick import explain
 from omni_proxy.routing.routes import MethodNotAllowed, Route, match_route
 from omni_proxy.routing.voices import pin_to_voice_owner
 from omni_proxy.upstream_http.client import Call, CallResult, broadcast

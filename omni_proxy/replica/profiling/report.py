@@ -1,16 +1,16 @@
 """Reports from event files: where each request's time went, by stage and by hop between stages.
 
-Pure but for `read_events`. Contract (api-server.md 4.3): names, order and rounding of the rows are
-what tools read; a line that is not an event is reported and skipped.
-
-The report as one HTML page: a bar per interval, a row per request.
-
-Self-contained: no script and no network. Everything from events is escaped.
+`omni-proxy replica profile SOURCE` prints one as a table, JSON or an HTML page (self-contained: no
+script, no network; everything from events is escaped). Contract (api-server.md 4.3): names, order
+and rounding of the rows are what tools read; a line that is not an event is reported on stderr and
+skipped, and the exit status stays 0. 1: the output cannot be written.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
@@ -312,3 +312,45 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    events = read_events(arguments.source, _print_error)
+    summary = build_report(events)
+    if arguments.format == "json":
+        text = json.dumps(summary, indent=2)
+    elif arguments.format == "html":
+        text = render_page(summary, str(arguments.source))
+    else:
+        text = render_table(summary)
+    if arguments.out == "-":
+        sys.stdout.write(text + "\n")
+        return 0
+    try:
+        Path(arguments.out).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        _print_error(f"cannot write {arguments.out}: {error.strerror}")
+        return 1
+    _print_error(f"{summary['request_count']} requests written to {arguments.out}")
+    return 0
+
+
+def _print_error(text: str) -> None:
+    sys.stderr.write(f"omni-proxy replica profile: {text}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="omni-proxy replica profile",
+        description="Where the time of recorded requests went: by stage and by hop.",
+        epilog="Events are recorded between POST /start_request_profile and /stop_request_profile "
+        "of a replica.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "source", metavar="SOURCE", type=Path, help="a file of events, or a folder of such files"
+    )
+    parser.add_argument("--format", choices=["table", "json", "html"], default="table")
+    parser.add_argument("--out", metavar="PATH", default="-", help="a file; - is stdout (default)")
+    return parser

@@ -1,13 +1,10 @@
 """Loads open safetensors files: headers first, then the tensors' bytes, possibly in steps.
 
-Tensors that need no conversion share one block of memory and can be read in steps; the others are
-read last. Invariant: a tensor that does not fit the model is refused before any tensor byte is
-read; live tensors are not touched here.
-
-Reads files into memory on several threads, with a single copy.
-
-Files are read, not mapped: a file that is truncated meanwhile is an error here, while a mapping
-would end the process. Memory uses huge pages, because faulting small ones costs more than the copy.
+Files are read on several threads with a single copy, not mapped: a file that is truncated meanwhile
+is an error here, while a mapping would end the process. A file that is still being written is
+prefetched as far as its writer reports; an update uses prefetched bytes only if it names the same
+file, and they are dropped after KEEP_SECS without one. Invariant: a tensor that does not fit the
+model is refused before any tensor byte is read; live tensors are not touched here.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import hashlib
 import mmap
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -302,3 +300,82 @@ def _require_digest(file: BufferedReader, part: FileSelection) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != part.sha256.lower():
             raise WeightsError(f"{part.path} has the SHA-256 {found}, not the promised one")
+
+
+# How long a prefetched file is kept without an update: its writer may have failed.
+KEEP_SECS: Final = 60.0
+# Read per step, after which an update may take over; one thread, as other work goes on.
+STEP_BYTES: Final = 64 << 20
+THREADS: Final = 1
+
+
+class FilePrefetcher:
+    """Holds the latest file only. Safe from any thread; an update waits for one step at most."""
+
+    def __init__(self, keep_secs: float = KEEP_SECS) -> None:
+        self._keep_secs = keep_secs
+        self._lock = threading.Lock()
+        self._wanted = threading.Event()  # by an update, which reads what is missing faster
+        self._path: Path | None = None
+        self._loading: SafetensorsLoader | None = None
+        self._timer: threading.Timer | None = None
+
+    def read(self, path: Path, nbytes: int, opened: Callable[[], SafetensorsLoader]) -> int:
+        """Reads the final first `nbytes`; returns how many bytes can be prefetched in all (0:
+        none).
+
+        Raises WeightsError, and OSError from the file; nothing is kept then.
+        """
+        with self._lock:
+            if self._path != path:
+                self._drop()
+                self._path, self._loading = path, opened()
+            loading = self._loading
+            assert loading is not None
+            try:
+                for step in range(STEP_BYTES, nbytes + STEP_BYTES, STEP_BYTES):
+                    if self._wanted.is_set():
+                        break
+                    loading.read(min(step, nbytes), THREADS)
+            except (WeightsError, OSError):
+                self._drop()
+                raise
+            self._wind()
+            return sum(each.form.nbytes for each in loading.as_they_are)
+
+    def take(self, parts: Sequence[FileSelection]) -> SafetensorsLoader | None:
+        """The loader of exactly these files, which the caller ends; any other one is dropped."""
+        self._wanted.set()
+        try:
+            with self._lock:
+                loading = self._loading
+                if loading is None or not loading.is_of(parts):
+                    self._drop()
+                    return None
+                self._path = self._loading = None
+                self._wind()
+                return loading
+        finally:
+            self._wanted.clear()
+
+    def _wind(self) -> None:
+        """Restarts the expiry timer if anything is kept."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._loading is not None:
+            self._timer = threading.Timer(self._keep_secs, self._expire, [self._loading])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _expire(self, loading: SafetensorsLoader) -> None:
+        with self._lock:
+            if self._loading is loading:
+                self._drop()
+
+    def _drop(self) -> None:
+        loading, self._loading, self._path = self._loading, None, None
+        self._wind()
+        if loading is not None:
+            with loading:
+                loading.forget()

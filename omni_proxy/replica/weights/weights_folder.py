@@ -24,8 +24,8 @@ from omni_proxy.replica.weights.live_tensors import (
     WeightsError,
     short_repr,
 )
-from omni_proxy.replica.weights.prefetch import FilePrefetcher
 from omni_proxy.replica.weights.safetensors_loader import (
+    FilePrefetcher,
     FileSelection,
     ReadBufferPool,
     SafetensorsLoader,

@@ -17,7 +17,7 @@ from omni_proxy.weight_sync.delivery.catchup import CatchUp
 from omni_proxy.weight_sync.delivery.deliver import ProcessGroupSender, VersionDeliverer
 from omni_proxy.weight_sync.delivery.prefetch import Prefetch
 from omni_proxy.weight_sync.delivery.proxy_rank import ProxyRank
-from omni_proxy.weight_sync.state.state_journal import OperationContext
+from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.store import shm_cleanup
 from omni_proxy.weight_sync.store.service import StoreService
 

@@ -17,7 +17,7 @@ from omni_proxy.weight_sync.delivery.deliver import DeliveryOptions, VersionDeli
 from omni_proxy.weight_sync.operations.runner import OperationRunner
 from omni_proxy.weight_sync.protocol.checksum_agreement import Verdict
 from omni_proxy.weight_sync.protocol.published_version import PublishedVersion
-from omni_proxy.weight_sync.state.state_journal import OperationContext
+from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.weight_sync.store.version_store import UnknownVersion, VersionStore

@@ -25,7 +25,7 @@ from omni_proxy.runtime_config.worker_drain import drain_cordoned
 from omni_proxy.weight_sync.protocol.checksum_agreement import Verdict
 from omni_proxy.weight_sync.protocol.journal import JournalEntry, PauseRecord
 from omni_proxy.weight_sync.protocol.published_version import PublishedVersion, TargetVersion
-from omni_proxy.weight_sync.state.state_journal import PAUSED, OperationContext
+from omni_proxy.weight_sync.state_journal import PAUSED, OperationContext
 from omni_proxy.weight_sync.worker_calls import (
     AdminCall,
     call_all,

@@ -19,7 +19,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import StartThrottle
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
-from omni_proxy.weight_sync.state.state_journal import StateJournal
+from omni_proxy.weight_sync.state_journal import StateJournal
 from omni_proxy.weight_sync.worker_calls import (
     compare_checksums,
     continue_generation,

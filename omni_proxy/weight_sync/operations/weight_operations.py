@@ -41,8 +41,7 @@ from omni_proxy.weight_sync.operations.rollback import Rollback, RollbackSource
 from omni_proxy.weight_sync.operations.runner import OperationRunner
 from omni_proxy.weight_sync.operations.version_probe import VersionProbe
 from omni_proxy.weight_sync.session.endpoint import SyncEndpoint
-from omni_proxy.weight_sync.state.journal_file import JournalFile
-from omni_proxy.weight_sync.state.state_journal import PAUSED, OperationContext, StateJournal
+from omni_proxy.weight_sync.state_journal import PAUSED, JournalFile, OperationContext, StateJournal
 from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs
 from omni_proxy.wire.errors import HttpError
 

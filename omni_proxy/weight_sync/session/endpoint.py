@@ -40,7 +40,7 @@ from omni_proxy.weight_sync.session.lifecycle import SessionLifecycle
 from omni_proxy.weight_sync.session.member import WorkerMember
 from omni_proxy.weight_sync.session.round_delivery import RoundDelivery
 from omni_proxy.weight_sync.session.steps import SessionSteps
-from omni_proxy.weight_sync.state.state_journal import OperationContext
+from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
 

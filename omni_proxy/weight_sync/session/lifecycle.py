@@ -29,7 +29,7 @@ from omni_proxy.weight_sync.session import watchdog
 from omni_proxy.weight_sync.session.member import FanOutTimeouts, GroupFanOut, Member, WorkerMember
 from omni_proxy.weight_sync.session.trainer_link import TrainerLink, is_store_reachable
 from omni_proxy.weight_sync.session.verification import VersionQuarantine
-from omni_proxy.weight_sync.state.state_journal import OperationContext, StateJournal
+from omni_proxy.weight_sync.state_journal import OperationContext, StateJournal
 
 
 def session_status(

@@ -31,7 +31,7 @@ from omni_proxy.weight_sync.protocol.checksum_agreement import (
     compare_answers,
     compare_digests,
 )
-from omni_proxy.weight_sync.state.state_journal import UPDATING
+from omni_proxy.weight_sync.state_journal import UPDATING
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.worker_calls import read_labels, request_checksums
 

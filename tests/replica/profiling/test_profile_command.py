@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from omni_proxy.replica.profiling.profile_command import main
 from omni_proxy.replica.profiling.recorder import EventRecorder
+from omni_proxy.replica.profiling.report import main
 
 
 @pytest.fixture

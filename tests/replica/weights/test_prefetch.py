@@ -5,10 +5,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from omni_proxy.replica.weights import prefetch
+from omni_proxy.replica.weights import safetensors_loader
 from omni_proxy.replica.weights.live_tensors import LiveTensors, WeightsError
-from omni_proxy.replica.weights.prefetch import FilePrefetcher
-from omni_proxy.replica.weights.safetensors_loader import SafetensorsLoader
+from omni_proxy.replica.weights.safetensors_loader import FilePrefetcher, SafetensorsLoader
 from omni_proxy.replica.weights.weights_folder import WeightsFolder
 from tests.process_group.wait_helpers import wait_until
 
@@ -170,7 +169,7 @@ def test_an_update_does_not_wait_for_all_that_is_being_read_ahead(
     folder, target, coming, monkeypatch
 ):
     """It takes over after the step that is under way, and reads the rest itself."""
-    monkeypatch.setattr(prefetch, "STEP_BYTES", half(coming))
+    monkeypatch.setattr(safetensors_loader, "STEP_BYTES", half(coming))
     reads, within, go_on = [], threading.Event(), threading.Event()
     plain = SafetensorsLoader.read
 

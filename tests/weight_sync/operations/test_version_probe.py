@@ -4,8 +4,7 @@ from trio.testing import wait_all_tasks_blocked
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.weight_sync.operations import version_probe
 from omni_proxy.weight_sync.operations.version_probe import MAX_CONCURRENT, VersionProbe
-from omni_proxy.weight_sync.state.journal_file import JournalFile
-from omni_proxy.weight_sync.state.state_journal import StateJournal
+from omni_proxy.weight_sync.state_journal import JournalFile, StateJournal
 from tests.fleet.entries import NOW, entry, heal
 
 MANY = 3 * MAX_CONCURRENT

@@ -8,7 +8,7 @@ import pytest
 
 from omni_proxy.config.schema import Config, ServerConfig
 from omni_proxy.weight_sync.protocol.journal import Journal, UnreadableJournal
-from omni_proxy.weight_sync.state.journal_file import JournalFile, PublishedVersion, folder_for
+from omni_proxy.weight_sync.state_journal import JournalFile, PublishedVersion, folder_for
 
 SOME = Journal(uncertain={"http://a": "why"})
 
