@@ -79,7 +79,11 @@ class Stage:
         return request_id
 
     def result(self, request_id) -> dict:
-        return self.next(Result, lambda told: told.request_id == request_id).data
+        """Also one that came before an answer that was waited for meanwhile."""
+        for message in self.seen:
+            if isinstance(message, Result) and message.request_id == request_id:
+                return message.data
+        return self.next(Result, lambda message: message.request_id == request_id).data
 
     def generate(self, **params) -> dict:
         return self.result(self.submit(**params))
