@@ -10,7 +10,8 @@ Must change nothing: no request is sent, no turn of the policy is used, nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
@@ -267,63 +268,45 @@ def _each(words: Iterable[Iterable[str]]) -> str:
     return ", ".join(sorted({word for group in words for word in group}))
 
 
-class _Asking(Policy):
+class _Preview(Policy):
     """Previews where `pick_worker` picks, and keeps the reason."""
 
-    __slots__ = ("_asked", "name", "reason", "told")
+    __slots__ = ("_policy", "details", "name", "reason")
 
-    def __init__(self, asked: Policy) -> None:
-        self.name = asked.name
+    def __init__(self, policy: Policy) -> None:
+        self.name = policy.name
         self.reason = ""
-        self.told: dict[str, object] = {}
-        self._asked = asked
+        self.details: Mapping[str, object] = {}
+        self._policy = policy
 
     def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
         return self.preview_pick(candidates, need)[0]
 
     def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        chosen, self.reason = self._asked.preview_pick(candidates, need)
-        self.told = self._asked.explain_pick(candidates, need)
-        return chosen, self.reason
+        worker, self.reason = self._policy.preview_pick(candidates, need)
+        self.details = self._policy.explain_pick(candidates, need)
+        return worker, self.reason
 
 
-def explain(fleet: Fleet, need: Requirements, policy: Policy, owner: str = "") -> dict[str, object]:
-    """JSON-able: need, verdict per worker in registration order, pick or refusal."""
-    verdicts = []
-    for worker in fleet.workers:
-        reasons = ineligibility_reasons(fleet, worker, need, owner)
-        verdicts.append(
-            {
-                "worker_id": worker.id,
-                "url": worker.url,
-                "eligible": not reasons,
-                "reasons": reasons,
-                "in_flight": worker.in_flight,
-                "health_state": worker.health.state.value,
-                "weight_version": worker.weight_version,
-                "weight_epoch": worker.weight_epoch,
-            }
-        )
-    told: dict[str, object] = {
-        "need": {
-            "model": need.model,
-            "stream": need.stream,
-            "capabilities": need.capabilities,
-            "weights": str(need.version_constraint) if need.version_constraint else None,
-        },
-        "policy": policy.name,
-        "workers": verdicts,
-        "pick": None,
-    }
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where a request would go: a verdict on each worker, and a pick or the error instead."""
+
+    reasons: Sequence[tuple[Worker, list[str]]]  # why it cannot take it; empty if it can
+    pick: Worker | None = None
+    reason: str = ""  # of the pick, in the policy's words
+    details: Mapping[str, object] = field(default_factory=dict)  # of the pick, by the policy
+    error: HttpError | None = None
+
+
+def explain(fleet: Fleet, need: Requirements, policy: Policy, owner: str = "") -> Explanation:
+    """Verdicts are in registration order. Changes nothing."""
+    reasons = [
+        (worker, ineligibility_reasons(fleet, worker, need, owner)) for worker in fleet.workers
+    ]
+    preview = _Preview(policy)
     try:
-        asking = _Asking(policy)
-        chosen = pick_worker(fleet, need, asking, owner=owner)
-        why = {"reason": asking.reason, **asking.told}
-        told["pick"] = {"worker_id": chosen.id, "url": chosen.url, **why}
-    except HttpError as refusal:
-        told["refusal"] = {
-            "status": refusal.status,
-            "message": refusal.message,
-            "code": refusal.code,
-        }
-    return told
+        picked = pick_worker(fleet, need, preview, owner=owner)
+    except HttpError as error:
+        return Explanation(reasons, error=error)
+    return Explanation(reasons, picked, preview.reason, preview.details)

@@ -120,15 +120,14 @@ def test_a_worker_has_no_reason_against_it_exactly_when_it_can_be_chosen(rows, n
 def test_explain_picks_whom_the_policy_would_pick_and_spends_no_turn(rows, need):
     fleet, turns = world(rows), policy()
     before = copy.copy(turns)
-    told = explain(fleet, need, turns)
-    eligible_workers = [row["url"] for row in told["workers"] if row["eligible"]]
-    if told["pick"] is None:
-        assert eligible_workers == []
-        assert told["refusal"]["message"]
+    explanation = explain(fleet, need, turns)
+    if explanation.pick is None:
+        assert all(reasons for _, reasons in explanation.reasons)
+        assert explanation.error.message
     else:
-        assert told["pick"]["url"] == pick_worker(fleet, need, before).url
-        assert told["pick"]["url"] == pick_worker(fleet, need, turns).url
-        assert told["pick"]["url"] in eligible_workers
+        assert explanation.pick is pick_worker(fleet, need, before)
+        assert explanation.pick is pick_worker(fleet, need, turns)
+        assert (explanation.pick, []) in explanation.reasons
 
 
 @given(worlds, needs, st.sets(st.integers(0, 3)))
@@ -343,8 +342,8 @@ def test_while_a_trial_runs_nobody_else_is_sent_there_and_all_say_why():
     ]
     refused = refusal(fleet, Requirements(CHAT))
     assert (refused.code, refused.message.endswith("healthy: on trial")) == ("none_healthy", True)
-    told = explain(fleet, Requirements(CHAT), policy())
-    assert told["workers"][0]["reasons"][0].startswith("on trial")
+    [(_, reasons)] = explain(fleet, Requirements(CHAT), policy()).reasons
+    assert reasons[0].startswith("on trial")
 
 
 def test_without_a_model_in_question_no_refusal_speaks_of_one():

@@ -18,6 +18,7 @@ import trio
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
+from omni_proxy.admin_api.serializers.explanation import explanation_record
 from omni_proxy.admin_api.services import Services
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
 from omni_proxy.routing.inspect.requirements import (
@@ -200,9 +201,9 @@ class ExplainRoutes:
         pin_to_voice_owner(data_plane.voices, route.traffic, need)
         if data_plane.policy.needs_affinity_key:
             need.affinity_key = affinity_key_of(_lines())
-        return json_response(
-            explain(self._services.fleet, need, data_plane.policy, data_plane.voices.owner)
-        )
+        policy = data_plane.policy
+        explanation = explain(self._services.fleet, need, policy, data_plane.voices.owner)
+        return json_response(explanation_record(explanation, need, policy.name))
 
 
 async def _need_of(route: Route, body: bytes, facts: RequestFacts) -> Requirements:

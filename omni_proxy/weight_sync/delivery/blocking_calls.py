@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import trio
+
+NO_LIMIT_SECS: Final = 86400.0  # for a timeout that is off: torch requires a number
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from omni_proxy.process_group.rendezvous import GLOO, HostedRendezvous
 from omni_proxy.process_group.sender import FileRegion, Sender
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, parse_plans
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
-from omni_proxy.weight_sync.delivery.blocking_calls import BlockingCalls
+from omni_proxy.weight_sync.delivery.blocking_calls import NO_LIMIT_SECS, BlockingCalls
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.recovery import read_header_rows
 from omni_proxy.weight_sync.store.safetensors_header import SafetensorsError
@@ -213,7 +213,6 @@ END: Final = "/end_weight_update"
 CALL_TIMEOUT_SECS: Final = 10.0
 # After the proxy's part of a step failed, the worker has this long to report its reason.
 REASON_SECS: Final = 2.0
-NO_LIMIT_SECS: Final = 86400.0
 
 OpenSender = Callable[[HostedRendezvous], Awaitable[Sender]]
 ProxyPart = Callable[[], Awaitable[object]]

@@ -30,7 +30,7 @@ from omni_proxy.process_group.receiver import (
 from omni_proxy.process_group.rendezvous import GLOO, HostedRendezvous
 from omni_proxy.process_group.sender import Sender
 from omni_proxy.process_group.tensor_plan import TensorPlan, parse_plans
-from omni_proxy.weight_sync.delivery.blocking_calls import BlockingCalls
+from omni_proxy.weight_sync.delivery.blocking_calls import NO_LIMIT_SECS, BlockingCalls
 from omni_proxy.weight_sync.delivery.prefetch import IncomingVersion
 from omni_proxy.weight_sync.protocol.receive_progress import FAILED, RECEIVING, ReceiveProgress
 from omni_proxy.weight_sync.protocol.requests import parse_group_name, parse_object
@@ -41,7 +41,6 @@ from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.weight_sync.store.version_store import InsufficientSpace
 
 NAME: Final = "proxy"
-NO_LIMIT_SECS: Final = 86400.0  # for a timeout that is off: torch requires a number
 UNUSED_POLL_SECS: Final = 1.0  # interval of checks whether the receiver is still used
 HEADER_BYTES: Final = 512  # upper bound of a tensor's row in a file header
 _REFUSALS: Final = (GroupError, InsufficientSpace, SafetensorsError, OSError)

@@ -1,3 +1,4 @@
+from omni_proxy.admin_api.serializers.explanation import explanation_record
 from omni_proxy.fleet.worker import CAPABILITY_BITS
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.pick import explain
@@ -8,6 +9,10 @@ from tests.routing.policies.chats import build, chat
 CHAT = CAPABILITY_BITS["chat"]
 
 
+def record(fleet, need, policy):
+    return explanation_record(explain(fleet, need, policy), need, policy.name)
+
+
 def asked(text):
     need = chat(text)
     need.mask = CHAT
@@ -15,7 +20,7 @@ def asked(text):
 
 
 def test_the_pick_has_the_policy_s_reason():
-    told = explain(fleet_of(entry("a"), entry("b")), Requirements(CHAT), build("round_robin"))
+    told = record(fleet_of(entry("a"), entry("b")), Requirements(CHAT), build("round_robin"))
     assert told["pick"]["reason"] == "it is its turn: 1 of 2"
     assert told["policy"] == "round_robin"
 
@@ -23,7 +28,7 @@ def test_the_pick_has_the_policy_s_reason():
 def test_a_cache_aware_pick_says_what_matched_and_where():
     fleet, policy = fleet_of(entry("a"), entry("b")), build("cache_aware")
     policy.pick(fleet.workers[:1], asked("x" * 80))
-    told = explain(fleet, asked("x" * 100), policy)["pick"]
+    told = record(fleet, asked("x" * 100), policy)["pick"]
     assert told["url"] == "http://a:1"
     assert told["reason"] == "80 of 100 bytes match, held by a:1"
     assert told["text_bytes"] == 100
@@ -32,7 +37,7 @@ def test_a_cache_aware_pick_says_what_matched_and_where():
 
 def test_where_nobody_can_take_it_there_is_a_refusal_and_no_pick():
     fleet = fleet_of(entry("a", disabled=True))
-    told = explain(fleet, Requirements(CHAT), build("cache_aware"))
+    told = record(fleet, Requirements(CHAT), build("cache_aware"))
     assert (told["pick"], told["refusal"]["code"]) == (None, "all_disabled")
     assert told["workers"][0]["reasons"] == ["disabled"]
 
@@ -41,12 +46,12 @@ def test_it_shows_which_weights_are_there_and_which_were_asked_for():
     fleet = fleet_of(entry("a"), entry("b"))
     fleet.set_version(fleet.workers[0], "v1", 1)
     need = Requirements(CHAT, version_constraint=VersionConstraint("v1", 1))
-    told = explain(fleet, need, build("round_robin"))
+    told = record(fleet, need, build("round_robin"))
     rows = [(row["weight_version"], row["weight_epoch"], row["reasons"]) for row in told["workers"]]
     wanted = "'v1' of epoch 1 or later"
     assert rows == [("v1", 1, []), (None, 0, [f"has weights unknown, not {wanted}"])]
     assert (told["need"]["weights"], told["pick"]["url"]) == (wanted, "http://a:1")
-    assert explain(fleet, Requirements(CHAT), build("round_robin"))["need"]["weights"] is None
+    assert record(fleet, Requirements(CHAT), build("round_robin"))["need"]["weights"] is None
 
 
 def test_asking_teaches_the_policy_nothing():
