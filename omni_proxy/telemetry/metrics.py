@@ -234,29 +234,22 @@ class Metrics:
             cell = self._series[route.path][worker]
         except KeyError:
             cell = self.series_for(route.path, worker)
-        ended, started = exchange.ended_at, exchange.started_at
+        ended, started, need = exchange.ended_at, exchange.started_at, exchange.need
         if (
-            exchange.first_at != ended
-            or exchange.dialled_at != started
-            or exchange.pieces != 1
-            or exchange.attempts != 1
+            not (exchange.single_chunk or _was_single_chunk(exchange))
             or exchange.status != 200
-            or exchange.outcome != "completed"
             or exchange.tail
-            or exchange.need is None
-            or (
-                exchange.need.model != cell.model_key
-                and not self._counts_for(cell, exchange.need.model)
-            )
+            or need is None
+            or (need.model != cell.model_key and not self._counts_for(cell, need.model))
         ):
             self._count_any(exchange, worker, cell)
             return
-        if exchange.wait_at != ended:
-            secs, phases = ended - started, cell.phases
+        secs = ended - started
+        if not exchange.single_chunk and exchange.wait_at != ended:
+            phases = cell.phases
             phases.head.counts[bisect_left(FINE, secs)] -= 1
             phases.head.sum -= secs
             phases.heads.append(exchange.wait_at - started)
-        secs = ended - started
         place = bisect_left(FINE, secs)
         cell.single_chunk_counts[place] += 1
         cell.single_chunk_secs += secs
@@ -384,6 +377,17 @@ class Metrics:
         _keep(self.failed_attempts, {key for key in self.failed_attempts if key[0] in here})
         _keep(self.health_changes, {key for key in self.health_changes if key[0] in here})
         _keep(self.ejections, {worker for worker in self.ejections if worker in here})
+
+
+def _was_single_chunk(exchange: Exchange) -> bool:
+    """As `exchange.single_chunk`, of one that a coroutine has run."""
+    return (
+        exchange.first_at == exchange.ended_at
+        and exchange.dialled_at == exchange.started_at
+        and exchange.pieces == 1
+        and exchange.attempts == 1
+        and exchange.outcome == "completed"
+    )
 
 
 def _keep(counted: Counter[K], wanted: set[K]) -> None:

@@ -1,12 +1,11 @@
 """How many exchanges are in flight, and how many bytes of their requests are held in memory.
 
-Invariant: `in_flight` is never above `[server] max_inflight`, where that is set; an exchange is
-counted once, and `admitted` says whether it is.
+Invariant: `in_flight` is never above `[server] max_inflight`, where that is set, and `held_bytes`
+grows only up to `[server] max_held_bytes`. An exchange is counted once: its `admitted` and
+`held_bytes` say what of these counts is its own, and only this file writes them.
 """
 
 from __future__ import annotations
-
-from typing import NoReturn
 
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.settings import Settings
@@ -28,9 +27,13 @@ class InFlight:
         bound = self._settings.config.server.max_inflight
         return not bound or self.in_flight < bound
 
-    def admit(self, exchange: Exchange) -> bool:
-        """Count it; False where the bound is reached, then it is not counted."""
-        bound, before = self._settings.config.server.max_inflight, self.in_flight
+    def admit(self, exchange: Exchange, held: int = 0) -> bool:
+        """Count it, and `held` bytes of its request; False where one of the bounds is reached, then
+        neither is counted."""
+        settings, held_bytes = self._settings, self.held_bytes + held
+        if held and held_bytes > settings.limits.held:
+            return False
+        bound, before = settings.config.server.max_inflight, self.in_flight
         if bound and before >= bound:
             return False
         self.in_flight = before + 1
@@ -38,6 +41,8 @@ class InFlight:
             self.in_flight -= 1
             return False
         exchange.admitted = True
+        exchange.held_bytes += held
+        self.held_bytes = held_bytes
         if before >= self.peak_in_flight:
             self.peak_in_flight = before + 1
         return True
@@ -52,15 +57,30 @@ class InFlight:
             exchange.admitted = False
             self.in_flight -= 1
 
+    def leave(self, exchange: Exchange) -> None:
+        """It is over: neither it nor its bytes count any more."""
+        if exchange.admitted:
+            exchange.admitted = False
+            self.in_flight -= 1
+        self.held_bytes -= exchange.held_bytes
+        exchange.held_bytes = 0
+
+    def hold(self, exchange: Exchange, size: int) -> None:
+        """So many bytes more of its request stay in memory. Raises HttpError 503."""
+        self.check_room(size)
+        exchange.held_bytes += size
+        self.held_bytes += size
+
+    def release_bytes(self, exchange: Exchange) -> None:
+        """The bytes of its request are needed no more."""
+        self.held_bytes -= exchange.held_bytes
+        exchange.held_bytes = 0
+
     def check_room(self, size: int) -> None:
         """Raises HttpError 503 where so many bytes more of requests may not be held."""
         if self.held_bytes + size > self._settings.limits.held:
-            self.reject_bytes()
-
-    def reject_bytes(self) -> NoReturn:
-        """Raises HttpError 503."""
-        self.rejected += 1
-        raise _too_many_bytes()
+            self.rejected += 1
+            raise _too_many_bytes()
 
 
 def _too_many_bytes() -> HttpError:

@@ -83,8 +83,6 @@ class Connection(ExchangeIO):
 
     def _close(self) -> None:
         self.end_exchange()
-        if self.held_bytes:
-            self.release_held()
         self.close_upstream()
         self.client.close()
 

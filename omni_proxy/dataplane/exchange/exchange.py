@@ -22,10 +22,11 @@ class Exchange:
     __slots__ = (
         "admitted", "attempts", "body", "body_at", "bytes_in", "bytes_out", "client",
         "connect_secs", "cors", "dialled_at", "ended_at", "ended_by", "error", "first_at",
-        "half_open_id", "head_at", "idempotency_key", "last_worker", "longest_gap", "method",
-        "need", "outcome", "own_secs", "phase", "pieces", "policy", "queued_secs", "relayed",
-        "request_id", "request_id_line", "route", "started_at", "status", "stream", "tail",
-        "target", "tried", "version", "wait_at", "worker", "worker_seen",
+        "half_open_id", "head_at", "held_bytes", "idempotency_key", "last_worker", "longest_gap",
+        "method", "need", "outcome", "own_secs", "phase", "pieces", "policy", "queued_secs",
+        "relayed", "request_id", "request_id_line", "route", "single_chunk", "started_at",
+        "status", "stream", "tail", "target", "tried", "version", "wait_at", "worker",
+        "worker_seen",
     )  # fmt: skip
 
     def __init__(self, started_at: float, client: str) -> None:
@@ -60,7 +61,10 @@ class Exchange:
         self.half_open_id = 0  # the number of the half-open trial that the present attempt is
         self.tail = b""  # the last chunk of the response, where token counts are read in it
         self.admitted = False  # counted as in flight
+        self.held_bytes = 0  # of its request, counted in `inflight.held_bytes`
         self.relayed = False  # bytes of a response have left for the client
+        # Sent at once at the first attempt, and its response sent on whole when it came.
+        self.single_chunk = False
         self.stream = False
         self.status = 0
         self.bytes_in = 0
@@ -71,16 +75,15 @@ class Exchange:
         self.error = ""
         self.phase = ""
 
-    def recycle(self) -> None:
+    def recycle(self, now: float) -> None:
         """Make it as new, for the next request with the same head on the same connection. Only for
         an exchange that the fast path has completed: what that never sets is left alone, and so are
-        the facts of the head and what each request sets first."""
-        self.dialled_at = self.wait_at = self.first_at = self.ended_at = self.own_secs = 0.0
-        self.need = self.last_worker = None
+        the facts of the head and what each request sets before anything reads it."""
+        self.started_at = self.head_at = self.body_at = now
+        self.dialled_at = self.wait_at = self.first_at = self.own_secs = 0.0
         self.attempts = self.status = self.bytes_out = self.pieces = 0
         self.outcome = self.phase = ""
-        self.tail = b""
-        self.admitted = self.relayed = False
+        self.relayed = self.single_chunk = False
 
     def end(self, outcome: str, by: str, error: str = "", *, phase: str = "") -> None:
         """Note how it ended and where; the first call stands."""
@@ -99,24 +102,12 @@ class Exchange:
         """Whether its response began with other weights than it ended with."""
         return self.relayed and worker.version.differs_from(self.version)
 
-    def set_requirements(self, need: Requirements, head_id: bytes) -> None:
-        """`head_id`: the request id of its head, if any."""
-        self.need = need
-        self.stream = need.stream
-        self.request_id = head_id or _id_from_body(need)
-
-    def set_first_chunk(self, chunk: bytes, now: float) -> None:
-        """The chunk of the response's body that came along with its head."""
-        self.first_at = now
-        self.pieces = 1
-        self.bytes_out = len(chunk)
-
 
 def new_request_id() -> bytes:
     return b"%032x" % getrandbits(128)
 
 
-def _id_from_body(need: Requirements) -> bytes:
+def id_from_body(need: Requirements) -> bytes:
     """The id of a request whose head has none. One from a body may hold anything; in a head only
     visible ASCII may stand."""
     text = need.request_id

@@ -51,8 +51,8 @@ class ExchangeIO(IoTask):
     """One client connection with the exchange that runs on it."""
 
     __slots__ = (
-        "body_stream", "close_after_response", "exchange", "head_bytes", "held_bytes",
-        "keepalive", "peer", "rest", "services", "settings", "upstream",
+        "body_stream", "close_after_response", "exchange", "head_bytes", "keepalive",
+        "peer", "rest", "services", "settings", "upstream",
     )  # fmt: skip
 
     admin_only = False  # all requests go to the admin API
@@ -70,30 +70,9 @@ class ExchangeIO(IoTask):
         self.close_after_response = False
         self.rest = b""  # read from the client, not yet consumed
         self.head_bytes = 0  # size of the present request's head
-        self.held_bytes = 0  # this connection's part of `inflight.held_bytes`
 
     def is_disconnect(self, mask: int) -> bool:
         return bool(mask & (PEER_CLOSED if self.settings.half_close_aborts else HUNG_UP))
-
-    def hold(self, size: int) -> None:
-        """So many bytes of the present request stay in memory. Raises HttpError 503."""
-        if not self.try_hold(size):
-            self.services.inflight.reject_bytes()
-
-    def try_hold(self, size: int) -> bool:
-        """As `hold`; False where there is no room."""
-        inflight = self.services.inflight
-        held = inflight.held_bytes + size
-        if held > self.settings.limits.held:
-            return False
-        inflight.held_bytes = held
-        self.held_bytes += size
-        return True
-
-    def release_held(self) -> None:
-        """The bytes of the present request are needed no more."""
-        self.services.inflight.held_bytes -= self.held_bytes
-        self.held_bytes = 0
 
     def close_upstream(self) -> None:
         upstream, self.upstream = self.upstream, None

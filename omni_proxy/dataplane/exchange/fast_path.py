@@ -18,9 +18,10 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.exchange.fast_path_cache import CachedRequest
 from omni_proxy.dataplane.exchange.finalize import finalize
-from omni_proxy.dataplane.exchange.pipeline import Response, respond_by_worker, start_deadline
+from omni_proxy.dataplane.exchange.pipeline import Response, respond_by_worker, set_requirements
 from omni_proxy.dataplane.exchange.response_head import diagnostic_fields
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
+from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.upstream.attempt import (
     CACHED_LENGTHS,
@@ -33,7 +34,6 @@ from omni_proxy.dataplane.upstream.attempt import (
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.routing.inspect.requirements import requirements_of_json
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
 
 _BLANK: Final = b"\r\n\r\n"
 _CRLF: Final = b"\r\n"
@@ -71,13 +71,27 @@ class FastPath:
 
     def step(self) -> None:
         """An event of the stream that is waited for."""
+        io = self._io
+        exchange = io.exchange
+        stream = self.client if exchange is None else io.upstream
+        if stream is None or stream.task is not self:
+            return  # woken after `stop`
         try:
-            if self._io.exchange is None:
-                self._on_request()
-            else:
-                self._on_response(self._io.exchange)
+            try:
+                chunk = stream.read(READ_BYTES)
+            except OSError:
+                chunk = b""  # the next read sees the end
+            if chunk is None:
+                self._wait_on(stream)
+            elif exchange is None:
+                if stream.readable or not self._send(chunk):
+                    io.rest = chunk if io.exchange is None else b""
+                    io.step()
+            elif stream.readable or not self._relay(exchange, stream, chunk):
+                self._received = chunk
+                io.step()
         except Exception as failure:  # a fault of the proxy ends this connection and no other
-            self._io.step(failure)
+            io.step(failure)
 
     def throw(self, error: BaseException) -> None:
         self._io.throw(error)
@@ -100,62 +114,17 @@ class FastPath:
         sent = None
         if self._pool is not None and self._io.upstream is not None:
             sent = SentRequest(self._pool, self._io.upstream, self._received, self.error)
-        self._pool = self.error = None
+        self.error = None
         self._request = self._received = b""
         return respond_by_worker(self._io, exchange, head, sent)
 
-    def _on_request(self) -> None:
-        """Read a request, and send it to a worker if it is like the last one."""
-        client, io = self.client, self._io
-        if client.task is not self:
-            return  # woken after `stop`
-        try:
-            chunk = client.read(READ_BYTES)
-        except OSError:
-            chunk = b""  # the next read sees the end
-        if chunk is None:
-            self.waiting_on = client
-            # What was pending may have left, and a draining proxy keeps no connection.
-            if client.readable or io.services.inflight.draining:
-                io.step()
-            return
-        cache = io.settings.fast_path_cache
-        if client.readable or self.cached.source is not cache or not self._begin(chunk):
-            io.rest = chunk
-            io.step()
-
-    def _begin(self, chunk: bytes) -> bool:
-        """Whether it is like the last request, and there is a slot for it; then it has begun."""
-        cached, io = self.cached, self._io
-        services, template = io.services, cached.template
-        head, blank, body = chunk.partition(_BLANK)
-        size = len(body)
-        # As `length_lines`, without a frame.
-        digits, length_line = LENGTHS[size] if size < CACHED_LENGTHS else length_lines(size)
-        lines = template.match(head, digits)
-        if lines is None or not blank:
-            return False
-        try:
-            need = requirements_of_json(cached.route, body)
-        except HttpError:
-            return False
-        services.balancer.set_affinity_key(need, lines)
-        exchange = self._spare or self._new_exchange()
-        exchange.started_at = exchange.head_at = exchange.body_at = io.loop.now
-        exchange.bytes_in = size
-        if not io.try_hold(len(chunk)):
-            return False
-        if not services.inflight.admit(exchange):
-            io.release_held()
-            return False
-        io.exchange, self._spare = exchange, None
-        head_id = lines[template.id_index] if template.id_index > 0 else cached.head.request_id
-        exchange.set_requirements(need, head_id)
-        self._request = chunk
-        start_deadline(io, exchange)
-        if not self._send(exchange, lines, length_line, body):
-            io.step()
-        return True
+    def _wait_on(self, stream: Stream) -> None:
+        """It had nothing to read."""
+        self.waiting_on = stream
+        # Its pending bytes may have left, and a draining proxy keeps no idle connection.
+        drains = self._io.services.inflight.draining and self._io.exchange is None
+        if stream.readable or drains:
+            self._io.step()
 
     def _new_exchange(self) -> Exchange:
         head = self.cached.head
@@ -165,13 +134,29 @@ class FastPath:
         exchange.idempotency_key = head.idempotency_key
         return exchange
 
-    def _send(
-        self, exchange: Exchange, lines: list[bytes], length_line: bytes, body: bytes
-    ) -> bool:
-        """Whether a worker has the request, and nothing but its response is to be waited for."""
-        io, services = self._io, self._io.services
-        exchange.policy = services.balancer.policy.name
+    def _send(self, chunk: bytes) -> bool:
+        """Whether a worker has this request, and nothing but its response is to be waited for. Else
+        `io.exchange` says whether it has begun."""
+        cached, io = self.cached, self._io
+        template, services = cached.template, io.services
+        head, blank, body = chunk.partition(_BLANK)
+        size = len(body)
+        # As `length_lines`, without a frame.
+        digits, length_line = LENGTHS[size] if size < CACHED_LENGTHS else length_lines(size)
+        lines = template.match(head, digits)
+        if lines is None or not blank or cached.source is not io.settings.fast_path_cache:
+            return False
         try:
+            need = requirements_of_json(cached.route, body)
+            exchange = self._spare or self._new_exchange()
+            exchange.recycle(io.loop.now)
+            exchange.bytes_in = size
+            if not services.inflight.admit(exchange, len(chunk)):
+                return False
+            io.exchange, self._spare, self._request = exchange, None, chunk
+            head_id = lines[template.id_index] if template.id_index > 0 else cached.head.request_id
+            set_requirements(io, exchange, need, lines, head_id)
+            exchange.policy = services.balancer.policy.name
             worker = services.balancer.acquire(exchange)
         except HttpError:
             return False
@@ -179,31 +164,16 @@ class FastPath:
         upstream = None if worker.api_key_env else pool.reuse(self)
         if upstream is None:
             return False
-        io.upstream, self._pool = upstream, pool
-        self.waiting_on = upstream
+        io.upstream = self.waiting_on = upstream
+        self._pool = pool
         request = encode_request(pool, lines, length_line, body)
         start_waiting(io, exchange, io.settings.limits.response_head)
         upstream.write_soon(request)
         return not upstream.readable
 
-    def _on_response(self, exchange: Exchange) -> None:
-        """Read the response, and send it to the client if it is like the worker's last one."""
-        upstream = self._io.upstream
-        assert upstream is not None
-        try:
-            chunk = upstream.read(READ_BYTES)
-        except OSError:
-            chunk = b""  # the next read sees the end
-        if chunk is None and not upstream.readable:
-            self.waiting_on = upstream
-            return
-        usual = chunk and not upstream.readable and not upstream.pending
-        if not usual or not self._relay(exchange, chunk or b""):
-            self._received = chunk or b""
-            self._io.step()
-
-    def _relay(self, exchange: Exchange, chunk: bytes) -> bool:
-        """Whether it is like the last response and nothing else is to be done; then it was sent."""
+    def _relay(self, exchange: Exchange, upstream: Stream, chunk: bytes) -> bool:
+        """Whether it is like the last response and nothing else is to be done; then it was sent,
+        and the connection waits for the next request, which may be there already."""
         io, client, worker, pool = self._io, self.client, exchange.worker, self._pool
         assert worker is not None
         assert pool is not None
@@ -213,7 +183,7 @@ class FastPath:
         length, _, after = after.partition(_CRLF)
         if before != template.before or after != template.after:
             known = io.services.response_heads.usual(head)
-            if known is not NOT_CACHED:
+            if known.plain:
                 pool.response_template = known  # for the next one
             return False
         size = len(body)
@@ -221,7 +191,7 @@ class FastPath:
         if (
             length != digits
             or not body
-            or not template.plain
+            or upstream.pending
             or client.pending
             or io.close_after_response
             or exchange.half_open_id
@@ -230,37 +200,32 @@ class FastPath:
         ):
             return False
         client.write_soon(
-            b"".join((
+            b"".join([
                 template.lines, *diagnostic_fields(exchange), exchange.version.lines,
                 length_line, body,
-            ))
+            ])
         )  # fmt: skip
         exchange.status = template.status
-        exchange.relayed = True
-        exchange.wait_at = now = io.loop.now
-        exchange.set_first_chunk(body, now)
+        exchange.wait_at = exchange.first_at = io.loop.now
+        exchange.pieces = 1
+        exchange.bytes_out = size
+        exchange.relayed = exchange.single_chunk = True
+        exchange.outcome = "completed"
         if io.settings.keeps_last_chunk:
             exchange.tail = body
-        exchange.end("completed", "")
-        self._end(exchange, pool)
-        return True
-
-    def _end(self, exchange: Exchange, pool: UpstreamPool) -> None:
-        """The connection waits for the next request, which may be there already."""
-        io, client, upstream = self._io, self.client, self._io.upstream
-        assert upstream is not None
         self._pool = None
         self._request = b""
         self.waiting_on = client
-        io.release_held()
         io.exchange = None
         try:
             pool.release(upstream)
             io.upstream = None
         finally:
             finalize(io.services, exchange, "relay")
-        exchange.recycle()
+        exchange.need = exchange.last_worker = None  # it may lie here for long
+        exchange.tail = b""
         self._spare = exchange
         io.await_next_request()
         if client.readable:  # more has come, or its end
             io.step()
+        return True

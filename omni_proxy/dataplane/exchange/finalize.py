@@ -14,22 +14,23 @@ from omni_proxy.fleet.worker import FAILED, SUCCEEDED
 
 def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None:
     """`phase`: what the connection was doing when the exchange ended."""
-    worker = exchange.worker or exchange.last_worker
-    outcome = exchange.outcome or "cut_by_proxy"
+    worker, outcome = exchange.worker, exchange.outcome or "cut_by_proxy"
     exchange.phase = exchange.phase or phase
     exchange.ended_at = services.loop.now
-    if exchange.worker is not None:
-        good = outcome == "completed" and 0 < exchange.status < 400
-        services.balancer.release(exchange, SUCCEEDED if good else FAILED)
-    totals = services.totals
+    if worker is not None:
+        result = FAILED
+        if outcome == "completed" and 0 < exchange.status < 400:
+            result = SUCCEEDED
+        services.balancer.release(exchange, worker, result)
+    else:
+        worker = exchange.last_worker
+    totals, recorders = services.totals, services.recorders
     if worker is not None and worker.version is not exchange.version:
         totals.across_versions += exchange.spans_versions(worker)
-    if exchange.admitted:
-        services.inflight.in_flight -= 1
+    services.inflight.leave(exchange)
     if services.queue.waiting:
         services.queue.serve()
     totals.ended[outcome] += 1
-    recorders = services.recorders
     if recorders.meters is not None:
         recorders.meters.record(exchange, worker)
     if recorders.access_log is not None or recorders.route_log is not None:

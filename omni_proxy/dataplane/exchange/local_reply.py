@@ -41,9 +41,9 @@ async def reply_with_error(
     if exchange.relayed:
         return False
     exchange.body = b""
-    if io.held_bytes:
+    if exchange.held_bytes:
         cause.__traceback__ = cause.__context__ = None  # their frames keep the body
-        io.release_held()
+        io.services.inflight.release_bytes(exchange)
     unread = io.body_stream is not None and not io.body_stream.whole
     keep = not error.close and not unread and not io.close_after_response
     io.body_stream = None

@@ -9,8 +9,7 @@ of a client that left.
 from __future__ import annotations
 
 import socket
-from collections.abc import Coroutine
-from math import inf
+from collections.abc import Coroutine, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,7 +19,12 @@ from omni_proxy.dataplane.exchange.cors_preflight import (
     is_preflight,
     reply_to_preflight,
 )
-from omni_proxy.dataplane.exchange.exchange import Exchange, add_forwarded, new_request_id
+from omni_proxy.dataplane.exchange.exchange import (
+    Exchange,
+    add_forwarded,
+    id_from_body,
+    new_request_id,
+)
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.exchange.local_reply import linger
 from omni_proxy.dataplane.exchange.request_body import RequestBody
@@ -35,6 +39,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, ONE_PASS_BYTES, walk_large_json
 from omni_proxy.routing.inspect.requirements import (
     Requirements,
+    affinity_key_of,
     has_json_body,
     inspect_request,
     requirements_of_beginning,
@@ -94,9 +99,10 @@ def _wrong_method(head: RequestHead, wrong: MethodNotAllowed) -> HttpError:
 
 
 async def _wait_for_slot(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> bool:
-    io.hold(io.head_bytes + len(io.rest))
+    inflight = io.services.inflight
+    inflight.hold(exchange, io.head_bytes + len(io.rest))
     await io.services.queue.wait_for_slot(io, exchange, unread=bool(head.length))
-    io.release_held()
+    inflight.release_bytes(exchange)
     return await _admitted(io, exchange, head)
 
 
@@ -104,7 +110,7 @@ def _admitted(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response
     body = io.take_received_body(exchange, head.length, io.settings.limits.max_body)
     if body is None:
         return _read_body(io, exchange, head)
-    io.hold(io.head_bytes + len(body))
+    io.services.inflight.hold(exchange, io.head_bytes + len(body))
     exchange.body = body
     return _inspected(io, exchange, head)
 
@@ -184,26 +190,36 @@ def _inspected(
 ) -> Response:
     route, services = exchange.route, io.services
     assert route is not None
-    need = exchange.need = known or inspect_request(route, exchange.body, head)
+    need = known or inspect_request(route, exchange.body, head)
     if need.large_body_class:
         settle_large(services.fleet, need)
     if route.traffic != "generation":
         pin_to_voice_owner(services.balancer.voices, route.traffic, need)
-    services.balancer.set_affinity_key(need, (head.lines,))
-    exchange.set_requirements(need, head.request_id)
+    set_requirements(io, exchange, need, (head.lines,), head.request_id)
     if io.settings.forwarded is not None:
         add_forwarded(io.settings.forwarded, exchange, head)
     if io.client.peer_closed and io.settings.half_close_aborts:
         raise ClientDisconnected
     if need.stream and io.settings.limits.sse_keepalive:
         io.keepalive = SseKeepAlive(io, exchange, head)
-    start_deadline(io, exchange)
     return respond_by_worker(io, exchange, head)
 
 
-def start_deadline(io: ExchangeIO, exchange: Exchange) -> None:
-    """`request_timeout_secs` bounds an exchange from here on, unless its response is a stream."""
-    if not exchange.stream and io.settings.limits.total < inf:
+def set_requirements(
+    io: ExchangeIO,
+    exchange: Exchange,
+    need: Requirements,
+    lines: Sequence[bytes],
+    head_id: bytes,
+) -> None:
+    """`lines`: the head, in parts; `head_id`: the request id in it, if any. From here on
+    `request_timeout_secs` bounds the exchange, unless its response is a stream."""
+    exchange.need = need
+    exchange.stream = need.stream
+    exchange.request_id = head_id or id_from_body(need)
+    if io.services.balancer.policy.needs_affinity_key:
+        need.affinity_key = affinity_key_of(b"".join(lines))
+    if not need.stream:
         io.deadline = io.loop.now + io.settings.limits.total
 
 
@@ -250,8 +266,8 @@ def _release_body(io: ExchangeIO, exchange: Exchange) -> None:
     exchange.body = b""
     if exchange.need is not None:
         exchange.need.body_fields = None  # which refers to it, too
-    if io.held_bytes:
-        io.release_held()
+    if exchange.held_bytes:
+        io.services.inflight.release_bytes(exchange)
 
 
 def _report_end(io: ExchangeIO, exchange: Exchange, worker: Worker) -> None:
@@ -285,7 +301,7 @@ async def _respond_by_admin_api(io: ExchangeIO, exchange: Exchange, head: Reques
         body = request_body.take()
         del request_body
     elif body:
-        io.hold(len(body))
+        io.services.inflight.hold(exchange, len(body))
     exchange.body = body
     del body
     if settings.forwarded is not None:

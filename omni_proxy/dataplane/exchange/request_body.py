@@ -87,7 +87,7 @@ class RequestBody:
     def start_stream(self, lines: bytes) -> bytes:
         """The head, framed anew. From here on what is held can only be streamed."""
         body = self.take()
-        self._io.release_held()
+        self._io.services.inflight.release_bytes(self._exchange)
         self.poured = True
         if self._reader is None:
             self._out = memoryview(body)
@@ -137,7 +137,7 @@ class RequestBody:
 
     def _hold(self, payload: bytes) -> None:
         if payload:
-            self._io.hold(len(payload))
+            self._io.services.inflight.hold(self._exchange, len(payload))
             self.held_bytes += len(payload)
             self._keep(payload)
 

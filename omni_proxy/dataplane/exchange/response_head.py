@@ -25,11 +25,11 @@ _FIRST_ATTEMPT: Final = _ATTEMPT % 1  # not formatted each time: that costs a hu
 def diagnostic_fields(exchange: Exchange) -> tuple[bytes, ...]:
     """Header lines, in parts, of a response of a worker or about one: the worker, the request id,
     the number of the attempt, and each attempt's result where there were several."""
-    worker, attempts = exchange.worker or exchange.last_worker, exchange.attempts
+    worker = exchange.worker or exchange.last_worker
     worker_line = worker.route_line if worker is not None else b""
-    number = _FIRST_ATTEMPT if attempts == 1 else _ATTEMPT % attempts
     if exchange.tried is None:
-        return worker_line, REQUEST_ID, exchange.request_id, number
+        return worker_line, REQUEST_ID, exchange.request_id, _FIRST_ATTEMPT
+    number = _ATTEMPT % exchange.attempts
     results = ", ".join(
         f"{worker.display_id}={result}" for worker, result in exchange.attempt_results()
     )

@@ -78,7 +78,9 @@ async def relay(
 def _first_chunk(io: ExchangeIO, exchange: Exchange, chunk: bytes) -> None:
     if exchange.half_open_id:
         _body_begins(io, exchange)
-    exchange.set_first_chunk(chunk, io.loop.now)
+    exchange.first_at = io.loop.now
+    exchange.pieces = 1
+    exchange.bytes_out = len(chunk)
     if io.settings.keeps_last_chunk:
         exchange.tail = chunk
 

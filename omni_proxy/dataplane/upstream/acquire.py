@@ -7,7 +7,7 @@ the count.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Final
 
@@ -16,7 +16,7 @@ from omni_proxy.dataplane.exchange.observer import Recorders
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.requirements import Requirements, affinity_key_of
+from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.pick import (
     eligible_workers,
     no_worker_error,
@@ -40,11 +40,6 @@ class Balancer:
         self.voices = voices
         self._fleet = fleet
         self._recorders = recorders
-
-    def set_affinity_key(self, need: Requirements, lines: Sequence[bytes]) -> None:
-        """`lines`: the header lines of the request, in parts."""
-        if self.policy.needs_affinity_key:
-            need.affinity_key = affinity_key_of(b"".join(lines))
 
     def eligible(self, need: Requirements) -> list[Worker]:
         return list(eligible_workers(self._fleet, need, self.voices.owner))
@@ -70,8 +65,9 @@ class Balancer:
             worker.peak_in_flight = worker.in_flight
         if worker.health.breaker_tripped:
             exchange.half_open_id = fleet.begin_half_open(worker)
-        if exchange.route is not None:
-            worker.counts[exchange.route.counter_index] += 1
+        route = exchange.route
+        if route is not None:
+            worker.counts[route.counter_index] += 1
         return worker
 
     def _acquire_another(
@@ -88,19 +84,17 @@ class Balancer:
             worker.in_flight -= 1
         raise no_worker_error(fleet, need, self.voices.owner)
 
-    def release(self, exchange: Exchange, result: int) -> None:
-        """The attempt at the present worker, if any, is over: SUCCEEDED or FAILED. The caller
-        serves the admission queue."""
-        worker = exchange.worker
-        if worker is None:
-            return
+    def release(self, exchange: Exchange, worker: Worker, result: int) -> None:
+        """The attempt at `worker`, the present one, is over: SUCCEEDED or FAILED. The caller serves
+        the admission queue."""
         exchange.worker, exchange.last_worker = None, worker
         worker.in_flight -= 1
         if exchange.half_open_id:
             self._fleet.end_half_open(worker, exchange.half_open_id)
             exchange.half_open_id = 0
-        if exchange.route is not None:
-            worker.counts[exchange.route.counter_index + result] += 1
+        route = exchange.route
+        if route is not None:
+            worker.counts[route.counter_index + result] += 1
 
 
 def report_failure(

@@ -84,7 +84,8 @@ def start_waiting(io: ExchangeIO, exchange: Exchange, secs: float) -> None:
     exchange.dialled_at = now = io.loop.now
     # What the iteration took until now was the proxy's own time.
     exchange.own_secs += monotonic() - now
-    io.set_timeout("wait", secs)
+    io.phase, due = "wait", now + secs
+    io.phase_deadline = due if due < io.deadline else io.deadline  # noqa: FURB136
 
 
 async def run_attempt(

@@ -107,7 +107,7 @@ class RetryState:
 
     def _release(self, worker: Worker) -> None:
         self._tried.add(worker)
-        self._io.services.balancer.release(self._exchange, FAILED)
+        self._io.services.balancer.release(self._exchange, worker, FAILED)
         self._io.services.queue.serve()
 
     async def _back_off(self) -> None:

@@ -100,9 +100,9 @@ class _Session:
         assert route is not None
         need = exchange.need = inspect_session(route, first, RequestFacts(b"", head.hints))
         pin_to_voice_owner(io.services.balancer.voices, route.traffic, need)
-        io.hold(len(first))
+        io.services.inflight.hold(exchange, len(first))
         worker, chunk = await connect_worker(io, exchange, head)
-        io.release_held()
+        io.services.inflight.release_bytes(exchange)
         need.body_fields = None
         self.up.send(first)
         self.up.feed(chunk)

@@ -76,25 +76,15 @@ class LeastRequest(Policy):
         self._weights = CandidateWeights()
 
     def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
-        chosen = self._least(candidates)
-        self._turn += 1
-        return chosen
-
-    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        turn = self._turn
-        chosen = self._least(candidates)
-        self._turn = turn
-        return chosen, f"the least loaded of {len(candidates)}: {load_word(chosen)}"
-
-    def _least(self, candidates: Sequence[Worker]) -> Worker:
-        """The turn is its own afterwards."""
         if candidates is not self._even:
             if not self._weights.take(candidates):
-                return least(candidates, self._turn)[0]
+                chosen = least(candidates, self._turn)[0]
+                self._turn += 1
+                return chosen
             self._even = candidates
             self._twice = [*candidates, *candidates]
-        count = len(candidates)
-        start = self._turn % count
+        count, turn = len(candidates), self._turn
+        start = turn % count
         best = candidates[start]
         fewest = best.in_flight
         if fewest:
@@ -105,8 +95,15 @@ class LeastRequest(Policy):
                     best, fewest, place = worker, worker.in_flight, at
                     if not fewest:
                         break
-            self._turn += place - start
+            turn += place - start
+        self._turn = turn + 1
         return best
+
+    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+        turn = self._turn
+        chosen = self.pick(candidates, need)
+        self._turn = turn
+        return chosen, f"the least loaded of {len(candidates)}: {load_word(chosen)}"
 
 
 class PowerOfTwo(Policy):

@@ -45,7 +45,7 @@ async def test_a_place_that_another_door_took_is_given_back_and_another_one_take
     assert counts.pop(worker) == (1, 1)
     assert list(counts.values()) == [(0, 0)]
     assert (mine.worker, mine.attempts) == (worker, 1)
-    door.balancer.release(mine, SUCCEEDED)
+    door.balancer.release(mine, worker, SUCCEEDED)
     assert [each.in_flight for each in door.fleet.workers] == [0, 0]
 
 
