@@ -35,7 +35,8 @@ class Rendezvous:
     """The address of a trainer's group and this rank's place in it (two-phase.md 1.2).
 
     Rank 0 is the trainer. `timeout_s` bounds only joining; `device` is the CUDA index of an NCCL
-    group's GPU: no two ranks of a group may share one.
+    group's GPU: no two ranks of a group may share one. `stateless`: made as vLLM makes groups, so
+    that its keys in the store begin with the group's address, and `group_name` is ours alone.
     """
 
     master_address: str
@@ -46,6 +47,7 @@ class Rendezvous:
     backend: str = NCCL
     timeout_s: float = 300.0
     device: int = 0
+    stateless: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """A process group with a trainer's ranks: gloo on the CPU, NCCL on a GPU.
 
-The group is built directly over prefixed stores, with the keys that torch's own group constructor
-uses, so that trainers need no special code. Invariant: it is never torch's default group and has no
-name inside torch. All functions here may block: call them in a `BlockingCall`.
+The group is built directly over prefixed stores, with the keys that the trainer's own constructor
+uses, torch's or vLLM's, so that trainers need no special code. Invariant: it is never torch's
+default group and has no name inside torch. All functions here may block: call them in a
+`BlockingCall`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -34,6 +37,11 @@ NCCL_ENVIRONMENT: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
+# Where a vLLM trainer puts the id of a bare NCCL communicator, and how long a gloo one may take to
+# put its own address there before it is taken for one.
+NCCL_ID_KEY: Final = "broadcast_from/0/0"
+GLOO_KEY_SECS: Final = 2.0
+GLOO_POLL_SECS: Final = 0.01
 # How long an NCCL trainer may take from joining to its first broadcast.
 FIRST_BROADCAST_SECS: Final = 24 * 3600.0
 
@@ -112,6 +120,8 @@ def join_group(rendezvous: Rendezvous, address: tuple[str, int], timeout_secs: f
         timeout=timedelta(seconds=timeout_secs),
         wait_for_workers=True,
     )
+    if rendezvous.stateless:
+        return _make_stateless_group(rendezvous, store, address, timeout_secs)
     return _make_group(rendezvous, store, timeout_secs)
 
 
@@ -166,6 +176,28 @@ def _make_group(rendezvous: Rendezvous, store: Store, timeout_secs: float) -> Ba
     if rendezvous.backend == GLOO:
         return GlooBackend(rendezvous, PrefixStore("cpu/", named), timeout_secs)
     return NcclBackend(rendezvous, PrefixStore("cuda/", named))
+
+
+def _make_stateless_group(
+    rendezvous: Rendezvous, store: TCPStore, address: tuple[str, int], timeout_secs: float
+) -> Backend:
+    """The group of vLLM's `stateless_init_torch_distributed_process_group`.
+
+    Raises GroupError for a trainer that would talk NCCL outside of torch: that would never form.
+    """
+    from torch._C._distributed_c10d import PrefixStore
+
+    host, port = address
+    prefix = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    deadline, pause = time.monotonic() + min(timeout_secs, GLOO_KEY_SECS), threading.Event()
+    while not store.check([f"{prefix}/0/0"]) and time.monotonic() < deadline:
+        if store.check([NCCL_ID_KEY]):
+            raise GroupError(
+                "the trainer makes a bare NCCL communicator, and this engine computes on CPUs: let "
+                "it make its group by stateless_init_torch_distributed_process_group with gloo"
+            )
+        pause.wait(GLOO_POLL_SECS)
+    return GlooBackend(rendezvous, PrefixStore(prefix, store), timeout_secs)
 
 
 class GlooBackend:
