@@ -6,6 +6,7 @@ ended never does. No text, token or audio sample is returned twice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
@@ -153,6 +154,14 @@ class Client:
         """Abort a request that another task reads; False if no such request is live."""
         await trio.lowlevel.checkpoint()
         return self._coordinator.abort(request_id)
+
+    def end_early(self, wanted: Callable[[str], bool]) -> list[str]:
+        """End the live requests whose id is `wanted` with what they have; return their ids.
+
+        Their readers get a result with `finish_reason` abort; RequestAborted where none generates
+        text.
+        """
+        return self._coordinator.end_early(wanted)
 
     def health(self) -> dict[str, Any]:
         """The body of GET /health (api-server.md 1.1)."""

@@ -61,6 +61,15 @@ class Abort(Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class EndEarly(Struct, frozen=True, tag="end_early"):
+    """End a request with the result that there is so far: the stage sends it at once.
+
+    Only for stages whose `StageReady.info` has `ends_early`; one that is unknown is ignored.
+    """
+
+    request_id: str
+
+
 class Admin(Struct, frozen=True, tag="admin"):
     """An operation on the stage, answered by one `AdminResult` with the same `op_id`."""
 
@@ -156,7 +165,7 @@ class StageStats(Struct, frozen=True, tag="stage_stats"):
 
 
 StageInput: TypeAlias = (
-    Submit | StreamChunk | Abort | Admin | ProfilerStart | ProfilerStop | Shutdown
+    Submit | StreamChunk | Abort | EndEarly | Admin | ProfilerStart | ProfilerStop | Shutdown
 )
 StageOutput: TypeAlias = (
     Result | ResultChunk | StageFailure | AdminResult | StageReady | StageEnded | StageStats

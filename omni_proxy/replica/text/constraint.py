@@ -216,6 +216,10 @@ class ConstraintCompiler:
     def ids(self) -> list[str]:
         return list(self._waiting)
 
+    @property
+    def prompts(self) -> list[Prompt]:
+        return list(self._waiting.values())
+
     def begin(self, prompt: Prompt, post: Callable[[CompiledConstraint], None]) -> None:
         """Compile the prompt's constraint; `post` is called with it in another thread."""
         self._waiting[prompt.request_id] = prompt

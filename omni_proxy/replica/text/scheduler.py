@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
@@ -23,6 +25,7 @@ from omni_proxy.replica.pipeline.messages import (
     Admin,
     AdminResult,
     Emit,
+    EndEarly,
     Result,
     ResultChunk,
     Shutdown,
@@ -45,7 +48,12 @@ from omni_proxy.replica.text.prefix_cache import PrefixCache
 from omni_proxy.replica.text.prompt import Prompt, PromptError, PromptLimits, parse_prompt
 from omni_proxy.replica.text.sampling import SamplingError
 from omni_proxy.replica.text.sequence import Sequence, usage
-from omni_proxy.replica.text.slow_operations import SlowFunction, SlowOperations, StepDone
+from omni_proxy.replica.text.slow_operations import (
+    SlowFunction,
+    SlowOperations,
+    StepDone,
+    pause_when_idle,
+)
 from omni_proxy.replica.text.stage_operations import (
     AdminFunction,
     PauseMode,
@@ -88,7 +96,7 @@ class TextScheduler:
         self.batch_queue = BatchQueue(limits)
         self.model_path = worker.text.name
         self.load_format = "auto"
-        self.weight_version = "default"
+        self._weight_version = "default"
         self.paused = False
         self.pause_mode: PauseMode | None = None
         self.record: Record = ignore_event
@@ -99,11 +107,14 @@ class TextScheduler:
             stage_name, min(worker.context, limits.max_total_tokens), worker.vocabulary
         )
         self._embeds: deque[Prompt] = deque()
+        self._idle: threading.Event | None = None  # set once all requests before it have ended
+        self._held: list[Prompt] = []  # requests that came after that
         self._compiling = ConstraintCompiler(stage_name, ConstraintFactory(worker.tokenizer))
         self._clock = clock
         self._metrics = SchedulerMetrics(reported_s=clock())
         self.admin_actions: dict[str, AdminFunction] = common_operations(self)
         self._slow = SlowOperations(stage_name, clock)
+        self._slow.register("pause_when_idle", partial(pause_when_idle, self), beside=True)
         self._post: Callable[[StepDone | CompiledConstraint], None] = queue.SimpleQueue[Any]().put
         self.sync_facts: Callable[[], dict[str, Any]] = dict
         self.weights_damaged: Callable[[], None] = lambda: None
@@ -115,7 +126,18 @@ class TextScheduler:
             "max_total_tokens": limits.max_total_tokens,
             "vocabulary": worker.vocabulary,
             "json_schemas": True,
+            "ends_early": True,
         }
+
+    @property
+    def weight_version(self) -> str:
+        return self._weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: str) -> None:
+        for sequence in self.batch_queue:
+            sequence.end_version(self._weight_version)
+        self._weight_version = version
 
     def run(self, inbox: queue.SimpleQueue[StageInput], emit: Emit) -> None:
         """Serve until Shutdown; requests held then get no answer."""
@@ -171,6 +193,7 @@ class TextScheduler:
             self.take(message)
 
     def _wait(self, inbox: queue.SimpleQueue[StageInput]) -> StageInput:
+        self._note_idle()
         self.emit_stats()
         try:
             return inbox.get(timeout=STATS_INTERVAL_S)
@@ -197,6 +220,8 @@ class TextScheduler:
                 self._submit(payload)
             case Abort(request_id):
                 self._metrics.aborted += self._forget(request_id)
+            case EndEarly(request_id):
+                self._end_early(request_id)
             case Admin(action=action) if action in self._slow:
                 self._emit_result(self._slow.begin(message, self._post))
             case Admin():
@@ -230,6 +255,9 @@ class TextScheduler:
             self._fail(request_id, error)
 
     def _enqueue(self, prompt: Prompt) -> None:
+        if self._idle is not None:
+            self._held.append(prompt)
+            return
         if prompt.sampling.json_schema:
             self._compiling.begin(prompt, self._post)
             return
@@ -255,16 +283,39 @@ class TextScheduler:
     def active_ids(self) -> list[str]:
         """Ids of all requests that have no answer yet."""
         sequences = [sequence.request_id for sequence in self.batch_queue]
-        return sequences + [prompt.request_id for prompt in self._embeds] + self._compiling.ids
+        prompts = [*self._embeds, *self._held]
+        return sequences + [prompt.request_id for prompt in prompts] + self._compiling.ids
 
     def _forget(self, request_id: str) -> int:
         sequence = self.batch_queue.find(request_id)
         if sequence is not None:
             self.batch_queue.remove(sequence)
             return 1
-        before = len(self._embeds)
+        before = len(self._embeds) + len(self._held)
         self._embeds = deque(prompt for prompt in self._embeds if prompt.request_id != request_id)
-        return before - len(self._embeds) + self._compiling.forget(request_id)
+        self._held = [prompt for prompt in self._held if prompt.request_id != request_id]
+        dropped = before - len(self._embeds) - len(self._held)
+        return dropped + self._compiling.forget(request_id)
+
+    def _end_early(self, request_id: str) -> None:
+        """Answer a request with what it has; one without any result is dropped."""
+        sequence = self.batch_queue.find(request_id)
+        if sequence is not None:
+            self._metrics.aborted += 1
+            sequence.finish_reason = "abort"
+            self._finish(sequence)
+            return
+        for prompt in [*self._held, *self._compiling.prompts]:
+            if prompt.request_id == request_id and not prompt.embedded:
+                self._metrics.aborted += self._forget(request_id)
+                unbegun = Sequence(prompt, self.worker.tokenizer)
+                unbegun.finish_reason = "abort"
+                data = unbegun.result(self.weight_version, self._clock())
+                self.emit(Result(request_id, self._stage, data))
+                return
+        if self._forget(request_id):
+            self._metrics.aborted += 1
+            self.emit(StageFailure(request_id, self._stage, DROPPED, "dropped"))
 
     # Used by operations
 
@@ -281,12 +332,42 @@ class TextScheduler:
 
     def resume(self) -> None:
         self.paused, self.pause_mode = False, None
+        self._end_wait()
+
+    def await_idle(self) -> threading.Event:
+        """Hold new requests until `resume`; the event is set once all others have ended.
+
+        They are computed for that even where a pause has stopped them.
+        """
+        self.paused, self.pause_mode = False, None
+        if self._idle is None:
+            self._idle = threading.Event()
+        self._note_idle()
+        return self._idle
+
+    @property
+    def holding(self) -> bool:
+        """Whether new requests wait for `resume`."""
+        return self.paused or self._idle is not None
+
+    def _note_idle(self) -> None:
+        if self._idle is not None and len(self.active_ids()) == len(self._held):
+            self._idle.set()
+
+    def _end_wait(self) -> None:
+        idle, self._idle = self._idle, None
+        if idle is not None:
+            idle.set()
+        held, self._held = self._held, []
+        for prompt in held:
+            self._enqueue(prompt)
 
     def drop_all(self) -> int:
         """Fail every request as dropped; return how many there were."""
         dropped = self.active_ids()
         self.batch_queue.clear()
         self._embeds.clear()
+        self._held.clear()
         self._compiling.clear()
         self._metrics.aborted += len(dropped)
         for request_id in dropped:
@@ -393,7 +474,7 @@ class TextScheduler:
 
     def emit_stats(self) -> None:
         values = self._metrics.gauges(self.batch_queue, self._limits.max_total_tokens)
-        values["num_waiting_reqs"] += len(self._embeds) + len(self._compiling)
+        values["num_waiting_reqs"] += len(self._embeds) + len(self._compiling) + len(self._held)
         values["gen_throughput"] = self._metrics.throughput(self._clock())
         values["paused"] = float(self.paused)
         self.emit(StageStats(self._stage, values))

@@ -19,7 +19,7 @@ from omni_proxy.replica.text.logit_shaping import make_sampler
 from omni_proxy.replica.text.prompt import Prompt
 from omni_proxy.replica.text.stop_strings import StopStrings
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 class Sequence:
@@ -45,6 +45,7 @@ class Sequence:
         self._stops = StopStrings(prompt.sampling.stop)
         self._text: list[str] = []
         self._logprobs: list[list[Any]] = []
+        self._versions: list[tuple[str, int]] = []  # labels of older weights, and where each ended
         self._unsent = 0  # tokens not in any chunk yet
 
     @property
@@ -127,11 +128,29 @@ class Sequence:
         """Text that was held back: an incomplete character, or the start of a stop string."""
         return self._stops.feed(self._characters.flush()) + self._stops.flush()
 
+    def end_version(self, label: str) -> None:
+        """The tokens up to here were made by weights of this version, later ones are not."""
+        self._versions.append((label, self.completion_tokens))
+
+    def _weight_versions(self, label: str) -> list[dict[str, Any]]:
+        """Which tokens of the answer were made by which weights, now of version `label`."""
+        spans: list[dict[str, Any]] = []
+        start = 0
+        for version, end in [*self._versions, (label, self.completion_tokens)]:
+            if spans and spans[-1]["version"] == version:
+                spans[-1]["end"] = start = end
+            elif end > start:
+                spans.append({"version": version, "start": start, "end": end})
+                start = end
+        return spans
+
     def chunk(self, text: str) -> dict[str, Any]:
         """A chunk of the stream: new text, and the tokens since the last chunk."""
         first, self._unsent = len(self.tokens) - self._unsent, 0
         self.chunks_sent += 1
         chunk: dict[str, Any] = {"text": text, "token_ids": self.tokens[first:], "modality": "text"}
+        if self.chunks_sent == 1:
+            chunk["prompt_tokens"] = len(self.prompt.token_ids)
         if self.prompt.sampling.logprobs:
             chunk["output_token_logprobs"] = self._logprobs[first - len(self.prompt.token_ids) :]
         return chunk
@@ -146,6 +165,7 @@ class Sequence:
             "finish_reason": self.finish_reason,
             "stop_hit": self._stop_hit,
             "weight_version": weight_version,
+            "weight_versions": self._weight_versions(weight_version),
             "engine_time_s": now_s - self.prompt.arrived_s,
             "usage": usage(prompt_tokens, self.completion_tokens, self.cached_tokens),
         }

@@ -12,10 +12,15 @@ import logging
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult
-from omni_proxy.replica.text.stage_operations import OperationOutcome, failure, to_admin_result
+from omni_proxy.replica.text.stage_operations import (
+    OperationOutcome,
+    PauseMode,
+    failure,
+    to_admin_result,
+)
 
 log = logging.getLogger(__name__)
 
@@ -200,3 +205,22 @@ def _run_in_thread(op_id: str, step: Callable[[], Any], post: Post) -> None:
     except Exception as error:  # raised again inside the operation, which handles it
         done = StepDone(op_id, error=error)
     post(done)
+
+
+class WaitingScheduler(Protocol):
+    """What `pause_when_idle` needs of the scheduler; TextScheduler has it."""
+
+    def await_idle(self) -> threading.Event: ...
+    def pause(self, mode: PauseMode) -> int: ...
+    @property
+    def holding(self) -> bool: ...
+
+
+def pause_when_idle(scheduler: WaitingScheduler, order: Admin) -> Steps:
+    """Pause once every request that is there has ended; later ones wait from now on."""
+    idle = scheduler.await_idle()
+    yield BackgroundStep(InterruptibleCall(lambda: idle.wait(), lambda why: idle.set()))
+    if not scheduler.holding:
+        return failure("generation was continued before all requests had ended")
+    scheduler.pause("in_place")
+    return True, "generation paused", {"engine_paused": True}, None

@@ -41,6 +41,8 @@ class OperableScheduler(Protocol):
 
     @property
     def halted(self) -> bool: ...
+    @property
+    def holding(self) -> bool: ...
     def knows(self, action: str) -> bool: ...
     def pause(self, mode: PauseMode) -> int: ...
     def resume(self) -> None: ...
@@ -136,6 +138,7 @@ def _facts(scheduler: OperableScheduler) -> dict[str, Any]:
         "stage_tp_rank": scheduler.worker.tp_rank,
         "stage_tp_size": scheduler.worker.tp_size,
         "engine_paused": scheduler.halted,
+        "paused": scheduler.holding,
         "waiting_queue_size": len(scheduler.batch_queue.waiting),
         "running_batch_size": len(scheduler.batch_queue.running),
         # Requests are built on arrival, one by one: there is no pool and no backlog.

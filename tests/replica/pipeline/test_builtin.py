@@ -2,7 +2,7 @@ import pytest
 
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline, capabilities
 from omni_proxy.replica.pipeline.config import compile_plan
-from omni_proxy.replica.pipeline.coordination.coordinator import RequestFlow
+from omni_proxy.replica.pipeline.coordination.request_flow import RequestFlow
 from omni_proxy.replica.pipeline.messages import OmniRequest
 
 EVERYTHING = BuiltinOptions(speech="hibari", transcription="whisper-tiny", images="ocr")

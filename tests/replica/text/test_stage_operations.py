@@ -146,6 +146,7 @@ def test_model_info_tells_every_fact():
         "stage_tp_rank": 0,
         "stage_tp_size": 1,
         "engine_paused": True,
+        "paused": True,
         "waiting_queue_size": 1,
         "running_batch_size": 1,
         "request_build_workers": 0,

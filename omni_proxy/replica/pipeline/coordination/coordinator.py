@@ -4,16 +4,14 @@
        └──────────┴──error──> failed, ──abort──> aborted ─────────┴─reader gone─> (removed)
 Invariant: a request ends once; stages learn of an early end before the reader does. An id stays in
 use until its reader is gone. All methods but `admin` are synchronous and run in the trio thread.
-
-`RequestFlow` is pure: it takes events and returns messages. A stage is entered once per request;
-its chunks go to its `stream_to`, its result to the next stages; the request is done when no result
-is pending. A result of a stage that is not pending is ignored.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -24,13 +22,14 @@ from omni_proxy.replica.pipeline.coordination.delivery import (
     Delivery,
     DeliveryBacklog,
     DeliveryEnd,
-    StreamedLengths,
 )
+from omni_proxy.replica.pipeline.coordination.request_flow import RequestFlow, Sends
 from omni_proxy.replica.pipeline.coordination.stage_operations import Aggregate, StageOperations
 from omni_proxy.replica.pipeline.messages import (
     Abort,
     Admin,
     AdminResult,
+    EndEarly,
     OmniRequest,
     ProfilerStart,
     ProfilerStop,
@@ -40,119 +39,12 @@ from omni_proxy.replica.pipeline.messages import (
     StageFailure,
     StageInput,
     StageOutput,
-    StagePayload,
     StageReady,
     StageStats,
-    StreamChunk,
     Submit,
 )
 from omni_proxy.replica.pipeline.requests import QueueFullError, RequestAborted, RequestFailed
 from omni_proxy.replica.profiling.recorder import EventRecorder
-
-Sends = list[tuple[str, StageInput]]
-
-
-class RequestFlow:
-    """Every method raises FlowError, or what a route or a merge raises."""
-
-    def __init__(self, plan: Plan, request_id: str, request: OmniRequest) -> None:
-        self.request_id = request_id
-        self.request = request
-        self.results: dict[str, dict[str, Any]] = {}
-        self._plan = plan
-        self._entered: set[str] = set()
-        self._pending: set[str] = set()
-        self._streaming_to: dict[str, tuple[str, ...]] = {}
-        self._streamed_lengths: dict[str, StreamedLengths] = {}
-        self._joins: dict[str, dict[str, Any]] = {}
-
-    @property
-    def done(self) -> bool:
-        return bool(self._entered) and not self._pending
-
-    def is_pending(self, stage: str) -> bool:
-        return stage in self._pending
-
-    def begin(self) -> Sends:
-        sends: Sends = []
-        entry = self._plan.entry_for(self.request)
-        self._enter(entry, {"raw_inputs": self.request.inputs}, "", sends)
-        return sends
-
-    def streamed(self, message: ResultChunk) -> Sends:
-        """Pass a chunk on to the stages that this one streams into."""
-        stage = message.stage
-        if not (streaming_to := self._streaming_to.get(stage)):
-            return []
-        self._streamed_lengths[stage].add(message.chunk)
-        chunk = StreamChunk(self.request_id, stage, message.chunk, message.chunk_id)
-        return [(target, chunk) for target in streaming_to]
-
-    def finished(self, stage: str, data: dict[str, Any]) -> Sends:
-        """Handle a stage's result: keep it if terminal, send it to the next stages."""
-        if stage not in self._pending:
-            return []
-        sends: Sends = []
-        planned = self._plan.stages[stage]
-        streaming_to = self._streaming_to.get(stage, ())
-        if streaming_to:
-            remaining = self._streamed_lengths[stage].remaining(data)
-            last = StreamChunk(self.request_id, stage, remaining, last=True)
-            sends += [(target, last) for target in streaming_to]
-        chosen: tuple[str, ...] = ()
-        if planned.config.targets:
-            chosen = planned.choose_next(StagePayload(self.request_id, self.request, data))
-        onward = [target for target in chosen if target not in streaming_to]
-        # A route that sends a result on marks it as not final.
-        if planned.config.terminal and not (planned.route and onward):
-            self.results[stage] = data
-        for target in onward:
-            self._deliver(target, stage, data, sends)
-        self._pending.remove(stage)
-        self._check_end()
-        return sends
-
-    def _deliver(self, target: str, stage: str, data: dict[str, Any], sends: Sends) -> None:
-        planned = self._plan.stages[target]
-        if planned.merge is None:
-            self._enter(target, data, stage, sends)
-            return
-        arrived = self._joins.setdefault(target, {})
-        arrived[stage] = data
-        if arrived.keys() >= set(planned.config.wait_for):
-            del self._joins[target]
-            self._enter(target, planned.merge(arrived), stage, sends)
-
-    def _enter(
-        self, stage: str, data: Any, from_stage: str, sends: Sends, fed: bool = False
-    ) -> None:
-        if stage in self._entered:
-            raise FlowError(
-                f"stage {stage} was reached twice (again from {from_stage}); if it shall join "
-                "them, give it wait_for and merge"
-            )
-        self._entered.add(stage)
-        self._pending.add(stage)
-        payload = StagePayload(self.request_id, self.request, data)
-        sends.append((stage, Submit(payload, from_stage, fed)))
-        planned = self._plan.stages[stage]
-        if planned.config.stream_to:
-            chosen = planned.choose_next(payload)
-            live = tuple(t for t in planned.config.stream_to if t in chosen)
-            self._streaming_to[stage] = live
-            self._streamed_lengths[stage] = StreamedLengths()
-            for target in live:
-                self._enter(target, {}, stage, sends, fed=True)
-
-    def _check_end(self) -> None:
-        if self._pending:
-            return
-        for target, arrived in self._joins.items():
-            missing = set(self._plan.stages[target].config.wait_for) - arrived.keys()
-            raise FlowError(f"stage {target} waited in vain for {', '.join(sorted(missing))}")
-        if not self.results:
-            raise FlowError("no terminal stage was reached")
-
 
 log = logging.getLogger(__name__)
 
@@ -181,9 +73,12 @@ class RequestState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class _Request:
+    """`ends_early`: its next stage is to end it as soon as it has got it."""
+
     flow: RequestFlow
     delivery: Delivery
     state: RequestState = RequestState.PENDING
+    ends_early: bool = False
 
     @property
     def live(self) -> bool:
@@ -239,6 +134,37 @@ class Coordinator:
             return False
         self._end_early(entry, RequestState.ABORTED, RequestAborted())
         return True
+
+    def end_early(self, wanted: Callable[[str], bool]) -> list[str]:
+        """End live requests with what they have so far; return their ids.
+
+        Each is answered with `finish_reason` abort by the stage that generates its text; where
+        another stage has it, and does not hand it on to such a one, it is aborted.
+        """
+        ended = [
+            entry
+            for request_id, entry in list(self._requests.items())
+            if entry.live and wanted(request_id)
+        ]
+        for entry in ended:
+            pending = [stage for stage in self.plan.stages if entry.flow.is_pending(stage)]
+            if all(self._may_end_early(stage) for stage in pending):
+                entry.ends_early = True
+                self._tell_end(entry, pending)
+            else:
+                self._end_early(entry, RequestState.ABORTED, RequestAborted())
+        return [entry.flow.request_id for entry in ended]
+
+    def _may_end_early(self, stage: str) -> bool:
+        """Whether the stage can, or hands its result on to one that can."""
+        following = self.plan.stages[stage].config.targets
+        return any(self._ready.get(name, {}).get("ends_early") for name in (stage, *following))
+
+    def _tell_end(self, entry: _Request, stages: Iterable[str]) -> None:
+        for stage in stages:
+            if self._ready.get(stage, {}).get("ends_early"):
+                with suppress(StageUnavailable):  # then its end fails the request
+                    self._send(stage, EndEarly(entry.flow.request_id))
 
     def release(self, delivery: Delivery) -> None:
         """The reader is gone: abort the request unless it has ended, and free its id."""
@@ -344,6 +270,8 @@ class Coordinator:
             sends: Sends = step()
             for stage, message in sends:
                 self._send(stage, message)
+            if entry.ends_early:
+                self._tell_end(entry, [stage for stage, _ in sends])
             if entry.flow.done:
                 self._complete(entry)
         except StageUnavailable as error:

@@ -35,6 +35,10 @@ WEIGHT_ACTIONS = frozenset(
         "init_weights_update_group",
         "destroy_weights_update_group",
         "read_weights_ahead",
+        "init_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
     }
 )
 CONCURRENT_ACTIONS = frozenset(
@@ -48,6 +52,10 @@ CONCURRENT_ACTIONS = frozenset(
         "prepare_weights_update",
         "complete_weights_update",
         "read_weights_ahead",
+        "init_weight_transfer_engine",
+        "shutdown_weight_transfer_engine",
+        "update_weights",
+        "pause_when_idle",
     }
 )
 UNSUPPORTED = "stage does not support admin operations"

@@ -1,7 +1,7 @@
 import pytest
 
 from omni_proxy.replica.pipeline.config import FlowError, compile_plan
-from omni_proxy.replica.pipeline.coordination.coordinator import RequestFlow
+from omni_proxy.replica.pipeline.coordination.request_flow import RequestFlow
 from omni_proxy.replica.pipeline.messages import OmniRequest, ResultChunk, StreamChunk, Submit
 from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
 
