@@ -240,14 +240,15 @@ class Lifecycle:
         if wish.torch_empty_cache and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def end_session(self) -> Generator[Step, Any, OperationOutcome]:
-        """Swap in what the session holds; refused under running requests, else it is over then."""
+    def end_session(self, *, running: bool = False) -> Generator[Step, Any, OperationOutcome]:
+        """Swap in what the session holds; refused under running requests, unless `running` ones
+        may be recomputed; else it is over then."""
         session, scheduler = self.session, self._scheduler
         if session is None:
             told = "no weight-update session is open; call begin_weight_update() first"
             return False, told, {}, told
         active = scheduler.active_ids()
-        if active and not scheduler.paused:
+        if active and not scheduler.paused and not running:
             return self._refuse(UpdateOptions(), active)
         count = len(session.staged)
         wish = UpdateOptions(weight_version=session.weight_version, pause_on_failure=True)
@@ -259,6 +260,12 @@ class Lifecycle:
         self.session = None
         data = {"tensors": count, "weight_version": scheduler.weight_version}
         return True, "Succeeded to end weight update.", data, None
+
+    def overwritten(self) -> None:
+        """The weights are of no version at all, and what was computed with others is void."""
+        self._scheduler.batch_queue.retract()
+        self._scheduler.cache.flush()
+        self.integrity.damaged()
 
     def damaged(self) -> None:
         """Live weights, here or at another rank, are of two kinds: nothing is computed with them

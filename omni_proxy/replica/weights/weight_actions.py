@@ -30,6 +30,7 @@ from omni_proxy.replica.weights.trainer_groups import (
     TrainerGroups,
 )
 from omni_proxy.replica.weights.two_phase import TwoPhase, group_name, parse_deadline
+from omni_proxy.replica.weights.weight_transfer import WeightTransfer
 from omni_proxy.replica.weights.weights_folder import WeightsFolder
 
 SELECTORS = ("all", "target")
@@ -69,6 +70,7 @@ class WeightActions:
         # A bucket that will not come leaves those before it without the rest of their version.
         self._sync.receive_state.on_lost = self._lifecycle.integrity.broken
         self._two_phase = TwoPhase(self._lifecycle, self._sync)
+        self._transfer = WeightTransfer(self._lifecycle, self._sync, self._target, rank.rank)
         scheduler.weights_damaged = self._lifecycle.damaged
         self._register()
 
@@ -83,6 +85,9 @@ class WeightActions:
             self.update_weight_version,
             self.get_weights_by_name,
             self.weights_checker,
+            self._transfer.start_weight_update,
+            self._transfer.finish_weight_update,
+            self._transfer.reset_weights,
         )
         for function in one_by_one:
             scheduler.register_slow_admin(function.__name__, function)
@@ -93,6 +98,9 @@ class WeightActions:
             self._two_phase.prepare_weights_update,
             self._two_phase.complete_weights_update,
             self.read_weights_ahead,
+            self._transfer.init_weight_transfer_engine,
+            self._transfer.shutdown_weight_transfer_engine,
+            self._transfer.update_weights,
         )
         for function in beside:
             scheduler.register_slow_admin(function.__name__, function, beside=True)
@@ -123,7 +131,10 @@ class WeightActions:
             return refusal
         wish = UpdateOptions.of(payload, pause_on_failure=False)
         bring = stage_in_background(partial(self._folder.stage, payload, self._target))
-        answer = yield from self._lifecycle.update(wish, bring, {}, in_session=False)
+        # Whoever calls as in vLLM has running requests recomputed.
+        beside = payload.get("beside_requests", False)
+        update = self._lifecycle.take_in if beside else self._lifecycle.update
+        answer = yield from update(wish, bring, {}, in_session=False)
         success, message, data, error = answer
         if success:
             message = "Succeeded to update model weights."
