@@ -237,7 +237,7 @@ def test_every_route_of_the_replica_is_documented_and_every_documented_one_is_se
     served = set()
     for rule in _app(client, {"model_name": "tiny"}).url_map.iter_rules():
         path = rule.rule.replace("<path:name>", "{id}")
-        path = path.replace("<request_id>", "{request_id}").replace("<name>", "{name}")
+        path = re.sub("<(request_id|response_id|name)>", r"{\1}", path)
         served |= {(method, path) for method in rule.methods - {"HEAD", "OPTIONS"}}
     told = set(re.findall(r"`(GET|POST|DELETE) (/[^`\s]*)`", REPLICA))
     assert told - served == set()

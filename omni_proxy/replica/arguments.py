@@ -98,6 +98,19 @@ def _add_torch(parser: argparse.ArgumentParser) -> None:
         default="sse",
         help="form of streamed speech, if a request does not say",
     )
+    add(
+        "--dialect",
+        choices=["both", "sglang", "vllm"],
+        default="both",
+        help="whose routes for trainers and operators are served, beside those of OpenAI",
+    )
+    add(
+        "--stored-responses",
+        type=count_or_0,
+        default=1000,
+        metavar="N",
+        help="how many of /v1/responses are kept for GET and previous_response_id; 0: none",
+    )
     add("--max-in-flight", type=count_or_0, default=256, help="requests admitted; 0: no bound")
     add("--max-running", type=count, default=16, help="requests of one batch")
     add("--tp", type=count, default=1, metavar="N", help="processes that share the text model")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from omni_proxy.replica.api.route_context import AppOptions
 
 TEXT_FACTORY = "omni_proxy.replica.text.stage:build"
+PROMPT_FACTORY = "omni_proxy.replica.stages.prepare:build"
 
 # Fetches a model's file if needed; returns its path, or "" if the stage finds it by itself.
 EnsureModelFile = Callable[[str, Path], str]
@@ -104,9 +105,23 @@ def build_app_options(arguments: argparse.Namespace, pipeline: PipelineConfig) -
         "enable_tensor_updates": arguments.enable_tensor_updates,
         # Unknown for a pipeline from a file: then no request is refused for a missing capability.
         "capabilities": capabilities(pipeline) if builtin else None,
+        "dialect": arguments.dialect,
+        "tokenizer_model": tokenizer_model(pipeline),
+        "stored_responses": arguments.stored_responses,
     }
     if arguments.profile_root is not None:
         options["profile_root"] = arguments.profile_root.absolute()
     if arguments.admin_api_key:
         options["admin_api_key"] = arguments.admin_api_key
     return options
+
+
+def tokenizer_model(pipeline: PipelineConfig) -> str:
+    """The model whose tokenizer reads prompts; "" for a pipeline without one."""
+    factories = (PROMPT_FACTORY, TEXT_FACTORY)
+    models = (
+        str(stage.params["model"])
+        for stage in pipeline.stages
+        if stage.factory in factories and "model" in stage.params
+    )
+    return next(models, "")

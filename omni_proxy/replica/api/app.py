@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Unpack
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common import cross_origin, errors
+from omni_proxy.replica.api.common.prompt_tokens import PromptTokens
 from omni_proxy.replica.api.native import (
+    abort_request,
     admin_operations,
     generate,
     health,
@@ -28,6 +30,15 @@ from omni_proxy.replica.api.speech import (
     speech_socket,
     voice_routes,
 )
+from omni_proxy.replica.api.vllm import (
+    control_routes,
+    messages,
+    responses,
+    token_generation,
+    tokenize_routes,
+    weight_transfer_routes,
+)
+from omni_proxy.replica.api.vllm.engine_calls import EngineCalls
 
 if TYPE_CHECKING:
     from omni_proxy.replica.pipeline.client import Client
@@ -35,14 +46,10 @@ if TYPE_CHECKING:
 ROUTES = (
     health,
     models,
-    server_info,
     metrics,
-    admin_operations,
-    weight_routes,
     chat,
     completions,
     embeddings,
-    generate,
     speech_routes,
     speech_socket,
     speech_batch,
@@ -50,6 +57,7 @@ ROUTES = (
     transcriptions,
     document,
 )
+SGLANG_ROUTES = (server_info, admin_operations, weight_routes, generate, abort_request)
 BODY_TIMEOUT_SECS = 600
 
 
@@ -73,4 +81,16 @@ def build_app(context: RouteContext) -> QuartTrio:
     cross_origin.refuse_cross_origin(app, context)
     for routes in ROUTES:
         routes.mount(app, context)
+    tokens = PromptTokens(context.tokenizer_model)
+    tokenize_routes.mount(app, context, tokens, as_vllm=context.dialect != "sglang")
+    messages.mount(app, context, tokens)
+    responses.mount(app, context)
+    if context.dialect != "vllm":
+        for routes in SGLANG_ROUTES:
+            routes.mount(app, context)
+    if context.dialect != "sglang":
+        engine = EngineCalls(context)
+        control_routes.mount(app, context, engine)
+        weight_transfer_routes.mount(app, context, engine, alone=context.dialect == "vllm")
+        token_generation.mount(app, context)
     return app

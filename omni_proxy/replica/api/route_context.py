@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ADMIN_KEY_VARIABLE = "SGLANG_OMNI_ADMIN_KEY"
 MIB = 1024 * 1024
 SpeechStreamFormat = Literal["sse", "pcm", "openai-sse"]
+# Whose routes for trainers and operators are served; those of models are always there.
+Dialect = Literal["both", "sglang", "vllm"]
 
 
 def _admin_key_from_environment() -> str | None:
@@ -48,6 +50,9 @@ class AppOptions(TypedDict, total=False):
     cut_failed_streams: bool
     enable_tensor_updates: bool
     profile_root: Path | str | None
+    dialect: Dialect
+    tokenizer_model: str
+    stored_responses: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,10 @@ class RouteContext:
     event and without `[DONE]`, as older servers do. `enable_tensor_updates` accepts new weights in
     request bodies. `profile_root` is the only folder for profiles; None allows any folder with an
     admin key, else the folder for temporary files. An empty list of media domains, or a media path
-    of None, allows nothing. `started_unix_secs` and `instance` identify this process.
+    of None, allows nothing. `dialect` says which engine's routes are served beside those of OpenAI.
+    `tokenizer_model` is the text model whose tokens /tokenize tells, "" if there is none.
+    `stored_responses` is how many of /v1/responses are kept. `started_unix_secs` and `instance`
+    identify this process.
     """
 
     client: Client
@@ -81,6 +89,9 @@ class RouteContext:
     cut_failed_streams: bool = False
     enable_tensor_updates: bool = False
     profile_root: Path | str | None = None
+    dialect: Dialect = "both"
+    tokenizer_model: str = ""
+    stored_responses: int = 1000
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
     started_unix_secs: float = field(default_factory=time.time)
     meters: RequestMetrics = field(default_factory=RequestMetrics)

@@ -137,6 +137,17 @@ class PromptBuilder:
         # No token has more text, so a longer text certainly has too many tokens.
         self._max_chars = context * max([longest, *map(len, tokenizer.control_names)])
 
+    def text_tokens(self, text: str) -> list[int]:
+        """The tokens of a raw prompt; raises CallerError."""
+        self._check_length(len(text))
+        return self.tokenizer.encode(text, special=True)
+
+    def message_tokens(
+        self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
+    ) -> list[int]:
+        """The tokens of a chat without media; raises CallerError."""
+        return self._from_messages(messages, _MediaTexts({}), generation_prompt)
+
     def prepare(
         self, payload: StagePayload, emit_chunk: EmitChunk, aborted: Aborted
     ) -> dict[str, Any]:
@@ -158,15 +169,16 @@ class PromptBuilder:
                 return self._from_messages(inputs["messages"], media_texts)
             inputs = inputs.get("prompt")
         if isinstance(inputs, str):
-            self._check_length(len(inputs))
-            return self.tokenizer.encode(inputs, special=True)
+            return self.text_tokens(inputs)
         if isinstance(inputs, Sequence) and len(inputs) > self.context:
             raise CallerError(TOO_LONG.format(f"{len(inputs)} tokens", self.context))
         if isinstance(inputs, Sequence) and all(type(token) is int for token in inputs):
             return list(inputs)
         raise CallerError("the prompt is neither text nor a list of token ids nor messages")
 
-    def _from_messages(self, messages: Any, media_texts: _MediaTexts) -> list[int]:
+    def _from_messages(
+        self, messages: Any, media_texts: _MediaTexts, generation_prompt: bool = True
+    ) -> list[int]:
         if not isinstance(messages, Sequence) or not messages:
             raise CallerError("messages must be a list with at least one message")
         if len(messages) > self.context:  # each has one token at least
@@ -175,7 +187,8 @@ class PromptBuilder:
         self._check_length(sum(len(message["content"]) for message in plain_messages))
         escape = ControlTokenEscape(self.tokenizer)
         try:
-            text = self.template.render([escape.escape(message) for message in plain_messages])
+            escaped = [escape.escape(message) for message in plain_messages]
+            text = self.template.render(escaped, generation_prompt)
         except ChatTemplateError as error:
             raise CallerError(str(error)) from error
         self._check_length(len(text))

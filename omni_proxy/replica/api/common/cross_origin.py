@@ -27,7 +27,9 @@ MODEL_ROUTES: Final = frozenset(
         "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/generate",
         "/v1/audio/speech", "/v1/audio/speech/batch", "/v1/audio/speech/stream",
         "/v1/audio/speech/<request_id>", "/v1/audio/transcriptions", "/v1/audio/translations",
-        "/v1/audio/voices", "/v1/audio/voices/<name>",
+        "/v1/audio/voices", "/v1/audio/voices/<name>", "/tokenize", "/detokenize", "/v1/tokenize",
+        "/v1/detokenize", "/inference/v1/generate", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/responses", "/v1/responses/<response_id>", "/v1/responses/<response_id>/cancel",
     )
 )  # fmt: skip
 # Routes whose GET only reads.
@@ -36,7 +38,8 @@ READ_ROUTES: Final = frozenset(
         "/health", "/health_generate", "/v1/models", "/v1/models/<path:name>", "/favicon.ico",
         "/get_model_info", "/model_info", "/server_info", "/get_server_info", "/v1/loads",
         "/get_loads", "/get_load", "/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect",
-        "/redoc",
+        "/redoc", "/is_paused", "/is_sleeping", "/get_world_size", "/version", "/load", "/ping",
+        "/weight_info",
     )
 )  # fmt: skip
 SAFE_METHODS: Final = ("GET", "HEAD")

@@ -19,14 +19,17 @@ from omni_proxy import __version__
 from omni_proxy.replica.api.common.errors import json_response
 from omni_proxy.replica.api.openapi.docs_page import PAGE, POLICY
 from omni_proxy.replica.api.openapi.endpoint_table import ENDPOINTS, FORM, JSON, Endpoint, Schema
+from omni_proxy.replica.api.openapi.engine_endpoints import ENGINE_ENDPOINTS
 from omni_proxy.replica.api.route_context import RouteContext
 
+ALL_ENDPOINTS = {**ENDPOINTS, **ENGINE_ENDPOINTS}
 # Routes of the document itself, and those that no API client calls.
 HIDDEN = frozenset(("openapi", "docs", "docs_oauth2_redirect", "redoc", "icon"))
 REF = "#/components/schemas/{name}"
 TITLE = "sglang-omni"
 ABOUT = (
-    "An inference server: chat, speech and transcription. Speech sessions over WebSocket, "
+    "An inference server: chat, speech and transcription, with the routes of OpenAI, SGLang-Omni, "
+    "SGLang and vLLM. Speech sessions over WebSocket, "
     "/v1/audio/speech/stream, have no place in this format."
 )
 KEY = "The admin key. Where the server has none, every route is open."
@@ -64,11 +67,11 @@ ERRORS: dict[str, Schema] = {
 def description(app: QuartTrio) -> dict[str, Any]:
     """Return the whole document, ready for JSON."""
     paths: dict[str, dict[str, Any]] = {}
-    kinds = [kind for endpoint_entry in ENDPOINTS.values() for kind in endpoint_entry.bodies]
+    kinds = [kind for endpoint_entry in ALL_ENDPOINTS.values() for kind in endpoint_entry.bodies]
     _, components = msgspec.json.schema_components(kinds, ref_template=REF)
     for path, method, endpoint in sorted(_mounted(app)):
         paths.setdefault(path, {})[method] = _operation(
-            path, method, ENDPOINTS[endpoint], components
+            path, method, ALL_ENDPOINTS[endpoint], components
         )
     key = {"type": "http", "scheme": "bearer", "description": KEY}
     return {
@@ -103,7 +106,7 @@ def _operation(
         "responses": _responses(endpoint),
     }
     parameters = [_parameter(name, "path") for name in re.findall(r"{(\w+)}", path)]
-    if method == "get":
+    if not takes_body:
         parameters += [_parameter(name, "query") for name in endpoint.query]
     if parameters:
         operation["parameters"] = parameters

@@ -1,0 +1,210 @@
+"""vLLM's control routes: pause, sleep, abort, caches, and what it tells of itself.
+
+Invariant: a pause holds requests, it refuses none; requests that it aborts are answered with what
+they have, `finish_reason` abort. What changes something needs the admin key, reading does not.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+from quart import Response, request
+from quart_trio import QuartTrio
+
+from omni_proxy import __version__
+from omni_proxy.replica.api.common.errors import json_response
+from omni_proxy.replica.api.common.lenient_decode import MISSING, json_body, problem
+from omni_proxy.replica.api.native.admin_operations import require_key
+from omni_proxy.replica.api.native.metrics import load_report
+from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.vllm.engine_calls import PAUSE_MODES, EngineCalls, PauseChoice
+from omni_proxy.replica.api.vllm.vllm_errors import (
+    VllmError,
+    invalid,
+    phrase,
+    query_choice,
+    query_flag,
+    vllm_view,
+    worker_error,
+)
+
+SLEEP_LEVELS = ("0", "1", "2")
+NO_METHOD = "'Worker' object has no attribute '{}'"
+
+
+class ControlRoutes:
+    def __init__(self, context: RouteContext, engine: EngineCalls) -> None:
+        self._context = context
+        self._engine = engine
+
+    # Pause and sleep
+
+    async def pause(self) -> Response:
+        require_key(self._context)
+        mode = _mode()
+        clear_cache = query_flag("clear_cache", default=True)
+        await self._engine.pause(mode, clear_cache=clear_cache)
+        return json_response({"status": "paused"})
+
+    async def resume(self) -> Response:
+        require_key(self._context)
+        await self._engine.resume()
+        return json_response({"status": "resumed"})
+
+    async def is_paused(self) -> Response:
+        return json_response({"is_paused": await self._engine.is_paused()})
+
+    async def sleep(self) -> Response:
+        require_key(self._context)
+        level = _level()
+        await self._engine.sleep(level, _mode())
+        return json_response({"status": "sleeping", "level": level})
+
+    async def wake_up(self) -> Response:
+        require_key(self._context)
+        tags = request.args.getlist("tags")
+        awake = await self._engine.wake_up(tags)
+        status = "awake" if awake else "sleeping"
+        return json_response({"status": status, "tags": tags or None})
+
+    async def is_sleeping(self) -> Response:
+        return json_response({"is_sleeping": await self._engine.is_sleeping()})
+
+    # Requests and caches
+
+    async def abort_requests(self) -> Response:
+        """All requests, or those named; counts what was named, known or not, as vLLM does."""
+        ids = await self._ids_of_body()
+        if ids:
+            self._engine.abort(ids)
+            return json_response({"status": "aborted", "aborted": len(ids)})
+        return json_response({"status": "aborted", "aborted": self._engine.abort_all()})
+
+    async def abort_inference_requests(self) -> Response:
+        ids = await self._ids_of_body()
+        if ids is None:
+            raise _framework_error("Missing 'request_ids' in request body")
+        self._engine.abort(ids)
+        return Response(b"", 200)
+
+    async def _ids_of_body(self) -> list[str] | None:
+        """None where the body has none; raises VllmError."""
+        body = await _object_body()
+        require_key(self._context)
+        ids = body.get("request_ids")
+        if ids is None:
+            return None
+        if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
+            raise _framework_error("'request_ids' must be a list of strings")
+        return ids
+
+    async def reset_prefix_cache(self) -> Response:
+        """Running requests have copies of their own, so it never fails while they run."""
+        require_key(self._context)
+        query_flag("reset_running_requests", default=False)
+        query_flag("reset_external", default=False)
+        await self._engine.run("flush_cache")
+        return json_response({"success": True})
+
+    async def reset_other_cache(self) -> Response:
+        """There is no cache of media and none of encodings: nothing has to be done."""
+        require_key(self._context)
+        return Response(b"", 200)
+
+    # Calls of the engine's workers
+
+    async def call_workers(self) -> Response:
+        body = await _object_body()
+        require_key(self._context)
+        method = body.get("method")
+        if method is None:
+            raise _framework_error("Missing 'method' in request body")
+        if method != "reload_weights":
+            raise worker_error(NO_METHOD.format(method))
+        await self._reload(body)
+        return json_response({"results": [None] * self._engine.world_size()})
+
+    async def _reload(self, body: dict[str, Any]) -> None:
+        given = body.get("kwargs") or {}
+        path = given.get("weights_path") if isinstance(given, dict) else None
+        if not isinstance(path, str) or not path:
+            raise worker_error("reload_weights needs kwargs.weights_path here")
+        timeout = body.get("timeout")
+        secs = float(timeout) if isinstance(timeout, int | float) else 600.0
+        payload = {"model_path": path, "flush_cache": True, "beside_requests": True}
+        await self._engine.run("update_weights_from_disk", payload, secs)
+
+    # What it is
+
+    async def world_size(self) -> Response:
+        query_flag("include_dp", default=True)
+        return json_response({"world_size": self._engine.world_size()})
+
+    async def version(self) -> Response:
+        return json_response({"version": __version__})
+
+    async def load(self) -> Response:
+        load = load_report(self._context.client.stats(), 0)
+        return json_response({"server_load": load["num_total_reqs"]})
+
+    async def ping(self) -> Response:
+        return Response(b"", 200)
+
+
+def _mode() -> PauseChoice:
+    return cast("PauseChoice", query_choice("mode", PAUSE_MODES, "abort"))
+
+
+def _level() -> int:
+    given = request.args.get("level", "1")
+    if given in SLEEP_LEVELS:
+        return int(given)
+    kind, text = "int_parsing", "Input should be a valid integer, unable to parse string"
+    if re.fullmatch(r"-\d+", given):
+        kind, text = "greater_than_equal", "Input should be greater than or equal to 0"
+    elif given.isdecimal():
+        kind, text = "less_than_equal", "Input should be less than or equal to 2"
+    raise invalid([problem(kind, ("query", "level"), text, given)])
+
+
+def _framework_error(message: str) -> VllmError:
+    return VllmError(400, message, kind=phrase(400))
+
+
+async def _object_body() -> dict[str, Any]:
+    """Raises VllmError where there is none, as vLLM's control routes do."""
+    body = await json_body()
+    if body is MISSING:
+        raise _framework_error("Invalid JSON format")
+    if not isinstance(body, dict):
+        raise _framework_error("Request body must be a JSON object")
+    return body
+
+
+def mount(app: QuartTrio, context: RouteContext, engine: EngineCalls) -> None:
+    routes = ControlRoutes(context, engine)
+    posts = {
+        "/pause": routes.pause,
+        "/resume": routes.resume,
+        "/sleep": routes.sleep,
+        "/wake_up": routes.wake_up,
+        "/abort_requests": routes.abort_requests,
+        "/inference/v1/abort_requests": routes.abort_inference_requests,
+        "/reset_prefix_cache": routes.reset_prefix_cache,
+        "/reset_mm_cache": routes.reset_other_cache,
+        "/reset_encoder_cache": routes.reset_other_cache,
+        "/collective_rpc": routes.call_workers,
+    }
+    gets = {
+        "/is_paused": routes.is_paused,
+        "/is_sleeping": routes.is_sleeping,
+        "/get_world_size": routes.world_size,
+        "/version": routes.version,
+        "/load": routes.load,
+        "/ping": routes.ping,
+    }
+    for method, views in (("POST", posts), ("GET", gets)):
+        for path, view in views.items():
+            name = path.strip("/").replace("/", "_")
+            app.add_url_rule(path, name, vllm_view(view), methods=[method])

@@ -1,0 +1,300 @@
+"""OpenAI's Responses API: POST /v1/responses, and GET, DELETE and cancel of one that is stored.
+
+Invariant: a response is stored unless `store` is false or the server stores none; its id is then
+known to this server alone. A background response goes on after its request, until it is cancelled,
+deleted, or the server stops. Errors are vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import trio
+from msgspec import Struct
+from quart import Response
+from quart_trio import QuartTrio
+
+from omni_proxy.replica.api.common.errors import CLIENT_ERRORS, json_response
+from omni_proxy.replica.api.common.lenient_decode import json_body, validate
+from omni_proxy.replica.api.common.sse import (
+    DeferredStream,
+    close_streams_after_requests,
+    deferred_response,
+)
+from omni_proxy.replica.api.openai.chat_media import MediaReader
+from omni_proxy.replica.api.openai.to_generate_request import (
+    NO_TOOLS,
+    TEXT_TOOL_CHOICES,
+    Int64,
+    PositiveInt64,
+    response_schema,
+    stop_strings,
+)
+from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.vllm.message_events import EVENT_STREAM_HEADERS
+from omni_proxy.replica.api.vllm.response_events import (
+    ResponseEvents,
+    new_id,
+    response_object,
+    with_output,
+)
+from omni_proxy.replica.api.vllm.response_store import ResponseStore, StoredResponse
+from omni_proxy.replica.api.vllm.vllm_errors import VllmError, vllm_view
+from omni_proxy.replica.pipeline.requests import (
+    CompletionResult,
+    GenerateRequest,
+    PromptMessage,
+    SamplingParams,
+)
+
+CALLER = "invalid_request_error"
+NOT_STORED = "This server stores no responses: background needs a store (--stored-responses)"
+
+
+class ResponsesBody(Struct, kw_only=True):
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: PositiveInt64 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int64] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    truncation: Literal["auto", "disabled"] | None = None
+    request_id: str | None = None
+
+
+class _Turn:
+    """One request on its way: what was asked, and the response as far as it has come."""
+
+    def __init__(self, body: ResponsesBody, response: dict[str, Any]) -> None:
+        self.body = body
+        self.response = response
+        self.messages: list[PromptMessage] = []
+
+    @property
+    def request_id(self) -> str:
+        return str(self.response["id"])
+
+    def stored(self, response: dict[str, Any], text: str) -> StoredResponse:
+        answer = [PromptMessage("assistant", text)] if text else []
+        return StoredResponse(response, [*self.messages, *answer])
+
+
+class ResponseRoutes:
+    def __init__(self, context: RouteContext, store: ResponseStore, app: QuartTrio) -> None:
+        self._context = context
+        self._store = store
+        self._app = app
+
+    async def create(self) -> Response:
+        given = await json_body()
+        body = validate(ResponsesBody, given)
+        if body.background and (body.store is False or not self._store.limit):
+            raise VllmError(400, NOT_STORED, kind=CALLER, param="background")
+        if body.background and body.stream:
+            text = "a background response cannot be streamed here: ask for it by its id"
+            raise VllmError(400, text, kind=CALLER, param="stream")
+        if body.tool_choice not in TEXT_TOOL_CHOICES:
+            raise VllmError(400, f"tool_choice must be auto or none: {NO_TOOLS}", kind=CALLER)
+        model = body.model or self._context.model_name
+        response_id = body.request_id or new_id("resp")
+        turn = _Turn(body, response_object(given, response_id, model))
+        request = await self._to_request(turn)
+        if body.background:
+            return self._in_background(turn, request)
+        return await (self._streamed if body.stream else self._whole)(turn, request)
+
+    async def _whole(self, turn: _Turn, request: GenerateRequest) -> Response:
+        timing = self._context.meters.timed(self._context.model_name)
+        try:
+            result = await self._context.client.completion(request, turn.request_id)
+            timing.finish()
+        finally:
+            timing.close()
+        return json_response(self._ended(turn, result))
+
+    async def _streamed(self, turn: _Turn, request: GenerateRequest) -> Response:
+        def finished(final: dict[str, Any], text: str) -> None:
+            self._keep(turn, final, text)
+
+        context = self._context
+        events = ResponseEvents(turn.response, finished)
+        generation = context.client.generate(request, turn.request_id)
+        stream = DeferredStream(generation, events, context.meters.timed(context.model_name))
+        try:
+            await stream.begin()
+        except BaseException:
+            await stream.aclose()
+            raise
+        return deferred_response(stream, EVENT_STREAM_HEADERS)
+
+    def _in_background(self, turn: _Turn, request: GenerateRequest) -> Response:
+        scope = trio.CancelScope()
+        turn.response |= {"status": "queued"}
+        stored = StoredResponse(turn.response, turn.messages, scope.cancel)
+        self._store.put(stored)
+        self._app.add_background_task(self._generate, turn, request, stored, scope)
+        return json_response(turn.response)
+
+    async def _generate(
+        self, turn: _Turn, request: GenerateRequest, stored: StoredResponse, scope: trio.CancelScope
+    ) -> None:
+        """A background response; whatever it comes to is in the store, if it is still there."""
+        with scope:
+            stored.body = turn.response = turn.response | {"status": "in_progress"}
+            try:
+                result = await self._context.client.completion(request, turn.request_id)
+            except CLIENT_ERRORS as error:
+                told = {"code": "server_error", "message": str(error)}
+                stored.body = turn.response | {"status": "failed", "error": told}
+            else:
+                if self._store.get(turn.request_id) is stored:
+                    self._ended(turn, result)
+
+    def _ended(self, turn: _Turn, result: CompletionResult) -> dict[str, Any]:
+        final = with_output(turn.response, result.text, result, new_id("msg"))
+        self._keep(turn, final, result.text)
+        return final
+
+    def _keep(self, turn: _Turn, final: dict[str, Any], text: str) -> None:
+        if turn.body.store is not False:
+            self._store.put(turn.stored(final, text))
+
+    # Stored responses
+
+    async def retrieve(self, response_id: str) -> Response:
+        return json_response(self._stored(response_id).body)
+
+    async def delete(self, response_id: str) -> Response:
+        self._stored(response_id)
+        self._store.delete(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, response_id: str) -> Response:
+        stored = self._stored(response_id)
+        if not stored.running:
+            text = "Cannot cancel a synchronous response."
+            raise VllmError(400, text, kind=CALLER, param="response_id")
+        stored.body = stored.body | {"status": "cancelled"}
+        stored.cancel()
+        return json_response(stored.body)
+
+    def _stored(self, response_id: str) -> StoredResponse:
+        stored = self._store.get(response_id)
+        if stored is None:
+            text = f"Response with id '{response_id}' not found."
+            raise VllmError(404, text, kind=CALLER, param="response_id")
+        return stored
+
+    # Requests
+
+    async def _to_request(self, turn: _Turn) -> GenerateRequest:
+        """Raises VllmError and DetailError."""
+        body = turn.body
+        earlier: list[PromptMessage] = []
+        if body.previous_response_id is not None:
+            earlier = self._stored(body.previous_response_id).messages
+        reader = MediaReader(self._context)
+        turn.messages = [*earlier, *await reader.messages(_given(body.input), {})]
+        system = [PromptMessage("system", body.instructions)] if body.instructions else []
+        sampling = SamplingParams(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty or None,
+            frequency_penalty=body.frequency_penalty or None,
+            seed=body.seed,
+            max_new_tokens=body.max_output_tokens,
+            stop=stop_strings(body.stop),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+            logit_bias=body.logit_bias or None,
+            json_schema=await response_schema(self._context, _text_format(body.text)),
+        )
+        return GenerateRequest(
+            prompt=[*system, *turn.messages], model=body.model, sampling=sampling,
+            stream=bool(body.stream), task="chat", media=reader.media,
+        )  # fmt: skip
+
+
+def _text_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+    """`text.format` in the words of `response_format`."""
+    wanted = (text or {}).get("format")
+    if not isinstance(wanted, dict) or wanted.get("type") in (None, "text"):
+        return None
+    if wanted["type"] != "json_schema":
+        return {"type": wanted["type"]}
+    named = {key: wanted[key] for key in ("schema", "strict") if key in wanted}
+    return {"type": "json_schema", "json_schema": named}
+
+
+def _given(items: str | list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    """Input items as roles and contents; raises VllmError 400 for a kind that is not known."""
+    if isinstance(items, str):
+        return [("user", items)]
+    given: list[tuple[str, Any]] = []
+    for index, item in enumerate(items):
+        match item.get("type", "message"):
+            case "message":
+                given.append((_role(item, index), _content(item.get("content"))))
+            case "function_call":
+                given.append(("assistant", f"{item.get('name')}({item.get('arguments')})"))
+            case "function_call_output":
+                given.append(("user", _content(item.get("output"))))
+            case "reasoning":
+                pass  # of an earlier turn: the model does not see it again
+            case kind:
+                text = f"input[{index}].type {kind!r} is not supported"
+                raise VllmError(400, text, kind=CALLER, param="input")
+    return given
+
+
+def _role(item: dict[str, Any], index: int) -> str:
+    role = item.get("role")
+    if not isinstance(role, str):
+        text = f"input[{index}].role must be a string"
+        raise VllmError(400, text, kind=CALLER, param="input")
+    return "system" if role == "developer" else role
+
+
+def _content(content: Any) -> Any:
+    """Parts in the words of a chat: an answer's text is plain text there."""
+    if not isinstance(content, list):
+        return content
+    return [
+        part | {"type": "text"}
+        if isinstance(part, dict) and part.get("type") in ("output_text", "refusal")
+        else part
+        for part in content
+    ]
+
+
+def mount(app: QuartTrio, context: RouteContext) -> None:
+    close_streams_after_requests(app)
+    routes = ResponseRoutes(context, ResponseStore(context.stored_responses), app)
+    one = "/v1/responses/<response_id>"
+    for path, name, view, method in (
+        ("/v1/responses", "v1_responses", routes.create, "POST"),
+        (one, "v1_response", routes.retrieve, "GET"),
+        (one, "v1_response_delete", routes.delete, "DELETE"),
+        (f"{one}/cancel", "v1_response_cancel", routes.cancel, "POST"),
+    ):
+        app.add_url_rule(path, name, vllm_view(view), methods=[method])

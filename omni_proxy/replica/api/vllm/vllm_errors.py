@@ -1,0 +1,176 @@
+"""vLLM's error format: `{"error": {message, type, param, code}}`, where `code` is the HTTP status.
+
+`vllm_view` wraps a route: whatever the route raises for its caller leaves in this format. The text
+of an invalid body is that of FastAPI's validation as vLLM prints it: one line for each problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import wraps
+from http import HTTPStatus
+from typing import Any, Final, ParamSpec, TypeVar
+
+import msgspec
+from quart import Response, request
+
+from omni_proxy.replica.api.common.errors import (
+    CLIENT_ERRORS,
+    ClientError,
+    DetailError,
+    InvalidBody,
+    OpenAIError,
+    json_response,
+    status_and_message,
+)
+from omni_proxy.replica.api.common.lenient_decode import MISSING, problem, validate
+from omni_proxy.replica.api.native.admin_operations import error_message
+
+P = ParamSpec("P")
+S = TypeVar("S", bound=msgspec.Struct)
+
+MAX_PROBLEMS_TOLD: Final = 10
+MAX_INPUT_CHARS: Final = 200
+TYPES: Final[Mapping[int, str]] = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+
+
+class VllmError(Exception):
+    """A request answered with `status` and this error; `kind` None: that of the status."""
+
+    def __init__(
+        self, status: int, message: str, *, kind: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind if kind is not None else error_kind(status)
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """The body of the response, and the payload of an event once a stream has begun."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.status,
+            }
+        }
+
+
+def error_kind(status: int) -> str:
+    return TYPES.get(status) or HTTPStatus(status).phrase
+
+
+def phrase(status: int) -> str:
+    """The type of an error that vLLM's framework raises, not its engine."""
+    return HTTPStatus(status).phrase
+
+
+def worker_error(message: str) -> VllmError:
+    """The error of a call that a worker of the engine refused."""
+    text = f"Call to collective_rpc method failed: Worker failed with error '{message}'"
+    return VllmError(500, f"{text}, please check the stack trace above for the root cause")
+
+
+def to_vllm_error(error: DetailError | OpenAIError | ClientError | VllmError) -> VllmError:
+    if isinstance(error, VllmError):
+        return error
+    if isinstance(error, InvalidBody):
+        return invalid(error.problems)
+    if isinstance(error, DetailError):
+        return VllmError(error.status, error_message(error.detail), kind=_kind_of(error.status))
+    if isinstance(error, OpenAIError):
+        return VllmError(error.status, error.message, param=error.param)
+    status, message = status_and_message(error)
+    return VllmError(status, message)
+
+
+def _kind_of(status: int) -> str:
+    return phrase(status) if status in (401, 403, 413) else error_kind(status)
+
+
+def invalid(problems: list[dict[str, Any]]) -> VllmError:
+    """The 400 for a body or a query whose fields are invalid."""
+    count = len(problems)
+    label = "error" if count == 1 else "errors"
+    lines = [f"  {_told(each)}" for each in problems[:MAX_PROBLEMS_TOLD]]
+    if count > len(lines):
+        lines.append(f"  ...and {count - len(lines)} more {label}")
+    message = "\n".join([f"{count} validation {label}:", *lines])
+    return VllmError(400, message, kind=phrase(400), param=_path(problems[0]))
+
+
+def _told(item: Mapping[str, Any]) -> str:
+    return str({**item, "loc": _path(item), "input": _summary(item.get("input"))})
+
+
+def _path(item: Mapping[str, Any]) -> str:
+    return ".".join(str(step) for step in item["loc"])
+
+
+def _summary(value: object) -> str:
+    if isinstance(value, list | dict):
+        return f"<{type(value).__name__} of {len(value)} items>"
+    text = str(value)
+    return text if len(text) <= MAX_INPUT_CHARS else f"{text[:MAX_INPUT_CHARS]}...[truncated]"
+
+
+def embedded(kind: type[S], given: object) -> S:
+    """The fields of a body as vLLM's control routes take them: no body is an empty one."""
+    try:
+        return validate(kind, {} if given is MISSING else given)
+    except InvalidBody as error:
+        raise invalid(
+            [
+                {**each, "input": None} if each["type"] == "missing" else each
+                for each in error.problems
+            ]
+        ) from None
+
+
+def query_choice(name: str, choices: tuple[str, ...], default: str) -> str:
+    """One of these words; raises VllmError for another one."""
+    given = request.args.get(name, default)
+    if given in choices:
+        return given
+    *most, last = (f"'{choice}'" for choice in choices)
+    expected = f"{', '.join(most)} or {last}"
+    item = problem(
+        "literal_error", ("query", name), f"Input should be {expected}", given, expected=expected
+    )
+    raise invalid([item])
+
+
+def query_flag(name: str, *, default: bool) -> bool:
+    given = request.args.get(name)
+    if given is None:
+        return default
+    word = given.lower()
+    if word in ("true", "1", "yes", "on", "t", "y"):
+        return True
+    if word in ("false", "0", "no", "off", "f", "n"):
+        return False
+    text = "Input should be a valid boolean, unable to interpret input"
+    raise invalid([problem("bool_parsing", ("query", name), text, given)])
+
+
+def vllm_view(view: Callable[P, Awaitable[Response]]) -> Callable[P, Awaitable[Response]]:
+    """The route with its errors in vLLM's format."""
+
+    @wraps(view)
+    async def answer(*args: P.args, **kwargs: P.kwargs) -> Response:
+        try:
+            return await view(*args, **kwargs)
+        except (DetailError, OpenAIError, VllmError, *CLIENT_ERRORS) as error:
+            told = to_vllm_error(error)
+            headers = error.headers if isinstance(error, DetailError) else {}
+            return json_response(told.body(), told.status, headers)
+
+    return answer
