@@ -1,0 +1,231 @@
+"""Weights in vLLM's way: init once, then start, update, finish for each sync (features.md 3.2).
+
+Rank 0 of a group without a name, whose store keeps its keys below the group's address, as vLLM's
+own stateless groups do: a trainer that has vLLM makes the same one by
+`stateless_init_torch_distributed_process_group(host, port, 0, world_size, "gloo")`. Answers are
+judged by their status alone, as vLLM's clients judge them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import ProcessGroupGloo
+from torch.distributed import distributed_c10d as c10d
+
+from tools.training.endpoint import Answer, Endpoint
+from tools.training.group import POLL_SECS, Called, SyncFailed
+from tools.training.sync import Synced
+
+TRAINER_RANK = 0
+PACKED_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class TransferWishes:
+    """`pause_mode` None: no pause. `packed_bytes` 0: a message for each tensor.
+
+    `chunks` are the update calls of a sync, between which the tensors are divided.
+    """
+
+    pause_mode: str | None = "keep"
+    packed_bytes: int = 0
+    chunks: int = 1
+    timeout_secs: float = 120.0
+    host: str = "127.0.0.1"
+
+
+class StatelessGroup:
+    """Listens at once; `join` returns when every rank has come."""
+
+    def __init__(self, world_size: int, host: str, timeout_secs: float) -> None:
+        self.world_size = world_size
+        self._patience = timedelta(seconds=timeout_secs)
+        self._store = TCPStore(host, 0, world_size, True, self._patience, wait_for_workers=False)
+        self.port = int(self._store.port)
+        self._prefix = f"tcp://{host}:{self.port}"
+        self._made: Any = None
+
+    def join(self, init: Called) -> None:
+        """Meets the others while their init call is open; SyncFailed as soon as that refuses."""
+        came: list[Exception | None] = []
+
+        def meet() -> None:
+            try:
+                store = c10d.PrefixStore(self._prefix, self._store)
+                world = self.world_size
+                self._made = ProcessGroupGloo(store, TRAINER_RANK, world, self._patience)
+            except RuntimeError as error:
+                came.append(error)
+            else:
+                came.append(None)
+
+        meeting = threading.Thread(target=meet, name="join", daemon=True)
+        meeting.start()
+        while meeting.is_alive():
+            meeting.join(POLL_SECS)
+            if why := init.refused():
+                raise SyncFailed(why)
+        if came[0] is not None:
+            raise SyncFailed(f"the group did not form: {came[0]}")
+        if why := init.wait():
+            raise SyncFailed(why)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """From rank 0 to all; SyncFailed where torch says that it failed."""
+        options = c10d.BroadcastOptions()
+        options.rootRank = TRAINER_RANK
+        options.timeout = self._patience
+        try:
+            self._made.broadcast([tensor.contiguous()], options).wait()
+        except RuntimeError as error:
+            first, *_ = str(error).splitlines() or [type(error).__name__]
+            raise SyncFailed(f"the broadcast failed: {first}") from error
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A trainer and its group, which is kept from sync to sync; a failed sync drops it."""
+
+    endpoint: Endpoint
+    wishes: TransferWishes = field(default_factory=TransferWishes)
+    group: StatelessGroup | None = None
+
+    def sync(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: str | None,
+        midway: Callable[[], None] = lambda: None,
+    ) -> Synced:
+        """What goes wrong is told in the result; `midway` is called before the last update."""
+        started, before = time.monotonic(), len(self.endpoint.calls)
+        why, moved_at, moved_secs = "", 0.0, 0.0
+        paused = False
+        try:
+            self._joined()
+            if self.wishes.pause_mode is not None:
+                self._say(f"/pause?mode={self.wishes.pause_mode}")
+                paused = True
+            self._say("/start_weight_update")
+            moved_at = time.monotonic()
+            self._update_all(tensors, midway)
+            self._say("/finish_weight_update", {"weight_version": version})
+            moved_secs = time.monotonic() - moved_at
+        except SyncFailed as error:
+            why, self.group = str(error) or "it failed without a reason", None
+        if paused:
+            self._post("/resume")
+        nbytes = sum(each.nbytes for each in tensors.values())
+        calls = self.endpoint.calls[before:]
+        return Synced(why, time.monotonic() - started, moved_at, moved_secs, nbytes, calls)
+
+    def close(self) -> None:
+        """Lets the engines go; whether they have heard it is theirs to mind."""
+        if self.group is not None:
+            self._post("/shutdown_weight_transfer_engine")
+            self.group = None
+
+    def _joined(self) -> None:
+        if self.group is not None:
+            return
+        told = self.endpoint.call("/get_world_size")
+        ranks = told.body.get("world_size")
+        if not isinstance(ranks, int):
+            raise SyncFailed(f"/get_world_size said {told.status}: {told.why}")
+        group = StatelessGroup(1 + ranks, self.wishes.host, self.wishes.timeout_secs)
+        info = {
+            "master_address": self.wishes.host,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": group.world_size,
+            "packed": bool(self.wishes.packed_bytes),
+            "packed_buffer_size_bytes": self.wishes.packed_bytes or PACKED_BYTES,
+        }
+        group.join(Calling(self, "/init_weight_transfer_engine", {"init_info": info}))
+        self.group = group
+
+    def _update_all(self, tensors: Mapping[str, torch.Tensor], midway: Callable[[], None]) -> None:
+        names = list(tensors)
+        size = -(-len(names) // self.wishes.chunks)
+        chunks = [names[start : start + size] for start in range(0, len(names), size)]
+        for number, chunk in enumerate(chunks, start=1):
+            if number == len(chunks):
+                midway()
+            self._update({name: tensors[name] for name in chunk})
+
+    def _update(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The call and the bytes at the same time; a refused call ends the wait for the others."""
+        assert self.group is not None
+        info = {
+            "names": list(tensors),
+            "dtype_names": [str(each.dtype).removeprefix("torch.") for each in tensors.values()],
+            "shapes": [list(each.shape) for each in tensors.values()],
+        }
+        call = Calling(self, "/update_weights", {"update_info": info})
+        group, failed = self.group, list[SyncFailed]()
+
+        def send() -> None:
+            try:
+                for message in messages(list(tensors.values()), self.wishes.packed_bytes):
+                    group.broadcast(message)
+            except SyncFailed as error:
+                failed.append(error)
+
+        sending = threading.Thread(target=send, name="broadcast", daemon=True)
+        sending.start()
+        while sending.is_alive():
+            sending.join(POLL_SECS)
+            if why := call.refused():  # nobody receives: gloo would wait for its timeout
+                raise SyncFailed(why)
+        if why := call.wait():
+            raise SyncFailed(why)
+        if failed:
+            raise failed[0]
+
+    def _say(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        answer = self._post(path, body)
+        if why := refusal(answer):
+            raise SyncFailed(why)
+
+    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+        return self.endpoint.call(path, dict(body or {}))
+
+
+class Calling:
+    """A call in a thread of its own (a `Called`), judged by its status."""
+
+    def __init__(self, transfer: Transfer, path: str, body: dict[str, Any]) -> None:
+        self._pending = transfer.endpoint.begin(path, body)
+
+    def refused(self) -> str:
+        return self.wait() if self._pending.ended.is_set() else ""
+
+    def wait(self) -> str:
+        return refusal(self._pending.answer())
+
+
+def refusal(answer: Answer) -> str:
+    """Why a call was refused; "" if it was not."""
+    good = 200 <= answer.status < 300
+    return "" if good else f"{answer.path} said {answer.status}: {answer.why}"
+
+
+def messages(tensors: Sequence[torch.Tensor], packed_bytes: int) -> list[torch.Tensor]:
+    """What is broadcast: each tensor, or bytes end to end until a message exceeds the buffer."""
+    if not packed_bytes:
+        return list(tensors)
+    made: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
+    for number, tensor in enumerate(tensors, start=1):
+        parts.append(tensor.contiguous().reshape(-1).view(torch.uint8))
+        if sum(part.numel() for part in parts) > packed_bytes or number == len(tensors):
+            made.append(torch.cat(parts))
+            parts = []
+    return made
