@@ -1,6 +1,6 @@
 import torch
 
-from omni_proxy.replica.text.logit_shaping import ShapedTokenSampler, make_sampler
+from omni_proxy.replica.text.constraint import ShapedTokenSampler, make_sampler
 from omni_proxy.replica.text.sampling import Sampling, TokenSampler
 
 LOGITS = torch.tensor([3.0, 2.0, 1.0, 0.0])
