@@ -1,0 +1,147 @@
+"""`omni-proxy weights rollout`: begin a rolling update, follow it, pause, resume or cancel it.
+
+Invariant: following changes nothing, and Ctrl-C ends only the following: the rollout goes on. Exit
+status 0: done, or it succeeded; 1: the proxy refused it, or it failed or was cancelled; 2: the
+proxy can't be asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+from omni_proxy.cli.client.admin_client import (
+    AdminClient,
+    AdminClientError,
+    AdminReply,
+    AdminTarget,
+)
+from omni_proxy.cli.client.worker_changes import ChangeRefused
+from omni_proxy.cli.screen.rollout_lines import has_ended, progress_line, rollout_lines
+
+PATH: Final = "/weights/rollout"
+FOLLOW: Final = f"{PATH}?follow=true"
+ACTIONS: Final = ("status", "pause", "resume", "cancel")
+SILENCE_SECS: Final = 40.0  # the proxy sends a comment after 15 s
+PATIENCE_SECS: Final = 60.0  # for a proxy that restarts in the middle
+RETRY_SECS: Final = 0.5
+_DATA: Final = "data:"
+_FIELDS: Final = (
+    "model_path", "version", "weight_version", "max_unavailable", "canary", "pause_after_canary",
+    "drain_secs", "load_format",
+)  # fmt: skip
+
+
+def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", nargs="?", choices=ACTIONS,
+        help="pause, resume or cancel the running one; status, the default, shows it",
+    )  # fmt: skip
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model-path", metavar="PATH", help="begin one: a path the workers read")
+    source.add_argument(
+        "--version", metavar="VERSION", help="begin one: the label or number of a stored version"
+    )
+    parser.add_argument("--weight-version", metavar="LABEL", help="the label of the new weights")
+    parser.add_argument(
+        "--max-unavailable", metavar="N", help='workers out at a time, or "25%%" (default 1)'
+    )
+    parser.add_argument(
+        "--canary", metavar="N", type=int, help="workers that must succeed first (default 1)"
+    )
+    parser.add_argument(
+        "--pause-after-canary", action="store_true", help="wait for resume after those"
+    )
+    parser.add_argument(
+        "--drain-secs", metavar="SECS", type=float,
+        help="how long running requests may take to end (default: the configured time; 0: as long "
+        "as they need)",
+    )  # fmt: skip
+    parser.add_argument("--load-format", metavar="FORMAT", help="how the files are to be read")
+    parser.add_argument(
+        "--selector", metavar="TERMS", help="begin one: only these workers, as in model=m"
+    )
+    parser.add_argument(
+        "--follow", "-f", action="store_true", help="show each step until it has ended"
+    )
+
+
+def run_rollout(place: AdminTarget, arguments: argparse.Namespace, wait_secs: float) -> int:
+    """The exit status. Raises AdminClientError, ChangeRefused."""
+    with AdminClient(place, wait_secs) as proxy:
+        told = _ask(proxy, arguments)
+    if arguments.follow and not has_ended(told):
+        told = _follow(place, as_json=arguments.json)
+    if arguments.json:
+        print(json.dumps(told, indent=2))
+    else:
+        print("\n".join(rollout_lines(told)))
+    return 1 if told.get("state") in ("failed", "cancelled", "rolling_back") else 0
+
+
+def _ask(proxy: AdminClient, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The rollout as the proxy tells it. Raises AdminClientError, ChangeRefused."""
+    body = {
+        key: value for key in _FIELDS if (value := getattr(arguments, key)) not in (None, False)
+    }
+    begins = "model_path" in body or "version" in body
+    action = arguments.action or "status"
+    if begins and arguments.action is not None:
+        raise AdminClientError(f"{action} goes without --model-path and --version")
+    if body and not begins:
+        raise AdminClientError(
+            "what is to be rolled out? Say --model-path PATH or --version VERSION"
+        )
+    if begins:
+        for key in ("version", "max_unavailable"):
+            body |= {key: _number(body[key])} if key in body else {}
+        query = {"selector": arguments.selector} if arguments.selector else None
+        return _rollout_in(proxy.send("POST", PATH, body, query))
+    if action == "status":
+        return _rollout_in(proxy.get(PATH))
+    return _rollout_in(proxy.send("POST", f"{PATH}/{action}", {}))
+
+
+def _rollout_in(reply: AdminReply) -> dict[str, Any]:
+    if reply.refusal:
+        raise ChangeRefused(reply.refusal)
+    told = reply.told.get("rollout", reply.told)
+    return told if isinstance(told, dict) else {}
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdigit() else text
+
+
+def _follow(place: AdminTarget, *, as_json: bool) -> dict[str, Any]:
+    """Show each step on stderr until it has ended. Raises AdminClientError."""
+    last = ""
+    for told in _events(place):
+        line = progress_line(told)
+        if line != last and not as_json and not has_ended(told):
+            print(line, file=sys.stderr, flush=True)
+        last = line
+        if has_ended(told):
+            return told
+    raise AdminClientError("the proxy ended the stream before the rollout had ended")
+
+
+def _events(place: AdminTarget) -> Iterator[dict[str, Any]]:
+    """The rollout at each change; a proxy that restarts is waited for. Raises AdminClientError."""
+    heard = time.monotonic()
+    while True:
+        try:
+            with AdminClient(place, SILENCE_SECS) as proxy, proxy.lines(FOLLOW) as lines:
+                for line in lines:
+                    heard = time.monotonic()
+                    if line.startswith(_DATA):
+                        yield json.loads(line.removeprefix(_DATA))
+        except AdminClientError:
+            if time.monotonic() - heard > PATIENCE_SECS:
+                raise
+        threading.Event().wait(RETRY_SECS)

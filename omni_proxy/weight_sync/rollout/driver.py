@@ -1,0 +1,243 @@
+"""Runs a rollout: looks at the fleet, decides what is next, takes the turn for it, and ends.
+
+Between two batches the operation lock is free, so workers may come and go; other operations on
+weights are refused for the whole rollout (service.py). Invariant: what a batch does is decided
+anew once the turn is there, and the end is published only when nothing is left to do.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+from uuid import uuid4
+
+import trio
+from msgspec.structs import replace
+
+from omni_proxy.admin_ops.operation import Operation
+from omni_proxy.admin_ops.results import AdminResponse
+from omni_proxy.admin_ops.routes import ROLLOUT
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker
+from omni_proxy.weight_sync.operations.operation_queue import OperationQueue
+from omni_proxy.weight_sync.protocol.published_version import ALL_WORKERS
+from omni_proxy.weight_sync.rollout import machine
+from omni_proxy.weight_sync.rollout.batch import BatchChange, RolloutContext
+from omni_proxy.weight_sync.rollout.machine import (
+    Batch,
+    Finish,
+    FormerVersion,
+    Presence,
+    RolloutPhase,
+    RolloutWorker,
+    WorkerPhase,
+)
+from omni_proxy.weight_sync.rollout.progress import now_text
+from omni_proxy.weight_sync.rollout.worker_update import BY_RPC, CannotUpdate, inspect
+from omni_proxy.weight_sync.state.state_journal import PAUSED, UNCERTAIN
+from omni_proxy.weight_sync.store.manifest import StoredVersion
+from omni_proxy.weight_sync.store.service import StoreService
+from omni_proxy.wire.errors import HttpError
+
+POLL_SECS: Final = 0.2
+RETRY_SECS: Final = 1.0  # after a turn that could not be had
+# With one of these a worker's version is being read, or it is not up: it is waited for.
+_SETTLING: Final = frozenset(("unproven", "catching_up", LAUNCH_CORDON, PAUSED))
+_log = logging.getLogger(__name__)
+
+
+class FleetView:
+    """The fleet as a rollout sees it."""
+
+    def __init__(self, context: RolloutContext, store_service: StoreService) -> None:
+        self._context = context
+        self._fleet = context.operations.fleet
+        self._journal = context.operations.journal
+        self._store_service = store_service
+        self._rejected: dict[str, int] = {}  # URLs of newcomers that can't join, and their epoch
+
+    def presence(self) -> dict[str, Presence]:
+        return {row.url: self._presence(row) for row in self._context.progress.now.workers}
+
+    def _presence(self, row: RolloutWorker) -> Presence:
+        worker = self._fleet.find(row.url)
+        if worker is None or worker.health.state is Health.DEAD:
+            return Presence.GONE
+        if worker.health.state is Health.UNKNOWN:
+            return Presence.UNKNOWN
+        if worker.health.state is not Health.HEALTHY:
+            return Presence.DOWN
+        if worker.cordon_reasons & _SETTLING:
+            return Presence.UNKNOWN
+        epoch = self._context.progress.now.epoch
+        if row.phase is WorkerPhase.UPDATED and worker.weight_epoch != epoch:
+            return Presence.UNKNOWN if worker.weight_version is None else Presence.MISSED
+        return Presence.SERVING if worker.routable else Presence.OUT
+
+    async def newcomers(self) -> list[RolloutWorker]:
+        """Workers that came into the fleet since, or are healthy again."""
+        state = self._context.progress.now
+        known = {row.url for row in state.workers if row.phase is not WorkerPhase.SKIPPED}
+        expected = {row.url for row in state.workers}
+        joined = []
+        for worker in self._fleet.workers:
+            healthy = worker.health.state is Health.HEALTHY
+            settled = worker.weight_version is not None or UNCERTAIN in worker.cordon_reasons
+            if worker.url in known or worker.model != state.model or not (healthy and settled):
+                continue
+            if worker.url not in expected and not state.open_ended:
+                continue
+            if self._rejected.get(worker.url) == worker.health.epoch:
+                continue
+            try:
+                joined.append(await self.describe(worker))
+            except CannotUpdate as error:
+                self._rejected[worker.url] = worker.health.epoch
+                _log.warning("rollout_left_out worker=%s reason=%r", worker.url, str(error))
+        return joined
+
+    async def describe(self, worker: Worker) -> RolloutWorker:
+        """The worker as part of a rollout. Raises CannotUpdate."""
+        facts = await inspect(worker, self._context.credentials)
+        published = self._journal.published
+        due = published.target_for(worker.url, worker.model)
+        path = facts.path
+        if due is not None and due.epoch == worker.weight_epoch and due.path:
+            path = due.path
+        elif due is not None and facts.dialect == BY_RPC:
+            raise CannotUpdate(
+                "it is a vLLM server whose weights came from somewhere else than a path that is "
+                "known here, so there would be no way back"
+            )
+        former = FormerVersion(
+            label=facts.label,
+            epoch=worker.weight_epoch,
+            path=path,
+            number=self._number_of(worker.weight_epoch),
+            target=published.targets.get(worker.url),
+        )
+        return RolloutWorker(
+            url=worker.url,
+            dialect=facts.dialect,
+            former=None if worker.url in self._journal.uncertain else former,
+            served=worker.routable,
+        )
+
+    def _number_of(self, epoch: int) -> int:
+        versions = [v for v in self._store_service.versions() if epoch and v.epoch == epoch]
+        return versions[0].number if versions else 0
+
+    def find_stored(self, number: int) -> StoredVersion | None:
+        versions = [v for v in self._store_service.versions() if v.number == number]
+        return versions[0] if number and versions else None
+
+
+class RolloutDriver:
+    """`run` continues what an earlier run began and did not end."""
+
+    def __init__(
+        self,
+        context: RolloutContext,
+        queue: OperationQueue,
+        view: FleetView,
+        store_service: StoreService,
+    ) -> None:
+        self._context, self._queue, self._view = context, queue, view
+        self._progress = context.progress
+        self._fleet = context.operations.fleet
+        self._journal = context.operations.journal
+        self._store_service = store_service
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        progress = self._progress
+        progress.steps.clear()
+        if progress.active is not None:
+            progress.put(machine.recover(progress.now))
+            _log.warning("rollout_continued id=%s state=%s", progress.now.id, progress.now.phase)
+        while True:
+            if progress.active is None:
+                await progress.changed.wait()
+            else:
+                await self._advance()
+
+    async def _advance(self) -> None:
+        progress = self._progress
+        await self._look()
+        decision = machine.decide(progress.now, self._view.presence())
+        if isinstance(decision, Finish):
+            await self._finish(decision)
+        elif isinstance(decision, Batch):
+            await self._take_turn()
+        else:
+            progress.wait_for(decision.reason)
+            with trio.move_on_after(POLL_SECS):
+                await progress.changed.wait()
+
+    async def _look(self) -> None:
+        progress = self._progress
+        progress.put(machine.observe(progress.now, self._view.presence()))
+        if progress.now.phase is not RolloutPhase.ROLLING_BACK:
+            joined = await self._view.newcomers()
+            if joined and progress.now.phase in (RolloutPhase.RUNNING, RolloutPhase.PAUSED):
+                progress.put(machine.join(progress.now, joined))
+
+    async def _take_turn(self) -> None:
+        caller, now = self._progress.now.caller, trio.current_time()
+        operation = Operation(uuid4().hex, ROLLOUT, caller, now)
+        self._progress.wait_for("")
+        try:
+            await self._queue.run(operation, lambda: self._perform(operation))
+        except HttpError as error:
+            self._progress.wait_for(error.message)
+            await trio.sleep(RETRY_SECS)
+        finally:
+            self._progress.steps.clear()
+
+    async def _perform(self, operation: Operation) -> AdminResponse:
+        """The batch that is next now: the fleet may have changed while the turn was waited for."""
+        progress, presence = self._progress, self._view.presence()
+        progress.put(machine.observe(progress.now, presence))
+        batch = machine.decide(progress.now, presence)
+        urls = batch.urls if isinstance(batch, Batch) else ()
+        found = [self._fleet.find(url) for url in urls]
+        workers = [worker for worker in found if worker is not None]
+        if not isinstance(batch, Batch) or len(workers) < len(urls):
+            return AdminResponse(200, {"success": True, "message": "nothing was left to do"})
+        operation.target({worker.url: frozenset(worker.cordon_reasons) for worker in workers})
+        await BatchChange(self._context, operation, workers, restores=batch.restores).run()
+        rows = [progress.now.worker(worker.url) for worker in workers]
+        wanted = WorkerPhase.RESTORED if batch.restores else WorkerPhase.UPDATED
+        success = all(row.phase is wanted for row in rows)
+        message = (
+            "ok" if success else next((r.reason for r in rows if r.reason), progress.now.cause)
+        )
+        body = {"success": success, "message": message, "weight_epoch": progress.now.epoch or None}
+        return AdminResponse(200 if success else 502, body)
+
+    async def _finish(self, end: Finish) -> None:
+        progress = self._progress
+        state = progress.now
+        if end.phase is RolloutPhase.SUCCEEDED:
+            await self._publish_to_all()
+        else:
+            await self._journal.withdraw({}, (state.epoch_before, state.label_before))
+        progress.put(machine.finish(state, end, now_text()))
+        progress.wait_for("")
+        await progress.save()
+        level = logging.INFO if end.phase is RolloutPhase.SUCCEEDED else logging.WARNING
+        cause = f" cause={end.cause!r}" if end.cause else ""
+        name, phase = state.label, end.phase
+        _log.log(level, "rollout_%s id=%s version=%r%s", phase, state.id, name, cause)
+
+    async def _publish_to_all(self) -> None:
+        """From here on a worker that comes up is expected to have the version."""
+        state = self._progress.now
+        target = self._journal.published.targets.get(state.urls(WorkerPhase.UPDATED)[0])
+        if target is not None and state.open_ended:
+            everyone = tuple({worker.model for worker in self._fleet.workers})
+            target = replace(target, models=tuple({state.model, *everyone}))
+            await self._journal.extend(target, [ALL_WORKERS], only=True)
+        version = self._view.find_stored(state.number)
+        if version is not None:
+            await self._store_service.published(version, state.label, state.epoch)

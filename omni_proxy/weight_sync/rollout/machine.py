@@ -1,0 +1,419 @@
+"""The state machine of a rollout: which workers are next, and what an outcome leads to. Pure.
+
+    rollout  running <-> paused        running, paused -> rolling_back -> failed, cancelled
+                └─────────────────────> succeeded
+    worker   pending -> updating -> updated               -> restoring -> restored
+                           └─> broken (weights unknown) ──────┴─> lost (out, until resolved)
+                           └─> restored (it refused, and has what it had)
+    skipped: not healthy at the start, or gone from the fleet
+
+Invariants: never more than `max_unavailable` serving workers are out at a time while it goes
+forward; nothing but the canary is touched before every worker of it is updated; after the first
+failure or a cancel no further worker is updated, and each that was touched ends restored or lost.
+A state is a value: a step makes another one, and a step that does not fit raises InvalidStep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from omni_proxy.weight_sync.protocol.checksum_agreement import Digest
+from omni_proxy.weight_sync.protocol.published_version import TargetVersion
+
+
+class RolloutPhase(StrEnum):
+    """Of the rollout; the diagram is above."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    ROLLING_BACK = "rolling_back"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class WorkerPhase(StrEnum):
+    """Of one worker in a rollout; the diagram is above."""
+
+    PENDING = "pending"
+    UPDATING = "updating"
+    UPDATED = "updated"
+    BROKEN = "broken"
+    RESTORING = "restoring"
+    RESTORED = "restored"
+    LOST = "lost"
+    SKIPPED = "skipped"
+
+
+class Presence(StrEnum):
+    """How a worker stands apart from what the rollout does with it.
+
+    `MISSED`: it restarted after its update, and no longer has the new weights. `UNKNOWN`: not
+    probed yet, or its weights are being read.
+    """
+
+    SERVING = "serving"  # in rotation
+    OUT = "out"  # healthy, and kept out for another reason: disabled, uncertain
+    MISSED = "missed"
+    UNKNOWN = "unknown"
+    DOWN = "down"  # not healthy
+    GONE = "gone"  # dead, or not in the fleet
+
+
+_REACHABLE: Final = (Presence.SERVING, Presence.OUT, Presence.MISSED)
+_ENDED: Final = (RolloutPhase.SUCCEEDED, RolloutPhase.FAILED, RolloutPhase.CANCELLED)
+_TOUCHED: Final = (WorkerPhase.UPDATING, WorkerPhase.BROKEN, WorkerPhase.RESTORING)
+_SETTLED: Final = (WorkerPhase.RESTORED, WorkerPhase.LOST, WorkerPhase.SKIPPED)
+
+
+class FormerVersion(Struct, frozen=True, kw_only=True):
+    """What a worker had before: the version to go back to.
+
+    `path`: what its engine says that it loaded; `number`: of the version in the store, 0 if it is
+    not there. `target`: its row among the published versions. `digest`: None if not compared.
+    """
+
+    label: str
+    epoch: int = 0
+    path: str = ""
+    number: int = 0
+    target: TargetVersion | None = None
+    digest: Digest | None = None
+
+
+class RolloutWorker(Struct, frozen=True, kw_only=True):
+    """`dialect`: how its engine loads, see worker_update.py. `former`: None where it is unknown,
+    so that there is no way back. `served`: it was in rotation, so it counts when it is out."""
+
+    url: str
+    dialect: str = "disk"
+    phase: WorkerPhase = WorkerPhase.PENDING
+    reason: str = ""
+    former: FormerVersion | None = None
+    served: bool = False
+
+
+class RolloutState(Struct, frozen=True, kw_only=True):
+    """Everything that must survive a restart. Times are ISO texts.
+
+    `model`: of all its workers. `number`: of the stored version that is rolled out, 0 for `path`.
+    `epoch`: 0 until the first worker has the version; `digest`: that worker's. `open_ended`:
+    workers that join are included. `drain_secs`: 0 is no deadline. `epoch_before`,
+    `label_before`: what was published.
+    """
+
+    id: str
+    label: str
+    model: str | None = None
+    path: str = ""
+    number: int = 0
+    load_format: str = ""
+    caller: str = ""
+    begun_at: str = ""
+    ended_at: str = ""
+    max_unavailable: int = 1
+    canary: int = 1
+    pause_after_canary: bool = False
+    drain_secs: float = 0.0
+    open_ended: bool = True
+    phase: RolloutPhase = RolloutPhase.RUNNING
+    cause: str = ""
+    cancelled: bool = False
+    epoch: int = 0
+    epoch_before: int = 0
+    label_before: str | None = None
+    digest: Digest | None = None
+    workers: tuple[RolloutWorker, ...] = ()
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in _ENDED
+
+    @property
+    def name(self) -> str:
+        """For reasons and log lines."""
+        return f"rollout {self.id[:8]} to {self.label!r}"
+
+    def urls(self, *phases: WorkerPhase) -> tuple[str, ...]:
+        return tuple(worker.url for worker in self.workers if worker.phase in phases)
+
+    def worker(self, url: str) -> RolloutWorker:
+        """Raises InvalidStep for one that is not part of it."""
+        for worker in self.workers:
+            if worker.url == url:
+                return worker
+        raise InvalidStep(f"{url} is not part of the rollout")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a worker's weights are being changed now."""
+        return bool(self.urls(WorkerPhase.UPDATING, WorkerPhase.RESTORING))
+
+
+class InvalidStep(ValueError):
+    """The step does not fit the state; nothing changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """These workers are next; `restores`: they go back."""
+
+    urls: tuple[str, ...]
+    restores: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Nothing can be done now. `reason`: in words for whoever asks why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Nothing is left to do."""
+
+    phase: RolloutPhase
+    cause: str = ""
+
+
+Decision = Batch | Waiting | Finish
+
+
+# What is next
+
+
+def decide(state: RolloutState, presence: Mapping[str, Presence]) -> Decision:
+    """`presence`: of every worker of the rollout, by URL; one that is missing is gone."""
+    if state.ended:
+        return Finish(state.phase, state.cause)
+    if state.busy:
+        return Waiting("workers are being updated")
+    if state.phase is RolloutPhase.ROLLING_BACK:
+        return _decide_back(state, presence)
+    if state.phase is RolloutPhase.PAUSED:
+        return Waiting("paused: POST /weights/rollout/resume continues")
+    return _decide_forward(state, presence)
+
+
+def _decide_forward(state: RolloutState, presence: Mapping[str, Presence]) -> Decision:
+    here = {worker.url: presence.get(worker.url, Presence.GONE) for worker in state.workers}
+    missed = [url for url in state.urls(WorkerPhase.UPDATED) if here[url] is Presence.MISSED]
+    pending = [*state.urls(WorkerPhase.BROKEN), *missed, *state.urls(WorkerPhase.PENDING)]
+    if not pending:
+        if state.urls(WorkerPhase.UPDATED):
+            return Finish(RolloutPhase.SUCCEEDED)
+        return Finish(RolloutPhase.FAILED, "no worker is left that could be updated")
+    slots = state.max_unavailable - len(unavailable(state, presence))
+    updated = len(state.urls(WorkerPhase.UPDATED)) - len(missed)
+    quota = state.canary - updated if updated < state.canary else len(pending)
+    chosen: list[str] = []
+    for url in sorted(pending, key=lambda url: _urgency(state.worker(url), here[url])):
+        if len(chosen) >= quota or here[url] not in _REACHABLE:
+            continue
+        if here[url] is Presence.SERVING and state.worker(url).phase is WorkerPhase.PENDING:
+            if slots <= 0:
+                continue
+            slots -= 1
+        elif len(chosen) >= state.max_unavailable:
+            continue
+        chosen.append(url)
+    if chosen:
+        return Batch(tuple(chosen))
+    out = unavailable(state, presence) or [url for url in pending if here[url] not in _REACHABLE]
+    return Waiting(f"waits for workers that are out of rotation: {', '.join(out)}")
+
+
+def _urgency(worker: RolloutWorker, presence: Presence) -> int:
+    """Those that are out already, then serving ones: a canary without traffic shows little."""
+    if worker.phase is not WorkerPhase.PENDING:
+        return 0
+    return 1 if presence is Presence.SERVING else 2
+
+
+def _decide_back(state: RolloutState, presence: Mapping[str, Presence]) -> Decision:
+    """A worker that is not healthy is tried all the same: it must not keep the end away."""
+    touched = state.urls(WorkerPhase.BROKEN, WorkerPhase.UPDATED)
+    if not touched:
+        phase = RolloutPhase.CANCELLED if state.cancelled else RolloutPhase.FAILED
+        return Finish(phase, state.cause)
+    unknown = [url for url in touched if presence.get(url) is Presence.UNKNOWN]
+    if unknown:
+        return Waiting(f"waits for the first health checks of {', '.join(unknown)}")
+    out = [url for url in unavailable(state, presence) if url not in touched]
+    slots = max(state.max_unavailable - len(out), 1)
+    broken = [url for url in touched if state.worker(url).phase is WorkerPhase.BROKEN]
+    others = [url for url in touched if url not in broken]
+    return Batch(tuple([*broken, *others][:slots]), restores=True)
+
+
+def unavailable(state: RolloutState, presence: Mapping[str, Presence]) -> list[str]:
+    """Workers that served and do not now, whatever the reason; without those that are gone."""
+    return [
+        worker.url
+        for worker in state.workers
+        if worker.served
+        and worker.phase not in (WorkerPhase.SKIPPED, WorkerPhase.LOST)
+        and presence.get(worker.url, Presence.GONE) is not Presence.GONE
+        and (worker.phase in _TOUCHED or presence.get(worker.url) is not Presence.SERVING)
+    ]
+
+
+# Steps
+
+
+def join(state: RolloutState, workers: Iterable[RolloutWorker]) -> RolloutState:
+    """Workers that came into the fleet, or back. One that is part of it already is unchanged,
+    unless it was skipped."""
+    if state.ended or state.phase is RolloutPhase.ROLLING_BACK:
+        raise InvalidStep(f"nobody joins while it is {state.phase}")
+    rows = {worker.url: worker for worker in state.workers}
+    for worker in workers:
+        known = rows.get(worker.url)
+        if known is None or known.phase is WorkerPhase.SKIPPED:
+            rows[worker.url] = worker
+    return replace(state, workers=tuple(rows.values()))
+
+
+def observe(state: RolloutState, presence: Mapping[str, Presence]) -> RolloutState:
+    """Note who serves, and who is gone."""
+    return replace(state, workers=tuple(_observed(each, presence) for each in state.workers))
+
+
+def _observed(worker: RolloutWorker, presence: Mapping[str, Presence]) -> RolloutWorker:
+    now = presence.get(worker.url, Presence.GONE)
+    if now is Presence.SERVING and not worker.served:
+        return replace(worker, served=True)
+    working = (WorkerPhase.UPDATING, WorkerPhase.RESTORING)
+    if now is Presence.GONE and worker.phase not in (*working, *_SETTLED):
+        return replace(worker, phase=WorkerPhase.SKIPPED, reason="it is no longer in the fleet")
+    return worker
+
+
+def begin(state: RolloutState, urls: Collection[str]) -> RolloutState:
+    """From here on the weights of these workers are unknown."""
+    _require(state, RolloutPhase.RUNNING)
+    allowed = (WorkerPhase.PENDING, WorkerPhase.BROKEN, WorkerPhase.UPDATED)
+    return _moved(state, urls, allowed, WorkerPhase.UPDATING)
+
+
+def begin_restore(state: RolloutState, urls: Collection[str]) -> RolloutState:
+    _require(state, RolloutPhase.ROLLING_BACK)
+    allowed = (WorkerPhase.UPDATED, WorkerPhase.BROKEN)
+    return _moved(state, urls, allowed, WorkerPhase.RESTORING)
+
+
+def remember(state: RolloutState, url: str, former: FormerVersion) -> RolloutState:
+    """What the worker has, read just before it is touched."""
+    row = state.worker(url)
+    if row.phase is not WorkerPhase.PENDING:
+        raise InvalidStep(f"{url} is {row.phase}: what it had before can't be read any more")
+    return _with(state, replace(row, former=former))
+
+
+def succeed(
+    state: RolloutState, url: str, epoch: int, digest: Digest | None = None
+) -> RolloutState:
+    """The worker has the new version, proven as far as it can be."""
+    state = _moved(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.UPDATED)
+    state = replace(state, epoch=state.epoch or epoch, digest=state.digest or digest)
+    ready = len(state.urls(WorkerPhase.UPDATED)) == state.canary
+    rest = state.urls(WorkerPhase.PENDING, WorkerPhase.BROKEN, WorkerPhase.UPDATING)
+    if state.pause_after_canary and ready and rest and state.phase is RolloutPhase.RUNNING:
+        return replace(state, phase=RolloutPhase.PAUSED)
+    return state
+
+
+def refuse(state: RolloutState, url: str, reason: str) -> RolloutState:
+    """The worker refused, and certainly has what it had."""
+    state = _moved(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.RESTORED, reason)
+    return fail(state, f"{url}: {reason}")
+
+
+def break_off(state: RolloutState, url: str, reason: str) -> RolloutState:
+    """The update failed, and what the worker has now is unknown."""
+    state = _moved(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.BROKEN, reason)
+    return fail(state, f"{url}: {reason}")
+
+
+def restore(state: RolloutState, url: str) -> RolloutState:
+    """The worker has its former version again."""
+    reason = state.worker(url).reason
+    return _moved(state, [url], (WorkerPhase.RESTORING,), WorkerPhase.RESTORED, reason)
+
+
+def lose(state: RolloutState, url: str, reason: str) -> RolloutState:
+    """The worker could not be taken back: it stays out."""
+    return _moved(state, [url], (WorkerPhase.RESTORING,), WorkerPhase.LOST, reason)
+
+
+def fail(state: RolloutState, cause: str) -> RolloutState:
+    """The first cause is kept."""
+    if state.ended:
+        raise InvalidStep(f"it is {state.phase} already")
+    return replace(state, phase=RolloutPhase.ROLLING_BACK, cause=state.cause or cause)
+
+
+def pause(state: RolloutState) -> RolloutState:
+    """No further batch is begun; the one that runs ends."""
+    _require(state, RolloutPhase.RUNNING, RolloutPhase.PAUSED)
+    return replace(state, phase=RolloutPhase.PAUSED)
+
+
+def resume(state: RolloutState) -> RolloutState:
+    _require(state, RolloutPhase.RUNNING, RolloutPhase.PAUSED)
+    return replace(state, phase=RolloutPhase.RUNNING)
+
+
+def cancel(state: RolloutState, by: str) -> RolloutState:
+    """End it, and take back what it touched. Of one that rolls back already nothing changes."""
+    if state.phase is RolloutPhase.ROLLING_BACK:
+        return state
+    _require(state, RolloutPhase.RUNNING, RolloutPhase.PAUSED)
+    cause = f"cancelled by {by}" if by else "cancelled"
+    return replace(state, phase=RolloutPhase.ROLLING_BACK, cancelled=True, cause=cause)
+
+
+def recover(state: RolloutState) -> RolloutState:
+    """After a restart of the program: what was being changed then is unknown."""
+    urls = state.urls(WorkerPhase.UPDATING, WorkerPhase.RESTORING)
+    reason = "the proxy ended while it was being updated"
+    working = (WorkerPhase.UPDATING, WorkerPhase.RESTORING)
+    return _moved(state, urls, working, WorkerPhase.BROKEN, reason)
+
+
+def finish(state: RolloutState, end: Finish, at: str) -> RolloutState:
+    if state.busy or state.ended:
+        raise InvalidStep("it is not over" if state.busy else f"it is {state.phase} already")
+    return replace(state, phase=end.phase, cause=end.cause, ended_at=at)
+
+
+def _require(state: RolloutState, *phases: RolloutPhase) -> None:
+    if state.phase not in phases:
+        raise InvalidStep(f"the rollout is {state.phase}")
+
+
+def _moved(
+    state: RolloutState,
+    urls: Collection[str],
+    allowed: Collection[WorkerPhase],
+    phase: WorkerPhase,
+    reason: str = "",
+) -> RolloutState:
+    for url in urls:
+        row = state.worker(url)
+        if row.phase not in allowed:
+            raise InvalidStep(f"{url} is {row.phase}, which {phase} does not follow")
+        state = _with(state, replace(row, phase=phase, reason=reason))
+    return state
+
+
+def _with(state: RolloutState, row: RolloutWorker) -> RolloutState:
+    rows = tuple(row if each.url == row.url else each for each in state.workers)
+    return replace(state, workers=rows)

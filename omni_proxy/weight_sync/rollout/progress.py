@@ -1,0 +1,114 @@
+"""Where a rollout stands: its state in memory and in the journal, and whoever follows it.
+
+Invariant: each change of the state wakes up everybody who waits on `changed`. The state in memory
+leads: if the disk fails, only what has not begun is refused.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import trio
+
+from omni_proxy.weight_sync.rollout.machine import RolloutState, RolloutWorker
+from omni_proxy.weight_sync.state.state_journal import StateJournal
+
+
+class RolloutProgress:
+    """`state`: the present rollout, or the last one; None if there was none since the start.
+
+    `steps`: by worker URL, what is done with it now. `waits_for`: why nothing is done now.
+    """
+
+    def __init__(self, journal: StateJournal) -> None:
+        self._journal = journal
+        self.state: RolloutState | None = journal.rollout
+        self.steps: dict[str, str] = {}
+        self.waits_for = ""
+        self.changed = trio.Event()
+
+    @property
+    def active(self) -> RolloutState | None:
+        """The rollout that has not ended."""
+        return None if self.state is None or self.state.ended else self.state
+
+    @property
+    def now(self) -> RolloutState:
+        assert self.state is not None
+        return self.state
+
+    def put(self, state: RolloutState) -> None:
+        if state != self.state:
+            self.state = state
+            self._notify()
+
+    async def save(self) -> None:
+        """Write the state; a disk error is only reported."""
+        await self._journal.save_rollout(None if self.now.ended else self.now)
+
+    async def record(self, state: RolloutState) -> None:
+        """Write a state that is not taken yet, then take it. Raises OSError: nothing may be sent
+        then."""
+        await self._journal.record_rollout(state)
+        self.put(state)
+
+    def enter(self, url: str, step: str) -> None:
+        """What is done with a worker now; "" is nothing."""
+        if step:
+            self.steps[url] = step
+        else:
+            self.steps.pop(url, None)
+        self._notify()
+
+    def wait_for(self, reason: str) -> None:
+        if reason != self.waits_for:
+            self.waits_for = reason
+            self._notify()
+
+    def _notify(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()
+
+    def to_dict(self) -> dict[str, object] | None:
+        """JSON-ready; None if there was no rollout. The keys are documented in docs/rollout.md."""
+        state = self.state
+        if state is None:
+            return None
+        counted = [row for row in state.workers if row.phase != "skipped"]
+        return {
+            "id": state.id,
+            "state": self._word(state),
+            "weight_version": state.label,
+            "model_path": state.path or None,
+            "version": state.number or None,
+            "model": state.model,
+            "caller": state.caller,
+            "begun_at": state.begun_at,
+            "ended_at": state.ended_at or None,
+            "max_unavailable": state.max_unavailable,
+            "canary": state.canary,
+            "cause": state.cause or None,
+            "waits_for": (self.waits_for or None) if not state.ended else None,
+            "weight_epoch": state.epoch or None,
+            "updated": len([row for row in counted if row.phase == "updated"]),
+            "total": len(counted),
+            "workers": [self._row(row) for row in state.workers],
+        }
+
+    def _word(self, state: RolloutState) -> str:
+        pausing = state.phase == "paused" and (state.busy or bool(self.steps))
+        return "pausing" if pausing else state.phase.value
+
+    def _row(self, row: RolloutWorker) -> dict[str, object]:
+        former = row.former
+        return {
+            "worker": row.url,
+            "state": row.phase.value,
+            "step": self.steps.get(row.url),
+            "reason": row.reason or None,
+            "former_version": former.label if former is not None else None,
+        }
+
+
+def now_text() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,223 @@
+"""One worker in a rollout: what it has, calls that load a version, the proof, the probe request.
+
+An engine is told apart by what it answers:
+
+    dialect         known by                      loads by                    goes back to
+    disk            /model_info, /get_model_info  /update_weights_from_disk   its model_path
+    collective_rpc  /weight_info (vLLM, dev mode) reload_weights, then        root in /v1/models
+                                                  /update_weight_version
+Invariant: a result whose `unchanged` is true comes from an engine that still has what it had.
+Nothing is claimed of a worker that does not say so itself: label and digest are read back. Sources:
+weight-sync.md 3, real-engines.md 5.1, and the CPU build of vLLM 0.32.0 for `reload_weights`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from omni_proxy.admin_ops.model_info import told_of, version_of
+from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.upstream_http.engine_calls import flush_cache, generate_token
+from omni_proxy.weight_sync.delivery.deliver import DISK, DeliveryOptions, VersionDeliverer
+from omni_proxy.weight_sync.protocol.checksum_agreement import (
+    Digest,
+    compare_digests,
+    parse_digest,
+)
+from omni_proxy.weight_sync.store.manifest import StoredVersion
+from omni_proxy.weight_sync.store.version_store import UnknownVersion
+from omni_proxy.weight_sync.worker_calls import (
+    LABEL_SECS,
+    post_json,
+    read_labels,
+    request_checksums,
+    request_worker,
+)
+
+BY_DISK: Final = "disk"
+BY_RPC: Final = "collective_rpc"
+INFO_PATHS: Final = ("/model_info", "/get_model_info")
+WEIGHT_INFO: Final = "/weight_info"
+RPC: Final = "/collective_rpc"
+SET_LABEL: Final = "/update_weight_version"
+# What a vLLM server says that knows no such call: its weights are as they were.
+_UNKNOWN_CALL: Final = ("unexpected keyword argument", "has no attribute 'reload_weights'")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a worker says of itself. `path`: "" if it does not say what it loaded."""
+
+    dialect: str
+    label: str
+    path: str
+
+
+class CannotUpdate(Exception):
+    """A rollout can't change the weights of this worker; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where a version comes from: a path that the worker reads, or a stored version."""
+
+    label: str
+    path: str = ""
+    load_format: str = ""
+    version: StoredVersion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """`secs`: timeout of a call; `headers`: the caller's credentials; `verify`: compare digests."""
+
+    secs: float
+    verify: bool = True
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+async def inspect(worker: Worker, headers: Mapping[str, str]) -> EngineFacts:
+    """Raises CannotUpdate."""
+    for path in INFO_PATHS:
+        told = await _get(worker, path, headers)
+        if told.success:
+            return EngineFacts(BY_DISK, _label(told, path), _one(told.body, "model_path"))
+        if told.status not in ROUTE_ABSENT:
+            raise CannotUpdate(f"GET {path}: {told.why}")
+    told = await _get(worker, WEIGHT_INFO, headers)
+    if told.success:
+        return EngineFacts(BY_RPC, _label(told, WEIGHT_INFO), await _root_path(worker, headers))
+    if told.status not in ROUTE_ABSENT:
+        raise CannotUpdate(f"GET {WEIGHT_INFO}: {told.why}")
+    raise CannotUpdate(
+        "it has neither /model_info nor /weight_info: it is no SGLang server, and no vLLM server "
+        "in dev mode (VLLM_SERVER_DEV_MODE=1), so nothing can load other weights into it"
+    )
+
+
+class WorkerUpdater:
+    """Loads versions into workers; stored ones go through `deliverer`."""
+
+    def __init__(self, deliverer: VersionDeliverer) -> None:
+        self._deliverer = deliverer
+
+    async def load(
+        self, worker: Worker, dialect: str, source: WeightSource, settings: UpdateSettings
+    ) -> WorkerResult:
+        """Never raises for what the worker does."""
+        if source.version is not None:
+            return await self._deliver(worker, source, source.version, settings)
+        if dialect == BY_RPC:
+            return await _reload(worker, source, settings)
+        body = {"model_path": source.path, "weight_version": source.label, "flush_cache": True}
+        if source.load_format:
+            body["load_format"] = source.load_format
+        return await _post(worker, DISK, body, settings)
+
+    async def _deliver(
+        self, worker: Worker, source: WeightSource, version: StoredVersion, settings: UpdateSettings
+    ) -> WorkerResult:
+        options = DeliveryOptions(
+            label=source.label,
+            prove=settings.verify,
+            headers=settings.headers,
+            limit=settings.secs,
+        )
+        try:
+            (result,) = await self._deliverer.deliver(version, [worker], options)
+        except (UnknownVersion, OSError) as error:
+            why = f"{version.name} can't be read: {error}"
+            return WorkerResult(worker.url, 404, {"message": why})
+        return result
+
+
+async def read_digest(worker: Worker, settings: UpdateSettings) -> Digest | None:
+    """None if its digests can't be compared with those of others."""
+    (result,) = await request_checksums([worker], settings.headers, settings.secs)
+    digest = parse_digest(result)
+    return digest if isinstance(digest, Digest) else None
+
+
+async def check_label(worker: Worker, label: str, settings: UpdateSettings) -> str:
+    """Why the worker does not have the version, as far as its label tells; "" if it has it."""
+    now = (await read_labels([worker], settings.headers))[worker]
+    return "" if now == label else f"it reports the weight version {now!r} after loading {label!r}"
+
+
+def differs(digest: Digest | None, wanted: Digest | None) -> bool:
+    """Whether both can be compared and are not equal."""
+    if digest is None or wanted is None:
+        return False
+    return bool(compare_digests({"it": digest, "wanted": wanted}).mismatched)
+
+
+async def warm_up(worker: Worker, settings: UpdateSettings) -> str:
+    """Send a probe request that generates a token; return why it failed, "" if it did not.
+
+    An engine that refuses it (4xx: it generates no text) is not warmed, which is no failure.
+    """
+    outcome = await generate_token(worker, settings.headers, settings.secs)
+    if outcome.ok or (outcome.status is not None and 400 <= outcome.status < 500):
+        return ""
+    said = outcome.detail or outcome.body[:200].decode("utf-8", "replace")
+    return f"the probe request failed: {outcome.failure}" + (f": {said}" if said else "")
+
+
+async def _reload(worker: Worker, source: WeightSource, settings: UpdateSettings) -> WorkerResult:
+    """vLLM: every rank loads the path in place, then the label is set and the cache emptied."""
+    call = {"method": "reload_weights", "kwargs": {"weights_path": source.path}}
+    loaded = await _post(worker, RPC, call, settings)
+    if not loaded.success:
+        if any(words in loaded.why for words in _UNKNOWN_CALL):
+            why = f"it can't reload weights from a path: {loaded.why}"
+            return replace(loaded, status=400, body={"message": why})
+        return loaded
+    flushed = await flush_cache(worker, settings.headers, settings.secs)
+    if not flushed.ok:
+        message = f"weights were updated, but the prefix cache was not flushed: {flushed.failure}"
+        return replace(loaded, status=502, body={"success": False, "message": message})
+    named = await _post(worker, SET_LABEL, {"new_version": source.label}, settings)
+    if not named.success:
+        message = f"weights were updated, but not their label: {named.why}"
+        return replace(loaded, status=502, body={"success": False, "message": message})
+    return loaded
+
+
+async def _root_path(worker: Worker, headers: Mapping[str, str]) -> str:
+    told = await _get(worker, "/v1/models", headers)
+    cards = told.body.get("data") if told.success and isinstance(told.body, dict) else None
+    roots = [
+        card["root"]
+        for card in (cards if isinstance(cards, list) else ())
+        if isinstance(card, dict) and isinstance(card.get("root"), str) and not card.get("parent")
+    ]
+    return roots[0] if roots else ""
+
+
+async def _get(worker: Worker, path: str, headers: Mapping[str, str]) -> WorkerResult:
+    return await request_worker(worker, Call("GET", path, headers=headers, timeout_secs=LABEL_SECS))
+
+
+async def _post(
+    worker: Worker, path: str, body: Mapping[str, Any], settings: UpdateSettings
+) -> WorkerResult:
+    raw = json.dumps(body).encode()
+    return await post_json(worker, path, raw, settings.headers, settings.secs)
+
+
+def _label(told: WorkerResult, path: str) -> str:
+    """Raises CannotUpdate: without a label nothing could tell old from new weights."""
+    label = version_of(told.body)
+    if label is None:
+        raise CannotUpdate(f"GET {path} names no weight_version, or several")
+    return label
+
+
+def _one(body: object, fact: str) -> str:
+    found = told_of(body, fact)
+    return str(found[0]) if len(found) == 1 else ""

@@ -1,0 +1,380 @@
+"""The state machine against a naive model: a fleet in a list, changed as the machine says."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
+
+from omni_proxy.weight_sync.rollout import machine
+from omni_proxy.weight_sync.rollout.machine import (
+    Batch,
+    Finish,
+    FormerVersion,
+    InvalidStep,
+    Presence,
+    RolloutPhase,
+    RolloutState,
+    RolloutWorker,
+    Waiting,
+    WorkerPhase,
+)
+
+OLD, NEW, UNKNOWN = "old", "new", "unknown"
+
+
+def row(url, **fields):
+    return RolloutWorker(url=url, served=True, former=FormerVersion(label=OLD), **fields)
+
+
+def rollout(*urls, **fields):
+    return RolloutState(id="0123456789", label=NEW, workers=tuple(map(row, urls)), **fields)
+
+
+def serving(state):
+    return {each.url: Presence.SERVING for each in state.workers}
+
+
+def all_of(state):
+    """Whom `decide` names, with everybody in rotation."""
+    return machine.decide(state, serving(state))
+
+
+def updated(state, *urls, epoch=1):
+    for url in urls:
+        state = machine.succeed(machine.begin(state, [url]), url, epoch)
+    return state
+
+
+class Fleet(RuleBasedStateMachine):
+    """`weights`, `down`, `gone` and `kept_out` are the model: what a plain list of workers says."""
+
+    @initialize(
+        count=st.integers(1, 5),
+        max_unavailable=st.integers(1, 3),
+        canary=st.integers(0, 4),
+        pauses=st.booleans(),
+    )
+    def start(self, count, max_unavailable, canary, pauses):
+        urls = [f"w{at}" for at in range(count)]
+        self.state = rollout(
+            *urls,
+            max_unavailable=max_unavailable,
+            canary=min(canary, count),
+            pause_after_canary=pauses and canary > 0,
+        )
+        self.weights = dict.fromkeys(urls, OLD)
+        self.down, self.gone, self.kept_out = set(), set(), set()
+        self.failed = self.cancelled = False
+        self.touched = set()
+        self.ever_new = set()
+
+    # What the model says
+
+    def presence(self):
+        found = {}
+        for url in self.weights:
+            phase = self.state.worker(url).phase
+            if url in self.gone:
+                continue
+            if url in self.down:
+                found[url] = Presence.DOWN
+            elif phase is WorkerPhase.UPDATED and self.weights[url] != NEW:
+                found[url] = Presence.MISSED
+            elif url in self.kept_out or self.weights[url] == UNKNOWN:
+                found[url] = Presence.OUT
+            else:
+                found[url] = Presence.SERVING
+        return found
+
+    def out_now(self):
+        """Workers in the fleet that get no requests."""
+        away = self.down | self.kept_out
+        away |= {url for url, weights in self.weights.items() if weights == UNKNOWN}
+        away |= {url for url, found in self.presence().items() if found is Presence.MISSED}
+        busy = self.state.urls(WorkerPhase.UPDATING, WorkerPhase.RESTORING)
+        lost = self.state.urls(WorkerPhase.LOST, WorkerPhase.SKIPPED)
+        return (away | set(busy)) - self.gone - set(lost)
+
+    @property
+    def stopped(self):
+        return self.failed or self.cancelled
+
+    # What happens around it
+
+    @rule(at=st.integers(0, 4), what=st.sampled_from(("down", "gone", "kept_out")))
+    def trouble(self, at, what):
+        url = f"w{at}"
+        if url in self.weights and url not in self.state.urls(
+            WorkerPhase.UPDATING, WorkerPhase.RESTORING
+        ):
+            getattr(self, what).add(url)
+
+    @rule()
+    def all_is_well_again(self):
+        self.down, self.kept_out = set(), set()
+
+    @rule(at=st.integers(0, 4))
+    def restart_of_a_worker(self, at):
+        url = f"w{at}"
+        if self.weights.get(url) == NEW and url in self.state.urls(WorkerPhase.UPDATED):
+            self.weights[url] = "first"
+
+    @rule(command=st.sampled_from(("pause", "resume", "resume", "cancel")))
+    def steer(self, command):
+        before = self.state
+        try:
+            if command == "cancel":
+                self.state = machine.cancel(self.state, "me")
+                self.cancelled |= not self.failed
+            else:
+                self.state = getattr(machine, command)(self.state)
+        except InvalidStep:
+            assert before.phase not in (RolloutPhase.RUNNING, RolloutPhase.PAUSED)
+            assert self.state is before
+
+    @rule()
+    def restart_of_the_proxy(self):
+        if self.state.ended:
+            return
+        for url in self.state.urls(WorkerPhase.UPDATING, WorkerPhase.RESTORING):
+            self.weights[url] = UNKNOWN
+        self.state = machine.recover(self.state)
+
+    # What the machine says
+
+    @rule(
+        outcomes=st.lists(st.sampled_from(("new", "new", "new", "refused", "broken")), min_size=5)
+    )
+    def next_batch(self, outcomes):
+        self.state = machine.observe(self.state, self.presence())
+        decision = machine.decide(self.state, self.presence())
+        if isinstance(decision, Batch) and decision.restores:
+            self.back(decision, outcomes)
+        elif isinstance(decision, Batch):
+            self.forward(decision, outcomes)
+        elif isinstance(decision, Finish) and not self.state.ended:
+            self.end(decision)
+        elif isinstance(decision, Waiting):
+            self.wait(decision)
+
+    def forward(self, batch, outcomes):
+        assert not self.stopped
+        assert self.state.phase is RolloutPhase.RUNNING
+        here = self.presence()
+        assert set(batch.urls) <= set(here), "workers that are gone"
+        assert not set(batch.urls) & self.down
+        have = {url for url, weights in self.weights.items() if weights == NEW}
+        fresh = [url for url in batch.urls if here[url] is Presence.SERVING]
+        if len(self.state.urls(WorkerPhase.UPDATED)) < self.state.canary:
+            assert len(have - self.gone | set(batch.urls)) <= max(self.state.canary, len(have) + 1)
+        new_out = self.out_now() | set(batch.urls)
+        if fresh:  # a worker that serves leaves only if the budget allows it
+            served = {each.url for each in self.state.workers if each.served}
+            assert len(new_out & served) <= self.state.max_unavailable
+        self.state = machine.begin(self.state, batch.urls)
+        self.touched |= set(batch.urls)
+        for url, outcome in zip(batch.urls, outcomes, strict=False):
+            before = self.weights[url]
+            self.weights[url] = UNKNOWN
+            if outcome == "new":
+                self.weights[url] = NEW
+                self.ever_new.add(url)
+                self.state = machine.succeed(self.state, url, 7)
+            elif outcome == "refused" and before == OLD:
+                self.weights[url] = OLD
+                self.failed = True
+                self.state = machine.refuse(self.state, url, "no")
+            else:
+                self.failed = True
+                self.state = machine.break_off(self.state, url, "it broke")
+        left = batch.urls[len(outcomes) :]
+        assert not left
+
+    def back(self, batch, outcomes):
+        assert self.stopped
+        self.state = machine.begin_restore(self.state, batch.urls)
+        for url, outcome in zip(batch.urls, outcomes, strict=False):
+            if outcome == "new" and url not in self.down | self.gone:
+                self.weights[url] = OLD
+                self.state = machine.restore(self.state, url)
+            else:
+                self.weights[url] = UNKNOWN
+                self.state = machine.lose(self.state, url, "it does not answer")
+
+    def end(self, decision):
+        left = set(self.weights) - self.gone
+        if decision.phase is RolloutPhase.SUCCEEDED:
+            assert not self.stopped
+            assert {self.weights[url] for url in left} <= {NEW}
+        else:
+            lost = set(self.state.urls(WorkerPhase.LOST, WorkerPhase.SKIPPED))
+            assert {self.weights[url] for url in left - lost} <= {OLD}
+            assert (decision.phase is RolloutPhase.CANCELLED) is (self.cancelled)
+        self.state = machine.finish(self.state, decision, "now")
+        assert self.state.ended
+
+    def wait(self, decision):
+        """Only for a reason: it is paused, workers are away, or a batch runs."""
+        assert decision.reason
+        if self.state.busy:
+            return
+        paused = self.state.phase is RolloutPhase.PAUSED
+        served = {each.url for each in self.state.workers if each.served}
+        assert paused or len(self.out_now() & served) >= self.state.max_unavailable or self.down
+
+    # What always holds
+
+    @invariant()
+    def those_that_were_never_chosen_have_what_they_had(self):
+        if not hasattr(self, "state"):
+            return
+        for url in set(self.weights) - self.touched:
+            assert self.weights[url] == OLD
+            assert self.state.worker(url).phase in (WorkerPhase.PENDING, WorkerPhase.SKIPPED)
+
+    @invariant()
+    def no_worker_goes_forward_after_a_failure(self):
+        if hasattr(self, "state") and self.stopped:
+            assert self.state.phase in (
+                RolloutPhase.ROLLING_BACK, RolloutPhase.FAILED, RolloutPhase.CANCELLED
+            )  # fmt: skip
+
+    @precondition(lambda self: not self.state.ended)
+    @rule()
+    def left_alone_it_ends(self):
+        """With nobody away and every call a success, a bounded number of batches ends it."""
+        copy = (self.state, dict(self.weights), set(self.touched), set(self.down))
+        flags = (
+            self.failed,
+            self.cancelled,
+            set(self.gone),
+            set(self.kept_out),
+            set(self.ever_new),
+        )
+        self.down, self.kept_out = set(), set()
+        if self.state.busy:
+            for url in self.state.urls(WorkerPhase.UPDATING, WorkerPhase.RESTORING):
+                self.weights[url] = UNKNOWN
+            self.state = machine.recover(self.state)
+        for _ in range(4 * len(self.weights) + 4):
+            if self.state.ended:
+                break
+            if self.state.phase is RolloutPhase.PAUSED:
+                self.state = machine.resume(self.state)
+            self.next_batch(["new"] * 5)
+        assert self.state.ended, self.state
+        self.state, self.weights, self.touched, self.down = copy
+        self.failed, self.cancelled, self.gone, self.kept_out, self.ever_new = flags
+
+
+TestFleet = Fleet.TestCase
+TestFleet.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+
+
+def test_the_canary_comes_first_and_alone():
+    state = rollout("a", "b", "c", "d", max_unavailable=3, canary=1)
+    assert all_of(state) == Batch(("a",))
+    assert all_of(updated(state, "a")) == Batch(("b", "c", "d"))
+
+
+def test_a_canary_of_two_with_one_out_at_a_time_is_two_batches():
+    state = rollout("a", "b", "c", canary=2)
+    assert all_of(state) == Batch(("a",))
+    assert all_of(updated(state, "a")) == Batch(("b",))
+    assert all_of(updated(state, "a", "b")) == Batch(("c",))
+
+
+def test_a_worker_that_is_out_for_another_reason_counts_against_the_budget():
+    state = rollout("a", "b", "c")
+    decision = machine.decide(state, {**serving(state), "b": Presence.DOWN})
+    assert decision == Waiting("waits for workers that are out of rotation: b")
+
+
+def test_a_worker_that_never_served_costs_no_budget():
+    state = rollout("a", "b")
+    state = replace(state, workers=(replace(state.workers[0], served=False), state.workers[1]))
+    found = machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
+    assert found == Batch(("b",))  # the canary is one that serves
+    state = updated(state, "b")
+    assert machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == Batch(("a",))
+
+
+def test_it_pauses_after_the_canary_if_told_so():
+    state = updated(rollout("a", "b", pause_after_canary=True), "a")
+    assert state.phase is RolloutPhase.PAUSED
+    assert isinstance(all_of(state), Waiting)
+    assert all_of(machine.resume(state)) == Batch(("b",))
+    alone = updated(rollout("a", pause_after_canary=True), "a")
+    assert all_of(alone) == Finish(RolloutPhase.SUCCEEDED)
+
+
+def test_after_a_refusal_only_those_that_were_updated_go_back():
+    state = machine.begin(updated(rollout("a", "b", "c"), "a"), ["b"])
+    state = machine.refuse(state, "b", "bad file")
+    assert (state.phase, state.cause) == (RolloutPhase.ROLLING_BACK, "b: bad file")
+    assert all_of(state) == Batch(("a",), restores=True)
+    state = machine.restore(machine.begin_restore(state, ["a"]), "a")
+    end = all_of(state)
+    assert end == Finish(RolloutPhase.FAILED, "b: bad file")
+    state = machine.finish(state, end, "now")
+    assert [each.phase for each in state.workers] == ["restored", "restored", "pending"]
+
+
+def test_the_first_cause_is_kept():
+    state = machine.begin(rollout("a", "b", max_unavailable=2, canary=0), ["a", "b"])
+    state = machine.break_off(machine.refuse(state, "b", "one"), "a", "two")
+    assert state.cause == "b: one"
+    assert machine.cancel(state, "me").cause == "b: one"
+
+
+def test_after_a_restart_the_worker_that_was_changed_is_done_again():
+    state = machine.recover(machine.begin(rollout("a", "b"), ["a"]))
+    assert machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == Batch(("a",))
+    assert isinstance(machine.decide(state, {"a": Presence.DOWN, "b": Presence.SERVING}), Waiting)
+
+
+def test_after_a_restart_in_the_middle_of_going_back_it_goes_on_going_back():
+    state = machine.cancel(updated(rollout("a", "b"), "a"), "me")
+    state = machine.recover(machine.begin_restore(state, ["a"]))
+    waits = machine.decide(state, {"a": Presence.UNKNOWN, "b": Presence.SERVING})
+    assert waits == Waiting("waits for the first health checks of a")
+    found = machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
+    assert found == Batch(("a",), restores=True)
+
+
+def test_a_worker_that_restarted_after_its_update_is_done_again():
+    state = updated(rollout("a", "b"), "a", "b")
+    found = machine.decide(state, {"a": Presence.MISSED, "b": Presence.SERVING})
+    assert found == Batch(("a",))
+
+
+def test_with_nobody_left_it_fails():
+    state = machine.observe(rollout("a"), {})
+    assert all_of(state) == Finish(RolloutPhase.FAILED, "no worker is left that could be updated")
+
+
+@pytest.mark.parametrize("step", ["begin", "begin_restore"])
+def test_a_step_that_does_not_fit_changes_nothing(step):
+    state = rollout("a")
+    state = state if step == "begin_restore" else machine.pause(state)
+    with pytest.raises(InvalidStep):
+        getattr(machine, step)(state, ["a"])
+    with pytest.raises(InvalidStep, match="not part"):
+        machine.begin(rollout("a"), ["z"])
+
+
+@given(
+    st.lists(st.sampled_from(WorkerPhase), max_size=6),
+    st.sampled_from(RolloutPhase),
+    st.lists(st.sampled_from(Presence), min_size=6, max_size=6),
+)
+def test_every_state_has_a_decision(phases, phase, presences):
+    workers = tuple(row(f"w{at}", phase=each) for at, each in enumerate(phases))
+    state = replace(rollout(), workers=workers, phase=phase)
+    presence = {f"w{at}": each for at, each in enumerate(presences)}
+    decision = machine.decide(state, presence)
+    if isinstance(decision, Batch):
+        assert decision.urls
+        begin = machine.begin_restore if decision.restores else machine.begin
+        assert begin(state, decision.urls).busy
