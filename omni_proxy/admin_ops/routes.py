@@ -99,7 +99,9 @@ BY_PATH: Final = {route.path: route for route in ROUTES}
 RESOLVES: Final = ("/weights/resolve", "/weight_update_journal/resolve")
 # Whoever refuses one of these says `success`, `message` and `status` at the top, too.
 ROLLBACK: Final = AdminRoute("/weights/rollback", Kind.UPDATE, whole=True)
-TOPPED: Final = frozenset((*BY_PATH, *RESOLVES, ROLLBACK.path))
+ROLLOUT: Final = AdminRoute("/weights/rollout", Kind.UPDATE, whole=True)
+STEER_ROLLOUT: Final = tuple(f"{ROLLOUT.path}/{step}" for step in ("pause", "resume", "cancel"))
+TOPPED: Final = frozenset((*BY_PATH, *RESOLVES, ROLLBACK.path, ROLLOUT.path, *STEER_ROLLOUT))
 CONTINUE: Final = BY_PATH["/continue_generation"]
 # Everything else that the front answers: a path, or what begins with one of these.
 _PATHS: Final = frozenset(

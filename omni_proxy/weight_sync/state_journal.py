@@ -22,6 +22,7 @@ from typing import Final
 
 import msgspec
 import trio
+from msgspec.structs import replace
 
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.health import Health
@@ -43,6 +44,7 @@ from omni_proxy.weight_sync.protocol.published_version import (
     PublishedVersion,
     TargetVersion,
 )
+from omni_proxy.weight_sync.rollout.machine import RolloutState
 
 
 def folder_for(state_file: Path | None, config: Config, environ: Mapping[str, str]) -> Path:
@@ -134,6 +136,7 @@ class StateJournal:
         self._all_uncertain = ""  # the reason, if all workers are uncertain since the start
         self._operation: JournalEntry | None = None
         self._sync: JournalEntry | None = None
+        self.rollout: RolloutState | None = None  # the one that has not ended
         # Members of a group whose sync was cut short when the proxy ended, and the group's name.
         self.leftover_members: tuple[str, ...] = ()
         self.leftover_group = ""
@@ -151,6 +154,7 @@ class StateJournal:
             self.uncertain = journal.uncertain_at_start()
             self.cordoned_paused = set(journal.paused)
             self.paused_engines, self._pauses = set(journal.pauses), dict(journal.pauses)
+            self.rollout = journal.rollout
             if journal.sync is not None:
                 self.leftover_members = journal.sync.targets
                 self.leftover_group = journal.sync.operation
@@ -208,9 +212,9 @@ class StateJournal:
                 await trio.to_thread.run_sync(self._file.set_aside)
             except OSError as error:
                 self.record_error(error)
-        if self._operation is not None or self._sync is not None:
+        if (self._operation, self._sync, self.rollout) != (None, None, None):
             # The service was restarted in the middle of it: the same as a restart of the program.
-            cut_short = Journal(in_progress=self._operation, sync=self._sync)
+            cut_short = Journal(in_progress=self._operation, sync=self._sync, rollout=self.rollout)
             self.mark_uncertain(cut_short.uncertain_at_start())
             self._sync = None
         for worker in self._fleet.workers:
@@ -233,6 +237,22 @@ class StateJournal:
             except OSError:
                 self._sync = before
                 raise
+
+    async def record_rollout(self, rollout: RolloutState) -> None:
+        """Raises OSError: then no call may be sent."""
+        async with self._write_lock:
+            before, self.rollout = self.rollout, rollout
+            try:
+                await self._write(self._operation)
+            except OSError:
+                self.rollout = before
+                raise
+
+    async def save_rollout(self, rollout: RolloutState | None) -> None:
+        """As it stands now; None once it has ended."""
+        async with self._write_lock:
+            self.rollout = rollout
+            await self._try_to_write()
 
     async def finish_sync(self) -> None:
         """The fate of every member is decided, and no group is left."""
@@ -262,9 +282,23 @@ class StateJournal:
         """Publish the next epoch; it never goes back. `urls`: its targets, None for all workers."""
         known = {ALL_WORKERS, *(worker.url for worker in self._fleet.workers)}
         rows = {url: row for url, row in self.published.targets.items() if url in known}
-        self.published = PublishedVersion(self.published.epoch, None, rows).after(target, urls)
+        self.published = replace(self.published, targets=rows).after(target, urls)
         await self._write_published()
         return self.published
+
+    async def extend(
+        self, target: TargetVersion, urls: Iterable[str], *, only: bool = False
+    ) -> None:
+        """Further workers have the version that was published last; `only`: the other rows go."""
+        self.published = self.published.extended(target, urls, only=only)
+        await self._write_published()
+
+    async def withdraw(
+        self, rows: Mapping[str, TargetVersion | None], to: tuple[int, str | None] | None = None
+    ) -> None:
+        """See `PublishedVersion.withdrawn`."""
+        self.published = self.published.withdrawn(rows, to)
+        await self._write_published()
 
     async def waive_targets(self, urls: Iterable[str]) -> None:
         """An operator vouches for the weights of these workers, whatever update they missed."""
@@ -314,6 +348,7 @@ class StateJournal:
         journal = Journal(
             in_progress=operation,
             sync=self._sync,
+            rollout=self.rollout,
             uncertain=dict(self.uncertain),
             paused=tuple(sorted(self.cordoned_paused)),
             pauses=pauses,

@@ -41,14 +41,14 @@ class RollbackSource:
         requested = call.body_field("version")
         if requested is None:
             if store.previous is None:
-                raise _unknown("there is no version before the current one", store)
+                raise unknown_version("there is no version before the current one", store)
             return store.previous
         try:
             if isinstance(requested, bool) or not isinstance(requested, int | str):
                 raise HttpError(400, "version must be a number or a label", "invalid_version")
             return store.find(requested)
         except UnknownVersion as error:
-            raise _unknown(str(error), store) from None
+            raise unknown_version(str(error), store) from None
 
     async def open_store(self) -> VersionStore:
         """Raises HttpError 404 if no versions are kept, 503 if they cannot be read."""
@@ -84,7 +84,7 @@ class Rollback(OperationRunner):
             async with self._source.store_service.lease(self._version):
                 return await super().run(workers)
         except UnknownVersion as error:
-            raise _unknown(str(error), await self._source.open_store()) from None
+            raise unknown_version(str(error), await self._source.open_store()) from None
 
     async def _call_workers(self, workers: Sequence[Worker]) -> list[WorkerResult]:
         version = self._version
@@ -114,6 +114,6 @@ class Rollback(OperationRunner):
         return published
 
 
-def _unknown(message: str, store: VersionStore) -> HttpError:
+def unknown_version(message: str, store: VersionStore) -> HttpError:
     versions = [version.to_dict(current=version == store.current) for version in store.versions()]
     return HttpError(404, message, "unknown_version", detail=message, versions=versions)

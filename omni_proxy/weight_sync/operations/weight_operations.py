@@ -40,6 +40,7 @@ from omni_proxy.weight_sync.operations.operation_queue import DetachedCalls, Ope
 from omni_proxy.weight_sync.operations.rollback import Rollback, RollbackSource
 from omni_proxy.weight_sync.operations.runner import OperationRunner
 from omni_proxy.weight_sync.operations.version_probe import VersionProbe
+from omni_proxy.weight_sync.rollout.service import RolloutCall, RolloutService
 from omni_proxy.weight_sync.session.endpoint import SyncEndpoint
 from omni_proxy.weight_sync.state_journal import PAUSED, JournalFile, OperationContext, StateJournal
 from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs
@@ -132,6 +133,9 @@ class WeightOperations:
         self.rollback_source = RollbackSource(versions.store_service, versions.deliverer)
         self.sync = SyncEndpoint(self._context, versions)
         self.sync.lifecycle.on_left = self._probe_again
+        self.rollouts = RolloutService(
+            self._context, self._queue, self.rollback_source, self.sync.check_conflict
+        )
         self._deferred: set[str] = set()  # URLs to probe after the current operation
         self._calls = DetachedCalls(self.sync.store_response)
         self._probe = VersionProbe(
@@ -151,6 +155,7 @@ class WeightOperations:
                 self._calls.nursery = nursery
                 self._probe.start(nursery)
                 nursery.start_soon(self.journal.follow_restarts)
+                nursery.start_soon(self.rollouts.run)
                 task_status.started()
                 await trio.sleep_forever()
         finally:
@@ -161,6 +166,10 @@ class WeightOperations:
         """Run the call and wait for the response. Cancellation ends only the wait."""
         return await self._calls.run(call.key, lambda: self._perform(call))
 
+    async def start_rollout(self, call: RolloutCall) -> AdminResponse:
+        """Begin it, and answer 202. Cancellation ends only the wait."""
+        return await self._calls.run(call, lambda: self.rollouts.start(call))
+
     async def resolve(self, headers: Mapping[str, str], caller: str = "") -> AdminResponse:
         """Let uncertain workers continue, and put them back into rotation."""
         return await self._calls.run(("resolve",), lambda: self._resolve(headers, caller))
@@ -170,6 +179,7 @@ class WeightOperations:
         return {
             **queue_status(self._queue),
             "sync": self.sync.status(),
+            "rollout": self.rollouts.status(),
             "store": self.version_service.status(),
             **journal_status(self.journal, self._fleet.workers),
             "history": list(self.history.rows),
@@ -189,6 +199,7 @@ class WeightOperations:
     async def _perform(self, call: AdminCall) -> AdminResponse:
         if not call.route.takes_turn:
             return await self._call_at_once(call)
+        self.rollouts.check_conflict(call.route)
         if self.sync.handles(call.route):
             return await self._sync_step(call)
         self.sync.check_conflict(call.route)
@@ -197,6 +208,7 @@ class WeightOperations:
 
         async def perform() -> AdminResponse:
             workers = self._targets(call)  # again, because the fleet may have changed meanwhile
+            self.rollouts.check_conflict(call.route)
             self.sync.check_conflict(call.route)
             _check_rank_clash(call, workers)
             return await self._runner(call, operation).run(workers)
@@ -222,6 +234,7 @@ class WeightOperations:
         operation = self._new_operation(call.route, call.caller)
 
         async def perform() -> AdminResponse:
+            self.rollouts.check_conflict(call.route)
             lifecycle = self.sync.lifecycle
             known = [*lifecycle.workers, *lifecycle.recipients]
             workers = self._targets(call) if call.route.path == INIT else known

@@ -3,6 +3,7 @@
     at the start        uncertain                      because
     operation begun     its targets                    the proxy ended in the middle of it
     sync, from arming   its members                    their receivers may have gone on
+    rollout             those it was changing          the proxy ended in the middle of it
     uncertain workers   these workers                  the recorded reason
     unreadable          all workers                    anything may have been in progress
 A worker that a trainer paused stays paused: its engine still is.
@@ -17,6 +18,8 @@ import json
 
 import msgspec
 from msgspec import Struct, field
+
+from omni_proxy.weight_sync.rollout.machine import RolloutState, WorkerPhase
 
 FORMAT = 1
 # In these steps of a sync a member holds no new weights yet.
@@ -60,17 +63,19 @@ class Journal(Struct, frozen=True, kw_only=True):
 
     `pauses`: worker URL to the record of its pause, whether it is cordoned for that or not.
     `sync`: the weight sync with a trainer's group, which lasts longer than one operation of it.
+    `rollout`: the rollout that has not ended; it is continued at the next start.
     """
 
     format: int = FORMAT
     in_progress: JournalEntry | None = field(default=None, name="begun")
     sync: JournalEntry | None = None
+    rollout: RolloutState | None = None
     uncertain: dict[str, str] = {}
     paused: tuple[str, ...] = ()
     pauses: dict[str, PauseRecord] = {}
 
     def __bool__(self) -> bool:
-        running = self.in_progress is not None or self.sync is not None
+        running = (self.in_progress, self.sync, self.rollout) != (None, None, None)
         return running or bool(self.uncertain or self.paused or self.pauses)
 
     def uncertain_at_start(self) -> dict[str, str]:
@@ -83,6 +88,10 @@ class Journal(Struct, frozen=True, kw_only=True):
                     f"(begun {entry.begun_at}, step {entry.step})"
                 )
                 reasons |= dict.fromkeys(entry.targets, reason)
+        if self.rollout is not None:
+            changing = (WorkerPhase.UPDATING, WorkerPhase.RESTORING)
+            reason = f"{self.rollout.name}: the proxy ended while it was being updated"
+            reasons |= dict.fromkeys(self.rollout.urls(*changing), reason)
         return {**reasons, **self.uncertain}
 
 

@@ -20,7 +20,7 @@ class TargetVersion(Struct, frozen=True, kw_only=True):
     """`named`: no worker had this label before, so the label alone proves the weights.
 
     `digest`: over whole tensors, "" if none was agreed on. `waived`: an operator vouches for the
-    worker's weights.
+    worker's weights. `path`: from where a rollout loaded them, "" otherwise.
     """
 
     label: str | None
@@ -29,6 +29,7 @@ class TargetVersion(Struct, frozen=True, kw_only=True):
     digest: str = ""
     models: tuple[str | None, ...] = ()
     waived: bool = False
+    path: str = ""
 
     def is_proven_by(self, label: str | None) -> bool:
         return self.named and label is not None and label == self.label
@@ -46,12 +47,14 @@ class TargetVersion(Struct, frozen=True, kw_only=True):
 class PublishedVersion(Struct, frozen=True, omit_defaults=True):
     """The last version that workers took from an update: the proxy's number for it, and its label.
 
-    `targets`: by worker URL, or ALL_WORKERS.
+    `targets`: by worker URL, or ALL_WORKERS. `highest`: the highest number that was ever given, if
+    a rollout that had a higher one was taken back; no number is given twice.
     """
 
     epoch: int
     label: str | None
     targets: dict[str, TargetVersion] = field(default_factory=dict, name="due")
+    highest: int = 0
 
     def target_for(self, url: str, model: str | None) -> TargetVersion | None:
         target = self.targets.get(url)
@@ -62,10 +65,32 @@ class PublishedVersion(Struct, frozen=True, omit_defaults=True):
 
     def after(self, target: TargetVersion, urls: Iterable[str] | None) -> PublishedVersion:
         """The next epoch; `urls` are the targets of the update, None for all workers."""
-        epoch = self.epoch + 1
+        epoch = max(self.epoch, self.highest) + 1
         target = replace(target, epoch=epoch)
         rows = {ALL_WORKERS: target} if urls is None else self.targets | dict.fromkeys(urls, target)
         return PublishedVersion(epoch, target.label, rows)
+
+    def extended(
+        self, target: TargetVersion, urls: Iterable[str], *, only: bool = False
+    ) -> PublishedVersion:
+        """Further workers took the version of this epoch; `only`: the other rows go."""
+        rows = {} if only else self.targets
+        return replace(self, targets=rows | dict.fromkeys(urls, target))
+
+    def withdrawn(
+        self, rows: Mapping[str, TargetVersion | None], to: tuple[int, str | None] | None = None
+    ) -> PublishedVersion:
+        """These workers have their former rows again; None: none of their own.
+
+        `to`: the epoch and the label that count as published again.
+        """
+        targets = {url: row for url, row in self.targets.items() if url not in rows}
+        targets |= {url: row for url, row in rows.items() if row is not None}
+        if to is None:
+            return replace(self, targets=targets)
+        highest = max(self.epoch, self.highest)
+        epoch, label = to
+        return PublishedVersion(epoch, label, targets, highest if highest > epoch else 0)
 
     def waive(self, models: Mapping[str, str | None]) -> PublishedVersion:
         """`models`: worker URL to model, of the workers that an operator vouches for."""

@@ -35,7 +35,7 @@ from omni_proxy.weight_sync.rollout.worker_update import (
     read_digest,
     warm_up,
 )
-from omni_proxy.weight_sync.state.state_journal import UPDATING, OperationContext
+from omni_proxy.weight_sync.state_journal import UPDATING, OperationContext
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.worker_calls import limit_secs
 

@@ -34,7 +34,7 @@ from omni_proxy.weight_sync.rollout.machine import (
 )
 from omni_proxy.weight_sync.rollout.progress import now_text
 from omni_proxy.weight_sync.rollout.worker_update import BY_RPC, CannotUpdate, inspect
-from omni_proxy.weight_sync.state.state_journal import PAUSED, UNCERTAIN
+from omni_proxy.weight_sync.state_journal import PAUSED, UNCERTAIN
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.wire.errors import HttpError

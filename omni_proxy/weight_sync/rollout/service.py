@@ -32,7 +32,7 @@ from omni_proxy.weight_sync.rollout.machine import (
 from omni_proxy.weight_sync.rollout.progress import RolloutProgress, now_text
 from omni_proxy.weight_sync.rollout.request import RolloutRequest, invalid
 from omni_proxy.weight_sync.rollout.worker_update import BY_RPC, CannotUpdate, WorkerUpdater
-from omni_proxy.weight_sync.state.state_journal import OperationContext
+from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.version_store import UnknownVersion
 from omni_proxy.wire.errors import HttpError

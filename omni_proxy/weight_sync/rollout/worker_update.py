@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from omni_proxy.admin_ops.model_info import told_of, version_of
-from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.admin_ops.results import WorkerResult, label_reported, version_of
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 from omni_proxy.upstream_http.engine_calls import flush_cache, generate_token
@@ -219,5 +218,5 @@ def _label(told: WorkerResult, path: str) -> str:
 
 
 def _one(body: object, fact: str) -> str:
-    found = told_of(body, fact)
+    found = label_reported(body, fact)
     return str(found[0]) if len(found) == 1 else ""
