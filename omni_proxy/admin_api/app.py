@@ -23,6 +23,7 @@ from omni_proxy.admin_api.routes.health_routes import FleetHealthRoutes
 from omni_proxy.admin_api.routes.metrics_routes import MetricsRoutes
 from omni_proxy.admin_api.routes.models_routes import ExplainRoutes, MergedModelRoutes
 from omni_proxy.admin_api.routes.rl_routes import RlRoutes
+from omni_proxy.admin_api.routes.rollout_routes import RolloutRoutes
 from omni_proxy.admin_api.routes.sglang_routes import SglangRoutes
 from omni_proxy.admin_api.routes.weight_routes import WeightOperationRoutes, WeightVersionRoutes
 from omni_proxy.admin_api.routes.worker_routes import DrainRoutes, WorkerRoutes
@@ -67,6 +68,7 @@ def create_app(services: Services) -> QuartTrio:
         BroadcastRoutes(services, selectors),
         WeightOperationRoutes(services),
         WeightVersionRoutes(services),
+        RolloutRoutes(services, selectors),
         RlRoutes(services, records, selectors),
     ):
         routes.mount(app)

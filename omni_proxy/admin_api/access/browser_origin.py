@@ -28,7 +28,8 @@ READING: Final = frozenset(
         "/v1/models/<path:model>", "/server_info",
         "/get_server_info", "/get_model_info", "/model_info", "/get_loads", "/v1/loads",
         "/metrics", "/engine_metrics", "/feed", "/config", "/dashboard", "/openapi.json",
-        "/weights", "/weights/versions", "/v1/rl/workers", "/v1/rl/workers/<path:name>",
+        "/weights", "/weights/versions", "/weights/rollout", "/v1/rl/workers",
+        "/v1/rl/workers/<path:name>",
     )
 )  # fmt: skip
 # Under any Host: health, for balancers and for Kubernetes, which ask by a service's name; what a

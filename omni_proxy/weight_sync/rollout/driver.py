@@ -151,7 +151,7 @@ class RolloutDriver:
     async def run(self) -> None:
         """Until cancelled."""
         progress = self._progress
-        progress.steps.clear()
+        progress.clear_steps()
         if progress.active is not None:
             progress.put(machine.recover(progress.now))
             _log.warning("rollout_continued id=%s state=%s", progress.now.id, progress.now.phase)
@@ -192,7 +192,7 @@ class RolloutDriver:
             self._progress.wait_for(error.message)
             await trio.sleep(RETRY_SECS)
         finally:
-            self._progress.steps.clear()
+            self._progress.clear_steps()
 
     async def _perform(self, operation: Operation) -> AdminResponse:
         """The batch that is next now: the fleet may have changed while the turn was waited for."""

@@ -26,6 +26,7 @@ class RolloutProgress:
         self.steps: dict[str, str] = {}
         self.waits_for = ""
         self.changed = trio.Event()
+        self.revision = 0  # one more after each change
 
     @property
     def active(self) -> RolloutState | None:
@@ -60,12 +61,18 @@ class RolloutProgress:
             self.steps.pop(url, None)
         self._notify()
 
+    def clear_steps(self) -> None:
+        if self.steps:
+            self.steps.clear()
+            self._notify()
+
     def wait_for(self, reason: str) -> None:
         if reason != self.waits_for:
             self.waits_for = reason
             self._notify()
 
     def _notify(self) -> None:
+        self.revision += 1
         self.changed.set()
         self.changed = trio.Event()
 

@@ -1,0 +1,125 @@
+"""POST and GET /weights/rollout, and its pause, resume and cancel; progress as JSON or as events.
+
+Invariant: a reader of the events changes nothing, and its end changes nothing; the number of
+readers is bounded, and none delays a shutdown. All need the admin key.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import trio
+from quart import Quart, Response, request
+
+from omni_proxy.admin_api.responses import json_object, json_response
+from omni_proxy.admin_api.routes.broadcast_routes import caller, shown
+from omni_proxy.admin_api.routes.dashboard_routes import RETRY, Body, Places
+from omni_proxy.admin_api.routes.models_routes import passed_on
+from omni_proxy.admin_api.selector_resolution import SelectorResolver
+from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_ops.routes import ROLLOUT
+from omni_proxy.weight_sync.rollout.progress import RolloutProgress
+from omni_proxy.weight_sync.rollout.request import parse_rollout
+from omni_proxy.weight_sync.rollout.service import RolloutCall
+from omni_proxy.wire.errors import HttpError, to_json
+
+READERS: Final = 32
+POLL_SECS: Final = 1.0  # how late a reader hears that the proxy leaves
+KEEP_ALIVE_SECS: Final = 15.0
+APART_SECS: Final = 0.05  # steps of many workers at once are one event
+EVENTS: Final = "text/event-stream"
+
+
+class _RolloutEvents(Body):
+    """The rollout at the beginning, and after each change until it has ended."""
+
+    def __init__(self, places: Places, services: Services, progress: RolloutProgress) -> None:
+        super().__init__(places)
+        self._services, self._progress = services, progress
+        self._seen: int | None = None
+        self._told_at = 0.0
+        self._ended = False
+
+    async def __anext__(self) -> bytes:
+        if self._ended:
+            raise StopAsyncIteration
+        if self._seen is None:
+            return RETRY + self._event()
+        await trio.sleep(APART_SECS)
+        while self._seen == self._progress.revision:
+            with trio.move_on_after(POLL_SECS):
+                await self._progress.changed.wait()
+            if self._services.data_plane.draining:
+                raise StopAsyncIteration
+            if trio.current_time() - self._told_at >= KEEP_ALIVE_SECS:
+                self._told_at = trio.current_time()
+                return b": keep-alive\n\n"
+        return self._event()
+
+    def _event(self) -> bytes:
+        self._seen, self._told_at = self._progress.revision, trio.current_time()
+        self._ended = self._progress.active is None
+        return b"data: %b\n\n" % to_json(self._progress.to_dict())
+
+
+class RolloutRoutes:
+    def __init__(self, services: Services, selectors: SelectorResolver) -> None:
+        self._services, self._selectors = services, selectors
+        self._places = Places(READERS, "too_many_readers")
+
+    def mount(self, app: Quart) -> None:
+        path = ROLLOUT.path
+        app.add_url_rule(path, "weights_rollout", self.begin, methods=["POST"])
+        app.add_url_rule(path, "weights_rollout_shown", self.show)
+        app.add_url_rule(f"{path}/pause", "rollout_pause", self.pause, methods=["POST"])
+        app.add_url_rule(f"{path}/resume", "rollout_resume", self.resume, methods=["POST"])
+        app.add_url_rule(f"{path}/cancel", "rollout_cancel", self.cancel, methods=["POST"])
+
+    async def begin(self) -> Response:
+        """202 once it is planned and recorded; its end is in the events, or under its location."""
+        parsed = parse_rollout(await json_object())
+        key = passed_on(request.headers).get("authorization")
+        answer = await self._services.weight_operations.start_rollout(
+            RolloutCall(
+                parsed,
+                await self._selectors.urls(request.args.get("selector")),
+                caller(),
+                {"authorization": key} if key else {},
+            )
+        )
+        if answer.ok and _wants_events():
+            return self._events()
+        response = shown(answer)
+        if answer.ok:
+            response.headers["Location"] = ROLLOUT.path
+        return response
+
+    async def show(self) -> Response:
+        told = self._services.weight_operations.rollouts.status()
+        if told is None:
+            message = "there was no rollout since the proxy started"
+            raise HttpError(404, message, "no_rollout", detail=message)
+        return self._events() if _wants_events() else json_response(told)
+
+    async def pause(self) -> Response:
+        return shown(await self._services.weight_operations.rollouts.pause())
+
+    async def resume(self) -> Response:
+        return shown(await self._services.weight_operations.rollouts.resume())
+
+    async def cancel(self) -> Response:
+        return shown(await self._services.weight_operations.rollouts.cancel(caller()))
+
+    def _events(self) -> Response:
+        self._places.refuse_past_bound()
+        progress = self._services.weight_operations.rollouts.progress
+        response = Response(b"", content_type=EVENTS)
+        response.headers.remove("Content-Length")
+        response.headers["Cache-Control"] = "no-store"
+        response.response = _RolloutEvents(self._places, self._services, progress)
+        return response
+
+
+def _wants_events() -> bool:
+    follow = request.args.get("follow", "").lower() in ("true", "1", "yes")
+    return follow or EVENTS in request.headers.get("Accept", "")
