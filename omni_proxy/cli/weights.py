@@ -27,8 +27,10 @@ from omni_proxy.cli.client.admin_client import (
 from omni_proxy.cli.client.progress import call_with_progress, confirm
 from omni_proxy.cli.client.worker_changes import ChangeRefused, require_accepted
 from omni_proxy.cli.flags.peer_flags import CommandParser
+from omni_proxy.cli.rollout import add_rollout_arguments, run_rollout
 from omni_proxy.cli.screen.diagnosis import describe_sync, pause_lines
 from omni_proxy.cli.screen.feed_model import PausedWorker
+from omni_proxy.cli.screen.rollout_lines import describe_rollout
 from omni_proxy.cli.screen.text_table import (
     NOTHING,
     format_age,
@@ -48,6 +50,7 @@ COMMANDS: Final = {
     "resolve": "bring uncertain workers back: you have verified their weights",
     "versions": "the versions that the proxy keeps, the newest first",
     "rollback": "give all workers a version that is kept",
+    "rollout": "give workers new weights, a few at a time, while the others serve",
 }
 ROLLBACK: Final = "/weights/rollback"
 SELECTING: Final = ("pause", "continue", "checksum")
@@ -86,12 +89,16 @@ def parser() -> argparse.ArgumentParser:
                 help="its label or number (default: the one before the current)",
             )  # fmt: skip
             one.add_argument("--yes", "-y", action="store_true", help="ask nobody first")
+        if name == "rollout":
+            add_rollout_arguments(one)
     return made
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(with_default_command(argv, "status"))
     try:
+        if arguments.command == "rollout":
+            return run_rollout(admin_target_of(arguments), arguments, WAIT_SECS)
         with AdminClient(admin_target_of(arguments), WAIT_SECS) as proxy:
             answer = _ask(proxy, arguments)
     except AdminClientError as why:
@@ -192,6 +199,8 @@ def _status(told: JsonObject) -> list[str]:
     ]
     if sync := describe_sync(told.get("sync")):
         lines.insert(1, f"sync: {sync}")
+    if rollout := describe_rollout(told.get("rollout")):
+        lines.insert(1, f"rollout: {rollout}")
     lines += [f"uncertain: {url}: {reason}" for url, reason in told["uncertain"].items()]
     if told["uncertain"]:
         lines.append("bring them back, once their weights are verified: omni-proxy weights resolve")

@@ -16,7 +16,9 @@ from omni_proxy.admin_ops.routes import (
     INIT,
     RESOLVES,
     ROLLBACK,
+    ROLLOUT,
     ROUTES,
+    STEER_ROLLOUT,
     AdminRoute,
 )
 
@@ -176,11 +178,28 @@ def _weights() -> Iterator[RouteDoc]:
     answers = dict.fromkeys((200, 400, 404, 502, 503), "Outcome")
     says = "a version that is kept, on all workers"
     yield RouteDoc("post", ROLLBACK.path, says, answers, (), "Fields")
+    yield from _rollouts()
     for path in RESOLVES:
         answers = dict.fromkeys((200, 400, 422, 502, 503), "Outcome")
         yield RouteDoc(
             "post", path, "uncertain workers have been verified", answers, (), "Acknowledgement"
         )
+
+
+def _rollouts() -> Iterator[RouteDoc]:
+    follow = Parameter("follow", FLAG, "events until it has ended; so does Accept: " + EVENTS)
+    answers = dict.fromkeys((400, 404, 409, 422, 503), "Outcome")
+    yield RouteDoc(
+        "post", ROLLOUT.path, "new weights, a few workers at a time",
+        {200: f"{EVENTS} RolloutEvents", 202: "RolloutOutcome", **answers}, (),
+        "RolloutOrder", (SELECTOR, follow),
+    )  # fmt: skip
+    told = {200: f"{EVENTS} Rollout"}
+    yield RouteDoc("get", ROLLOUT.path, "how far it is", told, (503,), query=(follow,))
+    for path in STEER_ROLLOUT:
+        says = f"{path.rpartition('/')[2]} the rollout that is running"
+        steered = {200: "RolloutOutcome", 409: "Outcome"}
+        yield RouteDoc("post", path, says, steered)
 
 
 def _admin(route: AdminRoute, method: str) -> RouteDoc:

@@ -169,6 +169,16 @@ _RL_WORKER: Final = shape(
     labels=OBJECT,
     capabilities=OBJECT,
 )  # fmt: skip
+_ROLLOUT: Final = shape(
+    (
+        "weight_version", "model_path", "version", "model", "caller", "begun_at", "ended_at",
+        "max_unavailable", "canary", "cause", "waits_for", "weight_epoch", "updated", "total",
+    ),
+    id=TEXT_OR_NULL, state=TEXT, weight_version=TEXT, model_path=TEXT_OR_NULL,
+    version=COUNT_OR_NULL, model=TEXT_OR_NULL, caller=TEXT, begun_at=TEXT, ended_at=TEXT_OR_NULL,
+    max_unavailable=COUNT, canary=COUNT, cause=TEXT_OR_NULL, waits_for=TEXT_OR_NULL,
+    weight_epoch=COUNT_OR_NULL, updated=COUNT, total=COUNT, workers=listed(OBJECT),
+)  # fmt: skip
 _OUTCOME: Final = shape(
     ("path", "worker_count", "results", "error"),
     success=FLAG,
@@ -266,9 +276,17 @@ SCHEMAS: Final[dict[str, Schema]] = {
     ),
     "Outcome": {**_OUTCOME, "description": "Of a weight route, refusals too; an error tells why."},
     "Weights": shape(
-        operation=OBJECT_OR_NULL, store=OBJECT, waiting=listed(OBJECT), weight_epoch=COUNT,
-        weight_version=TEXT_OR_NULL, workers=listed(OBJECT), uncertain=OBJECT, journal=OBJECT,
-        history=listed(OBJECT),
+        operation=OBJECT_OR_NULL, rollout=OBJECT_OR_NULL, store=OBJECT, waiting=listed(OBJECT),
+        weight_epoch=COUNT, weight_version=TEXT_OR_NULL, workers=listed(OBJECT), uncertain=OBJECT,
+        journal=OBJECT, history=listed(OBJECT),
+    ),
+    "Rollout": _ROLLOUT,
+    "RolloutEvents": TEXT,
+    "RolloutOutcome": shape(success=FLAG, message=TEXT, status=TEXT, rollout=_ROLLOUT),
+    "RolloutOrder": body(
+        model_path=TEXT, version={"type": ["integer", "string"]}, weight_version=TEXT,
+        max_unavailable={"type": ["integer", "string"]}, canary=COUNT, pause_after_canary=FLAG,
+        drain_secs={"type": "number", "minimum": 0}, load_format=TEXT,
     ),
     "Versions": shape(
         store=TEXT_OR_NULL, versions=listed(OBJECT), current={"type": ["integer", "null"]},

@@ -21,7 +21,7 @@ from omni_proxy.admin_ops.routes import ROLLOUT
 from omni_proxy.weight_sync.rollout.progress import RolloutProgress
 from omni_proxy.weight_sync.rollout.request import parse_rollout
 from omni_proxy.weight_sync.rollout.service import RolloutCall
-from omni_proxy.wire.errors import HttpError, to_json
+from omni_proxy.wire.errors import to_json
 
 READERS: Final = 32
 POLL_SECS: Final = 1.0  # how late a reader hears that the proxy leaves
@@ -59,7 +59,7 @@ class _RolloutEvents(Body):
     def _event(self) -> bytes:
         self._seen, self._told_at = self._progress.revision, trio.current_time()
         self._ended = self._progress.active is None
-        return b"data: %b\n\n" % to_json(self._progress.to_dict())
+        return b"data: %b\n\n" % to_json(self._progress.shown())
 
 
 class RolloutRoutes:
@@ -95,11 +95,9 @@ class RolloutRoutes:
         return response
 
     async def show(self) -> Response:
-        told = self._services.weight_operations.rollouts.status()
-        if told is None:
-            message = "there was no rollout since the proxy started"
-            raise HttpError(404, message, "no_rollout", detail=message)
-        return self._events() if _wants_events() else json_response(told)
+        """Of the present rollout, or the last one since the proxy started."""
+        progress = self._services.weight_operations.rollouts.progress
+        return self._events() if _wants_events() else json_response(progress.shown())
 
     async def pause(self) -> Response:
         return shown(await self._services.weight_operations.rollouts.pause())

@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from omni_proxy.cli.screen.feed_model import FeedModel, FleetRow, HistoryPoint, PausedWorker
+from omni_proxy.cli.screen.rollout_lines import describe_rollout
 from omni_proxy.cli.screen.text_table import (
     format_age,
     format_millis,
@@ -233,6 +234,8 @@ def describe_weights(feed: FeedModel) -> str:
     if isinstance(operation := told.get("operation"), dict):
         path, step = (printable(operation.get(key, "?")) for key in ("path", "step"))
         words.append(f"under way: {path}, {step}")
+    if rollout := describe_rollout(told.get("rollout")):
+        words.append(f"rollout to {rollout}")
     if sync := describe_sync(told.get("sync")):
         words.append(f"sync: {sync}")
     if uncertain := told.get("uncertain"):

@@ -19,7 +19,7 @@ def has_ended(told: dict[str, Any]) -> bool:
 
 def describe_rollout(told: object) -> str:
     """`v2: running, 1 of 3 updated, loading at URL`; "" where there is none that has not ended."""
-    if not isinstance(told, dict) or has_ended(told):
+    if not isinstance(told, dict) or has_ended(told) or told.get("state") == "none":
         return ""
     return progress_line(told)
 
@@ -41,6 +41,8 @@ def progress_line(told: dict[str, Any]) -> str:
 
 def rollout_lines(told: dict[str, Any]) -> list[str]:
     """The line, and a row for each worker."""
+    if told.get("state") == "none":
+        return ["there was no rollout since the proxy started"]
     rows = [
         (
             printable(row.get("worker", "?")),

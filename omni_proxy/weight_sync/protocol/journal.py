@@ -1,10 +1,9 @@
 """The on-disk journal: the operation in progress, uncertain workers, paused workers. Pure.
-
     at the start        uncertain                      because
     operation begun     its targets                    the proxy ended in the middle of it
     sync, from arming   its members                    their receivers may have gone on
-    rollout             those it was changing          the proxy ended in the middle of it
     uncertain workers   these workers                  the recorded reason
+    rollout             those it was changing          the same; it is continued
     unreadable          all workers                    anything may have been in progress
 A worker that a trainer paused stays paused: its engine still is.
 

@@ -24,9 +24,9 @@ from omni_proxy.weight_sync.protocol.published_version import ALL_WORKERS
 from omni_proxy.weight_sync.rollout import machine
 from omni_proxy.weight_sync.rollout.batch import BatchChange, RolloutContext
 from omni_proxy.weight_sync.rollout.machine import (
-    Batch,
     Finish,
     FormerVersion,
+    NextBatch,
     Presence,
     RolloutPhase,
     RolloutWorker,
@@ -167,7 +167,7 @@ class RolloutDriver:
         decision = machine.decide(progress.now, self._view.presence())
         if isinstance(decision, Finish):
             await self._finish(decision)
-        elif isinstance(decision, Batch):
+        elif isinstance(decision, NextBatch):
             await self._take_turn()
         else:
             progress.wait_for(decision.reason)
@@ -199,10 +199,10 @@ class RolloutDriver:
         progress, presence = self._progress, self._view.presence()
         progress.put(machine.observe(progress.now, presence))
         batch = machine.decide(progress.now, presence)
-        urls = batch.urls if isinstance(batch, Batch) else ()
+        urls = batch.urls if isinstance(batch, NextBatch) else ()
         found = [self._fleet.find(url) for url in urls]
         workers = [worker for worker in found if worker is not None]
-        if not isinstance(batch, Batch) or len(workers) < len(urls):
+        if not isinstance(batch, NextBatch) or len(workers) < len(urls):
             return AdminResponse(200, {"success": True, "message": "nothing was left to do"})
         operation.target({worker.url: frozenset(worker.cordon_reasons) for worker in workers})
         await BatchChange(self._context, operation, workers, restores=batch.restores).run()
@@ -222,9 +222,7 @@ class RolloutDriver:
             await self._publish_to_all()
         else:
             await self._journal.withdraw({}, (state.epoch_before, state.label_before))
-        progress.put(machine.finish(state, end, now_text()))
-        progress.wait_for("")
-        await progress.save()
+        await progress.end(machine.finish(progress.now, end, now_text()))
         level = logging.INFO if end.phase is RolloutPhase.SUCCEEDED else logging.WARNING
         cause = f" cause={end.cause!r}" if end.cause else ""
         name, phase = state.label, end.phase

@@ -161,7 +161,7 @@ class InvalidStep(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class NextBatch:
     """These workers are next; `restores`: they go back."""
 
     urls: tuple[str, ...]
@@ -183,7 +183,7 @@ class Finish:
     cause: str = ""
 
 
-Decision = Batch | Waiting | Finish
+Decision = NextBatch | Waiting | Finish
 
 
 # What is next
@@ -225,7 +225,7 @@ def _decide_forward(state: RolloutState, presence: Mapping[str, Presence]) -> De
             continue
         chosen.append(url)
     if chosen:
-        return Batch(tuple(chosen))
+        return NextBatch(tuple(chosen))
     out = unavailable(state, presence) or [url for url in pending if here[url] not in _REACHABLE]
     return Waiting(f"waits for workers that are out of rotation: {', '.join(out)}")
 
@@ -250,7 +250,7 @@ def _decide_back(state: RolloutState, presence: Mapping[str, Presence]) -> Decis
     slots = max(state.max_unavailable - len(out), 1)
     broken = [url for url in touched if state.worker(url).phase is WorkerPhase.BROKEN]
     others = [url for url in touched if url not in broken]
-    return Batch(tuple([*broken, *others][:slots]), restores=True)
+    return NextBatch(tuple([*broken, *others][:slots]), restores=True)
 
 
 def unavailable(state: RolloutState, presence: Mapping[str, Presence]) -> list[str]:
@@ -306,7 +306,7 @@ def begin(state: RolloutState, urls: Collection[str]) -> RolloutState:
 def begin_restore(state: RolloutState, urls: Collection[str]) -> RolloutState:
     _require(state, RolloutPhase.ROLLING_BACK)
     allowed = (WorkerPhase.UPDATED, WorkerPhase.BROKEN)
-    return _moved(state, urls, allowed, WorkerPhase.RESTORING)
+    return _moved(state, urls, allowed, WorkerPhase.RESTORING, None)
 
 
 def remember(state: RolloutState, url: str, former: FormerVersion) -> RolloutState:
@@ -344,8 +344,7 @@ def break_off(state: RolloutState, url: str, reason: str) -> RolloutState:
 
 def restore(state: RolloutState, url: str) -> RolloutState:
     """The worker has its former version again."""
-    reason = state.worker(url).reason
-    return _moved(state, [url], (WorkerPhase.RESTORING,), WorkerPhase.RESTORED, reason)
+    return _moved(state, [url], (WorkerPhase.RESTORING,), WorkerPhase.RESTORED, None)
 
 
 def lose(state: RolloutState, url: str, reason: str) -> RolloutState:
@@ -404,13 +403,15 @@ def _moved(
     urls: Collection[str],
     allowed: Collection[WorkerPhase],
     phase: WorkerPhase,
-    reason: str = "",
+    reason: str | None = "",
 ) -> RolloutState:
+    """`reason`: None keeps the one that they have."""
     for url in urls:
         row = state.worker(url)
         if row.phase not in allowed:
             raise InvalidStep(f"{url} is {row.phase}, which {phase} does not follow")
-        state = _with(state, replace(row, phase=phase, reason=reason))
+        kept = row.reason if reason is None else reason
+        state = _with(state, replace(row, phase=phase, reason=kept))
     return state
 
 

@@ -45,7 +45,13 @@ class RolloutProgress:
 
     async def save(self) -> None:
         """Write the state; a disk error is only reported."""
-        await self._journal.save_rollout(None if self.now.ended else self.now)
+        await self._journal.save_rollout(self.now)
+
+    async def end(self, state: RolloutState) -> None:
+        """Nothing of it is in the journal once it is seen to have ended."""
+        await self._journal.save_rollout(None)
+        self.waits_for = ""
+        self.put(state)
 
     async def record(self, state: RolloutState) -> None:
         """Write a state that is not taken yet, then take it. Raises OSError: nothing may be sent
@@ -101,6 +107,10 @@ class RolloutProgress:
             "total": len(counted),
             "workers": [self._row(row) for row in state.workers],
         }
+
+    def shown(self) -> dict[str, object]:
+        """As `to_dict`; without a rollout its state is "none"."""
+        return self.to_dict() or {"id": None, "state": "none", "workers": []}
 
     def _word(self, state: RolloutState) -> str:
         pausing = state.phase == "paused" and (state.busy or bool(self.steps))

@@ -80,8 +80,8 @@ class RolloutService:
         state = self.progress.active
         if state is not None and route.takes_turn:
             message = (
-                f"{state.name} is {state.phase}: other operations on weights wait until it has "
-                "ended; end it with POST /weights/rollout/cancel"
+                f"{state.name} is {state.phase}: updates and pauses are refused until it has "
+                "ended; POST /weights/rollout/cancel ends it and takes it back"
             )
             status = self.status()
             raise HttpError(409, message, "rollout_in_progress", detail=message, rollout=status)

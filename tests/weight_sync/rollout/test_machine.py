@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from omni_proxy.weight_sync.rollout import machine
 from omni_proxy.weight_sync.rollout.machine import (
-    Batch,
     Finish,
     FormerVersion,
     InvalidStep,
+    NextBatch,
     Presence,
     RolloutPhase,
     RolloutState,
@@ -149,9 +149,9 @@ class Fleet(RuleBasedStateMachine):
     def next_batch(self, outcomes):
         self.state = machine.observe(self.state, self.presence())
         decision = machine.decide(self.state, self.presence())
-        if isinstance(decision, Batch) and decision.restores:
+        if isinstance(decision, NextBatch) and decision.restores:
             self.back(decision, outcomes)
-        elif isinstance(decision, Batch):
+        elif isinstance(decision, NextBatch):
             self.forward(decision, outcomes)
         elif isinstance(decision, Finish) and not self.state.ended:
             self.end(decision)
@@ -274,15 +274,15 @@ TestFleet.settings = settings(max_examples=150, stateful_step_count=25, deadline
 
 def test_the_canary_comes_first_and_alone():
     state = rollout("a", "b", "c", "d", max_unavailable=3, canary=1)
-    assert all_of(state) == Batch(("a",))
-    assert all_of(updated(state, "a")) == Batch(("b", "c", "d"))
+    assert all_of(state) == NextBatch(("a",))
+    assert all_of(updated(state, "a")) == NextBatch(("b", "c", "d"))
 
 
 def test_a_canary_of_two_with_one_out_at_a_time_is_two_batches():
     state = rollout("a", "b", "c", canary=2)
-    assert all_of(state) == Batch(("a",))
-    assert all_of(updated(state, "a")) == Batch(("b",))
-    assert all_of(updated(state, "a", "b")) == Batch(("c",))
+    assert all_of(state) == NextBatch(("a",))
+    assert all_of(updated(state, "a")) == NextBatch(("b",))
+    assert all_of(updated(state, "a", "b")) == NextBatch(("c",))
 
 
 def test_a_worker_that_is_out_for_another_reason_counts_against_the_budget():
@@ -295,16 +295,16 @@ def test_a_worker_that_never_served_costs_no_budget():
     state = rollout("a", "b")
     state = replace(state, workers=(replace(state.workers[0], served=False), state.workers[1]))
     found = machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
-    assert found == Batch(("b",))  # the canary is one that serves
+    assert found == NextBatch(("b",))  # the canary is one that serves
     state = updated(state, "b")
-    assert machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == Batch(("a",))
+    assert machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == NextBatch(("a",))
 
 
 def test_it_pauses_after_the_canary_if_told_so():
     state = updated(rollout("a", "b", pause_after_canary=True), "a")
     assert state.phase is RolloutPhase.PAUSED
     assert isinstance(all_of(state), Waiting)
-    assert all_of(machine.resume(state)) == Batch(("b",))
+    assert all_of(machine.resume(state)) == NextBatch(("b",))
     alone = updated(rollout("a", pause_after_canary=True), "a")
     assert all_of(alone) == Finish(RolloutPhase.SUCCEEDED)
 
@@ -313,7 +313,7 @@ def test_after_a_refusal_only_those_that_were_updated_go_back():
     state = machine.begin(updated(rollout("a", "b", "c"), "a"), ["b"])
     state = machine.refuse(state, "b", "bad file")
     assert (state.phase, state.cause) == (RolloutPhase.ROLLING_BACK, "b: bad file")
-    assert all_of(state) == Batch(("a",), restores=True)
+    assert all_of(state) == NextBatch(("a",), restores=True)
     state = machine.restore(machine.begin_restore(state, ["a"]), "a")
     end = all_of(state)
     assert end == Finish(RolloutPhase.FAILED, "b: bad file")
@@ -330,7 +330,7 @@ def test_the_first_cause_is_kept():
 
 def test_after_a_restart_the_worker_that_was_changed_is_done_again():
     state = machine.recover(machine.begin(rollout("a", "b"), ["a"]))
-    assert machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == Batch(("a",))
+    assert machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == NextBatch(("a",))
     assert isinstance(machine.decide(state, {"a": Presence.DOWN, "b": Presence.SERVING}), Waiting)
 
 
@@ -340,13 +340,13 @@ def test_after_a_restart_in_the_middle_of_going_back_it_goes_on_going_back():
     waits = machine.decide(state, {"a": Presence.UNKNOWN, "b": Presence.SERVING})
     assert waits == Waiting("waits for the first health checks of a")
     found = machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
-    assert found == Batch(("a",), restores=True)
+    assert found == NextBatch(("a",), restores=True)
 
 
 def test_a_worker_that_restarted_after_its_update_is_done_again():
     state = updated(rollout("a", "b"), "a", "b")
     found = machine.decide(state, {"a": Presence.MISSED, "b": Presence.SERVING})
-    assert found == Batch(("a",))
+    assert found == NextBatch(("a",))
 
 
 def test_with_nobody_left_it_fails():
@@ -374,7 +374,7 @@ def test_every_state_has_a_decision(phases, phase, presences):
     state = replace(rollout(), workers=workers, phase=phase)
     presence = {f"w{at}": each for at, each in enumerate(presences)}
     decision = machine.decide(state, presence)
-    if isinstance(decision, Batch):
+    if isinstance(decision, NextBatch):
         assert decision.urls
         begin = machine.begin_restore if decision.restores else machine.begin
         assert begin(state, decision.urls).busy

@@ -1,0 +1,533 @@
+"""Rollouts over scripted engines: order of the calls, outcomes, the way back, restarts."""
+
+import json
+
+import httpx
+import pytest
+import trio
+
+from omni_proxy.config.schema import WeightSyncConfig
+from omni_proxy.weight_sync.operations.weight_operations import RESOLVE
+from omni_proxy.weight_sync.rollout.request import parse_rollout
+from omni_proxy.weight_sync.rollout.service import RolloutCall
+from tests.admin_api.house import A, B, build_house, entry
+from tests.rest import at_rest
+from tests.weight_sync.operation_fixture import (
+    PAUSE,
+    UPDATE,
+    GatedEngines,
+    admin_call,
+    cordon_reasons_of,
+    house_with,
+    read_journal,
+)
+
+CHECKER, PROBE, INFO = "/weights_checker", "/health_generate", "/model_info"
+BODY = {"model_path": "/m/v2", "weight_version": "v2"}
+
+
+class LoadingEngines(GatedEngines):
+    """Each has a path, and takes label and checksum from what it loads."""
+
+    def __init__(self):
+        super().__init__()
+        self.paths_held = {A: "/m/v1", B: "/m/v1"}
+        self.sums = {A: "/m/v1", B: "/m/v1"}
+        self.broken_loads = set()  # paths after whose load the checksum is another one
+
+    async def answer(self, request):
+        url = str(request.url.copy_with(raw_path=b"/")).rstrip("/")
+        if request.url.path == UPDATE and (url, UPDATE) not in self.says:
+            body = json.loads(request.content)
+            self.paths_held[url], self.labels[url] = body["model_path"], body["weight_version"]
+            self.sums[url] = body["model_path"]
+            if (url, body["model_path"]) in self.broken_loads:
+                self.sums[url] = "something else"
+        return await super().answer(request)
+
+    def default_response(self, url, path):
+        if path == INFO:
+            return {"weight_version": self.labels[url], "model_path": self.paths_held[url]}
+        return super().default_response(url, path)
+
+    def loaded(self, url):
+        port = int(url.rpartition(":")[2])
+        sent = [r for r in self.asked if r.url.path == UPDATE and r.url.port == port]
+        return [json.loads(request.content)["model_path"] for request in sent]
+
+
+ENGINES = LoadingEngines
+
+
+async def begin(house, **fields):
+    return await house.desk.start_rollout(
+        RolloutCall(parse_rollout({**BODY, **fields}), None, "me")
+    )
+
+
+async def ended(house):
+    """The rollout, once it has ended."""
+    progress = house.desk.rollouts.progress
+    with trio.fail_after(20):
+        while progress.active is not None:
+            await progress.changed.wait()
+    return progress.to_dict()
+
+
+async def stands(house, holds):
+    """The rollout, once `holds(rollout)`."""
+    progress = house.desk.rollouts.progress
+    with trio.fail_after(20):
+        while not holds(progress.to_dict()):
+            await progress.changed.wait()
+    return progress.to_dict()
+
+
+def states(told):
+    return [row["state"] for row in told["workers"]]
+
+
+def versions(house):
+    return [(worker.weight_version, worker.weight_epoch) for worker in house.fleet.workers]
+
+
+@pytest.fixture
+async def settled(house):
+    await house.settle()
+    return house
+
+
+async def test_one_worker_after_the_other_gets_it_while_the_other_serves(settled, engines):
+    house = settled
+    engines.close_gate(UPDATE, A)
+    answer = await begin(house)
+    assert (answer.status, answer.body["rollout"]["state"]) == (202, "running")
+    await engines.arrived[A, UPDATE].wait()
+    assert cordon_reasons_of(house) == [["updating"], []]
+    assert engines.loaded(B) == []
+    engines.open_gate(UPDATE, A)
+    told = await ended(house)
+    assert (told["state"], told["updated"], told["weight_epoch"]) == ("succeeded", 2, 1)
+    assert versions(house) == [("v2", 1), ("v2", 1)]
+    assert cordon_reasons_of(house) == [[], []]
+    calls = [path for path in engines.paths(B) if path not in (INFO, "/get_model_info")]
+    assert calls == [CHECKER, UPDATE, CHECKER, PROBE]
+    published = house.desk.journal.published
+    assert (published.epoch, published.label, list(published.targets)) == (1, "v2", ["*"])
+
+
+async def test_the_journal_has_the_worker_before_it_is_called(settled, engines, folder):
+    engines.close_gate(UPDATE, A)
+    await begin(settled)
+    await engines.arrived[A, UPDATE].wait()
+    journal = read_journal(folder)
+    assert [row.phase for row in journal.rollout.workers] == ["updating", "pending"]
+    reasons = journal.uncertain_at_start()
+    assert list(reasons) == [A]
+    assert "to 'v2': the proxy ended while it was being updated" in reasons[A]
+    engines.open_gate(UPDATE, A)
+    await ended(settled)
+    assert not read_journal(folder)
+
+
+async def test_nothing_is_sent_before_a_worker_is_idle(settled, engines):
+    settled.worker(A).in_flight = 1
+    await begin(settled)
+    told = await stands(settled, lambda told: told["workers"][0]["step"] == "draining")
+    assert (told["state"], engines.loaded(A)) == ("running", [])
+    assert settled.desk.status()["operation"]["step"] == "draining"
+    settled.worker(A).in_flight = 0
+    assert (await ended(settled))["state"] == "succeeded"
+
+
+async def test_a_worker_that_is_not_idle_in_time_ends_it_untouched(settled, engines):
+    settled.worker(A).in_flight = 2
+    await begin(settled, drain_secs=0.05)
+    told = await ended(settled)
+    assert (told["state"], states(told)) == ("failed", ["pending", "pending"])
+    assert f"requests were still running after 0.05 s: 2 at {A}" in told["cause"]
+    assert engines.loaded(A) == engines.loaded(B) == []
+    assert cordon_reasons_of(settled) == [[], []]
+    assert versions(settled) == [("v1", 0), ("v1", 0)]
+
+
+async def test_a_refused_file_stops_after_the_canary_and_nothing_changed(settled, engines):
+    engines.tell(A, UPDATE, {"success": False, "message": "no such file"}, 400)
+    await begin(settled)
+    told = await ended(settled)
+    assert (told["state"], states(told)) == ("failed", ["restored", "pending"])
+    assert told["cause"] == f"{A}: status 400: no such file"
+    assert engines.loaded(B) == []
+    assert versions(settled) == [("v1", 0), ("v1", 0)]
+    assert (cordon_reasons_of(settled), settled.desk.journal.uncertain) == ([[], []], {})
+    assert settled.desk.journal.published.epoch == 0
+
+
+async def test_what_was_updated_goes_back_where_a_later_worker_fails(settled, engines):
+    engines.tell(B, UPDATE, {"success": False, "message": "no such file"}, 400)
+    await begin(settled)
+    told = await ended(settled)
+    assert (told["state"], states(told)) == ("failed", ["restored", "restored"])
+    assert engines.loaded(A) == ["/m/v2", "/m/v1"]
+    assert versions(settled) == [("v1", 0), ("v1", 0)]
+    published = settled.desk.journal.published
+    assert (published.epoch, published.label, published.targets) == (0, None, {})
+    del engines.says[B, UPDATE]
+    await begin(settled)
+    assert (await ended(settled))["weight_epoch"] == 2  # no number is given twice
+    assert versions(settled) == [("v2", 2), ("v2", 2)]
+
+
+@pytest.mark.parametrize(
+    ("path", "says", "said"),
+    [
+        (UPDATE, (500, b'{"message": "out of memory"}'), "status 500: out of memory"),
+        (UPDATE, httpx.ReadError("gone"), "ReadError"),
+        (PROBE, (503, b"no token"), "the probe request failed: status=503: no token"),
+    ],
+)
+async def test_a_worker_with_unknown_weights_is_taken_back(settled, engines, path, says, said):
+    """It is its former weights that prove it, so it serves again."""
+    engines.says[A, path] = [says, (200, b'{"success": true}')]
+    if path == UPDATE:
+        engines.paths_held[A] = "/m/v1"
+    await begin(settled)
+    told = await ended(settled)
+    assert (told["state"], states(told)) == ("failed", ["restored", "pending"])
+    assert said in told["cause"]
+    assert versions(settled) == [("v1", 0), ("v1", 0)]
+    assert (cordon_reasons_of(settled), settled.desk.journal.uncertain) == ([[], []], {})
+
+
+async def test_a_worker_that_cannot_be_taken_back_stays_out_and_names_the_rollout(settled, engines):
+    engines.says[A, UPDATE] = (500, b'{"message": "out of memory"}')
+    await begin(settled)
+    told = await ended(settled)
+    assert (told["state"], states(told)) == ("failed", ["lost", "pending"])
+    reason = settled.desk.status()["uncertain"][A]
+    name = f"rollout {told['id'][:8]} to 'v2'"
+    assert reason == f"{name}: it could not be taken back: status 500: out of memory"
+    assert cordon_reasons_of(settled) == [["uncertain"], []]
+    assert settled.worker(B).routable
+
+
+async def test_a_label_that_is_not_reported_is_a_failure(settled, engines):
+    engines.says[A, UPDATE] = (200, b'{"success": true}')  # it loads nothing
+    await begin(settled)
+    told = await ended(settled)
+    assert "it reports the weight version 'v1' after loading 'v2'" in told["cause"]
+
+
+async def test_another_checksum_than_that_of_the_first_is_a_failure(settled, engines):
+    engines.broken_loads.add((B, "/m/v2"))
+    await begin(settled)
+    told = await ended(settled)
+    assert (told["state"], states(told)) == ("failed", ["restored", "restored"])
+    assert "its checksum differs from the one of 'v2' that is known" in told["cause"]
+    assert versions(settled) == [("v1", 0), ("v1", 0)]
+
+
+async def test_former_weights_that_come_back_as_others_stay_out(settled, engines):
+    """After an update over a process group `model_path` is not where the weights came from."""
+    engines.broken_loads |= {(A, "/m/v1")}
+    engines.tell(B, UPDATE, {"success": False, "message": "no such file"}, 400)
+    await begin(settled)
+    told = await ended(settled)
+    assert states(told) == ["lost", "restored"]
+    assert "its checksum differs from the one of 'v1'" in settled.desk.status()["uncertain"][A]
+
+
+async def test_with_verify_off_no_checksum_is_asked_for(engines, folder, nursery):
+    house = house_with(folder, weight_sync=WeightSyncConfig(verify="off"))
+    await nursery.start(house.desk.run)
+    await house.settle()
+    await begin(house)
+    assert (await ended(house))["state"] == "succeeded"
+    assert CHECKER not in engines.paths(A)
+
+
+async def test_while_it_runs_nothing_else_changes_weights_or_pauses(settled, engines):
+    engines.close_gate(UPDATE, A)
+    await begin(settled)
+    await engines.arrived[A, UPDATE].wait()
+    for call in (admin_call(PAUSE), admin_call(UPDATE), admin_call("/init_weights_update_group")):
+        refused = await settled.desk.submit(call)
+        assert (refused.status, refused.body["error"]["code"]) == (409, "rollout_in_progress")
+        assert "/weights/rollout/cancel" in refused.body["message"]
+    again = await begin(settled, weight_version="v3")
+    assert again.body["error"]["code"] == "rollout_in_progress"
+    assert (await settled.desk.submit(admin_call("/continue_generation"))).ok
+    engines.open_gate(UPDATE, A)
+    assert (await ended(settled))["state"] == "succeeded"
+
+
+async def test_an_operation_that_already_waits_for_its_turn_is_refused_then(
+    settled, engines, nursery
+):
+    engines.close_gate(UPDATE, A)
+    first = []
+
+    async def update():
+        first.append(
+            await settled.desk.submit(admin_call(UPDATE, {**BODY, "weight_version": "v0"}))
+        )
+
+    nursery.start_soon(update)
+    await engines.arrived[A, UPDATE].wait()
+    refused = []
+
+    async def wait():
+        refused.append(await settled.desk.submit(admin_call(UPDATE, {"model_path": "/m/v9"})))
+
+    nursery.start_soon(begin, settled)
+    await at_rest()
+    nursery.start_soon(wait)
+    await at_rest()
+    engines.open_gate(UPDATE, A)
+    told = await stands(settled, lambda told: told is not None and told["state"] == "succeeded")
+    assert told["updated"] == 2
+    assert first[0].ok
+    assert refused[0].body["error"]["code"] == "rollout_in_progress"
+
+
+async def test_a_pause_takes_effect_after_the_batch_and_resume_goes_on(settled, engines):
+    rollouts = settled.desk.rollouts
+    engines.close_gate(UPDATE, A)
+    await begin(settled)
+    await engines.arrived[A, UPDATE].wait()
+    assert (await rollouts.pause()).ok
+    assert rollouts.status()["state"] == "pausing"
+    engines.open_gate(UPDATE, A)
+    told = await stands(settled, lambda told: told["state"] == "paused")
+    assert states(told) == ["updated", "pending"]
+    assert (await rollouts.pause()).ok
+    assert (await rollouts.resume()).ok
+    assert (await ended(settled))["state"] == "succeeded"
+    for steer in (rollouts.pause, rollouts.resume):
+        with pytest.raises(Exception, match="no rollout is running"):
+            await steer()
+
+
+async def test_a_cancel_while_draining_gives_the_worker_back(settled, engines):
+    settled.worker(A).in_flight = 1
+    await begin(settled)
+    await stands(settled, lambda told: told["workers"][0]["step"] == "draining")
+    assert (await settled.desk.rollouts.cancel("an operator")).ok
+    told = await ended(settled)
+    assert (told["state"], told["cause"]) == ("cancelled", "cancelled by an operator")
+    assert states(told) == ["pending", "pending"]
+    assert engines.loaded(A) == []
+    assert cordon_reasons_of(settled) == [[], []]
+
+
+async def test_a_cancel_takes_back_what_was_updated(settled, engines):
+    await begin(settled, pause_after_canary=True)
+    await stands(settled, lambda told: told["state"] == "paused")
+    await settled.desk.rollouts.cancel("")
+    told = await ended(settled)
+    assert (told["state"], states(told)) == ("cancelled", ["restored", "pending"])
+    assert versions(settled) == [("v1", 0), ("v1", 0)]
+
+
+async def test_after_a_restart_the_worker_is_done_again_and_it_ends_whole(engines, folder, nursery):
+    house = house_with(folder)
+    async with trio.open_nursery() as first:
+        await first.start(house.desk.run)
+        await house.settle()
+        engines.close_gate(UPDATE, A)
+        await begin(house)
+        await engines.arrived[A, UPDATE].wait()
+        first.cancel_scope.cancel()
+    del engines.gates[A, UPDATE], engines.arrived[A, UPDATE]
+    engines.asked.clear()
+    again = build_house(entry(A), entry(B), folder=folder)
+    assert list(again.desk.journal.uncertain) == [A]
+    await nursery.start(again.desk.run)
+    again.healthy(A, B)
+    told = await ended(again)
+    assert (told["state"], told["updated"]) == ("succeeded", 2)
+    assert (engines.loaded(A), engines.loaded(B)) == (["/m/v2"], ["/m/v2"])
+    assert [label for label, _ in versions(again)] == ["v2", "v2"]
+    assert again.desk.journal.uncertain == {}
+
+
+async def test_after_a_restart_a_paused_one_stays_paused(engines, folder, nursery):
+    house = house_with(folder)
+    async with trio.open_nursery() as first:
+        await first.start(house.desk.run)
+        await house.settle()
+        await begin(house, pause_after_canary=True)
+        await stands(house, lambda told: told["state"] == "paused")
+        first.cancel_scope.cancel()
+    again = build_house(entry(A), entry(B), folder=folder)
+    await nursery.start(again.desk.run)
+    again.healthy(A, B)
+    await at_rest()
+    assert again.desk.rollouts.status()["state"] == "paused"
+    await again.desk.rollouts.resume()
+    assert (await ended(again))["state"] == "succeeded"
+
+
+async def test_a_worker_that_joins_in_the_middle_is_updated_too(engines, folder, nursery):
+    engines.labels = {A: "v1", B: "v1"}
+    house = build_house(entry(A), folder=folder)
+    house.healthy(A)
+    await nursery.start(house.desk.run)
+    await house.settle()
+    await begin(house, pause_after_canary=False)
+    house.config_store.config = build_house(entry(A), entry(B)).config_store.config
+    house.config_store.apply()
+    house.healthy(B)
+    told = await ended(house)
+    if told["total"] == 1:  # it came too late: it is held as one that missed the update
+        await at_rest()
+        assert house.worker(B).cordon_reasons == {"uncertain"}
+    else:
+        assert states(told) == ["updated", "updated"]
+
+
+async def test_bad_plans_are_refused_before_anything_is_changed(settled, engines):
+    journal = settled.desk.journal
+    in_use = await begin(settled, weight_version="v1")
+    assert (in_use.status, in_use.body["error"]["code"]) == (409, "label_in_use")
+    assert A in in_use.body["message"]
+    await settled.desk.submit(admin_call(PAUSE))
+    paused = await begin(settled)
+    assert (paused.status, paused.body["error"]["code"]) == (409, "workers_paused")
+    await settled.desk.submit(admin_call("/continue_generation"))
+    for path in (INFO, "/get_model_info", "/weight_info"):
+        engines.tell(B, path, {"detail": "Not Found"}, 404)
+    lacking = await begin(settled)
+    assert (lacking.status, lacking.body["error"]["code"]) == (422, "not_updatable")
+    assert list(lacking.body["workers"]) == [B]
+    assert "VLLM_SERVER_DEV_MODE=1" in lacking.body["message"]
+    assert engines.loaded(A) == []
+    assert (journal.rollout, settled.desk.rollouts.status()) == (None, None)
+
+
+async def test_of_several_models_one_must_be_named(engines, folder, nursery):
+    house = build_house(entry(A, model="a"), entry(B, model="b"), folder=folder)
+    house.healthy(A, B)
+    await nursery.start(house.desk.run)
+    await house.settle()
+    refused = await begin(house)
+    assert (refused.status, refused.body["error"]["code"]) == (400, "invalid_rollout")
+    assert "several models: a, b" in refused.body["message"]
+    call = RolloutCall(parse_rollout(BODY), frozenset({B}), "me")
+    assert (await house.desk.start_rollout(call)).status == 202
+    told = await ended(house)
+    assert [row["worker"] for row in told["workers"]] == [B]
+    assert engines.loaded(A) == []
+    assert list(house.desk.journal.published.targets) == [B]
+
+
+async def test_a_plan_that_cannot_be_recorded_is_refused(settled, folder):
+    folder.mkdir(exist_ok=True)
+    (folder / "journal.json").mkdir()
+    refused = await begin(settled)
+    assert (refused.status, refused.body["error"]["code"]) == (503, "journal_unwritable")
+    assert settled.desk.rollouts.status() is None
+
+
+async def test_a_worker_that_is_not_healthy_is_left_out_and_held_afterwards(
+    engines, folder, nursery
+):
+    house = build_house(entry(A), entry(B), folder=folder)
+    house.healthy(A)
+    await nursery.start(house.desk.run)
+    house.fleet.cache_cleared(house.worker(A))
+    await at_rest()
+    await begin(house)
+    told = await ended(house)
+    assert (told["state"], states(told)) == ("succeeded", ["updated", "skipped"])
+    house.healthy(B)
+    await at_rest()
+    assert "missed the update to 'v2'" in house.desk.journal.uncertain[B]
+
+
+VLLM_PATHS = ("/weight_info", "/v1/models")
+
+
+class VllmEngines(GatedEngines):
+    """As vLLM 0.32.0 in dev mode answers (real-engines.md 5.1)."""
+
+    def __init__(self):
+        super().__init__()
+        self.labels = {A: "default", B: "default"}
+
+    async def answer(self, request):
+        url = str(request.url.copy_with(raw_path=b"/")).rstrip("/")
+        if request.url.path == "/update_weight_version":
+            self.labels[url] = json.loads(request.content)["new_version"]
+        return await super().answer(request)
+
+    def default_response(self, url, path):
+        if path == "/v1/models":
+            return {"data": [{"id": "m", "root": "/m/base", "parent": None}]}
+        if path == "/weight_info":
+            return {"weight_version": self.labels[url]}
+        return {"results": [None]}
+
+    async def keep(self, request, url, path):
+        if path in (INFO, "/get_model_info", CHECKER, PROBE, UPDATE, "/flush_cache"):
+            self.tell(url, path, {"detail": "Not Found"}, 404)
+        return await super().keep(request, url, path)
+
+    def reloads(self, url):
+        port = int(url.rpartition(":")[2])
+        sent = [r for r in self.asked if r.url.path == "/collective_rpc" and r.url.port == port]
+        return [json.loads(request.content)["kwargs"]["weights_path"] for request in sent]
+
+
+@pytest.fixture
+async def vllm(monkeypatch, folder, nursery):
+    engines = VllmEngines().install(monkeypatch)
+    house = house_with(folder)
+    await nursery.start(house.desk.run)
+    await house.settle()
+    return house, engines
+
+
+async def test_vllm_workers_reload_by_collective_rpc_and_go_back_to_their_root(vllm):
+    house, engines = vllm
+    await begin(house)
+    assert (await ended(house))["state"] == "succeeded"
+    assert (engines.reloads(A), engines.labels) == (["/m/v2"], {A: "v2", B: "v2"})
+    assert "/reset_prefix_cache" in engines.paths(A)
+    assert versions(house) == [("v2", 1), ("v2", 1)]
+    # `root` is still the first path: what counts is what the last rollout loaded.
+    engines.says[B, "/collective_rpc"] = [(500, b'{"error": {"message": "bad"}}'), (200, b"{}")]
+    await begin(house, model_path="/m/v3", weight_version="v3")
+    told = await ended(house)
+    assert (told["state"], states(told)) == ("failed", ["restored", "restored"])
+    assert engines.reloads(A) == ["/m/v2", "/m/v3", "/m/v2"]
+    assert versions(house) == [("v2", 1), ("v2", 1)]
+
+
+async def test_a_vllm_worker_without_the_call_has_what_it_had(vllm):
+    house, engines = vllm
+    why = b'{"error": {"message": "reload_weights() got an unexpected keyword argument"}}'
+    engines.says[A, "/collective_rpc"] = (500, why)
+    await begin(house)
+    told = await ended(house)
+    assert (told["state"], states(told)) == ("failed", ["restored", "pending"])
+    assert "it can't reload weights from a path" in told["cause"]
+    assert house.desk.journal.uncertain == {}
+
+
+async def test_a_vllm_worker_whose_weights_a_trainer_sent_is_refused(vllm):
+    house, engines = vllm
+    engines.labels = {A: "step-3", B: "step-3"}
+    await house.settle()
+    engines.says[A, "/update_weight_version"] = engines.says[B, "/update_weight_version"] = (
+        200, b'{"success": true}'
+    )  # fmt: skip
+    update = admin_call("/update_weight_version", {"new_version": "step-3"})
+    assert (await house.desk.submit(update)).ok
+    refused = await begin(house)
+    assert refused.body["error"]["code"] == "not_updatable"
+    assert "no way back" in refused.body["message"]
+
+
+def test_resolve_is_no_update_for_a_rollout():
+    assert not RESOLVE.labels
