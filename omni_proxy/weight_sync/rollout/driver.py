@@ -163,6 +163,7 @@ class RolloutDriver:
 
     async def _advance(self) -> None:
         progress = self._progress
+        await trio.lowlevel.checkpoint()
         await self._look()
         decision = machine.decide(progress.now, self._view.presence())
         if isinstance(decision, Finish):

@@ -1,12 +1,9 @@
 """The state machine of a rollout: which workers are next, and what an outcome leads to. Pure.
 
-    rollout  running <-> paused        running, paused -> rolling_back -> failed, cancelled
-                └─────────────────────> succeeded
-    worker   pending -> updating -> updated               -> restoring -> restored
-                           └─> broken (weights unknown) ──────┴─> lost (out, until resolved)
-                           └─> restored (it refused, and has what it had)
-    skipped: not healthy at the start, or gone from the fleet
-
+    rollout  running <-> paused; both -> rolling_back -> failed, cancelled; running -> succeeded
+    worker   pending -> updating -> updated                       -> restoring -> restored
+                           ├─> broken: its weights are unknown  ──────┴─> lost: out, until resolved
+                           └─> restored: it refused, and has what it had
 Invariants: never more than `max_unavailable` serving workers are out at a time while it goes
 forward; nothing but the canary is touched before every worker of it is updated; after the first
 failure or a cancel no further worker is updated, and each that was touched ends restored or lost.
