@@ -69,11 +69,14 @@ def run(startup: Startup) -> int:
         print(error, file=sys.stderr)  # noqa: T201  the log isn't configured yet
         return BAD_CONFIGURATION
     configure(config_store.config.server.log_level, config_store.config.server.log_format)
-    for line in startup.warnings:
-        _log.warning("%s", line)
     raise_fd_limit()
     with private_runtime_dir() as runtime_dir:
-        return trio.run(Server(config_store, fleet, runtime_dir).run)
+        server = Server(config_store, fleet, runtime_dir)
+        log = config_store.config.server
+        configure(log.log_level, log.log_format, server.log_file)
+        for line in startup.warnings:
+            _log.warning("%s", line)
+        return trio.run(server.run)
 
 
 def _log_health(worker: Worker, before: Health) -> None:
@@ -100,6 +103,7 @@ class Server:
         self.config_store = config_store
         self.access_log = LineLog(config.server.access_log)
         self.route_log = LineLog(config.server.route_log)
+        self.log_file = LineLog(config.server.log_file)
         proxy_id = secrets.token_hex(16)
         self.data_plane = DataPlane(
             fleet, config,
@@ -116,7 +120,7 @@ class Server:
         self.instruments = Instruments(
             fleet,
             lambda: self.view.load,
-            {"access_log": self.access_log, "route_log": self.route_log},
+            {"access_log": self.access_log, "route_log": self.route_log, "log_file": self.log_file},
         )
         self.process_manager = ProcessManager(
             fleet, self.data_plane, self.instruments, str(admin_socket)
@@ -159,6 +163,7 @@ class Server:
         return [
             Supervisor("access_log", lambda status: self.access_log.run(task_status=status)),
             Supervisor("route_log", lambda status: self.route_log.run(task_status=status)),
+            Supervisor("log_file", lambda status: self.log_file.run(task_status=status)),
             self.admin_api,
             Supervisor("weights", lambda status: self.weight_operations.run(task_status=status)),
             Supervisor("prober", lambda status: self.prober.run(task_status=status)),
@@ -250,6 +255,7 @@ class Server:
         configure(server.log_level, server.log_format)
         self.access_log.retarget(server.access_log)
         self.route_log.retarget(server.route_log)
+        self.log_file.retarget(server.log_file)
         self.data_plane.recorders.access_log = self.access_log if self.access_log.on else None
         self.data_plane.recorders.route_log = self.route_log if self.route_log.on else None
         self.data_plane.recorders.meters = self.instruments.metrics if server.metrics else None

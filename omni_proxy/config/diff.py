@@ -21,7 +21,8 @@ _LISTS: Final = {"workers": "url", "launch": "name"}
 def redacted(config: Config) -> dict[str, Any]:
     """The tables as FILE would have them, every key present."""
     tables = _tables(config)
-    tables["admin"]["api_key"] = _hidden(tables["admin"]["api_key"])
+    for table in ("server", "admin"):
+        tables[table]["api_key"] = _hidden(tables[table]["api_key"])
     for entry in tables["launch"]:
         entry["env"] = {k: _hidden(v) if _SECRET.search(k) else v for k, v in entry["env"].items()}
         entry["command"] = list(_without_secrets(entry["command"]))

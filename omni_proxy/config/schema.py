@@ -55,6 +55,7 @@ Address = Annotated[str, Meta(min_length=1, extra={"read": read_address})]
 Listen = Annotated[str, Meta(extra={"read": read_listen})]
 WebOrigin = Annotated[str, Meta(min_length=1, extra={"read": read_origin})]
 HostName = Annotated[str, Meta(min_length=1, extra={"read": read_host_name})]
+HeaderToRead = Annotated[str, Meta(min_length=1, max_length=64, extra={"read": read_header_name})]
 HeaderName = Annotated[str, Meta(max_length=64, extra={"read": read_header_name})]
 Mode = Annotated[str, Meta(extra={"read": read_mode})]
 NetworkUrl = Annotated[str, Meta(extra={"read": read_network_url})]
@@ -120,6 +121,12 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # The field that carries a request's id to the worker and back; made where a client sends none.
     # Empty: what came is passed on.
     request_id_header: HeaderName = ""
+    # Fields that name a request's id, the first that is there, before X-Request-ID and
+    # X-Correlation-ID: for logs and answers. Nothing is made of them for the worker.
+    request_id_headers: tuple[HeaderToRead, ...] = ()
+    # Set: model traffic needs it as a bearer token (or as X-Api-Key), and so do control routes
+    # where [admin] api_key is empty.
+    api_key: str = ""
     # Every connection begins with the PROXY protocol, version 1 or 2; its address is the client's.
     proxy_protocol: bool = False
     # A comment for whoever waits for a stream that has not begun: so often, 0 is never.
@@ -135,6 +142,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     state_file: Name = "auto"
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     log_format: Literal["text", "json"] = "text"
+    # `off`, `-` for stdout, or a path: the program's own log goes there as well as to stderr.
+    log_file: Name = "off"
     # `off`, `-` for stdout, or a path.
     access_log: Name = "off"
     # As access_log; one JSON line per routed request.
@@ -233,6 +242,12 @@ class HealthConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # `unhealthy` recovers by good probes; `dead` waits for an operator (or the launcher that
     # restarted it).
     on_threshold: Literal["dead", "unhealthy"] = "unhealthy"
+    # false: a worker in rotation is probed no more, so only failed requests take it out; one that
+    # is new, or out, is probed until it is well.
+    probe_healthy: bool = True
+    # A worker that was never well for so long after it was added is reported as failed; 0: never.
+    # It is probed on, and gets requests once it is well.
+    startup_timeout_secs: Duration = 0.0
 
 
 class AdminConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -240,11 +255,13 @@ class AdminConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_body_bytes: Size = 64 * 1024 * 1024
     # true: /metrics answers without the key.
     open_metrics: bool = False
-    # Set: whatever changes something needs it as a bearer token.
+    # Set: whatever changes something needs it as a bearer token. Empty: [server] api_key.
     api_key: str = ""
     # "host:port" or "unix:PATH": control routes answer there only.
     listen: Listen = ""
-    # false: that listener asks for no key.
+    # "host:port" or "unix:PATH": GET /metrics answers there too, without a key, and nothing else.
+    metrics_listen: Listen = ""
+    # false: the admin listener asks for no key.
     listen_key: bool = True
     # Host names under which control routes answer without a key, beside addresses and localhost:
     # any other name may be a stranger's, pointed at us (DNS rebinding).

@@ -28,15 +28,22 @@ class Settings:
         server = config.server
         self.config = config
         self.limits = limits_of(config)
-        self._forward(ForwardedHeaders(server.forwarded, server.request_id_header.lower().encode()))
+        self._forward(
+            ForwardedHeaders(
+                server.forwarded,
+                server.request_id_header.lower().encode(),
+                tuple(name.lower().encode() for name in server.request_id_headers),
+            )
+        )
         readable_fields = filter(None, (server.request_id_header,))
         self.cors = Cors(server.cors_allow_origins, readable_fields)
+        self.api_key = server.api_key.encode()
         self.half_close_aborts = server.half_close == "abort"
         self.access_log_is_json = server.log_format == "json"
         # The last chunk of a response is kept where token counts are read in it.
         self.keeps_last_chunk = server.metrics and server.usage_metrics
-        # The fast path knows neither of these: with them every exchange runs in its coroutine.
-        plain = self.forwarded is None and not self.limits.sse_keepalive
+        # The fast path knows none of these: with them every exchange runs in its coroutine.
+        plain = self.forwarded is None and not self.limits.sse_keepalive and not self.api_key
         suits = plain and self.limits.max_body >= READ_BYTES
         self.fast_path_cache = FastPathCache() if suits else None
 

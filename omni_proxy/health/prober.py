@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -70,6 +71,8 @@ class _ProbeLoop:
     finished: trio.Event = field(default_factory=trio.Event)  # set when the next probe ends
     epoch: int | None = None  # of the probe that runs now
     refused: bool = False  # the last probe was refused: no process listens
+    begun_at: float = field(default_factory=trio.current_time)
+    started: bool = False  # it was well once, or was reported as failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ class Prober:
         fleet.watch_worker(self._follow_worker)
         fleet.watch_ejected(self._probe_ejected)
         config_store.subscribe(self._follow_config)
+        fleet.watch_health(self._resume_probes)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         try:
@@ -150,6 +154,16 @@ class Prober:
         if loop is not None:
             loop.woken.set()
 
+    def _resume_probes(self, worker: Worker, before: Health) -> None:
+        """Of a worker that was in rotation, and therefore not probed."""
+        loop = self._loops.get(worker)
+        if loop is not None and before is Health.HEALTHY and not self._health.probe_healthy:
+            loop.woken.set()
+
+    @property
+    def _health(self) -> HealthConfig:
+        return self._config_store.config.health
+
     def _follow_config(self, old: Config, new: Config) -> None:
         if old.health != new.health:
             for loop in self._loops.values():
@@ -169,6 +183,7 @@ class Prober:
                     if timed_out:
                         # A cancelled connect can leave httpcore's pool poisoned (httpcore #1093).
                         await client.close()
+                    self._note_startup(worker, loop)
                     with trio.move_on_after(self._pause_secs(worker)):
                         await loop.woken.wait()
         finally:
@@ -176,16 +191,30 @@ class Prober:
             with trio.move_on_after(CLOSE_SECS, shield=True):
                 await client.close()
 
+    def _note_startup(self, worker: Worker, loop: _ProbeLoop) -> None:
+        """Report once a worker that was not well within the time for its start."""
+        limit = self._health.startup_timeout_secs
+        if loop.started or worker.health.state is Health.HEALTHY:
+            loop.started = True
+        elif 0 < limit <= trio.current_time() - loop.begun_at:
+            loop.started = True
+            _log.error(
+                "worker_startup_timeout worker=%s after=%gs error=%s",
+                worker.url, limit, worker.health.last_error,
+            )  # fmt: skip
+
     def _pause_secs(self, worker: Worker) -> float:
         machine = worker.health
-        interval_secs = self._config_store.config.health.interval_secs
+        interval_secs = self._health.interval_secs
+        if machine.state is Health.HEALTHY and not self._health.probe_healthy:
+            return math.inf
         if machine.consecutive_successes and machine.state is not Health.HEALTHY:
             return min(interval_secs, RECOVERY_INTERVAL_SECS)
         return interval_secs * (0.8 + 0.4 * self._jitter())
 
     async def _probe(self, worker: Worker, client: WorkerClient, loop: _ProbeLoop) -> bool:
         """Make one probe and report its result. Returns whether it timed out."""
-        health = self._config_store.config.health
+        health = self._health
         epoch = loop.epoch = worker.health.epoch
         status: int | None = None
         error: str | None

@@ -258,7 +258,7 @@ class ConfigStore:
         self.revision += 1
         self._failures.clear()
         self.fleet.thresholds = thresholds_of(
-            new, probe_failures_only=self.startup.dialect == "sglang"
+            new, probe_failures_only=self.startup.dialect != "omni"
         )
         desired = desired_workers(new, self.startup.flag_urls, state)
         self._attempt(partial(self.fleet.apply, desired, datetime.now(UTC)))
@@ -298,7 +298,8 @@ class ConfigStore:
 
     def _bind_error(self, new: Config, error: OSError) -> ConfigError:
         where = error.filename or f"{new.server.host}:{new.server.port}"
-        key = "admin.listen" if where == new.admin.listen else "server.port"
+        keys = {new.admin.listen: "admin.listen", new.admin.metrics_listen: "admin.metrics_listen"}
+        key = keys.get(where, "server.port")
         reason = f"cannot listen on {where}: {error.strerror or error}"
         return ConfigError([Problem(key, None, reason, file=str(self.file))], str(self.file))
 

@@ -1,8 +1,9 @@
-"""The program's own log: lines on stderr, as text or JSON.
+"""The program's own log: lines on stderr, as text or JSON, and in a file where one is configured.
 
-Invariant: `configure` may be called at any time and leaves exactly one handler of this module on
-the root logger; other handlers are not touched. A reader of stderr that does not read blocks
-nothing. A line holds no secret of a query and no terminal control sequence.
+Invariant: `configure` may be called at any time and leaves exactly one handler of this module for
+each of the two on the root logger; other handlers are not touched. Neither a reader of stderr that
+does not read nor a slow disk blocks anything. A line holds no secret of a query and no terminal
+control sequence.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from datetime import UTC, datetime
 import msgspec
 
 from omni_proxy.system.nonblocking_stderr import NonBlockingHandler
+from omni_proxy.telemetry import line_log
+from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.wire.log_text import ascii_json, escape_unprintable, mask_secrets_in_text
 
 # They tell each request, or each touch of a watched folder, at level info.
@@ -22,6 +25,19 @@ CHATTY = ("httpx", "httpcore", "hpack", "watchfiles")
 
 class _Writer(NonBlockingHandler):
     """Ours, to be told from others."""
+
+
+class _Copier(logging.Handler):
+    """Ours, too: hands each line to the log of the file."""
+
+    def __init__(self, lines: LineLog) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # What it says of itself when it can't write would go the same way.
+        if self._lines.on and record.name != line_log.__name__:
+            self._lines.write(self.format(record).encode(errors="backslashreplace"))
 
 
 class _Json(logging.Formatter):
@@ -48,15 +64,21 @@ class _Text(logging.Formatter):
         return datetime.fromtimestamp(record.created).astimezone().isoformat(" ", "milliseconds")
 
 
-def configure(level: str, format_: str) -> None:
-    """`level` as in `[server] log_level`; `format_` is "text" or "json"."""
+def configure(level: str, format_: str, file: LineLog | None = None) -> None:
+    """`level` as in `[server] log_level`; `format_` is "text" or "json". `file` gets all lines,
+    from the first call that names it."""
     root = logging.getLogger()
     root.setLevel(level.upper())
     for name in CHATTY:
         quiet = logging.INFO if level == "debug" else logging.WARNING
         logging.getLogger(name).setLevel(quiet)
-    ours = next((handler for handler in root.handlers if isinstance(handler, _Writer)), None)
-    if ours is None:
-        ours = _Writer(sys.stderr)
-        root.addHandler(ours)
-    ours.setFormatter(_Json() if format_ == "json" else _Text())
+    if not _ours(_Writer):
+        root.addHandler(_Writer(sys.stderr))
+    if file is not None and not _ours(_Copier):
+        root.addHandler(_Copier(file))
+    for handler in (*_ours(_Writer), *_ours(_Copier)):
+        handler.setFormatter(_Json() if format_ == "json" else _Text())
+
+
+def _ours(kind: type[logging.Handler]) -> list[logging.Handler]:
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler, kind)]

@@ -31,22 +31,30 @@ _READ: Final = frozenset((_PROTO, _HOST))
 @dataclass(frozen=True, slots=True)
 class ForwardedHeaders:
     """`forwarded` as the configuration has it; `id_name` is the field of the request id, or empty.
+    `id_sources` are further fields that may hold it, in lower case, the first that does.
 
-    False where there is nothing to write.
+    False where there is nothing to write or read.
     """
 
     forwarded: str = "off"
     id_name: bytes = b""
+    id_sources: tuple[bytes, ...] = ()
 
     def __bool__(self) -> bool:
-        return self.forwarded != "off" or bool(self.id_name)
+        return self.forwarded != "off" or bool(self.id_name) or bool(self.id_sources)
 
     def read_fields(self) -> frozenset[bytes]:
         """The fields whose values `prepare` reads, in lower case, but for that of the id."""
         return _READ if self.forwarded != "off" else frozenset()
 
+    def id_fields(self) -> frozenset[bytes]:
+        """The fields whose values may become the request's id, in lower case."""
+        return frozenset((self.id_name, *self.id_sources))
+
     def prepare(self, head: RequestHead, *, secure: bool) -> None:
         """The part that does not vary, written into `head`."""
+        named = (field_value(head.lines, name) for name in self.id_sources)
+        head.request_id = next(filter(None, named), head.request_id)
         if self.id_name:
             head.request_id = field_value(head.lines, self.id_name) or head.request_id
         if self.forwarded == "off":

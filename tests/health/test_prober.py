@@ -351,3 +351,60 @@ async def test_an_ejected_worker_is_probed_at_once(world, probes, nursery, autoj
     await trio.sleep(1)
     assert len(probes) == before + 2
     assert (worker.health.state, worker.health.is_half_open) == ("healthy", True)
+
+
+async def test_without_probes_of_healthy_workers_only_those_that_are_out_are_probed(
+    world, probes, nursery, autojump_clock
+):
+    world.configure(probe_healthy=False)
+    world.fleet.thresholds = Thresholds(rise=2, fall=3, max_failed_requests=2)
+    worker = world.add(URL)
+    await running(world, nursery)
+    await trio.sleep(100)
+    assert (len(probes), worker.health.state) == (2, "healthy")
+    probes.reply = lambda request: httpx.Response(503)
+    await trio.sleep(100)
+    assert len(probes) == 2
+    for _ in range(2):
+        world.fleet.observe_request_failure(worker, status=None, error="refused", at=NOW)
+    assert worker.health.state == "unhealthy"
+    await trio.sleep(25)
+    assert len(probes) > 3
+    probes.reply = lambda request: httpx.Response(200)
+    await trio.sleep(30)
+    seen = len(probes)
+    assert worker.health.state == "healthy"
+    await trio.sleep(100)
+    assert len(probes) == seen
+    world.configure(probe_healthy=True)
+    await trio.sleep(100)
+    assert len(probes) > seen + 5
+
+
+async def test_a_worker_that_is_not_well_in_its_time_is_reported_once_and_probed_on(
+    world, probes, nursery, autojump_clock, caplog
+):
+    world.configure(startup_timeout_secs=60)
+    probes.reply = lambda request: httpx.Response(503, text="loading")
+    worker = world.add(URL)
+    await running(world, nursery)
+    await trio.sleep(50)
+    assert not [m for m in caplog.messages if "worker_startup_timeout" in m]
+    await trio.sleep(200)
+    told = [m for m in caplog.messages if "worker_startup_timeout" in m]
+    assert told == [f"worker_startup_timeout worker={URL} after=60s error=loading"]
+    probes.reply = lambda request: httpx.Response(200)
+    await trio.sleep(30)
+    assert worker.health.state == "healthy"
+
+
+async def test_a_worker_that_was_well_once_has_started(
+    world, probes, nursery, autojump_clock, caplog
+):
+    world.configure(startup_timeout_secs=60)
+    world.add(URL)
+    await running(world, nursery)
+    await trio.sleep(5)
+    probes.reply = lambda request: httpx.Response(503)
+    await trio.sleep(300)
+    assert not [m for m in caplog.messages if "worker_startup_timeout" in m]

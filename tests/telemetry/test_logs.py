@@ -62,3 +62,38 @@ def test_a_line_holds_no_secret_of_a_query_and_nothing_that_a_terminal_obeys(cap
     (line,) = capsys.readouterr().err.splitlines()
     assert line.isprintable()
     assert "GET http://w/a?api%5Fkey=*** failed" in line
+
+
+class Lines:
+    """What a LineLog is to the log."""
+
+    def __init__(self):
+        self.on, self.kept = True, []
+
+    def write(self, record):
+        self.kept.append(record.decode())
+
+
+def test_a_file_gets_the_same_lines_from_when_it_is_named_on(capsys):
+    lines = Lines()
+    configure("info", "text")
+    logging.getLogger("omni_proxy").info("early")
+    configure("info", "text", lines)
+    configure("info", "text", lines)
+    logging.getLogger("omni_proxy").info("key=%s", "url?api_key=abc")
+    (line,) = lines.kept
+    assert line.endswith("INFO    omni_proxy: key=url?api_key=***")
+    assert capsys.readouterr().err.splitlines()[1] == line
+    configure("info", "json")
+    logging.getLogger("omni_proxy").info("as json")
+    assert json.loads(lines.kept[1])["message"] == "as json"
+    lines.on = False
+    logging.getLogger("omni_proxy").info("only here")
+    assert len(lines.kept) == 2
+
+
+def test_a_file_that_cannot_be_written_is_not_told_of_itself():
+    lines = Lines()
+    configure("info", "text", lines)
+    logging.getLogger("omni_proxy.telemetry.line_log").warning("cannot write")
+    assert lines.kept == []

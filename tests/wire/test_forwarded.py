@@ -125,3 +125,32 @@ def test_a_remembered_head_is_stamped_as_a_fresh_one(stamps, heads):
         lengths = [field for field in fields if field.startswith(b"Content-Length")]
         raw = request(*(field for field in fields if field not in lengths), *lengths[:1])
         assert told(templates.parse(raw)) == told(prepared(stamps, raw))
+
+
+SOURCES = ForwardedHeaders(id_sources=(b"x-a", b"x-b"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ((b"X-B: b", b"X-A: a", b"X-Request-ID: r"), b"a"),
+        ((b"X-B: b", b"X-Request-ID: r"), b"b"),
+        ((b"X-A: ", b"X-B: b"), b"b"),
+        ((b"X-Request-ID: r",), b"r"),
+        ((), b""),
+    ],
+)
+def test_the_first_source_that_is_there_names_the_request(fields, named):
+    raw = request(*fields)
+    told = prepared(SOURCES, raw)
+    assert told.request_id == named
+    assert told.lines == parse_request_head(raw).lines  # nothing is written
+    assert SOURCES
+
+
+def test_heads_that_are_known_have_the_id_of_their_own_source():
+    cache = RequestHeadCache(SOURCES)
+    for number in range(5):
+        raw = request(b"X-Request-ID: r%d" % number, b"x-a: a%d" % number)
+        assert cache.parse(raw).request_id == b"a%d" % number
+    assert cache.parse(raw).template is not None

@@ -3,7 +3,8 @@
 Invariant: a new route that is not listed is closed. A request for an unknown route gets a 404
 without a key. With [admin] listen, closed routes answer there only (except /metrics, which is
 scraped on the model listener); the Host header, which the data plane sets, tells the listener of a
-request. Without a key `browser_origin` decides.
+request. That of metrics_listen answers for metrics alone, to everybody. Without a key
+`browser_origin` decides.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ OPEN_PATHS = frozenset(
 )  # fmt: skip
 OPEN_BELOW = ("/workers/", "/v1/models/")
 ON_BOTH = "/metrics"
-ADMIN_HOST = "admin"  # as `dataplane.dataplane` writes it
+ADMIN_HOST = "admin"  # as `dataplane.upstream.pool` writes them
+METRICS_HOST = "metrics"
 
 
 def needs_key(method: str, path: str, admin: AdminConfig) -> bool:
@@ -47,7 +49,8 @@ class KeyCheck:
     @property
     def key(self) -> str:
         """The configured key; "" is none, and everything is open."""
-        return self._config_store.config.admin.api_key
+        config = self._config_store.config
+        return config.admin.api_key or config.server.api_key
 
     def presented(self) -> bool:
         """Whether the present request may see what only key holders see."""
@@ -71,6 +74,9 @@ class KeyCheck:
         where
         the route answers on the other listener alone, and what `browsers` raises."""
         admin = self._config_store.config.admin
+        if request.host == METRICS_HOST:
+            _refuse_all_but_metrics(request)
+            return
         unknown = request.routing_exception is not None
         if unknown:
             _tell_model_traffic(request)
@@ -98,6 +104,13 @@ class KeyCheck:
         if not _matches(given, self.key):
             wrong = "Invalid admin API key"
             raise HttpError(403, wrong, "admin_key_invalid", detail=wrong)
+
+
+def _refuse_all_but_metrics(of: Request) -> None:
+    """Raises HttpError 404: whoever may read metrics there was let in by its address alone."""
+    if of.path != ON_BOTH:
+        message = f"the [admin] metrics_listen listener serves GET {ON_BOTH} only"
+        raise HttpError(404, message, "metrics_listener", detail="Not Found")
 
 
 def _tell_model_traffic(of: Request) -> None:

@@ -26,7 +26,10 @@ ABOUT = (
     "the front is being restarted, and what the bytes of a request earn it (400, 408, 414, 417, "
     "431, 501, 505), always in the shape of `Error`."
 )
-KEY = "`[admin] api_key` of the configuration. Where none is set, every route is open."
+KEY = (
+    "`[admin] api_key` of the configuration, or else `[server] api_key`. Where none is set, every "
+    "route is open."
+)
 PLACES = {
     "model": "the id of a model",
     "worker_id": "the worker's URL, encoded as one segment, or its id",

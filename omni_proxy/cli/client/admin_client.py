@@ -50,7 +50,7 @@ DECIDING: Final = frozenset(
     (
         ("server", "host"), ("server", "port"), ("server", "tls_cert"), ("server", "tls_key"),
         ("server", "tls_client_ca"), ("server", "tls_client_require"), ("admin", "listen"),
-        ("admin", "api_key"),
+        ("server", "api_key"), ("admin", "api_key"),
     )
 )  # fmt: skip
 _HEADER: Final = re.compile(r"\s*\[+\s*([^]#]*?)\s*\]+\s*(?:#.*)?$")
@@ -228,7 +228,7 @@ def admin_target_of(arguments: argparse.Namespace) -> AdminTarget:
         )
     keys = (
         (arguments.api_key or "", "--api-key"),
-        (config.admin.api_key if config else "", str(arguments.config)),
+        ((config.admin.api_key or config.server.api_key) if config else "", str(arguments.config)),
         (os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE),
     )
     key, key_from = next((found for found in keys if found[0]), ("", ""))

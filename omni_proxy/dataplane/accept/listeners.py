@@ -1,4 +1,5 @@
-"""The listeners of the data plane: the public one, and that for admin requests where there is one.
+"""The listeners of the data plane: the public one, and those for admin requests and for metrics
+where they are configured.
 
 Contract: `prepare` opens and reads everything that a configuration needs, and alone may fail; its
 `commit` can't. An address that stays keeps its socket, whatever else changes; a new one is open
@@ -17,8 +18,10 @@ from omni_proxy.dataplane.accept.certificates import Certificates
 from omni_proxy.dataplane.accept.listener import Listener, open_socket
 from omni_proxy.dataplane.accept.tls_connection import (
     AdminConnection,
+    MetricsConnection,
     TlsAdminConnection,
     TlsConnection,
+    TlsMetricsConnection,
 )
 from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.services import ExchangeServices
@@ -28,11 +31,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """A host with its port, or a `unix:PATH` host; `admin`: for admin requests only."""
+    """A host with its port, or a `unix:PATH` host; `admin`: for admin requests only, and `metrics`:
+    for those for metrics only."""
 
     host: str
     port: int
     admin: bool = False
+    metrics: bool = False
 
     @property
     def is_file(self) -> bool:
@@ -49,15 +54,17 @@ def listen_addresses(config: Config) -> list[ListenAddress]:
     addresses = [ListenAddress(config.server.host, config.server.port)]
     if config.admin.listen:
         addresses.append(_parse_address(config.admin.listen, admin=True))
+    if config.admin.metrics_listen:
+        addresses.append(_parse_address(config.admin.metrics_listen, admin=True, metrics=True))
     return addresses
 
 
-def _parse_address(where: str, *, admin: bool) -> ListenAddress:
+def _parse_address(where: str, *, admin: bool, metrics: bool = False) -> ListenAddress:
     """Parse `host:port` or `unix:PATH`."""
     if where.startswith("unix:"):
-        return ListenAddress(where, 0, admin=admin)
+        return ListenAddress(where, 0, admin=admin, metrics=metrics)
     host, _, port = where.rpartition(":")
-    return ListenAddress(host.strip("[]"), int(port), admin=admin)
+    return ListenAddress(host.strip("[]"), int(port), admin=admin, metrics=metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,20 +181,21 @@ class Listeners:
     def _callback_for(self, address: ListenAddress) -> Callable[[socket.socket, str], None]:
         services, certificates = self._services, self.certificates
         if certificates.context is not None and not address.is_file:
-            connection_class = TlsAdminConnection if address.admin else TlsConnection
+            tls_class = _tls_class(address)
 
             def accept_tls(sock: socket.socket, peer: str) -> None:
                 if certificates.context is not None:
                     services.totals.accepted += 1
-                    connection_class(services, sock, peer, certificates.context).start()
+                    tls_class(services, sock, peer, certificates.context).start()
 
             return accept_tls
         if not address.admin:
             return self._accept
+        connection_class = MetricsConnection if address.metrics else AdminConnection
 
         def accept_admin(sock: socket.socket, peer: str) -> None:
             services.totals.accepted += 1
-            AdminConnection(services, sock, peer).start()
+            connection_class(services, sock, peer).start()
 
         return accept_admin
 
@@ -205,6 +213,7 @@ class Listeners:
     def _log_listening(self, address: ListenAddress, listener: Listener) -> None:
         if not self.held:
             suffix = " for admin requests" if address.admin else ""
+            suffix = " for metrics" if address.metrics else suffix
             _log.info("listening on %s%s", self._url(address, listener), suffix)
 
     def _url(self, address: ListenAddress, listener: Listener) -> str:
@@ -229,3 +238,9 @@ class Listeners:
             if admin in (None, address.admin):
                 listener.close()
         self._open = [entry for entry in self._open if admin not in (None, entry[0].admin)]
+
+
+def _tls_class(address: ListenAddress) -> type[TlsConnection]:
+    if address.metrics:
+        return TlsMetricsConnection
+    return TlsAdminConnection if address.admin else TlsConnection

@@ -93,3 +93,19 @@ class TlsAdminConnection(TlsConnection):
     __slots__ = ()
 
     admin_only = True
+
+
+class MetricsConnection(AdminConnection):
+    """Of the listener for metrics: the admin API answers nothing else there."""
+
+    __slots__ = ()
+
+    metrics_only = True
+
+
+class TlsMetricsConnection(TlsAdminConnection):
+    """As `MetricsConnection`, over TLS."""
+
+    __slots__ = ()
+
+    metrics_only = True

@@ -56,6 +56,7 @@ class ExchangeIO(IoTask):
     )  # fmt: skip
 
     admin_only = False  # all requests go to the admin API
+    metrics_only = False  # likewise, and it answers for metrics alone
 
     def __init__(self, services: ExchangeServices, sock: socket.socket, peer: str) -> None:
         super().__init__(services.loop)

@@ -8,6 +8,7 @@ of a client that left.
 
 from __future__ import annotations
 
+import hmac
 import socket
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ from omni_proxy.routing.inspect.requirements import settle_unread as settle_larg
 from omni_proxy.routing.routes import VOICE_OWNER, MethodNotAllowed, match_route
 from omni_proxy.routing.voices import pin_to_voice_owner
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.forwarded import with_received
+from omni_proxy.wire.forwarded import field_value, with_received
 from omni_proxy.wire.proxy_protocol import peer_field
 from omni_proxy.wire.request import RequestHead, hint_lines
 
@@ -80,6 +81,8 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
     if route is None:
         exchange.cors = b""  # those routes have rules of their own
         return _respond_by_admin_api(io, exchange, head)
+    if settings.api_key:
+        _check_api_key(head, settings.api_key)
     exchange.route = route
     exchange.idempotency_key = head.idempotency_key
     if route.websocket:
@@ -96,6 +99,19 @@ def _wrong_method(head: RequestHead, wrong: MethodNotAllowed) -> HttpError:
         405, f"this path takes {allowed}", "method_not_allowed",
         close=bool(head.length), detail="Method Not Allowed",
     ).with_headers(("allow", allowed))  # fmt: skip
+
+
+def _check_api_key(head: RequestHead, key: bytes) -> None:
+    """Raises HttpError 401."""
+    scheme, _, given = field_value(head.lines, b"authorization").partition(b" ")
+    if scheme.lower() != b"bearer":
+        given = field_value(head.lines, b"x-api-key")
+    if hmac.compare_digest(given.strip(), key):
+        return
+    raise HttpError(
+        401, "an API key is needed: Authorization: Bearer <key>", "invalid_api_key",
+        close=bool(head.length),
+    ).with_headers(("www-authenticate", "Bearer"))  # fmt: skip
 
 
 async def _wait_for_slot(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> bool:
@@ -312,6 +328,8 @@ async def _respond_by_admin_api(io: ExchangeIO, exchange: Exchange, head: Reques
     counted = True
     try:
         pool = pools.admin_listener if io.admin_only else pools.admin_api
+        if io.metrics_only:
+            pool = pools.metrics_listener
         start = await run_attempt(io, exchange, head, pool)
         _release_body(io, exchange)
         if start.response.sse:  # an event a second needs no turns of the host loop

@@ -27,7 +27,9 @@ from omni_proxy.wire.request import set_bearer
 from omni_proxy.wire.response import UpstreamResponse
 
 IDLE_SECS: Final = 30.0  # shorter than the keep-alive of any known server, the admin API's included
-ADMIN_HOST: Final = "admin"  # the Host of requests of the [admin] listener, see admin_api.access
+# The Host of requests of the [admin] listener and of that for metrics, see admin_api.access.
+ADMIN_HOST: Final = "admin"
+METRICS_HOST: Final = "metrics"
 
 
 class UpstreamPool:
@@ -183,9 +185,10 @@ class UpstreamPools:
     def __init__(self, loop: EventLoop, admin_socket: str) -> None:
         self._loop = loop
         self._pools: dict[Worker, UpstreamPool] = {}
-        # The admin API tells its two listeners apart by the Host, which only the proxy can write.
+        # The admin API tells its listeners apart by the Host, which only the proxy can write.
         self.admin_api = AdminApiPool(loop, admin_socket, "front")
         self.admin_listener = AdminApiPool(loop, admin_socket, ADMIN_HOST)
+        self.metrics_listener = AdminApiPool(loop, admin_socket, METRICS_HOST)
 
     def of(self, worker: Worker) -> UpstreamPool:
         pool = self._pools.get(worker)
@@ -215,7 +218,7 @@ class UpstreamPools:
             pool.close()
 
     def _all(self) -> list[UpstreamPool]:
-        return [self.admin_api, self.admin_listener, *self._pools.values()]
+        return [self.admin_api, self.admin_listener, self.metrics_listener, *self._pools.values()]
 
 
 def pool_for(loop: EventLoop, worker: Worker) -> UpstreamPool:

@@ -157,7 +157,7 @@ class RequestHeadCache:
         self._ids = frozenset(REQUEST_ID_FIELDS)
         if forwarded is not None:
             self._read |= forwarded.read_fields()
-            self._ids |= {forwarded.id_name}
+            self._ids |= forwarded.id_fields()
         self._known: LruCache[Key, _Template] = LruCache(TEMPLATES)
         self._seen_once = Doorkeeper(TEMPLATES)
         self._last: _Template | None = None  # what was used last will most often do again

@@ -1,0 +1,109 @@
+"""[server] api_key: model traffic needs it, on every path that a request may take."""
+
+import json
+
+import httpx
+import pytest
+
+from tests.promises.fleet_program import chat, program, toml, workers
+
+pytestmark = pytest.mark.usefixtures("soon")
+KEY = "k3y"
+CHAT = "/v1/chat/completions"
+RIGHT = (
+    {"Authorization": f"Bearer {KEY}"},
+    {"authorization": f"bearer  {KEY}"},
+    {"x-api-key": KEY},
+    {"X-Api-Key": KEY, "Authorization": "Basic eA=="},
+)
+WRONG = (
+    {},
+    {"Authorization": "Bearer other"},
+    {"Authorization": KEY},
+    {"Authorization": f"Basic {KEY}"},
+    {"Authorization": "Bearer"},
+    {"x-api-key": "other"},
+    {"Authorization": "Bearer other", "x-api-key": KEY},
+)
+
+
+async def test_only_who_presents_it_reaches_a_worker():
+    async with workers("w") as (worker,):
+        words = ("--api-key", KEY, "--port", "0", "--worker-urls", worker.url)
+        async with program(*words) as running:
+            await running.until_routable(worker)
+            for headers in RIGHT * 2:  # the second time its head is known
+                answer = await running.client.post(CHAT, json=chat(), headers=headers)
+                assert answer.status_code == 200, headers
+            reached = worker.requests
+            for headers in WRONG * 2:
+                answer = await running.client.post(CHAT, json=chat(), headers=headers)
+                assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+            streamed = await running.client.post(CHAT, json=chat(stream=True), headers=WRONG[1])
+            assert streamed.status_code == 401
+            assert worker.requests == reached
+            # Control routes have no key of their own, so this one is theirs; reading is open.
+            body = {"url": "http://127.0.0.1:1"}
+            assert (await running.client.post("/workers", json=body)).status_code == 401
+            added = await running.client.post("/workers", json=body, headers=RIGHT[0])
+            assert added.status_code == 200
+            assert (await running.client.get("/health")).status_code == 200
+            told = (await running.client.get("/config", headers=RIGHT[0])).text
+            assert KEY not in told
+            assert json.loads(told)["config"]["server"]["api_key"] == "***"
+
+
+async def test_a_body_that_nobody_wants_is_not_read_to_its_end():
+    async with workers("w") as (worker,):
+        words = ("--api-key", KEY, "--port", "0", "--worker-urls", worker.url)
+        async with program(*words) as running:
+            body = b'{"messages": [], "x": "' + b"x" * 30_000_000 + b'"}'
+            answer = await running.client.post(CHAT, content=body)
+            assert answer.status_code == 401
+
+
+async def test_it_may_come_and_go_while_connections_are_open(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with workers("w") as fleet:
+        file.write_text(toml(fleet))
+        async with program("--config", file) as running:
+            await running.until_routable(*fleet)
+            base = str(running.client.base_url)
+            async with httpx.AsyncClient(base_url=base, trust_env=False) as client:
+                for _ in range(3):
+                    assert (await client.post(CHAT, json=chat())).status_code == 200
+                file.write_text(toml(fleet, more=f"api_key = '{KEY}'"))
+                await running.client.post("/reload")
+                assert (await client.post(CHAT, json=chat())).status_code == 401
+                answer = await client.post(CHAT, json=chat(), headers=RIGHT[0])
+                assert answer.status_code == 200
+                file.write_text(toml(fleet))
+                await running.client.post("/reload", headers=RIGHT[0])
+                assert (await client.post(CHAT, json=chat())).status_code == 200
+
+
+async def test_the_admin_key_stays_the_one_of_control_routes():
+    async with workers("w") as (worker,):
+        keys = ("--api-key", KEY, "--admin-api-key", "adm1n")
+        async with program(*keys, "--port", "0", "--worker-urls", worker.url) as running:
+            await running.until_routable(worker)
+            client, admin = running.client, {"Authorization": "Bearer adm1n"}
+            body = {"url": "http://127.0.0.1:1"}
+            assert (await client.post("/workers", json=body, headers=RIGHT[0])).status_code == 403
+            assert (await client.post("/workers", json=body, headers=admin)).status_code == 200
+            assert (await client.post(CHAT, json=chat(), headers=admin)).status_code == 401
+            assert (await client.post(CHAT, json=chat(), headers=RIGHT[0])).status_code == 200
+
+
+async def test_a_preflight_and_a_page_get_their_answers():
+    async with workers("w") as (worker,):
+        words = ("--api-key", KEY, "--port", "0", "--worker-urls", worker.url)
+        async with program(*words) as running:
+            origin = {"Origin": "https://app.example"}
+            asked = {**origin, "Access-Control-Request-Method": "POST"}
+            answer = await running.client.options(CHAT, headers=asked)
+            assert answer.status_code == 200
+            refused = await running.client.post(CHAT, json=chat(), headers=origin)
+            assert refused.status_code == 401
+            assert refused.headers["access-control-allow-origin"] == "*"
