@@ -54,12 +54,16 @@ class FleetChanges:
 
         def edit(state: SavedState, _: Config) -> SavedState:
             # Inside the change, so that only one of two equal concurrent requests succeeds.
-            if self._services.fleet.find(entry.url):
-                raise _error(409, "worker already registered", "worker_already_exists")
+            self.refuse_known(entry.url)
             return with_added(state, entry)
 
         await self.change(edit)
         return self.find(entry.url)
+
+    def refuse_known(self, url: str) -> None:
+        """Raises HttpError 409 if it is registered already."""
+        if self._services.fleet.find(url):
+            raise _error(409, "worker already registered", "worker_already_exists")
 
     async def remove(self, worker: Worker) -> None:
         """Raises HttpError 404 if another request removed it first."""

@@ -192,8 +192,11 @@ class WorkerNotes:
                 setattr(note, name, fields[name])
         self._notes = {w: self._notes[w] for w in self._fleet.workers if w in self._notes}
 
-    def job_status(self, worker: Worker) -> dict[str, object]:
-        """`{"job_status": ...}` of an addition in the background; empty once it is done."""
+    def job_status(
+        self, worker: Worker, now: datetime, startup_timeout_secs: float
+    ) -> dict[str, object]:
+        """`{"job_status": ...}` of an addition in the background; empty once it is done. It has
+        failed past the time-out (0: none), until the worker is well after all."""
         note = self._notes.get(worker)
         if note is None or note.asked_at is None:
             return {}
@@ -202,7 +205,8 @@ class WorkerNotes:
             note.asked_at = None
             return {}
         status = "processing" if health.last_checked_at else "pending"
-        if health.state is Health.DEAD:
+        waited_secs = (now - note.asked_at).total_seconds()
+        if health.state is Health.DEAD or 0 < startup_timeout_secs <= waited_secs:
             status = "failed"
         job = {
             "job_type": "AddWorker",

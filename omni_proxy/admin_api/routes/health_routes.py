@@ -56,7 +56,7 @@ class FleetHealthRoutes:
         fleet = self._services.fleet
         well = any(_well(worker) for worker in fleet.workers) and not is_opening(self._services)
         # A router that engines are yet to register with is well: its fixtures wait for that.
-        well |= self._services.dialect == "sglang" and not fleet.had_workers
+        well |= self._services.dialect != "omni" and not fleet.had_workers
         summary = self._records.pool("healthy" if well else "unhealthy")
         summary["admission"] = self._services.data_plane.admission()
         summary["voice_routing"] = self._voice_routing()

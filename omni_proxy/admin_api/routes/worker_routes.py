@@ -30,6 +30,7 @@ from omni_proxy.admin_api.fleet_changes import (
 from omni_proxy.admin_api.responses import bad_request, etag, json_object, json_response
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.worker_arrivals import MAX_WAIT_SECS, WAIT_SECS, WorkerArrivals
 from omni_proxy.admin_api.worker_requests import (
     WorkerBody,
     WorkerNotes,
@@ -133,6 +134,7 @@ class WorkerRoutes:
         self._records = records
         self._drains = drains
         self._changes = FleetChanges(services)
+        self._arrivals = WorkerArrivals(services)
 
     def mount(self, app: Quart) -> None:
         # A path, for Werkzeug has decoded the %2F of a worker id already.
@@ -152,13 +154,18 @@ class WorkerRoutes:
 
     async def one(self, name: str) -> Response:
         worker = self._changes.find(name)
-        return json_response({**self._records.record(worker), **self._notes.job_status(worker)})
+        limit = self._services.config_store.config.health.startup_timeout_secs
+        job = self._notes.job_status(worker, datetime.now(UTC), limit)
+        return json_response({**self._records.record(worker), **job})
 
     async def add(self) -> Response:
         body = await json_object()
         parsed = parse_add(body, prefers_async=self._is_async())
         url = requested_url(body)
         await self._changes.check_address(url)
+        wait_secs = self._wait_secs()
+        if wait_secs is not None:
+            return await self._add_when_healthy(_entry(url, parsed), parsed, wait_secs)
         worker = await self._changes.add(_entry(url, parsed))
         log.info("worker_registered worker=%s url=%s", worker.display_id, url)
         self._notes.update(worker, parsed.note_fields)
@@ -170,6 +177,36 @@ class WorkerRoutes:
         if worker.health.last_checked_at is None:
             await self._services.prober.probe_once(worker)
         return self._done(worker)
+
+    async def _add_when_healthy(
+        self, entry: WorkerSpec, parsed: WorkerBody, wait_secs: float
+    ) -> Response:
+        """For who takes a 200 as "registered and routable". Raises HttpError 400 for a worker that
+        is not well in time, and 409; then nothing has changed."""
+        self._changes.refuse_known(entry.url)
+        await self._arrivals.until_healthy(entry, wait_secs)
+        worker = await self._changes.add(entry)
+        log.info("worker_registered worker=%s url=%s", worker.display_id, worker.url)
+        self._notes.update(worker, parsed.note_fields)
+        await self._arrivals.until_routable(worker)
+        said = {"ignored": parsed.ignored} if parsed.ignored else {}
+        message = f"Worker {worker.url} added successfully"
+        return self._done(worker, success=True, message=message, **said)
+
+    def _wait_secs(self) -> float | None:
+        """How long the client wants its answer to wait for the worker's health; None where it does
+        not say so: where it says nothing, vllm-router's do. Raises HttpError 400."""
+        wishes = _wishes()
+        waits = "wait" in wishes or self._services.dialect == "vllm"
+        if not waits or "respond-async" in wishes:
+            return None
+        limit = self._services.config_store.config.health.startup_timeout_secs or WAIT_SECS
+        said = wishes.get("wait", "")
+        if not said:
+            return limit
+        if not said.isdigit() or int(said) > MAX_WAIT_SECS:
+            raise bad_request(f"Prefer: wait={said}: write seconds, up to {MAX_WAIT_SECS:g}")
+        return float(said)
 
     async def switch(self, name: str) -> Response:
         body = await json_object()
@@ -230,10 +267,12 @@ class WorkerRoutes:
 
         return edit
 
-    def _done(self, worker: Worker) -> Response:
+    def _done(self, worker: Worker, **said: object) -> Response:
         headers = etag(self._services.config_store.revision)
-        payload = {"status": "ok", **_naming(worker), "worker": self._records.record(worker)}
-        return json_response(payload, headers=headers)
+        record = self._records.record(worker)
+        return json_response(
+            {"status": "ok", **said, **_naming(worker), "worker": record}, headers=headers
+        )
 
     def _accepted(self, worker: Worker, message: str, ignored: Sequence[str] = ()) -> Response:
         answer: dict[str, object] = {
@@ -271,10 +310,11 @@ def _coded(view: View[Given]) -> View[Given]:
     return parsed
 
 
-def _wishes() -> set[str]:
-    """The preferences that the request names (RFC 7240), without their values."""
+def _wishes() -> dict[str, str]:
+    """The preferences that the request names (RFC 7240), with their values."""
     named = request.headers.get("Prefer", "").lower().replace(";", ",").split(",")
-    return {wish.partition("=")[0].strip() for wish in named}
+    parts = (wish.partition("=") for wish in named)
+    return {name.strip(): value.strip(' "') for name, _, value in parts}
 
 
 def _entry(url: str, parsed: WorkerBody) -> WorkerSpec:

@@ -54,10 +54,10 @@ def _awaits_first_probes(worker: Worker) -> bool:
 def is_opening(services: Services) -> bool:
     """Whether a worker of the command line still waits for its first probes.
 
-    Only in the dialect of sglang-router, whose users take a 200 for "all given workers are in
-    rotation", and for at most the time limit of a probe.
+    Only in the dialects of sglang-router and vllm-router, whose users take a 200 for "all given
+    workers are in rotation", and for at most the time limit of a probe.
     """
-    if services.dialect != "sglang":
+    if services.dialect == "omni":
         return False
     if time.monotonic() - services.started > services.config_store.config.health.timeout_secs:
         return False

@@ -2,7 +2,7 @@ import httpx
 import pytest
 import trio
 
-from omni_proxy.admin_api.routes.sglang_routes import ROUTABLE_SECS
+from omni_proxy.admin_api.worker_arrivals import ROUTABLE_SECS
 from omni_proxy.config.overlay import with_deleted
 from tests.admin_api.house import NOW, A, B, build_house, entry
 
@@ -174,3 +174,30 @@ async def test_changes_need_the_key_and_the_list_does_not(engines):
     assert (await said(house, "get", "/list_workers"))[0] == 200
     wanted = f"/remove_worker?url={A}"
     assert (await said(house, "post", wanted, Authorization="Bearer k"))[0] == 200
+
+
+async def posted(house, path, body):
+    answer = await house.client().post(path, json=body)
+    return answer.status_code, await answer.get_json()
+
+
+@pytest.mark.parametrize("key", ["url", "worker_url"])
+async def test_a_worker_in_a_json_body_is_added_and_removed_as_often_as_it_is_said(
+    house, engines, key
+):
+    engines.tell(C, "/health", {})
+    for _ in range(2):
+        status, told = await posted(house, "/add_worker", {key: C})
+        assert (status, told["status"]) == (200, "success")
+        assert told["worker_urls"][C] == 0
+    assert house.worker(C).routable
+    for _ in range(2):
+        status, told = await posted(house, "/remove_worker", {key: C})
+        assert (status, told["status"], C in told["worker_urls"]) == (200, "success", False)
+    assert house.fleet.find(C) is None
+
+
+@pytest.mark.parametrize("body", [{}, {"url": 7}, {"url": " "}])
+async def test_a_json_body_without_a_worker_is_refused(house, body):
+    status, told = await posted(house, "/add_worker", body)
+    assert (status, told["error"]["code"]) == (400, "missing_url")

@@ -4,6 +4,7 @@ from urllib.parse import quote
 import pytest
 
 from omni_proxy.admin_api import fleet_changes
+from omni_proxy.config.schema import HealthConfig
 from omni_proxy.upstream_http.resolver import RefusedAddress
 from tests.admin_api.house import NOW, A, B, build_house, entry
 
@@ -208,10 +209,42 @@ async def test_a_router_answers_at_once_unless_the_client_waits():
     assert (await call(house, "PUT", told["location"], {"url": C}))[0] == 202
     assert (await call(house, "DELETE", told["location"]))[0] == 202
     assert house.fleet.find(C) is None
-    waits = {"Prefer": "wait=5"}
-    assert (await call(house, "POST", "/workers", {"url": C}, **waits))[0] == 200
-    assert house.prober.probed == [C]
-    assert (await call(house, "DELETE", told["location"], **waits))[0] == 200
+    waits = {"Prefer": "wait=1"}
+    status, told, _ = await call(house, "POST", "/workers", {"url": C}, **waits)
+    assert (status, told["error"]["code"]) == (400, "worker_not_healthy")
+    assert house.fleet.find(C) is None
+
+
+@pytest.mark.parametrize(
+    ("dialect", "headers"),
+    [("omni", {"Prefer": "wait"}), ("sglang", {"Prefer": "wait=30"}), ("vllm", {})],
+)
+async def test_a_200_means_registered_and_routable_to_who_waits(
+    engines, autojump_clock, dialect, headers
+):
+    engines.says[C, "/health"] = [(503, b"loading"), (200, b"{}")]
+    house = build_house(entry(A), rooms={"dialect": dialect})
+    body = {"url": C, "worker_type": "regular", "bootstrap_host": "x"}
+    status, told, _ = await call(house, "POST", "/workers", body, **headers)
+    assert (status, told["status"], told["success"], told["url"]) == (200, "ok", True, C)
+    assert told["worker"]["routable"] is True
+    assert told["ignored"] == ["bootstrap_host"]
+    status, told, _ = await call(house, "POST", "/workers", body, **headers)
+    assert (status, told["code"]) == (409, "WORKER_ALREADY_EXISTS")
+
+
+async def test_who_wants_its_answer_at_once_gets_it_in_every_dialect():
+    house = build_house(entry(A), rooms={"dialect": "vllm"})
+    at_once = {"Prefer": "respond-async"}
+    assert (await call(house, "POST", "/workers", {"url": C}, **at_once))[0] == 202
+
+
+async def test_a_wait_that_is_no_number_is_refused(house):
+    status, told, _ = await call(house, "POST", "/workers", {"url": C}, Prefer="wait=long")
+    assert (status, told["error"]["message"]) == (
+        400,
+        "Prefer: wait=long: write seconds, up to 7200",
+    )
 
 
 @pytest.mark.parametrize("key", ["PUT", "PATCH"])
@@ -393,3 +426,12 @@ async def test_a_health_body_with_half_a_character_does_not_hide_the_fleet(house
     house.worker(A).health_body = {"name": HALF}
     status, told, _ = await call(house, "GET", "/workers")
     assert (status, told["workers"][0]["health"]) == (200, {"name": HALF})
+
+
+async def test_an_addition_that_takes_too_long_has_failed_until_it_is_well():
+    house = build_house(entry(A), health=HealthConfig(startup_timeout_secs=1e-9))
+    client = house.client()
+    place = (await client.post("/workers", json={"url": C, "priority": 3})).headers["Location"]
+    assert (await (await client.get(place)).get_json())["job_status"]["status"] == "failed"
+    house.healthy(C)
+    assert "job_status" not in await (await client.get(place)).get_json()
