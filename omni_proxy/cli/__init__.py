@@ -36,6 +36,7 @@ INNER: Final = {
     "__complete": "omni_proxy.cli.complete",
     "data-plane-process": "omni_proxy.multiprocess.dataplane_process",
     "receiver-process": "omni_proxy.process_group.fork.receiver_process",
+    "router-process": "omni_proxy.compat.router_process",
 }
 
 

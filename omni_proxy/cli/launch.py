@@ -8,14 +8,12 @@ import os
 import shlex
 import socket
 import sys
-import typing
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Final
 
-from omni_proxy.cli.flags.arguments import launch_parser, router_parser
+from omni_proxy.cli.flags.arguments import launch_parser
 from omni_proxy.cli.flags.engines import (
     ENGINES,
     EngineCommandError,
@@ -26,20 +24,11 @@ from omni_proxy.cli.flags.engines import (
     model_name,
 )
 from omni_proxy.cli.flags.peer_flags import router_flags_in
-from omni_proxy.cli.serve import start, startup_of
-from omni_proxy.config.flags import Startup
+from omni_proxy.cli.serve import routed, router_startup, start
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.config.schema import CAPABILITIES, LaunchEntry, RetryCause
+from omni_proxy.config.schema import CAPABILITIES, LaunchEntry
 from omni_proxy.launch.replica_process import visible_gpus
 
-# As sglang-router has it.
-DEFAULTS: Final[dict[str, object]] = {
-    "routing.policy": "cache_aware",
-    # Its clients expect a worker's passing failure to be tried elsewhere, and tell "busy" (429)
-    # from "out of order" (503).
-    "routing.retry_on": typing.get_args(RetryCause),
-    "server.overload_status": 429,
-}
 LAST_PORT: Final = 65535
 VLLM_SHORT: Final = {"-dp": "--dp-size", "-tp": "--tp-size"}
 
@@ -58,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"with --command, say {engine_flags[0]} in the command itself")
     try:
         entry = _entry(arguments, engine_flags)
-        startup = _routed(arguments, (entry,))
+        startup = routed(arguments, (entry,))
     except (ConfigError, EngineCommandError) as refusal:
         print(refusal, file=sys.stderr)
         return 2
@@ -74,21 +63,12 @@ def _spelled_out(argv: Sequence[str]) -> list[str]:
 
 def main_router(argv: Sequence[str]) -> int:
     """Without workers it starts as well: trainers begin so, and their engines add themselves."""
-    arguments = router_parser().parse_args(argv)
     try:
-        startup = _routed(arguments, ())
+        startup = router_startup(argv)
     except ConfigError as refusal:
         print(refusal, file=sys.stderr)
         return 2
     return start(startup)
-
-
-def _routed(arguments: Namespace, launch: tuple[LaunchEntry, ...]) -> Startup:
-    """Without a FILE, which has words of its own, the defaults are those of that router."""
-    startup = startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""), launch)
-    if arguments.config is not None:
-        return startup
-    return replace(startup, overrides=DEFAULTS | startup.overrides, dialect="sglang")
 
 
 def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:

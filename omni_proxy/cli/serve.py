@@ -1,4 +1,5 @@
-"""`omni-proxy [serve]`: what the command line asks for, handed to the root.
+"""`omni-proxy [serve]`: what the command line asks for, handed to the root; and what
+`launch-router` asks for, with the defaults of sglang-router.
 
 FILE is read there, by the code that reads it again later; here nothing is opened.
 """
@@ -6,15 +7,27 @@ FILE is read there, by the code that reads it again later; here nothing is opene
 import os
 import signal
 import sys
+import typing
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
 
-from omni_proxy.cli.flags.arguments import serve_parser, short_help
+from omni_proxy.cli.flags.arguments import router_parser, serve_parser, short_help
 from omni_proxy.cli.flags.peer_flags import overrides, warnings
 from omni_proxy.cli.frozen_binary import lead_process_group
-from omni_proxy.config.flags import Startup, parse_worker_urls
+from omni_proxy.config.flags import Dialect, Startup, parse_worker_urls
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.config.schema import LaunchEntry, RetryCause
+
+# As sglang-router has it.
+DEFAULTS: Final[dict[str, object]] = {
+    "routing.policy": "cache_aware",
+    # Its clients expect a worker's passing failure to be tried elsewhere, and tell "busy" (429)
+    # from "out of order" (503).
+    "routing.retry_on": typing.get_args(RetryCause),
+    "server.overload_status": 429,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,3 +72,22 @@ def startup_of(
         launch=launch,
         warnings=warnings(arguments),
     )
+
+
+def router_startup(
+    argv: Sequence[str], dialect: Dialect = "sglang", warnings: tuple[str, ...] = ()
+) -> Startup:
+    """What `omni-proxy launch-router` starts with; `warnings` go to its log, before its own. Raises
+    ConfigError."""
+    startup = routed(router_parser().parse_args(argv), (), dialect)
+    return replace(startup, warnings=warnings + startup.warnings)
+
+
+def routed(
+    arguments: Namespace, launch: tuple[LaunchEntry, ...], dialect: Dialect = "sglang"
+) -> Startup:
+    """Without a FILE, which has words of its own, the defaults are those of that router."""
+    startup = startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""), launch)
+    if arguments.config is not None:
+        return startup
+    return replace(startup, overrides=DEFAULTS | startup.overrides, dialect=dialect)

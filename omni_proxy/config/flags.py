@@ -58,15 +58,25 @@ _MEANT: Final = {
     ("server.max_inflight", "-1"): "0",
     ("routing.policy", "consistent_hash"): "consistent_hashing",
     ("routing.policy", "least_load"): "least_request",
+    ("routing.policy", "manual"): "least_request",
     ("routing.policy", "passthrough"): "round_robin",
+    ("routing.policy", "session_aware"): "least_request",
+    ("routing.policy", "sticky_least_loaded"): "least_request",
+}
+# Further keys that such a word sets, unless a flag of their own does.
+_SESSIONS: Final[dict[str, object]] = {"routing.sticky_sessions": True}
+_MEANT_TOO: Final = {
+    ("routing.policy", "manual"): _SESSIONS,
+    ("routing.policy", "session_aware"): _SESSIONS,
+    ("routing.policy", "sticky_least_loaded"): _SESSIONS,
 }
 _FLAG_OF: Final = {key: flag for flag, key in FLAGS.items()}
 _PLACE: Final = "command line"
 
 
-# Whose behaviour decides where the routers differ: SGLang-Omni's, or that of sglang-router, smg and
-# vllm-router.
-Dialect: TypeAlias = Literal["omni", "sglang"]
+# Whose behaviour decides where the routers differ: SGLang-Omni's, that of sglang-router and smg, or
+# that of vllm-router, which differs from theirs in a few answers.
+Dialect: TypeAlias = Literal["omni", "sglang", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +110,9 @@ def apply_flags(config: Config, overrides: Mapping[str, object]) -> Config:
     A wrong one raises ConfigError naming its flag.
     """
     tables = msgspec.to_builtins(config)
-    for key, typed in overrides.items():
+    words = [(key, typed) for key, typed in overrides.items() if isinstance(typed, str)]
+    also = {key: value for word in words for key, value in _MEANT_TOO.get(word, {}).items()}
+    for key, typed in (also | dict(overrides)).items():
         value = _MEANT.get((key, typed), typed) if isinstance(typed, str) else typed
         *sections, name = key.split(".")
         table = tables

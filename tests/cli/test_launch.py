@@ -36,7 +36,7 @@ def test_the_seeds_command_line_launches_that_many_replicas(started):
 
 
 def test_a_flag_that_can_only_be_the_routers_is_not_handed_to_the_engine(started, capsys):
-    for words in (["--router-prometheus-port", "3"], ["--backend=vllm"], ["--backend", "vllm"]):
+    for words in (["--router-worker-config", "f"], ["--backend=vllm"], ["--backend", "vllm"]):
         with pytest.raises(SystemExit) as ended:
             main(["--model-path", "tiny", *words])
         assert ended.value.code == 2

@@ -115,6 +115,7 @@ def serve_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_serving(parser)
+    add_ignored_flags(parser, "")
     return parser
 
 

@@ -12,16 +12,20 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterable, Sequence
-from typing import Final, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
 
 from omni_proxy.config.problem import did_you_mean
 
 PAGE: Final = "docs/migration.md"
-_SWITCHED: Final = "switch:"  # before the key of a flag in `SWITCHES`, in a namespace
+# In a namespace: before the key of a flag in `SWITCHES`, and before a flag in `JOINED`.
+_SWITCHED: Final = "switch:"
+_JOINED: Final = "joined:"
 
 # Set a key of ours, with the value that follows.
 VALUED: Final = {
+    "--api-key": "server.api_key",
     "--header-read-timeout-secs": "server.timeouts.client_head_secs",
     "--idle-connection-timeout-secs": "server.timeouts.client_idle_secs",
     "--max-idle-secs": "routing.sticky_idle_secs",
@@ -30,12 +34,27 @@ VALUED: Final = {
     "--sse-keepalive-secs": "server.sse_keepalive_secs",
     "--sticky-key-idle-secs": "routing.sticky_idle_secs",
     "--stream-body-stall-timeout-secs": "server.timeouts.idle_secs",
+    "--worker-startup-timeout-secs": "health.startup_timeout_secs",
 }
 # Set a list of ours, to all values that follow.
-LISTS: Final = {"--cors-allowed-origins": "server.cors_allow_origins"}
+LISTS: Final = {
+    "--cors-allowed-origins": "server.cors_allow_origins",
+    "--request-id-headers": "server.request_id_headers",
+}
+# Set a key of ours, together with what stands beside them; see `_joined`.
+JOINED: Final = {
+    "--log-dir": "server.log_file",
+    "--prometheus-host": "admin.metrics_listen",
+    "--prometheus-port": "admin.metrics_listen",
+}
+# Engines have them, too: beside one they are the router's only under its prefix.
+_ENGINES_TOO: Final = frozenset(("--api-key", "--log-dir"))
+PROMETHEUS: Final = ("127.0.0.1", "29000")  # where one of host and port is not said
+LOG_FILE: Final = "omni-proxy.log"
 # Set a key of ours to this value.
 SWITCHES: Final[dict[str, tuple[str, object]]] = {
     "--disable-circuit-breaker": ("routing.max_worker_retries", 0),
+    "--disable-health-check": ("health.probe_healthy", False),
     "--disable-retries": ("routing.max_total_retries", 1),
     "--log-json": ("server.log_format", "json"),
     "--routing-key-override": ("routing.sticky_sessions", True),
@@ -64,8 +83,7 @@ _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
         "a worker that is still starting gets requests as soon as its probes are good",
         (),
         (
-            "--worker-startup-timeout-secs", "--worker-startup-check-interval",
-            "--worker-startup-delay",
+            "--worker-startup-check-interval", "--worker-startup-delay",
         ),
         (),
     ),
@@ -76,11 +94,10 @@ _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
         (),
     ),
     (
-        "workers are always probed, at --health-check-endpoint, and come back by their probes",
+        "a worker that is out is probed, at --health-check-endpoint, and comes back by its probes",
         (
-            "--disable-health-check", "--remove-unhealthy-workers",
-            "--no-remove-unhealthy-workers", "--worker-auto-recovery",
-            "--no-worker-auto-recovery",
+            "--remove-unhealthy-workers", "--no-remove-unhealthy-workers",
+            "--worker-auto-recovery", "--no-worker-auto-recovery",
         ),
         ("--worker-stall-secs", "--worker-wedge-secs", "--worker-stale-secs"),
         (),
@@ -245,28 +262,54 @@ class _NoEffect(argparse.Action):
 
 
 def add_mapped_flags(parser: argparse.ArgumentParser, prefix: str) -> None:
-    """Those that set a key of ours; `prefix` as where an engine may have the same ones, or ""."""
+    """Those that set a key of ours; `prefix` as where an engine may have the same ones, or "".
+
+    One that the parser has already keeps the meaning that it has there.
+    """
+
+    def add(flag: str, **how: Any) -> None:
+        taken = parser._option_string_actions
+        names = [name for name in _named(flag, prefix) if name not in taken]
+        if names:
+            parser.add_argument(*names, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how)
+
     for flag, key in VALUED.items():
-        parser.add_argument(
-            *_named(flag, prefix), dest=key, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
+        add(flag, dest=key)
+    for flag in JOINED:
+        add(flag, dest=_JOINED + flag)
     for flag, key in LISTS.items():
-        parser.add_argument(
-            *_named(flag, prefix), dest=key, nargs="*", default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )  # fmt: skip
+        add(flag, dest=key, nargs="*")
     for flag, (key, value) in SWITCHES.items():
-        parser.add_argument(
-            *_named(flag, prefix), dest=_SWITCHED + key, action="store_const", const=value,
-            default=argparse.SUPPRESS, help=argparse.SUPPRESS,
-        )  # fmt: skip
+        add(flag, dest=_SWITCHED + key, action="store_const", const=value)
 
 
 def overrides(arguments: argparse.Namespace) -> dict[str, object]:
     """The keys that flags set, ours and theirs; a switch wins over a value for the same key."""
-    given = {name: value for name, value in vars(arguments).items() if "." in name}
-    switched = {name: given.pop(name) for name in list(given) if name.startswith(_SWITCHED)}
-    return given | {name.removeprefix(_SWITCHED): value for name, value in switched.items()}
+    named = vars(arguments).items()
+    joined = {
+        name.removeprefix(_JOINED): str(value) for name, value in named if name.startswith(_JOINED)
+    }
+    switched = {
+        name.removeprefix(_SWITCHED): value for name, value in named if name.startswith(_SWITCHED)
+    }
+    return {name: value for name, value in named if _is_key(name)} | _joined(joined) | switched
+
+
+def _is_key(name: str) -> bool:
+    return "." in name and ":" not in name
+
+
+def _joined(given: Mapping[str, str]) -> dict[str, object]:
+    """Keys of ours that several flags set, or one of theirs in another form."""
+    keys: dict[str, object] = {}
+    if folder := given.get("--log-dir"):
+        keys["server.log_file"] = str(Path(folder) / LOG_FILE)
+    if "--prometheus-host" in given or "--prometheus-port" in given:
+        host = given.get("--prometheus-host", PROMETHEUS[0])
+        port = given.get("--prometheus-port", PROMETHEUS[1])
+        host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        keys["admin.metrics_listen"] = f"{host}:{port}"
+    return keys
 
 
 def add_ignored_flags(parser: argparse.ArgumentParser, prefix: str) -> None:
@@ -283,7 +326,10 @@ def add_ignored_flags(parser: argparse.ArgumentParser, prefix: str) -> None:
 
 
 def _named(flag: str, prefix: str) -> list[str]:
-    return [flag, prefix + flag.removeprefix("--")] if prefix else [flag]
+    if not prefix:
+        return [flag]
+    prefixed = prefix + flag.removeprefix("--")
+    return [prefixed] if flag in _ENGINES_TOO else [flag, prefixed]
 
 
 def warnings(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -312,17 +358,12 @@ def explain_missing_flag(flag: str) -> str:
 
 _UNKNOWN: Final = "unrecognized arguments: "
 THEIRS: Final = {
-    "--api-key": "--admin-api-key KEY: it guards changes, not model traffic",
     "--backend": "--engine of omni-proxy launch",
     "--ca-cert-path": "tls_ca in [[workers]], or tls_worker_ca in [server]",
     "--ca-cert-paths": "tls_ca in [[workers]], or tls_worker_ca in [server]",
     "--check-config": "omni-proxy check FILE",
     "--launcher-config": "[[launch]] in the file, or omni-proxy launch",
-    "--log-dir": "access_log in [server]; the program's own log goes to stderr",
     "--max-connections": "--max-inflight N",
-    "--prometheus-host": "GET /metrics, on the address that serves",
-    "--prometheus-port": "GET /metrics, on the port that serves",
-    "--request-id-headers": "request_id_header in [server]",
     "--router-processes": "processes in [server]",
     "--router-state-dir": "state_file in [server]",
     "--shutdown-drain-secs": "drain_timeout_secs in [server]",

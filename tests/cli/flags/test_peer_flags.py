@@ -4,10 +4,11 @@ from pathlib import Path
 import pytest
 
 from omni_proxy import server
-from omni_proxy.cli import launch
+from omni_proxy.cli import launch, serve
 from omni_proxy.cli.flags.arguments import launch_parser, router_parser
 from omni_proxy.cli.flags.engines import ENGINES
 from omni_proxy.cli.flags.peer_flags import (
+    JOINED,
     LISTS,
     MISSING,
     SWITCHES,
@@ -61,15 +62,16 @@ def test_a_command_line_of_sglang_router_starts_with_a_warning_for_each_idle_fla
     )
     assert main_router(words.split()) == 0
     (startup,) = started
-    routing = startup.effective_config(Config()).routing
+    config = startup.effective_config(Config())
+    routing = config.routing
     assert (routing.max_total_retries, routing.max_worker_retries) == (1, 2)
+    assert (config.health.probe_healthy, config.health.startup_timeout_secs) == (False, 30)
     idle = [line.partition(" has no effect here: ")[0] for line in startup.warnings]
     assert idle == [
         "--retry-initial-backoff-ms", "--retry-max-backoff-ms", "--retry-backoff-multiplier",
         "--retry-jitter-factor", "--cb-success-threshold", "--cb-timeout-duration-secs",
         "--cb-window-duration-secs", "--rate-limit-tokens-per-second",
-        "--worker-startup-timeout-secs", "--worker-startup-check-interval", "--enable-igw",
-        "--disable-health-check", "--model-path", "--tokenizer-path", "--reasoning-parser",
+        "--worker-startup-check-interval", "--enable-igw", "--model-path", "--tokenizer-path", "--reasoning-parser",
         "--prometheus-duration-buckets",
     ]  # fmt: skip
 
@@ -101,12 +103,52 @@ def test_flags_that_mean_a_key_of_ours_set_it(started):
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"),
-    [("consistent_hash", "consistent_hashing"), ("passthrough", "round_robin")],
+    ("words", "where"),
+    [
+        ("--prometheus-port 4000", "127.0.0.1:4000"),
+        ("--prometheus-host 0.0.0.0", "0.0.0.0:29000"),
+        ("--prometheus-host ::1 --prometheus-port 0", "[::1]:0"),
+        ("--prometheus-host [::1] --prometheus-port 4000", "[::1]:4000"),
+    ],
 )
-def test_other_names_of_policies_are_taken(started, name, policy):
+def test_metrics_get_a_listener_of_their_own(started, words, where):
+    main_router(words.split())
+    assert started[0].effective_config(Config()).admin.metrics_listen == where
+
+
+def test_keys_ids_and_logs_have_their_flags_in_every_command(started, monkeypatch):
+    words = "--api-key k3y --request-id-headers x-a x-b --log-dir logs"
+    main_router(words.split())
+    monkeypatch.setattr(serve, "start", lambda startup: started.append(startup) or 0)
+    assert serve.main([*words.split(), "--enable-igw", "--worker-urls", "http://a:1"]) == 0
+    for startup in started:
+        server = startup.effective_config(Config()).server
+        assert (server.api_key, server.log_file) == ("k3y", "logs/omni-proxy.log")
+        assert server.request_id_headers == ("x-a", "x-b")
+    assert len(started[1].warnings) == 1
+
+
+def test_beside_an_engine_its_key_and_its_logs_are_its_own(started):
+    words = "--engine vllm --model-path org/m --api-key engine --router-api-key ours --log-dir d"
+    main(words.split())
+    config = started[0].effective_config(Config())
+    assert (config.server.api_key, config.server.log_file) == ("ours", "off")
+    assert config.launch[0].command[-4:] == ("--api-key", "engine", "--log-dir", "d")
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "sticky"),
+    [
+        ("consistent_hash", "consistent_hashing", False),
+        ("passthrough", "round_robin", False),
+        ("manual", "least_request", True),
+        ("sticky_least_loaded", "least_request", True),
+    ],
+)
+def test_other_names_of_policies_are_taken(started, name, policy, sticky):
     main_router(["--policy", name])
-    assert started[0].effective_config(Config()).routing.policy == policy
+    routing = started[0].effective_config(Config()).routing
+    assert (routing.policy, routing.sticky_sessions) == (policy, sticky)
 
 
 def test_beside_an_engine_the_routers_flags_have_its_prefix(started):
@@ -200,7 +242,7 @@ def test_each_warning_is_in_the_log(started, monkeypatch, caplog, tmp_path):
     assert [record.message for record in caplog.records] == list(started[0].warnings)
 
 
-@pytest.mark.parametrize("flag", [*WITHOUT_EFFECT, *MISSING, *VALUED, *LISTS, *SWITCHES])
+@pytest.mark.parametrize("flag", [*WITHOUT_EFFECT, *MISSING, *VALUED, *LISTS, *SWITCHES, *JOINED])
 def test_the_page_for_those_who_come_from_there_has_the_flag(flag):
     named = f"{flag}…" if flag.endswith("-") else flag
     assert f"`{named}`" in MIGRATION
