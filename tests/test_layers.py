@@ -19,7 +19,7 @@ SHARED = (
 LAYERS = (
     *SHARED, "wire", "config", "process_group", "fleet", "system", "routing", "admin_ops",
     "upstream_http", "runtime_config", "dataplane", "telemetry", "health", "launch",
-    "weight_sync", "multiprocess", "admin_api", "supervisor", "server", "replica", "cli",
+    "weight_sync", "multiprocess", "admin_api", "supervisor", "server", "replica", "cli", "compat",
     "__main__",
 )  # fmt: skip
 

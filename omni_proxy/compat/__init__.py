@@ -1,0 +1,17 @@
+"""Drop-in Python packages: `RouterArgs` and `launch_router` of sglang-router and vllm-router.
+
+The two distributions under `packages/` re-export what is here under the names that trainers
+import. Contract: the command line of omni-proxy decides what each argument does; nothing here has
+an effect of its own.
+"""
+
+from omni_proxy.compat.command_line import RouterArgsError as RouterArgsError
+from omni_proxy.compat.launch import Router as Router
+from omni_proxy.compat.launch import RouterEnded as RouterEnded
+from omni_proxy.compat.launch import VllmRouter as VllmRouter
+from omni_proxy.compat.launch import launch_router as launch_router
+from omni_proxy.compat.launch import launch_vllm_router as launch_vllm_router
+from omni_proxy.compat.sglang_args import SglangRouterArgs as SglangRouterArgs
+from omni_proxy.compat.vllm_args import VllmRouterArgs as VllmRouterArgs
+
+RouterArgs = SglangRouterArgs

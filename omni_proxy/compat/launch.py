@@ -1,0 +1,163 @@
+"""`launch_router`: the proxy for a trainer, from its router arguments, until somebody ends it.
+
+Contract: the call blocks as that of the other routers does. The proxy runs in an interpreter of its
+own, a child of the calling process: a trainer's process may be a fork with threads, event loops and
+signal handlers of its own, and the call may come from any thread. Signals to the calling process
+are handed on, and the child ends with it, however it ends.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import site
+import subprocess
+import threading
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import msgspec
+
+from omni_proxy.compat.command_line import RouterArgsError, command_words, unknown_warning
+from omni_proxy.compat.router_args import RouterArgsBase
+from omni_proxy.compat.router_process import FROM_STDIN, Order, startup_of
+from omni_proxy.compat.sglang_args import SglangRouterArgs
+from omni_proxy.compat.vllm_args import VllmRouterArgs
+from omni_proxy.config.parse import ConfigError
+from omni_proxy.config.schema import Config
+from omni_proxy.self_exec import program_argv
+
+# Not SIGHUP: it ends the caller, as it would with those routers, and the child with it.
+HANDED_ON: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class RouterEnded(RuntimeError):
+    """The proxy ended with an error; its own output says why."""
+
+
+def launch_router(args: object) -> None:
+    """Run the proxy until it is ended by a signal; a namespace is read as sglang_router's.
+
+    Raises RouterArgsError for arguments that can't be served, before anything runs, and RouterEnded
+    where the proxy failed.
+    """
+    _run(_as_args(args, SglangRouterArgs))
+
+
+def launch_vllm_router(args: object) -> None:
+    """As `launch_router`; a namespace is read as vllm_router's."""
+    _run(_as_args(args, VllmRouterArgs))
+
+
+class Router:
+    """The router as an object, as older scripts have it: `Router.from_args(args).start()`."""
+
+    args_class: type[RouterArgsBase] = SglangRouterArgs
+
+    def __init__(self, **fields: object) -> None:
+        self._args = self.args_class(**fields)
+
+    @classmethod
+    def from_args(cls, args: object) -> Router:
+        made = cls()
+        made._args = _as_args(args, cls.args_class)
+        return made
+
+    def start(self) -> None:
+        """Block until it ends. Raises as `launch_router` does."""
+        _run(self._args)
+
+
+class VllmRouter(Router):
+    """As `Router`, with the defaults of vllm-router."""
+
+    args_class = VllmRouterArgs
+
+
+def _as_args(args: object, usual: type[RouterArgsBase]) -> RouterArgsBase:
+    if isinstance(args, RouterArgsBase):
+        return args
+    return usual.from_cli_args(args if isinstance(args, Namespace) else Namespace(**vars(args)))
+
+
+def order_for(args: RouterArgsBase) -> Order:
+    """What the program is to be started with, which it will take. Raises RouterArgsError."""
+    unknown = sorted(args.unknown_fields())
+    order = Order(
+        words=command_words(args),
+        dialect=args.dialect,
+        warnings=[unknown_warning(unknown)] if unknown else [],
+        parent=os.getpid(),
+    )
+    try:
+        startup_of(order).effective_config(Config())
+    except ConfigError as refusal:
+        raise RouterArgsError(str(refusal)) from None
+    return order
+
+
+def _run(args: RouterArgsBase) -> None:
+    status = _Child(order_for(args)).wait()
+    if status:
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        raise RouterEnded(f"omni-proxy ended with {how}; its output says why")
+
+
+class _Child:
+    """The interpreter that runs the proxy."""
+
+    def __init__(self, order: Order) -> None:
+        self._told = msgspec.json.encode(order)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []  # signals from before it ran
+
+    def wait(self) -> int:
+        """Run it to its end; its exit status, negative for a signal."""
+        with self._signals_handed_on():
+            # Keys stand in no command line that others can read.
+            self._process = subprocess.Popen(
+                [*program_argv(), "router-process", FROM_STDIN],
+                stdin=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": _python_path()},
+                # Ctrl-C goes to the whole group of a terminal: it would hear of it twice.
+                process_group=0,
+            )
+            assert self._process.stdin is not None
+            with self._process.stdin as stdin:
+                stdin.write(self._told)
+            for number in self._early:
+                self._process.send_signal(number)
+            return self._process.wait()
+
+    @contextmanager
+    def _signals_handed_on(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python handles signals in the main thread alone
+            return
+        before = {number: signal.signal(number, self._hand_on) for number in HANDED_ON}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _hand_on(self, number: int, _: FrameType | None) -> None:
+        if self._process is None:
+            self._early.append(number)
+        else:
+            self._process.send_signal(number)
+
+
+def _python_path() -> str:
+    """Where the child finds this program and what it needs, wherever the caller found them."""
+    usual = {Path(path) for path in site.getsitepackages()}
+    specs = [importlib.util.find_spec(name) for name in ("omni_proxy", "trio")]
+    roots = [Path(spec.origin).parents[1] for spec in specs if spec and spec.origin]
+    ours = [str(root) for root in dict.fromkeys(roots) if root not in usual]
+    before = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join([*ours, *([before] if before else [])])

@@ -1,0 +1,58 @@
+"""`omni-proxy router-process`: the proxy as the child of a process that called `launch_router`.
+
+Contract: what it is to run stands on its stdin, as one JSON object, and it doesn't outlive its
+parent: the kernel sends it SIGTERM when that ends, and it drains. Its name is that of the router
+whose place it takes, which scripts of trainers look for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from omni_proxy.cli.serve import router_startup, start
+from omni_proxy.config.flags import Dialect, Startup
+
+_SET_PARENT_DEATH_SIGNAL: Final = 1  # prctl(2)
+_SET_NAME: Final = 15
+ORPHANED: Final = 1
+FROM_STDIN: Final = "-"
+
+
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the parent asks for: the words after `omni-proxy launch-router`, and its process id."""
+
+    words: list[str]
+    dialect: Dialect
+    warnings: list[str]
+    parent: int
+
+
+def main(argv: Sequence[str]) -> int:
+    if list(argv) != [FROM_STDIN]:
+        raise SystemExit("router-process is started by omni-proxy, where a program calls its API")
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    # A fork keeps the mask of blocked signals, and so does what it starts.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _set_process(f"{order.dialect}::router")
+    if os.getppid() != order.parent:  # it ended before the kernel was asked to tell
+        return ORPHANED
+    return start(startup_of(order))
+
+
+def startup_of(order: Order) -> Startup:
+    """Raises ConfigError for words that can't be."""
+    return router_startup(order.words, order.dialect, tuple(order.warnings))
+
+
+def _set_process(name: str) -> None:
+    """Its name, and the signal at the end of the thread that started it, which waits for it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_SET_NAME, name.encode(), 0, 0, 0)
+    libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)

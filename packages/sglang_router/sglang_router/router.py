@@ -1,0 +1,5 @@
+"""The router as an object."""
+
+from omni_proxy.compat import Router
+
+__all__ = ["Router"]

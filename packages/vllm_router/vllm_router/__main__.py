@@ -1,0 +1,7 @@
+"""`python -m vllm_router`."""
+
+import sys
+
+from vllm_router.launch_router import main
+
+sys.exit(main())

@@ -1,0 +1,121 @@
+import pytest
+
+from omni_proxy.compat import RouterArgsError, SglangRouterArgs, VllmRouterArgs
+from omni_proxy.compat.command_line import command_words
+from omni_proxy.compat.launch import order_for
+from omni_proxy.compat.router_process import startup_of
+from omni_proxy.config.schema import Config
+
+BOTH = pytest.mark.parametrize("kind", [SglangRouterArgs, VllmRouterArgs])
+
+
+def started(args):
+    startup = startup_of(order_for(args))
+    return startup.effective_config(Config()), startup
+
+
+@BOTH
+def test_the_defaults_hold_as_they_are_printed_and_warn_of_nothing(kind):
+    args = kind()
+    config, startup = started(args)
+    assert startup.warnings == ()
+    assert startup.dialect == kind.dialect
+    assert (config.server.host, config.server.port) == (args.host, args.port)
+    assert config.routing.policy == "cache_aware"
+    cache = config.routing.cache_aware
+    assert (cache.cache_threshold, cache.balance_abs_threshold) == (0.3, 64)
+    assert cache.eviction_interval_secs == args.eviction_interval_secs
+    assert cache.max_tree_size == args.max_tree_size
+    assert (config.routing.max_worker_retries, config.routing.max_total_retries) == (10, 5)
+    assert config.health.interval_secs == 60
+    assert config.health.startup_timeout_secs == args.worker_startup_timeout_secs
+    assert config.health.probe_healthy is True
+    assert config.server.max_inflight == max(args.max_concurrent_requests, 0)
+    assert config.server.cors_allow_origins == ("*",)  # an empty list is "any" there
+    assert (config.admin.metrics_listen, config.server.log_file) == ("", "off")
+
+
+def test_a_queue_is_behind_a_bound_only():
+    assert started(SglangRouterArgs(queue_size=7))[0].server.queue_size == 0
+    config, _ = started(SglangRouterArgs(queue_size=7, max_concurrent_requests=3))
+    assert (config.server.queue_size, config.server.queue_timeout_secs) == (7, 60)
+
+
+def test_what_slime_sets_is_set():
+    args = SglangRouterArgs(host="[::1]", port=3000, prometheus_port=4000, log_level="warn")
+    args.request_timeout_secs = 600
+    args.disable_circuit_breaker = args.disable_health_check = True
+    config, startup = started(args)
+    assert (config.server.host, config.server.port) == ("::1", 3000)
+    assert config.server.request_timeout_secs == 600
+    assert config.server.log_level == "warning"
+    assert (config.routing.max_worker_retries, config.health.probe_healthy) == (0, False)
+    assert config.admin.metrics_listen == "127.0.0.1:4000"
+    assert startup.warnings == ()
+
+
+def test_keys_folders_headers_and_addresses_are_handed_on(tmp_path):
+    args = VllmRouterArgs(
+        api_key="k3y", log_dir=str(tmp_path), request_id_headers=["x-a", "x-b"],
+        prometheus_port=29000, prometheus_host="::", disable_retries=True,
+        worker_urls=["http://10.0.0.1:8000", "http://10.0.0.2:8000"],
+    )  # fmt: skip
+    config, startup = started(args)
+    assert (config.server.api_key, config.admin.api_key) == ("k3y", "")
+    assert config.server.log_file == str(tmp_path / "omni-proxy.log")
+    assert config.server.request_id_headers == ("x-a", "x-b")
+    assert config.admin.metrics_listen == "[::]:29000"
+    assert config.routing.max_total_retries == 1
+    assert startup.flag_urls == ("http://10.0.0.1:8000", "http://10.0.0.2:8000")
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "sticky"),
+    [
+        ("consistent_hash", "consistent_hashing", False),
+        ("manual", "least_request", True),
+        ("sticky_least_loaded", "least_request", True),
+        ("session_aware", "least_request", True),
+        ("power_of_two", "power_of_two", False),
+    ],
+)
+def test_policies_are_known_by_their_names_there(name, policy, sticky):
+    routing = started(VllmRouterArgs(policy=name))[0].routing
+    assert (routing.policy, routing.sticky_sessions) == (policy, sticky)
+
+
+def test_each_argument_without_effect_has_one_warning_and_unknown_ones_share_one():
+    args = SglangRouterArgs(enable_igw=True, retry_jitter_factor=0.5, novelty=1, wonder=2)
+    _, startup = started(args)
+    assert [line.split()[0] for line in startup.warnings[1:]] == [
+        "--enable-igw", "--retry-jitter-factor"
+    ] or [line.split()[0] for line in startup.warnings[1:]] == [
+        "--retry-jitter-factor", "--enable-igw"
+    ]  # fmt: skip
+    assert startup.warnings[0].endswith("no effect: novelty, wonder")
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (SglangRouterArgs(pd_disaggregation=True), "pd_disaggregation: prefill and decode"),
+        (VllmRouterArgs(prefill_urls=[("http://p:1", None)]), "prefill_urls: prefill and decode"),
+        (SglangRouterArgs(service_discovery=True), "service_discovery: Kubernetes"),
+        (SglangRouterArgs(dp_aware=True), "dp_aware: ranks of one engine"),
+        (SglangRouterArgs(backend="openai"), "backend: workers of any engine"),
+        (SglangRouterArgs(oracle_password="s3cret"), "oracle_password: responses"),
+        (VllmRouterArgs(policy="kv_aware"), "kv_aware"),
+        (VllmRouterArgs(port="http"), "--port: expected a whole number"),
+        (VllmRouterArgs(worker_urls=["nowhere"]), "--worker-urls"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_runs(args, named):
+    with pytest.raises(RouterArgsError, match=named) as refused:
+        order_for(args)
+    assert "s3cret" not in str(refused.value)
+
+
+def test_all_refusals_come_at_once():
+    with pytest.raises(RouterArgsError) as refused:
+        command_words(SglangRouterArgs(pd_disaggregation=True, enable_trace=True))
+    assert len(str(refused.value).splitlines()) == 3

@@ -1,0 +1,65 @@
+import pytest
+
+from omni_proxy.compat import scripts
+from omni_proxy.config.schema import Config
+
+
+@pytest.fixture
+def started(monkeypatch):
+    kept = []
+    monkeypatch.setattr(scripts, "start", lambda startup: kept.append(startup) or 0)
+    return kept
+
+
+def test_the_commands_have_the_defaults_of_their_routers(started):
+    assert scripts.sglang_main(["launch"]) == scripts.launch_vllm([]) == 0
+    sglang, vllm = (startup.effective_config(Config()) for startup in started)
+    assert (sglang.server.host, vllm.server.host) == ("0.0.0.0", "127.0.0.1")
+    assert (sglang.admin.metrics_listen, vllm.admin.metrics_listen) == (
+        "0.0.0.0:29000",
+        "127.0.0.1:29000",
+    )
+    assert [startup.dialect for startup in started] == ["sglang", "vllm"]
+
+
+def test_the_command_line_of_prime_rl_is_taken(started):
+    words = (
+        "--policy sticky_least_loaded --host 0.0.0.0 --port 8000 --request-id-headers x-session-id "
+        "--prometheus-port 29001 --worker-startup-timeout-secs 4200 --log-level debug "
+        "--worker-urls http://10.0.0.1:8000 http://10.0.0.2:8000"
+    )
+    assert scripts.launch_vllm(words.split()) == 0
+    (startup,) = started
+    config = startup.effective_config(Config())
+    assert config.routing.sticky_sessions
+    assert config.server.request_id_headers == ("x-session-id",)
+    assert config.health.startup_timeout_secs == 4200
+    assert len(startup.flag_urls) == 2
+    assert startup.warnings == ()
+
+
+def test_what_is_not_served_ends_with_what_to_do_instead(started, capsys):
+    words = "--vllm-pd-disaggregation --prefill http://p:1 --decode http://d:1"
+    assert scripts.launch_vllm(words.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("vllm-router: ")
+    assert "prefill and decode on different workers are not served" in said
+    assert started == []
+
+
+def test_a_mistyped_flag_has_a_suggestion(started, capsys):
+    with pytest.raises(SystemExit):
+        scripts.launch_sglang(["--polcy", "random"])
+    assert "did you mean `--policy`" in capsys.readouterr().err
+
+
+def test_sglang_router_has_its_subcommands(started, capsys, monkeypatch):
+    assert scripts.sglang_main([]) == 2
+    assert "launch" in capsys.readouterr().err
+    assert scripts.sglang_main(["--help"]) == 0
+    assert "server" in capsys.readouterr().out
+    assert scripts.sglang_main(["--version"]) == 0
+    assert "sglang-router" in capsys.readouterr().out
+    monkeypatch.setattr("omni_proxy.cli.launch.start", lambda startup: started.append(startup) or 0)
+    assert scripts.sglang_main(["server", "--model-path", "tiny", "--dp-size", "2"]) == 0
+    assert started[0].launch[0].replicas == 2
