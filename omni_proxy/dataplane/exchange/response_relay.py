@@ -132,7 +132,10 @@ def _relay_chunks(
     count, size, tail, chunk = exchange.pieces, exchange.bytes_out, exchange.tail, start.chunk
     try:
         while not response.whole:
-            if io.must_wait_for(upstream):
+            if not upstream.readable:  # as `must_wait_for`, without a frame
+                io.waiting_on = upstream
+                yield
+            elif io.count_read():
                 yield
             try:
                 received = upstream.read(READ_BYTES)
