@@ -19,7 +19,7 @@ from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
 from omni_proxy.dataplane.admission.update_gate import UpdateGate
 from omni_proxy.dataplane.downstream.connection import Connection
-from omni_proxy.dataplane.exchange.observer import Recorders
+from omni_proxy.dataplane.exchange.exchange import Recorders
 from omni_proxy.dataplane.loop import timeouts
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.task import ClientDisconnected

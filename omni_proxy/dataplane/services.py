@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
-from omni_proxy.dataplane.exchange.observer import Recorders
+from omni_proxy.dataplane.exchange.exchange import Recorders
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.timeouts import Timers
 from omni_proxy.dataplane.settings import Settings

@@ -14,7 +14,7 @@ from typing import Any, Final
 from omni_proxy.dataplane.status import MAX_CONNECTIONS
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.multiprocess.messages import ProcessStats
+from omni_proxy.multiprocess.ipc import ProcessStats
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.multiprocess.process_slot import ProcessSlot
 from omni_proxy.routing.inspect.requirements import Requirements

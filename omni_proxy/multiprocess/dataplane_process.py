@@ -25,11 +25,11 @@ from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.status import MAX_CONNECTIONS, connection_record
-from omni_proxy.multiprocess.ipc_channel import IpcChannel
-from omni_proxy.multiprocess.messages import (
+from omni_proxy.multiprocess.ipc import (
     AckEvent,
     ClearCacheCommand,
     DrainCommand,
+    IpcChannel,
     ListenCommand,
     ListenFailedEvent,
     LogLinesEvent,
@@ -44,8 +44,7 @@ from omni_proxy.multiprocess.messages import (
 from omni_proxy.multiprocess.metrics_delta import MetricsDelta
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
 from omni_proxy.multiprocess.shared_counters import SharedCounters
-from omni_proxy.multiprocess.shared_dataplane import SharedDataPlane
-from omni_proxy.multiprocess.shared_sessions import SharedSessions
+from omni_proxy.multiprocess.shared_dataplane import SharedDataPlane, SharedSessions
 from omni_proxy.telemetry.line_log import OFF, QUEUE_BYTES
 from omni_proxy.telemetry.logs import configure
 from omni_proxy.watchdog import Watchdog

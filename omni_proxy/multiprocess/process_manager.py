@@ -21,8 +21,7 @@ from omni_proxy.dataplane.accept.listener import Listener
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.multiprocess import shared_sessions
-from omni_proxy.multiprocess.messages import (
+from omni_proxy.multiprocess.ipc import (
     AckEvent,
     ClearCacheCommand,
     DrainCommand,
@@ -37,8 +36,9 @@ from omni_proxy.multiprocess.messages import (
 from omni_proxy.multiprocess.process_slot import ProcessHandle, ProcessSlot
 from omni_proxy.multiprocess.report_handler import ReportHandler
 from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
+from omni_proxy.multiprocess.shared_counters import WorkerIds
+from omni_proxy.multiprocess.shared_dataplane import create_sessions
 from omni_proxy.multiprocess.snapshot_publisher import SnapshotPublisher
-from omni_proxy.multiprocess.worker_ids import WorkerIds
 from omni_proxy.telemetry.instruments import Instruments
 
 _log = logging.getLogger(__name__)
@@ -274,7 +274,7 @@ class ProcessManager:
 
     def _on_start(self, handle: ProcessHandle) -> None:
         if self._sessions is None:
-            self._sessions = shared_sessions.create_sessions()
+            self._sessions = create_sessions()
         start = StartCommand(handle.index, self._admin_socket, SILENT_SECS, self.dataplane.proxy_id)
         handle.send_start(start, self.worker_ids.counters.descriptor, self._sessions)
         self._publisher.send_all([handle])

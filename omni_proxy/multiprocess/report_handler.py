@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.multiprocess.messages import (
+from omni_proxy.multiprocess.ipc import (
     HalfOpenEndedEvent,
     HalfOpenStartedEvent,
     LogLinesEvent,
@@ -25,7 +25,7 @@ from omni_proxy.multiprocess.messages import (
 )
 from omni_proxy.multiprocess.metrics_delta import merge_metrics
 from omni_proxy.multiprocess.process_slot import ProcessHandle
-from omni_proxy.multiprocess.worker_ids import WorkerIds
+from omni_proxy.multiprocess.shared_counters import WorkerIds
 from omni_proxy.telemetry.instruments import Instruments
 
 

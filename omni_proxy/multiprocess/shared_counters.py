@@ -4,8 +4,8 @@
 free. Invariant: every cell has one writer, the process whose row it is in, so nothing is lost
 without locks; the main process takes a row over when its process has exited. Row 0 is the main
 process's; cell 0 of a row counts all requests of its process, the other cells one worker each.
-A cell that was released longest ago is reused first, since a process that does not know yet that
-its worker is gone may write to it once more.
+`WorkerIds` gives workers their serial numbers, for ever, and their cells, until the worker is gone.
+After each `recount`, `in_flight` of the main process's workers is the sum over all rows.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Final
 
+from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.fleet.worker import Worker, WorkerState, worker_state
+
 ROWS: Final = 1025  # [server] processes has at most 1024
 CELLS: Final = 1 << 16
 CELL_BYTES: Final = 4
+PROCESS_CELL: Final = 0  # of a row: all requests of its process
 
 Cells = memoryview  # of unsigned 32-bit integers
 
@@ -64,7 +70,11 @@ class SharedCounters:
 
 
 class FreeSlots:
-    """`count` cells, from 1 on; the last one is shared by all that find none free. Pure."""
+    """`count` cells, from 1 on; the last one is shared by all that find none free. Pure.
+
+    The cell that was released longest ago is reused first: a process that does not know yet that
+    its worker is gone may write to it once more.
+    """
 
     def __init__(self, count: int) -> None:
         self.highest = 0  # that was ever in use
@@ -87,3 +97,93 @@ class FreeSlots:
     def release(self, cell: int) -> None:
         if cell != self._last:
             self._free.append(cell)
+
+
+class WorkerIds:
+    """`processes`: the highest index of a process that has a row."""
+
+    def __init__(self, fleet: Fleet, dataplane: DataPlane) -> None:
+        self._fleet = fleet
+        self._dataplane = dataplane
+        self._counters: SharedCounters | None = None
+        self._cells = FreeSlots(CELLS - 1)  # cell 0 is no worker's
+        self._ids: dict[Worker, tuple[int, int]] = {}  # serial, cell
+        self._workers: dict[int, Worker] = {}
+        self._other_in_flight: dict[Worker, int] = {}
+        self._last_serial = 0
+        self.processes = 0
+        self.in_flight = 0
+        self.peak_in_flight = 0
+
+    @property
+    def counters(self) -> SharedCounters:
+        """Created with the first data-plane process. Raises OSError."""
+        if self._counters is None:
+            self._counters = SharedCounters.create()
+        return self._counters
+
+    @property
+    def voices(self) -> VoiceRegistry:
+        return self._dataplane.voices
+
+    def in_flight_at(self, index: int) -> int:
+        return self._counters.row(index)[PROCESS_CELL] if self._counters is not None else 0
+
+    def find(self, serial: int) -> Worker | None:
+        return self._workers.get(serial)
+
+    def serial(self, worker: Worker) -> int:
+        return self._ids_of(worker)[0]
+
+    def rows(self) -> tuple[WorkerState, ...]:
+        return tuple(worker_state(worker, *self._ids_of(worker)) for worker in self._fleet.workers)
+
+    def _ids_of(self, worker: Worker) -> tuple[int, int]:
+        ids = self._ids.get(worker)
+        if ids is None:
+            self._last_serial += 1
+            ids = self._ids[worker] = self._last_serial, self._cells.acquire(self._in_use)
+            self._workers[self._last_serial] = worker
+        return ids
+
+    def _in_use(self, cell: int) -> bool:
+        """Whether a process still counts there for a worker that is gone."""
+        if self._counters is None:
+            return False
+        return any(self._counters.row(index)[cell] for index in range(self.processes + 1))
+
+    def clear(self, index: int) -> None:
+        """Its process has exited."""
+        if self._counters is not None:  # else no process was ever started
+            self._counters.clear(index, self._cells.highest)
+        self.recount()
+
+    def recount(self) -> None:
+        """Write the main process's row, and add up those of the others."""
+        if self._counters is None:
+            self.in_flight = self._dataplane.in_flight
+            return
+        own_row = self._counters.row(0)
+        others = [self._counters.row(index) for index in range(1, self.processes + 1)]
+        own_row[PROCESS_CELL] = self._dataplane.in_flight
+        self.in_flight = self._dataplane.in_flight + sum(row[PROCESS_CELL] for row in others)
+        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+        members = set(self._fleet.workers)
+        for worker, (serial, cell) in list(self._ids.items()):
+            before = self._other_in_flight.get(worker, 0)
+            other = sum(row[cell] for row in others)
+            own_row[cell] = worker.in_flight - before
+            self._other_in_flight[worker] = other
+            if other != before:
+                worker.in_flight += other - before
+                worker.peak_in_flight = max(worker.peak_in_flight, worker.in_flight)
+            if worker not in members and not worker.in_flight:
+                self._drop(worker, serial, cell)
+
+    def _drop(self, worker: Worker, serial: int, cell: int) -> None:
+        """It was removed, and its last request has ended. A request that a process sends it now,
+        before its next snapshot, is counted nowhere."""
+        del self._ids[worker]
+        del self._workers[serial]
+        self._cells.release(cell)
+        self._other_in_flight.pop(worker, None)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.finalize import finalize
+from omni_proxy.dataplane.exchange.exchange_io import finalize
 from omni_proxy.dataplane.loop.task import ClientDisconnected, ConnectionTask
 from omni_proxy.fleet.worker import CAPABILITY_BITS
 from omni_proxy.routing.inspect.requirements import Requirements

@@ -8,11 +8,10 @@ import pytest
 
 from omni_proxy.config.parse import parse
 from omni_proxy.fleet.worker import worker_state
-from omni_proxy.multiprocess import shared_sessions
 from omni_proxy.multiprocess.dataplane_process import DataPlaneProcess
-from omni_proxy.multiprocess.ipc_channel import IpcChannel
-from omni_proxy.multiprocess.messages import (
+from omni_proxy.multiprocess.ipc import (
     ClearCacheCommand,
+    IpcChannel,
     ProcessCommand,
     ProcessEvent,
     StartCommand,
@@ -20,6 +19,7 @@ from omni_proxy.multiprocess.messages import (
     VoiceListMessage,
 )
 from omni_proxy.multiprocess.shared_counters import SharedCounters
+from omni_proxy.multiprocess.shared_dataplane import create_sessions
 from tests.fleet.entries import entry, fleet_of
 
 
@@ -29,7 +29,7 @@ async def process(logging_as_it_was, nursery):
     one, other = socket.socketpair()
     control = IpcChannel(one, msgspec.msgpack.Decoder(ProcessEvent))
     dataplane = IpcChannel(other, msgspec.msgpack.Decoder(ProcessCommand))
-    kept = shared_sessions.create_sessions()
+    kept = create_sessions()
     begin = StartCommand(1, "/nowhere", 5.0)
     control.send(begin, [SharedCounters.create().descriptor, kept])
     os.close(kept)

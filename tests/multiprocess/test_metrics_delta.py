@@ -3,7 +3,7 @@
 import msgspec
 
 from omni_proxy.fleet.worker import worker_state
-from omni_proxy.multiprocess.messages import MetricsEvent
+from omni_proxy.multiprocess.ipc import MetricsEvent
 from omni_proxy.multiprocess.metrics_delta import PHASES, MetricsDelta, merge_metrics
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
 from omni_proxy.multiprocess.shared_counters import SharedCounters

@@ -4,7 +4,7 @@ import os
 import trio
 
 from omni_proxy.multiprocess.aggregate import _state
-from omni_proxy.multiprocess.messages import DrainCommand
+from omni_proxy.multiprocess.ipc import DrainCommand
 from omni_proxy.multiprocess.process_slot import ProcessSlot
 
 

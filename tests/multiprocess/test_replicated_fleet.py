@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from omni_proxy.fleet.worker import ALL_CAPABILITIES, worker_state
-from omni_proxy.multiprocess.messages import (
+from omni_proxy.multiprocess.ipc import (
     HalfOpenEndedEvent,
     HalfOpenStartedEvent,
     RequestFailedEvent,

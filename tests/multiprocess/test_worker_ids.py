@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
-from omni_proxy.multiprocess.shared_counters import FreeSlots, SharedCounters
-from omni_proxy.multiprocess.worker_ids import WorkerIds
+from omni_proxy.multiprocess.shared_counters import FreeSlots, SharedCounters, WorkerIds
 from tests.fleet.entries import NOW, entry, fleet_of
 
 

@@ -10,8 +10,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.accept.listener import Listener, open_socket
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.fleet.worker import worker_state
-from omni_proxy.multiprocess import shared_sessions
-from omni_proxy.multiprocess.messages import (
+from omni_proxy.multiprocess.ipc import (
     ClearCacheCommand,
     DrainCommand,
     ListenCommand,
@@ -25,6 +24,7 @@ from omni_proxy.multiprocess.messages import (
 from omni_proxy.multiprocess.process_slot import ProcessHandle
 from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
 from omni_proxy.multiprocess.shared_counters import SharedCounters
+from omni_proxy.multiprocess.shared_dataplane import create_sessions
 from tests.fleet.entries import entry, fleet_of
 from tests.promises.clients import client_of, post
 from tests.promises.fakes import answering, counted, fake_workers, resetting
@@ -40,7 +40,7 @@ class Control:
         self.front = str(tmp_path / "front.sock")
         self.config = parse("")
         self.counters = SharedCounters.create()
-        self.sessions = shared_sessions.create_sessions()
+        self.sessions = create_sessions()
         self.fleet = fleet_of(*(replace(entry("any"), url=url) for url in urls))
         self.handle = ProcessHandle(1)
         self.heard: list = []

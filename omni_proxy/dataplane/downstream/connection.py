@@ -15,9 +15,8 @@ from typing import Any
 
 from omni_proxy.dataplane.accept.proxy_protocol import read_proxy_header
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO, finalize
 from omni_proxy.dataplane.exchange.fast_path import FastPath
-from omni_proxy.dataplane.exchange.finalize import finalize
 from omni_proxy.dataplane.exchange.local_reply import reply_with_error
 from omni_proxy.dataplane.exchange.pipeline import respond
 from omni_proxy.dataplane.loop.io_task import READ_BYTES

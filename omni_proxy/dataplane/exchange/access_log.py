@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.observer import Recorders
+from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.wire.log_text import ascii_json, escape_match
 

@@ -1,12 +1,15 @@
-"""One request with its response, as data: what it is, how far it has come, how it ended.
+"""One request with its response, as data: what it is, how far it has come, how it ended; and the
+interfaces of what observes it, log sinks and metrics.
 
 Invariant: nothing here does I/O or reads a clock. The event loop (fast path) and the coroutine of
-the connection write the same object, one after the other; `exchange.finalize` reads it at the end.
+the connection write the same object, one after the other; `exchange_io.finalize` reads it at the
+end. An observer neither waits nor fails, and keeps no reference to an exchange.
 """
 
 from __future__ import annotations
 
 from random import getrandbits
+from typing import Protocol
 
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 from omni_proxy.fleet.worker import Worker
@@ -122,3 +125,45 @@ def add_forwarded(forwarded: ForwardedHeaders, exchange: Exchange, head: Request
     if forwarded.id_name:
         head.lines = forwarded.set_request_id(head.lines, exchange.request_id)
         exchange.request_id_line = forwarded.request_id_line(exchange.request_id)
+
+
+class LineSink(Protocol):
+    """Takes log lines; each at once, and drops it rather than wait."""
+
+    def write(self, record: bytes) -> None: ...
+
+
+class GapRecorder(Protocol):
+    """Seconds between two chunks of a response: appended to `late`, sorted into buckets later."""
+
+    late: list[float]
+
+    def sort_in(self) -> None:
+        """Empties `late`, which stays the same list."""
+
+
+class RequestObserver(Protocol):
+    """Counts exchanges that have ended, and what of the others can't wait for that."""
+
+    def record(self, exchange: Exchange, worker: Worker | None) -> None: ...
+
+    def gap_histogram(self, exchange: Exchange) -> GapRecorder | None: ...
+
+
+class Recorders:
+    """The observers in use; None where one is switched off."""
+
+    def __init__(self) -> None:
+        self.access_log: LineSink | None = None
+        self.route_log: LineSink | None = None
+        self.meters: RequestObserver | None = None
+
+
+class UnobservedGaps:
+    """Gaps that nothing counts: taken all the same, so that the relay need not ask."""
+
+    def __init__(self) -> None:
+        self.late: list[float] = []
+
+    def sort_in(self) -> None:
+        self.late.clear()

@@ -1,8 +1,9 @@
-"""The connection as an exchange sees it: I/O with time-outs, and what is open or held meanwhile.
+"""The connection as an exchange sees it: I/O with time-outs, what is open meanwhile, and the end.
 
-Contract: the steps of an exchange take `(io, exchange)`. What they leave open here (an upstream
-connection, bytes in memory) is closed and released by `downstream.connection` at the end, however
-that comes.
+Contract: the steps of an exchange take `(io, exchange)`. An upstream connection that they leave
+open is closed by `downstream.connection` at the end, however that comes. `finalize` runs exactly
+once per exchange, called by the connection or by the fast path in its place; after it the in-flight
+counts hold nothing of this exchange.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import socket
 from abc import abstractmethod
 from typing import Protocol
 
+from omni_proxy.dataplane.exchange.access_log import write_logs
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.io_task import IoTask
 from omni_proxy.dataplane.loop.stream import HUNG_UP, PEER_CLOSED, Stream
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.pool import ResponseStart
+from omni_proxy.fleet.worker import FAILED, SUCCEEDED
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.response import UpstreamResponse
 
@@ -95,3 +98,29 @@ class ExchangeIO(IoTask):
     @abstractmethod
     def await_next_request(self) -> None:
         """The time-outs of a connection that is idle."""
+
+
+def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None:
+    """Release what the exchange holds, count it and log it. `phase`: what the connection was doing
+    when it ended."""
+    worker, outcome = exchange.worker, exchange.outcome or "cut_by_proxy"
+    exchange.phase = exchange.phase or phase
+    exchange.ended_at = services.loop.now
+    if worker is not None:
+        result = FAILED
+        if outcome == "completed" and 0 < exchange.status < 400:
+            result = SUCCEEDED
+        services.balancer.release(exchange, worker, result)
+    else:
+        worker = exchange.last_worker
+    totals, recorders = services.totals, services.recorders
+    if worker is not None and worker.version is not exchange.version:
+        totals.across_versions += exchange.spans_versions(worker)
+    services.inflight.leave(exchange)
+    if services.queue.waiting:
+        services.queue.serve()
+    totals.ended[outcome] += 1
+    if recorders.meters is not None:
+        recorders.meters.record(exchange, worker)
+    if recorders.access_log is not None or recorders.route_log is not None:
+        write_logs(recorders, exchange, worker, as_json=services.settings.access_log_is_json)

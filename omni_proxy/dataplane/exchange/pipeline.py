@@ -15,11 +15,6 @@ from typing import Any
 from urllib.parse import unquote
 
 from omni_proxy.admin_ops.routes import is_known
-from omni_proxy.dataplane.exchange.cors_preflight import (
-    check_websocket_origin,
-    is_preflight,
-    reply_to_preflight,
-)
 from omni_proxy.dataplane.exchange.exchange import (
     Exchange,
     add_forwarded,
@@ -27,7 +22,12 @@ from omni_proxy.dataplane.exchange.exchange import (
     new_request_id,
 )
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
-from omni_proxy.dataplane.exchange.local_reply import linger
+from omni_proxy.dataplane.exchange.local_reply import (
+    check_websocket_origin,
+    is_preflight,
+    linger,
+    reply_to_preflight,
+)
 from omni_proxy.dataplane.exchange.request_body import RequestBody
 from omni_proxy.dataplane.exchange.response_relay import relay
 from omni_proxy.dataplane.exchange.sse_keepalive import SseKeepAlive

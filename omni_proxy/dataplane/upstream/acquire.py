@@ -11,8 +11,7 @@ from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Final
 
-from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.observer import Recorders
+from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker

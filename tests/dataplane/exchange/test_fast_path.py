@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.response_head import diagnostic_fields
+from omni_proxy.dataplane.exchange.response_relay import diagnostic_fields
 from omni_proxy.dataplane.status import connection_record
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.wire.response import DIAGNOSTICS

@@ -7,10 +7,10 @@ import pytest
 import trio
 import trio.testing
 
-from omni_proxy.multiprocess.ipc_channel import IpcChannel
-from omni_proxy.multiprocess.messages import (
+from omni_proxy.multiprocess.ipc import (
     AckEvent,
     ClearCacheCommand,
+    IpcChannel,
     ListenCommand,
     MessageFrames,
     ProcessCommand,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from omni_proxy.multiprocess.replicated_fleet import SharedWorker
 from omni_proxy.multiprocess.shared_counters import SharedCounters
-from omni_proxy.multiprocess.shared_sessions import WAYS, SharedSessions, create_sessions
+from omni_proxy.multiprocess.shared_dataplane import WAYS, SharedSessions, create_sessions
 from tests.fleet.entries import NOW, entry
 
 
