@@ -64,6 +64,8 @@ def fates(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Dispo
     | pause, other group calls, version labels | any | restored: no weight was touched |
     | whole update | all said 4xx, and of no change | restored: nothing was applied |
     | any other update | any | uncertain |
+
+    Where the route discards weights, those that did it, or may have, are uncertain, too.
     """
     failed = {answer.worker: answer for answer in answers if not answer.success}
     left = {answer.worker: RESTORED for answer in answers}
@@ -71,6 +73,13 @@ def fates(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Dispo
         reason = "the group could not be joined: "
         return left | {
             url: Disposition(WorkerFate.DISABLED, reason + each.why) for url, each in failed.items()
+        }
+    if route.discards:
+        reason = f"{route.name} discarded its weights"
+        return left | {
+            answer.worker: Disposition(WorkerFate.UNCERTAIN, reason)
+            for answer in answers
+            if not answer.unchanged
         }
     untouched = route.kind is not Kind.UPDATE or route.labels
     if untouched or (route.whole and all(answer.unchanged for answer in answers)):

@@ -20,7 +20,12 @@ from omni_proxy.wire.errors import HttpError
 FAILED = "one or more workers failed admin request"
 # How engines word a refusal of what they have done all the same: the weights are others, and what
 # was cached is of the old ones; or a swap broke off half-way.
-CHANGED = ("weights were updated", "weights updated,", "weights are damaged")
+CHANGED = (
+    "weights were updated",
+    "weights updated,",
+    "weights are damaged",
+    "update is already active",
+)
 NOT_FLUSHED = "not flushed"
 WHY_CHARS = 512
 MAX_ANSWER_VALUES = 300_000  # of one worker, which may name every tensor: some 60 ms to read
@@ -29,13 +34,17 @@ MAX_TEXT_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """`worker` is its URL. Without a whole answer `error` says why; `body` is JSON or text."""
+    """`worker` is its URL. Without a whole answer `error` says why; `body` is JSON or text.
+
+    `sent_to`: the path where it was asked in other words than the caller's, else "".
+    """
 
     worker: str
     status: int | None
     body: object = None
     error: str = ""
     secs: float = 0.0
+    sent_to: str = ""
 
     @property
     def success(self) -> bool:
@@ -73,6 +82,8 @@ class WorkerResult:
             values["body"] = self.body
         if self.error:
             values["error"] = self.error
+        if self.sent_to:
+            values["sent_to"] = self.sent_to
         return {**values, "seconds": self.secs}
 
 
@@ -159,16 +170,16 @@ def version_of(body: object) -> str | None:
     return str(told[0]) if len(told) == 1 else None
 
 
-def merge_model_info(answers: Sequence[WorkerResult]) -> AdminResponse:
+def merge_model_info(answers: Sequence[WorkerResult], path: str = MODEL_INFO) -> AdminResponse:
     entries = [answer.entry() for answer in answers]
     shown = {
-        "path": MODEL_INFO,
+        "path": path,
         "worker_count": len(answers),
         "workers": entries,
         "results": entries,
     }
     if not all(answer.success for answer in answers):
-        message = "one or more workers failed model_info request"
+        message = f"one or more workers failed {path.removeprefix('/')} request"
         return AdminResponse(
             502, {"success": False, "message": message, "status": "error", **shown}
         )

@@ -12,9 +12,11 @@ update    yes                updating            failed workers are uncertain, s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
+
+from omni_proxy.admin_ops.engine_words import EngineCall
 
 
 class Kind(StrEnum):
@@ -33,7 +35,8 @@ class Kind(StrEnum):
 class AdminRoute:
     """`whole`: its success replaces all weights. `receives`: a refusal says nothing of them.
 
-    `labels` only: it touches a name and no weight.
+    `labels` only: it touches a name and no weight. `discards`: its success leaves no weights that
+    could serve. `one_engine`: the answer is that of one engine of vLLM (one_engine.py).
     """
 
     path: str
@@ -42,6 +45,8 @@ class AdminRoute:
     whole: bool = False
     receives: bool = False
     labels: bool = False
+    discards: bool = False
+    one_engine: bool = False
 
     @property
     def takes_turn(self) -> bool:
@@ -73,8 +78,27 @@ END: Final = "/end_weight_update"
 FROM_DISTRIBUTED: Final = "/update_weights_from_distributed"
 FROM_TENSOR: Final = "/update_weights_from_tensor"
 MODEL_INFO: Final = "/model_info"
+PAUSE: Final = "/pause"
+SLEEP: Final = "/sleep"
+WAKE_UP: Final = "/wake_up"
+IS_PAUSED: Final = "/is_paused"
+IS_SLEEPING: Final = "/is_sleeping"
+WORLD_SIZE: Final = "/get_world_size"
+WEIGHT_INFO: Final = "/weight_info"
+WEIGHT_CHECKER: Final = "/weight_checker"
+TRANSFER_INIT: Final = "/init_weight_transfer_engine"
+TRANSFER_SHUTDOWN: Final = "/shutdown_weight_transfer_engine"
+START_UPDATE: Final = "/start_weight_update"
+START_DRAFT_UPDATE: Final = "/start_draft_weight_update"
+UPDATE_WEIGHTS: Final = "/update_weights"
+FINISH_UPDATE: Final = "/finish_weight_update"
+RPC_ALL: Final = "/collective_rpc"
+UPDATE_VERSION: Final = "/update_weight_version"
+TRANSFER: Final = (TRANSFER_INIT, START_UPDATE, START_DRAFT_UPDATE, UPDATE_WEIGHTS, FINISH_UPDATE,
+                   TRANSFER_SHUTDOWN)  # fmt: skip
 _READ: Final = ("GET", "POST")
 
+# SGLang's dialect, then vLLM's: a fleet takes both (engine_words.py).
 ROUTES: Final = (
     AdminRoute(MODEL_INFO, Kind.READ, _READ),
     AdminRoute("/weights_checker", Kind.READ, _READ),
@@ -93,7 +117,33 @@ ROUTES: Final = (
     AdminRoute("/update_weights_from_disk", Kind.UPDATE, whole=True),
     AdminRoute(FROM_DISTRIBUTED, Kind.UPDATE, receives=True),
     AdminRoute(FROM_TENSOR, Kind.UPDATE, receives=True),
-    AdminRoute("/update_weight_version", Kind.UPDATE, labels=True),
+    AdminRoute(UPDATE_VERSION, Kind.UPDATE, labels=True),
+    *(
+        replace(route, one_engine=True)
+        for route in (
+            AdminRoute(PAUSE, Kind.PAUSE),
+            AdminRoute("/resume", Kind.CONTINUE),
+            AdminRoute(IS_PAUSED, Kind.READ, ("GET",)),
+            AdminRoute(SLEEP, Kind.PAUSE),
+            AdminRoute(WAKE_UP, Kind.CONTINUE),
+            AdminRoute(IS_SLEEPING, Kind.READ, ("GET",)),
+            AdminRoute(WORLD_SIZE, Kind.READ, ("GET",)),
+            AdminRoute(TRANSFER_INIT, Kind.GROUP),
+            AdminRoute(START_UPDATE, Kind.GROUP),
+            AdminRoute(START_DRAFT_UPDATE, Kind.GROUP),
+            AdminRoute(UPDATE_WEIGHTS, Kind.UPDATE, receives=True),
+            AdminRoute(FINISH_UPDATE, Kind.UPDATE, receives=True),
+            AdminRoute(TRANSFER_SHUTDOWN, Kind.GROUP),
+            AdminRoute(WEIGHT_INFO, Kind.READ, ("GET",)),
+            AdminRoute(WEIGHT_CHECKER, Kind.READ),
+            AdminRoute("/reset_prefix_cache", Kind.FLUSH),
+            AdminRoute(RPC_ALL, Kind.GROUP),
+            AdminRoute("/load_lora_adapter", Kind.GROUP),
+            AdminRoute("/unload_lora_adapter", Kind.GROUP),
+            AdminRoute("/v1/load_lora_adapter", Kind.GROUP),
+            AdminRoute("/v1/unload_lora_adapter", Kind.GROUP),
+        )
+    ),
 )
 BY_PATH: Final = {route.path: route for route in ROUTES}
 RESOLVES: Final = ("/weights/resolve", "/weight_update_journal/resolve")
@@ -125,3 +175,19 @@ def is_known(path: str) -> bool:
     """Whether the front has a route for it, whatever the method; `path` is decoded."""
     path = "/" + path.lstrip("/")  # so the front reads it
     return path in TOPPED or path in _PATHS or path.startswith(_BELOW)
+
+
+def variant_of(route: AdminRoute, call: EngineCall) -> AdminRoute:
+    """The row of this call: some routes of vLLM do several things, by their arguments."""
+    if route.path == RPC_ALL:
+        method = str(call.argument("method") or "")
+        if "weight" in method and not method.startswith(_READING_METHODS):
+            return replace(route, kind=Kind.UPDATE, whole=method == "reload_weights")
+    elif route.path == SLEEP and call.argument("level") == "2":
+        return replace(route, discards=True)
+    elif route.path == WEIGHT_CHECKER and call.argument("action") == "reset":
+        return replace(route, kind=Kind.UPDATE, discards=True)
+    return route
+
+
+_READING_METHODS: Final = ("get_", "check_", "compute_", "list_", "has_", "is_")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import trio
 
+from omni_proxy.admin_ops.engine_words import EngineCall, in_other_words
 from omni_proxy.admin_ops.results import WorkerResult, parsed, version_of
 from omni_proxy.admin_ops.routes import CONTINUE, AdminRoute
 from omni_proxy.fleet.worker import Worker
@@ -63,6 +64,14 @@ class AdminCall:
         key = self.headers.get("authorization")
         return {"authorization": key} if key else {}
 
+    @property
+    def engine_call(self) -> EngineCall:
+        return EngineCall(self.method, self.target, self.body)
+
+    def argument(self, name: str) -> object:
+        """The value of a key of the query or of the JSON body; None without it."""
+        return self.engine_call.argument(name)
+
     def body_field(self, name: str) -> object:
         """The value of a key of the JSON body; None if the body has no such key."""
         try:
@@ -73,7 +82,31 @@ class AdminCall:
 
 
 async def request_worker(worker: Worker, call: Call) -> WorkerResult:
-    """Send one call, and parse the response. Never raises for what the worker does."""
+    """Send one call, and parse the response. Never raises for what the worker does.
+
+    A worker that does not have the route is asked in the words of the other kind of engine.
+    """
+    result = await _request(worker, call)
+    if result.status not in ROUTE_ABSENT:
+        return result
+    words = in_other_words(EngineCall(call.method, call.target, call.body))
+    secs, other = result.secs, result
+    for number, each in enumerate(words):
+        headers = {**call.headers, **(JSON_TYPE if each.body else {})}
+        said = replace(
+            call, method=each.method, target=each.target, body=each.body, headers=headers
+        )
+        other = await _request(worker, said)
+        if number == 0 and other.status in ROUTE_ABSENT:
+            return result  # it has neither
+        secs += other.secs
+        other = replace(other, secs=round(secs, 6), sent_to=each.path)
+        if not other.success:
+            break
+    return other
+
+
+async def _request(worker: Worker, call: Call) -> WorkerResult:
     outcome = await call_worker(worker, call)
     body = parsed(outcome.body)
     return WorkerResult(worker.url, outcome.status, body, outcome.error, outcome.secs)
@@ -113,8 +146,8 @@ def limit_secs(configured: float) -> float:
 # Labels and checksums
 
 LABEL_SECS: Final = 30.0
-# /get_model_info needs no key and exists in older SGLang engines; /weight_info is vLLM's.
-LABEL_PATHS: Final = ("/model_info", "/get_model_info", "/weight_info")
+# /get_model_info needs no key and exists in older SGLang engines.
+LABEL_PATHS: Final = ("/model_info", "/get_model_info")
 CHECKSUM: Final = b'{"action": "checksum"}'
 
 

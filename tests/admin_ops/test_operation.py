@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from omni_proxy.admin_ops.operation import Operation, Step, WorkerFate, fates
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.admin_ops.routes import BY_PATH, INIT, ROUTES, Kind
 
-APPLY = ("/end_weight_update", "/complete_weights_update")
+APPLY = ("/end_weight_update", "/complete_weights_update", "/finish_weight_update")
 KINDS = st.sampled_from(("well", "denied", "4xx", "5xx", "lost"))
 ANSWER_OF = {
     "well": (200, {"success": True}, ""),
@@ -48,6 +50,14 @@ def test_what_is_left_of_each_worker(route, kinds):
     assert all(
         bool(what.reason) == (what.fate is not WorkerFate.RESTORED) for what in left.values()
     )
+
+
+def test_what_discards_weights_leaves_nobody_certain_but_who_refused_plainly():
+    route = replace(BY_PATH["/sleep"], discards=True)
+    left = fates(route, answers_of(["well", "4xx", "5xx", "lost"]))
+    assert [what.fate.value for what in left.values()] == [
+        "uncertain", "restored", "uncertain", "uncertain"
+    ]  # fmt: skip
 
 
 def test_the_reason_names_the_route_and_what_the_worker_said():

@@ -1,0 +1,139 @@
+"""One admin call in the words of the other kind of engine: SGLang's routes and vLLM's. Pure.
+
+A caller speaks one dialect, and a fleet may have engines of both. A call is sent as the caller
+wrote it; a worker that does not have the route is sent what stands here. Invariant: other words
+ask for the same thing, or for nothing: what one kind of engine cannot do has no row in `_TABLE`,
+and its worker's refusal is the answer. Sources: features.md 3.2, real-engines.md 5.1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import parse_qsl
+
+CHECKSUM: Final = b'{"action": "checksum"}'
+# Before a pause in mode `wait` the proxy itself waits until nothing runs. vLLM has no `retract`.
+_MODES_OF_SGLANG: Final = {"abort": "abort", "wait": "retract", "keep": "in_place"}
+_MODES_OF_VLLM: Final = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCall:
+    """A request to an engine; `target` is its path and query."""
+
+    method: str
+    target: str
+    body: bytes = b""
+
+    @property
+    def path(self) -> str:
+        return self.target.partition("?")[0]
+
+    def argument(self, name: str) -> object:
+        """A key of the query or, where the query lacks it, of the JSON body; None without it."""
+        query = dict(parse_qsl(self.target.partition("?")[2]))
+        return query[name] if name in query else _fields(self.body).get(name)
+
+
+def in_other_words(call: EngineCall) -> tuple[EngineCall, ...]:
+    """The calls, one after the other, that do the same at an engine of the other kind.
+
+    () where that kind cannot do it, or would be told so in the same words.
+    """
+    translate = _TABLE.get(call.path)
+    return translate(call) if translate is not None else ()
+
+
+def with_defaults(path: str, body: bytes) -> bytes:
+    """The body of an admin call, with what the caller would say if it knew of it.
+
+    SGLang's /update_weight_version aborts all running requests unless it is told not to: 16 of 16
+    were lost after a pause that was to keep them (features.md 3.1).
+    """
+    if path != "/update_weight_version":
+        return body
+    fields = _fields(body)
+    if not fields or "abort_all_requests" in fields:
+        return body
+    return json.dumps({**fields, "abort_all_requests": False}).encode()
+
+
+def _pause(call: EngineCall) -> tuple[EngineCall, ...]:
+    mode = _MODES_OF_SGLANG.get(str(call.argument("mode") or "abort"))
+    return (_post("/pause_generation", mode=mode),) if mode else ()
+
+
+def _pause_generation(call: EngineCall) -> tuple[EngineCall, ...]:
+    mode = _MODES_OF_VLLM.get(str(call.argument("mode") or "abort"))
+    return (EngineCall("POST", f"/pause?mode={mode}"),) if mode else ()
+
+
+def _checker(path: str) -> Callable[[EngineCall], tuple[EngineCall, ...]]:
+    def translate(call: EngineCall) -> tuple[EngineCall, ...]:
+        asks_checksum = call.argument("action") in (None, "checksum")
+        return (EngineCall("POST", path, CHECKSUM),) if asks_checksum else ()
+
+    return translate
+
+
+def _update_from_disk(call: EngineCall) -> tuple[EngineCall, ...]:
+    """The cache is flushed unless the caller says otherwise, as SGLang does."""
+    path, label = call.argument("model_path"), call.argument("weight_version")
+    if not isinstance(path, str):
+        return ()
+    reload = _post("/collective_rpc", method="reload_weights", kwargs={"weights_path": path})
+    flushes = call.argument("flush_cache") is not False
+    flush = (EngineCall("POST", "/reset_prefix_cache"),) if flushes else ()
+    names = (_post("/update_weight_version", new_version=str(label)),) if label is not None else ()
+    return (reload, *flush, *names)
+
+
+def _abort_all(call: EngineCall) -> tuple[EngineCall, ...]:
+    """Only all of them: one request has other names at another engine."""
+    return () if call.argument("request_ids") else (_post("/abort_request", abort_all=True),)
+
+
+def _plain(method: str, path: str) -> Callable[[EngineCall], tuple[EngineCall, ...]]:
+    """A call without arguments."""
+    return lambda _: (EngineCall(method, path),)
+
+
+def _same_at(path: str) -> Callable[[EngineCall], tuple[EngineCall, ...]]:
+    """The same body, at another path."""
+    return lambda call: (EngineCall(call.method, path, call.body),)
+
+
+_TABLE: Final[Mapping[str, Callable[[EngineCall], tuple[EngineCall, ...]]]] = {
+    "/pause": _pause,
+    "/pause_generation": _pause_generation,
+    "/resume": lambda _: (_post("/continue_generation"),),
+    "/continue_generation": _plain("POST", "/resume"),
+    "/reset_prefix_cache": _plain("POST", "/flush_cache"),
+    "/flush_cache": _plain("POST", "/reset_prefix_cache"),
+    "/weight_info": _plain("GET", "/model_info"),
+    "/model_info": _plain("GET", "/weight_info"),
+    "/weight_checker": _checker("/weights_checker"),
+    "/weights_checker": _checker("/weight_checker"),
+    "/update_weights_from_disk": _update_from_disk,
+    "/get_world_size": _plain("GET", "/server_info"),
+    "/abort_requests": _abort_all,
+    "/load_lora_adapter": _same_at("/v1/load_lora_adapter"),
+    "/unload_lora_adapter": _same_at("/v1/unload_lora_adapter"),
+    "/v1/load_lora_adapter": _same_at("/load_lora_adapter"),
+    "/v1/unload_lora_adapter": _same_at("/unload_lora_adapter"),
+}
+
+
+def _post(path: str, **fields: object) -> EngineCall:
+    return EngineCall("POST", path, json.dumps(fields).encode())
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(body) if body else {}
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,96 @@
+"""Answers of many workers to a call of vLLM's dialect, as one engine would give them. Pure.
+
+A trainer that drives one engine reads `status`, `world_size`, `is_paused`, `checksums` at the top
+of the answer. Invariant: a key is at the top where all workers say the same of it, or where the
+fleet's value follows from theirs (a sum, all of them); else it is in `results` alone. What all
+workers refuse alike is refused with their status, so that a bad argument is a 400 here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from omni_proxy.admin_ops.results import AdminResponse, WorkerResult
+
+OURS: Final = frozenset(
+    ("success", "path", "worker_count", "results", "error", "seconds", "detail")
+)
+DIFFERENT_WEIGHTS: Final = "the workers have different weights"
+
+
+def as_one(path: str, response: AdminResponse, results: Sequence[WorkerResult]) -> AdminResponse:
+    """`response`: the aggregate of `results`, which are of the route with this path."""
+    if not response.ok:
+        return _refused_alike(response, results)
+    bodies = [result.body if isinstance(result.body, dict) else {} for result in results]
+    same_words = not any(result.sent_to for result in results)
+    body = {**response.body, **(_agreed(bodies) if same_words else {})}
+    if (merge := _MERGED.get(path)) is not None:
+        body |= merge(bodies)
+    if path == "/weight_checker" and _differ(bodies):
+        top = {"success": False, "status": "error", "message": DIFFERENT_WEIGHTS}
+        return AdminResponse(409, {**response.body, **top})
+    return replace(response, body=body)
+
+
+def _agreed(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """What all of them say alike, except of what our answer says itself."""
+    if not bodies:
+        return {}
+    first, *others = bodies
+    return {
+        key: value
+        for key, value in first.items()
+        if key not in OURS and all(key in other and other[key] == value for other in others)
+    }
+
+
+def _world_size(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """An engine of the other kind has its ranks in its /server_info."""
+    values = [body.get("world_size", body.get("tp_size", 1)) for body in bodies]
+    return {"world_size": sum(value for value in values if isinstance(value, int))}
+
+
+def _all_of(key: str) -> Callable[[Sequence[Mapping[str, object]]], dict[str, object]]:
+    def merge(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
+        return {key: all(body.get(key) is True for body in bodies)}
+
+    return merge
+
+
+def _match(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Of a comparison with a baseline: it matches where it does everywhere."""
+    if not all("match" in body for body in bodies):
+        return {}
+    wrong: set[str] = set()
+    for body in bodies:
+        names = body.get("mismatches")
+        wrong |= set(map(str, names)) if isinstance(names, list) else set()
+    return {"match": all(body["match"] is True for body in bodies), "mismatches": sorted(wrong)}
+
+
+def _differ(bodies: Sequence[Mapping[str, object]]) -> bool:
+    """Whether two workers with the same tensors and ranks name other checksums for them."""
+    found = [sums for body in bodies if isinstance(sums := body.get("checksums"), dict)]
+    return any(found[0].keys() == sums.keys() and found[0] != sums for sums in found[1:])
+
+
+_MERGED: Final[Mapping[str, Callable[[Sequence[Mapping[str, object]]], dict[str, object]]]] = {
+    "/get_world_size": _world_size,
+    "/is_paused": _all_of("is_paused"),
+    "/is_sleeping": _all_of("is_sleeping"),
+    "/weight_checker": _match,
+}
+
+
+def _refused_alike(response: AdminResponse, results: Sequence[WorkerResult]) -> AdminResponse:
+    statuses = {result.status for result in results}
+    if len(statuses) != 1 or not all(result.refused for result in results):
+        return response
+    (status,) = statuses
+    first = results[0]
+    return AdminResponse(
+        status or 502, {**response.body, "message": f"{first.worker}: {first.why}"}
+    )

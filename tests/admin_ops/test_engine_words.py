@@ -1,0 +1,105 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.admin_ops.engine_words import EngineCall, in_other_words
+
+
+def post(target, **fields):
+    return EngineCall("POST", target, json.dumps(fields).encode() if fields else b"")
+
+
+def said(call):
+    return [
+        (each.method, each.target, json.loads(each.body) if each.body else None)
+        for each in in_other_words(call)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"), [("abort", "abort"), ("wait", "retract"), ("keep", "in_place")]
+)
+def test_a_pause_of_vllm_in_words_of_sglang(mode, words):
+    assert said(post(f"/pause?mode={mode}&clear_cache=false")) == [
+        ("POST", "/pause_generation", {"mode": words})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"), [("abort", "abort"), ("retract", "keep"), ("in_place", "keep")]
+)
+def test_a_pause_of_sglang_in_words_of_vllm(mode, words):
+    assert said(post("/pause_generation", mode=mode)) == [("POST", f"/pause?mode={words}", None)]
+
+
+def test_both_kinds_abort_where_the_caller_names_no_mode():
+    assert said(post("/pause")) == [("POST", "/pause_generation", {"mode": "abort"})]
+    assert said(post("/pause_generation")) == [("POST", "/pause?mode=abort", None)]
+
+
+@pytest.mark.parametrize("call", [post("/pause?mode=bogus"), post("/pause_generation", mode="x")])
+def test_a_mode_that_nobody_knows_has_no_other_words(call):
+    assert said(call) == []
+
+
+def test_an_update_from_disk_becomes_a_reload_a_flush_and_a_label():
+    call = post("/update_weights_from_disk", model_path="/w", weight_version="step-1")
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": "/w"}}
+    assert said(call) == [
+        ("POST", "/collective_rpc", reload),
+        ("POST", "/reset_prefix_cache", None),
+        ("POST", "/update_weight_version", {"new_version": "step-1"}),
+    ]
+
+
+def test_an_update_from_disk_may_keep_the_cache_and_the_label():
+    call = post("/update_weights_from_disk", model_path="/w", flush_cache=False)
+    assert [target for _, target, _ in said(call)] == ["/collective_rpc"]
+    assert said(post("/update_weights_from_disk")) == []
+
+
+@pytest.mark.parametrize("path", ["/weights_checker", "/weight_checker"])
+def test_only_a_checksum_means_the_same_to_both(path):
+    (other,) = said(post(path, action="checksum"))
+    other_path = ({"/weights_checker", "/weight_checker"} - {path}).pop()
+    assert other == ("POST", other_path, {"action": "checksum"})
+    assert said(post(path, action="reset")) == []
+    assert said(post(path, action="compare", baseline={})) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/sleep?level=1",
+        "/wake_up",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/collective_rpc",
+        "/init_weights_update_group",
+        "/update_weight_version",
+    ],
+)
+def test_what_only_one_kind_can_do_is_not_translated(path):
+    assert said(post(path)) == []
+
+
+def test_an_adapter_is_loaded_at_the_other_path_with_the_same_body():
+    body = {"lora_name": "a", "lora_path": "/a"}
+    assert said(post("/load_lora_adapter", **body)) == [("POST", "/v1/load_lora_adapter", body)]
+    assert said(post("/v1/unload_lora_adapter", **body)) == [("POST", "/unload_lora_adapter", body)]
+
+
+def test_an_argument_is_read_from_the_query_first():
+    assert post("/pause?mode=wait", mode="abort").argument("mode") == "wait"
+    assert post("/pause", mode="keep").argument("mode") == "keep"
+    assert EngineCall("POST", "/pause", b"no json").argument("mode") is None
+
+
+@given(st.binary(max_size=64), st.text(max_size=20))
+def test_no_body_and_no_query_is_too_odd(body, query):
+    for path in ("/pause", "/pause_generation", "/update_weights_from_disk", "/weight_checker"):
+        for each in in_other_words(EngineCall("POST", f"{path}?mode={query}", body)):
+            assert each.path != path
