@@ -300,6 +300,12 @@ class StateJournal:
         self.published = self.published.withdrawn(rows, to)
         await self._write_published()
 
+    async def add_digest(self, epoch: int, digest: str) -> None:
+        """The weights of the published version were proven later than they were published."""
+        if self.published.epoch == epoch:
+            self.published = self.published.with_digest(digest)
+            await self._write_published()
+
     async def waive_targets(self, urls: Iterable[str]) -> None:
         """An operator vouches for the weights of these workers, whatever update they missed."""
         workers = [worker for url in urls if (worker := self._fleet.find(url)) is not None]

@@ -14,9 +14,10 @@ from datetime import UTC, datetime
 
 import trio
 
+from omni_proxy.admin_ops.one_engine import as_one
 from omni_proxy.admin_ops.operation import Disposition, Operation, Step, WorkerFate, fates
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate
-from omni_proxy.admin_ops.routes import Kind
+from omni_proxy.admin_ops.routes import PAUSE, SLEEP, Kind
 from omni_proxy.config.overlay import SavedState, with_override
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.weight_version import WeightVersion
@@ -69,7 +70,7 @@ class OperationRunner:
         outcomes = fates(self._route, results)
         succeeded = [w for w, result in zip(workers, results, strict=True) if result.success]
         more: dict[str, object] = {}
-        if self._route.kind is Kind.UPDATE and succeeded:
+        if self._route.kind is Kind.UPDATE and succeeded and not self._route.discards:
             more, outcomes = await self._verify(succeeded, outcomes)
         self._enter(Step.RESTORING)
         self._restore_versions(results, outcomes)
@@ -99,6 +100,8 @@ class OperationRunner:
         """Wait for requests in flight; the engine aborts or retracts the rest, as the caller
         says."""
         secs = self._config.weight_sync.drain_secs
+        if self._route.kind is Kind.PAUSE and self._call.argument("mode") == "wait":
+            secs = limit_secs(self._config.admin.worker_timeout_secs)
         if not self._route.drains or not secs:
             return
         self._enter(Step.DRAINING)
@@ -124,7 +127,7 @@ class OperationRunner:
 
     def _clear_versions(self, workers: Sequence[Worker]) -> None:
         """From the first call until its result, the weights of a worker are unknown."""
-        if self._route.kind is Kind.UPDATE:
+        if self._route.kind is Kind.UPDATE or self._route.discards:
             self._before = {worker: worker.version for worker in workers}
             for worker in workers:
                 self._fleet.set_version(worker, None, 0)
@@ -220,12 +223,20 @@ class OperationRunner:
             return
         for result in results:
             if result.success:
+                self._forget_cache(result)
                 self._journal.record_pause(result.worker, self._pause_record(result.worker))
                 if self._cordons_while_paused():
                     self._journal.cordon_paused(result.worker)
 
+    def _forget_cache(self, result: WorkerResult) -> None:
+        """vLLM clears its caches with a pause that ends what runs (real-engines.md 4)."""
+        worker, path = self._fleet.find(result.worker), result.sent_to or self._route.path
+        keeps = self._call.argument("mode") in ("keep", "in_place", "retract")
+        if worker is not None and path in (PAUSE, SLEEP) and not keeps:
+            self._fleet.cache_cleared(worker)
+
     def _pause_record(self, url: str) -> PauseRecord:
-        worker, mode = self._fleet.find(url), self._call.body_field("mode")
+        worker, mode = self._fleet.find(url), self._call.argument("mode")
         return PauseRecord(
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             by=self._call.caller,
@@ -264,6 +275,8 @@ class OperationRunner:
             reason = {"reason": outcome.reason} if outcome.reason else {}
             rows[url] = {"standing": outcome.fate.value, **reason}
         response = aggregate(self._route.path, results, rows)
+        if self._route.one_engine:
+            response = as_one(self._route.path, response, results)
         body = {**response.body, **more}
         if self._journal.error:
             body["journal_error"] = self._journal.error

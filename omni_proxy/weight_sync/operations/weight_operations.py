@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
 from uuid import uuid4
 
 import trio
 
+from omni_proxy.admin_ops.one_engine import as_one
 from omni_proxy.admin_ops.operation import Operation, Step
 from omni_proxy.admin_ops.results import (
     AdminResponse,
@@ -27,13 +29,25 @@ from omni_proxy.admin_ops.results import (
     merge_model_info,
     version_of,
 )
-from omni_proxy.admin_ops.routes import CONTINUE, INIT, MODEL_INFO, ROLLBACK, AdminRoute, Kind
+from omni_proxy.admin_ops.routes import (
+    CONTINUE,
+    INIT,
+    IS_PAUSED,
+    IS_SLEEPING,
+    MODEL_INFO,
+    ROLLBACK,
+    TRANSFER_INIT,
+    WEIGHT_INFO,
+    AdminRoute,
+    Kind,
+    variant_of,
+)
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.upstream_http.client import ROUTE_ABSENT
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 from omni_proxy.weight_sync.delivery.catchup import CATCHING_UP
 from omni_proxy.weight_sync.delivery.service import VersionService
 from omni_proxy.weight_sync.operations.operation_queue import DetachedCalls, OperationQueue
@@ -41,7 +55,8 @@ from omni_proxy.weight_sync.operations.rollback import Rollback, RollbackSource
 from omni_proxy.weight_sync.operations.runner import OperationRunner
 from omni_proxy.weight_sync.operations.version_probe import VersionProbe
 from omni_proxy.weight_sync.rollout.service import RolloutCall, RolloutService
-from omni_proxy.weight_sync.session.endpoint import SyncEndpoint
+from omni_proxy.weight_sync.session.endpoint import INITS, SyncEndpoint
+from omni_proxy.weight_sync.session.own_pauses import abort_all
 from omni_proxy.weight_sync.state_journal import PAUSED, JournalFile, OperationContext, StateJournal
 from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs
 from omni_proxy.wire.errors import HttpError
@@ -164,6 +179,7 @@ class WeightOperations:
 
     async def submit(self, call: AdminCall) -> AdminResponse:
         """Run the call and wait for the response. Cancellation ends only the wait."""
+        call = replace(call, route=variant_of(call.route, call.engine_call))
         return await self._calls.run(call.key, lambda: self._perform(call))
 
     async def start_rollout(self, call: RolloutCall) -> AdminResponse:
@@ -237,7 +253,7 @@ class WeightOperations:
             self.rollouts.check_conflict(call.route)
             lifecycle = self.sync.lifecycle
             known = [*lifecycle.workers, *lifecycle.recipients]
-            workers = self._targets(call) if call.route.path == INIT else known
+            workers = self._targets(call) if call.route.path in INITS else known
             operation.targets = tuple(worker.url for worker in workers)
             operation.enter(Step.CALLING, trio.current_time())
             return await self.sync.perform(call, workers)
@@ -247,33 +263,80 @@ class WeightOperations:
     async def _call_at_once(self, call: AdminCall) -> AdminResponse:
         """Routes that change no weights: they are not queued. `continue` must never wait for an
         update, which may itself wait for it."""
-        workers = self._targets(call)
+        workers, kind = self._targets(call), call.route.kind
         began = trio.current_time()
         request = call.to_workers(limit_secs(self._config_store.config.admin.worker_timeout_secs))
         more: dict[str, object] = {}
-        if call.route.kind is Kind.CONTINUE:
+        if kind is Kind.CONTINUE:
             more = await self.sync.before_continue(call.credentials)
+            await self._abort_uncertain(workers, call.credentials)
         results = await call_all(workers, request)
+        if kind is Kind.READ:
+            return self._read_response(call.route, workers, results)
         succeeded = [w for w, result in zip(workers, results, strict=True) if result.success]
-        if call.route.path == MODEL_INFO:
+        if kind is Kind.CONTINUE:
+            more |= await self._after_continue(succeeded, call.credentials)
+        elif kind is Kind.FLUSH:
+            for worker in succeeded:
+                self._fleet.cache_cleared(worker)
+        response = aggregate(call.route.path, results, {})
+        if call.route.one_engine:
+            response = as_one(call.route.path, response, results)
+        response = AdminResponse(response.status, {**response.body, **more})
+        operation = self._new_operation(call.route, call.caller, asked_at=began)
+        operation.targets = tuple(worker.url for worker in workers)
+        for result in results:
+            operation.hear(result)
+        self.history.record(operation, response)
+        return response
+
+    def _read_response(
+        self, route: AdminRoute, workers: Sequence[Worker], results: Sequence[WorkerResult]
+    ) -> AdminResponse:
+        if route.path in (MODEL_INFO, WEIGHT_INFO):
             for worker, result in zip(workers, results, strict=True):
                 if result.success:
                     self._probe.record_label(worker, version_of(result.body))
-            return merge_model_info(results)
-        response = aggregate(call.route.path, results, {})
-        response = AdminResponse(response.status, {**response.body, **more})
-        if call.route.kind is Kind.CONTINUE and self._clear_pauses(succeeded):
+            return merge_model_info(results, route.path)
+        if route.path == IS_PAUSED:
+            results = [self._with_pause(result) for result in results]
+        response = aggregate(route.path, results, {})
+        return as_one(route.path, response, results) if route.one_engine else response
+
+    async def _after_continue(
+        self, resumed: Sequence[Worker], headers: Mapping[str, str]
+    ) -> dict[str, object]:
+        """What the engines compare now, and whose pause has ended. Return response keys."""
+        awake = await self._awake(resumed, headers)
+        more = await self.sync.verify_deferred(awake, headers)
+        if self._clear_pauses(awake):
             await self.journal.save()
-        elif call.route.kind is Kind.FLUSH:
-            for worker in succeeded:
-                self._fleet.cache_cleared(worker)
-        if call.route.kind is not Kind.READ:
-            operation = self._new_operation(call.route, call.caller, asked_at=began)
-            operation.targets = tuple(worker.url for worker in workers)
-            for result in results:
-                operation.hear(result)
-            self.history.record(operation, response)
-        return response
+        return more
+
+    async def _abort_uncertain(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
+        """What an engine kept from before its pause would go on with weights that are unknown."""
+        journal = self.journal
+        kept = [w for w in workers if w.url in journal.uncertain and w.url in journal.all_paused]
+        await abort_all(kept, headers)
+
+    def _with_pause(self, result: WorkerResult) -> WorkerResult:
+        """An engine without the route is paused where a caller of ours paused it."""
+        if result.status not in ROUTE_ABSENT:
+            return result
+        told = {"is_paused": result.worker in self.journal.all_paused}
+        return replace(result, status=200, body=told)
+
+    async def _awake(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> list[Worker]:
+        """Those that generate now. vLLM resumes an engine that sleeps, and it sleeps on."""
+        paused = [worker for worker in workers if worker.url in self.journal.all_paused]
+        call = Call("GET", IS_SLEEPING, headers=headers)
+        results = await call_all(paused, call)
+        asleep = {
+            result.worker
+            for result in results
+            if isinstance(result.body, dict) and result.body.get("is_sleeping") is True
+        }
+        return [worker for worker in workers if worker.url not in asleep]
 
     async def _resolve(self, headers: Mapping[str, str], caller: str) -> AdminResponse:
         operation = self._new_operation(RESOLVE, caller)
@@ -391,7 +454,7 @@ class WeightOperations:
 
 def _check_rank_clash(call: AdminCall, workers: list[Worker]) -> None:
     """Raises HttpError 422: with one body for all, several workers would take the same ranks."""
-    if call.route.path == INIT and len(workers) > 1:
+    if call.route.path in (INIT, TRANSFER_INIT) and len(workers) > 1:
         message = (
             "distributed weight-update init currently supports a single-replica target stage, but "
             f"{len(workers)} live workers were targeted; multi-replica refit needs a distinct "

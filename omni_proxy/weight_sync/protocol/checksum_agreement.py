@@ -8,21 +8,30 @@ never in `mismatched`. Pure.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from omni_proxy.admin_ops.results import WorkerResult
 
-OMNI, SGLANG = "omni", "sglang"
+OMNI, SGLANG, VLLM = "omni", "sglang", "vllm"
+# Of weights that an engine has packed away, such as vLLM's linear layers on a CPU: the SHA-256 of
+# nothing, in all of them alike (real-engines.md 5.1).
+EMPTY: Final = hashlib.sha256(b"").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """`ranks`: one checksum per rank, stage by stage; `whole`: one over whole tensors, or ""."""
+    """`ranks`: one checksum per rank, stage by stage; `whole`: one over whole tensors, or "".
+
+    `partial`: why equal digests are no proof, though different ones are; "" if they are one.
+    """
 
     kind: str
     ranks: tuple[str, ...]
     whole: str = ""
+    partial: str = ""
 
     def comparable(self, other: Digest) -> bool:
         alike = len(self.ranks) == len(other.ranks) > 0 or bool(self.whole and other.whole)
@@ -64,7 +73,7 @@ def parse_digest(result: WorkerResult) -> Digest | str:
         return f"its checker failed: {result.why}"
     body = result.body
     if isinstance(body, dict):
-        for digest in (_parse_omni(body), _parse_sglang(body)):
+        for digest in (_parse_omni(body), _parse_sglang(body), _parse_vllm(body)):
             if digest is not None:
                 return digest
     return "its checker names no checksum"
@@ -95,6 +104,9 @@ def compare_digests(reports: Mapping[str, Digest | str]) -> Verdict:
         alone = len(group) == 1 < len(reports)
         if alone and not any(_comparable(group, other, digests) for other in rivals):
             unverified[group[0]] = "no other worker's checksum can be compared with it"
+    for url, digest in digests.items():
+        if digest.partial and url not in mismatched:
+            unverified.setdefault(url, digest.partial)
     checked = tuple(url for url in digests if url not in mismatched and url not in unverified)
     sums = {url: digest.whole or "/".join(digest.ranks) for url, digest in digests.items()}
     wrong = tuple(url for url in digests if url in mismatched)
@@ -149,6 +161,27 @@ def _rank_checksums(data: Mapping[str, object]) -> list[str]:
 def _parse_sglang(body: Mapping[str, object]) -> Digest | None:
     checksums = tuple(_text(row.get("per_gpu_checksum")) for row in _rows(body.get("ranks")))
     return Digest(SGLANG, checksums) if checksums and all(checksums) else None
+
+
+def _parse_vllm(body: Mapping[str, object]) -> Digest | None:
+    """A checksum per tensor of each rank: "dp0:pp0:pcp0:tp0:NAME" to its SHA-256."""
+    sums = body.get("checksums")
+    if not isinstance(sums, dict) or not sums:
+        return None
+    ranks: dict[str, list[str]] = {}
+    empty = 0
+    for name in sorted(sums):
+        rank, _, tensor = name.rpartition(":")
+        ranks.setdefault(rank, []).append(f"{tensor}={sums[name]}")
+        empty += sums[name] == EMPTY
+    digests = tuple(
+        hashlib.sha256("\n".join(lines).encode("utf-8", "replace")).hexdigest()
+        for _, lines in sorted(ranks.items())
+    )
+    if empty:
+        why = f"its checker hashed nothing for {empty} of {len(sums)} tensors"
+        return Digest(VLLM, digests, partial=why)
+    return Digest(VLLM, digests, digests[0] if len(digests) == 1 else "")
 
 
 def _rank(row: Mapping[str, object]) -> int:

@@ -92,6 +92,14 @@ class PublishedVersion(Struct, frozen=True, omit_defaults=True):
         epoch, label = to
         return PublishedVersion(epoch, label, targets, highest if highest > epoch else 0)
 
+    def with_digest(self, digest: str) -> PublishedVersion:
+        """The digest of the newest epoch, which had none."""
+        rows = {
+            url: replace(target, digest=digest) if target.epoch == self.epoch else target
+            for url, target in self.targets.items()
+        }
+        return replace(self, targets=rows)
+
     def waive(self, models: Mapping[str, str | None]) -> PublishedVersion:
         """`models`: worker URL to model, of the workers that an operator vouches for."""
         targets = {url: self.target_for(url, model) for url, model in models.items()}

@@ -169,8 +169,14 @@ class MemberState:
 
 @dataclass(slots=True)
 class Round:
-    """What was applied or announced since the last publication."""
+    """What was applied or announced since the last publication.
 
+    `started`: it has a start and a finish of its own, and nothing else ends it. `whole`: it had all
+    the weights, whatever the names of its tensors say.
+    """
+
+    started: bool = False
+    whole: bool = False
     batched: bool = False
     buckets: int = 0
     calls: int = 0  # calls that applied weights
@@ -181,6 +187,8 @@ class Round:
     @property
     def is_complete(self) -> bool:
         """Whether its calls said that nothing more follows."""
+        if self.started:
+            return self.batched
         return self.batched or (self.calls > 0 and (self.last.last or self.all_abort))
 
 
@@ -230,12 +238,23 @@ class SyncSession:
         self._announce(1, names)
         self._apply(flags)
 
-    def commit_end(self) -> None:
+    def start(self, *, whole: bool) -> None:
+        """The trainer opens a round: from now on no member has weights that could serve.
+
+        Raises InvalidTransition while one is open.
+        """
+        if self.has_unpublished:
+            raise InvalidTransition(409, "a weight update is open already: finish it first")
+        self._enter(SyncEvent.UPDATE)
+        self.round.calls += 1
+        self.round.started, self.round.whole = True, whole
+
+    def commit_end(self, flags: UpdateFlags | None = None) -> None:
         """The trainer ends the round. Raises InvalidTransition if none is open."""
         if not self.has_unpublished:
             raise InvalidTransition(400, "no weights-update session is open")
         self._enter(SyncEvent.UPDATE)
-        self.round.last = UpdateFlags(flush_cache=True)
+        self.round.last = flags or UpdateFlags(flush_cache=True)
         self.round.batched = True  # nothing more follows in this round
 
     def on_result(self, result: WorkerResult, *, modified: bool = True) -> None:

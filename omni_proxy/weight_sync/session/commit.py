@@ -10,7 +10,7 @@ in rotation before the uncertain ones are recorded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import trio
@@ -25,16 +25,30 @@ from omni_proxy.weight_sync.protocol.session import SyncSession, SyncState
 from omni_proxy.weight_sync.session.lifecycle import SessionLifecycle
 from omni_proxy.weight_sync.session.round_delivery import DeliveryResult, RoundDelivery
 from omni_proxy.weight_sync.session.verification import (
+    MISMATCH,
     Proof,
     ProofRequest,
     prove_workers,
     recovered_workers,
 )
 from omni_proxy.weight_sync.store.manifest import StoredVersion
-from omni_proxy.weight_sync.worker_calls import continue_generation, limit_secs
+from omni_proxy.weight_sync.worker_calls import (
+    RECOVERY_SECS,
+    compare_checksums,
+    continue_generation,
+    limit_secs,
+)
 
 JsonObject = dict[str, object]
 MIN_AGREEING: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """Workers of this epoch whose checksums could not be read while their engines were paused."""
+
+    epoch: int
+    urls: frozenset[str]
 
 
 class RoundCommit:
@@ -50,6 +64,7 @@ class RoundCommit:
         self.flushed = False
         self.cause = ""
         self._recovered_all = False
+        self._deferred = _Deferred(0, frozenset())
 
     def on_call(self, flags: UpdateFlags, *, flushes: bool) -> None:
         self.flushed = self.flushed or flushes
@@ -107,9 +122,12 @@ class RoundCommit:
         lifecycle, journal = self._lifecycle, self._lifecycle.journal
         is_unchanged = {w.url for w in lifecycle.fleet.workers if w.url not in journal.uncertain}
         good = recovered_workers(proof, names, lifecycle.uncertain_tensors, is_unchanged)
+        if lifecycle.session.round.whole:
+            good = [worker.url for worker in proof.agreed]
         agreed = {*(worker.url for worker in proof.agreed), NAME}
         left_out = lifecycle.session.publish(agreed)
         uncertain = {url: why for url, why in left_out.items() if url not in agreed} | dict(wrong)
+        await self._flush_own_pauses(proof.agreed, headers)
         self._clear_cache_knowledge(proof.agreed)
         lifecycle.mark_uncertain(uncertain, names)
         recovered = [url for url in good if url in journal.uncertain and url not in uncertain]
@@ -119,9 +137,38 @@ class RoundCommit:
         for url in good:
             lifecycle.uncertain_tensors.pop(url, None)
         await lifecycle.record_after_step()
+        await lifecycle.own_pauses.end(lifecycle.workers, headers)
         lifecycle.quarantine.release(uncertain)
         self._labels, self.flushed = set(), False
         return uncertain
+
+    async def verify_deferred(
+        self, resumed: Sequence[Worker], headers: Mapping[str, str]
+    ) -> JsonObject:
+        """Compare the checksums of workers whose checker needs them unpaused, now that they are.
+
+        Return keys for the response; {} if nothing was left to compare.
+        """
+        lifecycle, deferred = self._lifecycle, self._deferred
+        here = [w for w in resumed if w.url in deferred.urls and w.weight_epoch == deferred.epoch]
+        if not here or lifecycle.config_store.config.weight_sync.verify != "checksum":
+            return {}
+        self._deferred = _Deferred(deferred.epoch, deferred.urls - {worker.url for worker in here})
+        verdict = await compare_checksums(here, headers, RECOVERY_SECS)
+        if verdict.mismatched:
+            lifecycle.mark_uncertain(dict.fromkeys(verdict.mismatched, MISMATCH), ())
+            await lifecycle.journal.save()
+        elif verdict.whole:
+            await lifecycle.journal.add_digest(deferred.epoch, verdict.whole)
+        return {"verification": verdict.to_dict()}
+
+    async def _flush_own_pauses(
+        self, workers: Sequence[Worker], headers: Mapping[str, str]
+    ) -> None:
+        """A trainer that pauses decides about the caches itself; else the old ones are of no
+        use."""
+        for worker in await self._lifecycle.own_pauses.flush(workers, headers):
+            self._lifecycle.fleet.cache_cleared(worker)
 
     async def abandon(self) -> dict[str, str]:
         """The trainer left the round open: drop it. Return uncertain workers: URL to reason."""
@@ -233,7 +280,8 @@ class RoundCommit:
             models=tuple({worker.model for worker in proof.agreed}),
         )
         self._delivery.cordon_late_workers()
-        published = await lifecycle.journal.publish(target, None)
+        published = await lifecycle.journal.publish(target, lifecycle.chosen)
+        self._deferred = _Deferred(published.epoch, proof.paused)
         if version is not None:
             await self._delivery.published(version, label, published.epoch)
         for worker in proof.agreed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import trio
@@ -18,9 +19,16 @@ from omni_proxy.admin_ops.routes import (
     COMPLETE,
     DESTROY,
     END,
+    FINISH_UPDATE,
     FROM_DISTRIBUTED,
     INIT,
     PREPARE,
+    START_DRAFT_UPDATE,
+    START_UPDATE,
+    TRANSFER,
+    TRANSFER_INIT,
+    TRANSFER_SHUTDOWN,
+    UPDATE_WEIGHTS,
     AdminRoute,
     Kind,
 )
@@ -28,24 +36,25 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.weight_sync.delivery.service import VersionService
 from omni_proxy.weight_sync.protocol.requests import (
-    InitRequest,
     RankLayoutError,
     parse_group_name,
     parse_init,
     parse_object,
 )
 from omni_proxy.weight_sync.protocol.session import GroupOwner, InvalidTransition, SyncState
+from omni_proxy.weight_sync.protocol.transfer_requests import TRANSFER_GROUP, parse_transfer_init
 from omni_proxy.weight_sync.session.commit import RoundCommit
 from omni_proxy.weight_sync.session.lifecycle import SessionLifecycle
 from omni_proxy.weight_sync.session.member import WorkerMember
 from omni_proxy.weight_sync.session.round_delivery import RoundDelivery
-from omni_proxy.weight_sync.session.steps import SessionSteps
+from omni_proxy.weight_sync.session.transfer_steps import TransferSteps
 from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
 
 MODES: Final = ("coordinate", "receive", "both")
-ROUTES: Final = (INIT, PREPARE, COMPLETE, FROM_DISTRIBUTED, DESTROY)
+ROUTES: Final = (INIT, PREPARE, COMPLETE, FROM_DISTRIBUTED, DESTROY, *TRANSFER)
+INITS: Final = (INIT, TRANSFER_INIT)
 # Names of the steps in the metrics.
 PHASES: Final = {
     INIT: "init",
@@ -54,6 +63,12 @@ PHASES: Final = {
     FROM_DISTRIBUTED: "receive",
     END: "end",
     DESTROY: "destroy",
+    TRANSFER_INIT: "init",
+    START_UPDATE: "start",
+    START_DRAFT_UPDATE: "start",
+    UPDATE_WEIGHTS: "receive",
+    FINISH_UPDATE: "end",
+    TRANSFER_SHUTDOWN: "destroy",
 }
 T = TypeVar("T")
 TEARDOWN_WAIT_SECS: Final = 1.0  # a response waits this long for the end of a failed sync
@@ -68,7 +83,7 @@ class SyncEndpoint:
         self._config_store = context.config_store
         self._journal = context.journal
         self._commit = RoundCommit(self.lifecycle, RoundDelivery(self.lifecycle, version_service))
-        self._steps = SessionSteps(self.lifecycle, self._commit, version_service)
+        self._steps = TransferSteps(self.lifecycle, self._commit, version_service)
         self._stored: tuple[object, AdminResponse] | None = None
         self._destroy_requested: str | None = None  # the group that a queued destroy interrupted
         self._next_owner: GroupOwner | None = None  # its init is admitted, and has not begun
@@ -104,7 +119,7 @@ class SyncEndpoint:
 
     async def before_step(self, call: AdminCall) -> None:
         """What must not wait for the operation lock. Raises HttpError."""
-        if call.route.path == INIT:
+        if call.route.path in INITS:
             self._next_owner = await _with_http_errors(self._admit_owner(call))
         elif call.route.path == DESTROY and self.lifecycle.busy.locked():
             owner = self.lifecycle.session.owner
@@ -114,7 +129,7 @@ class SyncEndpoint:
 
     def after_step(self, call: AdminCall) -> None:
         """Called after `before_step`, whatever the step came to."""
-        if call.route.path == INIT:
+        if call.route.path in INITS:
             self._next_owner = None
 
     async def perform(self, call: AdminCall, workers: Sequence[Worker]) -> AdminResponse:
@@ -138,7 +153,7 @@ class SyncEndpoint:
         if lifecycle.session.state is SyncState.ABORTING:
             with trio.move_on_after(TEARDOWN_WAIT_SECS):
                 await lifecycle.wait_idle()
-        if call.route.path == COMPLETE:
+        if call.route.path in (COMPLETE, FINISH_UPDATE):
             self._stored = (call.key, response)
         return response
 
@@ -151,6 +166,8 @@ class SyncEndpoint:
     async def _end_round(self, headers: Mapping[str, str]) -> dict[str, object]:
         """Close a complete round; abandon one that is not complete."""
         lifecycle = self.lifecycle
+        if lifecycle.session.round.started:
+            return await self._end_started_round()
         if (
             not lifecycle.session.has_unpublished
             or lifecycle.session.state is not SyncState.GROUPED
@@ -169,6 +186,21 @@ class SyncEndpoint:
                 return {"uncertain": await self._commit.abandon()}
             finally:
                 lifecycle.end_if_over()
+
+    async def _end_started_round(self) -> dict[str, object]:
+        """vLLM's engines have no whole weights before the finish: the update is over."""
+        lifecycle = self.lifecycle
+        if not lifecycle.session.round.batched:
+            cause = "generation was resumed before the update was finished"
+            lifecycle.interrupt(cause, "resumed")
+            await lifecycle.wait_idle()
+        return {}
+
+    async def verify_deferred(
+        self, resumed: Sequence[Worker], headers: Mapping[str, str]
+    ) -> dict[str, object]:
+        """After generation continued: what could not be compared while the engines were paused."""
+        return await self._commit.verify_deferred(resumed, headers)
 
     def check_conflict(self, route: AdminRoute) -> None:
         """Raises HttpError 409 for an update that would mix with the weights of the sync."""
@@ -190,6 +222,8 @@ class SyncEndpoint:
         steps, path = self._steps, call.route.path
         if path == INIT:
             return await steps.init(call, workers)
+        if path == TRANSFER_INIT:
+            return await steps.init_transfer(call, workers)
         if path == DESTROY:
             requested, self._destroy_requested = self._destroy_requested, None
             if requested is not None and not self._is_active:
@@ -200,29 +234,37 @@ class SyncEndpoint:
             FROM_DISTRIBUTED: steps.update,
             DESTROY: steps.destroy,
             END: steps.end,
+            START_UPDATE: steps.start,
+            START_DRAFT_UPDATE: steps.start,
+            UPDATE_WEIGHTS: steps.update_transfer,
+            FINISH_UPDATE: steps.finish,
+            TRANSFER_SHUTDOWN: steps.shut_down,
         }
         return await handlers[path](call)
 
     async def _admit_owner(self, call: AdminCall) -> GroupOwner:
         """The caller as owner. Raises HttpError 409 while the owner of the group is alive."""
-        request = parse_init(parse_object(call.body))
+        claim = _parse_claim(call)
         lifecycle = self.lifecycle
         await lifecycle.wait_settled()
         while self._is_active:
             if lifecycle.session.state is not SyncState.ABORTING:
-                await self._replace_owner(request)
+                await self._replace_owner(claim)
             await lifecycle.wait_idle()
         now = trio.current_time()
         if (owner := self._next_owner) is not None:
             raise _owned_error(owner, owner.describe(now, SyncState.JOINING), SyncState.JOINING)
-        return GroupOwner(request.group_name, request.address, now, call.caller)
+        return GroupOwner(claim.group_name, claim.address, now, call.caller)
 
-    async def _replace_owner(self, request: InitRequest) -> None:
+    async def _replace_owner(self, claim: _Claim) -> None:
         lifecycle = self.lifecycle
-        if request.force:
-            lifecycle.interrupt(f"{request.address} took it over", "forced")
+        if claim.force:
+            lifecycle.interrupt(f"{claim.address} took it over", "forced")
         elif lifecycle.end_cause:
             return
+        elif claim.group_name == TRANSFER_GROUP and lifecycle.leave_idle_group():
+            # vLLM's calls name no trainer, and its trainers join anew without leaving first.
+            _log.info("weight_transfer_rejoined trainer=%s", claim.address)
         elif await lifecycle.is_owner_alive():
             owner = lifecycle.session.owner
             assert owner is not None
@@ -230,6 +272,25 @@ class SyncEndpoint:
         else:
             _log.warning("stale_group_replaced sync=%r", lifecycle.describe())
             lifecycle.interrupt("its trainer is gone, and another one came", "owner_dead")
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """Who wants to own the sync. `force`: even from an owner that is alive."""
+
+    group_name: str
+    address: str
+    force: bool
+
+
+def _parse_claim(call: AdminCall) -> _Claim:
+    """Raises GroupError."""
+    body = parse_object(call.body)
+    if call.route.path == TRANSFER_INIT:
+        transfer = parse_transfer_init(body)
+        return _Claim(TRANSFER_GROUP, transfer.shown_address, transfer.force)
+    request = parse_init(body)
+    return _Claim(request.group_name, request.address, request.force)
 
 
 def _owned_error(owner: GroupOwner, description: str, state: SyncState) -> HttpError:

@@ -25,9 +25,12 @@ from omni_proxy.telemetry.metrics import SyncMetrics
 from omni_proxy.weight_sync.protocol.journal import JournalEntry
 from omni_proxy.weight_sync.protocol.requests import RankRange
 from omni_proxy.weight_sync.protocol.session import GroupOwner, SyncSession, SyncState
+from omni_proxy.weight_sync.protocol.transfer_requests import TRANSFER_GROUP
 from omni_proxy.weight_sync.session import watchdog
 from omni_proxy.weight_sync.session.member import FanOutTimeouts, GroupFanOut, Member, WorkerMember
+from omni_proxy.weight_sync.session.own_pauses import OwnPauses
 from omni_proxy.weight_sync.session.trainer_link import TrainerLink, is_store_reachable
+from omni_proxy.weight_sync.session.transfer_member import TransferMember
 from omni_proxy.weight_sync.session.verification import VersionQuarantine
 from omni_proxy.weight_sync.state_journal import OperationContext, StateJournal
 
@@ -94,6 +97,7 @@ class LeftoverGroups:
     def __init__(self, fleet: Fleet, journal: StateJournal) -> None:
         self.leaving: set[str] = set()
         self.unanswered: dict[str, str] = {}
+        self.own_pauses = OwnPauses(fleet, journal)
         self._fleet = fleet
         self._journal = journal
         self._cleaned = trio.Event()
@@ -128,8 +132,11 @@ class LeftoverGroups:
         """The workers may not be up yet, or gone."""
         body = destroy_body(group_name)
 
+        member_class = TransferMember if group_name == TRANSFER_GROUP else WorkerMember
+
         async def leave(worker: Worker) -> None:
-            result = await destroy_group(WorkerMember(worker, 1), body)
+            result = await destroy_group(member_class(worker, 1), body)
+            await self.own_pauses.end([worker], {})
             self.leaving.discard(worker.url)
             if result.success or result.refused or worker.url not in self._journal.uncertain:
                 on_left([worker.url])
@@ -155,6 +162,7 @@ STATUS: Final = {
     "member_failed": 400,
     "destroyed": 409,
     "forced": 409,
+    "resumed": 409,
 }
 _log = logging.getLogger(__name__)
 
@@ -174,6 +182,7 @@ class SessionLifecycle:
         self.leave_results: list[WorkerResult] = []  # of the members, at the end of the last sync
         self.meters = SyncMetrics()
         self.announced_bytes = 0  # per member, of the next call that applies weights
+        self.chosen: frozenset[str] | None = None  # by the selector of the init; None for all
         self.end_cause = ""  # why the sync has to end, after the step that runs now
         self.end_status = 0  # of the response to that step
         # Per worker that a sync made uncertain: names of the tensors that it may hold in part.
@@ -215,19 +224,24 @@ class SessionLifecycle:
         """URLs of workers that are being told to leave a group of an earlier run."""
         return self.leftovers.leaving
 
-    def begin(self, owner: GroupOwner, address: tuple[str, int], ranges: Iterable[RankRange],
-              members: Sequence[Member]) -> None:  # fmt: skip
-        """Raises InvalidTransition while there is another sync."""
+    def begin(self, owner: GroupOwner, address: tuple[str, int] | None,
+              ranges: Iterable[RankRange], members: Sequence[Member], *,
+              fixed: bool = True) -> None:  # fmt: skip
+        """Raises InvalidTransition while there is another sync.
+
+        `address`: of the trainer's store, None if there is none that could be watched. `fixed`: the
+        members have ranks, so nobody may join or leave the fleet meanwhile.
+        """
         assert self.nursery is not None
         self.session.begin(owner, ranges)
         self.members = {member.name: member for member in members}
         self.workers = [m.worker for m in members if isinstance(m, WorkerMember)]
         self.end_cause, self.leave_results, self.recipients = "", [], []
         self._idle = trio.Event()
-        if self.workers:
+        if self.workers and fixed:
             # Workers that only receive from the proxy may join and leave: they have no ranks.
             self.config_store.membership_lock.acquire(self.describe)
-        self._link = TrainerLink(*address)
+        self._link = TrainerLink(*address) if address is not None else None
         self._watching = trio.CancelScope()
         self.nursery.start_soon(self._watch, self._watching, self._link)
 
@@ -241,7 +255,7 @@ class SessionLifecycle:
                 path=path,
                 targets=tuple(worker.url for worker in self._affected_workers),
                 begun_at=datetime.now(UTC).isoformat(),
-                step=self.session.state.value,
+                step=self._recorded_step,
             )
         )
 
@@ -251,6 +265,22 @@ class SessionLifecycle:
             await self.record("weights update")
         except OSError as error:
             self.journal.record_error(error)
+
+    @property
+    def _recorded_step(self) -> str:
+        """Between the calls of a round that is not published, members hold a part of it."""
+        state = self.session.state
+        grouped = state is SyncState.GROUPED and self.session.has_unpublished
+        return "open" if grouped else state.value
+
+    @property
+    def own_pauses(self) -> OwnPauses:
+        return self.leftovers.own_pauses
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the trainer has a store, whose end would be noticed."""
+        return self._link is not None
 
     @property
     def _affected_workers(self) -> list[Worker]:
@@ -274,10 +304,23 @@ class SessionLifecycle:
             while self._link is not None and not self._link.is_open:  # noqa: ASYNC110  # a thread
                 await trio.sleep(LINK_POLL_SECS)
 
+    def leave_idle_group(self) -> bool:
+        """Take down a group of vLLM's kind that nothing is open in. False if there is none."""
+        session = self.session
+        idle = session.state is SyncState.GROUPED and not session.has_unpublished
+        owner = session.owner
+        if not idle or self.busy.locked() or not owner or owner.group_name != TRANSFER_GROUP:
+            return False
+        session.leave()
+        self.end_if_over()
+        return True
+
     async def is_owner_alive(self) -> bool:
         link, owner = self._link, self.session.owner
-        if link is None or owner is None:
+        if owner is None:
             return False
+        if link is None:
+            return True  # nothing tells
         if link.is_open:
             return await link.ping(PING_TIMEOUT_SECS)
         if self.session.state is SyncState.JOINING:
@@ -359,6 +402,7 @@ class SessionLifecycle:
         self.leave_results = [results[name] for name in self.members]
         uncertain = session.end()
         self.mark_uncertain(uncertain, names)
+        await self.own_pauses.end(self.workers, {})
         await self.journal.finish_sync()
         self.quarantine.release(uncertain)
         if self._link is not None:
@@ -368,7 +412,7 @@ class SessionLifecycle:
         self._idle.set()
         self.on_left([url for url in uncertain if url not in self.leftovers.unanswered])
 
-    async def _watch(self, scope: trio.CancelScope, link: TrainerLink) -> None:
+    async def _watch(self, scope: trio.CancelScope, link: TrainerLink | None) -> None:
         with scope:
             await watchdog.watch(self, link)
 

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 import trio
 
+from omni_proxy.admin_ops.one_engine import as_one
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, broadcast
@@ -51,6 +52,7 @@ from omni_proxy.weight_sync.session.member import (
 from omni_proxy.weight_sync.worker_calls import AdminCall, limit_secs
 from omni_proxy.wire.errors import HttpError
 
+Changed = Callable[[Sequence[WorkerResult]], set[str]]
 GRACE_SECS: Final = 3.0  # for the other members, after one failed to apply
 LINK_SECS: Final = 1.0
 V = TypeVar("V")
@@ -80,13 +82,21 @@ class SessionSteps:
             body["backend"] = config.backend
         owner = GroupOwner(request.group_name, request.address, trio.current_time(), call.caller)
         lifecycle.begin(owner, (request.host, request.port), ranges, members)
+        offsets = {ranks.name: ranks.offset for ranks in ranges}
+        return await self._join(
+            call, ranges, lambda m: m.init(body, offsets[m.name], request.world_size)
+        )
+
+    async def _join(
+        self, call: AdminCall, ranges: Sequence[RankRange], member_call: MemberCall
+    ) -> AdminResponse:
+        """All members join the group, which has begun."""
+        lifecycle, config = self._lifecycle, self._lifecycle.config_store.config.weight_sync
+        lifecycle.chosen = call.chosen
         await self._record(call)
         await lifecycle.leftovers.leave_unanswered(lifecycle.members.values())
-        offsets = {ranks.name: ranks.offset for ranks in ranges}
-        results, cause = await self._fan_out(
-            lambda member: member.init(body, offsets[member.name], request.world_size),
-            FanOutTimeouts(limit_secs(config.init_timeout_secs)),
-        )
+        timeouts = FanOutTimeouts(limit_secs(config.init_timeout_secs))
+        results, cause = await self._fan_out(member_call, timeouts)
         if not cause:
             await lifecycle.wait_linked(LINK_SECS)
             await lifecycle.record_after_step()
@@ -135,8 +145,11 @@ class SessionSteps:
 
     async def end(self, call: AdminCall) -> AdminResponse:
         """The trainer ends the round: the workers end theirs first."""
+        self._lifecycle.session.commit_end()
+        return await self._end(call)
+
+    async def _end(self, call: AdminCall) -> AdminResponse:
         lifecycle = self._lifecycle
-        lifecycle.session.commit_end()
         await self._record(call)
 
         async def end(member: Member) -> WorkerResult:
@@ -152,6 +165,11 @@ class SessionSteps:
         lifecycle.session.check(SyncEvent.DESTROY)
         body = await parse_in_thread(call.body, parse_object, call.body)
         self._require_group(body)
+        return await self._leave(call)
+
+    async def _leave(self, call: AdminCall) -> AdminResponse:
+        """The trainer leaves the group; what it applied to all of them counts."""
+        lifecycle = self._lifecycle
         more: JsonObject = {}
         if lifecycle.session.has_unpublished and lifecycle.session.state is SyncState.GROUPED:
             more = await self._commit.close(call.credentials)
@@ -189,15 +207,23 @@ class SessionSteps:
         return await self._fan_out_apply(call, member_call, timeouts)
 
     async def _fan_out_apply(
-        self, call: AdminCall, member_call: MemberCall, timeouts: FanOutTimeouts
+        self,
+        call: AdminCall,
+        member_call: MemberCall,
+        timeouts: FanOutTimeouts,
+        changed: Changed | None = None,
     ) -> AdminResponse:
+        """`changed`: which of the results may have changed weights; by default by their words."""
         lifecycle, session = self._lifecycle, self._lifecycle.session
         batched = session.round.batched
         fan_out = GroupFanOut(list(lifecycle.members.values()), member_call)
         results = await lifecycle.fan_out(fan_out, timeouts)
+        modified = changed(results) if changed is not None else None
         for result in results:
-            modified = result.success or not is_unchanged(result, batched=batched)
-            session.on_result(result, modified=modified)
+            touched = result.success or not is_unchanged(result, batched=batched)
+            if modified is not None:
+                touched = result.worker in modified
+            session.on_result(result, modified=touched)
             if result.success:
                 lifecycle.meters.nbytes += received_bytes(result) or lifecycle.announced_bytes
         lifecycle.announced_bytes = 0
@@ -282,6 +308,8 @@ class SessionSteps:
         status = self._lifecycle.end_status if cause == self._lifecycle.end_cause else 0
         failure = StepFailure(cause, status)
         response = merge_results(call.route.path, results, self._lifecycle.session, failure)
+        if response.ok and call.route.one_engine:
+            response = as_one(call.route.path, response, results)
         return AdminResponse(response.status, {**response.body, **more})
 
 

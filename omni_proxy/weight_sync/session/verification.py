@@ -37,6 +37,7 @@ from omni_proxy.weight_sync.worker_calls import read_labels, request_checksums
 
 MISMATCH: Final = "its checksums differ from those of other workers"
 INSTANCE_TIMEOUT_SECS: Final = 5.0
+PAUSED_STATUS: Final = 409  # of vLLM's checker, at a paused or sleeping engine (features.md 3.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,16 @@ class ProofRequest:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """`wrong`: worker URL to reason. `tensors`: worker URL to the names its checker reports."""
+    """`wrong`: worker URL to reason. `tensors`: worker URL to the names its checker reports.
+
+    `paused`: URLs of those whose checker refuses as long as the engine is paused.
+    """
 
     labels: Mapping[Worker, str | None] = field(default_factory=dict)
     verdict: Verdict = field(default_factory=Verdict)
     wrong: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    paused: frozenset[str] = frozenset()
 
     @property
     def agreed(self) -> list[Worker]:
@@ -106,7 +111,8 @@ async def prove_workers(workers: Sequence[Worker], request: ProofRequest) -> Pro
         if not result.success and not result.refused:
             wrong[result.worker] = f"its checksums could not be read: {result.why}"
     tensors = {result.worker: frozenset(_tensor_names(result)) for result in results}
-    return Proof(labels, verdict, wrong, tensors)
+    paused = frozenset(result.worker for result in results if result.status == PAUSED_STATUS)
+    return Proof(labels, verdict, wrong, tensors, paused)
 
 
 def recovered_workers(

@@ -38,10 +38,11 @@ class WatchedSync(Protocol):
     def on_member_lost(self, worker: Worker, why: str) -> None: ...
 
 
-async def watch(sync: WatchedSync, link: TrainerLink) -> None:
+async def watch(sync: WatchedSync, link: TrainerLink | None) -> None:
     """Run until cancelled; a finding is reported to `sync.interrupt`."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_watch_owner, sync, link)
+        if link is not None:
+            nursery.start_soon(_watch_owner, sync, link)
         nursery.start_soon(_watch_progress, sync)
         for worker in sync.workers:
             nursery.start_soon(_watch_member, sync, worker)
@@ -57,7 +58,8 @@ async def _watch_owner(sync: WatchedSync, link: TrainerLink) -> None:
 
     def silent_secs() -> float:
         """A trainer that only has a group may be busy without limit."""
-        return _stall_secs(sync) if sync.session.state in _MOVING else inf
+        moving = sync.session.state in _MOVING or sync.session.has_unpublished
+        return _stall_secs(sync) if moving else inf
 
     reason = await link.wait_gone(silent_secs)
     sync.interrupt(f"the trainer is gone: {reason}", "owner_dead")

@@ -1,0 +1,94 @@
+"""Pauses that the proxy itself makes for an update, of engines that no caller paused.
+
+vLLM's engines hold no weights between the start and the finish of an update, and a request that
+they go on with ends them (run with 0.32.0). So an engine that nobody paused is paused before the
+start, and generates again after the end. Invariant: such a pause is in the journal before the
+engine is asked, so it is ended after a crash of the proxy, too; a pause of a caller is never ended
+here. Requests that ran on weights that are unknown now are aborted, not answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.admin_ops.routes import START_UPDATE
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.upstream_http.client import Call
+from omni_proxy.weight_sync.protocol.journal import PauseRecord
+from omni_proxy.weight_sync.state_journal import StateJournal
+from omni_proxy.weight_sync.worker_calls import JSON_TYPE, REFUSED, call_all
+
+BY: Final = "the proxy"
+TELL_SECS: Final = 10.0
+# Running requests keep their tokens, and their KV cache is computed again by the new weights.
+FLUSH: Final = "/reset_prefix_cache?reset_running_requests=true"
+
+
+class OwnPauses:
+    def __init__(self, fleet: Fleet, journal: StateJournal) -> None:
+        self._fleet = fleet
+        self._journal = journal
+
+    async def begin(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
+        """Pause those that no caller has paused; what they run stays where it is.
+
+        An engine that refuses is told to start all the same, and says there what it thinks.
+        """
+        paused = self._journal.all_paused
+        running = [worker for worker in workers if worker.url not in paused]
+        for worker in running:
+            self._journal.record_pause(
+                worker.url,
+                PauseRecord(
+                    at=datetime.now(UTC).isoformat(timespec="seconds"),
+                    by=BY,
+                    path=START_UPDATE,
+                    mode="keep",
+                    instance=worker.instance,
+                ),
+            )
+        if running:
+            await self._journal.save()
+            await self._tell(running, "/pause?mode=keep", headers)
+
+    async def flush(self, workers: Iterable[Worker], headers: Mapping[str, str]) -> list[Worker]:
+        """Have those that are paused by us forget what the old weights cached. Returns them."""
+        ours = self._ours(workers)
+        await self._tell(ours, FLUSH, headers)
+        return ours
+
+    async def end(self, workers: Iterable[Worker], headers: Mapping[str, str]) -> None:
+        """Let those that are paused by us generate again."""
+        ours = self._ours(workers)
+        if not ours:
+            return
+        await abort_all([w for w in ours if w.url in self._journal.uncertain], headers)
+        results = await self._tell(ours, "/resume", headers)
+        # One that answers nothing is told again at the end of the next update.
+        ended = [r.worker for r in results if r.status is not None or r.error == REFUSED]
+        self._journal.forget_pauses(ended)
+        await self._journal.save()
+
+    def _ours(self, workers: Iterable[Worker]) -> list[Worker]:
+        pauses = self._journal.pauses()
+        return [w for w in workers if (p := pauses.get(w.url)) and (p.by, p.path) == _OURS]
+
+    async def _tell(
+        self, workers: Sequence[Worker], target: str, headers: Mapping[str, str]
+    ) -> list[WorkerResult]:
+        call = Call("POST", target, headers=headers, timeout_secs=TELL_SECS)
+        return await call_all(workers, call)
+
+
+async def abort_all(workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
+    """End what they run: their clients get what is generated so far, marked as aborted."""
+    headers = {**headers, **JSON_TYPE}
+    call = Call("POST", "/abort_requests", b"{}", headers, timeout_secs=TELL_SECS)
+    await call_all(workers, call)
+
+
+_OURS: Final = (BY, START_UPDATE)

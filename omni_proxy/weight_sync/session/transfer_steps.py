@@ -1,0 +1,195 @@
+"""The steps of a weight update in vLLM's dialect: init, start, update any number of times, finish.
+
+They are those of a sync in parts (steps.py), with a start and a finish of their own, over the
+engines' own group, which the proxy does not join. Invariant: from the start on no member serves
+until the finish has succeeded: vLLM's engines hold no whole weights in between, whether bytes have
+come or not. A round that fails keeps every member that it touched out, until a whole one succeeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import trio
+
+from omni_proxy.admin_ops.results import AdminResponse, WorkerResult
+from omni_proxy.admin_ops.routes import (
+    START_DRAFT_UPDATE,
+    TRANSFER_INIT,
+    UPDATE_WEIGHTS,
+    WORLD_SIZE,
+)
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.upstream_http.client import Call
+from omni_proxy.weight_sync.protocol.requests import (
+    RankRange,
+    UpdateFlags,
+    assign_ranks,
+    parse_object,
+)
+from omni_proxy.weight_sync.protocol.session import (
+    GroupOwner,
+    InvalidTransition,
+    SyncEvent,
+    SyncState,
+)
+from omni_proxy.weight_sync.protocol.transfer_requests import (
+    TRANSFER_GROUP,
+    TransferInit,
+    parse_finish,
+    parse_transfer_init,
+    parse_transfer_update,
+)
+from omni_proxy.weight_sync.session.member import FanOutTimeouts, Member
+from omni_proxy.weight_sync.session.steps import GRACE_SECS, SessionSteps, parse_in_thread
+from omni_proxy.weight_sync.session.transfer_member import TransferMember
+from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs
+from omni_proxy.wire.errors import HttpError
+
+NO_TRANSFER: Final = f"there is no weight transfer: call {TRANSFER_INIT} first"
+NOT_STARTED: Final = "no weight update is open: call /start_weight_update first"
+STILL_OPEN: Final = (
+    "a weight update is open: finish it first, or let another init take it over with force"
+)
+
+
+class TransferSteps(SessionSteps):
+    """The caller holds `SessionLifecycle.busy`, as for the other steps."""
+
+    async def init_transfer(self, call: AdminCall, workers: Sequence[Worker]) -> AdminResponse:
+        lifecycle = self._lifecycle
+        body = await parse_in_thread(call.body, parse_object, call.body)
+        request = parse_transfer_init(body)
+        lifecycle.session.check(SyncEvent.INIT)
+        members = await self._transfer_members(workers, call.credentials)
+        ranges = _layout(request, members)
+        now = trio.current_time()
+        owner = GroupOwner(TRANSFER_GROUP, request.shown_address, now, call.caller)
+        fixed = request.rank_offset is not None
+        lifecycle.begin(owner, request.address, ranges, members, fixed=fixed)
+        ranks = {each.name: each for each in ranges}
+        return await self._join(call, ranges, lambda m: _transfer(m).join(request, ranks[m.name]))
+
+    async def start(self, call: AdminCall) -> AdminResponse:
+        lifecycle = self._lifecycle
+        self._require_transfer()
+        lifecycle.session.start(whole=call.route.path != START_DRAFT_UPDATE)
+        await self._record(call)
+        await self._commit.quiesce(lifecycle.workers, call.route.name)
+        await lifecycle.own_pauses.begin(lifecycle.workers, call.credentials)
+        secs = limit_secs(lifecycle.config_store.config.admin.worker_timeout_secs)
+        return await self._fan_out_apply(
+            call,
+            lambda m: _transfer(m).call(call.route.path, call.body),
+            FanOutTimeouts(secs, GRACE_SECS),
+            _touched_by_start,
+        )
+
+    async def update_transfer(self, call: AdminCall) -> AdminResponse:
+        """A chunk: returns when all members have received it."""
+        lifecycle, config = self._lifecycle, self._lifecycle.config_store.config.weight_sync
+        self._require_open()
+        body = await parse_in_thread(call.body, parse_object, call.body)
+        ranks = sum(member.ranks for member in lifecycle.members.values())
+        request = parse_transfer_update(call.body, body, ranks)
+        lifecycle.announced_bytes = request.nbytes
+        lifecycle.session.update(UpdateFlags(), request.names)
+        await self._record(call)
+        first = min(each.ranks.offset for each in lifecycle.session.members.values())
+        return await self._fan_out_apply(
+            call,
+            lambda m: _transfer(m).receive(UPDATE_WEIGHTS, request, first),
+            FanOutTimeouts(limit_secs(config.receive_timeout_secs), GRACE_SECS),
+        )
+
+    async def finish(self, call: AdminCall) -> AdminResponse:
+        """The commit point: what all members finish is proven and published."""
+        self._require_open()
+        body = await parse_in_thread(call.body, parse_object, call.body)
+        flags = UpdateFlags(weight_version=parse_finish(body))
+        self._lifecycle.session.commit_end(flags)
+        self._commit.on_call(flags, flushes=False)
+        return await self._end(call)
+
+    async def shut_down(self, call: AdminCall) -> AdminResponse:
+        """The trainer leaves; as in vLLM, not while its update is open."""
+        self._require_transfer()
+        if self._lifecycle.session.has_unpublished:
+            raise InvalidTransition(409, STILL_OPEN)
+        return await self._leave(call)
+
+    async def _transfer_members(
+        self, workers: Sequence[Worker], headers: Mapping[str, str]
+    ) -> list[Member]:
+        """With their present numbers of ranks. Raises HttpError 422, 502."""
+        secs = self._lifecycle.config_store.config.health.timeout_secs
+        call = Call("GET", WORLD_SIZE, headers=headers, timeout_secs=secs)
+        results = await call_all(workers, call)
+        strangers = [result.worker for result in results if result.sent_to]
+        if strangers:
+            message = (
+                f"nothing was forwarded: {', '.join(strangers)} cannot be a rank of a group of "
+                "vLLM's kind. Name the vLLM workers in ?selector=, and update the others from disk"
+            )
+            raise HttpError(422, message, "mixed_engines", detail=message)
+        members: list[Member] = []
+        for worker, result in zip(workers, results, strict=True):
+            size = result.body.get("world_size") if isinstance(result.body, dict) else None
+            if not result.success or type(size) is not int or size < 1:
+                why = result.why if not result.success else f"world_size is {size!r}"
+                message = f"nothing was forwarded: {worker.url} does not tell its ranks: {why}"
+                raise HttpError(502, message, "ranks_unknown")
+            member = TransferMember(worker, size)
+            member.headers = dict(headers)
+            members.append(member)
+        return members
+
+    def _require_transfer(self) -> None:
+        session = self._lifecycle.session
+        owner = session.owner
+        if session.state in (SyncState.IDLE, SyncState.ABORTING) or owner is None:
+            cause = f"; the last one ended: {session.cause}" if session.cause else ""
+            raise InvalidTransition(400, NO_TRANSFER + cause)
+        if owner.group_name != TRANSFER_GROUP:
+            now = trio.current_time()
+            raise InvalidTransition(409, f"there is {owner.describe(now, session.state)}")
+
+    def _require_open(self) -> None:
+        self._require_transfer()
+        if not self._lifecycle.session.has_unpublished:
+            raise InvalidTransition(400, NOT_STARTED)
+
+
+def _layout(request: TransferInit, members: Sequence[Member]) -> tuple[RankRange, ...]:
+    """Ranks from the trainer's offset on; for a backend without ranks, in the order of members."""
+    counts = {member.name: member.ranks for member in members}
+    if request.rank_offset is not None and request.world_size is not None:
+        return assign_ranks(request.rank_offset, request.world_size, counts)
+    ranges, offset = [], 0
+    for name, count in counts.items():
+        ranges.append(RankRange(name, count, offset))
+        offset += count
+    return tuple(ranges)
+
+
+def _transfer(member: Member) -> TransferMember:
+    assert isinstance(member, TransferMember)
+    return member
+
+
+def _touched_by_start(results: Sequence[WorkerResult]) -> set[str]:
+    """Those that may have opened the update, and so have no whole weights any more.
+
+    If all say no, in whole answers, none has: the first thing that fails is a setting of them all.
+    """
+    nobody = all(not result.success and result.status is not None for result in results)
+    open_before = [result for result in results if not result.success and not _says_no(result)]
+    if nobody and not open_before:
+        return set()
+    return {result.worker for result in results}
+
+
+def _says_no(result: WorkerResult) -> bool:
+    """A plain no; an update that is open already was opened by somebody, and is no such thing."""
+    return result.status is not None and "already active" not in result.why

@@ -1,0 +1,411 @@
+"""A weight update in vLLM's dialect over two engines, without sockets."""
+
+import pytest
+import trio
+
+from omni_proxy.weight_sync.state_journal import UPDATING
+from tests.admin_api.house import A, B
+from tests.weight_sync.operation_fixture import cordon_reasons_of, read_journal
+from tests.weight_sync.trainer_fixture import (
+    open_trainer_store,
+    sync_house,
+    uncertain_workers,
+    versions_by_url,
+)
+from tests.weight_sync.vllm_fixture import (
+    DRAFT,
+    FINISH,
+    INIT,
+    LOST,
+    PAUSE,
+    RESUME,
+    SHUTDOWN,
+    START,
+    TENSORS,
+    UPDATE,
+    VllmEngines,
+    VllmTrainer,
+    init_info,
+)
+
+pytestmark = pytest.mark.usefixtures("listening")
+ENGINES = VllmEngines
+CHUNK = {"update_info": TENSORS}
+
+
+@pytest.fixture
+def trainer_with(engines, folder, nursery, store, listening):
+    async def begin(**settings):
+        house = sync_house(folder, **settings)
+        await nursery.start(house.desk.run)
+        return VllmTrainer(house, store)
+
+    return begin
+
+
+# A whole round
+
+
+async def test_every_engine_gets_its_ranks_and_its_trainer_one_answer(trainer, engines):
+    answer = await trainer.init(packed=True)
+    assert (answer.status, answer.body["message"]) == (200, "Weight transfer initialized")
+    told = [engines.bodies(INIT, url)[0]["init_info"] for url in (A, B)]
+    assert [(each["rank_offset"], each["world_size"]) for each in told] == [(1, 4), (3, 4)]
+    assert all(each["packed"] is True for each in told)
+    assert answer.body["layout"] == [
+        {"member": A, "rank_offset": 1, "ranks": 2},
+        {"member": B, "rank_offset": 3, "ranks": 1},
+    ]
+
+
+async def test_finish_publishes_what_all_have_and_nothing_before_does(trainer, engines):
+    await trainer.started()
+    assert cordon_reasons_of(trainer.house) == [["updating"], ["updating"]]
+    await trainer.expect_ok(UPDATE, CHUNK)
+    await trainer.expect_ok(UPDATE, CHUNK)
+    assert cordon_reasons_of(trainer.house) == [["updating"], ["updating"]]
+    assert versions_by_url(trainer.house) == {A: (None, 0), B: (None, 0)}
+    done = await trainer.expect_ok(FINISH, {"weight_version": "v2"})
+    assert (done["message"], done["weight_epoch"]) == ("Weight update finished", 1)
+    assert done["weight_versions"] == {A: "v2", B: "v2"}
+    assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
+    assert cordon_reasons_of(trainer.house) == [[], []]
+
+
+async def test_a_group_serves_many_rounds(trainer, engines):
+    await trainer.join()
+    for number in range(3):
+        assert (await trainer.round(f"v{number}"))["weight_epoch"] == number + 1
+    assert len(engines.bodies(INIT)) == 1
+
+
+async def test_a_list_of_updates_is_divided_by_ranks(trainer, engines):
+    await trainer.started()
+    await trainer.expect_ok(UPDATE, {"update_info": [{"names": [n]} for n in "abc"]})
+    assert engines.bodies(UPDATE, A) == [{"update_info": [{"names": ["a"]}, {"names": ["b"]}]}]
+    assert engines.bodies(UPDATE, B) == [{"update_info": [{"names": ["c"]}]}]
+
+
+async def test_a_backend_without_ranks_and_without_a_store_works_too(trainer, engines):
+    assert (await trainer.ask(INIT, {"init_info": {}})).ok
+    assert engines.bodies(INIT, A) == [{"init_info": {}}]
+    assert not trainer.house.config_store.membership_lock.held
+    assert (await trainer.round())["weight_epoch"] == 1
+
+
+async def test_a_finish_without_a_label_leaves_that_of_the_engines(trainer):
+    await trainer.started()
+    assert (await trainer.expect_ok(FINISH))["weight_versions"] == {A: "default", B: "default"}
+    assert versions_by_url(trainer.house) == {A: ("default", 1), B: ("default", 1)}
+
+
+async def test_a_repeated_finish_gets_the_answer_of_the_first(trainer, engines):
+    await trainer.started()
+    first = await trainer.expect_ok(FINISH, {"weight_version": "v2"})
+    assert await trainer.expect_ok(FINISH, {"weight_version": "v2"}) == first
+    assert len(engines.bodies(FINISH)) == 1
+
+
+async def test_a_trainer_that_leaves_ends_the_group(trainer, engines):
+    await trainer.join()
+    assert (await trainer.expect_ok(SHUTDOWN))["status"] == "ok"
+    assert trainer.state == "idle"
+    assert (await trainer.ask(START)).status == 400
+
+
+# Pauses
+
+
+async def test_an_engine_that_nobody_paused_is_paused_for_the_update(trainer, engines):
+    await trainer.started()
+    assert engines.targets(PAUSE) == ["/pause?mode=keep"]
+    assert engines.paused == {A, B}
+    assert read_journal(trainer.house.desk.journal._file.folder).pauses[A].by == "the proxy"
+    await trainer.expect_ok(FINISH, {"weight_version": "v2"})
+    assert engines.targets("/reset_prefix_cache") == [
+        "/reset_prefix_cache?reset_running_requests=true"
+    ]
+    assert engines.paused == set()
+    assert not trainer.house.desk.journal.all_paused
+
+
+async def test_an_engine_that_its_trainer_paused_stays_paused(trainer, engines):
+    await trainer.expect_ok(PAUSE, query="mode=keep")
+    await trainer.join()
+    await trainer.round()
+    assert engines.paused == {A, B}
+    assert engines.targets(PAUSE) == ["/pause?mode=keep"]
+    assert engines.targets("/reset_prefix_cache") == []
+    assert (await trainer.expect_ok(RESUME))["status"] == "resumed"
+    assert engines.paused == set()
+
+
+async def test_a_resume_before_the_finish_ends_the_update_before_it_resumes(trainer, engines):
+    await trainer.expect_ok(PAUSE, query="mode=keep")
+    await trainer.started()
+    await trainer.expect_ok(UPDATE, CHUNK)
+    told = await trainer.expect_ok(RESUME)
+    assert set(told["uncertain"]) == {A, B}
+    paths = engines.paths(A)
+    assert paths.index(FINISH) < paths.index("/abort_requests") < paths.index(RESUME)
+    assert uncertain_workers(trainer.house) == [A, B]
+    assert (
+        "resumed before the update was finished"
+        in (await trainer.ask(UPDATE, CHUNK)).body["message"]
+    )
+
+
+# Failures
+
+
+async def test_a_chunk_that_one_engine_refuses_keeps_everybody_out(trainer, engines):
+    await trainer.started()
+    engines.tell_vllm(B, UPDATE, "tensor b has no such shape")
+    answer = await trainer.ask(UPDATE, CHUNK)
+    assert (answer.status, "no such shape" in answer.body["message"]) == (502, True)
+    await trainer.until("idle")
+    assert uncertain_workers(trainer.house) == [A, B]
+    assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
+    # vLLM releases no trainer while an update is open: it is finished first.
+    assert engines.paths(A)[-6:].count(SHUTDOWN) == 2
+    assert engines.open == set()
+
+
+async def test_the_next_whole_round_brings_everybody_back(trainer, engines):
+    await trainer.started()
+    engines.says[B, UPDATE] = LOST
+    assert not (await trainer.ask(UPDATE, CHUNK)).ok
+    await trainer.until("idle")
+    del engines.says[B, UPDATE]
+    await trainer.join()
+    assert (await trainer.round("v3"))["weight_epoch"] == 1
+    assert uncertain_workers(trainer.house) == []
+    assert versions_by_url(trainer.house) == {A: ("v3", 1), B: ("v3", 1)}
+    assert engines.paused == set()
+
+
+async def test_a_draft_update_brings_nobody_back(trainer, engines):
+    trainer.house.desk.journal.mark_uncertain({A: "it was damaged"})
+    await trainer.join()
+    await trainer.expect_ok(DRAFT)
+    await trainer.expect_ok(UPDATE, CHUNK)
+    engines.sums[A] = "other"
+    await trainer.expect_ok(FINISH)
+    assert uncertain_workers(trainer.house) == [A]
+
+
+async def test_a_start_that_all_refuse_changes_nobody(trainer, engines):
+    await trainer.join()
+    for url in (A, B):
+        engines.tell_vllm(url, START, "Weight transfer not configured.")
+    answer = await trainer.ask(START)
+    assert (answer.status, "not configured" in answer.body["message"]) == (502, True)
+    await trainer.until("idle")
+    assert uncertain_workers(trainer.house) == []
+    assert cordon_reasons_of(trainer.house) == [[], []]
+    assert engines.paused == set()
+
+
+async def test_a_start_that_one_takes_leaves_both_uncertain(trainer, engines):
+    await trainer.join()
+    engines.tell_vllm(B, START, "out of memory")
+    assert (await trainer.ask(START)).status == 502
+    await trainer.until("idle")
+    assert uncertain_workers(trainer.house) == [A, B]
+
+
+async def test_an_update_that_was_open_before_is_no_plain_refusal(trainer, engines):
+    await trainer.join()
+    engines.open |= {A, B}
+    assert not (await trainer.ask(START)).ok
+    await trainer.until("idle")
+    assert uncertain_workers(trainer.house) == [A, B]
+    assert engines.open == set()
+
+
+async def test_a_finish_that_one_misses_publishes_for_the_other(trainer, engines):
+    await trainer.started()
+    engines.says[B, FINISH] = LOST
+    answer = await trainer.ask(FINISH, {"weight_version": "v2"})
+    assert (answer.status, answer.body["weight_epoch"]) == (502, 1)
+    await trainer.until("idle")
+    assert versions_by_url(trainer.house)[A] == ("v2", 1)
+    assert uncertain_workers(trainer.house) == [B]
+
+
+async def test_engines_that_disagree_are_not_published(trainer, engines):
+    engines.ranks = {A: 1, B: 1}
+    engines.sums[B] = "other"
+    await trainer.started()
+    answer = await trainer.ask(FINISH, {"weight_version": "v2"})
+    assert answer.status == 502
+    assert uncertain_workers(trainer.house) == [A, B]
+
+
+async def test_a_dead_trainer_ends_an_open_update(trainer, engines):
+    await trainer.started()
+    await trainer.expect_ok(UPDATE, CHUNK)
+    trainer.store.die()
+    await trainer.until("idle")
+    assert uncertain_workers(trainer.house) == [A, B]
+    assert engines.open == set()
+
+
+async def test_a_member_that_dies_in_the_middle_ends_the_round(trainer, engines, listening):
+    await trainer.started()
+    engines.close_gate(UPDATE, A)
+    answers = []
+    async with trio.open_nursery() as nursery:
+
+        async def chunk():
+            answers.append(await trainer.ask(UPDATE, CHUNK))
+
+        nursery.start_soon(chunk)
+        await engines.arrived[A, UPDATE].wait()
+        listening[A].set()
+        with trio.fail_after(30):
+            while not answers:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        engines.open_gate(UPDATE, A)
+    assert A in answers[0].body["message"]
+    await trainer.until("idle")
+    assert uncertain_workers(trainer.house) == [A, B]
+
+
+# Who may call
+
+
+async def test_calls_without_an_init_say_what_is_missing(trainer, engines):
+    for path, body in ((START, None), (UPDATE, CHUNK), (FINISH, None), (SHUTDOWN, None)):
+        answer = await trainer.ask(path, body)
+        assert (answer.status, INIT in answer.body["message"]) == (400, True), path
+    assert engines.asked == []
+
+
+async def test_calls_without_a_start_say_what_is_missing(trainer, engines):
+    await trainer.join()
+    for path, body in ((UPDATE, CHUNK), (FINISH, None)):
+        answer = await trainer.ask(path, body)
+        assert (answer.status, START in answer.body["message"]) == (400, True), path
+    assert engines.bodies(UPDATE) == engines.bodies(FINISH) == []
+
+
+async def test_a_second_start_is_refused_while_an_update_is_open(trainer, engines):
+    await trainer.started()
+    answer = await trainer.ask(START)
+    assert (answer.status, "open already" in answer.body["message"]) == (409, True)
+    assert len(engines.bodies(START)) == 1
+    await trainer.expect_ok(FINISH, {"weight_version": "v2"})
+
+
+async def test_an_init_is_refused_while_an_update_of_another_is_open(trainer):
+    await trainer.started()
+    async with open_trainer_store() as other:
+        answer = await trainer.ask(INIT, {"init_info": init_info(other)})
+        assert answer.status == 409
+        forced = await trainer.ask(INIT, {"init_info": init_info(other), "force": True})
+        assert forced.ok, forced.body
+    assert uncertain_workers(trainer.house) == [A, B]
+
+
+async def test_an_init_while_nothing_is_open_joins_anew(trainer, engines):
+    await trainer.join()
+    async with open_trainer_store() as other:
+        assert (await trainer.ask(INIT, {"init_info": init_info(other)})).ok
+        assert engines.paths(A).count(SHUTDOWN) == 1
+        assert trainer.house.desk.sync.status()["owner"]["master"] == f"127.0.0.1:{other.port}"
+    assert trainer.house.desk.sync.lifecycle.meters.aborts == {}
+
+
+async def test_a_trainer_does_not_leave_while_its_update_is_open(trainer):
+    await trainer.started()
+    answer = await trainer.ask(SHUTDOWN)
+    assert (answer.status, "finish it first" in answer.body["message"]) == (409, True)
+
+
+async def test_an_sglang_engine_cannot_be_a_rank(trainer, engines):
+    engines.kinds[B] = "sglang"
+    answer = await trainer.init()
+    assert (answer.status, B in answer.body["message"]) == (422, True)
+    assert engines.bodies(INIT, A) == []
+
+
+async def test_chosen_engines_are_updated_alone_and_the_others_miss_nothing(
+    trainer, engines, folder
+):
+    engines.kinds[B] = "sglang"
+    chosen = frozenset((A,))
+    assert (await trainer.ask(INIT, {"init_info": init_info(trainer.store)}, chosen=chosen)).ok
+    await trainer.round()
+    published = trainer.house.desk.journal.published
+    assert (published.target_for(A, None).label, published.target_for(B, None)) == ("v2", None)
+
+
+async def test_ranks_that_do_not_fit_are_refused_before_anything_is_sent(trainer, engines):
+    answer = await trainer.init(world_size=3)
+    assert (answer.status, "world_size is 3" in answer.body["message"]) == (400, True)
+    assert engines.bodies(INIT) == []
+
+
+async def test_a_bad_body_ends_nothing(trainer, engines):
+    await trainer.started()
+    assert (await trainer.ask(UPDATE, {})).status == 400
+    assert (await trainer.ask(UPDATE, {"update_info": [TENSORS]})).status == 400
+    assert (await trainer.ask(FINISH, {"weight_version": 7})).status == 400
+    assert engines.bodies(UPDATE) == engines.bodies(FINISH) == []
+    await trainer.expect_ok(UPDATE, CHUNK)
+    await trainer.expect_ok(FINISH, {"weight_version": "v2"})
+
+
+# Verification while the engines are paused
+
+
+async def test_a_checker_that_needs_running_engines_is_asked_after_the_resume(trainer, engines):
+    engines.checker_needs_running, engines.ranks = True, {A: 1, B: 1}
+    await trainer.expect_ok(PAUSE, query="mode=keep")
+    await trainer.join()
+    done = await trainer.round()
+    assert set(done["verification"]["unverified"]) == {A, B}
+    assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
+    told = await trainer.expect_ok(RESUME)
+    assert set(told["verification"]["checked"]) == {A, B}
+    assert trainer.house.desk.journal.published.target_for(A, None).digest
+    assert uncertain_workers(trainer.house) == []
+
+
+async def test_what_differs_after_the_resume_is_out(trainer, engines):
+    engines.checker_needs_running, engines.ranks = True, {A: 1, B: 1}
+    await trainer.expect_ok(PAUSE, query="mode=keep")
+    await trainer.join()
+    await trainer.round()
+    engines.sums[B] = "other"
+    await trainer.expect_ok(RESUME)
+    assert uncertain_workers(trainer.house) == [A, B]
+
+
+# Crashes of the proxy
+
+
+async def test_an_open_update_is_in_the_journal_between_its_calls(trainer, folder):
+    await trainer.started()
+    entry = read_journal(folder).sync
+    assert (entry.step, entry.targets) == ("open", (A, B))
+    assert set(read_journal(folder).uncertain_at_start()) == {A, B}
+    await trainer.expect_ok(FINISH, {"weight_version": "v2"})
+    assert read_journal(folder).uncertain_at_start() == {}
+
+
+async def test_after_a_crash_the_engines_are_told_to_leave_and_to_go_on(
+    trainer, engines, folder, nursery
+):
+    await trainer.started()
+    before = read_journal(folder)
+    again = sync_house(folder / "again")
+    again.desk.journal._file.write(before)
+    again = sync_house(folder / "again")
+    assert [sorted(w.cordon_reasons) for w in again.fleet.workers] == [["uncertain"]] * 2
+    await nursery.start(again.desk.run)
+    await again.desk.sync.lifecycle.wait_settled()
+    assert engines.open == engines.paused == set()
+    assert uncertain_workers(again) == [A, B]
+    assert UPDATING not in again.fleet.workers[0].cordon_reasons
