@@ -29,7 +29,8 @@ READING: Final = frozenset(
         "/get_server_info", "/get_model_info", "/model_info", "/get_loads", "/v1/loads",
         "/metrics", "/engine_metrics", "/feed", "/config", "/dashboard", "/openapi.json",
         "/weights", "/weights/versions", "/weights/rollout", "/v1/rl/workers",
-        "/v1/rl/workers/<path:name>",
+        "/v1/rl/workers/<path:name>", "/is_paused", "/is_sleeping", "/get_world_size",
+        "/weight_info",
     )
 )  # fmt: skip
 # Under any Host: health, for balancers and for Kubernetes, which ask by a service's name; what a

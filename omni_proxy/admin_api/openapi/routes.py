@@ -14,11 +14,16 @@ from omni_proxy.admin_ops.routes import (
     FROM_DISTRIBUTED,
     FROM_TENSOR,
     INIT,
+    MODEL_INFO,
     RESOLVES,
     ROLLBACK,
     ROLLOUT,
     ROUTES,
     STEER_ROLLOUT,
+    TRANSFER,
+    TRANSFER_INIT,
+    WEIGHT_CHECKER,
+    WEIGHT_INFO,
     AdminRoute,
 )
 
@@ -210,9 +215,9 @@ def _admin(route: AdminRoute, method: str) -> RouteDoc:
         answers = {200: "Flushed", 400: "Outcome", 404: "Outcome", 502: "Flushed"}
     elif route.path == "/get_weights_by_name":
         answers = {**answers, 200: "Anything", 409: "Outcome"}
-    elif route.path == "/model_info":
+    elif route.path in (MODEL_INFO, WEIGHT_INFO, WEIGHT_CHECKER, *TRANSFER):
         answers[409] = "Outcome"
-    elif route.path == INIT:
+    if route.path in (INIT, TRANSFER_INIT):
         answers[422] = "Outcome"
     takes = "Fields" if method == "POST" and route.path not in ("/flush_cache", FROM_TENSOR) else ""
     takes = "Received" if route.path == FROM_DISTRIBUTED else takes

@@ -1,8 +1,8 @@
 """The admin routes: one request, and every worker that is not dead gets it (omni-router.md 11).
 
 Invariant: nothing is sent before the whole request is validated; workers get the bytes of the
-client. Every response, that to a missing key too, has `success`, `message` and `status` at its top
-level.
+client (but for `with_defaults`), or the same in the words of their own engine. Every response, that
+to a missing key too, has `success`, `message` and `status` at its top level.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from omni_proxy.admin_api.routes.models_routes import passed_on
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops import results
+from omni_proxy.admin_ops.engine_words import with_defaults
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import (
     FROM_DISTRIBUTED,
@@ -84,6 +85,7 @@ class BroadcastRoutes:
         """The request as an operation. Raises Refusal 400."""
         body = await body_bytes() if request.method == "POST" else b""
         await refuse_no_object(route, body)
+        body = with_defaults(route.path, body)
         return AdminCall(
             route,
             request.method,

@@ -23,6 +23,7 @@ from omni_proxy.admin_api.routes.broadcast_routes import (
 from omni_proxy.admin_api.selector_resolution import Facts, SelectorResolver
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_ops.engine_words import with_defaults
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import BY_PATH, AdminRoute, Kind
 from omni_proxy.fleet.worker import Worker
@@ -115,6 +116,7 @@ class RlRoutes:
         body = await body_bytes()
         if known is not None:
             await refuse_no_object(known, body)
+            body = with_defaults(known.path, body)
         headers = worker_headers(body)
         call = AdminCall(route, request.method, target_of(target), body, headers, urls, caller())
         return await self._services.weight_operations.submit(call)

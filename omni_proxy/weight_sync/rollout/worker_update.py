@@ -84,6 +84,8 @@ async def inspect(worker: Worker, headers: Mapping[str, str]) -> EngineFacts:
     """Raises CannotUpdate."""
     for path in INFO_PATHS:
         told = await _get(worker, path, headers)
+        if told.sent_to:
+            continue  # it answered in vLLM's words, which are asked for below
         if told.success:
             return EngineFacts(BY_DISK, _label(told, path), _one(told.body, "model_path"))
         if told.status not in ROUTE_ABSENT:

@@ -21,6 +21,11 @@ POST /pause_generation  POST /init_weights_update_group  POST /prepare_weights_u
 POST /complete_weights_update  POST /destroy_weights_update_group  POST /begin_weight_update
 POST /end_weight_update  POST /update_weights_from_disk  POST /update_weights_from_distributed
 POST /update_weights_from_tensor  POST /update_weight_version
+POST /pause  POST /resume  POST /sleep  POST /wake_up  POST /weight_checker  POST /collective_rpc
+POST /init_weight_transfer_engine  POST /shutdown_weight_transfer_engine  POST /update_weights
+POST /start_weight_update  POST /start_draft_weight_update  POST /finish_weight_update
+POST /reset_prefix_cache  POST /load_lora_adapter  POST /unload_lora_adapter
+POST /v1/load_lora_adapter  POST /v1/unload_lora_adapter
 """
 ENGINE = ("/v1/rl/engine/<path:path>", "/v1/rl/workers/<path:name>/engine/<path:path>")
 ENGINE_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
