@@ -10,9 +10,12 @@ from omni_proxy.cli.client.tls_options import add_tls_arguments
 from tools.training.buckets import FLATTENED, MIB
 from tools.training.faults import FAULTS, NONE, ON_DISK
 from tools.training.forms import FORMS
-from tools.training.sync import DISK, Wishes
+from tools.training.sync import DISK, VLLM, Wishes
 
 NO_PAUSE = "none"
+# By how a trainer speaks, the first one is what it says unless it is told otherwise.
+PAUSE_MODES = ("retract", "abort", "in_place", NO_PAUSE)
+VLLM_PAUSE_MODES = ("keep", "wait", "abort", NO_PAUSE)
 SECS_PER_ROUND = 120.0
 EPILOG = """\
 forms of a sync:
@@ -20,6 +23,7 @@ forms of a sync:
   buckets    the same for each bucket by itself
   single     a call per bucket, and its bytes at the same time
   disk       a safetensors file that the replicas read: they need the same disk
+  vllm       vLLM's calls: start, update while the bytes come, finish; one group for all rounds
 
 faults, in the last round (with --sync disk: {on_disk}):
 {faults}
@@ -69,16 +73,24 @@ def understood(words: Sequence[str] | None) -> argparse.Namespace:
             f"--fault {fault} is of a group, and --sync {DISK} has none: take another --sync, or "
             f"one of {', '.join(ON_DISK)}"
         )
+    if arguments.sync == VLLM and fault != NONE:
+        made.error(f"--fault {fault} is of another --sync than {VLLM}")
+    modes = VLLM_PAUSE_MODES if arguments.sync == VLLM else PAUSE_MODES
+    arguments.pause_mode = arguments.pause_mode or modes[0]
+    if arguments.pause_mode not in modes:
+        made.error(f"--pause-mode of --sync {arguments.sync} is one of {', '.join(modes)}")
     return arguments
 
 
 def _how_to_sync(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--sync", choices=[*FORMS, DISK], default="two-phase", help="see below")
+    made.add_argument("--sync", choices=[*FORMS, DISK, VLLM], default="two-phase", help="see below")
     made.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     made.add_argument("--bucket-mb", type=_secs, default=64.0, help="size of a bucket, MiB (64)")
     made.add_argument("--load-format", choices=[FLATTENED], help="a bucket's bytes as one message")
     made.add_argument(
-        "--pause-mode", choices=["retract", "abort", "in_place", NO_PAUSE], default="retract"
+        "--pause-mode",
+        choices=[*PAUSE_MODES, *VLLM_PAUSE_MODES[:2]],
+        help=f"{PAUSE_MODES[0]}, of --sync {VLLM} {VLLM_PAUSE_MODES[0]}",
     )
     made.add_argument("--session", action="store_true", help="begin and end the update around it")
     made.add_argument("--group-name", default="weight_sync_group", metavar="NAME")

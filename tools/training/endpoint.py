@@ -21,8 +21,10 @@ from omni_proxy.cli.client.tls_options import (
     create_tls_context,
     explain_tls_error,
 )
+from omni_proxy.weight_sync.checksum import roll_up
 
 SHORT_SECS = 60.0
+ABSENT = 404
 UNAUTHORIZED = 401  # nothing that could be a key was sent; a wrong one gets 403, in clear words
 
 
@@ -129,6 +131,8 @@ class Endpoint:
         """How many ranks of a group the endpoint stands for; ValueError where it does not tell."""
         told = self.call("/server_info")
         size = told.body.get("tp_size")
+        if told.status == ABSENT:  # vLLM tells it elsewhere
+            size = self.call("/get_world_size").body.get("world_size")
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{self.url}/server_info tells no tp_size: {told.status} {told.why}")
         return size
@@ -148,15 +152,27 @@ class Endpoint:
             return f"(no answer: {self._named(error)})", ""
         # A proxy tells it with each answer, a replica only when asked.
         version = came.headers.get("x-omni-weight-version")
-        return text, version or str(self.call("/model_info").body.get("weight_version") or "")
+        told = self.call("/model_info")
+        if told.status == ABSENT:
+            told = self.call("/weight_info")
+        return text, version or str(told.body.get("weight_version") or "")
 
     def checksums(self) -> dict[str, str]:
         """The digest over whole tensors of each replica behind the endpoint, by its name."""
         told = self.call("/weights_checker", {"action": "checksum"})
+        if told.status == ABSENT:
+            return {self.url: self._vllm_checksum()}
         replicas = [each for each in _rows(told.body.get("results")) if "worker" in each]
         if not replicas:
             return {self.url: next(_digests(told.body), "")}
         return {str(each["worker"]): next(_digests(each), "") for each in replicas}
+
+    def _vllm_checksum(self) -> str:
+        """Of an engine of one rank: there the parts that are hashed are whole tensors."""
+        told = self.call("/weight_checker", {"action": "checksum"})
+        found = told.body.get("checksums")
+        named = found.items() if isinstance(found, dict) else ()
+        return roll_up({str(name).rpartition(":")[2]: str(digest) for name, digest in named})
 
     def close(self) -> None:
         self._client.close()

@@ -45,6 +45,8 @@ def _unready(endpoint: Endpoint) -> str:
         return ""  # the first call tells it
     if ready.status == 404:
         facts = endpoint.look("/server_info")
+        if facts.status == 404:  # as at vLLM
+            facts = endpoint.look("/health")
         return "" if facts.status == 200 else facts.why
     unjudged = ready.body.get("unknown_workers")
     if isinstance(unjudged, int) and unjudged > 0:

@@ -13,7 +13,8 @@ from typing import Any
 from tools.training.endpoint import Endpoint
 from tools.training.faults import Fault, TwoAtOnce
 from tools.training.learner import QUESTION, Learner
-from tools.training.sync import Sync, Wishes
+from tools.training.sync import VLLM, Sync, Synced, Wishes
+from tools.training.transfer import Transfer, TransferWishes
 
 HEAD = ("ROUND", "LOSS", "MB", "SECS", "GB/S", "VERSION", "CHECKSUMS", "ANSWER")
 WIDTHS = (5, 7, 6, 6, 5, 8, 19, 0)
@@ -76,6 +77,7 @@ class Training:
         self._endpoint = endpoint
         self._learner = learner
         self._wishes = wishes
+        self._transfer = Transfer(endpoint, _transfer_wishes(wishes))
 
     def before(self) -> Round:
         """What the endpoint says before it has learnt anything."""
@@ -83,10 +85,15 @@ class Training:
         own, sums = self._learner.checksum(), self._endpoint.checksums()
         return Round(0, None, 0, 0.0, 0.0, version, sums, own, answer)
 
+    def _sync(self, label: str, fault: Fault) -> Synced:
+        if self._wishes.form == VLLM:
+            return self._transfer.sync(self._learner.named(), label)
+        return Sync(self._endpoint, self._learner.named(), label, self._wishes, fault).run()
+
     def round(self, number: int, fault: Fault) -> Round:
         loss = self._learner.learn()
         label = f"step-{number}"
-        synced = Sync(self._endpoint, self._learner.named(), label, self._wishes, fault).run()
+        synced = self._sync(label, fault)
         own, sums = self._learner.checksum(), self._endpoint.checksums()
         answer, version = self._endpoint.ask(QUESTION)
         moved = synced.nbytes if synced.ok else 0
@@ -102,6 +109,14 @@ class Training:
             answer,
             synced.why or _unlike(own, sums) or _let_in(fault),
         )
+
+
+def _transfer_wishes(wishes: Wishes) -> TransferWishes:
+    packed = wishes.bucket_bytes if wishes.load_format else 0
+    return TransferWishes(
+        pause_mode=wishes.pause_mode, packed_bytes=packed, timeout_secs=wishes.timeout_secs,
+        host=wishes.host,
+    )  # fmt: skip
 
 
 def _unlike(own: str, checksums: Mapping[str, str]) -> str:

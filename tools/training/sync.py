@@ -23,6 +23,7 @@ from tools.training.forms import FORMS, Sending, say
 from tools.training.group import Group, Meeting, SyncFailed
 
 DISK = "disk"
+VLLM = "vllm"  # not a form of this file: see transfer.py
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 
