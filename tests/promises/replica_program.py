@@ -97,6 +97,22 @@ def program(folder, max_in_flight=0) -> Iterator[Program]:
                 process.kill()
 
 
+@contextmanager
+def started(*words) -> Iterator[Program]:
+    """A replica with these arguments that is starting."""
+    port = free_port()
+    argv = [sys.executable, "-m", "omni_proxy", "replica", "--port", str(port), *words]
+    with subprocess.Popen([*argv, "--log-level", "error"], stderr=subprocess.DEVNULL) as process:
+        try:
+            yield Program(process, port)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            finally:
+                process.kill()
+
+
 async def until(holds):
     """Ask another process again and again: its answer, once it holds."""
     with trio.fail_after(PATIENCE_SECS):

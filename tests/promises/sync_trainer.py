@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import socket
 from contextlib import suppress
 from functools import cache
@@ -102,6 +103,7 @@ class TrainerCommands:
 
     def __init__(self, say):
         self.groups = {}
+        self.transfers = {}
         self._say = say
 
     def program(self, words):
@@ -132,6 +134,42 @@ class TrainerCommands:
             "calls": calls,
             "rival": None if rival is None else [rival.status, rival.body],
         }
+
+    def transfer(self, url, seed, version, dies=False, **wishes):
+        """One sync in vLLM's way; the group is kept for the next one with the same wishes.
+
+        `dies`: this process ends before the last of its updates.
+        """
+        from tools.training.endpoint import Endpoint
+        from tools.training.transfer import Transfer, TransferWishes
+
+        key = (url, *sorted(wishes.items()))
+        if key not in self.transfers:
+            made = TransferWishes(**{"timeout_secs": 60.0, **wishes})
+            self.transfers[key] = Transfer(Endpoint(url, made.timeout_secs), made)
+        transfer = self.transfers[key]
+        midway = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if dies else lambda: None
+        done = transfer.sync(weights(seed), version, midway)
+        if transfer.group is None:
+            del self.transfers[key]
+        return {"why": done.why, "calls": [[each.path, each.status] for each in done.calls]}
+
+    def leave_engines(self):
+        """Shut every transfer down, in order."""
+        for transfer in self.transfers.values():
+            transfer.close()
+            transfer.endpoint.close()
+        self.transfers.clear()
+        return {"left": True}
+
+    def bare_store(self, nccl=False):
+        """A store as a vLLM trainer opens it; `nccl`: with the id of a communicator in it."""
+        from torch._C._distributed_c10d import TCPStore
+
+        self.store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+        if nccl:
+            self.store.set("broadcast_from/0/0", b"id")
+        return {"port": self.store.port}
 
     def open(self, world, group="steps", timeout=30.0):
         """Replies twice: the port once the store is there, then `joined` or `fault`."""

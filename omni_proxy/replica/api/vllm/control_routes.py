@@ -16,7 +16,6 @@ from omni_proxy import __version__
 from omni_proxy.replica.api.common.errors import json_response
 from omni_proxy.replica.api.common.lenient_decode import MISSING, json_body, problem
 from omni_proxy.replica.api.native.admin_operations import require_key
-from omni_proxy.replica.api.native.metrics import load_report
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.vllm.engine_calls import PAUSE_MODES, EngineCalls, PauseChoice
 from omni_proxy.replica.api.vllm.vllm_errors import (
@@ -145,8 +144,7 @@ class ControlRoutes:
         return json_response({"version": __version__})
 
     async def load(self) -> Response:
-        load = load_report(self._context.client.stats(), 0)
-        return json_response({"server_load": load["num_total_reqs"]})
+        return json_response({"server_load": self._context.client.health()["pending_completions"]})
 
     async def ping(self) -> Response:
         return Response(b"", 200)
