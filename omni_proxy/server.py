@@ -28,7 +28,7 @@ from omni_proxy.admin_api.services import Services
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
-from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -107,7 +107,7 @@ class Server:
         proxy_id = secrets.token_hex(16)
         self.data_plane = DataPlane(
             fleet, config,
-            front_socket=str(admin_socket), below=random.randrange, proxy_id=proxy_id,
+            admin_socket=str(admin_socket), sources=Sources(random.randrange), proxy_id=proxy_id,
         )  # fmt: skip
         self.prober = Prober(fleet, config_store, jitter=random.random)
         self.prober.proxy_id = proxy_id

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
 
 import trio
 
@@ -38,6 +40,14 @@ from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Chance, for policies and back-off, and time: handed in, so that a test can choose them."""
+
+    random_below: RandomBelow
+    clock: Callable[[], float] = monotonic
+
+
 class DataPlane:
     """The composition root of what carries requests; `services` is what exchanges see of it."""
 
@@ -46,20 +56,21 @@ class DataPlane:
         fleet: Fleet,
         config: Config,
         *,
-        front_socket: str,
-        below: RandomBelow,
+        admin_socket: str,
+        sources: Sources,
         proxy_id: str = "",
     ) -> None:
+        """`admin_socket`: of the admin API. `proxy_id`: see `wire.proxy_headers`."""
         self.proxy_id = proxy_id
         self.fleet = fleet
-        self.below = below  # chance, for policies and for back-off
-        self.loop = EventLoop()
+        self.random_below = sources.random_below
+        self.loop = EventLoop(sources.clock)
         self.settings = Settings(config, proxy_id)
         self.recorders = Recorders()
         self.voices = VoiceRegistry()
-        self.pools = UpstreamPools(self.loop, front_socket)
+        self.pools = UpstreamPools(self.loop, admin_socket)
         self.inflight = self._new_inflight()
-        policy = build_policy(config.routing, below, self.loop.now)
+        policy = build_policy(config.routing, self.random_below, self.loop.now)
         self.balancer = Balancer(fleet, policy, self.voices, self.recorders)
         self.update_gate = UpdateGate(self.loop, fleet, self.settings, self.balancer)
         self.queue = Queue(fleet, self.settings, self.inflight, self.balancer, self.update_gate)
@@ -76,7 +87,7 @@ class DataPlane:
             recorders=self.recorders,
             totals=Totals(),
             keep_voices_at=self.keep_voices_at,
-            random_below=below,
+            random_below=self.random_below,
         )
         self.listens_elsewhere = False  # another process opens the sockets of the listeners
         self.listeners = Listeners(self.services)
@@ -109,7 +120,7 @@ class DataPlane:
 
     def build_policy(self, routing: RoutingConfig) -> Policy:
         """What of the present one still fits is kept in it."""
-        return build_policy(routing, self.below, self.loop.now, self.policy)
+        return build_policy(routing, self.random_below, self.loop.now, self.policy)
 
     def prepare(self, new: Config) -> PreparedListeners:
         """Open and read what `new` needs; the result puts it in force. Raises OSError, ConfigError,

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from heapq import nsmallest
-from time import monotonic
 from typing import Final
 
 import msgspec
@@ -157,7 +156,7 @@ class DataPlaneProcess:
             self._channel.send(message)
 
     def heard_from_main(self) -> None:
-        self.dataplane.main_process.heard_at = monotonic()
+        self.dataplane.main_process.heard_at = self.dataplane.loop.clock()
 
     def take(self, message: ProcessCommand) -> None:
         match message:

@@ -22,7 +22,7 @@ from typing import Final
 
 from omni_proxy.config.schema import Config, RoutingConfig
 from omni_proxy.dataplane.admission.inflight import InFlight
-from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ConnectionTask, EventHandler
@@ -88,7 +88,7 @@ class SharedDataPlane(DataPlane):
         self._sessions: Sessions | None = None
         super().__init__(
             fleet, config,
-            front_socket=start.admin_socket, below=randrange, proxy_id=start.proxy_id,
+            admin_socket=start.admin_socket, sources=Sources(randrange), proxy_id=start.proxy_id,
         )  # fmt: skip
         self.pools.admin_api = self.main_process = MainProcessPool(self.loop, start)
         self.listens_elsewhere = True

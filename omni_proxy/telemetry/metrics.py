@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable
 from itertools import compress
 from sys import intern
 from time import monotonic
@@ -141,7 +142,11 @@ class Metrics:
     """Of the running program, for as long as it runs; whoever is removed from the fleet is
     forgotten."""
 
-    def __init__(self, fleet: Fleet, recent: RecentWindow) -> None:
+    def __init__(
+        self, fleet: Fleet, recent: RecentWindow, clock: Callable[[], float] = monotonic
+    ) -> None:
+        """`clock`: that of the event loop."""
+        self._clock = clock
         self.failed_attempts: Counter[tuple[Worker, str]] = Counter()
         self.ejections: Counter[Worker] = Counter()
         self.health_changes: Counter[tuple[Worker, Health]] = Counter()
@@ -259,7 +264,7 @@ class Metrics:
         recent.single_chunk_counts[place] += 1
         if recent.completed_left:
             recent.note_completed(exchange, worker)
-        own.append(exchange.own_secs + monotonic() - ended)
+        own.append(exchange.own_secs + self._clock() - ended)
         if len(own) >= AT_ONCE:
             cell.phases.gather()
 
@@ -301,7 +306,7 @@ class Metrics:
             phases = cell.phases
             if exchange.wait_at:
                 phases.heads.append(exchange.wait_at - exchange.dialled_at)
-            phases.own.append(exchange.own_secs + monotonic() - ended)
+            phases.own.append(exchange.own_secs + self._clock() - ended)
             if len(phases.own) >= AT_ONCE:
                 phases.gather()
         if (

@@ -7,12 +7,12 @@ FIXTURES = (busy, loop, wires)
 
 
 @pytest.fixture
-def manual_loop(monkeypatch):
+def manual_loop():
     """Builds as many as a test needs, each with its own settings."""
     made = []
 
     def build(config=""):
-        made.append(ManualLoop(monkeypatch, config))
+        made.append(ManualLoop(config))
         return made[-1]
 
     yield build

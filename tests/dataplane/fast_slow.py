@@ -21,7 +21,7 @@ from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
 from omni_proxy.dataplane.loop.task import pause
 from omni_proxy.dataplane.status import connection_record
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION
-from omni_proxy.telemetry import metrics
+from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
 from tests.dataplane.manual_loop import ManualLoop, heard
 from tests.fleet.entries import NOW, entry, heal
@@ -166,11 +166,10 @@ class InOrder(dict):
 
 
 class World(ManualLoop):
-    def __init__(self, patch, listeners, config="", *, short=True):
-        super().__init__(patch, config)
-        patch.setattr(metrics, "monotonic", lambda: self.now)
+    def __init__(self, listeners, config="", *, short=True):
+        super().__init__(config)
         self.recent = RecentWindow()
-        self.door.recorders.meters = self.meters = metrics.Metrics(self.fleet, self.recent)
+        self.door.recorders.meters = self.meters = Metrics(self.fleet, self.recent, self.clock)
         self.listeners, self.short = listeners, short
         self.door.loop.tasks = InOrder()
         self.pauses = Pauses()
@@ -358,19 +357,18 @@ def run_fast_and_slow(listeners, script, config="", *, began, handed_over, warm=
     """
     worlds, seen = [], []
     for short in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            made = World(patch, listeners, f"[server]\nlog_format = 'json'\n{config}", short=short)
-            with made.at_work() as world:
-                client = world.come(warm=warm)
-                world.began = world.handed_over = 0
-                script(world, client)
-                seen.append(world.seen(whole=True))
-                world.finish()
-                seen[-1]["ended"] = world.seen(whole=True)
-                assert not world.door.loop.tasks
-                assert world.door.in_flight == 0
-                assert len(world.log) == sum(world.door.services.totals.ended.values())
-                worlds.append(world)
+        made = World(listeners, f"[server]\nlog_format = 'json'\n{config}", short=short)
+        with made.at_work() as world:
+            client = world.come(warm=warm)
+            world.began = world.handed_over = 0
+            script(world, client)
+            seen.append(world.seen(whole=True))
+            world.finish()
+            seen[-1]["ended"] = world.seen(whole=True)
+            assert not world.door.loop.tasks
+            assert world.door.in_flight == 0
+            assert len(world.log) == sum(world.door.services.totals.ended.values())
+            worlds.append(world)
     assert seen[1] == seen[0]
     slow, fast = worlds
     assert slow.began == 0

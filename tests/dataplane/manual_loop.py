@@ -6,10 +6,10 @@ import socket
 from dataclasses import replace
 
 from omni_proxy.config.parse import parse
-from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.dataplane.downstream.connection import Connection
-from omni_proxy.dataplane.loop import event_loop, timeouts
-from omni_proxy.dataplane.upstream import attempt
+from omni_proxy.dataplane.loop import timeouts
+from tests.dataplane.manual_clock import ManualClock
 from tests.fleet.entries import entry, fleet_of
 
 QUIET_SECS = 0.02  # nothing comes any more over loopback after that
@@ -27,17 +27,20 @@ STREAMED = chat(b'{"messages": [], "stream": true}')
 
 
 class ManualLoop:
-    """`now` is every clock of the door."""
+    """`clock` is the only clock of the data plane."""
 
-    def __init__(self, monkeypatch, config=""):
-        self.now = 1000.0
-        for room in (attempt, timeouts, event_loop):
-            monkeypatch.setattr(room, "monotonic", lambda: self.now)
+    def __init__(self, config=""):
+        self.clock = ManualClock()
         self.listener = socket.create_server(("127.0.0.1", 0))
         host, port = self.listener.getsockname()
         self.fleet = fleet_of(replace(entry("a"), url=f"http://{host}:{port}"))
         config = parse(config)
-        self.door = DataPlane(self.fleet, config, front_socket="/nowhere", below=lambda bound: 0)
+        self.door = DataPlane(
+            self.fleet,
+            config,
+            admin_socket="/nowhere",
+            sources=Sources(lambda bound: 0, self.clock),
+        )
         self.door.recorders.access_log, self.door.settings.access_log_is_json = self, True
         self.log = []
         self.ends = []
@@ -72,7 +75,7 @@ class ManualLoop:
             made._run_batch(events)
 
     def wait(self, secs):
-        self.now += secs
+        self.clock.now += secs
         timeouts.expire_tasks(self.door.loop)
         self.turn()
 

@@ -6,7 +6,7 @@ from math import inf
 from types import SimpleNamespace
 
 from omni_proxy.config.parse import parse
-from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import finalize
 from omni_proxy.dataplane.loop.task import ClientDisconnected, ConnectionTask
@@ -76,7 +76,10 @@ class Room:
     def __init__(self, *entries, config="", healthy=True):
         self.fleet = fleet_of(*entries, healthy=healthy)
         self.door = DataPlane(
-            self.fleet, parse(f"[server]\n{config}"), front_socket="/nowhere", below=lambda n: 0
+            self.fleet,
+            parse(f"[server]\n{config}"),
+            admin_socket="/nowhere",
+            sources=Sources(lambda n: 0),
         )
         self.queue = self.door.queue
         self.gone_in = []  # in the order in which they got what they wanted

@@ -23,7 +23,7 @@ from wsproto.events import (
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import CAPABILITIES
-from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.fleet.registry import Fleet
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -192,7 +192,7 @@ async def running(*workers, config="", entries=None):
                 for _ in range(2):
                     fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=0)
             made = parse("[server]\nport = 0\n" + config)
-            door = DataPlane(fleet, made, front_socket="/nowhere", below=lambda n: 0)
+            door = DataPlane(fleet, made, admin_socket="/nowhere", sources=Sources(lambda n: 0))
             door.prepare(made)()
             await nursery.start(door.run)
             yield Setting(door, fleet, workers)

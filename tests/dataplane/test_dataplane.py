@@ -2,7 +2,7 @@ import msgspec
 
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config
-from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.fleet.registry import Fleet
 from tests.fleet.entries import NOW, entry, fleet_of
 
@@ -15,7 +15,9 @@ def config_of(**server) -> Config:
 
 
 async def test_a_reload_does_not_open_what_a_drain_has_closed(nursery, tmp_path):
-    door = DataPlane(Fleet(), config_of(), front_socket=str(tmp_path / "front"), below=lambda _: 0)
+    door = DataPlane(
+        Fleet(), config_of(), admin_socket=str(tmp_path / "front"), sources=Sources(lambda _: 0)
+    )
     await nursery.start(door.run)
     door.prepare(config_of())()
     assert len(door.addresses()) == 1
@@ -27,7 +29,9 @@ async def test_a_reload_does_not_open_what_a_drain_has_closed(nursery, tmp_path)
 
 async def test_the_policy_hears_of_what_was_forgotten_and_is_tended_and_shown(tmp_path):
     fleet = fleet_of(entry("a"), entry("b"))
-    door = DataPlane(fleet, config_of(), front_socket=str(tmp_path / "front"), below=lambda _: 0)
+    door = DataPlane(
+        fleet, config_of(), admin_socket=str(tmp_path / "front"), sources=Sources(lambda _: 0)
+    )
     heard = []
 
     class Listening(type(door.policy)):
@@ -49,7 +53,9 @@ async def test_the_policy_hears_of_what_was_forgotten_and_is_tended_and_shown(tm
 
 
 async def test_a_change_of_the_policy_builds_another_and_any_other_change_keeps_it(tmp_path):
-    door = DataPlane(Fleet(), config_of(), front_socket=str(tmp_path / "front"), below=lambda _: 0)
+    door = DataPlane(
+        Fleet(), config_of(), admin_socket=str(tmp_path / "front"), sources=Sources(lambda _: 0)
+    )
     first = door.policy
     door.configure(config_of(queue_size=7))
     assert door.policy is first

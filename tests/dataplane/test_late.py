@@ -115,8 +115,8 @@ async def test_closing_sends_what_was_late(loop, wires):
 
 
 @pytest.fixture
-def manual_loop(monkeypatch):
-    with contextlib.closing(ManualLoop(monkeypatch, "[server]\nhalf_close = 'answer'\n")) as made:
+def manual_loop():
+    with contextlib.closing(ManualLoop("[server]\nhalf_close = 'answer'\n")) as made:
         yield made
 
 

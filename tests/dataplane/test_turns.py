@@ -26,8 +26,8 @@ AT_ONCE = 2
 
 
 @pytest.fixture
-def door(monkeypatch):
-    made = ManualLoop(monkeypatch)
+def door():
+    made = ManualLoop()
     yield made
     made.close()
 

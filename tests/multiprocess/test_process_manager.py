@@ -7,7 +7,7 @@ import pytest
 
 from omni_proxy.config.flags import Startup
 from omni_proxy.dataplane.accept.listener import Listener
-from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.runtime_config.config_store import ConfigStore
@@ -22,7 +22,9 @@ async def house(nursery, tmp_path, logging_as_it_was):
     file.write_text("[server]\nport = 0\n")
     fleet, socket = Fleet(), str(tmp_path / "front")
     config_store = ConfigStore(Startup(file, {}, (), ""), fleet)
-    dataplane = DataPlane(fleet, config_store.config, front_socket=socket, below=lambda _: 0)
+    dataplane = DataPlane(
+        fleet, config_store.config, admin_socket=socket, sources=Sources(lambda _: 0)
+    )
     logs = {"access_log": LineLog(), "route_log": LineLog()}
     processes = ProcessManager(fleet, dataplane, Instruments(fleet, lambda: (0, 0), logs), socket)
     config_store.add_prepare(processes.prepare)

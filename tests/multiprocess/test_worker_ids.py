@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_proxy.config.parse import parse
-from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
 from omni_proxy.multiprocess.shared_counters import FreeSlots, SharedCounters, WorkerIds
 from tests.fleet.entries import NOW, entry, fleet_of
@@ -16,7 +16,9 @@ from tests.fleet.entries import NOW, entry, fleet_of
 @pytest.fixture
 def worker_ids():
     fleet = fleet_of(entry("any"))
-    dataplane = DataPlane(fleet, parse(""), front_socket="/nowhere", below=lambda bound: 0)
+    dataplane = DataPlane(
+        fleet, parse(""), admin_socket="/nowhere", sources=Sources(lambda bound: 0)
+    )
     yield WorkerIds(fleet, dataplane)
     dataplane.loop._epoll.close()
     os.close(dataplane.loop._wakeup_fd)
@@ -65,7 +67,7 @@ churn = st.lists(
 def test_workers_never_share_a_counter_cell(counters, steps):
     """More of them than cells, one after the other: each request counts for its own worker."""
     fleet = fleet_of(entry("stable"))
-    proxy = DataPlane(fleet, parse(""), front_socket="/nowhere", below=lambda bound: 0)
+    proxy = DataPlane(fleet, parse(""), admin_socket="/nowhere", sources=Sources(lambda bound: 0))
     worker_ids = WorkerIds(fleet, proxy)
     worker_ids._cells, worker_ids._counters, worker_ids.processes = FreeSlots(20), counters, 2
     processes = {index: process_fleet(counters, index) for index in (1, 2)}

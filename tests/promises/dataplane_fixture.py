@@ -17,7 +17,7 @@ from omni_proxy.config.overlay import desired_workers
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import SavedState
-from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.fleet.health import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from tests.promises.clients import Client, client_of
@@ -88,7 +88,7 @@ async def run_dataplane(
         for _ in range(fleet.thresholds.rise):
             fleet.observe_probe(worker, status=200, error=None, at=now, epoch=worker.health.epoch)
     async with trio.open_nursery() as nursery:
-        door = DataPlane(fleet, made, front_socket="/nowhere", below=lambda bound: 0)
+        door = DataPlane(fleet, made, admin_socket="/nowhere", sources=Sources(lambda bound: 0))
         await nursery.start(door.run)
         door.prepare(made)()
         opened = RunningDataPlane(fleet, door)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Callable
 from select import EPOLLET, EPOLLIN, EPOLLOUT, EPOLLRDHUP, epoll
 from time import monotonic
 from typing import Final, Protocol
@@ -59,10 +60,14 @@ class PendingWriter(Protocol):
 
 
 class EventLoop:
-    """Owns the epoll set and runs the connection tasks; GET /status shows `tasks`."""
+    """Owns the epoll set and runs the connection tasks; GET /status shows `tasks`.
 
-    def __init__(self) -> None:
-        self.now = monotonic()  # read once per iteration: all timeouts of connections count from it
+    `clock`: seconds, never backwards. `now` is its time when the present iteration began.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self.clock = clock
+        self.now = clock()  # read once per iteration: all timeouts of connections count from it
         self.tasks: set[LoopTask] = set()
         self.admin_exchanges = 0  # in flight; while there are any, trio must not wait in epoll
         self.failures = 0
@@ -149,7 +154,7 @@ class EventLoop:
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until cancelled; then run every task's `finally` blocks and close every socket."""
-        host = self._host = HostLoop()
+        host = self._host = HostLoop(self.clock)
         trio.lowlevel.add_instrument(host)
         try:
             task_status.started()
@@ -157,7 +162,7 @@ class EventLoop:
                 busy = host.waiting or self._ready or self.admin_exchanges
                 events = self._epoll.poll(0 if busy else BUSY_POLL_SECS, MAX_EVENTS)
                 if not events and not self._ready:
-                    self._host_checked_at = monotonic()
+                    self._host_checked_at = self.clock()
                     self._parked = True
                     await trio.lowlevel.wait_readable(self._epoll.fileno())
                     self._parked = False
@@ -176,7 +181,7 @@ class EventLoop:
             os.close(self._wakeup_fd)
 
     def _run_batch(self, events: list[tuple[int, int]]) -> None:
-        self.now = monotonic()
+        self.now = self.clock()
         handlers = self._handlers
         for fd, mask in events:
             handler = handlers[fd]

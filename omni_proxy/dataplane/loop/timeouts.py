@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
-from time import monotonic
 from typing import Final
 
 import trio
@@ -25,7 +24,7 @@ SWEEP_SECS: Final = 0.25
 
 def expire_tasks(loop: EventLoop) -> None:
     """One sweep. Reads the clock itself: `loop.now` may be as old as the last iteration."""
-    loop.now = now = monotonic()
+    loop.now = now = loop.clock()
     for task in [task for task in loop.tasks if task.phase_deadline < now]:
         task.on_phase_timeout()
     loop.flush()
@@ -95,6 +94,6 @@ class Timers:
             sleep = heappop(heap)
             task, sleep.task = sleep.task, None
             if task is not None:
-                self._loop.now = monotonic()
+                self._loop.now = self._loop.clock()
                 task.step()
         self._loop.flush()

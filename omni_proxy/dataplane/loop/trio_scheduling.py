@@ -11,7 +11,7 @@ millisecond whether it needs one or not: slower, and correct. Nothing of trio is
 from __future__ import annotations
 
 import select
-from time import monotonic
+from collections.abc import Callable
 from typing import Final
 
 import trio
@@ -22,11 +22,12 @@ MAX_HOST_WAIT_SECS: Final = 0.05  # between two turns of trio, whatever its stat
 class HostLoop(trio.abc.Instrument):
     """What trio needs, as far as it is known. Made in the event loop's own trio task.
 
-    `waiting`: a task of trio can run. `next_deadline`: when the next one expires, by the monotonic
-    clock. It is an instrument, since asking trio in every iteration would be slow.
+    `waiting`: a task of trio can run. `next_deadline`: when the next one expires, by `clock`. It is
+    an instrument, since asking trio in every iteration would be slow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._loop_task = trio.lowlevel.current_task()
         self._io_poll = _poll_trio_epoll()
         self.next_deadline = 0.0
@@ -45,7 +46,7 @@ class HostLoop(trio.abc.Instrument):
         self.waiting = self._turns_due > 0
         self._turns_due -= self.waiting
         secs = trio.lowlevel.current_statistics().seconds_to_next_deadline
-        self.next_deadline = monotonic() + min(secs, MAX_HOST_WAIT_SECS)
+        self.next_deadline = self._clock() + min(secs, MAX_HOST_WAIT_SECS)
 
     def has_events(self) -> bool:
         """Whether a socket, a thread or a signal has something for trio. True where that can't be

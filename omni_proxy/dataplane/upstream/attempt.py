@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Coroutine
 from math import inf
-from time import monotonic
 from typing import Any, Final
 
 import msgspec
@@ -81,9 +80,10 @@ def encode_request(
 
 def start_waiting(io: ExchangeIO, exchange: Exchange, secs: float) -> None:
     """The request leaves now; `secs` for the head of its response."""
-    exchange.dialled_at = now = io.loop.now
+    loop = io.loop
+    exchange.dialled_at = now = loop.now
     # What the iteration took until now was the proxy's own time.
-    exchange.own_secs += monotonic() - now
+    exchange.own_secs += loop.clock() - now
     io.phase, due = "wait", now + secs
     io.phase_deadline = due if due < io.deadline else io.deadline  # noqa: FURB136
 

@@ -128,7 +128,7 @@ def test_an_idle_client_keeps_nothing_of_a_worker_that_is_gone(listeners):
 
 
 def test_a_connection_that_can_not_be_given_back_costs_no_count(listeners, monkeypatch):
-    with World(monkeypatch, listeners, "[server]\nlog_format = 'json'\n").at_work() as world:
+    with World(listeners, "[server]\nlog_format = 'json'\n").at_work() as world:
         client = world.come(warm=6)
         asked(world, client)
         (lane,) = [lane for lane in world.door.pools._pools.values() if not lane.idle]

@@ -27,9 +27,9 @@ def listeners(tmp_path):
 
 
 @pytest.fixture
-def world(listeners, monkeypatch):
+def world(listeners):
     """The short way alone, and a client of it."""
-    with World(monkeypatch, listeners).at_work() as made:
+    with World(listeners).at_work() as made:
         made.door.settings.access_log_is_json = True
         made.come(warm=6)
         made.began = made.handed_over = 0

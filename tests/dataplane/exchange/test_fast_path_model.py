@@ -275,7 +275,7 @@ def course(listeners, told, *, short):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "MAX_PENDING_WRITERS", 1 if at_once else stream.MAX_PENDING_WRITERS)
         patch.setenv("KEY_OF_A_WORKER", "secret")
-        made = World(patch, listeners, configured(server, routing), short=short)
+        made = World(listeners, configured(server, routing), short=short)
         with made.at_work() as world:
             made = Course(world, server, routing, ids=ids, traced=traced)
             made.go(slow, steps)

@@ -19,8 +19,8 @@ OLD = chat().replace(b"HTTP/1.1", b"HTTP/1.0")
 
 
 @pytest.fixture
-def manual_loop(monkeypatch):
-    with contextlib.closing(ManualLoop(monkeypatch)) as made:
+def manual_loop():
+    with contextlib.closing(ManualLoop()) as made:
         yield made
 
 
@@ -149,7 +149,7 @@ def test_whatever_was_relayed_is_followed_by_one_whole_chunk_or_by_nothing(paylo
     stream = b"".join(chunks)
     bounds = sorted({0, len(stream), *(at for at in cuts if at < len(stream))})
     pieces = [stream[a:b] for a, b in pairwise(bounds)]
-    with pytest.MonkeyPatch.context() as patch, contextlib.closing(ManualLoop(patch)) as made:
+    with contextlib.closing(ManualLoop()) as made:
         body, end = broken_stream(made, STREAMED, *pieces, garbage)
     assert end == "closed"
     assert body.startswith(stream)
@@ -225,9 +225,9 @@ def test_a_client_that_stays_stuck_is_cut_at_its_own_clock(manual_loop):
 
 @pytest.mark.parametrize("half", [b"d\r\ndata: he", b"d\r\ndata: hello\n\n"])
 @pytest.mark.parametrize("how", [b"", b"\0\r\r\r" + b"x" * 20], ids=["closes", "garbage"])
-def test_no_error_event_is_put_into_half_a_chunk_behind_a_comment_of_ours(monkeypatch, half, how):
+def test_no_error_event_is_put_into_half_a_chunk_behind_a_comment_of_ours(half, how):
     config = "[server]\nsse_keepalive_secs = 5\n"
-    with contextlib.closing(ManualLoop(monkeypatch, config)) as manual_loop:
+    with contextlib.closing(ManualLoop(config)) as manual_loop:
         client = manual_loop.client(STREAMED)
         worker = manual_loop.worker()
         manual_loop.wait(6)

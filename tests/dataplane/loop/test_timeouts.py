@@ -8,6 +8,7 @@ from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout
 from omni_proxy.dataplane.loop.timeouts import Timers
 from tests.dataplane.loop_script import Scripted
+from tests.dataplane.manual_clock import ManualClock
 
 
 def start_waiting(loop, wires, deadline, expired_phases):
@@ -25,12 +26,12 @@ def start_waiting(loop, wires, deadline, expired_phases):
     return task
 
 
-async def test_a_sweep_ends_tasks_past_their_deadline_and_no_others(loop, wires, monkeypatch):
+async def test_a_sweep_ends_tasks_past_their_deadline_and_no_others(loop, wires):
     expired_phases = []
     late, later, free = (
         start_waiting(loop, wires, deadline, expired_phases) for deadline in (10.0, 20.0, inf)
     )
-    monkeypatch.setattr(timeouts, "monotonic", lambda: 15.0)
+    loop.clock = ManualClock(15.0)
     timeouts.expire_tasks(loop)
     assert expired_phases == ["until 10.0"]
     assert loop.tasks == {later, free}
@@ -39,15 +40,15 @@ async def test_a_sweep_ends_tasks_past_their_deadline_and_no_others(loop, wires,
     assert expired_phases == ["until 10.0"]
 
 
-async def test_a_deadline_that_is_just_reached_has_not_expired(loop, wires, monkeypatch):
+async def test_a_deadline_that_is_just_reached_has_not_expired(loop, wires):
     expired_phases = []
     start_waiting(loop, wires, 15.0, expired_phases)
-    monkeypatch.setattr(timeouts, "monotonic", lambda: 15.0)
+    loop.clock = ManualClock(15.0)
     timeouts.expire_tasks(loop)
     assert expired_phases == []
 
 
-async def test_a_task_that_a_sweep_ends_may_end_another_one(loop, wires, monkeypatch):
+async def test_a_task_that_a_sweep_ends_may_end_another_one(loop, wires):
     expired_phases = []
     other = start_waiting(loop, wires, 10.0, expired_phases)
 
@@ -62,7 +63,7 @@ async def test_a_task_that_a_sweep_ends_may_end_another_one(loop, wires, monkeyp
         task.end, _ = wires.conn(task)
         task.phase_deadline = 10.0
         task.start()
-    monkeypatch.setattr(timeouts, "monotonic", lambda: 15.0)
+    loop.clock = ManualClock(15.0)
     timeouts.expire_tasks(loop)
     assert loop.tasks == set()
 

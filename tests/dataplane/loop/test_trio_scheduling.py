@@ -2,6 +2,7 @@
 
 import socket
 from threading import get_ident
+from time import monotonic
 
 import pytest
 import trio
@@ -84,6 +85,6 @@ async def test_a_sleep_that_a_connection_task_starts_ends_in_time(busy, loop, nu
 async def test_without_trios_private_epoll_it_always_gets_turns(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(trio_scheduling.select, "epoll", type("AnotherEpoll", (), {}))
-        unknown = HostLoop()
-    known = HostLoop()
+        unknown = HostLoop(monotonic)
+    known = HostLoop(monotonic)
     assert (unknown.has_events(), known.has_events()) == (True, False)

@@ -3,7 +3,7 @@
 import pytest
 
 from omni_proxy.config.parse import parse
-from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.upstream.acquire import CHOICES
 from omni_proxy.fleet.worker import SUCCEEDED
@@ -15,7 +15,9 @@ from tests.fleet.entries import entry, fleet_of
 @pytest.fixture
 async def door():
     fleet = fleet_of(entry("a", max_inflight=2), entry("b", max_inflight=2))
-    return DataPlane(fleet, parse("[server]\n"), front_socket="/nowhere", below=lambda n: 0)
+    return DataPlane(
+        fleet, parse("[server]\n"), admin_socket="/nowhere", sources=Sources(lambda n: 0)
+    )
 
 
 def quicker(fleet, times):

@@ -12,8 +12,8 @@ ONE_TRY = "[routing]\nmax_total_retries = 1\n"
 
 
 @pytest.fixture
-def door(monkeypatch):
-    made = ManualLoop(monkeypatch, ONE_TRY)
+def door():
+    made = ManualLoop(ONE_TRY)
     yield made
     made.close()
 
