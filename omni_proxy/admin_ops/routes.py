@@ -151,7 +151,10 @@ RESOLVES: Final = ("/weights/resolve", "/weight_update_journal/resolve")
 ROLLBACK: Final = AdminRoute("/weights/rollback", Kind.UPDATE, whole=True)
 ROLLOUT: Final = AdminRoute("/weights/rollout", Kind.UPDATE, whole=True)
 STEER_ROLLOUT: Final = tuple(f"{ROLLOUT.path}/{step}" for step in ("pause", "resume", "cancel"))
-TOPPED: Final = frozenset((*BY_PATH, *RESOLVES, ROLLBACK.path, ROLLOUT.path, *STEER_ROLLOUT))
+ABORTS: Final = ("/abort_request", "/abort_requests")  # of SGLang and vLLM: see `admin_ops.abort`
+TOPPED: Final = frozenset(
+    (*BY_PATH, *RESOLVES, ROLLBACK.path, ROLLOUT.path, *STEER_ROLLOUT, *ABORTS)
+)
 CONTINUE: Final = BY_PATH["/continue_generation"]
 # Everything else that the front answers: a path, or what begins with one of these.
 _PATHS: Final = frozenset(

@@ -41,6 +41,8 @@ class HttpError(Exception):
     `extra`: see `error_body`.
     """
 
+    content_type = "application/json"  # of `body()`
+
     def __init__(
         self, status: int, message: str, code: str | int, *, close: bool = False, **extra: object
     ) -> None:
@@ -84,12 +86,17 @@ def error_body(message: str, type_: str, code: str | int, /, **extra: object) ->
 
 
 def encode_local_reply(
-    status: int, body: bytes, headers: tuple[tuple[str, str], ...] = (), *, close: bool = False
+    status: int,
+    body: bytes,
+    headers: tuple[tuple[str, str], ...] = (),
+    *,
+    close: bool = False,
+    content_type: str = HttpError.content_type,
 ) -> bytes:
     """The bytes of a whole response, with content-length."""
     lines = [
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
-        "content-type: application/json",
+        f"content-type: {content_type}",
         f"content-length: {len(body)}",
         *(f"{name}: {value}" for name, value in headers),
     ]

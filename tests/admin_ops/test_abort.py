@@ -1,0 +1,154 @@
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.admin_ops.abort import (
+    MAX_IDS,
+    AbortFindings,
+    AbortTarget,
+    AbortWords,
+    abort_response,
+    in_words,
+    merged,
+    read_target,
+    urls_to_ask,
+)
+from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.wire.errors import HttpError
+
+SGLANG, VLLM = AbortWords.SGLANG, AbortWords.VLLM
+ALL = AbortTarget(everything=True)
+
+
+def target(words, **fields):
+    return read_target(words, json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize(
+    ("words", "fields", "meant"),
+    [
+        (SGLANG, {"rid": "a"}, AbortTarget(("a",))),
+        (SGLANG, {"rid": ["a", "b"]}, AbortTarget(("a", "b"))),
+        (SGLANG, {"rid": "a", "abort_all": False}, AbortTarget(("a",))),
+        (SGLANG, {"rid": "a::", "prefix": True}, AbortTarget(("a::",), prefix=True)),
+        (SGLANG, {"abort_all": True}, ALL),
+        (SGLANG, {"rid": "", "abort_all": True}, ALL),
+        (VLLM, {"request_ids": ["a", "b"]}, AbortTarget(("a", "b"))),
+        (VLLM, {"request_ids": "a"}, AbortTarget(("a",))),
+        (VLLM, {}, ALL),
+        (VLLM, {"request_ids": None}, ALL),
+        (VLLM, {"request_ids": []}, AbortTarget()),
+    ],
+)
+def test_a_body_says_which_requests_are_meant(words, fields, meant):
+    assert target(words, **fields) == meant
+
+
+@pytest.mark.parametrize(
+    ("words", "body", "says"),
+    [
+        (SGLANG, b"", "invalid JSON"),
+        (VLLM, b"", "invalid JSON"),
+        (SGLANG, b"[]", "must be a JSON object"),
+        (SGLANG, b"{}", "abort_all"),
+        (SGLANG, b'{"rid": ""}', "name a request"),
+        (SGLANG, b'{"rid": 7}', "rid must be a string"),
+        (SGLANG, b'{"rid": "a", "prefix": 1}', "prefix must be true or false"),
+        (SGLANG, b'{"abort_all": "yes"}', "abort_all must be true or false"),
+        (VLLM, b'{"request_ids": [1]}', "request_ids must be a string or a list"),
+        (VLLM, b'{"request_ids": ["\\ud800"]}', "half a character"),
+    ],
+)
+def test_a_body_that_names_nobody_is_refused(words, body, says):
+    with pytest.raises(HttpError, match=says) as refused:
+        read_target(words, body)
+    assert refused.value.status == 400
+
+
+def test_a_list_of_ids_is_bounded():
+    with pytest.raises(HttpError, match=f"{MAX_IDS} requests"):
+        target(VLLM, request_ids=["a"] * (MAX_IDS + 1))
+
+
+@pytest.mark.parametrize(
+    ("meant", "own", "found"),
+    [
+        (AbortTarget(("a", "b")), ["b"], {"b"}),
+        (AbortTarget(("a",)), ["ab"], set()),
+        (AbortTarget(("a-1",)), ["a"], set()),
+        (AbortTarget(("chatcmpl-a",)), ["a"], {"chatcmpl-a"}),
+        (AbortTarget(("cmpl-a",)), ["cmpl-a"], {"cmpl-a"}),
+        (AbortTarget(("a",), prefix=True), ["ab"], {"a"}),
+        (AbortTarget(("ab",), prefix=True), ["a"], set()),
+        (ALL, [], {""}),
+    ],
+)
+def test_a_request_is_meant_by_its_ids(meant, own, found):
+    assert set(meant.matcher()(own)) == found
+
+
+@given(st.lists(st.text(max_size=6)), st.text(max_size=6))
+def test_an_id_means_the_request_of_that_id_whatever_else_is_named(others, own):
+    assert own in set(AbortTarget((*others, own)).matcher()([own])) or not own
+
+
+def test_only_the_workers_that_have_all_that_is_named_are_asked():
+    found = AbortFindings(known=("a", "b"), running={"http://x": ("a",)})
+    assert set(urls_to_ask(AbortTarget(("a",)), found)) == {"http://x"}
+    assert set(urls_to_ask(AbortTarget(("a", "b")), found)) == {"http://x"}
+    assert urls_to_ask(AbortTarget(("a", "c")), found) is None
+    assert urls_to_ask(AbortTarget(("a",), prefix=True), found) is None
+    assert urls_to_ask(ALL, found) is None
+
+
+def test_what_several_processes_know_is_one():
+    one = AbortFindings(1, ("a",), {"http://x": ("a",)})
+    two = AbortFindings(2, ("b",), {"http://x": ("b",), "http://y": ("b",)})
+    both = merged([one, two])
+    assert (both.waiting, set(both.known)) == (3, {"a", "b"})
+    assert both.running == {"http://x": ("a", "b"), "http://y": ("b",)}
+
+
+@pytest.mark.parametrize(
+    ("words", "meant", "bodies"),
+    [
+        (VLLM, ALL, [{}]),
+        (VLLM, AbortTarget(("a", "b")), [{"request_ids": ["a", "b"]}]),
+        (VLLM, AbortTarget(("a",), prefix=True), [{"request_ids": ["a1", "a2"]}]),
+        (SGLANG, ALL, [{"abort_all": True}]),
+        (SGLANG, AbortTarget(("a", "b")), [{"rid": "a"}, {"rid": "b"}]),
+        (SGLANG, AbortTarget(("a",), prefix=True), [{"rid": "a", "prefix": True}]),
+    ],
+)
+def test_the_other_engine_is_told_in_its_own_words(words, meant, bodies):
+    assert list(map(json.loads, in_words(words, meant, ["a1", "a2"]))) == bodies
+
+
+def test_a_prefix_that_is_unknown_at_an_engine_without_prefixes_never_means_all():
+    (body,) = in_words(VLLM, AbortTarget(("a",), prefix=True), [])
+    assert json.loads(body) == {"request_ids": ["a"]}
+
+
+def test_the_answer_has_an_entry_for_each_worker_asked():
+    good = WorkerResult("http://x", 200, {"status": "aborted", "aborted": 2})
+    silent = WorkerResult("http://y", 200, "")
+    answer = abort_response(VLLM, [good, silent], sent_ids=1, waiting=4)
+    assert (answer.status, answer.body["status"], answer.body["aborted"]) == (200, "aborted", 7)
+    assert [entry["worker"] for entry in answer.body["results"]] == ["http://x", "http://y"]
+    assert answer.body["ended_in_queue"] == 4
+
+
+def test_a_worker_that_could_not_be_reached_makes_it_502():
+    gone = WorkerResult("http://x", None, error="ConnectError")
+    answer = abort_response(SGLANG, [gone], sent_ids=1, waiting=0)
+    assert (answer.status, answer.body["success"]) == (502, False)
+    assert answer.body["results"][0]["error"] == "ConnectError"
+
+
+@given(st.builds(AbortTarget, st.lists(st.text()).map(tuple), st.booleans(), st.booleans()))
+def test_a_target_survives_the_way_to_another_process(meant):
+    sent = msgspec.msgpack.encode(meant)
+    assert msgspec.msgpack.decode(sent, type=AbortTarget) == meant
