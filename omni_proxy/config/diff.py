@@ -15,7 +15,7 @@ from omni_proxy.config.schema import Config
 _HIDDEN: Final = "***"
 _SECRET: Final = re.compile(r"(?:key|token|secret|password)$", re.IGNORECASE)
 # The lists of tables, and what tells their entries apart.
-_LISTS: Final = {"workers": "url", "launch": "name"}
+_LISTS: Final = {"workers": "url", "launch": "name", "routes": "path", "control_routes": "path"}
 
 
 def redacted(config: Config) -> dict[str, Any]:

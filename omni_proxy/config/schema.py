@@ -61,6 +61,7 @@ Mode = Annotated[str, Meta(extra={"read": read_mode})]
 NetworkUrl = Annotated[str, Meta(extra={"read": read_network_url})]
 
 PolicyName = Annotated[str, Meta(extra={"read": read_policy})]
+Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 OverloadStatus = Literal[429, 503]
 RetryCause = Literal[
     "connect_failure", "reset_before_response", "408", "429", "500", "502", "503", "504"
@@ -352,6 +353,28 @@ class LaunchEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         )
 
 
+class RouteEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A further model route, beside those that are built in: relayed to one worker, as it came."""
+
+    # Exact; not one of the routes that are built in.
+    path: Endpoint
+    methods: Annotated[tuple[Method, ...], Meta(min_length=1)] = ("POST",)
+    # What a worker must be able to do to get its requests.
+    capability: Capability = "chat"
+    # Keys of the body, dotted for nested ones, whose content is the text that prefixes are
+    # compared by. Lists, token ids, messages and parts with a text are read.
+    text: tuple[Name, ...] = ()
+
+
+class ControlRouteEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A further control route, beside those that are built in: every worker gets it."""
+
+    # Exact; not one of the routes that are built in.
+    path: Endpoint
+    # As of the built-in routes: who takes a turn, who is held meanwhile, what the journal keeps.
+    kind: Literal["read", "plain", "pause", "continue", "group", "update"]
+
+
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     server: ServerConfig = ServerConfig()
     routing: RoutingConfig = RoutingConfig()
@@ -360,3 +383,5 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     workers: tuple[WorkerEntry, ...] = ()
     launch: tuple[LaunchEntry, ...] = ()
+    routes: tuple[RouteEntry, ...] = ()
+    control_routes: tuple[ControlRouteEntry, ...] = ()

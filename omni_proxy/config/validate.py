@@ -174,6 +174,7 @@ def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
         yield from _launch_problems(entry, ("launch", index))
     yield from _duplicates(_launch_names(launch), "group name")
     yield from _duplicates(_worker_urls(tables.get("workers", []), launch), "worker URL")
+    yield from _duplicates(_paths(tables), "route")
     yield from _voice_owner_capabilities(tables)
 
 
@@ -256,6 +257,13 @@ def _worker_urls(
         if not any(_launch_problems(entry, path)):
             for url in _group(entry).urls:
                 yield (*path, "base_port"), url
+
+
+def _paths(tables: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    for table in ("routes", "control_routes"):
+        for index, entry in enumerate(tables.get(table, [])):
+            if "path" in entry:
+                yield (table, index, "path"), entry["path"]
 
 
 def _duplicates(named: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:

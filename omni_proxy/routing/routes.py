@@ -1,14 +1,16 @@
 """The route table: which paths are model traffic, and what each requires of a worker.
 
-There is no catch-all: a path of this table goes to a worker, any other to the admin API.
-Source: omni-router.md 4, 7 and 12.
+There is no catch-all: a path of this table, or of [[routes]] in the configuration, goes to a
+worker, any other to the admin API. Source: omni-router.md 4, 7 and 12; features.md 4.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from omni_proxy.config.schema import RouteEntry
 from omni_proxy.fleet.worker import capability_mask, counter_offset
 
 
@@ -31,15 +33,17 @@ class Pinning(Enum):
     ANY = "any"
     VOICE_OWNER = "voice_owner"
     NAMED = "named"  # by the header x-sglang-omni-route-worker
+    RESPONSE_OWNER = "response_owner"  # see `routing.responses`
 
 
-UNPINNED, VOICE_OWNER, NAMED = Pinning
+UNPINNED, VOICE_OWNER, NAMED, RESPONSE_OWNER = Pinning
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """One row. `traffic` is the class its counts are kept under (omni-router.md 3), `counter_index`
-    where they begin."""
+    where they begin. `text`: the keys of the body whose content is the prefix text, where those are
+    others than `prefix_text` knows."""
 
     path: str
     methods: frozenset[str]
@@ -48,6 +52,7 @@ class Route:
     body_kind: BodyKind
     pinning: Pinning = Pinning.ANY
     websocket: bool = False
+    text: tuple[str, ...] = ()
     counter_index: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,6 +76,24 @@ _ROWS = (
     _row("/v1/completions", "generation", "chat", BodyKind.JSON),
     _row("/v1/embeddings", "generation", "chat", BodyKind.JSON),
     _row("/generate", "generation", "chat", BodyKind.JSON),
+    _row("/inference/v1/generate", "generation", "chat", BodyKind.JSON),
+    _row("/v1/messages", "generation", "chat", BodyKind.JSON),
+    _row("/v1/chat/completions/batch", "generation", "chat", BodyKind.JSON),
+    _row(
+        "/v1/responses", "responses", "chat", BodyKind.JSON,
+        pinning=Pinning.RESPONSE_OWNER, text=("instructions", "input"),
+    ),
+    *(
+        _row(path, "auxiliary", "chat", BodyKind.JSON)
+        for path in (
+            "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize",
+            "/v1/chat/completions/render", "/v1/completions/render", "/v1/messages/render",
+            "/v1/responses/render", "/v1/chat/completions/derender", "/v1/completions/derender",
+            "/derender", "/v1/messages/count_tokens", "/v1/rerank", "/rerank", "/v1/score",
+            "/score", "/v1/classify", "/classify", "/pooling",
+        )
+    ),
+    _row("/v1/images/generations", "images", "chat", BodyKind.JSON),
     _row("/v1/audio/speech", "speech_http", "speech", BodyKind.ALWAYS_JSON),
     _row("/v1/audio/speech/batch", "speech_batch", "speech", BodyKind.ALWAYS_JSON),
     _row("/v1/audio/transcriptions", "transcription", "audio_input", BodyKind.FORM),
@@ -93,6 +116,14 @@ _VOICE = Route(
     "/v1/audio/voices/{name}", frozenset(("DELETE",)), "voice_control",
     capability_mask(["speech"]), BodyKind.OPAQUE, Pinning.VOICE_OWNER,
 )  # fmt: skip
+_RESPONSE = Route(
+    "/v1/responses/{response_id}", frozenset(("GET", "DELETE")), "responses",
+    capability_mask(["chat"]), BodyKind.OPAQUE, Pinning.RESPONSE_OWNER,
+)  # fmt: skip
+_CANCEL = Route(
+    "/v1/responses/{response_id}/cancel", frozenset(("POST",)), "responses",
+    capability_mask(["chat"]), BodyKind.OPAQUE, Pinning.RESPONSE_OWNER,
+)  # fmt: skip
 _EXACT[_SPEECH_STREAM.path] = _SPEECH_STREAM
 MODEL_PATHS = tuple(_EXACT)  # those that are spelled out
 
@@ -106,15 +137,40 @@ class MethodNotAllowed(Exception):
 
 
 def match_route(method: str, path: str) -> Route | None:
-    """The row of a model route, None for what the front answers. Raises MethodNotAllowed."""
+    """The row of a built-in model route, None for any other path. Raises MethodNotAllowed."""
     row = _EXACT.get(path)
     if row is None:
-        row = _one_segment_below(path, "/v1/audio/speech/", _OUTCOME) or _one_segment_below(
-            path, "/v1/audio/voices/", _VOICE
+        row = (
+            _one_segment_below(path, "/v1/audio/speech/", _OUTCOME)
+            or _one_segment_below(path, "/v1/audio/voices/", _VOICE)
+            or _one_segment_below(path, "/v1/responses/", _RESPONSE)
+            or _one_segment_below(path.removesuffix("/cancel"), "/v1/responses/", _CANCEL)
         )
     if row is None:
         return None
     if method not in row.methods:
+        raise MethodNotAllowed(row.methods)
+    return row
+
+
+ConfiguredRoutes = Mapping[str, Route]
+
+
+def configured_routes(entries: Iterable[RouteEntry]) -> ConfiguredRoutes:
+    """By path. Each is a class of its own, `configured`, read and picked as a chat is."""
+    return {
+        entry.path: Route(
+            entry.path, frozenset(entry.methods), "configured",
+            capability_mask([entry.capability]), BodyKind.JSON, text=entry.text,
+        )
+        for entry in entries
+    }  # fmt: skip
+
+
+def match_configured(routes: ConfiguredRoutes, method: str, path: str) -> Route | None:
+    """As `match_route`, of a path that has no built-in row. Raises MethodNotAllowed."""
+    row = routes.get(path)
+    if row is not None and method not in row.methods:
         raise MethodNotAllowed(row.methods)
     return row
 

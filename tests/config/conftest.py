@@ -5,7 +5,14 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from omni_proxy.config.fields import POLICIES
-from omni_proxy.config.schema import CAPABILITIES, Config, LaunchEntry, WorkerEntry
+from omni_proxy.config.schema import (
+    CAPABILITIES,
+    Config,
+    ControlRouteEntry,
+    LaunchEntry,
+    RouteEntry,
+    WorkerEntry,
+)
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_ #\"'\\\n[]{}é", max_size=12)
 NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)
@@ -88,13 +95,23 @@ def configs():
     tables = {
         field.name: values(field.type, field.name)
         for field in inspect.type_info(Config).fields
-        if field.name not in {"workers", "launch"}
+        if field.name not in {"workers", "launch", "routes", "control_routes"}
     }
+    paths = st.lists(NAMES.map("/{}".format), max_size=4, unique=True)
+    routes = paths.map(lambda made: tuple(RouteEntry(path=f"/a{path}") for path in made))
+    kinds = st.sampled_from(["read", "plain", "pause", "continue", "group", "update"])
+    control = st.builds(
+        lambda made, kind: tuple(ControlRouteEntry(path=path, kind=kind) for path in made),
+        paths, kinds,
+    )  # fmt: skip
     workers = st.lists(WORKERS, max_size=3, unique_by=lambda entry: entry.url)
     groups = st.lists(
         GROUPS, max_size=2, unique_by=(lambda entry: entry.name, lambda entry: entry.base_port)
     )
-    return st.builds(Config, **tables, workers=workers.map(tuple), launch=groups.map(tuple))
+    return st.builds(
+        Config, **tables, workers=workers.map(tuple), launch=groups.map(tuple), routes=routes,
+        control_routes=control,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,9 @@ from omni_proxy.config.diff import diff, redacted
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config
 
+LISTS = {"workers": "url", "launch": "name", "routes": "path", "control_routes": "path"}
+NOTHING = {"added": [], "removed": [], "changed": {}}
+
 
 def patched(tables, changes, new):
     """`tables` after a naive reading of `changes`; entries that were added come from `new`."""
@@ -18,7 +21,7 @@ def patched(tables, changes, new):
         for section in sections:
             table = table[section]
         table[name] = value
-    for name, key in (("workers", "url"), ("launch", "name")):
+    for name, key in LISTS.items():
         entries = {entry[key]: entry for entry in tables[name]}
         for gone in changes[name]["removed"]:
             del entries[gone]
@@ -35,16 +38,15 @@ def test_a_difference_leads_from_the_old_tables_to_the_new(configs, data):
     old, new = data.draw(configs), data.draw(configs)
     shown = redacted(new)
     expected = shown | {
-        "workers": sorted(shown["workers"], key=lambda entry: entry["url"]),
-        "launch": sorted(shown["launch"], key=lambda entry: entry["name"]),
+        name: sorted(shown[name], key=lambda entry, key=key: entry[key])
+        for name, key in LISTS.items()
     }
     assert patched(redacted(old), json.loads(json.dumps(diff(old, new))), shown) == expected
 
 
 def test_nothing_changed_is_a_difference_without_content():
-    nothing = {"added": [], "removed": [], "changed": {}}
     config = parse('[[workers]]\nurl = "http://a"')
-    assert diff(config, config) == {"changed": {}, "workers": nothing, "launch": nothing}
+    assert diff(config, config) == {"changed": {}, **dict.fromkeys(LISTS, NOTHING)}
 
 
 def test_a_difference_names_keys_workers_and_groups():
@@ -56,6 +58,7 @@ def test_a_difference_names_keys_workers_and_groups():
         '[[workers]]\nurl = "http://c"\n[[launch]]\ncommand = ["run"]'
     )
     assert diff(old, new) == {
+        **dict.fromkeys(LISTS, NOTHING),
         "changed": {"health.interval_secs": [10, 5]},
         "workers": {
             "added": ["http://c"],
@@ -100,4 +103,6 @@ def test_the_shown_tables_have_every_key():
         "weight_sync",
         "workers",
         "launch",
+        "routes",
+        "control_routes",
     ]

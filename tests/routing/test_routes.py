@@ -2,8 +2,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_proxy.config.parse import parse
 from omni_proxy.fleet.worker import capability_mask
-from omni_proxy.routing.routes import BodyKind, MethodNotAllowed, Pinning, match_route
+from omni_proxy.routing.routes import (
+    BodyKind,
+    MethodNotAllowed,
+    Pinning,
+    configured_routes,
+    match_configured,
+    match_route,
+)
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 ROWS = [
@@ -11,6 +19,18 @@ ROWS = [
     ("POST", "/v1/completions", "generation", ["chat"], Pinning.ANY),
     ("POST", "/v1/embeddings", "generation", ["chat"], Pinning.ANY),
     ("POST", "/generate", "generation", ["chat"], Pinning.ANY),
+    ("POST", "/inference/v1/generate", "generation", ["chat"], Pinning.ANY),
+    ("POST", "/v1/messages", "generation", ["chat"], Pinning.ANY),
+    ("POST", "/v1/messages/count_tokens", "auxiliary", ["chat"], Pinning.ANY),
+    ("POST", "/tokenize", "auxiliary", ["chat"], Pinning.ANY),
+    ("POST", "/v1/chat/completions/render", "auxiliary", ["chat"], Pinning.ANY),
+    ("POST", "/v1/rerank", "auxiliary", ["chat"], Pinning.ANY),
+    ("POST", "/v1/images/generations", "images", ["chat"], Pinning.ANY),
+    ("POST", "/v1/responses", "responses", ["chat"], Pinning.RESPONSE_OWNER),
+    ("GET", "/v1/responses/resp_1", "responses", ["chat"], Pinning.RESPONSE_OWNER),
+    ("DELETE", "/v1/responses/resp_1", "responses", ["chat"], Pinning.RESPONSE_OWNER),
+    ("POST", "/v1/responses/resp_1/cancel", "responses", ["chat"], Pinning.RESPONSE_OWNER),
+    ("POST", "/v1/responses/render", "auxiliary", ["chat"], Pinning.ANY),
     ("POST", "/v1/audio/speech", "speech_http", ["speech"], Pinning.ANY),
     ("POST", "/v1/audio/speech/batch", "speech_batch", ["speech"], Pinning.ANY),
     ("GET", "/v1/audio/speech/req-1", "speech_outcome", ["speech"], Pinning.NAMED),
@@ -58,6 +78,12 @@ def test_another_method_is_told_what_is_allowed(path):
         "/v1/audio/voices/",
         "/v1/audio/voices/a/b",
         "/generate/x",
+        "/v1/responses/",
+        "/v1/responses/a/b",
+        "/v1/responses/a/b/cancel",
+        "/v1/responses//cancel",
+        "/tokenize/",
+        "/inference/v1",
     ],
 )
 def test_what_stands_in_no_row_is_the_fronts(path):
@@ -69,7 +95,7 @@ def test_what_stands_in_no_row_is_the_fronts(path):
 def test_no_path_is_caught_that_no_row_names(path):
     route = match_route("GET", path) if path not in {row[1] for row in ROWS} else None
     if route is not None:
-        assert route.path.endswith(("{request_id}", "{name}"))
+        assert "{" in route.path
 
 
 def test_speech_is_json_whatever_its_content_type_says():
@@ -77,3 +103,28 @@ def test_speech_is_json_whatever_its_content_type_says():
         route = match_route("POST", path)
         assert route is not None
         assert route.body_kind is BodyKind.ALWAYS_JSON
+
+
+CONFIGURED = """
+[[routes]]
+path = "/skyrl/v1/generate"
+capability = "speech"
+methods = ["POST", "PUT"]
+text = ["token_ids", "input.text"]
+
+[[routes]]
+path = "/own"
+"""
+
+
+def test_a_configured_route_is_its_path_alone():
+    routes = configured_routes(parse(CONFIGURED).routes)
+    route = match_configured(routes, "PUT", "/skyrl/v1/generate")
+    assert (route.traffic, route.mask) == ("configured", capability_mask(["speech"]))
+    assert route.text == ("token_ids", "input.text")
+    assert match_configured(routes, "POST", "/own").mask == capability_mask(["chat"])
+    for path in ("/own/", "/own/x", "/Own", "/skyrl/v1", "/"):
+        assert match_configured(routes, "POST", path) is None
+    with pytest.raises(MethodNotAllowed) as wrong:
+        match_configured(routes, "GET", "/skyrl/v1/generate")
+    assert wrong.value.allowed == {"POST", "PUT"}

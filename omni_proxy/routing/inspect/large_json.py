@@ -35,11 +35,16 @@ class LargeJsonFields(msgspec.Struct):
     prompt: msgspec.Raw = _UNSAID
     text: msgspec.Raw = _UNSAID
     input_ids: msgspec.Raw = _UNSAID
+    token_ids: msgspec.Raw = _UNSAID
+    system: msgspec.Raw = _UNSAID
+    rid: msgspec.Raw = _UNSAID
 
     @property
     def beginning(self) -> bytes:
         """Of the first text that is there."""
-        for raw in (self.messages, self.prompt, self.text, self.input_ids):
+        for raw in (
+            self.system, self.messages, self.prompt, self.text, self.input_ids, self.token_ids
+        ):  # fmt: skip
             if len(raw):
                 return bytes(memoryview(raw)[:PREFIX_BYTES])
         return b""

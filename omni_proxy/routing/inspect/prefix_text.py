@@ -7,8 +7,10 @@ different structures give different texts. Same body, same text, in every proces
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterator
+from operator import attrgetter
 
 import msgspec
 
@@ -24,6 +26,7 @@ from omni_proxy.routing.inspect.body_fields import (
     restore_constants,
     starts_with,
 )
+from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
 
 LIMIT = 64 * 1024  # bytes; what comes later hardly changes where a prefix is cached
 MAX_NAME_CHARS = 32
@@ -32,6 +35,10 @@ MAX_PIECES = 8192  # roles, parts, prompts: a body of a million empty ones is no
 ROLES = {
     "system": b"\xf5", "user": b"\xf6", "assistant": b"\xf7", "tool": b"\xf8", "developer": b"\xf9",
 }  # fmt: skip
+SYSTEM_KEYS = frozenset(("system", "instructions"))
+# The beginning of a list of numbers. The spelling does for a prefix.
+_TOKEN_IDS = re.compile(rb"\[\s*-?[0-9]")
+_LOOK_BYTES = 64
 NAME, NAME_END, PART, SCRIPT, TOKENS = b"\xfa", b"\xfb", b"\xfc", b"\xfd", b"\xfe"
 
 
@@ -61,14 +68,19 @@ _decode_piece = msgspec.json.Decoder(_Piece).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 
 
+# Of a chat of the Chat Completions API all of them are absent.
+_beside_messages = attrgetter("system", "prompt", "text", "input_ids", "token_ids")
+_MESSAGES_ONLY = (ABSENT,) * 5
+
+
 def prefix_text(payload: BodyFields | None, limit: int = LIMIT) -> bytes:
-    """At most `limit` bytes, the first of which is a mark; b"" for a body without messages,
-    `prompt`, `text` and `input_ids`."""
+    """At most `limit` bytes, the first of which is a mark; b"" for a body without `system`,
+    messages, `prompt`, `text`, `input_ids` and `token_ids`."""
     if payload is None:
         return b""
     if type(payload) is NonStandardBodyFields:
         return restore_constants(_gathered(payload, limit * CONSTANT_GROWTH))[:limit]
-    if not (len(payload.prompt) or len(payload.text) or len(payload.input_ids)):
+    if _beside_messages(payload) == _MESSAGES_ONLY:
         plain = _plain_talk(payload.messages, limit)
         if plain is not None:
             return plain
@@ -137,13 +149,46 @@ class _Gathered:
 
 
 def _pieces(payload: BodyFields, limit: int) -> Iterator[bytes]:
+    if isinstance(payload, KeyedBodyFields):
+        for key, value in payload.keyed:
+            yield from _keyed(key, value, limit)
+    if is_given(payload.system):
+        yield from _keyed("system", payload.system, limit)
     for message in read_elements(payload.messages):
         yield from _message(message, limit)
     for value in (payload.prompt, payload.text):
         if is_given(value):
             yield from _script(value, limit)
-    if is_given(payload.input_ids):  # as it is spelled: that does for a prefix
-        yield TOKENS + bytes(memoryview(payload.input_ids)[:limit])
+    for ids in (payload.input_ids, payload.token_ids):
+        if is_given(ids):  # as it is spelled: that does for a prefix
+            yield TOKENS + bytes(memoryview(ids)[:limit])
+
+
+def _keyed(key: str, value: msgspec.Raw, limit: int) -> Iterator[bytes]:
+    """Of any shape: a text, token ids, parts, messages, or a list of these. The system's prompt is
+    marked as the message that it becomes."""
+    text = _text(value)
+    role = ROLES["system"] if key in SYSTEM_KEYS else b""
+    if text is not None:
+        yield (role or SCRIPT) + _utf8(text, limit)
+    elif starts_with(value, b"{"):
+        yield from _item(value, limit)
+    elif _TOKEN_IDS.match(bytes(memoryview(value)[:_LOOK_BYTES])):
+        yield TOKENS + bytes(memoryview(value)[:limit])
+    else:
+        yield role
+        for element in read_elements(value):
+            if starts_with(element, b"{"):
+                yield from _item(element, limit)
+            else:
+                yield from _script(element, limit)
+
+
+def _item(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
+    """A message where it has a role, else a part."""
+    item = _read(raw)
+    says_role = item is not None and is_given(item.role)
+    yield from _message(raw, limit) if says_role else _part(raw, limit)
 
 
 def _read(raw: msgspec.Raw) -> _Piece | None:

@@ -85,6 +85,7 @@ class Requirements(msgspec.Struct, gc=False):
     body_fields: BodyFields | None = None  # its fields, for policies that read the prompt
     affinity_key: str = ""  # what keeps a client with its worker, for policies that want it
     version_constraint: VersionConstraint | None = None  # which weights it accepts; None: any
+    rids: tuple[str, ...] = ()  # its names at the engine, where the body gives them (SGLang)
     large_body_class: str = ""  # the traffic class of a body that was too large to be read whole
     given_hints: frozenset[bytes] = frozenset()  # of such a one: which hints came with it
 
@@ -94,12 +95,15 @@ class Requirements(msgspec.Struct, gc=False):
 
 
 MAX_MODEL_CHARS = 1024
-_MEDIA = {
+MAX_RIDS = 10_000
+# Fields that hardly any body has, and what they need; `rid` is looked for with them.
+_RARE = {
     "image": IMAGE, "images": IMAGE, "audios": AUDIO, "audio_inputs": AUDIO,
     "video": VIDEO, "videos": VIDEO, "audio": AUDIO_OUT, "modalities": 0, "output_modalities": 0,
+    "rid": 0,
 }  # fmt: skip
-_media_values = attrgetter(*_MEDIA)
-_NO_MEDIA = (ABSENT,) * len(_MEDIA)
+_rare_values = attrgetter(*_RARE)
+_NO_RARE = (ABSENT,) * len(_RARE)
 
 
 class _UsualPart(msgspec.Struct, gc=False):
@@ -180,7 +184,8 @@ def requirements_of_large_json(
     need = _read(route, BodyFields(
         model=read_text(top.model), stream=bytes(top.stream) == b"true",
         stream_format=msgspec.Raw(bytes(top.stream_format)),
-        request_id=read_text(top.request_id), input_ids=msgspec.Raw(top.beginning),
+        request_id=read_text(top.request_id), rid=msgspec.Raw(bytes(top.rid)),
+        input_ids=msgspec.Raw(top.beginning),
     ))  # fmt: skip
     if route.traffic.startswith("speech"):
         need.mask |= AUDIO  # a voice reference is what makes such a body large
@@ -239,12 +244,13 @@ def _read(route: Route, payload: BodyFields) -> Requirements:
         request_id, payload.request_id = "", None
     if stream:
         mask |= STREAMING
-    if _media_values(payload) != _NO_MEDIA:  # hardly any body
-        mask |= _media(payload)
     spelled = bytes(payload.messages)
     if spelled.rfind(b"[") > 0:  # else there is no list of parts
         mask |= _parts(payload.messages, spelled)
     need = Requirements(mask, model, stream, request_id, route.pinning, "", payload)
+    if _rare_values(payload) != _NO_RARE:
+        need.mask |= _media(payload)
+        need.rids = _rids(payload.rid)
     if route.traffic != "generation":
         _read_speech(route, payload, need)
     return need
@@ -272,13 +278,23 @@ def _named(model: str | None) -> str | None:
 
 def _media(payload: BodyFields) -> int:
     mask = 0
-    for bit, value in zip(_MEDIA.values(), _media_values(payload), strict=True):
+    for bit, value in zip(_RARE.values(), _rare_values(payload), strict=True):
         if bit and is_truthy(value):
             mask |= bit
     for wanted in (payload.modalities, payload.output_modalities):
         if any(read_text(kind) == "audio" for kind in read_elements(wanted)):
             mask |= AUDIO_OUT
     return mask
+
+
+def _rids(raw: msgspec.Raw) -> tuple[str, ...]:
+    """One, or a list of them for a batch."""
+    values = read_elements(raw)[:MAX_RIDS] if starts_with(raw, b"[") else [raw]
+    found = (read_text(value) for value in values)
+    return tuple(
+        each for each in found
+        if each and len(each) <= MAX_REQUEST_ID_CHARS and each.isprintable()
+    )  # fmt: skip
 
 
 def _parts(messages: msgspec.Raw, spelled: bytes) -> int:

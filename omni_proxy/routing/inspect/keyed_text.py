@@ -1,0 +1,78 @@
+"""The text of a request by named keys of its body: of configured routes, and of /v1/responses.
+
+Pure. A key may be dotted (`input.text`). A value may be a text, token ids, a list of either, parts
+with a `text`, or messages with a role and content. Invariant: any body gives fields, in time linear
+in its length; a key that is not there, or is nested too deeply, gives no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Final
+
+import msgspec
+
+from omni_proxy.routing.inspect.body_fields import ABSENT, BodyFields, is_given, starts_with
+
+_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_decode_object: Callable[[msgspec.Raw], dict[str, msgspec.Raw]] = msgspec.json.Decoder(
+    dict[str, msgspec.Raw]
+).decode
+KeyedValue = tuple[str, msgspec.Raw]
+
+
+class KeyedBodyFields(BodyFields, gc=False):
+    """A body of which the values of some keys are the text, in this order."""
+
+    keyed: tuple[KeyedValue, ...] = ()
+
+
+def keyed_fields(body: bytes, keys: Sequence[str]) -> KeyedBodyFields:
+    """Refers to `body`; empty where that is no JSON object in UTF-8."""
+    return KeyedBodyFields(keyed=tuple(_values(body, tuple(keys))))
+
+
+def keyed_value(body: bytes, key: str) -> msgspec.Raw:
+    """The value of one key, of no length where there is none."""
+    return next((value for _, value in _values(body, (key,))), ABSENT)
+
+
+def _values(body: bytes, keys: tuple[str, ...]) -> Iterator[KeyedValue]:
+    try:
+        top = _top_reader(keys)(body)
+    except _MALFORMED:
+        return
+    for key in keys:
+        name, *below = key.split(".")
+        value = _below(top[name], below)
+        if is_given(value):
+            yield key, value
+
+
+def _below(value: msgspec.Raw, names: Sequence[str]) -> msgspec.Raw:
+    for name in names:
+        if not starts_with(value, b"{"):
+            return ABSENT
+        try:
+            value = _decode_object(value).get(name, ABSENT)
+        except _MALFORMED:
+            return ABSENT
+    return value
+
+
+@lru_cache(maxsize=256)
+def _top_reader(keys: tuple[str, ...]) -> Callable[[bytes], dict[str, msgspec.Raw]]:
+    """Reads the top-level values that the keys begin with, and skips all others."""
+    names = sorted({key.partition(".")[0] for key in keys})
+    places = {f"value_{number}": name for number, name in enumerate(names)}
+    fields = [(place, msgspec.Raw, ABSENT) for place in places]
+    decode = msgspec.json.Decoder(
+        msgspec.defstruct("KeyedValues", fields, rename=places, gc=False)
+    ).decode
+
+    def read(body: bytes) -> dict[str, msgspec.Raw]:
+        found = decode(body)
+        return {name: getattr(found, place) for place, name in places.items()}
+
+    return read

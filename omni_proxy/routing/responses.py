@@ -1,0 +1,83 @@
+"""The routes of /v1/responses: a stored response is known to its owner alone, who has made it.
+
+Pure. Invariant: the id of a response is noted, with its worker, before the client can have seen it;
+its bytes are not changed. So many are kept as `MAX_RESPONSES` says, the longest unused go first. A
+request that names a response whose worker is not known goes to any worker, and gets that one's own
+answer. Source: features.md 4 (contracts).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Final, Protocol
+from urllib.parse import unquote
+
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.body_fields import read_text
+from omni_proxy.routing.inspect.keyed_text import keyed_value
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.policies.sticky import OwnSessions
+from omni_proxy.routing.routes import NAMED, UNPINNED
+
+STEM: Final = "/v1/responses/"
+MAX_RESPONSES: Final = 100_000
+SCANNED_BYTES: Final = 16 * 1024  # of a response; its id stands at the beginning
+_OWN_ID: Final = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,251})"')
+_ANY_ID: Final = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
+
+
+class ResponseOwners(Protocol):
+    """Which worker made a response, by its id. `now` is monotonic seconds."""
+
+    def find(self, key: str, now: float) -> Worker | None: ...
+    def keep(self, key: str, worker: Worker, now: float) -> None: ...
+
+
+def own_response_owners() -> ResponseOwners:
+    """In this process's memory."""
+    owners = OwnSessions()
+    owners.tune(MAX_RESPONSES, 0)
+    return owners
+
+
+def named_response(path: str, body: bytes) -> str:
+    """The response that a request is about: that of its path, or the one that it continues; "" for
+    none."""
+    if path.startswith(STEM):
+        return unquote(path.removeprefix(STEM).partition("/")[0])
+    return read_text(keyed_value(body, "previous_response_id")) or ""
+
+
+def pin_to_response_owner(
+    need: Requirements, response_id: str, owners: ResponseOwners, now: float
+) -> None:
+    """Bind `need` to the worker that made the response."""
+    worker = owners.find(response_id, now) if response_id else None
+    if worker is None:
+        need.pinning = UNPINNED
+    else:
+        need.pinning, need.named_worker = NAMED, worker.url
+
+
+class ResponseIdScanner:
+    """Finds the id at the beginning of a response, and tells it once."""
+
+    __slots__ = ("_found", "_head", "done")
+
+    def __init__(self, found: Callable[[str], None]) -> None:
+        self._found = found
+        self._head = b""
+        self.done = False
+
+    def scan(self, chunk: bytes) -> None:
+        """The next bytes, of a body or of its chunked form: an id is rarely cut in two there."""
+        if self.done:
+            return
+        head = self._head = self._head + chunk[: SCANNED_BYTES - len(self._head)]
+        found = _OWN_ID.search(head) or _ANY_ID.search(head)
+        if found is None and len(head) < SCANNED_BYTES:
+            return
+        self.done, self._head = True, b""
+        if found is not None:
+            self._found(found[1].decode("utf-8", "replace"))
