@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
 
+from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget
 from omni_proxy.config.flags import Dialect
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.health.prober import Prober
 from omni_proxy.routing.policies import Policy
+from omni_proxy.routing.responses import ResponseOwners
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.telemetry.instruments import Instruments
@@ -31,6 +33,9 @@ class DataPlaneView(Protocol):
     def draining(self) -> bool: ...
     @property
     def voices(self) -> VoiceRegistry: ...
+    @property
+    def response_owners(self) -> ResponseOwners: ...
+    async def abort(self, target: AbortTarget) -> AbortFindings: ...
     def status(self) -> dict[str, object]: ...
     def counts(self) -> dict[str, object]: ...
     def admission(self) -> dict[str, int]: ...

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from omni_proxy.admin_ops.configured_routes import check_routes
 from omni_proxy.cli.flags.arguments import check_parser
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
@@ -18,6 +19,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = read_file(arguments.file)
         check_tls_files(config, str(arguments.file))
+        check_routes(config, str(arguments.file))
         check_policy(config, str(arguments.file))
         reject_own_addresses(config, (), str(arguments.file))
     except ConfigError as refusal:

@@ -11,11 +11,13 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, time
 
 import trio
 
+from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget
 from omni_proxy.config.schema import Config, RoutingConfig
+from omni_proxy.dataplane.abort import abort_requests
 from omni_proxy.dataplane.accept.listeners import Listeners, PreparedListeners
 from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
@@ -178,6 +180,10 @@ class DataPlane:
         """Until the last connection has ended; the caller's scope bounds it."""
         while self.loop.tasks:
             await self.loop.tasks_ended.wait()
+
+    def abort(self, target: AbortTarget) -> AbortFindings:
+        """End the requests that are meant and wait here; tell where the others run."""
+        return abort_requests(self.services, target, time())
 
     def admission(self) -> dict[str, int]:
         return admission_record(self.services)

@@ -12,6 +12,7 @@ from math import inf
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
+from omni_proxy.routing.routes import configured_routes
 from omni_proxy.wire.cors import Cors
 from omni_proxy.wire.forwarded import ForwardedHeaders
 from omni_proxy.wire.head_caching.request_heads import RequestHeadCache
@@ -64,6 +65,7 @@ class Settings:
         server = config.server
         self.config = config
         self.limits = limits_of(config)
+        self.routes = configured_routes(config.routes)
         self._forward(
             ForwardedHeaders(
                 server.forwarded,
@@ -81,7 +83,7 @@ class Settings:
         # The fast path knows none of these: with them every exchange runs in its coroutine.
         plain = self.forwarded is None and not self.limits.sse_keepalive and not self.api_key
         suits = plain and self.limits.max_body >= READ_BYTES
-        self.fast_path_cache = FastPathCache() if suits else None
+        self.fast_path_cache = FastPathCache(self.routes) if suits else None
 
     def _forward(self, headers: ForwardedHeaders) -> None:
         """Cached heads contain the forwarded headers: they go where these change."""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget
 from omni_proxy.dataplane.status import MAX_CONNECTIONS
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
@@ -19,6 +20,7 @@ from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.multiprocess.process_slot import ProcessSlot
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies import Policy
+from omni_proxy.routing.responses import ResponseOwners
 from omni_proxy.watchdog import Watchdog
 
 COUNTS: Final = ("accepted", "failures", "failed_tls_handshakes", "answers_across_versions")
@@ -60,11 +62,18 @@ class AggregateView:
         return self._dataplane.voices
 
     @property
+    def response_owners(self) -> ResponseOwners:
+        return self._dataplane.balancer.response_owners
+
+    @property
     def load(self) -> tuple[int, int]:
         """Requests in flight, and waiting."""
         if not self._manager.slots:
             return self._dataplane.in_flight, self._dataplane.queue.waiting
         return self._manager.worker_ids.in_flight, self.admission()["waiting"]
+
+    async def abort(self, target: AbortTarget) -> AbortFindings:
+        return await self._manager.abort(target)
 
     def addresses(self) -> list[str]:
         return self._dataplane.addresses()

@@ -25,6 +25,8 @@ from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.status import MAX_CONNECTIONS, connection_record
 from omni_proxy.multiprocess.ipc import (
+    AbortCommand,
+    AbortedEvent,
     AckEvent,
     ClearCacheCommand,
     DrainCommand,
@@ -43,7 +45,11 @@ from omni_proxy.multiprocess.ipc import (
 from omni_proxy.multiprocess.metrics_delta import MetricsDelta
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
 from omni_proxy.multiprocess.shared_counters import SharedCounters
-from omni_proxy.multiprocess.shared_dataplane import SharedDataPlane, SharedSessions
+from omni_proxy.multiprocess.shared_dataplane import (
+    SharedDataPlane,
+    SharedSessions,
+    shared_response_owners,
+)
 from omni_proxy.telemetry.line_log import OFF, QUEUE_BYTES
 from omni_proxy.telemetry.logs import configure
 from omni_proxy.watchdog import Watchdog
@@ -136,7 +142,7 @@ class DataPlaneProcess:
         self.revision = 0
         self._channel = channel
         self._drain_started = trio.Event()
-        counts, sessions_fd = channel.take_descriptors()
+        counts, sessions_fd, responses_fd = channel.take_descriptors()
         counters = SharedCounters(counts)
         sessions = SharedSessions(sessions_fd, lambda serial: self.fleet.serial(serial))
         fleet = ReplicatedFleet(counters, begin.index, lambda: self.dataplane.loop.now, self._send)
@@ -144,6 +150,9 @@ class DataPlaneProcess:
         self.fleet = fleet
         self.dataplane = SharedDataPlane(begin, fleet, first.config, row, self._send)
         self.dataplane.use_sessions(sessions)
+        self.dataplane.balancer.response_owners = shared_response_owners(
+            responses_fd, lambda serial: self.fleet.serial(serial)
+        )
         self._meters = MetricsDelta(fleet)
         self._access_lines, self._route_lines = _LineBuffer(), _LineBuffer()
         self._max_lag_secs = 0.0
@@ -168,6 +177,8 @@ class DataPlaneProcess:
                 worker = self.fleet.serial(serial)
                 if worker is not None:
                     self.fleet.cache_cleared(worker)
+            case AbortCommand(number, target):
+                self._send(AbortedEvent(number, self.dataplane.abort(target)))
             case DrainCommand():
                 self.dataplane.begin_drain()
                 self._drain_started.set()

@@ -25,6 +25,7 @@ import msgspec
 import trio
 from msgspec import Struct
 
+from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import WorkerState
 
@@ -77,12 +78,19 @@ class ClearCacheCommand(Struct, frozen=True, tag=True):
     serial: int
 
 
+class AbortCommand(Struct, frozen=True, tag=True):
+    """End the waiting requests that are meant, and tell where the others run (AbortedEvent)."""
+
+    number: int
+    target: AbortTarget
+
+
 class DrainCommand(Struct, frozen=True, tag=True):
     """Accept no new connection; exit after the last one has ended."""
 
 
 ProcessCommand: TypeAlias = (
-    StartCommand | StateSnapshot | ListenCommand | ClearCacheCommand | DrainCommand
+    StartCommand | StateSnapshot | ListenCommand | ClearCacheCommand | AbortCommand | DrainCommand
 )
 
 
@@ -134,6 +142,13 @@ class VoicesChangedEvent(Struct, frozen=True, tag=True):
     """A worker accepted an upload or a deletion of a voice."""
 
     serial: int
+
+
+class AbortedEvent(Struct, frozen=True, tag=True):
+    """What came of the AbortCommand with this number; sent before that is acknowledged."""
+
+    number: int
+    findings: AbortFindings
 
 
 class LogLinesEvent(Struct, frozen=True, tag=True):
@@ -213,6 +228,7 @@ ProcessEvent: TypeAlias = (
     | HalfOpenStartedEvent
     | HalfOpenEndedEvent
     | VoicesChangedEvent
+    | AbortedEvent
     | LogLinesEvent
     | MetricsEvent
     | ProcessStats

@@ -15,13 +15,17 @@ from typing import Final
 
 import trio
 from msgspec import structs
+from msgspec.structs import replace
 
+from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget, merged
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.accept.listener import Listener
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.ipc import (
+    AbortCommand,
+    AbortedEvent,
     AckEvent,
     ClearCacheCommand,
     DrainCommand,
@@ -37,7 +41,7 @@ from omni_proxy.multiprocess.process_slot import ProcessHandle, ProcessSlot
 from omni_proxy.multiprocess.report_handler import ReportHandler
 from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
 from omni_proxy.multiprocess.shared_counters import WorkerIds
-from omni_proxy.multiprocess.shared_dataplane import create_sessions
+from omni_proxy.multiprocess.shared_dataplane import create_sessions, shared_response_owners
 from omni_proxy.multiprocess.snapshot_publisher import SnapshotPublisher
 from omni_proxy.telemetry.instruments import Instruments
 
@@ -48,6 +52,9 @@ TICK_SECS: Final = 1.0
 RECOUNT_SECS: Final = 0.1  # between two recounts; who needs an exact count recounts itself
 PUBLISH_PAUSE_SECS: Final = 0.002  # between two snapshots, so that many changes make few
 PUBLISH_PAUSE_FACTOR: Final = 4  # times the duration of the last one: large fleets take long
+ABORT_SECS: Final = 2.0  # for a process to end what waits there; requests of a hung one do run
+# Events that change nothing which other processes must know.
+UNCHANGING: Final = (AckEvent, LogLinesEvent, ProcessStats, MetricsEvent, AbortedEvent)
 HANDOVER_SECS: Final = 1.0  # for connections that are being made while new ones are steered away
 
 
@@ -83,7 +90,10 @@ class ProcessManager:
             fleet, dataplane, self.worker_ids, instruments, self.exited_counts, self.exited_outcomes
         )
         self._admin_socket = admin_socket
-        self._sessions: int | None = None  # the descriptor of the shared sessions
+        # The descriptors of the shared sessions, and of the owners of stored responses.
+        self._tables: tuple[int, int] | None = None
+        self._aborts: dict[int, list[AbortFindings]] = {}  # by the number of their command
+        self._last_abort = 0
         self._port: ReuseportGroup | None = None
         self._process_count = 0
         self._nursery: trio.Nursery | None = None
@@ -152,6 +162,24 @@ class ProcessManager:
         for handle in [handle for handle in self.handles if handle.ready]:
             await handle.wait_acknowledged(handle.sent)
         self.count()
+
+    async def abort(self, target: AbortTarget) -> AbortFindings:
+        """`DataPlane.abort` in every process. Where one does not answer in time, no id counts as
+        known: the caller then asks all workers."""
+        self._last_abort += 1
+        number = self._last_abort
+        found = self._aborts[number] = [self.dataplane.abort(target)]
+        handles = [handle for handle in self.handles if handle.ready]
+        try:
+            with trio.move_on_after(ABORT_SECS) as deadline:
+                for handle in handles:
+                    handle.send(AbortCommand(number, target))
+                for handle in handles:
+                    await handle.wait_acknowledged(handle.sent)
+        finally:
+            del self._aborts[number]
+        findings = merged(found)
+        return replace(findings, known=()) if deadline.cancelled_caught else findings
 
     def count(self) -> None:
         """Read the shared counters now."""
@@ -273,19 +301,24 @@ class ProcessManager:
         handle.kill()
 
     def _on_start(self, handle: ProcessHandle) -> None:
-        if self._sessions is None:
-            self._sessions = create_sessions()
+        if self._tables is None:
+            self._tables = create_sessions(), create_sessions()
+            self.dataplane.balancer.response_owners = shared_response_owners(
+                self._tables[1], self.worker_ids.find
+            )
         start = StartCommand(handle.index, self._admin_socket, SILENT_SECS, self.dataplane.proxy_id)
-        handle.send_start(start, self.worker_ids.counters.descriptor, self._sessions)
+        handle.send_start(start, self.worker_ids.counters.descriptor, *self._tables)
         self._publisher.send_all([handle])
 
     def _on_event(self, handle: ProcessHandle, message: ProcessEvent) -> None:
         self._report_handler.on_event(handle, message)
+        if isinstance(message, AbortedEvent):
+            self._aborts.get(message.number, []).append(message.findings)
         if isinstance(message, ListenFailedEvent):
             self._on_listen_error(handle, message.error)
         if handle.ready and not (handle.listening or handle.listen_retry_pending):
             self._assign_sockets()
-        if not isinstance(message, AckEvent | LogLinesEvent | ProcessStats | MetricsEvent):
+        if not isinstance(message, UNCHANGING):
             self._changed.set()
 
     def _on_exit(self, slot: ProcessSlot, handle: ProcessHandle) -> None:

@@ -34,6 +34,7 @@ from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, SendEvent,
 from omni_proxy.multiprocess.shared_counters import PROCESS_CELL, Cells, fence
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.policies.sticky import Sessions, Sticky
+from omni_proxy.routing.responses import MAX_RESPONSES
 
 
 class SharedInFlight(InFlight):
@@ -166,6 +167,15 @@ def create_sessions() -> int:
     descriptor = os.memfd_create("omni-proxy-sessions", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, 2 * WORD_BYTES * MAX_SESSIONS)
     return descriptor
+
+
+def shared_response_owners(
+    descriptor: int, find_worker: Callable[[int], Worker | None]
+) -> SharedSessions:
+    """The owners of stored responses, in memory of their own. As for sessions."""
+    owners = SharedSessions(descriptor, find_worker)
+    owners.tune(MAX_RESPONSES, 0)
+    return owners
 
 
 class SharedSessions:

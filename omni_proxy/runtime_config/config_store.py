@@ -23,6 +23,7 @@ from typing import Any
 import trio
 from msgspec.structs import replace
 
+from omni_proxy.admin_ops.configured_routes import check_routes
 from omni_proxy.config.diff import diff
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import desired_workers, prune_state
@@ -82,6 +83,7 @@ class ConfigStore:
         self.loaded_signature = file_signature(self.file) if self.file else None
         self.config = startup.effective_config(read_file(self.file))
         check_tls_files(self.config, str(self.file or ""))
+        check_routes(self.config, str(self.file or ""))
         check_policy(self.config, str(self.file or ""))
         reject_own_addresses(self.config, startup.flag_urls, str(self.file or ""))
         self.state_file = state_path(startup, self.config)
@@ -134,6 +136,7 @@ class ConfigStore:
                     await trio.to_thread.run_sync(read_file, self.file)
                 )
                 await trio.to_thread.run_sync(check_tls_files, new, str(self.file or ""))
+                check_routes(new, str(self.file or ""))
                 await trio.to_thread.run_sync(check_policy, new, str(self.file or ""))
                 urls = self.startup.flag_urls
                 await trio.to_thread.run_sync(reject_own_addresses, new, urls, str(self.file or ""))

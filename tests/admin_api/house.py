@@ -13,12 +13,14 @@ import trio
 
 from omni_proxy.admin_api.app import create_app
 from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_ops.abort import AbortFindings
 from omni_proxy.config.overlay import desired_workers
 from omni_proxy.config.schema import CAPABILITIES, AdminConfig, Config, RoutingConfig, WorkerEntry
 from omni_proxy.config.state import SavedState
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.routing.policies import build_policy
+from omni_proxy.routing.responses import own_response_owners
 from omni_proxy.runtime_config.membership_lock import MembershipLock
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.telemetry.instruments import Instruments
@@ -105,6 +107,14 @@ class DoorStandIn:
         self.voices = VoiceRegistry()
         self.door_rows = []
         self.watched = Watchdog()
+
+        self.response_owners = own_response_owners()
+        self.found = AbortFindings()  # what an abort finds
+        self.aborted = []
+
+    async def abort(self, target):
+        self.aborted.append(target)
+        return self.found
 
     def status(self):
         return {"connections": 0}

@@ -29,10 +29,11 @@ async def process(logging_as_it_was, nursery):
     one, other = socket.socketpair()
     control = IpcChannel(one, msgspec.msgpack.Decoder(ProcessEvent))
     dataplane = IpcChannel(other, msgspec.msgpack.Decoder(ProcessCommand))
-    kept = create_sessions()
+    tables = [create_sessions() for _ in range(2)]
     begin = StartCommand(1, "/nowhere", 5.0)
-    control.send(begin, [SharedCounters.create().descriptor, kept])
-    os.close(kept)
+    control.send(begin, [SharedCounters.create().descriptor, *tables])
+    for table in tables:
+        os.close(table)
     nursery.start_soon(control.run_writer)
     assert await dataplane.receive() == [begin]
     fleet = fleet_of(entry("a"), entry("b"))

@@ -40,7 +40,7 @@ class Control:
         self.front = str(tmp_path / "front.sock")
         self.config = parse("")
         self.counters = SharedCounters.create()
-        self.sessions = create_sessions()
+        self.tables = create_sessions(), create_sessions()
         self.fleet = fleet_of(*(replace(entry("any"), url=url) for url in urls))
         self.handle = ProcessHandle(1)
         self.heard: list = []
@@ -60,7 +60,7 @@ class Control:
 
     async def begin(self, nursery) -> None:
         self.handle.send_start(
-            StartCommand(1, self.front, SILENT_SECS), self.counters.descriptor, self.sessions
+            StartCommand(1, self.front, SILENT_SECS), self.counters.descriptor, *self.tables
         )
         self.news()
         nursery.start_soon(self._live)

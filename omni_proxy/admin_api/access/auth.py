@@ -14,8 +14,13 @@ import hmac
 from quart import Request, request
 
 from omni_proxy.admin_api.access.browser_origin import SAFE_METHODS, Caller
-from omni_proxy.config.schema import AdminConfig
-from omni_proxy.routing.routes import MethodNotAllowed, match_route
+from omni_proxy.config.schema import AdminConfig, Config
+from omni_proxy.routing.routes import (
+    MethodNotAllowed,
+    configured_routes,
+    match_configured,
+    match_route,
+)
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError
 
@@ -79,7 +84,7 @@ class KeyCheck:
             return
         unknown = request.routing_exception is not None
         if unknown:
-            _tell_model_traffic(request)
+            _tell_model_traffic(request, self._config_store.config)
             return
         closed = needs_key(request.method, request.path, admin)
         if closed and admin.listen and request.path != ON_BOTH and request.host != ADMIN_HOST:
@@ -113,12 +118,14 @@ def _refuse_all_but_metrics(of: Request) -> None:
         raise HttpError(404, message, "metrics_listener", detail="Not Found")
 
 
-def _tell_model_traffic(of: Request) -> None:
+def _tell_model_traffic(of: Request, config: Config) -> None:
     """Raises HttpError 404 for what would be routed to a worker on the other listener."""
     if of.host != ADMIN_HOST:
         return
     try:
-        served = match_route(of.method, of.path) is not None
+        configured = configured_routes(config.routes)
+        route = match_route(of.method, of.path) or match_configured(configured, of.method, of.path)
+        served = route is not None
     except MethodNotAllowed:
         served = True
     if served:

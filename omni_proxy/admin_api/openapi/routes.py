@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from omni_proxy.admin_api.openapi.schemas import FLAG, TEXT, Schema
 from omni_proxy.admin_ops.routes import (
+    ABORTS,
     FROM_DISTRIBUTED,
     FROM_TENSOR,
     INIT,
@@ -207,6 +208,13 @@ def _rollouts() -> Iterator[RouteDoc]:
         yield RouteDoc("post", path, says, steered)
 
 
+def _aborts() -> Iterator[RouteDoc]:
+    answers: dict[int, str] = dict.fromkeys((200, 400, 502, 503), "Outcome")
+    for path in ABORTS:
+        says = "abort requests on the workers that have them, and those that wait here"
+        yield RouteDoc("post", path, says, answers, (), "Fields")
+
+
 def _admin(route: AdminRoute, method: str) -> RouteDoc:
     answers: dict[int, str] = {200: "Outcome", **OPERATION}
     if route.path == FROM_TENSOR:
@@ -242,4 +250,11 @@ def _rl() -> Iterator[RouteDoc]:
         yield RouteDoc(method, path, says, {200: "RlResult"}, RL_ERRORS, takes)
 
 
-TABLE: Final[tuple[RouteDoc, ...]] = (*_fleet(), *_program(), *_others(), *_weights(), *_rl())
+TABLE: Final[tuple[RouteDoc, ...]] = (
+    *_fleet(),
+    *_program(),
+    *_others(),
+    *_weights(),
+    *_aborts(),
+    *_rl(),
+)

@@ -13,12 +13,15 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import trio
 from quart import Quart, Response, request
+from werkzeug.exceptions import MethodNotAllowed, NotFound
+from werkzeug.routing import PathConverter, ValidationError
 
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.routes.models_routes import passed_on
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops import results
+from omni_proxy.admin_ops.configured_routes import READ_METHODS, control_route
 from omni_proxy.admin_ops.engine_words import with_defaults
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import (
@@ -28,6 +31,7 @@ from omni_proxy.admin_ops.routes import (
     TOPPED,
     AdminRoute,
 )
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.proxy_protocol import FIELD, peer_host
 
@@ -39,6 +43,7 @@ NO_TENSORS = {
         "code": "not_implemented",
     }
 }
+CONFIGURED = "/<control_route:path>"
 ELSEWHERE = ("/flush_cache",)  # served in its own dialect, see engines.py
 NO_OBJECT = "request body must be a JSON object"
 LISTS = ("names", "dtypes", "shapes")
@@ -57,6 +62,18 @@ class BroadcastRoutes:
             if route.path not in ELSEWHERE:
                 view = self._view(route)
                 app.add_url_rule(route.path, route.name, view, methods=list(route.methods))
+        app.url_map.converters["control_route"] = _converter(self._services.config_store)
+        methods = list(READ_METHODS)
+        app.add_url_rule(CONFIGURED, "control_route", self.configured, methods=methods)
+
+    async def configured(self, path: str) -> Response:
+        """A route of [[control_routes]]."""
+        route = control_route(self._services.config_store.config, f"/{path}")
+        if route is None:
+            raise NotFound
+        if request.method not in route.methods:
+            raise MethodNotAllowed(route.methods)
+        return shown(await self._services.weight_operations.submit(await self.call(route)))
 
     async def with_top_keys(self, response: Response) -> Response:
         """Refusals that came from elsewhere get our top keys here, whoever made them."""
@@ -95,6 +112,18 @@ class BroadcastRoutes:
             await self._selectors.urls(request.args.get("selector")),
             caller(),
         )
+
+
+def _converter(config_store: ConfigStore) -> type[PathConverter]:
+    class ConfiguredPath(PathConverter):
+        """The paths of [[control_routes]] as they are now, and no other: this is no catch-all."""
+
+        def to_python(self, value: str) -> str:
+            if control_route(config_store.config, f"/{value}") is None:
+                raise ValidationError
+            return value
+
+    return ConfiguredPath
 
 
 def shown(answer: AdminResponse) -> Response:

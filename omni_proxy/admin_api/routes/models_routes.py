@@ -12,6 +12,7 @@ task.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping
 
 import trio
@@ -20,6 +21,7 @@ from quart import Quart, Response, request
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.serializers.explanation import explanation_record
 from omni_proxy.admin_api.services import Services
+from omni_proxy.routing.inspect.keyed_text import keyed_fields
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,
@@ -31,7 +33,15 @@ from omni_proxy.routing.inspect.requirements import (
 )
 from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
 from omni_proxy.routing.pick import explain
-from omni_proxy.routing.routes import MethodNotAllowed, Route, match_route
+from omni_proxy.routing.responses import named_response, pin_to_response_owner
+from omni_proxy.routing.routes import (
+    RESPONSE_OWNER,
+    MethodNotAllowed,
+    Route,
+    configured_routes,
+    match_configured,
+    match_route,
+)
 from omni_proxy.routing.voices import pin_to_voice_owner
 from omni_proxy.upstream_http.client import Call, CallResult, broadcast
 from omni_proxy.wire.bounded_json import TooManyValues, read_json
@@ -189,16 +199,24 @@ class ExplainRoutes:
     async def show(self) -> Response:
         path = request.args.get("path", DEFAULT_PATH)
         try:
-            route = match_route("POST", path)
+            configured = configured_routes(self._services.config_store.config.routes)
+            route = match_route("POST", path) or match_configured(configured, "POST", path)
         except MethodNotAllowed:
             route = None
         if route is None:
             raise bad_request(f"path {path} is no model route; try {DEFAULT_PATH}", "unknown_path")
-        need = await _need_of(route, await body_bytes(), _facts())
+        body = await body_bytes()
+        need = await _need_of(route, body, _facts())
         if need.large_body_class:
             settle_large(self._services.fleet, need)
         data_plane = self._services.data_plane
         pin_to_voice_owner(data_plane.voices, route.traffic, need)
+        if route.text and not need.large_body_class:
+            need.body_fields = keyed_fields(body, route.text)
+        if route.pinning is RESPONSE_OWNER:
+            named = named_response(path, b"" if need.large_body_class else body)
+            owners, now = data_plane.response_owners, time.monotonic()
+            pin_to_response_owner(need, named, owners, now)
         if data_plane.policy.needs_affinity_key:
             need.affinity_key = affinity_key_of(_lines())
         policy = data_plane.policy

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from abc import abstractmethod
-from typing import Protocol
+from typing import Any, Protocol
 
 from omni_proxy.dataplane.exchange.access_log import write_logs
 from omni_proxy.dataplane.exchange.exchange import Exchange
@@ -50,12 +50,21 @@ class KeepAlive(Protocol):
     def reject(self, error: HttpError) -> None: ...
 
 
+class ResponseReader(Protocol):
+    """Reads what is relayed, of the one exchange that it is for: `exchange.stored_responses`.
+    `framing`: a `BodyFraming` of `exchange.response_relay`, or None."""
+
+    exchange: Exchange
+
+    def begin(self, chunk: bytes, framing: Any) -> Any: ...
+
+
 class ExchangeIO(IoTask):
     """One client connection with the exchange that runs on it."""
 
     __slots__ = (
         "body_stream", "close_after_response", "exchange", "head_bytes", "keepalive",
-        "peer", "rest", "services", "settings", "upstream",
+        "peer", "rest", "services", "settings", "upstream", "watch",
     )  # fmt: skip
 
     admin_only = False  # all requests go to the admin API
@@ -71,6 +80,7 @@ class ExchangeIO(IoTask):
         self.upstream: Stream | None = None  # closed at the end unless its pool has taken it back
         self.body_stream: StreamedBody | None = None
         self.keepalive: KeepAlive | None = None
+        self.watch: ResponseReader | None = None  # of an exchange whose response is read
         self.close_after_response = False
         self.rest = b""  # read from the client, not yet consumed
         self.head_bytes = 0  # size of the present request's head

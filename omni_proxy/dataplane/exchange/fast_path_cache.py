@@ -11,7 +11,14 @@ from typing import Final
 import msgspec
 
 from omni_proxy.routing.inspect.requirements import has_json_body
-from omni_proxy.routing.routes import UNPINNED, MethodNotAllowed, Route, match_route
+from omni_proxy.routing.routes import (
+    UNPINNED,
+    ConfiguredRoutes,
+    MethodNotAllowed,
+    Route,
+    match_configured,
+    match_route,
+)
 from omni_proxy.routing.voices import SPEECH_TRAFFIC
 from omni_proxy.wire.head_caching.lru import LruCache
 from omni_proxy.wire.head_caching.request_heads import TEMPLATES
@@ -46,7 +53,8 @@ _NEVER: Final = _Never()
 class FastPathCache:
     """Cached requests of all connections, under one configuration."""
 
-    def __init__(self) -> None:
+    def __init__(self, routes: ConfiguredRoutes) -> None:
+        self._routes = routes
         self._by_template: LruCache[HeadTemplate, CachedRequest | _Never] = LruCache(TEMPLATES)
 
     def find(self, head: RequestHead) -> CachedRequest | None:
@@ -66,10 +74,10 @@ class FastPathCache:
             return None
         method, _, path = head.log_words
         try:
-            route = match_route(method, path)
+            route = match_route(method, path) or match_configured(self._routes, method, path)
         except MethodNotAllowed:
             return None
-        if route is None or route.websocket or route.pinning is not UNPINNED:
+        if route is None or route.websocket or route.pinning is not UNPINNED or route.text:
             return None
         if route.traffic in SPEECH_TRAFFIC:  # a voice may bind it to one worker
             return None

@@ -54,7 +54,9 @@ async def reply_with_error(
     keep = not error.close and not unread and not io.close_after_response
     io.body_stream = None
     body = error.body()
-    reply = encode_local_reply(error.status, body, error.headers, close=not keep)
+    reply = encode_local_reply(
+        error.status, body, error.headers, close=not keep, content_type=error.content_type
+    )
     if fields:
         reply = reply.replace(b"\r\n\r\n", b"\r\n" + fields + b"\r\n", 1)
     if exchange.method == "HEAD":

@@ -14,7 +14,8 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from omni_proxy.admin_ops.routes import is_known
+from omni_proxy.admin_ops.configured_routes import is_known
+from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.exchange.exchange import (
     Exchange,
     add_forwarded,
@@ -31,6 +32,7 @@ from omni_proxy.dataplane.exchange.local_reply import (
 from omni_proxy.dataplane.exchange.request_body import RequestBody
 from omni_proxy.dataplane.exchange.response_relay import relay
 from omni_proxy.dataplane.exchange.sse_keepalive import SseKeepAlive
+from omni_proxy.dataplane.exchange.stored_responses import read_keys
 from omni_proxy.dataplane.loop.task import ClientDisconnected, pause
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed, SentRequest, run_attempt
@@ -47,7 +49,13 @@ from omni_proxy.routing.inspect.requirements import (
     requirements_of_large_json,
 )
 from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
-from omni_proxy.routing.routes import VOICE_OWNER, MethodNotAllowed, match_route
+from omni_proxy.routing.routes import (
+    RESPONSE_OWNER,
+    VOICE_OWNER,
+    MethodNotAllowed,
+    match_configured,
+    match_route,
+)
 from omni_proxy.routing.voices import pin_to_voice_owner
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.forwarded import field_value, with_received
@@ -73,7 +81,9 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
     if head.origin:
         exchange.cors = settings.cors.lines(head.origin)
     try:
-        route = match_route(exchange.method, path)
+        route = match_route(exchange.method, path) or match_configured(
+            settings.routes, exchange.method, path
+        )
     except MethodNotAllowed as wrong:
         if is_preflight(head) and settings.cors:
             return reply_to_preflight(io, exchange, head, wrong.allowed)
@@ -211,6 +221,8 @@ def _inspected(
         settle_large(services.fleet, need)
     if route.traffic != "generation":
         pin_to_voice_owner(services.balancer.voices, route.traffic, need)
+        if route.text or route.pinning is RESPONSE_OWNER:
+            read_keys(io, exchange, need)
     set_requirements(io, exchange, need, (head.lines,), head.request_id)
     if io.settings.forwarded is not None:
         add_forwarded(io.settings.forwarded, exchange, head)
@@ -311,7 +323,7 @@ async def _respond_by_admin_api(io: ExchangeIO, exchange: Exchange, head: Reques
     body = io.take_received_body(exchange, head.length, limit)
     if body is None:
         if head.expects_continue and not io.admin_only:
-            _check_admin_path(head)
+            _check_admin_path(head, settings.config)
         request_body = await _start_body(io, exchange, head, limit)
         await request_body.hold_all()
         body = request_body.take()
@@ -351,11 +363,11 @@ def _admin_lines(io: ExchangeIO, head: RequestHead) -> bytes:
     return with_received(lines, head.host, secure=client.is_tls, local=local)
 
 
-def _check_admin_path(head: RequestHead) -> None:
+def _check_admin_path(head: RequestHead, config: Config) -> None:
     """A client that asks before it sends its body hears at once what the admin API would say in the
     end (RFC 9110 10.1.1). Raises HttpError 404."""
     method, _, path = head.log_words
-    if not is_known(unquote(path)):
+    if not is_known(unquote(path), config):
         raise HttpError(
             404, f"Not Found: {method} {path}", "not_found", close=True, detail="Not Found"
         )

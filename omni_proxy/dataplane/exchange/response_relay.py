@@ -63,6 +63,9 @@ async def relay(
     keep &= framing is None or framing.self_delimiting
     keep &= start.all_sent or io.body_stream is None
     out = b"" if begun is not None else encode_head(exchange, start, head, keep=keep)
+    watched = framing
+    if io.watch is not None and io.watch.exchange is exchange:
+        watched = io.watch.begin(chunk, framing)
     io.phase, exchange.relayed = "relay", True
     try:
         if chunk:
@@ -75,7 +78,7 @@ async def relay(
         if not response.whole:
             # A stream may last for hours: what is not read any more is not kept.
             out = chunk = head.lines = b""
-            await _relay_rest(io, exchange, start, framing)
+            await _relay_rest(io, exchange, start, watched)
     except UpstreamProtocolError as garbage:
         return await _break_off(io, exchange, start, framing, f"RemoteProtocolError: {garbage}")
     except PhaseTimeout as expired:

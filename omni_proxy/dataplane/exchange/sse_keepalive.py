@@ -18,7 +18,8 @@ from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, pause
 from omni_proxy.dataplane.upstream.pool import ResponseStart
-from omni_proxy.wire.chunked import encode_chunk
+from omni_proxy.wire.aborted_reply import AbortedReply
+from omni_proxy.wire.chunked import LAST_CHUNK, encode_chunk
 from omni_proxy.wire.errors import HttpError, error_body
 from omni_proxy.wire.forwarded import field_value
 from omni_proxy.wire.request import RequestHead, drop_fields
@@ -149,8 +150,19 @@ class SseKeepAlive:
         return body[:ERROR_BYTES]
 
     def reject(self, error: HttpError) -> None:
+        if isinstance(error, AbortedReply):
+            self._end_as_aborted(error)
+            return
         self._exchange.end("stream_error", "worker", str(error.code))
         self._cut_off(error.body())
+
+    def _end_as_aborted(self, reply: AbortedReply) -> None:
+        """Its events, and a regular end."""
+        self._exchange.end("refused", "proxy", str(reply.code))
+        client = self._io.client
+        with contextlib.suppress(OSError):
+            client.send(self._framed(reply.body()) + (LAST_CHUNK if self._chunked else b""))
+        client.close()
 
     def _cut_off(self, error: bytes) -> None:
         """Send an error event, and end in a way that no client takes for a regular end."""

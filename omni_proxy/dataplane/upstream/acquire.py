@@ -23,6 +23,7 @@ from omni_proxy.routing.pick import (
     workers_held_for_update,
 )
 from omni_proxy.routing.policies import Policy
+from omni_proxy.routing.responses import ResponseOwners, own_response_owners
 
 # Two processes that both give up the same place find it free again at their next choice; that this
 # happens three times in a row is less likely than one in a million.
@@ -37,6 +38,7 @@ class Balancer:
     ) -> None:
         self.policy = policy
         self.voices = voices
+        self.response_owners: ResponseOwners = own_response_owners()
         self._fleet = fleet
         self._recorders = recorders
 

@@ -18,6 +18,7 @@ from omni_proxy.dataplane.loop.task import ClientDisconnected
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.fleet.worker import FAILED, Worker
+from omni_proxy.wire.aborted_reply import CODE as ABORTED
 from omni_proxy.wire.errors import HttpError
 
 CHANCES: Final = 1000
@@ -131,8 +132,8 @@ class RetryState:
         queue = self._io.services.queue
         try:
             return await queue.wait_for_worker(self._io, self._exchange, no_worker, self._tried)
-        except HttpError:
-            raise error from None
+        except HttpError as refusal:
+            raise refusal if refusal.code == ABORTED else error from None
 
 
 def allowed_attempts(max_total_retries: int) -> int:

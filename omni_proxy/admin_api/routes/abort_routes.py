@@ -1,0 +1,138 @@
+"""POST /abort_request (SGLang) and /abort_requests (vLLM): aborts over the whole fleet.
+
+Contract: nothing is queued, no lock is taken, and no state of a worker but `dead` keeps a call from
+it: an abort must work while an update or a pause runs. A worker that is known to have the request
+is asked alone; without such knowledge all are. An engine of the other kind is told in its own
+words, which its answer to the first call shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final
+
+import trio
+from quart import Quart, Response
+
+from omni_proxy.admin_api.responses import body_bytes, json_response
+from omni_proxy.admin_api.routes.broadcast_routes import target_of, worker_headers
+from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_ops.abort import (
+    AbortFindings,
+    AbortTarget,
+    AbortWords,
+    abort_response,
+    in_words,
+    read_target,
+    urls_to_ask,
+)
+from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.upstream_http.client import MAX_PARALLEL_CALLS, ROUTE_ABSENT, Call
+from omni_proxy.weight_sync.worker_calls import request_worker
+
+ABORT_SECS: Final = 30.0  # a busy engine's own loop may take seconds over it
+
+
+class _Abort:
+    """One request to abort. `words`: those in which it came."""
+
+    def __init__(self, words: AbortWords, body: bytes) -> None:
+        self.words = words
+        self.body = body
+        self.target: AbortTarget = read_target(words, body)
+        self.request_target = target_of(words.value)
+        self.headers = worker_headers(body)
+        self.findings = AbortFindings()
+
+    def calls(self, words: AbortWords, worker: Worker) -> list[Call]:
+        """What `worker` is told in these words. The caller's own are passed on as they came."""
+        if words is self.words:
+            targets, bodies = self.request_target, [self.body]
+        else:
+            running = self.findings.running.get(worker.url, ())
+            targets, bodies = words.value, in_words(words, self.target, running)
+        return [
+            Call("POST", targets, body, self.headers, timeout_secs=ABORT_SECS) for body in bodies
+        ]
+
+
+class AbortRoutes:
+    """`_words`: of workers that turned out to speak the other words, by URL."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._words: dict[str, AbortWords] = {}
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule(
+            AbortWords.SGLANG.value, "abort_request", self.abort_request, methods=["POST"]
+        )
+        app.add_url_rule(
+            AbortWords.VLLM.value, "abort_requests", self.abort_requests, methods=["POST"]
+        )
+
+    async def abort_request(self) -> Response:
+        return await self._abort(AbortWords.SGLANG)
+
+    async def abort_requests(self) -> Response:
+        return await self._abort(AbortWords.VLLM)
+
+    async def _abort(self, words: AbortWords) -> Response:
+        """Raises HttpError 400."""
+        abort = _Abort(words, await body_bytes())
+        abort.findings = await self._services.data_plane.abort(abort.target)
+        workers = self._to_ask(urls_to_ask(abort.target, abort.findings))
+        results = await self._ask(workers, abort)
+        sent_ids = len(abort.target.ids)
+        answer = abort_response(words, results, sent_ids, abort.findings.waiting)
+        return json_response(answer.body, answer.status)
+
+    def _to_ask(self, urls: Collection[str] | None) -> list[Worker]:
+        alive = [w for w in self._services.fleet.workers if w.health.state is not Health.DEAD]
+        self._words = {w.url: self._words[w.url] for w in alive if w.url in self._words}
+        return alive if urls is None else [w for w in alive if w.url in urls]
+
+    async def _ask(self, workers: Sequence[Worker], abort: _Abort) -> list[WorkerResult]:
+        """All at the same moment; the results are in the order of the workers."""
+        results: dict[Worker, WorkerResult] = {}
+        limiter = trio.CapacityLimiter(MAX_PARALLEL_CALLS)
+
+        async def ask(worker: Worker) -> None:
+            results[worker] = await self._ask_one(worker, abort, limiter)
+
+        async with trio.open_nursery() as nursery:
+            for worker in workers:
+                nursery.start_soon(ask, worker)
+        return [results[worker] for worker in workers]
+
+    async def _ask_one(
+        self, worker: Worker, abort: _Abort, limiter: trio.CapacityLimiter
+    ) -> WorkerResult:
+        words = self._words.get(worker.url, abort.words)
+        first = await _call_all(worker, abort.calls(words, worker), limiter)
+        if first.status not in ROUTE_ABSENT:
+            return first
+        second = await _call_all(worker, abort.calls(words.other, worker), limiter)
+        if second.status in ROUTE_ABSENT:
+            return first
+        self._words[worker.url] = words.other
+        return second
+
+
+async def _call_all(
+    worker: Worker, calls: Sequence[Call], limiter: trio.CapacityLimiter
+) -> WorkerResult:
+    """The result of the first call that is no success, else of the last one."""
+    results: dict[int, WorkerResult] = {}
+
+    async def call(number: int) -> None:
+        async with limiter:
+            results[number] = await request_worker(worker, calls[number])
+
+    async with trio.open_nursery() as nursery:
+        for number in range(len(calls)):
+            nursery.start_soon(call, number)
+    inorder = [results[number] for number in range(len(calls))]
+    return next((each for each in inorder if not each.success), inorder[-1])

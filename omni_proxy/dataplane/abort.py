@@ -1,0 +1,78 @@
+"""Aborts, as far as this process knows: requests that wait end here; where the others run.
+
+Contract: nothing is remembered per request. The connections know what they carry, so an abort looks
+through them, and a request that nobody aborts pays nothing. A request that is found waiting never
+reaches a worker afterwards; one that runs is for its worker to abort.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Final
+
+from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.services import ExchangeServices
+from omni_proxy.wire.aborted_reply import AbortedRequest, aborted_reply
+from omni_proxy.wire.errors import HttpError
+
+# Phases in which no worker has the request: between two attempts, and while a worker is dialled.
+NOT_SENT: Final = frozenset(("queue", "backoff", "dial"))
+
+
+def abort_requests(
+    services: ExchangeServices, target: AbortTarget, unix_secs: float
+) -> AbortFindings:
+    """End the requests that are meant and wait; tell which ids were found, and at which workers.
+
+    Call it outside an iteration of the event loop. Where all are meant, nobody looks who runs.
+    """
+    meant = target.matcher()
+    waiting, known = 0, set[str]()
+    running: defaultdict[str, list[str]] = defaultdict(list)
+    for task in list(services.loop.tasks):
+        if not isinstance(task, ExchangeIO):
+            continue
+        exchange = task.exchange
+        if exchange is None or exchange.route is None:
+            continue
+        waits = task.phase in NOT_SENT
+        if not waits and (target.everything or exchange.worker is None):
+            continue
+        ids = _ids(exchange)
+        found = meant(ids)
+        if not found:
+            continue
+        known.update(found)
+        if waits:
+            waiting += 1
+            task.throw(_reply(exchange, int(unix_secs)))
+        elif exchange.worker is not None:
+            running[exchange.worker.url] += ids
+    services.loop.flush()
+    by_url = {url: tuple(ids) for url, ids in running.items()}
+    return AbortFindings(waiting, tuple(known), by_url)
+
+
+def _ids(exchange: Exchange) -> list[str]:
+    """The ids that a request goes by: of its head or its body, and the `rid` of its body."""
+    need = exchange.need
+    ids = [exchange.request_id.decode("latin-1")] if exchange.request_id else []
+    return ids if need is None else [*ids, *need.rids]
+
+
+def _reply(exchange: Exchange, made_at: int) -> HttpError:
+    need, route = exchange.need, exchange.route
+    error = aborted_reply(
+        AbortedRequest(
+            path=route.path if route is not None else "",
+            request_id=exchange.request_id.decode("latin-1"),
+            ids=need.rids if need is not None else (),
+            model=(need.model or "") if need is not None else "",
+            stream=exchange.stream,
+            made_at=made_at,
+        )
+    )
+    error.close = need is None  # it waited for a slot: its body has not been read
+    return error

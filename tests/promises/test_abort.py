@@ -1,0 +1,240 @@
+"""An abort ends requests wherever they are, at once, and touches nothing else."""
+
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from tests.dataplane.loop_script import until
+from tests.promises.abort_engines import VLLM, Engine
+from tests.promises.clients import client_of, post
+from tests.promises.fakes import PATIENCE_SECS
+from tests.promises.fleet_program import program, put
+from tests.promises.processes_fixture import serving
+
+PROBES = "[health]\ninterval_secs = 0.2\nsuccess_threshold = 1\n"
+MANY = 1000
+
+
+@asynccontextmanager
+async def fleet(tmp_path, *engines, server="", more="", processes=1):
+    """The program before these engines."""
+    file = tmp_path / "proxy.toml"
+    async with trio.open_nursery() as nursery:
+        for engine in engines:
+            await nursery.start(engine.serve)
+        entries = "".join(f'[[workers]]\nurl = "{engine.url}"\n' for engine in engines)
+        server = f"port = 0\nprocesses = {processes}\n{server}"
+        put(file, f"[server]\n{server}\n{PROBES}{more}\n{entries}")
+        async with program("--config", file) as running:
+            running.client.headers["connection"] = "close"
+            await running.until_routable(*engines)
+            if processes > 1:
+                await running.until("/status", lambda told: serving(told, processes))
+            yield running
+        nursery.cancel_scope.cancel()
+
+
+class Streams:
+    """Generations that clients have begun through the proxy."""
+
+    def __init__(self, running, nursery):
+        self._running, self._nursery = running, nursery
+        self.begun, self.ended = 0, []
+
+    def begin(self, rid, path="/generate", **fields):
+        body = {"text": "hi", "stream": True, "rid": rid, **fields}
+        self._nursery.start_soon(self._run, path, json.dumps(body).encode())
+
+    async def _run(self, path, body):
+        async with client_of(self._running.client.base_url.netloc.decode()) as client:
+            await client.send(post(body, path=path))
+            await client.until(b"\r\n\r\n")
+            self.begun += 1
+            self.ended.append(await client.until(b"[DONE]"))
+
+    async def until_ended(self, count):
+        with trio.fail_after(PATIENCE_SECS):
+            await until(lambda: len(self.ended) == count)
+
+
+@asynccontextmanager
+async def streams(running):
+    async with trio.open_nursery() as nursery:
+        yield Streams(running, nursery)
+        nursery.cancel_scope.cancel()
+
+
+def generating(*engines):
+    return sum(len(engine.running) for engine in engines)
+
+
+async def abort(running, path="/abort_request", **fields):
+    answer = await running.client.post(path, json=fields)
+    return answer.status_code, answer.json()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_one_id_costs_one_call_to_one_worker(tmp_path, soon, processes):
+    engines = Engine(), Engine(), Engine()
+    async with fleet(tmp_path, *engines, processes=processes) as running, streams(running) as made:
+        for number in range(12):
+            made.begin(f"r{number}")
+        await until(lambda: generating(*engines) == 12)
+        (holder,) = [engine for engine in engines if "r7" in engine.running]
+        status, told = await abort(running, rid="r7")
+        assert status == 200
+        assert [each["worker"] for each in told["results"]] == [holder.url]
+        await made.until_ended(1)
+        assert b'"finish_reason": "abort"' in made.ended[0]
+        assert [engine.aborts for engine in engines] == [
+            [{"rid": "r7"}] if engine is holder else [] for engine in engines
+        ]
+        assert generating(*engines) == 11
+
+
+async def test_a_thousand_generations_end_and_nothing_else_is_touched(tmp_path, soon):
+    engines = Engine(), Engine(), Engine()
+    async with fleet(tmp_path, *engines) as running, streams(running) as made:
+        before = await running.told("/workers")
+        for number in range(MANY):
+            made.begin(f"r{number}")
+        await until(lambda: generating(*engines) == MANY)
+        status, told = await abort(running, abort_all=True)
+        assert (status, len(told["results"])) == (200, 3)
+        await made.until_ended(MANY)
+        await until(lambda: not generating(*engines))
+        assert all(engine.aborts == [{"abort_all": True}] for engine in engines)
+        idle = await running.until(
+            "/workers", lambda told: not any(each["in_flight"] for each in told["workers"])
+        )
+        same = ("url", "routable", "disabled", "weight_version", "status")
+        for then, now in zip(before["workers"], idle["workers"], strict=True):
+            assert {key: then[key] for key in same} == {key: now[key] for key in same}
+        weights = await running.told("/weights")
+        assert (weights["operation"], weights["history"], weights["uncertain"]) == (None, [], {})
+        assert (await running.ask()).status_code == 200
+
+
+async def test_what_is_not_known_here_is_asked_of_all_that_live(tmp_path, soon):
+    engines = Engine(), Engine(), Engine()
+    async with fleet(tmp_path, *engines) as running:
+        answer = await running.client.put(f"/workers/{engines[0].url}", json={"disabled": True})
+        assert answer.status_code in (200, 202)
+        assert (await running.client.post("/pause_generation", json={})).status_code in (200, 502)
+        status, told = await abort(running, rid="elsewhere")
+        assert (status, len(told["results"])) == (200, 3)
+        assert all(engine.aborts == [{"rid": "elsewhere"}] for engine in engines)
+
+
+async def test_a_prefix_is_asked_of_all(tmp_path, soon):
+    engines = Engine(), Engine()
+    async with fleet(tmp_path, *engines) as running, streams(running) as made:
+        for rid in ("a::1", "a::2", "b::1", "b::2"):
+            made.begin(rid)
+        await until(lambda: generating(*engines) == 4)
+        status, told = await abort(running, rid="a::", prefix=True)
+        assert (status, len(told["results"])) == (200, 2)
+        await made.until_ended(2)
+        assert {rid for engine in engines for rid in engine.running} == {"b::1", "b::2"}
+
+
+async def test_a_worker_that_cannot_be_reached_is_told_of(tmp_path, soon):
+    engines = Engine(), Engine()
+    more = "failure_threshold = 1000"
+    async with fleet(tmp_path, *engines, more=more) as running:
+        gone = Engine()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(gone.serve)
+            answer = await running.client.post("/workers", json={"url": gone.url})
+            assert answer.status_code in (200, 202)
+            await running.until_routable(*engines, gone)
+            nursery.cancel_scope.cancel()
+        status, told = await abort(running, abort_all=True)
+        assert status == 502
+        results = {each["worker"]: each for each in told["results"]}
+        assert "error" in results[gone.url]
+        assert all(results[engine.url]["success"] for engine in engines)
+
+
+async def test_an_abort_waits_for_no_operation(tmp_path, soon):
+    engine = Engine()
+    more = "[weight_sync]\nwhile_updating = 'pass'\nverify = 'off'"
+    async with (
+        fleet(tmp_path, engine, more=more) as running,
+        streams(running) as made,
+        trio.open_nursery() as nursery,
+    ):
+        made.begin("r1")
+        await until(lambda: generating(engine) == 1)
+        engine.gate = trio.Event()
+
+        async def update():
+            await running.client.post("/update_weights_from_disk", json={"model_path": "/w"})
+
+        nursery.start_soon(update)
+        await engine.updating.wait()
+        assert (await abort(running, rid="r1"))[0] == 200
+        await made.until_ended(1)
+        assert (await running.told("/weights"))["operation"] is not None
+        engine.gate.set()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_what_waits_here_ends_as_an_engine_would_end_it(tmp_path, soon, processes):
+    engine = Engine()
+    server = "queue_size = 50\nqueue_timeout_secs = 600"
+    async with fleet(tmp_path, engine, server=server, processes=processes) as running:
+        url = f"/workers/{engine.url}"
+        assert (await running.client.put(url, json={"disabled": True})).status_code < 300
+        answers = {}
+
+        async def ask(name, path, **fields):
+            answer = await running.client.post(path, json=fields)
+            answers[name] = answer
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: ask("one", "/generate", rid="w1", text="a"))
+            nursery.start_soon(
+                lambda: ask("streamed", "/generate", rid="w2", text="a", stream=True)
+            )
+            chat = {"messages": [], "request_id": "w3"}
+            nursery.start_soon(lambda: ask("chat", "/v1/chat/completions", **chat))
+            nursery.start_soon(lambda: ask("other", "/generate", rid="x", text="a"))
+            await waiting(running, 4)
+            for rid in ("w1", "w2", "w3"):
+                status, told = await abort(running, rid=rid)
+                assert (status, told["results"], told["ended_in_queue"]) == (200, [], 1)
+            await until(lambda: len(answers) == 3)
+            assert answers["one"].json()["meta_info"]["finish_reason"]["type"] == "abort"
+            assert answers["one"].json()["meta_info"]["id"] == "w1"
+            *events, last = [line for line in answers["streamed"].text.split("\n\n") if line]
+            assert last == "data: [DONE]"
+            assert len(events) == 1
+            assert answers["chat"].json()["choices"][0]["finish_reason"] == "abort"
+            assert {line for line, _ in engine.requests} <= {"GET /model_info HTTP/1.1"}
+            assert (await running.client.put(url, json={"disabled": False})).status_code < 300
+        assert answers["other"].json() == {"id": "x"}  # nobody meant it
+
+
+async def waiting(running, count):
+    await running.until("/status", lambda told: told["data_plane"]["waiting"] == count)
+
+
+async def test_an_engine_of_the_other_kind_is_told_in_its_own_words(tmp_path, soon):
+    sglang, vllm = Engine(), Engine(VLLM)
+    async with fleet(tmp_path, sglang, vllm) as running, streams(running) as made:
+        for number in range(6):
+            made.begin(f"r{number}")
+        await until(lambda: generating(sglang, vllm) == 6)
+        ours = list(vllm.running)
+        status, told = await abort(running, rid=ours[0])
+        assert (status, len(told["results"])) == (200, 1)
+        assert vllm.aborts == [{"request_ids": [ours[0]]}]
+        status, told = await abort(running, VLLM, request_ids=[next(iter(sglang.running))])
+        assert (status, told["status"], told["aborted"]) == (200, "aborted", 1)
+        status, told = await abort(running, VLLM)
+        assert (status, len(told["results"])) == (200, 2)
+        assert (vllm.aborts[-1], sglang.aborts[-1]) == ({}, {"abort_all": True})
+        await made.until_ended(6)
