@@ -15,7 +15,7 @@ from omni_proxy.admin_api.access.auth import KeyCheck
 from omni_proxy.admin_api.access.cors import OpenReads
 from omni_proxy.admin_api.openapi.document import OpenApiRoutes
 from omni_proxy.admin_api.responses import add_json_errors
-from omni_proxy.admin_api.routes.abort_routes import AbortRoutes
+from omni_proxy.admin_api.routes.abort_routes import FleetAbortRoutes
 from omni_proxy.admin_api.routes.broadcast_routes import BroadcastRoutes
 from omni_proxy.admin_api.routes.config_routes import ConfigRoutes
 from omni_proxy.admin_api.routes.dashboard_routes import DashboardRoutes, FeedRoutes
@@ -67,7 +67,7 @@ def create_app(services: Services) -> QuartTrio:
         DashboardRoutes(),
         OpenApiRoutes(),
         BroadcastRoutes(services, selectors),
-        AbortRoutes(services),
+        FleetAbortRoutes(services),
         WeightOperationRoutes(services),
         WeightVersionRoutes(services),
         RolloutRoutes(services, selectors),

@@ -58,7 +58,7 @@ class _Abort:
         ]
 
 
-class AbortRoutes:
+class FleetAbortRoutes:
     """`_words`: of workers that turned out to speak the other words, by URL."""
 
     def __init__(self, services: Services) -> None:
