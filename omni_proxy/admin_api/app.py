@@ -17,10 +17,9 @@ from omni_proxy.admin_api.openapi.document import OpenApiRoutes
 from omni_proxy.admin_api.responses import add_json_errors
 from omni_proxy.admin_api.routes.abort_routes import FleetAbortRoutes
 from omni_proxy.admin_api.routes.broadcast_routes import BroadcastRoutes
-from omni_proxy.admin_api.routes.config_routes import ConfigRoutes
 from omni_proxy.admin_api.routes.dashboard_routes import DashboardRoutes, FeedRoutes
 from omni_proxy.admin_api.routes.engine_routes import EngineRoutes
-from omni_proxy.admin_api.routes.health_routes import FleetHealthRoutes
+from omni_proxy.admin_api.routes.health_routes import ConfigRoutes, FleetHealthRoutes
 from omni_proxy.admin_api.routes.metrics_routes import MetricsRoutes
 from omni_proxy.admin_api.routes.models_routes import ExplainRoutes, MergedModelRoutes
 from omni_proxy.admin_api.routes.rl_routes import RlRoutes

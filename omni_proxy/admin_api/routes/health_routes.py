@@ -1,4 +1,4 @@
-"""Liveness, readiness and health of the fleet, and the status of the process.
+"""Liveness, readiness and health of the fleet; status, configuration and reload of the process.
 
 Invariant: no route here waits for a worker. If a key is configured, a client without it sees the
 counts of /ready and /health, and no worker's address.
@@ -13,12 +13,15 @@ from quart import Quart, Response
 
 from omni_proxy import __version__
 from omni_proxy.admin_api.access.auth import KeyCheck
-from omni_proxy.admin_api.responses import json_response
+from omni_proxy.admin_api.responses import etag, if_match, json_response, raise_on_mismatch
 from omni_proxy.admin_api.serializers.readiness import describe_reason, is_opening, unready
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
+from omni_proxy.config.diff import redacted
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.wire.errors import HttpError
 
 PRIVATE = ("workers", "voice_routing")
 
@@ -110,3 +113,40 @@ class FleetHealthRoutes:
         if not self._keys.presented():
             summary = {name: value for name, value in summary.items() if name not in PRIVATE}
         return json_response(summary, status)
+
+
+class ConfigRoutes:
+    def __init__(self, config_store: ConfigStore) -> None:
+        self._config_store = config_store
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/config", "config", self.show)
+        app.add_url_rule("/reload", "reload", self.reload, methods=["POST"])
+
+    async def show(self) -> Response:
+        config_store = self._config_store
+        payload = {
+            "revision": config_store.revision,
+            "config": redacted(config_store.config),
+            "last_reload": config_store.last_reload,
+        }
+        return json_response(payload, headers=etag(config_store.revision))
+
+    async def reload(self) -> Response:
+        reloaded = await self._config_store.reload("http", if_match())
+        raise_on_mismatch(reloaded)
+        if reloaded.error is not None:
+            raise HttpError(
+                422,
+                str(reloaded.error),
+                "config_refused",
+                outcome=reloaded.outcome,
+                revision=reloaded.revision,
+                refused=reloaded.error.as_dict(),
+            ).with_headers(*etag(reloaded.revision).items())
+        payload = {
+            "outcome": reloaded.outcome,
+            "revision": reloaded.revision,
+            "diff": reloaded.diff,
+        }
+        return json_response(payload, headers=etag(reloaded.revision))
