@@ -86,9 +86,8 @@ def run_rollout(place: AdminTarget, arguments: argparse.Namespace, wait_secs: fl
 
 def _ask(proxy: AdminClient, arguments: argparse.Namespace) -> dict[str, Any]:
     """The rollout as the proxy tells it. Raises AdminClientError, ChangeRefused."""
-    body = {
-        key: value for key in _FIELDS if (value := getattr(arguments, key)) not in (None, False)
-    }
+    given = {key: getattr(arguments, key) for key in _FIELDS}
+    body = {key: value for key, value in given.items() if value is not None and value is not False}
     begins = "model_path" in body or "version" in body
     action = arguments.action or "status"
     if begins and arguments.action is not None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from omni_proxy.cli.screen.text_table import NOTHING, printable, render_table
 
-ENDED: Final = ("succeeded", "failed", "cancelled")
+ENDED: Final = ("none", "succeeded", "failed", "cancelled")
 _HEAD: Final = ("WORKER", "STATE", "BEFORE", "REASON")
 
 
@@ -19,7 +19,7 @@ def has_ended(told: dict[str, Any]) -> bool:
 
 def describe_rollout(told: object) -> str:
     """`v2: running, 1 of 3 updated, loading at URL`; "" where there is none that has not ended."""
-    if not isinstance(told, dict) or has_ended(told) or told.get("state") == "none":
+    if not isinstance(told, dict) or has_ended(told):
         return ""
     return progress_line(told)
 

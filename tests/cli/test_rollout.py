@@ -1,0 +1,133 @@
+import json
+
+import pytest
+
+from omni_proxy.cli import main, rollout
+
+A, B = "http://a:1", "http://b:1"
+PATH = "/weights/rollout"
+
+
+def told(state="running", updated=0, **fields):
+    rows = [
+        {"worker": A, "state": "updating", "step": "loading", "reason": None, "former_version": "v1"},
+        {"worker": B, "state": "pending", "step": None, "reason": None, "former_version": None},
+    ]  # fmt: skip
+    made = {"id": "1", "state": state, "weight_version": "v2", "updated": updated, "total": 2,
+            "workers": rows, "cause": None, "waits_for": None}  # fmt: skip
+    return made | fields
+
+
+def begun(state="running"):
+    return (202, {"success": True, "message": "it has begun", "rollout": told(state)})
+
+
+def events(*rollouts):
+    return (200, b"".join(b"data: %b\n\n" % json.dumps(each).encode() for each in rollouts))
+
+
+def test_without_words_it_shows_the_rollout(proxy, capsys):
+    proxy.says[PATH] = (200, told(waits_for="waits for http://c:1"))
+    assert main(["weights", "rollout", "--url", proxy.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"v2: running, 0 of 2 updated, loading {A}, waits for http://c:1"
+    assert [line.split() for line in lines[1:]] == [
+        ["WORKER", "STATE", "BEFORE", "REASON"], [A, "loading", "v1", "-"], [B, "pending", "-", "-"]
+    ]  # fmt: skip
+
+
+def test_where_there_was_none_it_says_so(proxy, capsys):
+    proxy.says[PATH] = (200, {"id": None, "state": "none", "workers": []})
+    assert main(["weights", "rollout", "--url", proxy.url, "--follow"]) == 0
+    assert capsys.readouterr().out == "there was no rollout since the proxy started\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "body"),
+    [
+        (["--model-path", "/m", "--weight-version", "v2"], PATH,
+         {"model_path": "/m", "weight_version": "v2"}),
+        (["--version", "3", "--max-unavailable", "25%", "--canary", "2", "--drain-secs", "0"], PATH,
+         {"version": 3, "max_unavailable": "25%", "canary": 2, "drain_secs": 0.0}),
+        (["--version", "step-3", "--max-unavailable", "2", "--pause-after-canary"], PATH,
+         {"version": "step-3", "max_unavailable": 2, "pause_after_canary": True}),
+        (["--version", "3", "--selector", "model=m"], f"{PATH}?selector=model%3Dm", {"version": 3}),
+        (["pause"], f"{PATH}/pause", {}),
+        (["resume"], f"{PATH}/resume", {}),
+        (["cancel"], f"{PATH}/cancel", {}),
+    ],
+)  # fmt: skip
+def test_each_action_asks_its_route(proxy, words, path, body):
+    proxy.says[path.partition("?")[0]] = begun()
+    assert main(["weights", "rollout", *words, "--url", proxy.url, "--api-key", "k"]) == 0
+    assert (path, body, "Bearer k") in proxy.asked
+
+
+@pytest.mark.parametrize(("state", "status"), [("succeeded", 0), ("failed", 1), ("cancelled", 1)])
+def test_follow_shows_each_step_once_and_ends_with_it(proxy, capsys, state, status):
+    answers = [begun(), events(told(), told(), told(updated=1), told(state, 2, cause="why"))]
+    proxy.says[PATH] = lambda: answers.pop(0)
+    words = ["--model-path", "/m", "--weight-version", "v2", "--follow"]
+    assert main(["weights", "rollout", *words, "--url", proxy.url]) == status
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        f"v2: running, 0 of 2 updated, loading {A}", f"v2: running, 1 of 2 updated, loading {A}"
+    ]  # fmt: skip
+    assert out.splitlines()[0] == f"v2: {state}, 2 of 2 updated, loading {A}, why"
+    assert proxy.asked[-1][0] == f"{PATH}?follow=true"
+
+
+def test_follow_waits_for_a_proxy_that_restarts(proxy, capsys, monkeypatch):
+    monkeypatch.setattr(rollout, "RETRY_SECS", 0.01)
+    answers = [
+        (200, told()),
+        events(told()),
+        (503, {}),
+        events(told(updated=1), told("succeeded", 2)),
+    ]
+    proxy.says[PATH] = lambda: answers.pop(0)
+    assert main(["weights", "rollout", "--follow", "--json", "--url", proxy.url]) == 0
+    out, err = capsys.readouterr()
+    assert (json.loads(out)["state"], err) == ("succeeded", "")
+
+
+def test_follow_gives_a_proxy_up_that_does_not_come_back(proxy, capsys, monkeypatch):
+    monkeypatch.setattr(rollout, "PATIENCE_SECS", 0.0)
+    answers = [(200, told()), (503, {"error": {"message": "it leaves"}})]
+    proxy.says[PATH] = lambda: answers.pop(0)
+    assert main(["weights", "rollout", "--follow", "--url", proxy.url]) == 2
+    assert "it leaves" in capsys.readouterr().err
+
+
+def test_what_the_proxy_refuses_is_said(proxy, capsys):
+    error = {"error": {"message": "http://a:1 reports 'v2' already", "code": "label_in_use"}}
+    proxy.says[PATH] = (409, error)
+    words = ["--model-path", "/m", "--weight-version", "v2"]
+    assert main(["weights", "rollout", *words, "--url", proxy.url]) == 1
+    assert "reports 'v2' already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--canary", "2"], "what is to be rolled out?"),
+        (["pause", "--model-path", "/m"], "pause goes without"),
+    ],
+)
+def test_words_that_do_not_fit_together_are_refused(proxy, capsys, words, said):
+    assert main(["weights", "rollout", *words, "--url", proxy.url]) == 2
+    assert said in capsys.readouterr().err
+    assert proxy.asked == []
+
+
+def test_status_and_the_fleet_show_the_one_that_runs(proxy, capsys):
+    weights = {
+        "operation": None, "waiting": [], "weight_epoch": 3, "weight_version": "v1", "workers": [],
+        "uncertain": {}, "journal": {"error": None}, "history": [], "rollout": told(),
+    }  # fmt: skip
+    proxy.says["/weights"] = (200, weights)
+    assert main(["weights", "--url", proxy.url]) == 0
+    assert f"rollout: v2: running, 0 of 2 updated, loading {A}" in capsys.readouterr().out
+    proxy.says["/weights"] = (200, weights | {"rollout": told("succeeded")})
+    assert main(["weights", "--url", proxy.url]) == 0
+    assert "rollout" not in capsys.readouterr().out
