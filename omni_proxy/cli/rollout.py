@@ -81,7 +81,9 @@ def run_rollout(place: AdminTarget, arguments: argparse.Namespace, wait_secs: fl
         print(json.dumps(told, indent=2))
     else:
         print("\n".join(rollout_lines(told)))
-    return 1 if told.get("state") in ("failed", "cancelled", "rolling_back") else 0
+    wanted = ("cancelled", "rolling_back") if arguments.action == "cancel" else ()
+    undone = told.get("state") in ("failed", "cancelled", "rolling_back")
+    return 1 if undone and told.get("state") not in wanted else 0
 
 
 def _ask(proxy: AdminClient, arguments: argparse.Namespace) -> dict[str, Any]:

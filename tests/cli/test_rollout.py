@@ -99,6 +99,13 @@ def test_follow_gives_a_proxy_up_that_does_not_come_back(proxy, capsys, monkeypa
     assert "it leaves" in capsys.readouterr().err
 
 
+def test_a_cancel_that_is_obeyed_is_no_failure(proxy):
+    proxy.says[f"{PATH}/cancel"] = begun("rolling_back")
+    assert main(["weights", "rollout", "cancel", "--url", proxy.url]) == 0
+    proxy.says[PATH] = (200, told("rolling_back"))
+    assert main(["weights", "rollout", "--url", proxy.url]) == 1
+
+
 def test_what_the_proxy_refuses_is_said(proxy, capsys):
     error = {"error": {"message": "http://a:1 reports 'v2' already", "code": "label_in_use"}}
     proxy.says[PATH] = (409, error)
