@@ -43,7 +43,7 @@ def create_app(services: Services) -> QuartTrio:
     app.url_map.merge_slashes = False  # a worker id has "//", and a redirect would lose the body
     keys = KeyCheck(services.config_store)
     pauses = partial(_visible_pauses, services, keys)
-    notes = WorkerNotes(services.fleet)
+    notes = WorkerNotes(services.fleet, gateway_ids=services.dialect == "sglang")
     records = WorkerRecords(
         services.fleet, services.drains, notes, lambda: reasons(services, pauses()), pauses
     )

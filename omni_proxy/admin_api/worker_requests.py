@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from omni_proxy.admin_api.fleet_changes import gateway_id
 from omni_proxy.admin_api.responses import bad_request
 from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.config.url import normalize_url
@@ -177,12 +178,19 @@ class WorkerNote:
 
 
 class WorkerNotes:
-    def __init__(self, fleet: Fleet) -> None:
+    """`gateway_ids`: clients know workers by ids as sglang-router has them."""
+
+    def __init__(self, fleet: Fleet, *, gateway_ids: bool = False) -> None:
         self._fleet = fleet
+        self._gateway_ids = gateway_ids
         self._notes: dict[Worker, WorkerNote] = {}
 
     def get(self, worker: Worker) -> WorkerNote:
         return self._notes.get(worker) or WorkerNote()
+
+    def public_id(self, worker: Worker) -> str:
+        """As `id` and `worker_id` of responses have it."""
+        return gateway_id(worker.url) if self._gateway_ids else worker.id
 
     def update(self, worker: Worker, fields: Mapping[str, object]) -> None:
         """Set those of `fields` that `WorkerNote` has; others are ignored."""

@@ -237,7 +237,7 @@ class WorkerRoutes:
 
     async def delete(self, name: str) -> Response:
         worker = self._changes.find(name)
-        payload: dict[str, object] = {"status": "ok", "worker_id": worker.id}
+        payload: dict[str, object] = {"status": "ok", "worker_id": self._notes.public_id(worker)}
         if asked_to_drain():
             if self._is_async():
                 await self._drains.begin_removal(worker)
@@ -271,29 +271,26 @@ class WorkerRoutes:
         headers = etag(self._services.config_store.revision)
         record = self._records.record(worker)
         return json_response(
-            {"status": "ok", **said, **_naming(worker), "worker": record}, headers=headers
+            {"status": "ok", **said, **self._naming(worker), "worker": record}, headers=headers
         )
 
     def _accepted(self, worker: Worker, message: str, ignored: Sequence[str] = ()) -> Response:
         answer: dict[str, object] = {
             "status": "accepted",
-            **_naming(worker),
+            **self._naming(worker),
             "message": message,
             "worker": self._records.record(worker),
         }
         if ignored:
             answer["ignored"] = ignored
-        headers = {"Location": _location(worker), **etag(self._services.config_store.revision)}
+        location = str(answer["location"])
+        headers = {"Location": location, **etag(self._services.config_store.revision)}
         return json_response(answer, 202, headers)
 
-
-def _location(worker: Worker) -> str:
-    return f"/workers/{worker.id}"
-
-
-def _naming(worker: Worker) -> dict[str, object]:
-    """What smg's clients read at the top of every answer about a worker."""
-    return {"worker_id": worker.id, "url": worker.url, "location": _location(worker)}
+    def _naming(self, worker: Worker) -> dict[str, object]:
+        """What smg's clients read at the top of every answer about a worker."""
+        name = self._notes.public_id(worker)
+        return {"worker_id": name, "url": worker.url, "location": f"/workers/{name}"}
 
 
 def _coded(view: View[Given]) -> View[Given]:

@@ -179,6 +179,7 @@ class WorkerRecords:
         note = self._notes.get(worker)
         return {
             **worker_record(worker),
+            "id": self._notes.public_id(worker),
             "why": why(worker),
             "paused": pause.to_dict() if pause is not None else None,
             "draining": self._drains.get_record(worker),
