@@ -35,10 +35,12 @@ def test_the_defaults_hold_as_they_are_printed_and_warn_of_nothing(kind):
     assert (config.admin.metrics_listen, config.server.log_file) == ("", "off")
 
 
-def test_a_queue_is_behind_a_bound_only():
-    assert started(SglangRouterArgs(queue_size=7))[0].server.queue_size == 0
+def test_requests_wait_while_weights_change_also_without_a_bound():
+    config, _ = started(SglangRouterArgs())
+    assert (config.server.max_inflight, config.server.queue_size) == (0, 100)
     config, _ = started(SglangRouterArgs(queue_size=7, max_concurrent_requests=3))
-    assert (config.server.queue_size, config.server.queue_timeout_secs) == (7, 60)
+    assert (config.server.max_inflight, config.server.queue_size) == (3, 7)
+    assert config.server.queue_timeout_secs == 60
 
 
 def test_what_slime_sets_is_set():
