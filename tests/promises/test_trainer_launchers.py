@@ -29,14 +29,14 @@ def environment(tmp_path, **more):
 
 
 @asynccontextmanager
-async def trained(manner, tmp_path, new_weights):
+async def trained(manner, tmp_path, new_weights, *words_of_engines):
     """What the trainer saw, the ports that its router had, and the engines."""
     ports = SimpleNamespace(router=free_port(), prometheus=free_port())
     flags = (
         f"--sglang-router-port {ports.router} --prometheus {ports.prometheus} "
         f"--weights {new_weights.path}"
     )
-    async with replicas(2) as engines:
+    async with replicas(2, *words_of_engines) as engines:
         await up(engines)
         facts = tmp_path / "facts.json"
         words = [sys.executable, "-m", "tests.promises.trainer_launchers", manner, str(facts)]
@@ -111,12 +111,18 @@ async def test_nemo_rl_starts_it_in_a_fresh_interpreter_with_a_name_that_nobody_
 async def test_skyrl_starts_it_before_its_servers_and_keeps_each_trajectory_together(
     tmp_path, new_weights
 ):
-    async with trained("skyrl", tmp_path, new_weights) as seen:
+    async with trained("skyrl", tmp_path, new_weights, "--dialect", "vllm") as seen:
         assert seen.is_pd is False
         samples = [each["before"] for each in seen.rounds] + [seen.last]
         for version, round_ in zip([None, "step-0", "step-1"], samples, strict=True):
             if version is not None:
                 assert {each["header"] for each in round_} == {version}
+        assert [each["told"] for each in seen.rounds] == [
+            [True, True, "step-0"],
+            [True, True, "step-1"],
+        ]
+        assert seen.tokens == [{"tokens": 8, "header": "step-1"}] * 2
+        assert seen.world_size == 2
         during = [each for round_ in seen.rounds for each in round_["during"]]
         assert len(during) == 64
         texts = {}

@@ -126,14 +126,27 @@ class SglangTrainer:
     def rollouts(self, pool):
         return list(pool.map(self.generate, [f"s{number % 4}" for number in range(SAMPLES)]))
 
-    def aborted(self, pool):
-        """Long samples on engines that stand still, ended as partial rollouts are: the trainer asks
-        the router for its engines, and each engine to abort."""
-        begun = [pool.submit(self.generate, f"s{number}", LONG) for number in range(4)]
+    def aborted(self, pool, round_number):
+        """Long samples on engines that stand still, ended as partial rollouts are."""
+        begun = [
+            pool.submit(self.generate, f"s{number}", LONG, f"r{round_number}-{number}")
+            for number in range(4)
+        ]
         wait_until(lambda: self.in_flight() == len(begun), "long samples")
-        for each in self.client.get(f"{self.url}/workers").json()["workers"]:
-            self.post(f"{each['url']}/abort_request", {"abort_all": True})
+        self.abort(round_number)
         return [sample.result()["reason"] for sample in begun]
+
+    def abort(self, round_number):
+        """As slime does: the router names its engines, and each is asked; then at the router, all;
+        then at the router, those of this round."""
+        if round_number == 0:
+            for each in self.client.get(f"{self.url}/workers").json()["workers"]:
+                self.post(f"{each['url']}/abort_request", {"abort_all": True})
+        elif round_number == 1:
+            self.post(f"{self.url}/abort_request", {"abort_all": True})
+        else:
+            body = {"rid": f"r{round_number}-", "prefix": True}
+            self.post(f"{self.url}/abort_request", body)
 
     def update(self, version):
         body = {"model_path": self.given.weights, "weight_version": version}
@@ -176,7 +189,7 @@ def slime(engines, facts):
         for number in range(3):
             before = trainer.rollouts(pool)
             trainer.post(f"{trainer.url}/pause_generation", {"mode": "in_place"})
-            aborted = trainer.aborted(pool)
+            aborted = trainer.aborted(pool, number)
             trainer.update(f"step-{number}")
             trainer.post(f"{trainer.url}/continue_generation", {})
             facts["rounds"].append({"before": before, "aborted": aborted})
@@ -261,11 +274,34 @@ class SkyRlClient:
         path = f"/finish_session?session_id={quote(session)}"
         return self.client.post(f"{self.url}{path}", timeout=10).status_code
 
+    def tokens(self, session):
+        """The token route, of which the renderers of trainers know nothing else."""
+        asked = {"prompt": f"trajectory {session}", "model": self.model}
+        told = self.post("/tokenize", asked).json()["tokens"]
+        body = {
+            "token_ids": told,
+            "model": self.model,
+            "sampling_params": {"max_tokens": 8, "temperature": 0, "ignore_eos": True},
+        }
+        answer = self.post("/inference/v1/generate", body, headers={"X-Session-ID": session})
+        return {
+            "tokens": len(answer.json()["choices"][0]["token_ids"]),
+            "header": answer.headers.get("x-omni-weight-version"),
+        }
+
+    @property
+    def model(self):
+        return self.client.get(f"{self.url}/v1/models").json()["data"][0]["id"]
+
     def update(self, version):
-        self.post("/pause_generation", {"mode": "retract"})
+        self.post("/pause?mode=keep")
+        paused = self.client.get(f"{self.url}/is_paused").json()["is_paused"]
         body = {"model_path": self.weights, "weight_version": version}
         self.post("/update_weights_from_disk", body)
-        self.post("/continue_generation", {})
+        self.post("/resume")
+        resumed = not self.client.get(f"{self.url}/is_paused").json()["is_paused"]
+        told = self.client.get(f"{self.url}/weight_info").json()["weight_version"]
+        return [paused, resumed, told]
 
 
 def skyrl(engines, facts):
@@ -295,10 +331,12 @@ def skyrl(engines, facts):
             running = [
                 pool.submit(skyrl_client.chat, f"t{each % 4}") for each in range(4 * SAMPLES)
             ]
-            skyrl_client.update(f"step-{number}")
+            told = skyrl_client.update(f"step-{number}")
             during = [each.result() for each in running]
-            facts["rounds"].append({"before": before, "during": during})
+            facts["rounds"].append({"before": before, "during": during, "told": told})
         facts["last"] = skyrl_client.trajectories(pool)
+        facts["tokens"] = list(pool.map(skyrl_client.tokens, ["t0", "t1"]))
+    facts["world_size"] = skyrl_client.client.get(f"{url}/get_world_size").json()["world_size"]
     facts["finished"] = [skyrl_client.finish_session(f"t{number}") for number in range(4)]
     facts["end"] = router.end(5.0)
     facts["log"] = log_file.read_text()
