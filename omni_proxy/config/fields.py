@@ -144,6 +144,22 @@ def read_header_name(value: object) -> object:
     return value
 
 
+def read_session_header(value: object) -> object:
+    """In lower case: names of header fields have none."""
+    if not isinstance(value, str):
+        return value
+    if not _HEADER_NAME.fullmatch(value):
+        raise ValueError(f'"{value}" is no name of a header; "x-session-id" is one')
+    return value.lower()
+
+
+def read_body_key(value: object) -> object:
+    """A key of a JSON body, or several from the outermost on, joined by dots."""
+    if isinstance(value, str) and not all(value.split(".")):
+        raise ValueError(f'"{value}" is no key; write "user", or "session_params.session_id"')
+    return value
+
+
 POLICIES: Final = (
     "round_robin", "least_request", "random", "power_of_two", "cache_aware",
     "consistent_hashing", "prefix_hash",

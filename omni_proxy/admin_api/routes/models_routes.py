@@ -21,12 +21,12 @@ from quart import Quart, Response, request
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.serializers.explanation import explanation_record
 from omni_proxy.admin_api.services import Services
+from omni_proxy.routing.inspect.affinity_key import affinity_key_reader
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,
     Requirements,
-    affinity_key_of,
     has_json_body,
     inspect_request,
     requirements_of_large_json,
@@ -218,7 +218,9 @@ class ExplainRoutes:
             owners, now = data_plane.response_owners, time.monotonic()
             pin_to_response_owner(need, named, owners, now)
         if data_plane.policy.needs_affinity_key:
-            need.affinity_key = affinity_key_of(_lines())
+            routing = self._services.config_store.config.routing
+            keys = affinity_key_reader(routing.session_headers, routing.session_body_keys)
+            need.affinity_key = keys.read(_lines(), body)
         policy = data_plane.policy
         explanation = explain(self._services.fleet, need, policy, data_plane.voices.owner)
         return json_response(explanation_record(explanation, need, policy.name))

@@ -1,16 +1,14 @@
 """What a request requires of a worker, read from its body and its hint headers (omni-router.md 7).
 
-Also the affinity key of a request (routers.md 1.1), and what is known of a large body from its
-beginning. Invariant: the same body and hints give the same `Requirements`; the body is decoded for
-reading only and is forwarded byte for byte. A body that is not JSON where JSON is required is
-refused. `requirements_of_beginning` returns what the whole body would give, or None.
+Also what is known of a large body from its beginning. Invariant: the same body and hints give the
+same `Requirements`; the body is decoded for reading only and is forwarded byte for byte. A body
+that is not JSON where JSON is required is refused. `requirements_of_beginning` returns what the
+whole body would give, or None.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, Protocol
@@ -391,34 +389,6 @@ def _hinted_mask(text: str, prefix: str) -> int:
         if name not in CAPABILITY_BITS:
             raise _bad(f"{prefix}capabilities contains unsupported capability {name!r}")
     return capability_mask(names)
-
-
-# The affinity key. A header made for the purpose wins over credentials, the address that a load
-# balancer passed on, and the cookie. Long values are hashed, so that a key is short.
-
-MAX_KEY_BYTES = 256
-# In the order of preference.
-NAMES = (b"x-smg-routing-key", b"x-session-id", b"authorization", b"x-forwarded-for", b"cookie")
-_LINE = re.compile(rb"(?:^|\n)(" + b"|".join(NAMES) + rb"):[ \t]*([^\r\n]*)", re.IGNORECASE)
-
-
-def affinity_key_of(lines: bytes) -> str:
-    """Of header lines `name: value` with CRLF; "" where nothing tells clients apart."""
-    found: dict[bytes, bytes] = {}
-    for line in _LINE.finditer(lines):
-        value = line[2].rstrip(b" \t")
-        if value:
-            found.setdefault(line[1].lower(), value)
-    for name in NAMES:
-        if name in found:
-            return _short(found[name])
-    return ""
-
-
-def _short(value: bytes) -> str:
-    if len(value) > MAX_KEY_BYTES:
-        return hashlib.blake2b(value, digest_size=16).hexdigest()
-    return value.decode("latin-1")
 
 
 def settle_unread(fleet: Fleet, need: Requirements) -> None:
