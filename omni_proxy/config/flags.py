@@ -68,7 +68,7 @@ _SESSIONS: Final[dict[str, object]] = {"routing.sticky_sessions": True}
 _MEANT_TOO: Final = {
     ("routing.policy", "manual"): _SESSIONS,
     ("routing.policy", "session_aware"): _SESSIONS,
-    ("routing.policy", "sticky_least_loaded"): _SESSIONS,
+    ("routing.policy", "sticky_least_loaded"): {**_SESSIONS, "routing.sticky_load": "sessions"},
 }
 _FLAG_OF: Final = {key: flag for flag, key in FLAGS.items()}
 _PLACE: Final = "command line"

@@ -32,6 +32,7 @@ OPEN_PATHS = frozenset(
     )
 )  # fmt: skip
 OPEN_BELOW = ("/workers/", "/v1/models/")
+OPEN_POSTS = frozenset(("/finish_session",))  # of clients of models, who have no admin key
 ON_BOTH = "/metrics"
 ADMIN_HOST = "admin"  # as `dataplane.upstream.pool` writes them
 METRICS_HOST = "metrics"
@@ -39,7 +40,7 @@ METRICS_HOST = "metrics"
 
 def needs_key(method: str, path: str, admin: AdminConfig) -> bool:
     if method not in SAFE_METHODS:
-        return True
+        return path not in OPEN_POSTS
     if path == "/metrics":
         return not admin.open_metrics
     return path not in OPEN_PATHS and not path.startswith(OPEN_BELOW)

@@ -41,6 +41,8 @@ ANY_HOST: Final = frozenset(
         "/v1/models/<path:model>", "/dashboard",
     )
 )  # fmt: skip
+# What clients of models send beside their requests: under any name that those come by.
+ANY_HOST_POST: Final = frozenset(("/finish_session",))
 SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
 _OWN_SITES: Final = ("none", "same-origin")
 _PAGE_MODES: Final = ("navigate", "no-cors", "same-origin", "websocket")
@@ -98,6 +100,8 @@ class Caller:
     def _open_to_any_host(self) -> bool:
         if self._rule == "/metrics":
             return self.config.admin.open_metrics
+        if self._rule in ANY_HOST_POST:
+            return True
         return self._rule in ANY_HOST and self.request.method in SAFE_METHODS
 
     def _forwarded(self, what: str) -> list[str]:

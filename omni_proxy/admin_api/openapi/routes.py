@@ -149,6 +149,15 @@ def _program() -> Iterator[RouteDoc]:
 
 
 def _others() -> Iterator[RouteDoc]:
+    session = Parameter("session_id", TOKEN, "as its requests name it", required=True)
+    yield RouteDoc(
+        "post",
+        "/finish_session",
+        "a sticky session is over; unknown ones too get 200",
+        {200: "FinishedSession"},
+        (400,),
+        query=(session,),
+    )
     yield RouteDoc("get", "/v1/models", "the models of all workers", {200: "Models"}, (502, 503))
     says = "one model of that list"
     yield RouteDoc("get", "/v1/models/{model}", says, {200: "Fields"}, (404, 502, 503))

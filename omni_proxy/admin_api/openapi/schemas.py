@@ -56,7 +56,7 @@ def _worker() -> Schema:
     counts = (
         "active_requests", "consecutive_failures", "consecutive_successes", "routed_requests",
         "successful_requests", "failed_requests", "weight", "max_inflight", "in_flight",
-        "peak_in_flight", "weight_epoch", "load", "priority",
+        "peak_in_flight", "weight_epoch", "load", "sessions", "priority",
     )  # fmt: skip
     by_class = (f"{what}_requests_by_class" for what in ("routed", "successful", "failed"))
     return shape(
@@ -195,6 +195,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "Worker": _worker(),
     "Pool": _pool(),
     "Alive": shape(status={"const": "alive"}),
+    "FinishedSession": shape(session_id=TEXT, finished=FLAG),
     "Status": shape(
         version=TEXT, pid=COUNT, started_at=TIME, uptime_secs=NUMBER, listeners=listed(TEXT),
         revision=COUNT, config_file=TEXT_OR_NULL, state_file=TEXT_OR_NULL,

@@ -3,12 +3,15 @@
 Contract: the texts are those that its clients compare, character by character (routers.md 5). A
 worker is added only after it answered its health check; until then nothing has changed. Who names
 the worker in a JSON body, as miles does, gets JSON, and may repeat itself.
+
+POST /finish_session of vllm-router: a sticky session is over. The same again changes nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from urllib.parse import parse_qs
 
 from quart import Quart, Response, request
 
@@ -17,6 +20,7 @@ from omni_proxy.admin_api.responses import bad_request, json_object, json_respon
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_arrivals import MAX_WAIT_SECS, WAIT_SECS, WorkerArrivals
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.affinity_key import session_key
 from omni_proxy.wire.errors import HttpError
 
 log = logging.getLogger(__name__)
@@ -120,3 +124,26 @@ def _wait_secs() -> float:
     if not 0 < secs <= MAX_WAIT_SECS:
         raise bad_request(f"timeout_secs must be a number above 0, up to {MAX_WAIT_SECS:g}")
     return secs
+
+
+class SessionRoutes:
+    """The end of a sticky session, told by the client: it is no load any more (features.md 6).
+
+    Answered at once, without a lock and without waiting for a worker. It needs no key: who knows a
+    session's id may send requests of that session as well.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/finish_session", "finish_session", self.finish, methods=["POST"])
+
+    async def finish(self) -> Response:
+        # Its bytes, which make the key that the same bytes in a header make.
+        query = parse_qs(request.query_string.decode("latin-1"), encoding="latin-1")
+        value = query.get("session_id", [""])[0].strip(" \t").encode("latin-1")
+        if not value:
+            raise bad_request("name the session: POST /finish_session?session_id=ID")
+        finished = self._services.data_plane.finish_session(session_key(value))
+        return json_response({"session_id": value.decode("utf-8", "replace"), "finished": finished})

@@ -115,6 +115,7 @@ class Snapshots:
             "last_error": machine.last_error,
             "in_flight": worker.in_flight,
             "max_inflight": worker.max_inflight,
+            "sessions": self._services.data_plane.session_count(worker),
             **instruments.recent.worker_window(worker, now)._asdict(),
             "silent_secs": instruments.stall_detector.silent_secs(worker, now) if counted else None,
             "routed": sum(worker.routed.values()),

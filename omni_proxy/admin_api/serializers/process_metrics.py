@@ -23,6 +23,7 @@ def of_program(services: Services) -> Iterator[Metric]:
     yield from _data_plane(services)
     yield from _config(services)
     yield from _policy(services.data_plane.policy.name, services.data_plane.policy.stats())
+    yield from _sessions(services)
     yield from _weights(services)
     yield from _itself(services)
     yield from ProcessCollector(registry=CollectorRegistry(auto_describe=False)).collect()
@@ -92,9 +93,21 @@ def _policy(name: str, facts: Mapping[str, object]) -> Iterator[Metric]:
     yield one("prefix_match_ratio", "Share of all text that was in the tree", matched)
     sticky = _table(facts, "sticky")
     yield one("sticky_sessions", "Sessions remembered", sticky.get("sessions", 0))
-    kept = [((result,), sticky.get(result, 0)) for result in ("kept", "begun")]
-    text = "Requests that stayed, or began anew"
+    results = ("kept", "begun", "moved", "rebalanced")
+    kept = [((result,), sticky.get(result, 0)) for result in results]
+    text = "Requests that stayed, began a session, or moved one"
     yield from counters("sticky_picks", text, ("result",), kept)
+    finished = sticky.get("finished", 0)
+    yield total("sticky_sessions_finished", "Sessions ended by /finish_session", finished)
+
+
+def _sessions(services: Services) -> Iterator[Metric]:
+    """No sample while sessions are not sticky."""
+    if services.config_store.config.routing.sticky_sessions:
+        count = services.data_plane.session_count
+        counts = [((worker.url,), count(worker)) for worker in services.fleet.workers]
+        text = "Sticky sessions that are at a worker"
+        yield from gauges("worker_sessions", text, ("worker",), counts)
 
 
 def _weights(services: Services) -> Iterator[Metric]:

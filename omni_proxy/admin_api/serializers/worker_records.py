@@ -17,9 +17,7 @@ from omni_proxy.admin_api.serializers.readiness import HOW_TO_CONTINUE
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
 from omni_proxy.fleet.health import Health
-from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker, capability_names
-from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 
 RESOLVE = "`omni-proxy weights resolve` brings it back once its weights are verified"
@@ -147,14 +145,14 @@ def worker_record(worker: Worker) -> dict[str, object]:
 class WorkerRecords:
     def __init__(
         self,
-        fleet: Fleet,
-        drains: WorkerDrains,
+        services: Services,
         notes: WorkerNotes,
         reasons: Callable[[], Why],
         pauses: Pauses,
     ) -> None:
-        self._fleet = fleet
-        self._drains = drains
+        self._fleet = services.fleet
+        self._drains = services.drains
+        self._data_plane = services.data_plane
         self._notes = notes
         self._reasons = reasons
         self._pauses = pauses
@@ -189,6 +187,7 @@ class WorkerRecords:
             "is_healthy": worker.health.state is Health.HEALTHY,
             "status": GATEWAY_STATUS[worker.health.state],
             "load": worker.in_flight,
+            "sessions": self._data_plane.session_count(worker),
             "priority": note.priority,
             "cost": note.cost,
             "labels": note.labels,

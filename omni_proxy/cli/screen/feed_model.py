@@ -50,6 +50,7 @@ class FleetRow(Struct, frozen=True):
     last_error: str | None = None
     in_flight: int = 0
     max_inflight: int = 0
+    sessions: int = 0  # sticky ones that are there
     rate: float = 0.0
     errors: int = 0
     answers: int = 0

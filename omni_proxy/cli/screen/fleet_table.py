@@ -20,10 +20,11 @@ from omni_proxy.cli.screen.text_table import (
     truncate_middle,
 )
 
-HEAD: Final = ("WORKER", "STATE", "BUSY", "REQ/S", "P50", "P99", "ERR", "WEIGHTS")
-_RIGHT: Final = ("BUSY", "REQ/S", "P50", "P99", "ERR")
+HEAD: Final = ("WORKER", "STATE", "BUSY", "SESS", "REQ/S", "P50", "P99", "ERR", "WEIGHTS")
+_RIGHT: Final = ("BUSY", "SESS", "REQ/S", "P50", "P99", "ERR")
 # Columns dropped on a narrow screen, in this order.
-_SPARE: Final = ("WEIGHTS", "P50", "REQ/S", "BUSY", "P99")
+_SPARE: Final = ("WEIGHTS", "P50", "REQ/S", "SESS", "BUSY", "P99")
+_SESSIONS: Final = "SESS"  # dropped while there are none
 _WEIGHTS_WIDTH: Final = 16
 _LEAST_NAME: Final = 12
 
@@ -42,6 +43,11 @@ def fleet_table(
     cells = [_cells(row, verdicts[row.id]) for row in rows]
     titles = list(HEAD)
     spare = [title for title in _SPARE if title != sort_column]
+    if sort_column != _SESSIONS and not any(row.sessions for row in rows):
+        spare.remove(_SESSIONS)
+        column = titles.index(_SESSIONS)
+        for row_cells in (titles, *cells):
+            del row_cells[column]
     right_aligned = [title + sort_mark if title == sort_column else title for title in _RIGHT]
     while True:
         head = [title + sort_mark if title == sort_column else title for title in titles]
@@ -70,6 +76,7 @@ def _cells(row: FleetRow, verdict: Diagnosis) -> list[str]:
         printable(row.name),
         verdict.state,
         f"{row.in_flight}/{row.max_inflight}" if row.max_inflight else str(row.in_flight),
+        str(row.sessions),
         f"{row.rate:.1f}",
         format_millis(row.first_p50_ms),
         format_millis(row.first_p99_ms),

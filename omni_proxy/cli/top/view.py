@@ -34,6 +34,7 @@ ORDERS: Final[tuple[tuple[str, _Key, bool], ...]] = (
     ("WORKER", lambda row, _: row.name, False),
     ("STATE", lambda _, verdict: verdict.state, False),
     ("BUSY", lambda row, _: row.in_flight, True),
+    ("SESS", lambda row, _: row.sessions, True),
     ("REQ/S", lambda row, _: row.rate, True),
     ("P50", lambda row, _: row.first_p50_ms, True),
     ("P99", lambda row, _: row.first_p99_ms, True),

@@ -91,7 +91,7 @@ def test_on_a_small_screen_what_matters_most_is_left():
     assert head.split() == ["WORKER", "STATE", "BUSY", "P99", "ERR"]
     assert lines[-2].startswith("q quit")
     assert sum(line.startswith(("dead:1", "slow:1", "good:1")) for line in lines) == 3
-    sorted_by = drawn(FLEET, 36, 10, keys=["right"] * 5)
+    sorted_by = drawn(FLEET, 36, 10, keys=["right"] * 6)
     assert any("P50▼" in line for line in sorted_by)
     assert drawn(FLEET, 12, 4)[0].startswith("ready: p:1")
 
