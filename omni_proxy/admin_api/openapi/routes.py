@@ -66,7 +66,7 @@ DRAIN: Final = (
 URL: Final = Parameter("url", TOKEN, "base URL of the worker, encoded or not", required=True)
 WAIT: Final = Parameter(
     "timeout_secs",
-    {"type": "number", "exclusiveMinimum": 0, "maximum": 1800},
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 7200},
     "how long to wait for it to get healthy",
 )
 
