@@ -105,20 +105,20 @@ class FleetChanges:
     async def check_address(self, url: str) -> None:
         """Raises HttpError 400 for a refused address. A name that does not resolve is no error: its
         worker is just not healthy yet."""
-        place = dial_address(url)
+        address = dial_address(url)
         with trio.move_on_after(self._services.config_store.config.health.timeout_secs):
             try:
-                if not isinstance(place, str):
-                    self._refuse_own_address(await addresses(*place))
+                if not isinstance(address, str):
+                    self._refuse_own_address(await addresses(*address))
             except RefusedAddress as refused:
                 raise bad_request(f"url: {refused}", "worker_url_refused") from None
             except OSError:
                 return
 
-    def _refuse_own_address(self, found: Iterable[Address]) -> None:
+    def _refuse_own_address(self, addresses: Iterable[Address]) -> None:
         """Raises HttpError 400 for an address that the proxy itself listens on."""
         listeners = parse_listeners(self._services.data_plane.addresses())
-        if any(is_own_address(address, listeners) for address in found):
+        if any(is_own_address(address, listeners) for address in addresses):
             raise _error(400, f"url {REASON}", "worker_url_refused")
 
 
@@ -155,9 +155,9 @@ def requested_url(body: Mapping[str, object]) -> str:
     400."""
     for source in (request.args, body):
         for key in ("url", "worker_url"):
-            named = source.get(key)
-            if isinstance(named, str) and named:
-                return parse_worker_url(named)
+            text = source.get(key)
+            if isinstance(text, str) and text:
+                return parse_worker_url(text)
     raise _error(400, "worker url is required", "invalid_request")
 
 

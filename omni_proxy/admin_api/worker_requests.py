@@ -125,16 +125,16 @@ def _capabilities(value: object) -> tuple[str, ...]:
 def _model(body: Mapping[str, object]) -> str | None:
     """The model in the body ("" = cleared), None without one."""
     if "model" in body:
-        named = body["model"]
+        model = body["model"]
     elif "model_id" in body:
-        named = body["model_id"]
+        model = body["model_id"]
     elif isinstance(body.get("models"), list) and body["models"]:
-        named = _first(body["models"])
+        model = _first(body["models"])
     else:
         return None
-    if named is not None and not isinstance(named, str):
+    if model is not None and not isinstance(model, str):
         raise bad_request("model must be a string or null")
-    return (named or "").strip()
+    return (model or "").strip()
 
 
 def _first(models: object) -> object:
@@ -161,9 +161,9 @@ _SMG_RULES: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def _remarks(body: Mapping[str, object]) -> dict[str, object]:
-    for name, (holds, wanted) in _SMG_RULES.items():
+    for name, (holds, expected) in _SMG_RULES.items():
         if name in body and not holds(body[name]):
-            raise bad_request(f"{name} must be {wanted}")
+            raise bad_request(f"{name} must be {expected}")
     return {name: body[name] for name in ("priority", "cost", "labels") if name in body}
 
 

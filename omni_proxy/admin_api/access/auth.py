@@ -101,15 +101,15 @@ class KeyCheck:
             self._refuse_without_key()
 
     def _refuse_without_key(self) -> None:
-        given = _bearer(request)
-        if not given:
-            wanted = "Admin API key required: Authorization: Bearer <key>"
-            raise HttpError(401, wanted, "admin_key_required", detail=wanted).with_headers(
+        token = _bearer(request)
+        if not token:
+            message = "Admin API key required: Authorization: Bearer <key>"
+            raise HttpError(401, message, "admin_key_required", detail=message).with_headers(
                 ("WWW-Authenticate", "Bearer")
             )
-        if not _matches(given, self.key):
-            wrong = "Invalid admin API key"
-            raise HttpError(403, wrong, "admin_key_invalid", detail=wrong)
+        if not _matches(token, self.key):
+            invalid = "Invalid admin API key"
+            raise HttpError(403, invalid, "admin_key_invalid", detail=invalid)
 
 
 def _refuse_all_but_metrics(of: Request) -> None:
@@ -141,5 +141,5 @@ def _bearer(of: Request) -> bytes:
     return token.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 
-def _matches(given: bytes, key: str) -> bool:
-    return hmac.compare_digest(given, key.encode())
+def _matches(token: bytes, key: str) -> bool:
+    return hmac.compare_digest(token, key.encode())

@@ -38,17 +38,19 @@ class SglangRoutes:
         app.add_url_rule("/list_workers", "worker_urls", self.urls)
 
     async def add(self) -> Response:
-        named, as_json = await _named_url()
+        url_text, as_json = await _named_url()
         if "api_key" in request.args:
             raise bad_request(
                 "api_key is not taken over HTTP: put the key into an environment variable and name "
                 "it as api_key_env in the configuration file"
             )
-        url = parse_worker_url(named)
+        url = parse_worker_url(url_text)
         if as_json and self._services.fleet.find(url):
             return self._counts()
         await self._add(url)
-        return self._counts() if as_json else text_response(f"Successfully added worker: {named}")
+        return (
+            self._counts() if as_json else text_response(f"Successfully added worker: {url_text}")
+        )
 
     async def _add(self, url: str) -> None:
         if self._services.fleet.find(url):
@@ -71,15 +73,15 @@ class SglangRoutes:
 
     async def remove(self) -> Response:
         """One that isn't there is removed already: scripts repeat themselves."""
-        named, as_json = await _named_url()
-        worker = self._services.fleet.get(named) or self._services.fleet.find(
-            parse_worker_url(named)
+        url_text, as_json = await _named_url()
+        worker = self._services.fleet.get(url_text) or self._services.fleet.find(
+            parse_worker_url(url_text)
         )
         if worker is not None and await self._removed(worker):
             log.info("worker_deleted worker=%s url=%s", worker.display_id, worker.url)
         if as_json:
             return self._counts()
-        return text_response(f"Successfully removed worker: {named}")
+        return text_response(f"Successfully removed worker: {url_text}")
 
     async def _removed(self, worker: Worker) -> bool:
         """False where another request was faster."""
@@ -102,13 +104,13 @@ def _known_already() -> HttpError:
 async def _named_url() -> tuple[str, bool]:
     """The worker's URL as it was written, encoded or not, and whether that was in a JSON body.
     Raises HttpError 400 without one."""
-    named = request.args.get("url", "").strip()
-    if named:
-        return named, False
+    url_text = request.args.get("url", "").strip()
+    if url_text:
+        return url_text, False
     body = await json_object()
-    found = request.args.get("worker_url") or body.get("url") or body.get("worker_url")
-    if isinstance(found, str) and found.strip():
-        return found.strip(), True
+    url = request.args.get("worker_url") or body.get("url") or body.get("worker_url")
+    if isinstance(url, str) and url.strip():
+        return url.strip(), True
     # What clients of that router know: its framework's own words.
     raise bad_request("Failed to deserialize query string: missing field `url`", "missing_url")
 

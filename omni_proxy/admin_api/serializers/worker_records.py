@@ -30,16 +30,20 @@ def reasons(services: Services, pauses: Mapping[str, PauseRecord]) -> Why:
     `pauses`: from the state journal, reduced to what the caller may see.
     """
     launch = services.launcher.status() if services.launcher else []
-    places = {str(place["url"]): place for place in launch}
+    launches = {str(launch_row["url"]): launch_row for launch_row in launch}
 
     def why(worker: Worker) -> str | None:
         if worker.routable:
             return None
-        place = places.get(worker.url)
+        launch_row = launches.get(worker.url)
         return (
             _declared_dead(worker)
             or _disabled(worker, services.drains.secs_left)
-            or (place is not None and LAUNCH_CORDON in worker.cordon_reasons and _launching(place))
+            or (
+                launch_row is not None
+                and LAUNCH_CORDON in worker.cordon_reasons
+                and _launching(launch_row)
+            )
             or _unhealthy(worker)
             or _cordoned(worker, services.weight_operations.journal.uncertain, pauses)
             or "half-open: one request at a time until one succeeds"
@@ -58,15 +62,15 @@ def _disabled(worker: Worker, secs_left: Callable[[Worker], float | None]) -> st
         return ""
     if not worker.in_flight:
         return "disabled by an operator"
-    left = secs_left(worker)
-    until = f", {left:.0f} s left" if left else ""
+    secs = secs_left(worker)
+    until = f", {secs:.0f} s left" if secs else ""
     return f"draining: {worker.in_flight} in flight{until}"
 
 
-def _launching(place: Mapping[str, object]) -> str:
+def _launching(launch_row: Mapping[str, object]) -> str:
     """The launcher knows its own process; a probe may be answered by another one."""
-    state = str(place["state"]).replace("_", " ")
-    error = place["last_error"]
+    state = str(launch_row["state"]).replace("_", " ")
+    error = launch_row["last_error"]
     return f"its process is {state}: {error}" if error else f"its process is {state}"
 
 

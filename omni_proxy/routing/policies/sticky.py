@@ -71,11 +71,11 @@ class Sticky(Policy):
         self.inner = inner
         self.name = inner.name
 
-    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
+    def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
         """Raises HttpError 503 for a session whose worker is being updated or paused."""
-        key = need.affinity_key
+        key = requirements.affinity_key
         if not key:
-            return self.inner.pick(candidates, need)
+            return self.inner.pick(candidates, requirements)
         home = self._sessions.find(key, self._now)
         if home is not None and home in candidates:
             worker = home
@@ -84,21 +84,23 @@ class Sticky(Policy):
                 self._rebalanced += 1
             else:
                 self._kept += 1
-            self.inner.record_pick(worker, need)
+            self.inner.record_pick(worker, requirements)
         else:
             if home is None:
                 self._begun += 1
-            elif self._waits_for(home, need):
+            elif self._waits_for(home, requirements):
                 raise _held_error(home)
             else:
                 self._moved += 1
-            worker = self._place(candidates, need)
+            worker = self._place(candidates, requirements)
         self._sessions.keep(key, worker, self._now)
         return worker
 
-    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+    def preview_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[Worker, str]:
         """Raises HttpError 503 as `pick`."""
-        key = need.affinity_key
+        key = requirements.affinity_key
         home = self._sessions.find(key, self._now) if key else None
         if home is not None and home in candidates:
             idler = self._idler_than(home, candidates) if self._rebalance_abs else None
@@ -108,23 +110,25 @@ class Sticky(Policy):
                 f"its session moves: {home.in_flight} in flight at {home.url}, here "
                 f"{idler.in_flight}"
             )
-        if home is not None and self._waits_for(home, need):
+        if home is not None and self._waits_for(home, requirements):
             raise _held_error(home)
         if key and self._by_sessions:
-            chosen = self._fewest_sessions(candidates)
-            why = (
-                f"the fewest sessions of {len(candidates)}: {self._sessions.count(chosen)}, "
-                f"{load_word(chosen)}"
+            worker = self._fewest_sessions(candidates)
+            reason = (
+                f"the fewest sessions of {len(candidates)}: {self._sessions.count(worker)}, "
+                f"{load_word(worker)}"
             )
         else:
-            chosen, why = self.inner.preview_pick(candidates, need)
-        return chosen, f"{'a new session' if key else 'without a session key'}: {why}"
+            worker, reason = self.inner.preview_pick(candidates, requirements)
+        return worker, f"{'a new session' if key else 'without a session key'}: {reason}"
 
-    def explain_pick(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
-        return self.inner.explain_pick(candidates, need)
+    def explain_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> dict[str, object]:
+        return self.inner.explain_pick(candidates, requirements)
 
-    def record_pick(self, worker: Worker, need: Requirements) -> None:
-        self.inner.record_pick(worker, need)
+    def record_pick(self, worker: Worker, requirements: Requirements) -> None:
+        self.inner.record_pick(worker, requirements)
 
     def forget_worker(self, worker: Worker) -> None:
         self.inner.forget_worker(worker)
@@ -154,20 +158,20 @@ class Sticky(Policy):
     def session_count(self, worker: Worker) -> int:
         return self._sessions.count(worker)
 
-    def held_worker(self, need: Requirements) -> Worker | None:
+    def held_worker(self, requirements: Requirements) -> Worker | None:
         """The worker that its session waits for; None where it does not wait."""
-        if not need.affinity_key or not self._held_reasons:
+        if not requirements.affinity_key or not self._held_reasons:
             return None
-        home = self._sessions.find(need.affinity_key, self._now)
-        return home if home is not None and self._waits_for(home, need) else None
+        home = self._sessions.find(requirements.affinity_key, self._now)
+        return home if home is not None and self._waits_for(home, requirements) else None
 
-    def _place(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
+    def _place(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
         """Where a session begins, or goes on without its worker."""
         if not self._by_sessions:
-            return self.inner.pick(candidates, need)
+            return self.inner.pick(candidates, requirements)
         worker = self._fewest_sessions(candidates)
         self._turn += 1
-        self.inner.record_pick(worker, need)
+        self.inner.record_pick(worker, requirements)
         return worker
 
     def _fewest_sessions(self, candidates: Sequence[Worker]) -> Worker:
@@ -182,7 +186,7 @@ class Sticky(Policy):
             ]
         return fewest_sessions(candidates, self._sessions, self._turn)
 
-    def _waits_for(self, home: Worker, need: Requirements) -> bool:
+    def _waits_for(self, home: Worker, requirements: Requirements) -> bool:
         """Whether nothing but an operation on weights keeps it from the request."""
         reasons = home.cordon_reasons
         return (
@@ -190,8 +194,8 @@ class Sticky(Policy):
             and reasons <= self._held_reasons
             and home.health.state is Health.HEALTHY
             and not home.disabled
-            and home.mask & need.mask == need.mask
-            and (not need.model or home.model in (None, need.model))
+            and home.mask & requirements.mask == requirements.mask
+            and (not requirements.model or home.model in (None, requirements.model))
             and self._is_member(home)
         )
 

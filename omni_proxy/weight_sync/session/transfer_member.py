@@ -37,13 +37,13 @@ class TransferMember(WorkerMember):
 
     async def destroy(self, body: bytes) -> WorkerResult:
         """Leave. An engine older than the route has nothing to leave."""
-        left = await self.call(TRANSFER_SHUTDOWN, b"")
-        if not left.success and OPEN_UPDATE in left.why:
+        result = await self.call(TRANSFER_SHUTDOWN, b"")
+        if not result.success and OPEN_UPDATE in result.why:
             await self.call(FINISH_UPDATE, b"")
-            left = await self.call(TRANSFER_SHUTDOWN, b"")
-        if left.status in ROUTE_ABSENT:
+            result = await self.call(TRANSFER_SHUTDOWN, b"")
+        if result.status in ROUTE_ABSENT:
             return WorkerResult(self.name, 200, {"success": True, "message": "no such route"})
-        return left
+        return result
 
     async def init(
         self, body: Mapping[str, Any], rank_offset: int, world_size: int
