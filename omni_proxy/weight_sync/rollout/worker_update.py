@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from omni_proxy.admin_ops.results import WorkerResult, label_reported, version_of
+from omni_proxy.admin_ops.results import WorkerResult, label_reported, parsed, version_of
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
 from omni_proxy.upstream_http.engine_calls import flush_cache, generate_token
 from omni_proxy.weight_sync.delivery.deliver import DISK, DeliveryOptions, VersionDeliverer
 from omni_proxy.weight_sync.protocol.checksum_agreement import (
@@ -31,11 +31,10 @@ from omni_proxy.weight_sync.protocol.checksum_agreement import (
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.version_store import UnknownVersion
 from omni_proxy.weight_sync.worker_calls import (
+    JSON_TYPE,
     LABEL_SECS,
-    post_json,
     read_labels,
     request_checksums,
-    request_worker,
 )
 
 BY_DISK: Final = "disk"
@@ -203,14 +202,21 @@ async def _root_path(worker: Worker, headers: Mapping[str, str]) -> str:
 
 
 async def _get(worker: Worker, path: str, headers: Mapping[str, str]) -> WorkerResult:
-    return await request_worker(worker, Call("GET", path, headers=headers, timeout_secs=LABEL_SECS))
+    return await _request(worker, Call("GET", path, headers=headers, timeout_secs=LABEL_SECS))
 
 
 async def _post(
     worker: Worker, path: str, body: Mapping[str, Any], settings: UpdateSettings
 ) -> WorkerResult:
-    raw = json.dumps(body).encode()
-    return await post_json(worker, path, raw, settings.headers, settings.secs)
+    headers, raw = {**settings.headers, **JSON_TYPE}, json.dumps(body).encode()
+    return await _request(worker, Call("POST", path, raw, headers, timeout_secs=settings.secs))
+
+
+async def _request(worker: Worker, call: Call) -> WorkerResult:
+    """In these words and no others: a refusal must say which of the calls was refused."""
+    outcome = await call_worker(worker, call)
+    body = parsed(outcome.body)
+    return WorkerResult(worker.url, outcome.status, body, outcome.error, outcome.secs)
 
 
 def _label(result: WorkerResult, path: str) -> str:
