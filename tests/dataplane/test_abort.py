@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import trio
 
 from omni_proxy.admin_ops.abort import AbortTarget
 from tests.dataplane.loop_script import until
@@ -164,3 +165,26 @@ async def test_between_two_attempts_a_request_ends_and_is_not_sent_again():
             answer = await client.answer()
             assert json.loads(answer.body)["meta_info"]["finish_reason"]["type"] == "abort"
         await until(opened.at_rest)
+
+
+async def test_a_stream_that_was_kept_alive_meanwhile_ends_regularly():
+    asked = trio.Event()
+
+    async def script(call):
+        await asked.wait()
+        call.reset()
+
+    config = f"{QUEUED}sse_keepalive_secs = 0.01"
+    async with fake_workers(script) as made, run_dataplane(*made, config=config) as opened:
+        (worker,) = opened.fleet.workers
+        async with opened.client() as client:
+            await client.send(generate("r1", stream=True))
+            await client.until(b": keep-alive\n\n")
+            opened.fleet.cordon(worker, "updating")
+            asked.set()
+            await until(lambda: opened.door.queue.waiting)
+            assert opened.door.abort(one("r1")).waiting == 1
+            rest = await client.until_closed()
+            assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            assert b'"type":"abort"' in rest
+        opened.fleet.uncordon(worker, "updating")

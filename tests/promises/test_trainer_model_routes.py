@@ -240,3 +240,43 @@ async def test_the_text_of_a_configured_route_is_that_of_its_keys(text):
             holders = [w for w in made if any(spelled in body for _, body in w.requests)]
             assert len(holders) == 1
         await until(lambda: opened.at_rest())
+
+
+KINDS = """
+[[control_routes]]
+path = "/hold_on"
+kind = "pause"
+
+[[control_routes]]
+path = "/go_on"
+kind = "continue"
+
+[[control_routes]]
+path = "/new_weights"
+kind = "update"
+"""
+
+
+async def test_a_configured_control_route_does_what_its_kind_says(tmp_path, soon):
+    async def script(call):
+        failed = "/new_weights" in call.line and call.body == b'{"fail": true}'
+        await call.send(counted(b"{}", status="500 Oops" if failed else "200 OK"))
+
+    file = tmp_path / "proxy.toml"
+    async with fake_workers(script, script) as workers:
+        entries = "".join(f'[[workers]]\nurl = "{worker.url}"\n' for worker in workers)
+        routing = "[routing]\nwhile_paused = 'hold'\n[weight_sync]\nverify = 'off'\n"
+        put(file, f"[server]\nport = 0\n{PROBES}{routing}{KINDS}{entries}")
+        async with program("--config", file) as running:
+            await running.until_routable(*workers)
+            assert (await running.client.post("/hold_on", json={})).status_code == 200
+            told = await running.told("/workers")
+            assert [each["routable"] for each in told["workers"]] == [False, False]
+            assert (await running.client.post("/go_on", json={})).status_code == 200
+            await running.until_routable(*workers)
+            assert (await running.client.post("/new_weights", json={})).status_code == 200
+            assert (await running.told("/weights"))["history"][-1]["path"] == "/new_weights"
+            failed = await running.client.post("/new_weights", content=b'{"fail": true}')
+            assert failed.status_code == 502
+            uncertain = (await running.told("/weights"))["uncertain"]
+            assert set(uncertain) == {worker.url for worker in workers}
