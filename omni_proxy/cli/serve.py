@@ -28,6 +28,14 @@ DEFAULTS: Final[dict[str, object]] = {
     "routing.retry_on": typing.get_args(RetryCause),
     "server.overload_status": 429,
 }
+# Where vllm-router differs from it: what names a session. Its clients send one `Authorization` for
+# all of theirs; of ids of single requests there is no session.
+VLLM_DEFAULTS: Final[dict[str, object]] = {
+    "routing.session_headers": ("x-session-id", "x-user-id", "x-tenant-id"),
+    "routing.session_body_keys": (
+        "session_params.session_id", "user", "session_id", "user_id",
+    ),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -90,4 +98,5 @@ def routed(
     startup = startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""), launch)
     if arguments.config is not None:
         return startup
-    return replace(startup, overrides=DEFAULTS | startup.overrides, dialect=dialect)
+    defaults = DEFAULTS | VLLM_DEFAULTS if dialect == "vllm" else DEFAULTS
+    return replace(startup, overrides=defaults | startup.overrides, dialect=dialect)

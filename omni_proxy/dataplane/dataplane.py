@@ -36,7 +36,7 @@ from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.affinity_key import affinity_key_reader
+from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.policies import Policy, RandomBelow, build_policy
 from omni_proxy.routing.policies.sessions import Sessions
 from omni_proxy.routing.policies.sticky import Sticky
@@ -121,11 +121,8 @@ class DataPlane:
         """All of `config` is in force from here on, but for the listeners."""
         self.settings.configure(config)
         self.voices.configure(config.routing.voice_owner)
-        routing = config.routing
-        self.balancer.affinity_keys = affinity_key_reader(
-            routing.session_headers, routing.session_body_keys
-        )
-        self.balancer.policy = self.build_policy(routing)
+        self.balancer.affinity_keys = affinity_keys_of(config)
+        self.balancer.policy = self.build_policy(config.routing)
         if isinstance(self.policy, Sticky):
             self.policy.hold_for(reasons_to_hold_sessions(config), self._is_member)
         self.queue.serve(changed=True)

@@ -71,6 +71,17 @@ def test_keys_folders_headers_and_addresses_are_handed_on(tmp_path):
     assert startup.flag_urls == ("http://10.0.0.1:8000", "http://10.0.0.2:8000")
 
 
+def test_sessions_have_the_names_that_each_router_reads():
+    theirs = started(VllmRouterArgs(policy="sticky_least_loaded"))[0].routing
+    assert theirs.session_headers[0] == "x-session-id"
+    assert "authorization" not in theirs.session_headers  # of OpenAI's clients it is one for all
+    assert theirs.session_body_keys[0] == "session_params.session_id"
+    assert theirs.sticky_load == "sessions"
+    ours = started(SglangRouterArgs(policy="manual"))[0].routing
+    assert ours.session_headers[0] == "x-smg-routing-key"
+    assert ours.sticky_load == "requests"
+
+
 @pytest.mark.parametrize(
     ("name", "policy", "sticky"),
     [

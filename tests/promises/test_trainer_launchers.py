@@ -123,6 +123,7 @@ async def test_skyrl_starts_it_before_its_servers_and_keeps_each_trajectory_toge
         ]
         assert seen.tokens == [{"tokens": 8, "header": "step-1"}] * 2
         assert seen.world_size == 2
+        assert seen.finished == [200] * 4
         during = [each for round_ in seen.rounds for each in round_["during"]]
         assert len(during) == 64
         texts = {}

@@ -2,11 +2,12 @@ import json
 
 import pytest
 
-from omni_proxy.config.schema import RoutingConfig
+from omni_proxy.config.schema import Config, RoutingConfig, ServerConfig
 from omni_proxy.routing.inspect.affinity_key import (
     MAX_BODY_BYTES,
     MAX_KEY_BYTES,
     AffinityKeyReader,
+    affinity_keys_of,
     session_key,
 )
 
@@ -142,3 +143,12 @@ def test_a_session_has_the_same_key_wherever_it_is_named():
         for ascii_only in (True, False):
             body = json.dumps({"user": name}, ensure_ascii=ascii_only).encode()
             assert of_body(b"", body) == key
+
+
+def test_a_key_that_all_clients_need_names_no_session():
+    lines = b"POST / HTTP/1.1\r\nAuthorization: Bearer k\r\nX-Api-Key: k\r\nCookie: c=1\r\n"
+    headers = ("authorization", "x-api-key", "cookie")
+    plain = Config(routing=RoutingConfig(session_headers=headers))
+    assert affinity_keys_of(plain).read(lines) == "Bearer k"
+    guarded = Config(server=ServerConfig(api_key="k"), routing=plain.routing)
+    assert affinity_keys_of(guarded).read(lines) == "c=1"

@@ -21,7 +21,7 @@ from quart import Quart, Response, request
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.serializers.explanation import explanation_record
 from omni_proxy.admin_api.services import Services
-from omni_proxy.routing.inspect.affinity_key import affinity_key_reader
+from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
 from omni_proxy.routing.inspect.requirements import (
@@ -218,8 +218,7 @@ class ExplainRoutes:
             owners, now = data_plane.response_owners, time.monotonic()
             pin_to_response_owner(requirements, named_id, owners, now)
         if data_plane.policy.needs_affinity_key:
-            routing = self._services.config_store.config.routing
-            keys = affinity_key_reader(routing.session_headers, routing.session_body_keys)
+            keys = affinity_keys_of(self._services.config_store.config)
             requirements.affinity_key = keys.read(_lines(), body)
         policy = data_plane.policy
         explanation = explain(self._services.fleet, requirements, policy, data_plane.voices.owner)

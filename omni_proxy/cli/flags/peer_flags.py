@@ -40,6 +40,7 @@ VALUED: Final = {
 LISTS: Final = {
     "--cors-allowed-origins": "server.cors_allow_origins",
     "--request-id-headers": "server.request_id_headers",
+    "--routing-key-headers": "routing.session_headers",
 }
 # Set a key of ours, together with what stands beside them; see `_joined`.
 JOINED: Final = {
@@ -156,13 +157,6 @@ _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
         ("--upstream-http2",),
         ("--upstream-pool-idle-timeout-secs", "--max-buffered-request-bytes"),
         (),
-    ),
-    (
-        "a session is the first present of X-SMG-Routing-Key, X-Session-Id, Authorization, "
-        "X-Forwarded-For and Cookie",
-        (),
-        (),
-        ("--routing-key-headers",),
     ),
     ("the buckets of /metrics are fixed", (), (), ("--prometheus-duration-buckets",)),
     (

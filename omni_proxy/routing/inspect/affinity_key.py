@@ -18,9 +18,12 @@ from typing import Any, Final
 
 import msgspec
 
+from omni_proxy.config.schema import Config
+
 MAX_KEY_BYTES: Final = 256  # a longer value is hashed, so that a huge cookie costs no memory
 MAX_BODY_BYTES: Final = 8 * 1024 * 1024  # parsing more would keep all other requests waiting
 MAX_ODD_BODY_BYTES: Final = 1024 * 1024  # of a body that only Python's own reader accepts
+_KEY_HEADERS: Final = ("authorization", "x-api-key")
 _ABSENT: Final = msgspec.Raw()
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _decode_value: Final = msgspec.json.Decoder().decode
@@ -55,6 +58,15 @@ class AffinityKeyReader:
             if value:
                 return session_key(value.encode("utf-8", "surrogatepass"))
         return ""
+
+
+def affinity_keys_of(config: Config) -> AffinityKeyReader:
+    """As a configuration says. Where model traffic needs a key, that is the same for all, so it
+    names no session."""
+    headers = config.routing.session_headers
+    if config.server.api_key:
+        headers = tuple(name for name in headers if name not in _KEY_HEADERS)
+    return affinity_key_reader(headers, config.routing.session_body_keys)
 
 
 @lru_cache(maxsize=16)
