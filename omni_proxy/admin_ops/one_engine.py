@@ -39,11 +39,11 @@ def _agreed(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """What all of them say alike, except of what our answer says itself."""
     if not bodies:
         return {}
-    first, *rest = bodies
+    first, *others = bodies
     return {
         key: value
         for key, value in first.items()
-        if key not in OURS and all(key in body and body[key] == value for body in rest)
+        if key not in OURS and all(key in other and other[key] == value for other in others)
     }
 
 
@@ -64,20 +64,17 @@ def _match(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """Of a comparison with a baseline: it matches where it does everywhere."""
     if not all("match" in body for body in bodies):
         return {}
-    differing: set[str] = set()
+    wrong: set[str] = set()
     for body in bodies:
         names = body.get("mismatches")
-        differing |= set(map(str, names)) if isinstance(names, list) else set()
-    return {"match": all(body["match"] is True for body in bodies), "mismatches": sorted(differing)}
+        wrong |= set(map(str, names)) if isinstance(names, list) else set()
+    return {"match": all(body["match"] is True for body in bodies), "mismatches": sorted(wrong)}
 
 
 def _differ(bodies: Sequence[Mapping[str, object]]) -> bool:
     """Whether two workers with the same tensors and ranks name other checksums for them."""
-    sums_by_body = [sums for body in bodies if isinstance(sums := body.get("checksums"), dict)]
-    return any(
-        sums_by_body[0].keys() == sums.keys() and sums_by_body[0] != sums
-        for sums in sums_by_body[1:]
-    )
+    found = [sums for body in bodies if isinstance(sums := body.get("checksums"), dict)]
+    return any(found[0].keys() == sums.keys() and found[0] != sums for sums in found[1:])
 
 
 _MERGED: Final[Mapping[str, Callable[[Sequence[Mapping[str, object]]], dict[str, object]]]] = {

@@ -67,28 +67,26 @@ def fates(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Dispo
 
     Where the route discards weights, those that did it, or may have, are uncertain, too.
     """
-    failed = {result.worker: result for result in answers if not result.success}
-    fates = {result.worker: RESTORED for result in answers}
+    failed = {answer.worker: answer for answer in answers if not answer.success}
+    left = {answer.worker: RESTORED for answer in answers}
     if route.path == INIT:
         reason = "the group could not be joined: "
-        return fates | {
-            url: Disposition(WorkerFate.DISABLED, reason + result.why)
-            for url, result in failed.items()
+        return left | {
+            url: Disposition(WorkerFate.DISABLED, reason + each.why) for url, each in failed.items()
         }
     if route.discards:
         reason = f"{route.name} discarded its weights"
-        return fates | {
-            result.worker: Disposition(WorkerFate.UNCERTAIN, reason)
-            for result in answers
-            if not result.unchanged
+        return left | {
+            answer.worker: Disposition(WorkerFate.UNCERTAIN, reason)
+            for answer in answers
+            if not answer.unchanged
         }
     untouched = route.kind is not Kind.UPDATE or route.labels
-    if untouched or (route.whole and all(result.unchanged for result in answers)):
-        return fates
+    if untouched or (route.whole and all(answer.unchanged for answer in answers)):
+        return left
     reason = f"{route.name} failed: "
-    return fates | {
-        url: Disposition(WorkerFate.UNCERTAIN, reason + result.why)
-        for url, result in failed.items()
+    return left | {
+        url: Disposition(WorkerFate.UNCERTAIN, reason + each.why) for url, each in failed.items()
     }
 
 
@@ -120,8 +118,8 @@ class Operation:
         self.targets = tuple(holds)
         self.was = dict(holds)
 
-    def hear(self, result: WorkerResult) -> None:
-        self.answers[result.worker] = result
+    def hear(self, answer: WorkerResult) -> None:
+        self.answers[answer.worker] = answer
 
     def progress(self) -> list[dict[str, object]]:
         """A row for each target: not asked yet, asked, or what it answered."""
@@ -141,19 +139,19 @@ class Operation:
     def in_words(self, at: float) -> str:
         """For somebody who waits for it."""
         by = f" of {self.caller}" if self.caller else ""
-        text = f"{self.route.name}{by} began {at - self.asked_at:.1f} s ago, step {self.step}"
+        words = f"{self.route.name}{by} began {at - self.asked_at:.1f} s ago, step {self.step}"
         if self.step is Step.CALLING:
-            text += f", {len(self.answers)} of {len(self.targets)} workers have answered"
-        return text
+            words += f", {len(self.answers)} of {len(self.targets)} workers have answered"
+        return words
 
     def _row(self, url: str) -> dict[str, object]:
-        result = self.answers.get(url)
-        if result is None:
-            called = _ORDER.index(self.step) >= _ORDER.index(Step.CALLING)
-            return {"worker": url, "progress": "asked" if called else "waiting"}
+        answer = self.answers.get(url)
+        if answer is None:
+            asked = _ORDER.index(self.step) >= _ORDER.index(Step.CALLING)
+            return {"worker": url, "progress": "asked" if asked else "waiting"}
         return {
             "worker": url,
-            "progress": "done" if result.success else "failed",
-            "seconds": result.secs,
-            **({} if result.success else {"reason": result.why}),
+            "progress": "done" if answer.success else "failed",
+            "seconds": answer.secs,
+            **({} if answer.success else {"reason": answer.why}),
         }

@@ -1,9 +1,10 @@
 """`omni-proxy logs`: the access log or the route log of a proxy on this machine, pretty-printed.
 
-Exit status 0: shown; 1: no log to show; 2: no proxy could be reached; 130: Ctrl-C.
+Exit status 0: shown; 1: no log to show; 2: nobody could be asked where it is; 130: Ctrl-C.
 
-Invariant: a line that is not a log record is printed unchanged but for control characters; no
-content of a file raises.
+A line of the access log or the route log as a person reads it.
+
+PURE. Invariant: what is no record of ours comes out as it is, made harmless; nothing raises.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO, Final, Self
 import msgspec
 
 from omni_proxy.cli.client.admin_client import (
-    NOT_REACHABLE,
+    NO_SUCH_PLACE,
     AdminClient,
     AdminClientError,
     AdminTarget,
@@ -32,7 +33,7 @@ from omni_proxy.cli.client.admin_client import (
 from omni_proxy.cli.screen.text_table import format_millis, parse_time, printable
 from omni_proxy.wire.log_text import mask_secrets_in_text
 
-# Route-log names to access-log names.
+# Of the access log; of the route log where its name for the same thing differs.
 _NAMES: Final = {
     "timestamp": "at",
     "path": "target",
@@ -48,25 +49,25 @@ _TEXT: Final = re.compile(
 )
 _WHOLE: Final = re.compile(r"[0-9]{1,18}")
 _DECIMAL: Final = re.compile(r"[0-9]{1,18}\.[0-9]{1,9}")
-_NAMED: Final = ("request_id", "model")  # chosen by clients: never parsed as numbers
+_NAMED: Final = ("request_id", "model")  # by whoever asks: never a number
 _ESCAPED: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[nrt\\])")
 
 
 def raw_line(line: bytes) -> str:
-    """Unchanged, except that secrets in queries, which older versions logged, are masked."""
+    """But for secrets in queries, which older versions wrote."""
     return mask_secrets_in_text(line.decode(errors="replace"))
 
 
 def pretty_line(line: bytes) -> str:
     """`10:00:01.204  200   840 ms  POST /v1/chat/completions  127.0.0.1:8011  completed ...`."""
     try:
-        fields = msgspec.json.decode(raw_line(line))
+        told = msgspec.json.decode(raw_line(line))
     except (msgspec.DecodeError, UnicodeError):
-        fields = _parse_text(raw_line(line))
-    if not isinstance(fields, dict) or not {"at", "timestamp"} & fields.keys():
+        told = _of_text(raw_line(line))
+    if not isinstance(told, dict) or not {"at", "timestamp"} & told.keys():
         return printable(raw_line(line).rstrip("\r"))
     record: dict[str, Any] = {
-        _NAMES.get(str(name), str(name)): value for name, value in fields.items()
+        _NAMES.get(str(name), str(name)): value for name, value in told.items()
     }
     first = "  ".join(
         (
@@ -81,35 +82,35 @@ def pretty_line(line: bytes) -> str:
     return "  ".join([first, *_more(record)])
 
 
-def _parse_text(line: str) -> dict[str, object] | None:
-    """The fields of a line of `log_format = "text"`; None if it is ambiguous."""
-    match = _TEXT.fullmatch(line)
-    if match is None or parse_time(match["at"]) is None:
+def _of_text(line: str) -> dict[str, object] | None:
+    """What a line of `log_format = "text"` says; None where it could be read in another way."""
+    found = _TEXT.fullmatch(line)
+    if found is None or parse_time(found["at"]) is None:
         return None
-    record: dict[str, object] = {**match.groupdict()}
-    tail = str(record.pop("rest") or "")
-    for part in tail.split(" ") if tail else ():
+    record: dict[str, object] = {**found.groupdict()}
+    rest = str(record.pop("rest") or "")
+    for part in rest.split(" ") if rest else ():
         name, equals, value = part.partition("=")
         if not equals or name in record:
             return None
-        record[name] = _unescaped(value) if name in _NAMED else _parsed(value)
+        record[name] = _plainly(value) if name in _NAMED else _told(value)
     return record
 
 
-def _unescaped(value: str) -> str:
-    """The value without the escapes that the log writes."""
-    return _ESCAPED.sub(lambda match: match[0].encode().decode("unicode_escape"), value)
+def _plainly(value: str) -> str:
+    """What stands in the log as one word, as it was said."""
+    return _ESCAPED.sub(lambda found: found[0].encode().decode("unicode_escape"), value)
 
 
-def _parsed(value: str) -> object:
+def _told(value: str) -> object:
     if _WHOLE.fullmatch(value):
         return int(value)
-    return float(value) if _DECIMAL.fullmatch(value) else _unescaped(value)
+    return float(value) if _DECIMAL.fullmatch(value) else _plainly(value)
 
 
-def _clock(timestamp: object) -> str:
-    when = parse_time(timestamp if isinstance(timestamp, str) else None)
-    return when.astimezone().isoformat(" ", "milliseconds")[11:23] if when else printable(timestamp)
+def _clock(at: object) -> str:
+    when = parse_time(at if isinstance(at, str) else None)
+    return when.astimezone().isoformat(" ", "milliseconds")[11:23] if when else printable(at)
 
 
 def _number(record: dict[str, Any], millis_key: str, secs_key: str) -> float | None:
@@ -128,23 +129,23 @@ def _outcome(record: dict[str, Any]) -> object:
 
 
 def _more(record: dict[str, Any]) -> list[str]:
-    """Fields that are shown only if they are unusual."""
-    parts = []
+    """What is only worth its place where it is unusual."""
+    words = []
     if (first := _number(record, "first_ms", "ttfb_s")) is not None and record.get("stream"):
-        parts.append(f"first {format_millis(first)}")
+        words.append(f"first {format_millis(first)}")
     if isinstance(queued := record.get("queue_ms"), int | float) and queued >= 1:
-        parts.append(f"queued {format_millis(queued)}")
+        words.append(f"queued {format_millis(queued)}")
     if record.get("model"):
-        parts.append(f"model {printable(record['model'])}")
+        words.append(f"model {printable(record['model'])}")
     if isinstance(attempts := record.get("attempts"), int) and attempts > 1:
-        parts.append(f"{attempts} attempts")
+        words.append(f"{attempts} attempts")
     if record.get("error"):
-        parts.append(f"error {printable(record['error'])}")
+        words.append(f"error {printable(record['error'])}")
     if record.get("ended_by"):
-        parts.append(f"by {printable(record['ended_by'])} in {printable(record.get('phase', '?'))}")
+        words.append(f"by {printable(record['ended_by'])} in {printable(record.get('phase', '?'))}")
     if record.get("request_id"):
-        parts.append(f"id {printable(record['request_id'])}")
-    return parts
+        words.append(f"id {printable(record['request_id'])}")
+    return words
 
 
 NO_LOG: Final = 1
@@ -159,36 +160,32 @@ examples:
 
 
 class NoLogError(Exception):
-    """There is no log, or not on this machine; the text gives the remedy."""
+    """There is none, or not here; the text says how to get one."""
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog="omni-proxy logs",
         description="The access log of a proxy on this machine, one short line per request.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    result.add_argument(
-        "--follow", "-f", action="store_true", help="print new lines as they are written"
-    )
-    result.add_argument(
+    made.add_argument("--follow", "-f", action="store_true", help="go on with what comes")
+    made.add_argument(
         "--lines", "-n", metavar="N", type=_count, default=LINES,
-        help=f"the last N lines (default {LINES})",
+        help=f"so many from the end (default {LINES})",
     )  # fmt: skip
-    result.add_argument("--route", action="store_true", help="the route log instead")
-    result.add_argument("--raw", action="store_true", help="print lines unchanged")
-    result.add_argument(
-        "--file", metavar="PATH", type=Path, help="read this log; no proxy is contacted"
-    )
-    add_target_arguments(result)
-    return result
+    made.add_argument("--route", action="store_true", help="the route log instead")
+    made.add_argument("--raw", action="store_true", help="the lines as they are in the file")
+    made.add_argument("--file", metavar="PATH", type=Path, help="this log; nobody is asked for it")
+    add_target_arguments(made)
+    return made
 
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is not a number of lines")
+        raise argparse.ArgumentTypeError(f"{text} is no number of lines")
     return int(text)
 
 
@@ -197,14 +194,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         path = arguments.file or log_file(arguments)
         _show(path, arguments)
-    except AdminClientError as error:
-        print(f"omni-proxy logs: {error}", file=sys.stderr)
-        return NOT_REACHABLE
-    except NoLogError as error:
-        print(f"omni-proxy logs: {error}", file=sys.stderr)
+    except AdminClientError as why:
+        print(f"omni-proxy logs: {why}", file=sys.stderr)
+        return NO_SUCH_PLACE
+    except NoLogError as why:
+        print(f"omni-proxy logs: {why}", file=sys.stderr)
         return NO_LOG
     except BrokenPipeError:
-        # The reader closed the pipe (`| head`); the flush at exit must not fail again.
+        # Whoever read us has left, as `head` does; the last flush must not find that out again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -213,15 +210,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def log_file(arguments: argparse.Namespace) -> Path:
-    """The proxy's log, from its configuration file or from the running proxy. Raises
-    AdminClientError, NoLogError."""
+    """Where the proxy writes: from its FILE, or asked of it. Raises AdminClientError,
+    NoLogError."""
     key = "route_log" if arguments.route else "access_log"
     folder = Path()
     config, broken = config_of(arguments)
     if config is not None and not broken:
         target = str(getattr(config.server, key))
     else:
-        target, folder = _ask_running_proxy(admin_target_of(arguments), key)
+        target, folder = _asked(admin_target_of(arguments), key)
     if target == OFF:
         raise NoLogError(
             f'[server] {key} is "off": set it to a path in the proxy\'s file, as in '
@@ -235,23 +232,23 @@ def log_file(arguments: argparse.Namespace) -> Path:
     return folder / target
 
 
-def _ask_running_proxy(target_proxy: AdminTarget, key: str) -> tuple[str, Path]:
-    """`[server] key` of the running proxy, and the folder that a relative path starts from."""
-    with AdminClient(target_proxy) as proxy:
-        reply = proxy.get("/config")
-        if reply.refusal:
-            raise AdminClientError(f"{target_proxy.url}: {printable(reply.refusal)}")
+def _asked(place: AdminTarget, key: str) -> tuple[str, Path]:
+    """What the running proxy has under `[server] key`, and the folder in which that is a path."""
+    with AdminClient(place) as proxy:
+        answer = proxy.get("/config")
+        if answer.refusal:
+            raise AdminClientError(f"{place.url}: {printable(answer.refusal)}")
         try:
-            target = str(reply.body["config"]["server"][key])
+            target = str(answer.told["config"]["server"][key])
         except (KeyError, TypeError):
-            raise AdminClientError(f"{target_proxy.url} did not return its configuration") from None
+            raise AdminClientError(f"{place.url} tells no configuration") from None
         relative = target not in (OFF, STDOUT) and not Path(target).is_absolute()
         return target, _folder_of(proxy) if relative else Path()
 
 
 def _folder_of(proxy: AdminClient) -> Path:
-    """The proxy's working directory: relative paths in its file start there."""
-    pid = proxy.get("/status").body.get("pid")
+    """A path in the file is as the proxy sees it, from the folder that it was started in."""
+    pid = proxy.get("/status").told.get("pid")
     try:
         return Path(os.readlink(f"/proc/{pid}/cwd"))
     except OSError:
@@ -259,18 +256,18 @@ def _folder_of(proxy: AdminClient) -> Path:
 
 
 def _show(path: Path, arguments: argparse.Namespace) -> None:
-    render = raw_line if arguments.raw else pretty_line
+    shown = raw_line if arguments.raw else pretty_line
     try:
         with Tail(path, arguments.lines) as tail:
-            _put(render(line) for line in tail.first)
+            _put(shown(line) for line in tail.first)
             while arguments.follow:
-                _put(render(line) for line in tail.more())
+                _put(shown(line) for line in tail.more())
     except BrokenPipeError:
         raise
     except OSError as error:
         raise NoLogError(
-            f"{path}: {error.strerror}: does the proxy run on this machine, and has it written "
-            "anything yet? Use --file PATH for a copied log"
+            f"{path}: {error.strerror}: does the proxy run on this machine, and did it write "
+            "anything yet? A log that was copied is shown by --file PATH"
         ) from None
 
 
@@ -285,11 +282,11 @@ def _put(lines: Iterable[str]) -> None:
 
 POLL_SECS: Final = 0.25
 BLOCK_BYTES: Final = 65536
-LINE_BYTES: Final = 1 << 20  # a longer line is printed in parts
+LINE_BYTES: Final = 1 << 20  # what has no end for so long is told in parts
 
 
 class Tail:
-    """The last lines of a file, then new ones; a context manager."""
+    """The last lines at first, then those that come; closed by its `with`."""
 
     def __init__(self, path: Path, last: int, poll_secs: float = POLL_SECS) -> None:
         """Raises OSError."""
@@ -297,7 +294,7 @@ class Tail:
         self._poll_secs = poll_secs
         self._pause = threading.Event()  # never set: a pause that Ctrl-C ends at once
         self._file: BinaryIO = path.open("rb")
-        self._partial = b""
+        self._rest = b""
         self.first = self._last_lines(last)
 
     def __enter__(self) -> Self:
@@ -312,47 +309,47 @@ class Tail:
         self._file.close()
 
     def more(self) -> list[bytes]:
-        """New lines; if there are none, [] after a pause. Raises OSError."""
-        lines = self._read()
-        if not lines and self._rotated():
-            lines = self._read()  # written between the read and the check
-            if self._partial:
-                lines.append(self._partial)
+        """Lines that came since; a pause, then none, where there are none yet. Raises OSError."""
+        found = self._read()
+        if not found and self._rotated():
+            found = self._read()  # what was written between the two looks
+            if self._rest:
+                found.append(self._rest)
             self._file.close()
-            self._file, self._partial = self._path.open("rb"), b""
-            lines += self._read()
-        if not lines:
+            self._file, self._rest = self._path.open("rb"), b""
+            found += self._read()
+        if not found:
             self._pause.wait(self._poll_secs)
-        return lines
+        return found
 
     def _read(self) -> list[bytes]:
         if os.fstat(self._file.fileno()).st_size < self._file.tell():
             self._file.seek(0)
-            self._partial = b""
-        *lines, self._partial = (self._partial + self._file.read(LINE_BYTES)).split(b"\n")
-        if len(self._partial) >= LINE_BYTES:
-            lines.append(self._partial)
-            self._partial = b""
+            self._rest = b""
+        *lines, self._rest = (self._rest + self._file.read(LINE_BYTES)).split(b"\n")
+        if len(self._rest) >= LINE_BYTES:
+            lines.append(self._rest)
+            self._rest = b""
         return lines
 
     def _rotated(self) -> bool:
-        """Whether another file has the name now; a missing file is not a rotation yet."""
+        """Another file has its name; none at all may only be late."""
         try:
-            current = self._path.stat()
+            there = self._path.stat()
         except FileNotFoundError:
             return False
         opened = os.fstat(self._file.fileno())
-        return (current.st_dev, current.st_ino) != (opened.st_dev, opened.st_ino)
+        return (there.st_dev, there.st_ino) != (opened.st_dev, opened.st_ino)
 
     def _last_lines(self, count: int) -> list[bytes]:
-        """Read backwards, block by block; leaves the file position at its end."""
-        position = self._file.seek(0, os.SEEK_END)
-        data = b""
-        while position and data.count(b"\n") <= count and len(data) < (count + 1) * LINE_BYTES:
-            begin = max(0, position - BLOCK_BYTES)
+        """Reads backwards, block by block; the file then stands at its end."""
+        at = self._file.seek(0, os.SEEK_END)
+        found = b""
+        while at and found.count(b"\n") <= count and len(found) < (count + 1) * LINE_BYTES:
+            begin = max(0, at - BLOCK_BYTES)
             self._file.seek(begin)
-            data = self._file.read(position - begin) + data
-            position = begin
+            found = self._file.read(at - begin) + found
+            at = begin
         self._file.seek(0, os.SEEK_END)
-        *lines, self._partial = data.split(b"\n")
+        *lines, self._rest = found.split(b"\n")
         return lines[max(0, len(lines) - count) :]

@@ -44,11 +44,9 @@ class EngineStallDetector:
             elif worker not in self._progress or self._progress[worker][0] != progress:
                 self._progress[worker] = progress, at
         if len(self._progress) > len(workers):
-            current = set(workers)
+            here = set(workers)
             self._progress = {
-                watched: progress
-                for watched, progress in self._progress.items()
-                if watched in current
+                watched: seen for watched, seen in self._progress.items() if watched in here
             }
 
     def silent_secs(self, worker: Worker, at: float) -> float | None:

@@ -41,7 +41,8 @@ def rpc_error(words):
 class VllmEngines(GatedEngines):
     """`kinds`: URL -> "vllm" or "sglang". `ranks`, `labels`, `sums` by URL, as set by tests.
 
-    An engine keeps its state: paused, asleep, whether an update is open, what it holds.
+    An engine keeps its state: paused, asleep, whether an update is open, and whether tensors of
+    one that failed lie about (`collected`), which only a finish clears.
     """
 
     def __init__(self):
@@ -49,7 +50,7 @@ class VllmEngines(GatedEngines):
         self.kinds = {A: "vllm", B: "vllm"}
         self.ranks = {A: 2, B: 1}
         self.labels = {A: "default", B: "default"}
-        self.paused, self.asleep, self.open, self.damaged = set(), set(), set(), set()
+        self.paused, self.asleep, self.open, self.collected = set(), set(), set(), set()
         self.checker_needs_running = False
 
     def tell(self, url, path, body, status=200):
@@ -64,10 +65,13 @@ class VllmEngines(GatedEngines):
     async def keep(self, request, url, path):
         answer = await super().keep(request, url, path)
         if self.kinds[url] == "vllm" and answer.status_code == 200:
-            self.take(url, path, dict(request.url.params), json.loads(request.content or b"{}"))
+            self.take(url, path, json.loads(request.content or b"{}"))
+        elif path == UPDATE and url in self.open:
+            self.open.discard(url)
+            self.collected.add(url)
         return answer
 
-    def take(self, url, path, query, body):
+    def take(self, url, path, body):
         """What a call that succeeded has changed."""
         sets = {
             PAUSE: self.paused.add,
@@ -80,6 +84,8 @@ class VllmEngines(GatedEngines):
         }
         if path in sets:
             sets[path](url)
+        if path == FINISH:
+            self.collected.discard(url)
         label = body.get("weight_version") if path == FINISH else None
         label = body.get("new_version") if path == "/update_weight_version" else label
         if label is not None:

@@ -1,1 +1,1 @@
-"""Client of a running proxy's admin API: URL, key, TLS, requests."""
+"""How commands ask a running proxy: its URL, key and TLS, and the admin API."""

@@ -157,9 +157,7 @@ class SubprocessReceiver:
         except BaseException:
             self._set_ready(group)
             raise
-        transfer: Transfer[SubprocessReceived] = Transfer(
-            order, lambda reason: self._end(group, reason)
-        )
+        transfer: Transfer[SubprocessReceived] = Transfer(order, lambda why: self._end(group, why))
         with self._lock:
             group.transfer = transfer
         self._post(group, transfer, target, ready_secs)
@@ -207,8 +205,8 @@ class SubprocessReceiver:
             existing = self._groups.get(name)
         if existing is None:
             return
-        reply = _check_trainer(existing, self._limits.ping_secs + ANSWER_SECS, ping=True)
-        if reply.get("owner_answers"):
+        answer = _check_trainer(existing, self._limits.ping_secs + ANSWER_SECS, ping=True)
+        if answer.get("owner_answers"):
             raise GroupError(
                 f"group {name!r} is {existing.state} for the trainer at {existing.owner}, which is "
                 "alive: destroy that group first, or use another group_name"
@@ -289,16 +287,16 @@ class SubprocessReceiver:
                 case TransferEnded(error=None):
                     self._set_ready(group)
                     transfer.finish(SubprocessReceived(transfer.order, targets.pop(), event))
-                case TransferEnded(error=reason):
-                    self._end(group, str(reason))
+                case TransferEnded(error=why):
+                    self._end(group, str(why))
                     targets.clear()
-                    transfer.fail(GroupError(str(reason), group_dropped=True))
+                    transfer.fail(GroupError(str(why), group_dropped=True))
                 case ChildEnded():
                     targets.clear()
                     done, total = transfer.progress().buckets_done, len(transfer.order.plans)
-                    reason = f"group {group.name!r}: after {done} of {total} buckets: {event}"
-                    self._end(group, reason)
-                    transfer.fail(GroupError(reason, group_dropped=True))
+                    why = f"group {group.name!r}: after {done} of {total} buckets: {event}"
+                    self._end(group, why)
+                    transfer.fail(GroupError(why, group_dropped=True))
 
         return on_event
 
@@ -306,15 +304,15 @@ class SubprocessReceiver:
         with self._lock:
             group.state, group.transfer = GroupState.READY, None
 
-    def _end(self, group: _ChildGroup, reason: str) -> None:
+    def _end(self, group: _ChildGroup, why: str) -> None:
         """Disarms and drops a group; the reason is kept for the next call with its name."""
         with self._lock:
             if self._groups.get(group.name) is group:
                 del self._groups[group.name]
-                self._drop_reasons[group.name] = reason
+                self._drop_reasons[group.name] = why
                 while len(self._drop_reasons) > MAX_DROP_REASONS:
                     self._drop_reasons.pop(next(iter(self._drop_reasons)))
-        group.child.kill(reason)
+        group.child.kill(why)
 
     def _remove(self, group: _ChildGroup) -> None:
         with self._lock:

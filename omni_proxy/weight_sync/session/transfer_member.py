@@ -1,9 +1,11 @@
 """A vLLM engine as a member of its trainer's weight transfer, over vLLM's own routes.
 
 The group is the engines' and the trainer's: the proxy is no rank of it, and only gives each member
-its ranks. Invariant: leaving works whatever state the engine is in. vLLM refuses to release a
-trainer while an update is open, and a new update as long as one is: so an open one is finished
-first. What it then holds is unknown, and the caller has marked it so.
+its ranks. Invariant: an engine that leaves keeps nothing of an update that was not finished. vLLM
+0.32.0 collects the tensors of a fused layer until it has as many bytes as the layer takes, also
+over a failed update: the next one would be taken for its rest, and end in a layer of both, with no
+error. So such an update is started again and finished first, which empties what was collected.
+What the engine then holds is unknown, and the caller has marked it so.
 """
 
 from __future__ import annotations
@@ -12,20 +14,28 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.admin_ops.routes import FINISH_UPDATE, TRANSFER_INIT, TRANSFER_SHUTDOWN
+from omni_proxy.admin_ops.routes import (
+    FINISH_UPDATE,
+    START_DRAFT_UPDATE,
+    START_UPDATE,
+    TRANSFER_INIT,
+    TRANSFER_SHUTDOWN,
+)
 from omni_proxy.upstream_http.client import ROUTE_ABSENT
 from omni_proxy.weight_sync.protocol.receive_progress import ReceiveProgress
 from omni_proxy.weight_sync.protocol.requests import RankRange
 from omni_proxy.weight_sync.protocol.transfer_requests import TransferInit, TransferUpdate
 from omni_proxy.weight_sync.session.member import WorkerMember
 
-OPEN_UPDATE: Final = "during a weight update"  # how vLLM words that it keeps its trainer
+ACTIVE: Final = "already active"  # how vLLM words that an update is open
+STARTS: Final = (START_UPDATE, START_DRAFT_UPDATE)
 
 
 class TransferMember(WorkerMember):
-    """`ranks_at`: its ranks, once they are assigned."""
+    """`ranks_at`: its ranks, once they are assigned. `opened`: an update may not be finished."""
 
     ranks_at: RankRange | None = None
+    opened = False
 
     async def join(self, request: TransferInit, ranks: RankRange) -> WorkerResult:
         self.ranks_at = ranks
@@ -35,15 +45,23 @@ class TransferMember(WorkerMember):
         assert self.ranks_at is not None
         return await self.call(path, request.body_for(self.ranks_at, first_rank))
 
+    async def call(self, path: str, body: bytes) -> WorkerResult:
+        result = await super().call(path, body)
+        if path in STARTS:
+            self.opened = result.success or result.status is None or ACTIVE in result.why
+        elif path == FINISH_UPDATE and result.success:
+            self.opened = False
+        return result
+
     async def destroy(self, body: bytes) -> WorkerResult:
         """Leave. An engine older than the route has nothing to leave."""
-        result = await self.call(TRANSFER_SHUTDOWN, b"")
-        if not result.success and OPEN_UPDATE in result.why:
+        if self.opened:
+            await self.call(START_UPDATE, b"")  # refused where it is still open
             await self.call(FINISH_UPDATE, b"")
-            result = await self.call(TRANSFER_SHUTDOWN, b"")
-        if result.status in ROUTE_ABSENT:
+        left = await self.call(TRANSFER_SHUTDOWN, b"")
+        if left.status in ROUTE_ABSENT:
             return WorkerResult(self.name, 200, {"success": True, "message": "no such route"})
-        return result
+        return left
 
     async def init(
         self, body: Mapping[str, Any], rank_offset: int, world_size: int

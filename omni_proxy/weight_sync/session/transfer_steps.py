@@ -43,7 +43,7 @@ from omni_proxy.weight_sync.protocol.transfer_requests import (
 )
 from omni_proxy.weight_sync.session.member import FanOutTimeouts, Member
 from omni_proxy.weight_sync.session.steps import GRACE_SECS, SessionSteps, parse_in_thread
-from omni_proxy.weight_sync.session.transfer_member import TransferMember
+from omni_proxy.weight_sync.session.transfer_member import ACTIVE, TransferMember
 from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs
 from omni_proxy.wire.errors import HttpError
 
@@ -68,7 +68,7 @@ class TransferSteps(SessionSteps):
         owner = GroupOwner(TRANSFER_GROUP, request.shown_address, now, call.caller)
         fixed = request.rank_offset is not None
         lifecycle.begin(owner, request.address, ranges, members, fixed=fixed)
-        ranks = {member.name: member for member in ranges}
+        ranks = {each.name: each for each in ranges}
         return await self._join(call, ranges, lambda m: _transfer(m).join(request, ranks[m.name]))
 
     async def start(self, call: AdminCall) -> AdminResponse:
@@ -96,7 +96,7 @@ class TransferSteps(SessionSteps):
         lifecycle.announced_bytes = request.nbytes
         lifecycle.session.update(UpdateFlags(), request.names)
         await self._record(call)
-        first = min(member.ranks.offset for member in lifecycle.session.members.values())
+        first = min(each.ranks.offset for each in lifecycle.session.members.values())
         return await self._fan_out_apply(
             call,
             lambda m: _transfer(m).receive(UPDATE_WEIGHTS, request, first),
@@ -137,11 +137,12 @@ class TransferSteps(SessionSteps):
         for worker, result in zip(workers, results, strict=True):
             size = result.body.get("world_size") if isinstance(result.body, dict) else None
             if not result.success or type(size) is not int or size < 1:
-                reason = result.why if not result.success else f"world_size is {size!r}"
-                message = f"nothing was forwarded: {worker.url} does not tell its ranks: {reason}"
+                why = result.why if not result.success else f"world_size is {size!r}"
+                message = f"nothing was forwarded: {worker.url} does not tell its ranks: {why}"
                 raise HttpError(502, message, "ranks_unknown")
             member = TransferMember(worker, size)
             member.headers = dict(headers)
+            member.opened = worker.url in self._lifecycle.journal.uncertain
             members.append(member)
         return members
 
@@ -192,4 +193,4 @@ def _touched_by_start(results: Sequence[WorkerResult]) -> set[str]:
 
 def _says_no(result: WorkerResult) -> bool:
     """A plain no; an update that is open already was opened by somebody, and is no such thing."""
-    return result.status is not None and "already active" not in result.why
+    return result.status is not None and ACTIVE not in result.why
