@@ -1,0 +1,196 @@
+"""vLLM's trainers find one engine where a fleet is: rounds in their words, with traffic running."""
+
+import httpx
+import pytest
+import trio
+
+from tests.promises.sync_program import PATIENCE_SECS, Fleet, Replica, healthy
+from tests.promises.sync_traffic import Traffic
+from tests.promises.sync_trainer import expected_checksum
+
+for name in ("torch", "tiktoken", "safetensors.torch"):
+    pytest.importorskip(name)
+
+ROUNDS = 20
+FIRST = "default"  # what vLLM's engines call the weights that they come up with
+WISHES = (
+    {"pause_mode": None, "chunks": 3},
+    {"pause_mode": "keep", "chunks": 2},
+    {"pause_mode": "wait", "packed_bytes": 100_000},
+    {"pause_mode": "abort"},
+)
+
+
+class VllmFleet:
+    """Two replicas that serve vLLM's routes alone, and a proxy."""
+
+    def __init__(self, folder, *dialects, **settings):
+        self.replicas = [
+            Replica(folder / f"{number}.log", "--dialect", dialect)
+            for number, dialect in enumerate(dialects)
+        ]
+        for each in self.replicas:
+            each.start()
+        self.fleet = Fleet(folder, self.replicas, (dialects, "coordinate", settings))
+
+    def close(self):
+        try:
+            self.fleet.close()
+        finally:
+            for each in self.replicas:
+                each.kill()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    made = VllmFleet(tmp_path_factory.mktemp("vllm"), "vllm", "vllm", drain_secs=20)
+    yield made.fleet
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    made = VllmFleet(tmp_path_factory.mktemp("mixed"), "vllm", "sglang", drain_secs=20)
+    yield made.fleet
+    made.close()
+
+
+@pytest.fixture
+async def seen(running):
+    async with running.client() as it:
+        with trio.fail_after(2 * PATIENCE_SECS):
+            await it.ready()
+            yield it
+
+
+async def digest_of(url):
+    """Over all tensors that the replica holds, from its own checker."""
+    from omni_proxy.weight_sync.checksum import roll_up
+
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECS, trust_env=False) as client:
+        told = (await client.post("/weight_checker", json={"action": "checksum"})).json()
+    return roll_up({name.split(":")[-1]: found for name, found in told["checksums"].items()})
+
+
+async def round_of(seen, trainer, seed, **wishes):
+    """A whole round, after which all workers hold and tell this version."""
+    done = await trainer.tell(
+        "transfer", url=seen.fleet.url, seed=seed, version=f"v{seed}", **wishes
+    )
+    assert done.get("why") == "", (done, seen.fleet.log()[-3000:])
+    return done
+
+
+async def assert_all_hold(seen, seed):
+    told = await seen.versions()
+    assert {label for label, _ in told.values()} == {f"v{seed}"}, told
+    for url in told:
+        assert await digest_of(url) == expected_checksum(seed)
+
+
+def mixed_texts(traffic):
+    """Labels with more than one text: all requests are the same, and greedy."""
+    return {label: texts for label, texts in traffic.texts().items() if len(texts) > 1}
+
+
+async def test_twenty_rounds_under_traffic_mix_no_answer_and_fail_none(seen, trainers):
+    trainer, traffic = trainers.one(), Traffic(seen, clients=3)
+    ranks = (await seen.told("/get_world_size"))["world_size"]
+    assert ranks == 2
+    epochs = [(await seen.told("/weights"))["weight_epoch"]]
+    async with traffic.keep_asking():
+        for seed in range(1, ROUNDS + 1):
+            wishes = WISHES[seed * len(WISHES) // (ROUNDS + 1)]
+            await round_of(seen, trainer, seed, **wishes)
+            await assert_all_hold(seen, seed)
+            told = await seen.told("/weights")
+            epochs.append(told["weight_epoch"])
+            assert told["weight_version"] == f"v{seed}"
+            await traffic.wait_for_more(2)
+    assert epochs == list(range(epochs[0], epochs[0] + ROUNDS + 1))
+    assert not traffic.failures()
+    assert not traffic.spanning()
+    assert not mixed_texts(traffic)
+    seen_labels = set(traffic.texts())
+    assert seen_labels >= {f"v{seed}" for seed in range(1, ROUNDS + 1)}
+    await trainer.tell("leave_engines")
+    await seen.until("/weights", lambda told: told["sync"]["state"] == "idle")
+
+
+async def test_a_member_that_is_killed_in_the_middle_costs_that_round_alone(seen, trainers):
+    trainer, traffic = trainers.one(), Traffic(seen, clients=2)
+    await round_of(seen, trainer, 30, chunks=40)
+    victim = seen.fleet.replicas[1]
+    async with traffic.keep_asking():
+        trainer.order("transfer", url=seen.fleet.url, seed=31, version="v31", chunks=40)
+        await seen.until("/weights", lambda told: told["sync"]["buckets"] >= 3)
+        victim.kill()
+        done = await trainer.reply()
+        assert victim.url in done["why"], done
+        told = await seen.until("/weights", lambda told: told["sync"]["state"] == "idle")
+        assert not any(each["routable"] for each in told["workers"])
+        victim.start()
+        await healthy(victim.url)
+        await seen.until("/workers", lambda told: told["healthy_workers"] == 2)
+        assert not any(each["routable"] for each in (await seen.told("/workers"))["workers"])
+        # The next round of the trainer, in a new group, brings both back.
+        await round_of(seen, trainer, 32, chunks=40)
+        await assert_all_hold(seen, 32)
+        await seen.ready()
+        await traffic.wait_for_more()
+    assert not mixed_texts(traffic)
+    assert set(traffic.texts()) <= {"v30", "v32"}
+    assert not traffic.failures()
+    await trainer.tell("leave_engines")
+
+
+async def test_a_restarted_engine_with_its_first_weights_gets_no_request(seen, trainers):
+    trainer, victim = trainers.one(), seen.fleet.replicas[0]
+    await round_of(seen, trainer, 35)
+    await trainer.tell("leave_engines")
+    victim.kill()
+    victim.start()
+    await healthy(victim.url)
+    told = await seen.until("/weights", lambda told: victim.url in told["uncertain"])
+    assert "missed the update to 'v35'" in told["uncertain"][victim.url]
+    answers = [await seen.chat() for _ in range(4)]
+    assert {a.headers["x-omni-weight-version"] for a in answers} == {"v35"}
+    await round_of(seen, trainer, 36)
+    await assert_all_hold(seen, 36)
+    await trainer.tell("leave_engines")
+
+
+async def test_a_trainer_that_dies_in_the_middle_leaves_the_fleet_to_the_next(seen, trainers):
+    one, other = trainers.two()
+    await round_of(seen, one, 40)
+    done = await one.tell(
+        "transfer", url=seen.fleet.url, seed=41, version="v41", chunks=3, dies=True,
+        pause_mode=None,
+    )  # fmt: skip
+    assert done == {"gone": True}
+    told = await seen.until("/weights", lambda told: told["sync"]["state"] == "idle")
+    assert set(told["uncertain"]) == {each.url for each in seen.fleet.replicas}
+    await round_of(seen, other, 42)
+    await seen.ready()
+    await assert_all_hold(seen, 42)
+    assert (await seen.told("/is_paused"))["is_paused"] is False
+    await other.tell("leave_engines")
+
+
+async def test_a_fleet_of_both_kinds_is_paused_and_told_in_the_words_of_each(mixed, trainers):
+    async with mixed.client() as seen:
+        await seen.ready()
+        status, told = await seen.post("/pause?mode=keep")
+        assert (status, told["status"] == "paused" or told["success"]) == (200, True)
+        assert {each.get("sent_to") for each in told["results"]} == {None, "/pause_generation"}
+        assert (await seen.told("/is_paused"))["is_paused"] is True
+        assert (await seen.told("/get_world_size"))["world_size"] == 2
+        status, told = await seen.post("/resume")
+        assert status == 200
+        assert (await seen.told("/is_paused"))["is_paused"] is False
+        status, told = await seen.post("/update_weight_version", new_version="step-1")
+        assert (status, set(told["weight_versions"].values())) == (200, {"step-1"})
+        assert (await seen.told("/weight_info"))["weight_version"] == "step-1"
+        done = await trainers.one().tell("transfer", url=mixed.url, seed=1, version="v1")
+        assert "cannot be a rank" in done["why"]
+        await seen.ready()
