@@ -41,3 +41,13 @@ def pytest_sessionfinish():
     for thread in threading.enumerate():
         if thread.name.startswith("weights-") and not thread.name.startswith(OUTSIDE_GLOO):
             thread.join(max(until - time.monotonic(), 0.0))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What needs an environment of its own is not silently left out."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    for report in skipped:
+        if "test_real_vllm" in report.nodeid:
+            terminalreporter.section("NOT TESTED", sep="!", yellow=True, bold=True)
+            terminalreporter.write_line(str(report.longrepr[2]).removeprefix("Skipped: "))
+            return
