@@ -24,7 +24,7 @@ from omni_proxy.admin_api.routes.metrics_routes import MetricsRoutes
 from omni_proxy.admin_api.routes.models_routes import ExplainRoutes, MergedModelRoutes
 from omni_proxy.admin_api.routes.rl_routes import RlRoutes
 from omni_proxy.admin_api.routes.rollout_routes import RolloutRoutes
-from omni_proxy.admin_api.routes.sglang_routes import SglangRoutes
+from omni_proxy.admin_api.routes.sglang_routes import SessionRoutes, SglangRoutes
 from omni_proxy.admin_api.routes.weight_routes import WeightOperationRoutes, WeightVersionRoutes
 from omni_proxy.admin_api.routes.worker_routes import DrainRoutes, WorkerRoutes
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
@@ -43,10 +43,8 @@ def create_app(services: Services) -> QuartTrio:
     app.url_map.merge_slashes = False  # a worker id has "//", and a redirect would lose the body
     keys = KeyCheck(services.config_store)
     pauses = partial(_visible_pauses, services, keys)
-    notes = WorkerNotes(services.fleet)
-    records = WorkerRecords(
-        services.fleet, services.drains, notes, lambda: reasons(services, pauses()), pauses
-    )
+    notes = WorkerNotes(services.fleet, gateway_ids=services.dialect == "sglang")
+    records = WorkerRecords(services, notes, lambda: reasons(services, pauses()), pauses)
     selectors = SelectorResolver(services, records)
     app.before_request(keys.before_request)
     OpenReads(services.config_store).mount(app)
@@ -63,6 +61,7 @@ def create_app(services: Services) -> QuartTrio:
         SglangRoutes(services),
         EngineRoutes(services, selectors),
         ExplainRoutes(services),
+        SessionRoutes(services),
         DashboardRoutes(),
         OpenApiRoutes(),
         BroadcastRoutes(services, selectors),

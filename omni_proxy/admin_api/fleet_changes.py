@@ -7,7 +7,10 @@ fleet. What can't be done is an HttpError, and then nothing has changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Final
 from urllib.parse import unquote
+from uuid import NAMESPACE_URL, uuid5
 
 import trio
 from quart import request
@@ -29,6 +32,9 @@ from omni_proxy.upstream_http.resolver import (
 from omni_proxy.wire.errors import HttpError
 
 Edit = Callable[[SavedState, Config], SavedState]
+
+
+UUID_CHARS: Final = 36
 
 
 class FleetChanges:
@@ -75,13 +81,19 @@ class FleetChanges:
         await self.change(edit)
 
     def lookup(self, name: str) -> Worker | None:
-        """By URL or id; a URL is normalized as it is when a worker is added."""
+        """By URL or id of either kind; a URL is normalized as it is when a worker is added."""
         fleet = self._services.fleet
         try:
             spelled = normalize_url(unquote(name), allow_unix=True)
         except ValueError:
             spelled = name
-        return fleet.get(name) or fleet.find(spelled)
+        return fleet.get(name) or fleet.find(spelled) or self._by_gateway_id(name)
+
+    def _by_gateway_id(self, name: str) -> Worker | None:
+        if len(name) != UUID_CHARS:
+            return None
+        workers = self._services.fleet.workers
+        return next((each for each in workers if gateway_id(each.url) == name.lower()), None)
 
     def find(self, name: str) -> Worker:
         """As `lookup`. Raises HttpError 404."""
@@ -93,21 +105,28 @@ class FleetChanges:
     async def check_address(self, url: str) -> None:
         """Raises HttpError 400 for a refused address. A name that does not resolve is no error: its
         worker is just not healthy yet."""
-        place = dial_address(url)
+        address = dial_address(url)
         with trio.move_on_after(self._services.config_store.config.health.timeout_secs):
             try:
-                if not isinstance(place, str):
-                    self._refuse_own_address(await addresses(*place))
+                if not isinstance(address, str):
+                    self._refuse_own_address(await addresses(*address))
             except RefusedAddress as refused:
                 raise bad_request(f"url: {refused}", "worker_url_refused") from None
             except OSError:
                 return
 
-    def _refuse_own_address(self, found: Iterable[Address]) -> None:
+    def _refuse_own_address(self, addresses: Iterable[Address]) -> None:
         """Raises HttpError 400 for an address that the proxy itself listens on."""
         listeners = parse_listeners(self._services.data_plane.addresses())
-        if any(is_own_address(address, listeners) for address in found):
+        if any(is_own_address(address, listeners) for address in addresses):
             raise _error(400, f"url {REASON}", "worker_url_refused")
+
+
+@lru_cache(maxsize=4096)
+def gateway_id(url: str) -> str:
+    """An id of a worker as sglang-router has them, a UUID, which its clients check; the same for
+    the same URL at any time."""
+    return str(uuid5(NAMESPACE_URL, url))
 
 
 def _error(status: int, message: str, code: str) -> HttpError:
@@ -136,9 +155,9 @@ def requested_url(body: Mapping[str, object]) -> str:
     400."""
     for source in (request.args, body):
         for key in ("url", "worker_url"):
-            named = source.get(key)
-            if isinstance(named, str) and named:
-                return parse_worker_url(named)
+            text = source.get(key)
+            if isinstance(text, str) and text:
+                return parse_worker_url(text)
     raise _error(400, "worker url is required", "invalid_request")
 
 

@@ -29,13 +29,13 @@ def json_response(
     warning = _warning()
     if warning and isinstance(payload, dict):
         payload = {**payload, "warning": warning}
-    made = Response(to_json(payload), status, headers, content_type="application/json")
-    return _warned(made, warning)
+    response = Response(to_json(payload), status, headers, content_type="application/json")
+    return _warned(response, warning)
 
 
 def text_response(sentence: str) -> Response:
-    made = Response(sentence, 200, content_type="text/plain; charset=utf-8")
-    return _warned(made, _warning())
+    response = Response(sentence, 200, content_type="text/plain; charset=utf-8")
+    return _warned(response, _warning())
 
 
 def warn(warning: str) -> None:

@@ -45,11 +45,11 @@ class SelectorResolver:
                 400, f"selector: {error}", "invalid_selector", offset=error.offset
             ) from None
         workers = self._services.fleet.workers
-        facts = await self.engine_facts(workers) if _asks_engines(selector) else {}
+        reported = await self.engine_facts(workers) if _asks_engines(selector) else {}
         return frozenset(
             worker.url
             for worker in workers
-            if selector.matches(self._facts(worker) | facts.get(worker.url, {}))
+            if selector.matches(self._facts(worker) | reported.get(worker.url, {}))
         )
 
     async def engine_facts(self, workers: list[Worker]) -> dict[str, Facts]:
@@ -57,17 +57,17 @@ class SelectorResolver:
         alive = [worker for worker in workers if worker.health.state is not Health.DEAD]
         secs = self._services.config_store.config.health.timeout_secs
         results = await broadcast(alive, Call("GET", "/server_info", timeout_secs=secs))
-        facts = {}
+        reported = {}
         for outcome in results:
             info = outcome.json() if outcome.ok else None
             if isinstance(info, dict):
-                facts[outcome.worker.url] = _engine_facts(info)
-        return facts
+                reported[outcome.worker.url] = _engine_facts(info)
+        return reported
 
     def _facts(self, worker: Worker) -> Facts:
         record = self._records.record(worker)
         labels = record["labels"]
-        known = {
+        facts = {
             "id": worker.id,
             "url": worker.url,
             "model": worker.model or "",
@@ -76,7 +76,7 @@ class SelectorResolver:
             "health": worker.health.state.value,
             "weight_version": worker.weight_version or "",
         }
-        return {**_texts(labels if isinstance(labels, dict) else {}), **known}
+        return {**_texts(labels if isinstance(labels, dict) else {}), **facts}
 
 
 def _asks_engines(selector: Selector) -> bool:
@@ -84,9 +84,9 @@ def _asks_engines(selector: Selector) -> bool:
 
 
 def _engine_facts(info: Mapping[str, object]) -> Facts:
-    found = {key: info.get(name) for key, name in ENGINE_FACTS.items()}
-    return {"engine": DEFAULT_ENGINE, **_texts(found)}
+    values = {key: info.get(name) for key, name in ENGINE_FACTS.items()}
+    return {"engine": DEFAULT_ENGINE, **_texts(values)}
 
 
-def _texts(facts: Mapping[str, object]) -> Facts:
-    return {str(key): str(value) for key, value in facts.items() if value is not None}
+def _texts(reported: Mapping[str, object]) -> Facts:
+    return {str(key): str(value) for key, value in reported.items() if value is not None}

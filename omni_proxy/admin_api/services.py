@@ -15,6 +15,7 @@ from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget
 from omni_proxy.config.flags import Dialect
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import Prober
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.responses import ResponseOwners
@@ -42,6 +43,8 @@ class DataPlaneView(Protocol):
     def watchdog(self) -> dict[str, object]: ...
     def rows(self) -> list[dict[str, object]]: ...
     def addresses(self) -> list[str]: ...
+    def finish_session(self, key: str) -> bool: ...
+    def session_count(self, worker: Worker) -> int: ...
 
 
 class LauncherView(Protocol):

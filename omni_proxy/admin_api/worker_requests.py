@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from omni_proxy.admin_api.fleet_changes import gateway_id
 from omni_proxy.admin_api.responses import bad_request
 from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.config.url import normalize_url
@@ -124,16 +125,16 @@ def _capabilities(value: object) -> tuple[str, ...]:
 def _model(body: Mapping[str, object]) -> str | None:
     """The model in the body ("" = cleared), None without one."""
     if "model" in body:
-        named = body["model"]
+        model = body["model"]
     elif "model_id" in body:
-        named = body["model_id"]
+        model = body["model_id"]
     elif isinstance(body.get("models"), list) and body["models"]:
-        named = _first(body["models"])
+        model = _first(body["models"])
     else:
         return None
-    if named is not None and not isinstance(named, str):
+    if model is not None and not isinstance(model, str):
         raise bad_request("model must be a string or null")
-    return (named or "").strip()
+    return (model or "").strip()
 
 
 def _first(models: object) -> object:
@@ -160,9 +161,9 @@ _SMG_RULES: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def _remarks(body: Mapping[str, object]) -> dict[str, object]:
-    for name, (holds, wanted) in _SMG_RULES.items():
+    for name, (holds, expected) in _SMG_RULES.items():
         if name in body and not holds(body[name]):
-            raise bad_request(f"{name} must be {wanted}")
+            raise bad_request(f"{name} must be {expected}")
     return {name: body[name] for name in ("priority", "cost", "labels") if name in body}
 
 
@@ -177,12 +178,19 @@ class WorkerNote:
 
 
 class WorkerNotes:
-    def __init__(self, fleet: Fleet) -> None:
+    """`gateway_ids`: clients know workers by ids as sglang-router has them."""
+
+    def __init__(self, fleet: Fleet, *, gateway_ids: bool = False) -> None:
         self._fleet = fleet
+        self._gateway_ids = gateway_ids
         self._notes: dict[Worker, WorkerNote] = {}
 
     def get(self, worker: Worker) -> WorkerNote:
         return self._notes.get(worker) or WorkerNote()
+
+    def public_id(self, worker: Worker) -> str:
+        """As `id` and `worker_id` of responses have it."""
+        return gateway_id(worker.url) if self._gateway_ids else worker.id
 
     def update(self, worker: Worker, fields: Mapping[str, object]) -> None:
         """Set those of `fields` that `WorkerNote` has; others are ignored."""

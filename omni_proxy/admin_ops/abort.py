@@ -51,10 +51,12 @@ class AbortTarget(msgspec.Struct, frozen=True):
         if self.everything:
             return lambda _: ("",)
         if self.prefix:
-            wanted = self.ids
-            return lambda own: [w for w in wanted if any(each.startswith(w) for each in own)]
-        by_spelling = {spelling: each for each in self.ids for spelling in spellings(each)}
-        return lambda own: {by_spelling[each] for each in own if each in by_spelling}
+            ids = self.ids
+            return lambda worker_ids: [
+                w for w in ids if any(item.startswith(w) for item in worker_ids)
+            ]
+        by_spelling = {spelling: item for item in self.ids for spelling in spellings(item)}
+        return lambda worker_ids: {by_spelling[item] for item in worker_ids if item in by_spelling}
 
 
 class AbortFindings(msgspec.Struct, frozen=True):
@@ -71,10 +73,10 @@ class AbortFindings(msgspec.Struct, frozen=True):
 
 def spellings(request_id: str) -> set[str]:
     """The id, and what it would be without a prefix of vLLM."""
-    return {request_id, *(request_id.removeprefix(each) for each in _PREFIXES)} - {""}
+    return {request_id, *(request_id.removeprefix(item) for item in _PREFIXES)} - {""}
 
 
-def read_target(words: AbortWords, body: bytes) -> AbortTarget:
+def read_target(dialect: AbortWords, body: bytes) -> AbortTarget:
     """Raises HttpError 400."""
     try:
         fields = json.loads(body)
@@ -82,7 +84,7 @@ def read_target(words: AbortWords, body: bytes) -> AbortTarget:
         raise _bad("invalid JSON body", "invalid_json") from None
     if not isinstance(fields, dict):
         raise _bad("request body must be a JSON object", "invalid_json")
-    if words is AbortWords.VLLM:
+    if dialect is AbortWords.VLLM:
         if fields.get("request_ids") is None:
             return AbortTarget(everything=True)
         return AbortTarget(_ids(fields["request_ids"], "request_ids"))
@@ -102,7 +104,7 @@ def _ids(value: object, name: str) -> tuple[str, ...]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     if len(values) > MAX_IDS:
         raise _bad(f"{name} may name {MAX_IDS} requests and no more")
-    ids = tuple(each for each in values if isinstance(each, str))
+    ids = tuple(item for item in values if isinstance(item, str))
     if len(ids) != len(values):
         raise _bad(f"{name} must be a string or a list of strings")
     try:
@@ -116,28 +118,28 @@ def _bad(message: str, code: str = "invalid_request") -> HttpError:
     return HttpError(400, message, code)
 
 
-def in_words(words: AbortWords, target: AbortTarget, running: Sequence[str]) -> list[bytes]:
+def in_words(dialect: AbortWords, target: AbortTarget, running: Sequence[str]) -> list[bytes]:
     """The bodies of the calls that say it in these words. `running`: the ids that this worker is
     known to have, for an engine that knows no prefixes."""
-    if words is AbortWords.VLLM:
+    if dialect is AbortWords.VLLM:
         if target.everything:
             return [b"{}"]
         return [to_json({"request_ids": list((target.prefix and running) or target.ids)})]
     if target.everything:
         return [b'{"abort_all":true}']
     more = {"prefix": True} if target.prefix else {}
-    return [to_json({"rid": each, **more}) for each in target.ids]
+    return [to_json({"rid": item, **more}) for item in target.ids]
 
 
 def merged(findings: Iterable[AbortFindings]) -> AbortFindings:
     """Of several processes."""
-    waiting, known, running = 0, set[str](), dict[str, tuple[str, ...]]()
-    for each in findings:
-        waiting += each.waiting
-        known.update(each.known)
-        for url, ids in each.running.items():
+    waiting, sent, running = 0, set[str](), dict[str, tuple[str, ...]]()
+    for item in findings:
+        waiting += item.waiting
+        sent.update(item.known)
+        for url, ids in item.running.items():
             running[url] = (*running.get(url, ()), *ids)
-    return AbortFindings(waiting, tuple(known), running)
+    return AbortFindings(waiting, tuple(sent), running)
 
 
 def urls_to_ask(target: AbortTarget, findings: AbortFindings) -> Collection[str] | None:
@@ -147,17 +149,17 @@ def urls_to_ask(target: AbortTarget, findings: AbortFindings) -> Collection[str]
 
 
 def abort_response(
-    words: AbortWords, results: Sequence[WorkerResult], sent_ids: int, waiting: int
+    dialect: AbortWords, results: Sequence[WorkerResult], sent_ids: int, waiting: int
 ) -> AdminResponse:
     """`sent_ids`: how many ids each call named; an engine that tells no number counts for that."""
-    response = aggregate(words.value, results, {})
+    response = aggregate(dialect.value, results, {})
     body = {**response.body, "ended_in_queue": waiting}
-    if words is AbortWords.VLLM:
-        told = sum(_aborted(result, sent_ids) for result in results if result.success)
-        body |= {"aborted": told + waiting, **({"status": "aborted"} if response.ok else {})}
+    if dialect is AbortWords.VLLM:
+        count = sum(_aborted(result, sent_ids) for result in results if result.success)
+        body |= {"aborted": count + waiting, **({"status": "aborted"} if response.ok else {})}
     return AdminResponse(response.status, body)
 
 
 def _aborted(result: WorkerResult, sent_ids: int) -> int:
-    told = result.body.get("aborted") if isinstance(result.body, dict) else None
-    return told if isinstance(told, int) else sent_ids
+    count = result.body.get("aborted") if isinstance(result.body, dict) else None
+    return count if isinstance(count, int) else sent_ids

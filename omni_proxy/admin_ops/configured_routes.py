@@ -31,13 +31,13 @@ def is_known(path: str, config: Config) -> bool:
 
 def check_routes(config: Config, file: str) -> None:
     """Raises ConfigError for a configured path that is a built-in route's."""
-    paths = [(f"routes[{i}].path", each.path) for i, each in enumerate(config.routes)]
+    paths = [(f"routes[{i}].path", route.path) for i, route in enumerate(config.routes)]
     control = enumerate(config.control_routes)
-    paths += [(f"control_routes[{i}].path", each.path) for i, each in control]
+    paths += [(f"control_routes[{i}].path", route.path) for i, route in control]
     problems = [
-        Problem(key, None, f"{path} {why}", "choose another path", file)
+        Problem(key, None, f"{path} {conflict}", "choose another path", file)
         for key, path in paths
-        if (why := _taken(path))
+        if (conflict := _taken(path))
     ]
     if problems:
         raise ConfigError(problems, file)

@@ -39,11 +39,11 @@ def _agreed(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """What all of them say alike, except of what our answer says itself."""
     if not bodies:
         return {}
-    first, *others = bodies
+    first, *rest = bodies
     return {
         key: value
         for key, value in first.items()
-        if key not in OURS and all(key in other and other[key] == value for other in others)
+        if key not in OURS and all(key in body and body[key] == value for body in rest)
     }
 
 
@@ -64,17 +64,20 @@ def _match(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """Of a comparison with a baseline: it matches where it does everywhere."""
     if not all("match" in body for body in bodies):
         return {}
-    wrong: set[str] = set()
+    differing: set[str] = set()
     for body in bodies:
         names = body.get("mismatches")
-        wrong |= set(map(str, names)) if isinstance(names, list) else set()
-    return {"match": all(body["match"] is True for body in bodies), "mismatches": sorted(wrong)}
+        differing |= set(map(str, names)) if isinstance(names, list) else set()
+    return {"match": all(body["match"] is True for body in bodies), "mismatches": sorted(differing)}
 
 
 def _differ(bodies: Sequence[Mapping[str, object]]) -> bool:
     """Whether two workers with the same tensors and ranks name other checksums for them."""
-    found = [sums for body in bodies if isinstance(sums := body.get("checksums"), dict)]
-    return any(found[0].keys() == sums.keys() and found[0] != sums for sums in found[1:])
+    sums_by_body = [sums for body in bodies if isinstance(sums := body.get("checksums"), dict)]
+    return any(
+        sums_by_body[0].keys() == sums.keys() and sums_by_body[0] != sums
+        for sums in sums_by_body[1:]
+    )
 
 
 _MERGED: Final[Mapping[str, Callable[[Sequence[Mapping[str, object]]], dict[str, object]]]] = {

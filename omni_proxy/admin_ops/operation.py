@@ -67,26 +67,28 @@ def fates(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Dispo
 
     Where the route discards weights, those that did it, or may have, are uncertain, too.
     """
-    failed = {answer.worker: answer for answer in answers if not answer.success}
-    left = {answer.worker: RESTORED for answer in answers}
+    failed = {result.worker: result for result in answers if not result.success}
+    fates = {result.worker: RESTORED for result in answers}
     if route.path == INIT:
         reason = "the group could not be joined: "
-        return left | {
-            url: Disposition(WorkerFate.DISABLED, reason + each.why) for url, each in failed.items()
+        return fates | {
+            url: Disposition(WorkerFate.DISABLED, reason + result.why)
+            for url, result in failed.items()
         }
     if route.discards:
         reason = f"{route.name} discarded its weights"
-        return left | {
-            answer.worker: Disposition(WorkerFate.UNCERTAIN, reason)
-            for answer in answers
-            if not answer.unchanged
+        return fates | {
+            result.worker: Disposition(WorkerFate.UNCERTAIN, reason)
+            for result in answers
+            if not result.unchanged
         }
     untouched = route.kind is not Kind.UPDATE or route.labels
-    if untouched or (route.whole and all(answer.unchanged for answer in answers)):
-        return left
+    if untouched or (route.whole and all(result.unchanged for result in answers)):
+        return fates
     reason = f"{route.name} failed: "
-    return left | {
-        url: Disposition(WorkerFate.UNCERTAIN, reason + each.why) for url, each in failed.items()
+    return fates | {
+        url: Disposition(WorkerFate.UNCERTAIN, reason + result.why)
+        for url, result in failed.items()
     }
 
 
@@ -118,8 +120,8 @@ class Operation:
         self.targets = tuple(holds)
         self.was = dict(holds)
 
-    def hear(self, answer: WorkerResult) -> None:
-        self.answers[answer.worker] = answer
+    def hear(self, result: WorkerResult) -> None:
+        self.answers[result.worker] = result
 
     def progress(self) -> list[dict[str, object]]:
         """A row for each target: not asked yet, asked, or what it answered."""
@@ -139,19 +141,19 @@ class Operation:
     def in_words(self, at: float) -> str:
         """For somebody who waits for it."""
         by = f" of {self.caller}" if self.caller else ""
-        words = f"{self.route.name}{by} began {at - self.asked_at:.1f} s ago, step {self.step}"
+        text = f"{self.route.name}{by} began {at - self.asked_at:.1f} s ago, step {self.step}"
         if self.step is Step.CALLING:
-            words += f", {len(self.answers)} of {len(self.targets)} workers have answered"
-        return words
+            text += f", {len(self.answers)} of {len(self.targets)} workers have answered"
+        return text
 
     def _row(self, url: str) -> dict[str, object]:
-        answer = self.answers.get(url)
-        if answer is None:
-            asked = _ORDER.index(self.step) >= _ORDER.index(Step.CALLING)
-            return {"worker": url, "progress": "asked" if asked else "waiting"}
+        result = self.answers.get(url)
+        if result is None:
+            called = _ORDER.index(self.step) >= _ORDER.index(Step.CALLING)
+            return {"worker": url, "progress": "asked" if called else "waiting"}
         return {
             "worker": url,
-            "progress": "done" if answer.success else "failed",
-            "seconds": answer.secs,
-            **({} if answer.success else {"reason": answer.why}),
+            "progress": "done" if result.success else "failed",
+            "seconds": result.secs,
+            **({} if result.success else {"reason": result.why}),
         }

@@ -59,16 +59,16 @@ class WorkerResult:
     @property
     def unchanged(self) -> bool:
         """It said no plainly, and not that its weights are others all the same."""
-        said = _sentence(self.body).lower()
-        return self.refused and not any(words in said for words in CHANGED)
+        sentence = _sentence(self.body).lower()
+        return self.refused and not any(phrase in sentence for phrase in CHANGED)
 
     @property
     def why(self) -> str:
         """Why it is no success, in a few words."""
         if self.error:
             return self.error
-        said = _sentence(self.body)
-        return f"status {self.status}" + (f": {said[:WHY_CHARS]}" if said else "")
+        sentence = _sentence(self.body)
+        return f"status {self.status}" + (f": {sentence[:WHY_CHARS]}" if sentence else "")
 
     @property
     def _answered(self) -> bool:
@@ -104,14 +104,14 @@ def aggregate(
     path: str, answers: Sequence[WorkerResult], more: Mapping[str, Mapping[str, object]]
 ) -> AdminResponse:
     """`more`: what is to be added to a worker's entry, by its URL."""
-    success = all(answer.success for answer in answers)
+    success = all(result.success for result in answers)
     body = {
         "success": success,
         "message": "ok" if success else FAILED,
         "status": "ok" if success else "error",
         "path": path,
         "worker_count": len(answers),
-        "results": [{**answer.entry(), **more.get(answer.worker, {})} for answer in answers],
+        "results": [{**result.entry(), **more.get(result.worker, {})} for result in answers],
     }
     return AdminResponse(200 if success else 502, body)
 
@@ -144,9 +144,9 @@ def _sentence(body: object) -> str:
     if not isinstance(body, dict):
         return ""
     for key in ("detail", "error", "message"):
-        said = _sentence(body.get(key))
-        if said:
-            return said
+        sentence = _sentence(body.get(key))
+        if sentence:
+            return sentence
     return ""
 
 
@@ -156,48 +156,46 @@ MODEL_INFO = "/model_info"
 
 def label_reported(body: object, fact: str) -> list[object]:
     """What a worker's body says of a fact, each value once: at its top, and stage by stage."""
-    found: list[object] = []
-    for place in _places(body):
-        value = place.get(fact)
-        if value is not None and value not in found:
-            found.append(value)
-    return found
+    values: list[object] = []
+    for container in _places(body):
+        value = container.get(fact)
+        if value is not None and value not in values:
+            values.append(value)
+    return values
 
 
 def version_of(body: object) -> str | None:
     """The label of its weights; None where it tells none, or several."""
-    told = label_reported(body, "weight_version")
-    return str(told[0]) if len(told) == 1 else None
+    labels = label_reported(body, "weight_version")
+    return str(labels[0]) if len(labels) == 1 else None
 
 
 def merge_model_info(answers: Sequence[WorkerResult], path: str = MODEL_INFO) -> AdminResponse:
-    entries = [answer.entry() for answer in answers]
-    shown = {
+    entries = [result.entry() for result in answers]
+    body = {
         "path": path,
         "worker_count": len(answers),
         "workers": entries,
         "results": entries,
     }
-    if not all(answer.success for answer in answers):
+    if not all(result.success for result in answers):
         message = f"one or more workers failed {path.removeprefix('/')} request"
-        return AdminResponse(
-            502, {"success": False, "message": message, "status": "error", **shown}
-        )
-    facts: dict[str, object] = {}
+        return AdminResponse(502, {"success": False, "message": message, "status": "error", **body})
+    merged: dict[str, object] = {}
     for fact in FACTS:
         values: list[object] = []
-        for answer in answers:
-            values += [told for told in label_reported(answer.body, fact) if told not in values]
+        for result in answers:
+            values += [value for value in label_reported(result.body, fact) if value not in values]
         if fact == "weight_version" and len(values) > 1:
-            return _mixed(sorted(map(str, values)), shown)
-        facts[fact] = values[0] if len(values) == 1 else None
-    return AdminResponse(200, {"success": True, "message": "ok", "status": "ok", **facts, **shown})
+            return _mixed(sorted(map(str, values)), body)
+        merged[fact] = values[0] if len(values) == 1 else None
+    return AdminResponse(200, {"success": True, "message": "ok", "status": "ok", **merged, **body})
 
 
-def _mixed(versions: list[str], shown: dict[str, object]) -> AdminResponse:
+def _mixed(versions: list[str], body: dict[str, object]) -> AdminResponse:
     message = "mixed worker weight_version"
-    told = {"success": False, "message": message, "mixed_state": {"weight_version": versions}}
-    return AdminResponse(409, {**told, "status": "error", "detail": {**told, **shown}})
+    payload = {"success": False, "message": message, "mixed_state": {"weight_version": versions}}
+    return AdminResponse(409, {**payload, "status": "error", "detail": {**payload, **body}})
 
 
 def _places(body: object) -> Iterator[dict[str, object]]:
@@ -207,38 +205,38 @@ def _places(body: object) -> Iterator[dict[str, object]]:
     for name in ("stages", "results"):
         stages = body.get(name)
         for stage in stages if isinstance(stages, list) else ():
-            told = stage.get("data") if isinstance(stage, dict) else None
-            if isinstance(told, dict) and not (told.get("skipped") or told.get("unsupported")):
-                yield told
+            data = stage.get("data") if isinstance(stage, dict) else None
+            if isinstance(data, dict) and not (data.get("skipped") or data.get("unsupported")):
+                yield data
 
 
 WEIGHTS_BY_NAME: Final = "/get_weights_by_name"
 MIXED: Final = "the workers have different values of it"
 
 
-def merge_weights_by_name(answer: AdminResponse) -> tuple[object, int]:
+def merge_weights_by_name(result: AdminResponse) -> tuple[object, int]:
     """Body and status for the caller, of the aggregate of what the workers answered."""
-    results = answer.body.get("results")
+    results = result.body.get("results")
     if not isinstance(results, list):
-        return answer.body, answer.status
-    if answer.ok:
-        values = [each["body"] for each in results]
+        return result.body, result.status
+    if result.ok:
+        values = [result["body"] for result in results]
         if all(value == values[0] for value in values):
             return values[0], 200
-        return _refusal(answer, MIXED), 409
-    failed = [each for each in results if not each["success"]]
-    codes = {each.get("status_code") for each in results}
+        return _refusal(result, MIXED), 409
+    failed = [result for result in results if not result["success"]]
+    codes = {result.get("status_code") for result in results}
     if len(failed) == len(results) and len(codes) == 1 and 400 in codes:
-        return _refusal(answer, _words(failed[0]["body"]) or str(answer.body["message"])), 400
-    return _refusal(answer, str(answer.body["message"])), answer.status
+        return _refusal(result, _words(failed[0]["body"]) or str(result.body["message"])), 400
+    return _refusal(result, str(result.body["message"])), result.status
 
 
-def _refusal(answer: AdminResponse, message: str) -> dict[str, object]:
+def _refusal(result: AdminResponse, message: str) -> dict[str, object]:
     top = {"success": False, "message": message, "status": "error", "error": {"message": message}}
-    return {**answer.body, **top}
+    return {**result.body, **top}
 
 
 def _words(body: object) -> str:
     error = body.get("error") if isinstance(body, dict) else None
-    words = error.get("message") if isinstance(error, dict) else None
-    return words if isinstance(words, str) else ""
+    phrase = error.get("message") if isinstance(error, dict) else None
+    return phrase if isinstance(phrase, str) else ""

@@ -65,15 +65,15 @@ def _term(reader: _Reader) -> Term:
         if reader.skip(sign):
             return Term(key, frozenset((reader.take(_VALUE, "a value is missing"),)), negated)
     at = reader.offset
-    word = reader.take(_KEY, "one of =, !=, in, notin is missing")
-    if word not in ("in", "notin"):
+    name = reader.take(_KEY, "one of =, !=, in, notin is missing")
+    if name not in ("in", "notin"):
         raise SelectorError("one of =, !=, in, notin is missing", at)
     reader.expect("(")
     values = [reader.take(_VALUE, "a value is missing")]
     while reader.skip(","):
         values.append(reader.take(_VALUE, "a value is missing"))
     reader.expect(")")
-    return Term(key, frozenset(values), word == "notin")
+    return Term(key, frozenset(values), name == "notin")
 
 
 class _Reader:
@@ -89,21 +89,21 @@ class _Reader:
         return self.offset == len(self._text)
 
     def skip(self, sign: str) -> bool:
-        found = self._text.startswith(sign, self.offset)
-        if found:
+        match = self._text.startswith(sign, self.offset)
+        if match:
             self._move(self.offset + len(sign))
-        return found
+        return match
 
     def expect(self, sign: str) -> None:
         if not self.skip(sign):
             raise SelectorError(f"{sign!r} is missing", self.offset)
 
     def take(self, pattern: re.Pattern[str], otherwise: str) -> str:
-        found = pattern.match(self._text, self.offset)
-        if found is None:
+        match = pattern.match(self._text, self.offset)
+        if match is None:
             raise SelectorError(otherwise, self.offset)
-        self._move(found.end())
-        return found[0]
+        self._move(match.end())
+        return match[0]
 
     def _move(self, offset: int) -> None:
         space = _SPACE.match(self._text, offset)

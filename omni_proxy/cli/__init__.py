@@ -1,7 +1,7 @@
-"""From the words of the command line to an exit status: 0 fine, 2 refused before anything ran.
+"""Command dispatch: argv to an exit status; 0: success, 2: usage error, nothing ran.
 
-The first word picks the command; without one of these words it is `serve`. Commands are imported
-when they run: `omni-proxy check` must not wait for a model runtime.
+The first argument selects the command; the default is `serve`. A command's module is imported when
+it runs: `omni-proxy check` must not wait for a model runtime.
 """
 
 import importlib
@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
-MISUNDERSTOOD: Final = 2
-READER_LEFT: Final = 141  # as of a program that SIGPIPE ended
-INTERRUPTED: Final = 130  # likewise by SIGINT
-# A command's word, then where it is done: its module and, where that isn't `main`, the function.
+USAGE_ERROR: Final = 2
+BROKEN_PIPE: Final = 141  # 128 + SIGPIPE
+INTERRUPTED: Final = 130  # 128 + SIGINT
+# Command name to module, and the function if it is not `main`.
 COMMANDS: Final = {
     "check": "omni_proxy.cli.check",
     "completion": "omni_proxy.cli.completion",
@@ -30,8 +30,8 @@ COMMANDS: Final = {
     "workers": "omni_proxy.cli.workers",
 }
 
-STREAMS: Final = {"stdin": "r", "stdout": "w", "stderr": "w"}  # their place is their number
-# What the program and its completion scripts start; nobody else has a use for it.
+STREAMS: Final = {"stdin": "r", "stdout": "w", "stderr": "w"}  # in the order of their descriptors
+# Internal commands: started by the program itself and by completion scripts.
 INNER: Final = {
     "__complete": "omni_proxy.cli.complete",
     "data-plane-process": "omni_proxy.multiprocess.dataplane_process",
@@ -41,32 +41,33 @@ INNER: Final = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    _open_what_is_closed()
-    _show_what_can_be_shown()
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["help"]:
-        words = [*words[1:], "--help"]
-    known = COMMANDS | INNER
-    if words and words[0] not in known and not words[0].startswith("-"):
-        print(f"omni-proxy: {_no_command(words[0])}", file=sys.stderr)
-        return MISUNDERSTOOD
-    command = words.pop(0) if words and words[0] in known else "serve"
-    module, _, function = known[command].partition(":")
-    found = getattr(importlib.import_module(module), function or "main")
+    _open_closed_streams()
+    _replace_unprintable()
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] == ["help"]:
+        args = [*args[1:], "--help"]
+    commands = COMMANDS | INNER
+    if args and args[0] not in commands and not args[0].startswith("-"):
+        print(f"omni-proxy: {_unknown_command(args[0])}", file=sys.stderr)
+        return USAGE_ERROR
+    command = args.pop(0) if args and args[0] in commands else "serve"
+    module, _, function = commands[command].partition(":")
+    run = getattr(importlib.import_module(module), function or "main")
     try:
-        status = cast("Callable[[Sequence[str]], int]", found)(words)
+        status = cast("Callable[[Sequence[str]], int]", run)(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read has enough (`| head`); the interpreter would try to write the rest once more.
+        # The reader closed the pipe (`| head`); the interpreter would flush the rest again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_LEFT
-    except KeyboardInterrupt:  # who pressed Ctrl-C wants no trace of what it met
+        return BROKEN_PIPE
+    except KeyboardInterrupt:  # Ctrl-C: no traceback
         return INTERRUPTED
     return status
 
 
-def _open_what_is_closed() -> None:
-    """Of the standard streams (`>&-`): a socket would get its number, and what we print."""
+def _open_closed_streams() -> None:
+    """Open standard streams that are closed (`>&-`): else a socket would get the descriptor, and
+    with it what is printed."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < len(STREAMS):
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -75,17 +76,17 @@ def _open_what_is_closed() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
-def _show_what_can_be_shown() -> None:
-    """In a locale that lacks our dashes and bars, or the letters of a model, they are `?`."""
+def _replace_unprintable() -> None:
+    """Print characters that the locale's encoding lacks as `?`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
-def _no_command(word: str) -> str:
+def _unknown_command(name: str) -> str:
     from difflib import get_close_matches
 
-    close = get_close_matches(word, COMMANDS, n=2)
-    meant = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(COMMANDS)}"
-    if word.endswith(".toml"):
-        meant = f"a file is named by --config {word}"
-    return f'unknown command "{word}"; {meant} (omni-proxy --help tells more)'
+    close = get_close_matches(name, COMMANDS, n=2)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"commands: {', '.join(COMMANDS)}"
+    if name.endswith(".toml"):
+        hint = f"pass a file with --config {name}"
+    return f'unknown command "{name}"; {hint} (see omni-proxy --help)'

@@ -1,4 +1,4 @@
-"""`omni-proxy check FILE`: would it load? Binds nothing, starts nothing, changes nothing."""
+"""`omni-proxy check FILE`: validates a configuration file. Binds and starts nothing."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps({"ok": True, "file": str(arguments.file), "problems": []}, indent=2))
     else:
-        print(f"{arguments.file}: fine; {_summary(config)}")
+        print(f"{arguments.file}: ok; {_summary(config)}")
     return 0
 
 

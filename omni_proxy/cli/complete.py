@@ -1,7 +1,7 @@
-"""`omni-proxy __complete LINE`: the running proxy's workers that may come next, for the shells.
+"""`omni-proxy __complete LINE`: workers of the running proxy, for completion scripts.
 
-The completion scripts call it at a press of TAB, with the command line up to the cursor. Contract:
-a name per line, and nothing where no proxy answers in time; exit status 0, and no other output.
+Called at a press of TAB with the command line up to the cursor. Contract: a name per line, none if
+no proxy answers in time; exit status 0, and no other output.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from omni_proxy.cli.client.admin_client import (
 )
 from omni_proxy.cli.client.worker_changes import ChangeRefused, fetch_workers
 
-ANSWER_SECS: Final = 1.0  # whoever presses TAB waits for it
+ANSWER_SECS: Final = 1.0  # the user waits after TAB
 COMMAND: Final = "workers"
-# Whatever else is in a name could mean something to a shell.
+# Other characters could be special to a shell.
 _HARMLESS: Final = re.compile(r"[A-Za-z0-9._~:/@%\[\]-]+")
 
 
 def main(argv: Sequence[str]) -> int:
     line = argv[0] if argv else ""
-    with contextlib.redirect_stderr(io.StringIO()):  # what it says would stand in the typed line
+    with contextlib.redirect_stderr(io.StringIO()):  # a message would appear in the typed line
         try:
-            found = list(_names(line))
+            names = list(_names(line))
         except (AdminClientError, ChangeRefused, argparse.ArgumentError, OSError, ValueError):
-            found = []
-    sys.stdout.writelines(f"{name}\n" for name in found)
+            names = []
+    sys.stdout.writelines(f"{name}\n" for name in names)
     return 0
 
 
 def _names(line: str) -> Iterator[str]:
-    """Of the workers that LINE does not name yet, as far as they begin with its last word.
+    """Names of workers that LINE does not contain yet and that begin with its last word.
 
     Raises AdminClientError, ChangeRefused; ValueError for a quote that is open, ArgumentError,
     OSError.
     """
-    words = [os.path.expandvars(os.path.expanduser(word)) for word in shlex.split(line)]
-    typed = words.pop() if words and not line[-1:].isspace() else ""
-    words = words[words.index(COMMAND) + 1 :]
+    args = [os.path.expandvars(os.path.expanduser(arg)) for arg in shlex.split(line)]
+    typed = args.pop() if args and not line[-1:].isspace() else ""
+    args = args[args.index(COMMAND) + 1 :]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_target_arguments(parser)
-    place, others = parser.parse_known_args(words)
-    with AdminClient(admin_target_of(place), ANSWER_SECS) as proxy:
+    target, typed_workers = parser.parse_known_args(args)
+    with AdminClient(admin_target_of(target), ANSWER_SECS) as proxy:
         fleet = fetch_workers(proxy)
     for record in fleet:
         names = _names_of(record)
-        if not any(name in others for name in names):
+        if not any(name in typed_workers for name in names):
             yield from [name for name in names if name.startswith(typed)][:1]
 
 
 def _names_of(record: JsonObject) -> list[str]:
-    """HOST:PORT first: that is shorter, and no two workers share it."""
-    told = [str(record.get(key) or "") for key in ("display_id", "url")]
-    return [name for name in told if _HARMLESS.fullmatch(name)]
+    """HOST:PORT first: it is shorter and unique."""
+    names = [str(record.get(key) or "") for key in ("display_id", "url")]
+    return [name for name in names if _HARMLESS.fullmatch(name)]

@@ -1,7 +1,7 @@
-"""`omni-proxy completion SHELL`: a script that completes our words, made from the parsers.
+"""`omni-proxy completion SHELL`: a completion script, generated from the argument parsers.
 
-Invariant: a flag that a command takes is a flag that is completed; nothing is written twice. What
-only a running proxy knows, its workers, the script asks for by `complete`.
+Invariant: every flag of a command is completed; no list of flags is written twice. Workers of a
+running proxy are completed through `omni-proxy __complete`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ fish: omni-proxy completion fish > ~/.config/fish/completions/omni-proxy.fish
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog="omni-proxy completion",
-        description="Print what makes your shell complete omni-proxy's commands and flags.",
+        description="Print a shell completion script for omni-proxy's commands and flags.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("shell", choices=sorted(SHELLS))
-    return made
+    result.add_argument("shell", choices=sorted(SHELLS))
+    return result
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,18 +43,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def pages() -> list[Page]:
-    """What may be typed, command by command; the first one is for no command yet."""
-    found: list[Page] = []
-    for name, made in _parsers():
-        found += _pages(name, made)
-    whole = {page.name: page for page in found}
-    first = [name for name in COMMANDS if name in whole]
-    serving = whole["serve"]
-    return [Page("", serving.about, serving.flags, (*first, *serving.words), serving.files), *found]
+    """What can be completed, by command; the first page is for an empty command line."""
+    listed: list[Page] = []
+    for name, subparser in _parsers():
+        listed += _pages(name, subparser)
+    by_name = {page.name: page for page in listed}
+    first = [name for name in COMMANDS if name in by_name]
+    serving = by_name["serve"]
+    return [
+        Page("", serving.about, serving.flags, (*first, *serving.words), serving.files),
+        *listed,
+    ]
 
 
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    # Here and not above: no other command shall wait for all of them.
+    # Imported here: no other command must wait for all of them.
     from omni_proxy.cli import explain, logs, status, weights, workers
     from omni_proxy.cli.flags import arguments
     from omni_proxy.cli.flags.engines import ENGINES
@@ -78,14 +81,18 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield "completion", parser()
 
 
-def _pages(name: str, made: argparse.ArgumentParser) -> Iterator[Page]:
-    """Of the commands below it the first is meant where none is named."""
-    words: list[str] = ["fetch", "profile"] if name == "replica" else []
+def _pages(name: str, subparser: argparse.ArgumentParser) -> Iterator[Page]:
+    """A page per subcommand; the first subcommand is the default, so its flags are offered too."""
+    values: list[str] = ["fetch", "profile"] if name == "replica" else []
     flags: list[Flag] = []
     files = workers = False
-    for action in made._actions:
+    for action in subparser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            below = [page for each in action.choices for page in _pages(each, action.choices[each])]
+            below = [
+                page
+                for command in action.choices
+                for page in _pages(command, action.choices[command])
+            ]
             yield from (replace(page, name=f"{name} {page.name}") for page in below)
             flags += (flag for flag in below[0].flags if "--help" not in flag.names)
         if action.help == argparse.SUPPRESS:
@@ -93,12 +100,12 @@ def _pages(name: str, made: argparse.ArgumentParser) -> Iterator[Page]:
         if action.option_strings:
             flags.append(_flag(action))
         elif action.choices:
-            words += map(str, action.choices)
+            values += map(str, action.choices)
         else:
             files = files or _is_file(action)
             workers = workers or action.metavar == "WORKER"
-    about = (made.description or "").partition("\n")[0]
-    yield Page(name, about, tuple(flags), tuple(words), files, workers)
+    about = (subparser.description or "").partition("\n")[0]
+    yield Page(name, about, tuple(flags), tuple(values), files, workers)
 
 
 def _flag(action: argparse.Action) -> Flag:
@@ -121,5 +128,5 @@ def _values_of(key: str) -> tuple[str, ...]:
 
 
 def _is_file(action: argparse.Action) -> bool:
-    named = action.metavar if isinstance(action.metavar, str) else action.dest
-    return named.upper() in ("FILE", "PATH", "DIR") and action.dest != "path"
+    metavar = action.metavar if isinstance(action.metavar, str) else action.dest
+    return metavar.upper() in ("FILE", "PATH", "DIR") and action.dest != "path"

@@ -1,7 +1,7 @@
 """`omni-proxy explain`: where the running proxy would send a request, and why; nothing is sent.
 
-Exit status 0: some worker would get it; 1: none would, or the request is refused; 2: nobody could
-be asked.
+Exit status 0: a worker would get it; 1: none would, or the request is refused; 2: no proxy could be
+reached.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 from urllib.parse import quote
 
 from omni_proxy.cli.client.admin_client import (
-    NO_SUCH_PLACE,
+    NOT_REACHABLE,
     AdminClient,
     AdminClientError,
     JsonObject,
@@ -23,7 +23,7 @@ from omni_proxy.cli.client.admin_client import (
 )
 from omni_proxy.cli.screen.text_table import NOTHING, printable, render_table, strip_noise
 
-NOBODY: Final = 1
+NO_WORKER: Final = 1
 DEFAULT_PATH: Final = "/v1/chat/completions"
 _SHOWN: Final = frozenset(("worker_id", "url", "reason"))
 _EPILOG: Final = """\
@@ -35,50 +35,50 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog="omni-proxy explain",
         description="Where the running proxy would send a request, and why. Nothing is sent.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("file", metavar="FILE", nargs="?", default="-", help="the body; - is stdin")
-    made.add_argument(
+    result.add_argument("file", metavar="FILE", nargs="?", default="-", help="the body; - is stdin")
+    result.add_argument(
         "--path", default=DEFAULT_PATH, help=f"the model route (default {DEFAULT_PATH})"
     )
-    made.add_argument(
+    result.add_argument(
         "--header", metavar="'NAME: VALUE'", action="append", default=[], dest="headers",
-        help="of the request; routing hints and keys count",
+        help="a request header, as a routing hint or session key",
     )  # fmt: skip
-    add_target_arguments(made)
-    made.add_argument("--json", action="store_true", help="the proxy's answer as it is")
-    return made
+    add_target_arguments(result)
+    result.add_argument("--json", action="store_true", help="print the proxy's reply unchanged")
+    return result
 
 
 def main(argv: Sequence[str]) -> int:
-    made = parser()
-    arguments = made.parse_args(argv)
+    arguments_parser = parser()
+    arguments = arguments_parser.parse_args(argv)
     headers = {"content-type": "application/json"}
     for header in arguments.headers:
         name, colon, value = header.partition(":")
         if not colon or not name.strip():
-            made.error(f"--header {header!r}: expected NAME: VALUE")
+            arguments_parser.error(f"--header {header!r}: expected NAME: VALUE")
         headers[name.strip().lower()] = value.strip()
     try:
         body = _body(arguments.file)
         with AdminClient(admin_target_of(arguments)) as proxy:
-            answer = proxy.post_bytes(f"/explain?path={quote(arguments.path)}", body, headers)
-    except AdminClientError as why:
-        print(f"omni-proxy explain: {why}", file=sys.stderr)
-        return NO_SUCH_PLACE
-    told = answer.told
+            reply = proxy.post_bytes(f"/explain?path={quote(arguments.path)}", body, headers)
+    except AdminClientError as error:
+        print(f"omni-proxy explain: {error}", file=sys.stderr)
+        return NOT_REACHABLE
+    explanation = reply.body
     if arguments.json:
-        print(json.dumps(told, indent=2))
-    elif answer.refusal:
-        print(f"refused with status {answer.status}: {printable(answer.refusal)}", file=sys.stderr)
+        print(json.dumps(explanation, indent=2))
+    elif reply.refusal:
+        print(f"refused with status {reply.status}: {printable(reply.refusal)}", file=sys.stderr)
     else:
-        print("\n".join(render_explanation(told)))
-    return 0 if told.get("pick") else NOBODY
+        print("\n".join(render_explanation(explanation)))
+    return 0 if explanation.get("pick") else NO_WORKER
 
 
 def _body(file: str) -> bytes:
@@ -94,11 +94,13 @@ def _body(file: str) -> bytes:
         raise AdminClientError(f"{file}: {error.strerror}") from None
 
 
-def render_explanation(told: JsonObject) -> list[str]:
-    need = told["need"]
-    wanted = ", ".join(need["capabilities"]) or "nothing special"
-    weights = f"; weights {printable(need['weights'])}" if need.get("weights") else ""
-    model = printable(need["model"]) if need.get("model") else "any"
+def render_explanation(body: JsonObject) -> list[str]:
+    requirements = body["need"]
+    capabilities = ", ".join(requirements["capabilities"]) or "nothing special"
+    weights = (
+        f"; weights {printable(requirements['weights'])}" if requirements.get("weights") else ""
+    )
+    model = printable(requirements["model"]) if requirements.get("model") else "any"
     rows = [
         (
             worker["url"],
@@ -108,24 +110,24 @@ def render_explanation(told: JsonObject) -> list[str]:
             worker.get("weight_version") or NOTHING,
             strip_noise("; ".join(map(str, worker["reasons"]))) or NOTHING,
         )
-        for worker in told["workers"]
+        for worker in body["workers"]
     ]
     head = ("WORKER", "ELIGIBLE", "BUSY", "HEALTH", "WEIGHTS", "AGAINST IT")
     return [
-        f"needs     {printable(wanted)}; model {model}{weights}",
-        f"policy    {printable(told['policy'])}",
-        *_verdict(told),
+        f"needs     {printable(capabilities)}; model {model}{weights}",
+        f"policy    {printable(body['policy'])}",
+        *_verdict(body),
         "",
-        *(render_table(head, rows, right=["BUSY"]) if rows else ["there are no workers"]),
+        *(render_table(head, rows, right_aligned=["BUSY"]) if rows else ["there are no workers"]),
     ]
 
 
-def _verdict(told: JsonObject) -> Iterator[str]:
-    pick = told.get("pick")
+def _verdict(body: JsonObject) -> Iterator[str]:
+    pick = body.get("pick")
     if not pick:
-        refusal = told.get("refusal") or {}
+        refusal = body.get("refusal") or {}
         code = printable(refusal.get("code", ""))
-        yield f"nobody    {refusal.get('status')} {code}: {printable(refusal.get('message', ''))}"
+        yield f"no worker {refusal.get('status')} {code}: {printable(refusal.get('message', ''))}"
         return
     yield f"goes to   {printable(pick['url'])}"
     if pick.get("reason"):

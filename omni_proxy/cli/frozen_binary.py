@@ -1,8 +1,8 @@
-"""What a build in one file needs beside the program: such a build is two processes.
+"""Support for a build in one file (PyInstaller), which runs as two processes.
 
-The outer one unpacks, starts the inner one, which is all of this program, and hands on its signals.
-A SIGKILL it can't hand on. Invariant: the inner one doesn't outlive the outer one, and hears of a
-signal once.
+The outer one unpacks, starts the inner one, which is the whole program, and forwards signals; it
+can't forward SIGKILL. Invariant: the inner one does not outlive the outer one, and gets each signal
+once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import threading
 from pathlib import Path
 from typing import Final
 
-POLL_SECS: Final = 0.5  # where the system has no descriptors of processes
-# Set for what we start, and taken from other programs together with the rest of its kind.
+POLL_SECS: Final = 0.5  # if the kernel has no pidfd
+# Set in the environment of child processes; removed for other programs like all _PYI variables.
 INSIDE: Final = "_PYI_OMNI_PROXY"
 
 
@@ -29,35 +29,35 @@ def is_frozen_binary() -> bool:
 
 
 def prepare_frozen_binary() -> None:
-    """To be called first of all; does nothing where we are no such build."""
+    """Must be called first; does nothing outside such a build."""
     if not is_frozen_binary():
         return
     unpacked = Path(getattr(sys, "_MEIPASS", ""))
-    # Started by the program itself, by one of its scripts perhaps: then that is whose folder it is.
+    # Started by the program itself, perhaps through a script: the folder belongs to that process.
     inside = os.environ.get(INSIDE) == str(unpacked)
     os.environ[INSIDE] = str(unpacked)
     starter = os.getppid()
     if _is_us(starter):
         folder = None if inside else unpacked
         start_cleanup_process(starter, folder)
-    elif not inside:  # the outer one was killed before we came to look
+    elif not inside:  # the outer one was killed before this check
         _end(unpacked)
 
 
 def lead_process_group() -> None:
-    """Ctrl-C goes to a terminal's whole group: from the outer one we would hear of it again."""
+    """A new process group: Ctrl-C goes to the whole group, and the outer one forwards it too."""
     if is_frozen_binary():
         os.setpgid(0, 0)
 
 
 def start_cleanup_process(starter: int, unpacked: Path | None) -> None:
-    """End hard when the process `starter` ends; the folder goes too."""
+    """SIGKILL this process when the process `starter` ends, and delete the folder."""
     arguments = (starter, unpacked)
     threading.Thread(target=_follow, args=arguments, name="one-file", daemon=True).start()
 
 
 def _follow(starter: int, unpacked: Path | None) -> None:
-    # Signals are for the thread that waits for them.
+    # Signals are handled by the thread that waits for them.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         descriptor = os.pidfd_open(starter)
@@ -66,7 +66,7 @@ def _follow(starter: int, unpacked: Path | None) -> None:
         while os.getppid() == starter:
             never.wait(POLL_SECS)
     else:
-        # A number that was given to somebody else meanwhile is no child's parent.
+        # A pid that was reused in the meantime is not the parent.
         if os.getppid() == starter:
             exited = select.poll()  # select refuses descriptors from 1,024 on
             exited.register(descriptor, select.POLLIN)

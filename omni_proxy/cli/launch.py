@@ -1,7 +1,7 @@
 """`omni-proxy launch`: replicas and the proxy in front of them, from one command line.
 
 `omni-proxy launch-router` is the same without replicas. Contract: both take the flags of
-sglang-router and have its defaults (routers.md 4 and 5); what neither knows goes to the engine.
+sglang-router and have its defaults (routers.md 4 and 5); other flags go to the engine.
 """
 
 import os
@@ -39,12 +39,12 @@ def main(argv: Sequence[str]) -> int:
     if arguments.engine == "vllm" and (longer := _spelled_out(argv)) != list(argv):
         argv = longer
         arguments, engine_flags = parser.parse_known_args(argv)
-    bare = argv.index("--") if "--" in argv else len(argv)
-    if mistaken := router_flags_in([word for word in engine_flags if word in argv[:bare]]):
+    separator = argv.index("--") if "--" in argv else len(argv)
+    if mistaken := router_flags_in([arg for arg in engine_flags if arg in argv[:separator]]):
         parser.error("unrecognized arguments: " + " ".join(mistaken))
-    engine_flags = [word for word in engine_flags if word != "--"]
+    engine_flags = [arg for arg in engine_flags if arg != "--"]
     if engine_flags and arguments.command:
-        parser.error(f"with --command, say {engine_flags[0]} in the command itself")
+        parser.error(f"with --command, put {engine_flags[0]} into the command itself")
     try:
         entry = _entry(arguments, engine_flags)
         startup = routed(arguments, (entry,))
@@ -55,14 +55,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _spelled_out(argv: Sequence[str]) -> list[str]:
-    """With vLLM's own short names of what is ours. No flags of the parser: other engines have
-    one-letter flags that these begin with."""
-    bare = argv.index("--") if "--" in argv else len(argv)
-    return [VLLM_SHORT.get(word, word) for word in argv[:bare]] + list(argv[bare:])
+    """argv with vLLM's short flags (-dp, -tp) expanded. They are not flags of the parser: other
+    engines have one-letter flags with the same first letter."""
+    separator = argv.index("--") if "--" in argv else len(argv)
+    return [VLLM_SHORT.get(arg, arg) for arg in argv[:separator]] + list(argv[separator:])
 
 
 def main_router(argv: Sequence[str]) -> int:
-    """Without workers it starts as well: trainers begin so, and their engines add themselves."""
+    """Starts without workers too: engines of a trainer register themselves later."""
     try:
         startup = router_startup(argv)
     except ConfigError as refusal:
@@ -72,13 +72,13 @@ def main_router(argv: Sequence[str]) -> int:
 
 
 def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:
-    """Raises EngineCommandError, with the cure."""
+    """Raises EngineCommandError, with the remedy."""
     size = arguments.tensor_parallel_size
-    asked = EngineRequest(
+    request = EngineRequest(
         arguments.model_path, size, arguments.served_model_name, tuple(engine_flags)
     )
     engine = arguments.engine or engine_for(arguments.model_path)
-    command = _words(arguments.command) if arguments.command else engine_command(engine, asked)
+    command = _words(arguments.command) if arguments.command else engine_command(engine, request)
     gpus = arguments.gpus_per_replica
     if gpus is None:
         gpus = size if visible_gpus(os.environ) and engine in ("sglang", "vllm", "omni") else 0
@@ -92,8 +92,8 @@ def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:
         ),
         gpus_per_replica=gpus,
         ready_timeout_secs=arguments.worker_startup_timeout_secs,
-        model="" if arguments.command else model_name(engine, asked),
-        capabilities=CAPABILITIES if arguments.command else engine_capabilities(engine, asked),
+        model="" if arguments.command else model_name(engine, request),
+        capabilities=CAPABILITIES if arguments.command else engine_capabilities(engine, request),
     )
 
 
@@ -109,10 +109,10 @@ def free_ports(host: str, base: int, count: int) -> int:
     EngineCommandError."""
     first = base
     while first + count - 1 <= LAST_PORT:
-        taken = [port for port in range(first, first + count) if not _is_free(host, port)]
-        if not taken:
+        in_use = [port for port in range(first, first + count) if not _is_free(host, port)]
+        if not in_use:
             return first
-        first = taken[-1] + 1
+        first = in_use[-1] + 1
     raise EngineCommandError(
         f"no {count} free ports in a row on {host} from {base} on: end other programs, or name "
         "another --worker-base-port"

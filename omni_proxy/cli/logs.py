@@ -1,10 +1,9 @@
 """`omni-proxy logs`: the access log or the route log of a proxy on this machine, pretty-printed.
 
-Exit status 0: shown; 1: no log to show; 2: nobody could be asked where it is; 130: Ctrl-C.
+Exit status 0: shown; 1: no log to show; 2: no proxy could be reached; 130: Ctrl-C.
 
-A line of the access log or the route log as a person reads it.
-
-PURE. Invariant: what is no record of ours comes out as it is, made harmless; nothing raises.
+Invariant: a line that is not a log record is printed unchanged but for control characters; no
+content of a file raises.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, BinaryIO, Final, Self
 import msgspec
 
 from omni_proxy.cli.client.admin_client import (
-    NO_SUCH_PLACE,
+    NOT_REACHABLE,
     AdminClient,
     AdminClientError,
     AdminTarget,
@@ -33,7 +32,7 @@ from omni_proxy.cli.client.admin_client import (
 from omni_proxy.cli.screen.text_table import format_millis, parse_time, printable
 from omni_proxy.wire.log_text import mask_secrets_in_text
 
-# Of the access log; of the route log where its name for the same thing differs.
+# Route-log names to access-log names.
 _NAMES: Final = {
     "timestamp": "at",
     "path": "target",
@@ -49,25 +48,25 @@ _TEXT: Final = re.compile(
 )
 _WHOLE: Final = re.compile(r"[0-9]{1,18}")
 _DECIMAL: Final = re.compile(r"[0-9]{1,18}\.[0-9]{1,9}")
-_NAMED: Final = ("request_id", "model")  # by whoever asks: never a number
+_NAMED: Final = ("request_id", "model")  # chosen by clients: never parsed as numbers
 _ESCAPED: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[nrt\\])")
 
 
 def raw_line(line: bytes) -> str:
-    """But for secrets in queries, which older versions wrote."""
+    """Unchanged, except that secrets in queries, which older versions logged, are masked."""
     return mask_secrets_in_text(line.decode(errors="replace"))
 
 
 def pretty_line(line: bytes) -> str:
     """`10:00:01.204  200   840 ms  POST /v1/chat/completions  127.0.0.1:8011  completed ...`."""
     try:
-        told = msgspec.json.decode(raw_line(line))
+        fields = msgspec.json.decode(raw_line(line))
     except (msgspec.DecodeError, UnicodeError):
-        told = _of_text(raw_line(line))
-    if not isinstance(told, dict) or not {"at", "timestamp"} & told.keys():
+        fields = _parse_text(raw_line(line))
+    if not isinstance(fields, dict) or not {"at", "timestamp"} & fields.keys():
         return printable(raw_line(line).rstrip("\r"))
     record: dict[str, Any] = {
-        _NAMES.get(str(name), str(name)): value for name, value in told.items()
+        _NAMES.get(str(name), str(name)): value for name, value in fields.items()
     }
     first = "  ".join(
         (
@@ -82,35 +81,35 @@ def pretty_line(line: bytes) -> str:
     return "  ".join([first, *_more(record)])
 
 
-def _of_text(line: str) -> dict[str, object] | None:
-    """What a line of `log_format = "text"` says; None where it could be read in another way."""
-    found = _TEXT.fullmatch(line)
-    if found is None or parse_time(found["at"]) is None:
+def _parse_text(line: str) -> dict[str, object] | None:
+    """The fields of a line of `log_format = "text"`; None if it is ambiguous."""
+    match = _TEXT.fullmatch(line)
+    if match is None or parse_time(match["at"]) is None:
         return None
-    record: dict[str, object] = {**found.groupdict()}
-    rest = str(record.pop("rest") or "")
-    for part in rest.split(" ") if rest else ():
+    record: dict[str, object] = {**match.groupdict()}
+    tail = str(record.pop("rest") or "")
+    for part in tail.split(" ") if tail else ():
         name, equals, value = part.partition("=")
         if not equals or name in record:
             return None
-        record[name] = _plainly(value) if name in _NAMED else _told(value)
+        record[name] = _unescaped(value) if name in _NAMED else _parsed(value)
     return record
 
 
-def _plainly(value: str) -> str:
-    """What stands in the log as one word, as it was said."""
-    return _ESCAPED.sub(lambda found: found[0].encode().decode("unicode_escape"), value)
+def _unescaped(value: str) -> str:
+    """The value without the escapes that the log writes."""
+    return _ESCAPED.sub(lambda match: match[0].encode().decode("unicode_escape"), value)
 
 
-def _told(value: str) -> object:
+def _parsed(value: str) -> object:
     if _WHOLE.fullmatch(value):
         return int(value)
-    return float(value) if _DECIMAL.fullmatch(value) else _plainly(value)
+    return float(value) if _DECIMAL.fullmatch(value) else _unescaped(value)
 
 
-def _clock(at: object) -> str:
-    when = parse_time(at if isinstance(at, str) else None)
-    return when.astimezone().isoformat(" ", "milliseconds")[11:23] if when else printable(at)
+def _clock(timestamp: object) -> str:
+    when = parse_time(timestamp if isinstance(timestamp, str) else None)
+    return when.astimezone().isoformat(" ", "milliseconds")[11:23] if when else printable(timestamp)
 
 
 def _number(record: dict[str, Any], millis_key: str, secs_key: str) -> float | None:
@@ -129,23 +128,23 @@ def _outcome(record: dict[str, Any]) -> object:
 
 
 def _more(record: dict[str, Any]) -> list[str]:
-    """What is only worth its place where it is unusual."""
-    words = []
+    """Fields that are shown only if they are unusual."""
+    parts = []
     if (first := _number(record, "first_ms", "ttfb_s")) is not None and record.get("stream"):
-        words.append(f"first {format_millis(first)}")
+        parts.append(f"first {format_millis(first)}")
     if isinstance(queued := record.get("queue_ms"), int | float) and queued >= 1:
-        words.append(f"queued {format_millis(queued)}")
+        parts.append(f"queued {format_millis(queued)}")
     if record.get("model"):
-        words.append(f"model {printable(record['model'])}")
+        parts.append(f"model {printable(record['model'])}")
     if isinstance(attempts := record.get("attempts"), int) and attempts > 1:
-        words.append(f"{attempts} attempts")
+        parts.append(f"{attempts} attempts")
     if record.get("error"):
-        words.append(f"error {printable(record['error'])}")
+        parts.append(f"error {printable(record['error'])}")
     if record.get("ended_by"):
-        words.append(f"by {printable(record['ended_by'])} in {printable(record.get('phase', '?'))}")
+        parts.append(f"by {printable(record['ended_by'])} in {printable(record.get('phase', '?'))}")
     if record.get("request_id"):
-        words.append(f"id {printable(record['request_id'])}")
-    return words
+        parts.append(f"id {printable(record['request_id'])}")
+    return parts
 
 
 NO_LOG: Final = 1
@@ -160,32 +159,36 @@ examples:
 
 
 class NoLogError(Exception):
-    """There is none, or not here; the text says how to get one."""
+    """There is no log, or not on this machine; the text gives the remedy."""
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog="omni-proxy logs",
         description="The access log of a proxy on this machine, one short line per request.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("--follow", "-f", action="store_true", help="go on with what comes")
-    made.add_argument(
+    result.add_argument(
+        "--follow", "-f", action="store_true", help="print new lines as they are written"
+    )
+    result.add_argument(
         "--lines", "-n", metavar="N", type=_count, default=LINES,
-        help=f"so many from the end (default {LINES})",
+        help=f"the last N lines (default {LINES})",
     )  # fmt: skip
-    made.add_argument("--route", action="store_true", help="the route log instead")
-    made.add_argument("--raw", action="store_true", help="the lines as they are in the file")
-    made.add_argument("--file", metavar="PATH", type=Path, help="this log; nobody is asked for it")
-    add_target_arguments(made)
-    return made
+    result.add_argument("--route", action="store_true", help="the route log instead")
+    result.add_argument("--raw", action="store_true", help="print lines unchanged")
+    result.add_argument(
+        "--file", metavar="PATH", type=Path, help="read this log; no proxy is contacted"
+    )
+    add_target_arguments(result)
+    return result
 
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is no number of lines")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of lines")
     return int(text)
 
 
@@ -194,14 +197,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         path = arguments.file or log_file(arguments)
         _show(path, arguments)
-    except AdminClientError as why:
-        print(f"omni-proxy logs: {why}", file=sys.stderr)
-        return NO_SUCH_PLACE
-    except NoLogError as why:
-        print(f"omni-proxy logs: {why}", file=sys.stderr)
+    except AdminClientError as error:
+        print(f"omni-proxy logs: {error}", file=sys.stderr)
+        return NOT_REACHABLE
+    except NoLogError as error:
+        print(f"omni-proxy logs: {error}", file=sys.stderr)
         return NO_LOG
     except BrokenPipeError:
-        # Whoever read us has left, as `head` does; the last flush must not find that out again.
+        # The reader closed the pipe (`| head`); the flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -210,15 +213,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def log_file(arguments: argparse.Namespace) -> Path:
-    """Where the proxy writes: from its FILE, or asked of it. Raises AdminClientError,
-    NoLogError."""
+    """The proxy's log, from its configuration file or from the running proxy. Raises
+    AdminClientError, NoLogError."""
     key = "route_log" if arguments.route else "access_log"
     folder = Path()
     config, broken = config_of(arguments)
     if config is not None and not broken:
         target = str(getattr(config.server, key))
     else:
-        target, folder = _asked(admin_target_of(arguments), key)
+        target, folder = _ask_running_proxy(admin_target_of(arguments), key)
     if target == OFF:
         raise NoLogError(
             f'[server] {key} is "off": set it to a path in the proxy\'s file, as in '
@@ -232,23 +235,23 @@ def log_file(arguments: argparse.Namespace) -> Path:
     return folder / target
 
 
-def _asked(place: AdminTarget, key: str) -> tuple[str, Path]:
-    """What the running proxy has under `[server] key`, and the folder in which that is a path."""
-    with AdminClient(place) as proxy:
-        answer = proxy.get("/config")
-        if answer.refusal:
-            raise AdminClientError(f"{place.url}: {printable(answer.refusal)}")
+def _ask_running_proxy(target_proxy: AdminTarget, key: str) -> tuple[str, Path]:
+    """`[server] key` of the running proxy, and the folder that a relative path starts from."""
+    with AdminClient(target_proxy) as proxy:
+        reply = proxy.get("/config")
+        if reply.refusal:
+            raise AdminClientError(f"{target_proxy.url}: {printable(reply.refusal)}")
         try:
-            target = str(answer.told["config"]["server"][key])
+            target = str(reply.body["config"]["server"][key])
         except (KeyError, TypeError):
-            raise AdminClientError(f"{place.url} tells no configuration") from None
+            raise AdminClientError(f"{target_proxy.url} did not return its configuration") from None
         relative = target not in (OFF, STDOUT) and not Path(target).is_absolute()
         return target, _folder_of(proxy) if relative else Path()
 
 
 def _folder_of(proxy: AdminClient) -> Path:
-    """A path in the file is as the proxy sees it, from the folder that it was started in."""
-    pid = proxy.get("/status").told.get("pid")
+    """The proxy's working directory: relative paths in its file start there."""
+    pid = proxy.get("/status").body.get("pid")
     try:
         return Path(os.readlink(f"/proc/{pid}/cwd"))
     except OSError:
@@ -256,18 +259,18 @@ def _folder_of(proxy: AdminClient) -> Path:
 
 
 def _show(path: Path, arguments: argparse.Namespace) -> None:
-    shown = raw_line if arguments.raw else pretty_line
+    render = raw_line if arguments.raw else pretty_line
     try:
         with Tail(path, arguments.lines) as tail:
-            _put(shown(line) for line in tail.first)
+            _put(render(line) for line in tail.first)
             while arguments.follow:
-                _put(shown(line) for line in tail.more())
+                _put(render(line) for line in tail.more())
     except BrokenPipeError:
         raise
     except OSError as error:
         raise NoLogError(
-            f"{path}: {error.strerror}: does the proxy run on this machine, and did it write "
-            "anything yet? A log that was copied is shown by --file PATH"
+            f"{path}: {error.strerror}: does the proxy run on this machine, and has it written "
+            "anything yet? Use --file PATH for a copied log"
         ) from None
 
 
@@ -282,11 +285,11 @@ def _put(lines: Iterable[str]) -> None:
 
 POLL_SECS: Final = 0.25
 BLOCK_BYTES: Final = 65536
-LINE_BYTES: Final = 1 << 20  # what has no end for so long is told in parts
+LINE_BYTES: Final = 1 << 20  # a longer line is printed in parts
 
 
 class Tail:
-    """The last lines at first, then those that come; closed by its `with`."""
+    """The last lines of a file, then new ones; a context manager."""
 
     def __init__(self, path: Path, last: int, poll_secs: float = POLL_SECS) -> None:
         """Raises OSError."""
@@ -294,7 +297,7 @@ class Tail:
         self._poll_secs = poll_secs
         self._pause = threading.Event()  # never set: a pause that Ctrl-C ends at once
         self._file: BinaryIO = path.open("rb")
-        self._rest = b""
+        self._partial = b""
         self.first = self._last_lines(last)
 
     def __enter__(self) -> Self:
@@ -309,47 +312,47 @@ class Tail:
         self._file.close()
 
     def more(self) -> list[bytes]:
-        """Lines that came since; a pause, then none, where there are none yet. Raises OSError."""
-        found = self._read()
-        if not found and self._rotated():
-            found = self._read()  # what was written between the two looks
-            if self._rest:
-                found.append(self._rest)
+        """New lines; if there are none, [] after a pause. Raises OSError."""
+        lines = self._read()
+        if not lines and self._rotated():
+            lines = self._read()  # written between the read and the check
+            if self._partial:
+                lines.append(self._partial)
             self._file.close()
-            self._file, self._rest = self._path.open("rb"), b""
-            found += self._read()
-        if not found:
+            self._file, self._partial = self._path.open("rb"), b""
+            lines += self._read()
+        if not lines:
             self._pause.wait(self._poll_secs)
-        return found
+        return lines
 
     def _read(self) -> list[bytes]:
         if os.fstat(self._file.fileno()).st_size < self._file.tell():
             self._file.seek(0)
-            self._rest = b""
-        *lines, self._rest = (self._rest + self._file.read(LINE_BYTES)).split(b"\n")
-        if len(self._rest) >= LINE_BYTES:
-            lines.append(self._rest)
-            self._rest = b""
+            self._partial = b""
+        *lines, self._partial = (self._partial + self._file.read(LINE_BYTES)).split(b"\n")
+        if len(self._partial) >= LINE_BYTES:
+            lines.append(self._partial)
+            self._partial = b""
         return lines
 
     def _rotated(self) -> bool:
-        """Another file has its name; none at all may only be late."""
+        """Whether another file has the name now; a missing file is not a rotation yet."""
         try:
-            there = self._path.stat()
+            current = self._path.stat()
         except FileNotFoundError:
             return False
         opened = os.fstat(self._file.fileno())
-        return (there.st_dev, there.st_ino) != (opened.st_dev, opened.st_ino)
+        return (current.st_dev, current.st_ino) != (opened.st_dev, opened.st_ino)
 
     def _last_lines(self, count: int) -> list[bytes]:
-        """Reads backwards, block by block; the file then stands at its end."""
-        at = self._file.seek(0, os.SEEK_END)
-        found = b""
-        while at and found.count(b"\n") <= count and len(found) < (count + 1) * LINE_BYTES:
-            begin = max(0, at - BLOCK_BYTES)
+        """Read backwards, block by block; leaves the file position at its end."""
+        position = self._file.seek(0, os.SEEK_END)
+        data = b""
+        while position and data.count(b"\n") <= count and len(data) < (count + 1) * LINE_BYTES:
+            begin = max(0, position - BLOCK_BYTES)
             self._file.seek(begin)
-            found = self._file.read(at - begin) + found
-            at = begin
+            data = self._file.read(position - begin) + data
+            position = begin
         self._file.seek(0, os.SEEK_END)
-        *lines, self._rest = found.split(b"\n")
+        *lines, self._partial = data.split(b"\n")
         return lines[max(0, len(lines) - count) :]

@@ -2,7 +2,7 @@
 
 Invariant: following changes nothing, and Ctrl-C ends only the following: the rollout goes on. Exit
 status 0: done, or it succeeded; 1: the proxy refused it, or it failed or was cancelled; 2: the
-proxy can't be asked.
+proxy can't be reached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATH: Final = "/weights/rollout"
 FOLLOW: Final = f"{PATH}?follow=true"
 ACTIONS: Final = ("status", "pause", "resume", "cancel")
 SILENCE_SECS: Final = 40.0  # the proxy sends a comment after 15 s
-PATIENCE_SECS: Final = 60.0  # for a proxy that restarts in the middle
+PATIENCE_SECS: Final = 60.0  # a proxy may restart during the rollout
 RETRY_SECS: Final = 0.5
 _DATA: Final = "data:"
 _FIELDS: Final = (
@@ -71,23 +71,23 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_rollout(place: AdminTarget, arguments: argparse.Namespace, wait_secs: float) -> int:
+def run_rollout(target: AdminTarget, arguments: argparse.Namespace, wait_secs: float) -> int:
     """The exit status. Raises AdminClientError, ChangeRefused."""
-    with AdminClient(place, wait_secs) as proxy:
-        told = _ask(proxy, arguments)
-    if arguments.follow and not has_ended(told):
-        told = _follow(place, as_json=arguments.json)
+    with AdminClient(target, wait_secs) as proxy:
+        rollout = _ask(proxy, arguments)
+    if arguments.follow and not has_ended(rollout):
+        rollout = _follow(target, as_json=arguments.json)
     if arguments.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(rollout, indent=2))
     else:
-        print("\n".join(rollout_lines(told)))
+        print("\n".join(rollout_lines(rollout)))
     wanted = ("cancelled", "rolling_back") if arguments.action == "cancel" else ()
-    undone = told.get("state") in ("failed", "cancelled", "rolling_back")
-    return 1 if undone and told.get("state") not in wanted else 0
+    undone = rollout.get("state") in ("failed", "cancelled", "rolling_back")
+    return 1 if undone and rollout.get("state") not in wanted else 0
 
 
 def _ask(proxy: AdminClient, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The rollout as the proxy tells it. Raises AdminClientError, ChangeRefused."""
+    """The rollout from the proxy's reply. Raises AdminClientError, ChangeRefused."""
     given = {key: getattr(arguments, key) for key in _FIELDS}
     body = {key: value for key, value in given.items() if value is not None and value is not False}
     begins = "model_path" in body or "version" in body
@@ -95,9 +95,7 @@ def _ask(proxy: AdminClient, arguments: argparse.Namespace) -> dict[str, Any]:
     if begins and arguments.action is not None:
         raise AdminClientError(f"{action} goes without --model-path and --version")
     if body and not begins:
-        raise AdminClientError(
-            "what is to be rolled out? Say --model-path PATH or --version VERSION"
-        )
+        raise AdminClientError("nothing to roll out: pass --model-path PATH or --version VERSION")
     if begins:
         for key in ("version", "max_unavailable"):
             body |= {key: _number(body[key])} if key in body else {}
@@ -111,38 +109,38 @@ def _ask(proxy: AdminClient, arguments: argparse.Namespace) -> dict[str, Any]:
 def _rollout_in(reply: AdminReply) -> dict[str, Any]:
     if reply.refusal:
         raise ChangeRefused(reply.refusal)
-    told = reply.told.get("rollout", reply.told)
-    return told if isinstance(told, dict) else {}
+    rollout = reply.body.get("rollout", reply.body)
+    return rollout if isinstance(rollout, dict) else {}
 
 
 def _number(text: str) -> int | str:
     return int(text) if text.isascii() and text.isdigit() else text
 
 
-def _follow(place: AdminTarget, *, as_json: bool) -> dict[str, Any]:
+def _follow(target: AdminTarget, *, as_json: bool) -> dict[str, Any]:
     """Show each step on stderr until it has ended. Raises AdminClientError."""
     last = ""
-    for told in _events(place):
-        line = progress_line(told)
-        if line != last and not as_json and not has_ended(told):
+    for rollout in _events(target):
+        line = progress_line(rollout)
+        if line != last and not as_json and not has_ended(rollout):
             print(line, file=sys.stderr, flush=True)
         last = line
-        if has_ended(told):
-            return told
+        if has_ended(rollout):
+            return rollout
     raise AdminClientError("the proxy ended the stream before the rollout had ended")
 
 
-def _events(place: AdminTarget) -> Iterator[dict[str, Any]]:
-    """The rollout at each change; a proxy that restarts is waited for. Raises AdminClientError."""
-    heard = time.monotonic()
+def _events(target: AdminTarget) -> Iterator[dict[str, Any]]:
+    """The rollout at each change; waits for a proxy that restarts. Raises AdminClientError."""
+    last_read_at = time.monotonic()
     while True:
         try:
-            with AdminClient(place, SILENCE_SECS) as proxy, proxy.lines(FOLLOW) as lines:
+            with AdminClient(target, SILENCE_SECS) as proxy, proxy.lines(FOLLOW) as lines:
                 for line in lines:
-                    heard = time.monotonic()
+                    last_read_at = time.monotonic()
                     if line.startswith(_DATA):
                         yield json.loads(line.removeprefix(_DATA))
         except AdminClientError:
-            if time.monotonic() - heard > PATIENCE_SECS:
+            if time.monotonic() - last_read_at > PATIENCE_SECS:
                 raise
         threading.Event().wait(RETRY_SECS)

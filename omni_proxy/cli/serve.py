@@ -1,7 +1,7 @@
 """`omni-proxy [serve]`: what the command line asks for, handed to the root; and what
 `launch-router` asks for, with the defaults of sglang-router.
 
-FILE is read there, by the code that reads it again later; here nothing is opened.
+FILE is not read here but by the server, with the code that reloads it.
 """
 
 import os
@@ -28,6 +28,14 @@ DEFAULTS: Final[dict[str, object]] = {
     "routing.retry_on": typing.get_args(RetryCause),
     "server.overload_status": 429,
 }
+# Where vllm-router differs from it: what names a session. Its clients send one `Authorization` for
+# all of theirs; of ids of single requests there is no session.
+VLLM_DEFAULTS: Final[dict[str, object]] = {
+    "routing.session_headers": ("x-session-id", "x-user-id", "x-tenant-id"),
+    "routing.session_body_keys": (
+        "session_params.session_id", "user", "session_id", "user_id",
+    ),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,10 +58,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start(startup: Startup) -> int:
-    # One that comes before anybody waits for it would end us, and FILE has yet to be read. A
-    # function, for what is ignored would be ignored by all that we start, too.
+    # A SIGHUP before its handler is installed would end the process. A function and not SIG_IGN:
+    # child processes inherit ignored signals.
     signal.signal(signal.SIGHUP, lambda *_: None)
-    # Here and not above: --help should not wait for a web framework.
+    # Imported here: --help must not wait for a web framework.
     from omni_proxy.server import run
 
     lead_process_group()
@@ -63,7 +71,7 @@ def start(startup: Startup) -> int:
 def startup_of(
     arguments: Namespace, environment_key: str, launch: tuple[LaunchEntry, ...] = ()
 ) -> Startup:
-    """Raises ConfigError for worker URLs that can't be."""
+    """Raises ConfigError for invalid worker URLs."""
     return Startup(
         config_path=arguments.config,
         overrides=overrides(arguments),
@@ -77,7 +85,7 @@ def startup_of(
 def router_startup(
     argv: Sequence[str], dialect: Dialect = "sglang", warnings: tuple[str, ...] = ()
 ) -> Startup:
-    """What `omni-proxy launch-router` starts with; `warnings` go to its log, before its own. Raises
+    """The startup of `omni-proxy launch-router`; `warnings` are logged before its own. Raises
     ConfigError."""
     startup = routed(router_parser().parse_args(argv), (), dialect)
     return replace(startup, warnings=warnings + startup.warnings)
@@ -86,8 +94,9 @@ def router_startup(
 def routed(
     arguments: Namespace, launch: tuple[LaunchEntry, ...], dialect: Dialect = "sglang"
 ) -> Startup:
-    """Without a FILE, which has words of its own, the defaults are those of that router."""
+    """Without --config FILE the defaults are those of sglang-router."""
     startup = startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""), launch)
     if arguments.config is not None:
         return startup
-    return replace(startup, overrides=DEFAULTS | startup.overrides, dialect=dialect)
+    defaults = DEFAULTS | VLLM_DEFAULTS if dialect == "vllm" else DEFAULTS
+    return replace(startup, overrides=defaults | startup.overrides, dialect=dialect)

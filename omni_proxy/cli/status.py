@@ -1,6 +1,6 @@
-"""`omni-proxy status`: one screen that says how the running proxy is, and what needs a look.
+"""`omni-proxy status`: the state of the running proxy on one screen, with what needs attention.
 
-Exit status 0: ready; 1: not ready; 2: nobody could be asked.
+Exit status 0: ready; 1: not ready; 2: no proxy could be reached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 
 from omni_proxy import __version__
 from omni_proxy.cli.client.admin_client import (
-    NO_SUCH_PLACE,
+    NOT_REACHABLE,
     AdminClient,
     AdminClientError,
     AdminTarget,
@@ -55,7 +55,7 @@ from omni_proxy.cli.screen.text_table import (
 )
 
 NOT_READY: Final = 1
-WIDTH: Final = 80  # where nobody looks, and the least that is laid out for
+WIDTH: Final = 80  # without a terminal, and the minimum
 ROWS: Final = 12
 REMARKS: Final = 8
 _LABEL_WIDTH: Final = 10
@@ -63,43 +63,45 @@ _LEGEND: Final = "P50, P99: from sending to the first chunk; they, REQ/S and ERR
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog="omni-proxy status",
-        description="How the running proxy is: who is slow, who is out and why, what the last "
-        "reload did. Exit status 0: ready; 1: not ready; 2: not reachable.",
+        description="State of the running proxy: slow workers, workers out of rotation and why, "
+        "the last reload. Exit status 0: ready; 1: not ready; 2: not reachable.",
         allow_abbrev=False,
     )
-    add_target_arguments(made)
-    made.add_argument("--json", action="store_true", help="the feed's picture as it is")
-    made.add_argument("--all", action="store_true", help=f"every worker, not only {ROWS}")
-    return made
+    add_target_arguments(result)
+    result.add_argument(
+        "--json", action="store_true", help="print the snapshot of GET /feed unchanged"
+    )
+    result.add_argument("--all", action="store_true", help=f"every worker, not only {ROWS}")
+    return result
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
-        place = admin_target_of(arguments)
-        told = fetch_feed(place)
-        feed = feed_of(told)
-    except AdminClientError as why:
-        print(f"omni-proxy status: {why}", file=sys.stderr)
-        return NO_SUCH_PLACE
+        target = admin_target_of(arguments)
+        snapshot = fetch_feed(target)
+        feed = feed_of(snapshot)
+    except AdminClientError as error:
+        print(f"omni-proxy status: {error}", file=sys.stderr)
+        return NOT_REACHABLE
     if arguments.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(snapshot, indent=2))
     else:
         width = shutil.get_terminal_size((WIDTH, 24)).columns
         rows = len(feed.fleet) if arguments.all else ROWS
-        print("\n".join(render_status(feed, place.url, width, rows)))
+        print("\n".join(render_status(feed, target.url, width, rows)))
     return 0 if feed.ready else NOT_READY
 
 
-def fetch_feed(place: AdminTarget) -> JsonObject:
-    """What GET /feed tells now. Raises AdminClientError, also where the proxy refuses."""
-    with AdminClient(place) as proxy:
-        answer = proxy.get(PATH, {"once": "true"})
-    if answer.refusal:
-        raise AdminClientError(f"{place.url}: {printable(answer.refusal)}")
-    return answer.told
+def fetch_feed(target: AdminTarget) -> JsonObject:
+    """The current snapshot of GET /feed. Raises AdminClientError, also if the proxy refuses."""
+    with AdminClient(target) as proxy:
+        reply = proxy.get(PATH, {"once": "true"})
+    if reply.refusal:
+        raise AdminClientError(f"{target.url}: {printable(reply.refusal)}")
+    return reply.body
 
 
 def render_status(feed: FeedModel, url: str, width: int = WIDTH, rows: int = ROWS) -> list[str]:
@@ -113,11 +115,11 @@ def render_status(feed: FeedModel, url: str, width: int = WIDTH, rows: int = ROW
     if ordered:
         lines += ["", *fleet_table(ordered[:rows], verdicts, width), *wrap(_LEGEND, width)]
         if len(ordered) > rows:
-            rest = Counter(verdicts[row.id].kind for row in ordered[rows:])
-            words = ", ".join(f"{count} {kind}" for kind, count in rest.items())
-            lines.append(f"and {len(ordered) - rows} more: {words} (--all shows them)")
+            hidden = Counter(verdicts[row.id].kind for row in ordered[rows:])
+            kinds = ", ".join(f"{count} {kind}" for kind, count in hidden.items())
+            lines.append(f"and {len(ordered) - rows} more: {kinds} (--all shows them)")
     if remarks:
-        lines += ["", "Look at"]
+        lines += ["", "Needs attention"]
         for remark in remarks[:REMARKS]:
             lines += wrap(remark, width, initial_indent="  ", subsequent_indent="    ")
         if len(remarks) > REMARKS:
@@ -126,15 +128,13 @@ def render_status(feed: FeedModel, url: str, width: int = WIDTH, rows: int = ROW
 
 
 def headline(feed: FeedModel, url: str, width: int) -> str:
-    """Where there is too little room for all of it, the state has what there is."""
-    state = "leaving" if feed.leaving else "ready" if feed.ready else "NOT READY"
+    """Name, URL and state; on a narrow screen the state first."""
+    state = "shutting down" if feed.leaving else "ready" if feed.ready else "NOT READY"
     if feed.reason == "paused":
         state = "NOT READY: PAUSED"
-    whole = f"omni-proxy {printable(feed.version)} at {printable(url)}: {state}"
+    line = f"omni-proxy {printable(feed.version)} at {printable(url)}: {state}"
     return (
-        whole
-        if display_width(whole) <= width
-        else f"{state}: {printable(url.rpartition('://')[2])}"
+        line if display_width(line) <= width else f"{state}: {printable(url.rpartition('://')[2])}"
     )
 
 
@@ -162,10 +162,12 @@ def paused_lines(feed: FeedModel) -> Iterator[str]:
 
 
 def describe_stalls(watched: WatchdogStatus, now: datetime | None) -> str:
-    many = "once" if watched.stalls == 1 else f"{watched.stalls} times"
-    at = parse_time(watched.last_stall_at or "")
-    last = f"; last {format_age((now - at).total_seconds())} ago" if now and at else ""
-    return f"the proxy was blocked for a second or more {many}{last}: its log has the stacks"
+    times = "once" if watched.stalls == 1 else f"{watched.stalls} times"
+    stalled_at = parse_time(watched.last_stall_at or "")
+    last = (
+        f"; last {format_age((now - stalled_at).total_seconds())} ago" if now and stalled_at else ""
+    )
+    return f"the proxy was blocked for a second or more {times}{last}: its log has the stacks"
 
 
 def describe_versions(feed: FeedModel) -> str:
@@ -178,14 +180,14 @@ def describe_versions(feed: FeedModel) -> str:
 
 def describe_fleet(fleet: Sequence[FleetRow]) -> str:
     if not fleet:
-        return "none: add one with omni-proxy workers add URL, or name it in the file"
+        return "none: add one with omni-proxy workers add URL, or put it into the file"
     out: Counter[str] = Counter()
     for row in fleet:
         if not row.routable or row.paused is not None:
             out["disabled" if row.disabled and row.drain is None else _why_out(row)] += 1
     taking = len(fleet) - out.total()
-    words = [f"{taking} of {len(fleet)} take requests"]
-    return "; ".join([*words, *(f"{count} {state}" for state, count in sorted(out.items()))])
+    parts = [f"{taking} of {len(fleet)} take requests"]
+    return "; ".join([*parts, *(f"{count} {state}" for state, count in sorted(out.items()))])
 
 
 def _why_out(row: FleetRow) -> str:
@@ -195,48 +197,49 @@ def _why_out(row: FleetRow) -> str:
         return "PAUSED"
     if row.held_by:
         return f"held ({printable(row.held_by[0])})"
-    return "on trial" if row.half_open else printable(row.health)
+    return "half-open" if row.half_open else printable(row.health)
 
 
 def describe_requests(feed: FeedModel, history: Sequence[HistoryPoint]) -> str:
     admission = feed.admission
     bound = f" of at most {admission.max_inflight}" if admission.max_inflight else ""
-    words = f"{admission.inflight} in flight{bound}, {admission.waiting} waiting"
+    text = f"{admission.inflight} in flight{bound}, {admission.waiting} waiting"
     if not feed.metrics:
-        return f"{words}; [server] metrics is off: no rates, no times"
+        return f"{text}; [server] metrics is off: no rates, no times"
     if feed.last_minute is not None:
         ended, errors = feed.last_minute.requests, feed.last_minute.errors
     else:
         ended, errors = last_minute(history)
     share = f" ({100 * errors / ended:.1f} %)" if errors and ended else ""
-    return f"{words}; last minute: {ended} ended, {errors} errors{share}"
+    return f"{text}; last minute: {ended} ended, {errors} errors{share}"
 
 
 def _remarks(
     feed: FeedModel, ordered: Sequence[FleetRow], verdicts: dict[str, Diagnosis]
 ) -> Iterator[str]:
     if feed.leaving:
-        yield "the proxy was told to leave: it finishes what is in flight"
+        yield "the proxy is shutting down: it finishes requests in flight"
     if feed.last_reload and feed.last_reload.get("error"):
-        yield "the newest reading of the file was refused: omni-proxy check says everything"
+        yield "the last reload was refused: omni-proxy check lists all problems"
     if feed.last_reload and feed.last_reload.get("incomplete"):
-        yield "a part of the proxy could not take the new configuration: see its log, then reload"
-    for each in feed.supervisors:
-        if each.state != "running":
-            because = f": {printable(each.last_error)}" if each.last_error else ""
-            yield f"the proxy's own {printable(each.name)} is {printable(each.state)}{because}"
+        yield "a part of the proxy could not apply the new configuration: see its log, then reload"
+    for supervisor in feed.supervisors:
+        if supervisor.state != "running":
+            because = f": {printable(supervisor.last_error)}" if supervisor.last_error else ""
+            state = printable(supervisor.state)
+            yield f"the proxy's own {printable(supervisor.name)} is {state}{because}"
     if feed.watchdog.stalls:
         yield describe_stalls(feed.watchdog, parse_time(feed.at))
     for row in ordered:
         if _needs_a_look(row, verdicts[row.id]):
-            yield f"{printable(row.name)} {verdicts[row.id].said}"
+            yield f"{printable(row.name)} {verdicts[row.id].problem}"
     waiting = feed.admission.waiting
     if waiting and not any(row.routable and row.paused is None for row in feed.fleet):
-        yield f"{waiting} requests wait for a worker that takes them"
+        yield f"{waiting} requests wait for an available worker"
 
 
 def _needs_a_look(row: FleetRow, verdict: Diagnosis) -> bool:
-    if verdict.state == "PAUSED":  # that stands above, once for all of them
+    if verdict.state == "PAUSED":  # printed above, once for all
         return False
     return verdict.kind not in (WELL, LEAVING) or (
         verdict.kind == LEAVING and row.drain is not None

@@ -1,6 +1,6 @@
-"""`omni-proxy workers ...`: who is in the fleet, and changes of it, over the HTTP interface.
+"""`omni-proxy workers ...`: lists and changes the workers of a running proxy over its admin API.
 
-Exit status 0: done; 1: the proxy said no, or no such worker; 2: nobody could be asked.
+Exit status 0: done; 1: the proxy refused, or no such worker; 2: no proxy could be reached.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from omni_proxy.cli.client.admin_client import (
-    NO_SUCH_PLACE,
+    NOT_REACHABLE,
     AdminClient,
     AdminClientError,
     JsonObject,
@@ -32,7 +32,7 @@ from omni_proxy.cli.client.worker_changes import (
     worker_path,
 )
 from omni_proxy.cli.flags.peer_flags import CommandParser
-from omni_proxy.cli.screen.diagnosis import GO_ON
+from omni_proxy.cli.screen.diagnosis import RESUME_COMMAND
 from omni_proxy.cli.screen.text_table import (
     NOTHING,
     format_age,
@@ -44,7 +44,7 @@ from omni_proxy.cli.screen.text_table import (
 from omni_proxy.config.schema import CAPABILITIES
 
 REFUSED: Final = 1
-# An answer may wait for a weight update, for a probe, or for the end of a drain.
+# A reply may wait for a weight update, for a probe, or for the end of a drain.
 ANSWER_SECS: Final = 600.0
 INTERRUPTED: Final = 130
 POLL_SECS: Final = 0.3
@@ -56,14 +56,14 @@ _DONE: Final = {
 COMMANDS: Final = {
     "list": "the fleet as a table (the default)",
     "add": "add workers; each is probed once",
-    "remove": "take workers away; they finish what they have",
-    "disable": "give workers no new request",
-    "enable": "give them requests again",
-    "drain": "give workers no new request, and let what they have end",
-    "revive": "forget their failures and probe them now",
+    "remove": "remove workers; their requests in flight complete",
+    "disable": "send workers no new requests",
+    "enable": "send them requests again",
+    "drain": "send workers no new requests, and let those in flight end",
+    "revive": "clear their failures and probe them now",
 }
 _EPILOG: Final = """\
-A worker is named by its URL, by HOST:PORT, or by any part of these that only one has.
+A worker is named by its URL, by HOST:PORT, or by any unique part of these.
 
 examples:
   omni-proxy workers
@@ -73,38 +73,40 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = CommandParser(
+    result = CommandParser(
         prog="omni-proxy workers",
         description="Look at the workers of a running proxy, and change them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        one = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        add_target_arguments(one)
-        one.add_argument("--json", action="store_true", help="the proxy's answers as they are")
+        subparser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        add_target_arguments(subparser)
+        subparser.add_argument(
+            "--json", action="store_true", help="print the proxy's replies unchanged"
+        )
         if name == "list":
-            one.add_argument("--model", metavar="NAME", help="only those of this model")
+            subparser.add_argument("--model", metavar="NAME", help="only those of this model")
             continue
-        one.add_argument("workers", metavar="URL" if name == "add" else "WORKER", nargs="+")
-        _add_own(one, name)
-    return made
+        subparser.add_argument("workers", metavar="URL" if name == "add" else "WORKER", nargs="+")
+        _add_command_flags(subparser, name)
+    return result
 
 
-def _add_own(one: argparse.ArgumentParser, name: str) -> None:
+def _add_command_flags(subparser: argparse.ArgumentParser, name: str) -> None:
     if name == "add":
-        one.add_argument("--model", metavar="NAME", help="the model that they serve")
-        one.add_argument(
+        subparser.add_argument("--model", metavar="NAME", help="the model that they serve")
+        subparser.add_argument(
             "--capabilities", metavar="NAMES", help=f"of {','.join(CAPABILITIES)}; default all"
         )
     if name == "remove":
-        one.add_argument("--drain", action="store_true", help="wait until they have nothing left")
+        subparser.add_argument("--drain", action="store_true", help="wait until none is in flight")
     if name == "drain":
-        one.add_argument("--wait", action="store_true", help="until they have nothing left")
+        subparser.add_argument("--wait", action="store_true", help="wait until none is in flight")
     if name in ("remove", "drain"):
-        one.add_argument(
+        subparser.add_argument(
             "--timeout-secs", metavar="SECS", type=float,
             help="for what is in flight; 0: no limit (default [server] drain_timeout_secs)",
         )  # fmt: skip
@@ -115,63 +117,63 @@ def main(argv: Sequence[str]) -> int:
     try:
         with AdminClient(admin_target_of(arguments), ANSWER_SECS) as proxy:
             return _run(proxy, arguments)
-    except AdminClientError as why:
-        print(f"omni-proxy workers: {why}", file=sys.stderr)
-        return NO_SUCH_PLACE
-    except ChangeRefused as why:
-        print(f"omni-proxy workers: {why}", file=sys.stderr)
+    except AdminClientError as error:
+        print(f"omni-proxy workers: {error}", file=sys.stderr)
+        return NOT_REACHABLE
+    except ChangeRefused as error:
+        print(f"omni-proxy workers: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
-        print("not waited for any longer; what was asked for goes on", file=sys.stderr)
+        print("no longer waiting; the operation continues in the proxy", file=sys.stderr)
         return INTERRUPTED
 
 
 def _run(proxy: AdminClient, arguments: argparse.Namespace) -> int:
     if arguments.command == "list":
-        told = fetch_workers(proxy, arguments.model)
-        print(json.dumps(told, indent=2) if arguments.json else "\n".join(render_workers(told)))
+        fleet = fetch_workers(proxy, arguments.model)
+        print(json.dumps(fleet, indent=2) if arguments.json else "\n".join(render_workers(fleet)))
         return 0
     status = 0
-    for named in arguments.workers:
+    for name in arguments.workers:
         try:
-            status = max(status, _one(proxy, arguments, named))
-        except ChangeRefused as why:
-            print(f"omni-proxy workers: {why}", file=sys.stderr)
+            status = max(status, _change_one(proxy, arguments, name))
+        except ChangeRefused as error:
+            print(f"omni-proxy workers: {error}", file=sys.stderr)
             status = REFUSED
     return status
 
 
-def _one(proxy: AdminClient, arguments: argparse.Namespace, named: str) -> int:
+def _change_one(proxy: AdminClient, arguments: argparse.Namespace, worker_name: str) -> int:
     if arguments.command == "add":
-        return _tell(_added(proxy, arguments, named), "added", arguments)
-    record = find_worker(fetch_workers(proxy), named)
+        return _print_result(_add(proxy, arguments, worker_name), "added", arguments)
+    record = find_worker(fetch_workers(proxy), worker_name)
     name = arguments.command
-    asked = "remove, drained" if name == "remove" and arguments.drain else name
-    told = change_worker(proxy, asked, record["id"], getattr(arguments, "timeout_secs", None))
+    change = "remove, drained" if name == "remove" and arguments.drain else name
+    body = change_worker(proxy, change, record["id"], getattr(arguments, "timeout_secs", None))
     if name == "drain":
-        return _drained(proxy, record, arguments, told)
-    return _tell({"worker": record} | told, _DONE[name], arguments)
+        return _follow_drain(proxy, record, arguments, body)
+    return _print_result({"worker": record} | body, _DONE[name], arguments)
 
 
-def _added(proxy: AdminClient, arguments: argparse.Namespace, url: str) -> JsonObject:
+def _add(proxy: AdminClient, arguments: argparse.Namespace, url: str) -> JsonObject:
     body: dict[str, object] = {"url": normalize_admin_url(url)}
     if arguments.model is not None:
         body["model"] = arguments.model
     if arguments.capabilities is not None:
         names = arguments.capabilities.replace(",", " ").split()
         body["capabilities"] = names
-    return require_accepted(proxy.send("POST", "/workers", body)).told
+    return require_accepted(proxy.send("POST", "/workers", body)).body
 
 
-def _tell(told: JsonObject, done: str, arguments: argparse.Namespace) -> int:
+def _print_result(body: JsonObject, done: str, arguments: argparse.Namespace) -> int:
     if arguments.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(body, indent=2))
         return 0
-    record = told["worker"]
-    overdue = told.get("drained") is False
+    record = body["worker"]
+    overdue = body.get("drained") is False
     if done == "removed":
         state = "requests were still in flight at the deadline" if overdue else ""
-        if told.get("process") == "stops":
+        if body.get("process") == "stops":
             ends = "its process stops, `workers add` starts it again"
             state = f"{state}; {ends}" if state else ends
     else:
@@ -180,20 +182,20 @@ def _tell(told: JsonObject, done: str, arguments: argparse.Namespace) -> int:
     return REFUSED if overdue else 0
 
 
-def _drained(
-    proxy: AdminClient, record: JsonObject, arguments: argparse.Namespace, told: JsonObject
+def _follow_drain(
+    proxy: AdminClient, record: JsonObject, arguments: argparse.Namespace, body: JsonObject
 ) -> int:
-    """Says how far it is, and with --wait until it is over."""
-    record = told.get("worker") or record
-    said = ""
+    """Print the progress of the drain, with --wait until its end."""
+    record = body.get("worker") or record
+    printed = ""
     while arguments.wait and (draining := record.get("draining") or {}):
         if draining.get("state") != "draining":
             break
-        if (now := describe_state(record)) != said and not arguments.json:
+        if (now := describe_state(record)) != printed and not arguments.json:
             print(f"{printable(record['url'])}: {now}", file=sys.stderr, flush=True)
-            said = now
+            printed = now
         _PAUSE.wait(POLL_SECS)
-        record = require_accepted(proxy.get(worker_path(record["id"]))).told
+        record = require_accepted(proxy.get(worker_path(record["id"]))).body
     if arguments.json:
         print(json.dumps(record, indent=2))
     else:
@@ -204,7 +206,7 @@ def _drained(
 
 def render_workers(fleet: Sequence[JsonObject]) -> list[str]:
     if not fleet:
-        return ["no workers: omni-proxy workers add URL, or name them in the file"]
+        return ["no workers: omni-proxy workers add URL, or put them into the file"]
     rows = [
         (
             record["url"],
@@ -218,31 +220,35 @@ def render_workers(fleet: Sequence[JsonObject]) -> list[str]:
         )
         for record in fleet
     ]
-    return render_table(_HEAD, rows, right=["BUSY", "ROUTED", "FAILED"])
+    return render_table(_HEAD, rows, right_aligned=["BUSY", "ROUTED", "FAILED"])
 
 
 def describe_state(record: JsonObject) -> str:
-    """Of a record of GET /workers: whether it takes requests, and if not why."""
+    """Whether the worker of a GET /workers record takes requests, and if not why."""
     if draining := record.get("draining"):
         in_flight = draining.get("in_flight", 0)
         deadline = parse_time(draining.get("deadline"))
-        left = (deadline - datetime.now(UTC)).total_seconds() if deadline else 0.0
+        secs_left = (deadline - datetime.now(UTC)).total_seconds() if deadline else 0.0
         until = (
-            f", {format_age(left)} left" if left > 0 and draining.get("state") == "draining" else ""
+            f", {format_age(secs_left)} left"
+            if secs_left > 0 and draining.get("state") == "draining"
+            else ""
         )
         return f"{printable(draining.get('state'))}, {in_flight} in flight{until}"
     health = printable(record.get("health_state"))
     if record.get("disabled"):
         return f"disabled, {health}"
     if record.get("paused") and record.get("routable"):
-        return f"PAUSED, {health}: {GO_ON}"
+        return f"PAUSED, {health}: {RESUME_COMMAND}"
     if record.get("why") and not record.get("trial"):
         return printable(strip_noise(str(record["why"])))
     if record.get("held_by"):
         return f"held by {printable(', '.join(map(str, record['held_by'])))}, {health}"
     if record.get("trial"):
-        return "on trial"
-    why = record.get("last_error")
+        return "half-open"
+    error = record.get("last_error")
     return (
-        f"{health}: {printable(strip_noise(str(why)))}" if why and health != "healthy" else health
+        f"{health}: {printable(strip_noise(str(error)))}"
+        if error and health != "healthy"
+        else health
     )

@@ -14,7 +14,6 @@ from omni_proxy.cli.flags.peer_flags import PAGE
 from omni_proxy.compat.flag_effects import has_effect, refusal_of
 from omni_proxy.compat.router_args import RouterArgsBase, default_of, field_table, flag_of
 
-_QUEUE: Final = frozenset(("--queue-size", "--queue-timeout-secs"))
 _SCRAPED: Final = frozenset(("--prometheus-host",))
 
 
@@ -49,10 +48,7 @@ def unknown_warning(names: Sequence[str]) -> str:
 
 def _idle_flags(args: RouterArgsBase) -> frozenset[str]:
     """What means nothing to those routers beside these arguments."""
-    bound = getattr(args, "max_concurrent_requests", None)
-    unbounded = not (isinstance(bound, int) and bound > 0)
-    unscraped = getattr(args, "prometheus_port", None) is None
-    return (_QUEUE if unbounded else frozenset()) | (_SCRAPED if unscraped else frozenset())
+    return _SCRAPED if getattr(args, "prometheus_port", None) is None else frozenset()
 
 
 def _words(flag: str, value: object) -> list[str]:

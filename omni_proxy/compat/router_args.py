@@ -28,6 +28,10 @@ WITHOUT_FLAG: Final = frozenset(("bootstrap_port_annotation",))
 REPEATED: Final = frozenset(
     ("kv_event_source", "kv_event_replay_source", "pd_kv_events", "wasm_middleware_routes")
 )
+# The defaults of flags whose values are read further.
+UNREAD: Final[dict[str, object]] = {
+    "prefill_urls": None, "decode_urls": None, "jwt_role_mapping": [],
+}  # fmt: skip
 NEVER_PREFIXED: Final = frozenset(("host", "port", "worker_urls"))
 PREFIX: Final = "router-"
 
@@ -79,7 +83,7 @@ class RouterArgsBase:
             group.add_argument(
                 "--" + prefix + flag.removeprefix("--"),
                 dest=prefix.replace("-", "_") + DESTINATIONS.get(name, name),
-                default=cls.flag_defaults.get(name, default_of(field)),
+                default=(UNREAD | dict(cls.flag_defaults)).get(name, default_of(field)),
                 help=describe_flag(flag).replace("%", "%%"),
                 **_argument(name, types[name]),
             )
@@ -112,7 +116,7 @@ def _further(
     for other in RouterArgsBase.__subclasses__():
         for name, field in field_table(other).items():
             known = usual.setdefault(DESTINATIONS.get(name, name), [])
-            known += [default_of(field), other.flag_defaults.get(name)]
+            known += [default_of(field), other.flag_defaults.get(name), UNREAD.get(name)]
     names = (key.removeprefix(prefix) for key in given if key.startswith(prefix))
     return {
         name: given[prefix + name]
@@ -149,11 +153,12 @@ def _argument(name: str, kind: object) -> dict[str, Any]:
     if kind is bool:
         return {"action": "store_true"}
     if "selector" in name:
-        return {"nargs": "+", "metavar": "KEY=VALUE"}
+        return {"nargs": "+", "type": str, "metavar": "KEY=VALUE"}
     scalar = next((each for each in (int, float) if each is kind or each in _parts(kind)), str)
     if list in _origins(kind) or dict in _origins(kind):
         item = float if "float" in str(kind) else str
-        return {"nargs": "*", "type": item, "metavar": "VALUE"}
+        some = "+" if item is float else "*"
+        return {"nargs": some, "type": item, "metavar": "VALUE"}
     return {"type": scalar, "metavar": {int: "N", float: "X"}.get(scalar, "TEXT")}
 
 

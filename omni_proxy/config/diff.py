@@ -31,11 +31,11 @@ def redacted(config: Config) -> dict[str, Any]:
 
 def diff(old: Config, new: Config) -> dict[str, Any]:
     """Old and new value of each key that changed; workers and launch groups by their names."""
-    real, seen = (_tables(old), _tables(new)), (redacted(old), redacted(new))
-    changes: dict[str, Any] = {"changed": _changed(*map(_flat, real), *map(_flat, seen))}
+    real, shown_values = (_tables(old), _tables(new)), (redacted(old), redacted(new))
+    changes: dict[str, Any] = {"changed": _changed(*map(_flat, real), *map(_flat, shown_values))}
     for table, name in _LISTS.items():
         before, after, shown_before, shown_after = (
-            {entry[name]: entry for entry in tables[table]} for tables in (*real, *seen)
+            {entry[name]: entry for entry in tables[table]} for tables in (*real, *shown_values)
         )
         changes[table] = {
             "added": [key for key in after if key not in before],
@@ -78,15 +78,15 @@ def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _without_secrets(command: list[str]) -> Iterator[str]:
     """`--api-key X` and `--api-key=X` without their X."""
     secret_next = False
-    for word in command:
-        flag, equals, value = word.partition("=")
+    for arg in command:
+        flag, equals, value = arg.partition("=")
         is_secret_flag = flag.startswith("-") and _SECRET.search(flag) is not None
-        if secret_next and not word.startswith("-"):
-            yield _hidden(word)
+        if secret_next and not arg.startswith("-"):
+            yield _hidden(arg)
         elif is_secret_flag and equals:
             yield f"{flag}={_hidden(value)}"
         else:
-            yield word
+            yield arg
         secret_next = is_secret_flag and not equals
 
 

@@ -108,14 +108,14 @@ def read_address(value: object) -> object:
     """An address or a name. URLs have an IPv6 address in brackets, sockets have it without."""
     if not isinstance(value, str) or not value.startswith("["):
         return value
-    bare, closed, behind = value[1:].partition("]")
+    host, closed, rest = value[1:].partition("]")
     try:
-        IPv6Address(bare if closed else value)
+        IPv6Address(host if closed else value)
     except AddressValueError:
         raise ValueError(f'"{value}" holds no IPv6 address in its brackets') from None
-    if behind:
+    if rest:
         raise ValueError(f'"{value}" is more than an address; its port is a key of its own')
-    return bare
+    return host
 
 
 def read_listen(value: object) -> object:
@@ -144,6 +144,22 @@ def read_header_name(value: object) -> object:
     return value
 
 
+def read_session_header(value: object) -> object:
+    """In lower case: names of header fields have none."""
+    if not isinstance(value, str):
+        return value
+    if not _HEADER_NAME.fullmatch(value):
+        raise ValueError(f'"{value}" is no name of a header; "x-session-id" is one')
+    return value.lower()
+
+
+def read_body_key(value: object) -> object:
+    """A key of a JSON body, or several from the outermost on, joined by dots."""
+    if isinstance(value, str) and not all(value.split(".")):
+        raise ValueError(f'"{value}" is no key; write "user", or "session_params.session_id"')
+    return value
+
+
 POLICIES: Final = (
     "round_robin", "least_request", "random", "power_of_two", "cache_aware",
     "consistent_hashing", "prefix_hash",
@@ -166,10 +182,10 @@ def read_policy(value: object) -> object:
         return value
     if ":" in value:
         raise ValueError(f'"{value}" is no class path', 'write it as "package.module:Class"')
-    known = sorted([*POLICIES, *installed_policies()])
-    if value in known:
+    names = sorted([*POLICIES, *installed_policies()])
+    if value in names:
         return value
-    hint = did_you_mean(value, known) or (
+    hint = did_you_mean(value, names) or (
         f'a policy of your own is "package.module:Class" or an entry point of {ENTRY_POINT_GROUP}'
     )
-    raise ValueError(f'"{value}" is not one of {", ".join(known)}', hint)
+    raise ValueError(f'"{value}" is not one of {", ".join(names)}', hint)

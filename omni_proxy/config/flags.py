@@ -68,7 +68,7 @@ _SESSIONS: Final[dict[str, object]] = {"routing.sticky_sessions": True}
 _MEANT_TOO: Final = {
     ("routing.policy", "manual"): _SESSIONS,
     ("routing.policy", "session_aware"): _SESSIONS,
-    ("routing.policy", "sticky_least_loaded"): _SESSIONS,
+    ("routing.policy", "sticky_least_loaded"): {**_SESSIONS, "routing.sticky_load": "sessions"},
 }
 _FLAG_OF: Final = {key: flag for flag, key in FLAGS.items()}
 _PLACE: Final = "command line"
@@ -119,17 +119,17 @@ def apply_flags(config: Config, overrides: Mapping[str, object]) -> Config:
         for section in sections:
             table = table[section]
         table[name] = _number(value) if isinstance(table[name], int | float) else value
-    seen, findings = walk(tables, Config)
-    findings += check_rules(seen)
+    values, findings = walk(tables, Config)
+    findings += check_rules(values)
     if findings:
         raise _refusal([(format_path(path), reason, hint) for path, reason, hint in findings])
-    return msgspec.convert(seen, Config)
+    return msgspec.convert(values, Config)
 
 
 def parse_worker_urls(texts: Iterable[str]) -> tuple[str, ...]:
     """The URLs of --worker-urls, normalized; raises ConfigError."""
     urls: list[str] = []
-    wrong = []
+    findings = []
     for text in texts:
         try:
             url = normalize_url(text, allow_unix=False)
@@ -137,10 +137,10 @@ def parse_worker_urls(texts: Iterable[str]) -> tuple[str, ...]:
         except ValueError as error:
             url, reason = text, str(error)
         if reason:
-            wrong.append(("--worker-urls", f"{to_toml_literal(text)}: {reason}", ""))
+            findings.append(("--worker-urls", f"{to_toml_literal(text)}: {reason}", ""))
         urls.append(url)
-    if wrong:
-        raise _refusal(wrong)
+    if findings:
+        raise _refusal(findings)
     return tuple(urls)
 
 
@@ -154,11 +154,11 @@ def _number(value: object) -> object:
     return value
 
 
-def _refusal(wrong: Iterable[tuple[str, str, str]]) -> ConfigError:
+def _refusal(findings: Iterable[tuple[str, str, str]]) -> ConfigError:
     return ConfigError(
         [
             Problem(_FLAG_OF.get(path, path), None, reason, hint, _PLACE)
-            for path, reason, hint in wrong
+            for path, reason, hint in findings
         ],
         _PLACE,
     )

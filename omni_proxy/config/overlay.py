@@ -68,8 +68,8 @@ def desired_workers(
             switched = _switched(entry, state.switches.get(entry.url, WorkerOverride()))
             workers[entry.url] = _desired(switched, origin, entry)
     for added in state.workers:
-        known = workers.get(added.url)
-        workers[added.url] = _desired(added, known.origin if known else "api", known)
+        other = workers.get(added.url)
+        workers[added.url] = _desired(added, other.origin if other else "api", other)
     return tuple(with_defaults(worker, config) for worker in workers.values())
 
 
@@ -86,14 +86,18 @@ def with_defaults(worker: WorkerSpec, config: Config) -> WorkerSpec:
 def prune_state(state: SavedState, config: Config, flag_urls: tuple[str, ...] = ()) -> SavedState:
     """Without what lost its object: tombstones over entries that changed or went away, switches
     on workers that nothing names."""
-    named: dict[str, str] = {}
+    fingerprints: dict[str, str] = {}
     for entry, _, fingerprint in _named(config, flag_urls):
-        named.setdefault(entry.url, fingerprint)
+        fingerprints.setdefault(entry.url, fingerprint)
     return structs.replace(
         state,
-        switches={url: switch for url, switch in state.switches.items() if url in named},
-        tombstones={url: mark for url, mark in state.tombstones.items() if named.get(url) == mark},
-        leaving=tuple(url for url in state.leaving if url in {*named, *_added(state)}),
+        switches={url: switch for url, switch in state.switches.items() if url in fingerprints},
+        tombstones={
+            url: digest
+            for url, digest in state.tombstones.items()
+            if fingerprints.get(url) == digest
+        },
+        leaving=tuple(url for url in state.leaving if url in {*fingerprints, *_added(state)}),
     )
 
 
@@ -116,7 +120,7 @@ def with_override(state: SavedState, url: str, **fields: Any) -> SavedState:
     enabled does
     not leave any more."""
     if fields.get("disabled") is False:
-        leaving = tuple(known for known in state.leaving if known != url)
+        leaving = tuple(other for other in state.leaving if other != url)
         state = structs.replace(state, leaving=leaving)
     if "model" in fields:
         fields["model"] = fields["model"] or ""
@@ -142,9 +146,9 @@ def with_pending_delete(state: SavedState, url: str) -> SavedState:
 
 def with_deleted(state: SavedState, config: Config, url: str) -> SavedState:
     """Also buries what FILE, launch or a flag names by this URL."""
-    named = {entry.url: fingerprint for entry, _, fingerprint in _named(config, ())}
+    fingerprints = {entry.url: fingerprint for entry, _, fingerprint in _named(config, ())}
     cleared = _without(state, url)
-    tombstones = {**cleared.tombstones, url: named.get(url, FLAG_FINGERPRINT)}
+    tombstones = {**cleared.tombstones, url: fingerprints.get(url, FLAG_FINGERPRINT)}
     return structs.replace(cleared, tombstones=tombstones)
 
 
@@ -166,8 +170,8 @@ def _fingerprint(entry: WorkerEntry | LaunchEntry) -> str:
 
 def _buried(state: SavedState, url: str, fingerprint: str) -> bool:
     """A tombstone over FILE's entry holds for a flag with the same URL too."""
-    mark = state.tombstones.get(url)
-    return mark is not None and fingerprint in {mark, FLAG_FINGERPRINT}
+    digest = state.tombstones.get(url)
+    return digest is not None and fingerprint in {digest, FLAG_FINGERPRINT}
 
 
 def _switched(entry: WorkerEntry, switch: WorkerOverride) -> WorkerEntry:
@@ -176,7 +180,7 @@ def _switched(entry: WorkerEntry, switch: WorkerOverride) -> WorkerEntry:
 
 
 def _desired(
-    entry: WorkerEntry | StateWorker, origin: Origin, kept: WorkerEntry | WorkerSpec | None
+    entry: WorkerEntry | StateWorker, origin: Origin, base: WorkerEntry | WorkerSpec | None
 ) -> WorkerSpec:
     """`kept` has what HTTP can't say."""
     return WorkerSpec(
@@ -187,9 +191,9 @@ def _desired(
         weight=entry.weight,
         max_inflight=entry.max_inflight,
         origin=origin,
-        api_key_env=kept.api_key_env if kept else "",
-        tls_ca=kept.tls_ca if kept else "",
-        tls_verify=kept.tls_verify if kept else True,
+        api_key_env=base.api_key_env if base else "",
+        tls_ca=base.tls_ca if base else "",
+        tls_verify=base.tls_verify if base else True,
     )
 
 
@@ -201,9 +205,9 @@ def _without(state: SavedState, url: str) -> SavedState:
     return structs.replace(
         state,
         workers=tuple(worker for worker in state.workers if worker.url != url),
-        switches={known: switch for known, switch in state.switches.items() if known != url},
-        tombstones={known: mark for known, mark in state.tombstones.items() if known != url},
-        leaving=tuple(known for known in state.leaving if known != url),
+        switches={other: switch for other, switch in state.switches.items() if other != url},
+        tombstones={other: digest for other, digest in state.tombstones.items() if other != url},
+        leaving=tuple(other for other in state.leaving if other != url),
     )
 
 

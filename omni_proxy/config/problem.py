@@ -28,8 +28,8 @@ class Problem:
     file: str = ""
 
     def __str__(self) -> str:
-        place = self.file if self.line is None else f"{self.file}:{self.line}"
-        head = ": ".join(part for part in (place, self.path, self.reason) if part)
+        location = self.file if self.line is None else f"{self.file}:{self.line}"
+        head = ": ".join(part for part in (location, self.path, self.reason) if part)
         return f"{head}; {self.hint}" if self.hint else head
 
 
@@ -58,16 +58,16 @@ def format_path(path: Path) -> str:
         if isinstance(step, int):
             text += f"[{step}]"
         else:
-            bare = re.fullmatch(r"[A-Za-z0-9_-]+", step)
-            text += ("." if text else "") + (step if bare else json.dumps(step))
+            is_bare = re.fullmatch(r"[A-Za-z0-9_-]+", step)
+            text += ("." if text else "") + (step if is_bare else json.dumps(step))
     return text
 
 
 SIMILARITY: Final = 0.7  # share of letters in common; below that a match is chance
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=SIMILARITY)
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=SIMILARITY)
     return f"did you mean `{nearest[0]}`?" if nearest else ""
 
 
@@ -131,9 +131,9 @@ class _Scanner:
         self.at = match.end()
         return match.group()
 
-    def _mark_all(self, path: Path, known: int = 0) -> None:
+    def _mark_all(self, path: Path, names: int = 0) -> None:
         """Gives this line to the path and to those tables on the way that have none yet."""
-        for length in range(known + 1, len(path) + 1):
+        for length in range(names + 1, len(path) + 1):
             self.lines.setdefault(path[:length], bisect_left(self.line_ends, self.at) + 1)
 
     def _header(self, brackets: int) -> Path:

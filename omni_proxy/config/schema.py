@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 
 from omni_proxy.config.fields import (
     read_address,
+    read_body_key,
     read_endpoint,
     read_header_name,
     read_host,
@@ -20,6 +21,7 @@ from omni_proxy.config.fields import (
     read_optional_url,
     read_origin,
     read_policy,
+    read_session_header,
     read_size,
     read_worker_url,
 )
@@ -57,6 +59,8 @@ WebOrigin = Annotated[str, Meta(min_length=1, extra={"read": read_origin})]
 HostName = Annotated[str, Meta(min_length=1, extra={"read": read_host_name})]
 HeaderToRead = Annotated[str, Meta(min_length=1, max_length=64, extra={"read": read_header_name})]
 HeaderName = Annotated[str, Meta(max_length=64, extra={"read": read_header_name})]
+SessionHeader = Annotated[str, Meta(min_length=1, extra={"read": read_session_header})]
+BodyKey = Annotated[str, Meta(min_length=1, extra={"read": read_body_key})]
 Mode = Annotated[str, Meta(extra={"read": read_mode})]
 NetworkUrl = Annotated[str, Meta(extra={"read": read_network_url})]
 
@@ -225,6 +229,20 @@ class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sticky_idle_secs: Duration = 14400.0
     # So many are remembered; past it the longest idle one goes.
     sticky_max: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
+    # Where a session begins: as the policy says, or at the worker with the fewest live sessions.
+    sticky_load: Literal["requests", "sessions"] = "requests"
+    # A session is pinned anew once its worker has so many requests in flight more than the idlest
+    # one ... 0: never.
+    sticky_rebalance_abs: Count = 0
+    # ... and so many times as many.
+    sticky_rebalance_rel: Annotated[float, Meta(ge=1, le=1_000_000)] = 1.5
+    # The first of these that a request has names its session.
+    session_headers: tuple[SessionHeader, ...] = (
+        "x-smg-routing-key", "x-session-id", "x-claude-code-session-id", "session-id",
+        "authorization", "x-forwarded-for", "cookie",
+    )  # fmt: skip
+    # Then the first of these keys of a JSON body; a dot leads into an object.
+    session_body_keys: tuple[BodyKey, ...] = ()
     cache_aware: CacheAwareConfig = CacheAwareConfig()
     prefix_hash: PrefixHashConfig = PrefixHashConfig()
 

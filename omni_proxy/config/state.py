@@ -90,7 +90,9 @@ def render_state(state: SavedState) -> str:
         key: value for key, value in spelled["voices"].items() if value not in ("", None)
     }
     spelled["tombstones"] = {
-        url: mark for url, mark in state.tombstones.items() if mark != FLAG_FINGERPRINT
+        url: fingerprint
+        for url, fingerprint in state.tombstones.items()
+        if fingerprint != FLAG_FINGERPRINT
     }
     return _HEAD + tomli_w.dumps({name: part for name, part in spelled.items() if part})
 

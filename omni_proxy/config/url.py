@@ -107,14 +107,14 @@ def _refused(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | No
 def _carried(address: ipaddress.IPv6Address) -> Iterator[ipaddress.IPv4Address]:
     """Every IPv4 address that a network could read out of this one, and deliver to."""
     bits = int(address)
-    found = [bits >> shift & _IPV4 for network, shift in _CARRIERS if address in network]
+    embedded = [bits >> shift & _IPV4 for network, shift in _CARRIERS if address in network]
     if address in _NAT64_LOCAL:
-        found += _nat64(bits)
+        embedded += _nat64(bits)
     if address in _TEREDO:
-        found += [bits >> 64 & _IPV4, ~bits & _IPV4]  # the server, and the client, inverted
+        embedded += [bits >> 64 & _IPV4, ~bits & _IPV4]  # the server, and the client, inverted
     if bits >> 32 & _IPV4 in _ISATAP:
-        found.append(bits & _IPV4)
-    return map(ipaddress.IPv4Address, found)
+        embedded.append(bits & _IPV4)
+    return map(ipaddress.IPv4Address, embedded)
 
 
 def _nat64(bits: int) -> list[int]:
@@ -158,11 +158,11 @@ def _normal_host(host: str, *, bracketed: bool) -> str:
     host = host.lower()
     if bracketed:
         return f"[{_checked(_ipv6(host))}]"
-    bare = host.rstrip(".")
-    if bare in _METADATA_NAMES:
-        raise ValueError(f"host {bare} is a cloud metadata service and not allowed")
-    if _NUMBER.fullmatch(bare.rpartition(".")[2]):
-        dotted = _ipv4(bare)
+    stripped = host.rstrip(".")
+    if stripped in _METADATA_NAMES:
+        raise ValueError(f"host {stripped} is a cloud metadata service and not allowed")
+    if _NUMBER.fullmatch(stripped.rpartition(".")[2]):
+        dotted = _ipv4(stripped)
         if dotted is None:
             raise ValueError(f"host {host} is not an IPv4 address")
         return _checked(dotted)

@@ -26,8 +26,8 @@ def walk(table: object, struct: type[Struct]) -> tuple[dict[str, Any], list[Find
     walker = _Walker()
     kind = inspect.type_info(struct)
     assert isinstance(kind, inspect.StructType)
-    seen = walker.read(table, kind, ())
-    return ({} if seen is WRONG else seen), walker.findings
+    values = walker.read(table, kind, ())
+    return ({} if values is WRONG else values), walker.findings
 
 
 class _Walker:
@@ -68,25 +68,25 @@ class _Walker:
         if not isinstance(value, dict):
             return self._wrong(path, f"expected a table, got {_named(value)}")
         fields = {field.name: field for field in kind.fields}
-        seen = {}
+        values = {}
         for key, inner in value.items():
             if key not in fields:
                 self._wrong((*path, key), "unknown key", did_you_mean(key, fields))
                 continue
             read = self.read(inner, fields[key].type, (*path, key))
             if read is not WRONG:
-                seen[key] = read
+                values[key] = read
         for name, field in fields.items():
             required = field.default is NODEFAULT and field.default_factory is NODEFAULT
             if required and name not in value:
                 self._wrong((*path, name), "is missing")
-        return seen
+        return values
 
     def _dict(self, value: object, kind: inspect.DictType, path: Path) -> Any:
         if not isinstance(value, dict):
             return self._wrong(path, f"expected a table, got {_named(value)}")
-        seen = {k: self.read(v, kind.value_type, (*path, k)) for k, v in value.items()}
-        return {k: v for k, v in seen.items() if v is not WRONG}
+        values = {k: self.read(v, kind.value_type, (*path, k)) for k, v in value.items()}
+        return {k: v for k, v in values.items() if v is not WRONG}
 
     def _list(self, value: object, kind: inspect.VarTupleType, path: Path) -> Any:
         tables = isinstance(kind.item_type, inspect.StructType)
@@ -95,17 +95,17 @@ class _Walker:
             return self._wrong(path, f"expected a list, got {_named(value)}", hint)
         if len(value) < (kind.min_length or 0):
             return self._wrong(path, "must not be empty")
-        seen = [self.read(v, kind.item_type, (*path, i)) for i, v in enumerate(value)]
+        values = [self.read(v, kind.item_type, (*path, i)) for i, v in enumerate(value)]
         # A wrong table leaves an empty one: the others must keep their index.
-        return [{} if v is WRONG and tables else v for v in seen if tables or v is not WRONG]
+        return [{} if v is WRONG and tables else v for v in values if tables or v is not WRONG]
 
     def _choice(self, value: object, choices: Sequence[object], path: Path) -> Any:
         # A 1.0 and a true are no 1 in TOML.
         if any(type(value) is type(choice) and value == choice for choice in choices):
             return value
-        words = [str(choice) for choice in choices]
-        hint = did_you_mean(value, words) if isinstance(value, str) else ""
-        reason = f"{to_toml_literal(value)} is not one of {', '.join(words)}"
+        quoted = [str(choice) for choice in choices]
+        hint = did_you_mean(value, quoted) if isinstance(value, str) else ""
+        reason = f"{to_toml_literal(value)} is not one of {', '.join(quoted)}"
         return self._wrong(path, reason, hint)
 
     def _plain(self, value: Any, kind: inspect.Type, path: Path) -> Any:
@@ -189,9 +189,9 @@ def _voice_owner_capabilities(tables: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _incomplete_pairs(server: Mapping[str, Any]) -> Iterator[Finding]:
-    for given, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
-        if server.get(given) and not server.get(other):
-            yield ("server", given), f"needs {other} beside it", ""
+    for key, counterpart in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+        if server.get(key) and not server.get(counterpart):
+            yield ("server", key), f"needs {counterpart} beside it", ""
 
 
 def _tls_without_effect(tables: Mapping[str, Any]) -> Iterator[Finding]:
@@ -204,9 +204,9 @@ def _tls_without_effect(tables: Mapping[str, Any]) -> Iterator[Finding]:
     for index, entry in enumerate(tables.get("workers", [])):
         path = ("workers", index)
         unverified = entry.get("tls_verify") is False
-        chosen = "tls_ca" if entry.get("tls_ca") else "tls_verify" if unverified else ""
-        if chosen and not entry.get("url", "https").startswith("https"):
-            yield (*path, chosen), "is for https workers only", "write its url with https://"
+        key = "tls_ca" if entry.get("tls_ca") else "tls_verify" if unverified else ""
+        if key and not entry.get("url", "https").startswith("https"):
+            yield (*path, key), "is for https workers only", "write its url with https://"
         elif entry.get("tls_ca") and unverified:
             yield (*path, "tls_verify"), "is off, so tls_ca does nothing", "drop one of them"
 
@@ -236,8 +236,8 @@ def _launch_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
 
 
 def _group(entry: Mapping[str, Any]) -> LaunchEntry:
-    known = {key: entry[key] for key in ("host", "base_port", "replicas") if key in entry}
-    return LaunchEntry(command=(), **known)
+    group_keys = {key: entry[key] for key in ("host", "base_port", "replicas") if key in entry}
+    return LaunchEntry(command=(), **group_keys)
 
 
 def _launch_names(launch: list[Mapping[str, Any]]) -> Iterator[tuple[Path, str]]:
@@ -266,9 +266,9 @@ def _paths(tables: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
                 yield (table, index, "path"), entry["path"]
 
 
-def _duplicates(named: Iterator[tuple[Path, str]], what: str) -> Iterator[Finding]:
+def _duplicates(entries: Iterator[tuple[Path, str]], noun: str) -> Iterator[Finding]:
     first: dict[str, Path] = {}
-    for path, text in named:
+    for path, text in entries:
         if text in first:
-            yield path, f"duplicate {what} {text}", f"{format_path(first[text])} has it already"
+            yield path, f"duplicate {noun} {text}", f"{format_path(first[text])} has it already"
         first.setdefault(text, path)

@@ -21,7 +21,7 @@ from omni_proxy.dataplane.abort import abort_requests
 from omni_proxy.dataplane.accept.listeners import Listeners, PreparedListeners
 from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
-from omni_proxy.dataplane.admission.update_gate import UpdateGate
+from omni_proxy.dataplane.admission.update_gate import UpdateGate, reasons_to_hold_sessions
 from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.exchange.exchange import Recorders
 from omni_proxy.dataplane.loop import timeouts
@@ -36,7 +36,10 @@ from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.policies import Policy, RandomBelow, build_policy
+from omni_proxy.routing.policies.sessions import Sessions
+from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 
 _log = logging.getLogger(__name__)
@@ -92,6 +95,7 @@ class DataPlane:
             random_below=self.random_below,
         )
         self.listens_elsewhere = False  # another process opens the sockets of the listeners
+        self._shared_sessions: Sessions | None = None
         self.listeners = Listeners(self.services)
         self.configure(config)
         fleet.watch_members(self._follow_fleet)
@@ -117,12 +121,35 @@ class DataPlane:
         """All of `config` is in force from here on, but for the listeners."""
         self.settings.configure(config)
         self.voices.configure(config.routing.voice_owner)
+        self.balancer.affinity_keys = affinity_keys_of(config)
         self.balancer.policy = self.build_policy(config.routing)
+        if isinstance(self.policy, Sticky):
+            self.policy.hold_for(reasons_to_hold_sessions(config), self._is_member)
         self.queue.serve(changed=True)
 
     def build_policy(self, routing: RoutingConfig) -> Policy:
         """What of the present one still fits is kept in it."""
-        return build_policy(routing, self.random_below, self.loop.now, self.policy)
+        policy = build_policy(routing, self.random_below, self.loop.now, self.policy)
+        if isinstance(policy, Sticky) and self._shared_sessions is not None:
+            policy.use_sessions(self._shared_sessions, routing)
+        return policy
+
+    def use_sessions(self, sessions: Sessions) -> None:
+        """Sessions for the sticky policy, shared with other processes."""
+        self._shared_sessions = sessions
+        if isinstance(self.policy, Sticky):
+            self.policy.use_sessions(sessions, self.settings.config.routing)
+
+    def finish_session(self, key: str) -> bool:
+        """Forget a sticky session; whether it was known."""
+        return isinstance(self.policy, Sticky) and self.policy.finish_session(key)
+
+    def session_count(self, worker: Worker) -> int:
+        """The sticky sessions that are at this worker."""
+        return self.policy.session_count(worker) if isinstance(self.policy, Sticky) else 0
+
+    def _is_member(self, worker: Worker) -> bool:
+        return self.fleet.find(worker.url) is worker
 
     def prepare(self, new: Config) -> PreparedListeners:
         """Open and read what `new` needs; the result puts it in force. Raises OSError, ConfigError,

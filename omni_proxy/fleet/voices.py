@@ -58,11 +58,11 @@ class VoiceRegistry:
         """Apply a list of the owner. False, and nothing applied, after a change in between."""
         if generation != self.generation:
             return False
-        found = frozenset(name.lower() for name in names)
+        listed = frozenset(name.lower() for name in names)
         self.refresh_error = ""
         self.current = True
-        if found != self.names:
-            self.names = found
+        if listed != self.names:
+            self.names = listed
             for callback in self._name_watchers:
                 callback()
         return True
@@ -89,10 +89,10 @@ class VoiceRegistry:
         was_present, self._present = self._present, self.owner in urls
         if self._present or not was_present or self.owner == self._configured:
             return ""
-        left, self.owner = self.owner, ""
+        previous, self.owner = self.owner, ""
         self.names = None
         self._changed()
-        return left
+        return previous
 
     def requires_owner(self, voices: Iterable[str]) -> bool:
         """Whether a request with these voices (lower-case) must go to the owner."""

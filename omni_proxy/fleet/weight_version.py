@@ -26,10 +26,10 @@ class WeightVersion:
     lines: bytes = field(init=False, compare=False)  # header lines, each ended by CRLF
 
     def __post_init__(self) -> None:
-        shown = _header_text(self.label or "")
-        label = f"x-omni-weight-version: {shown}\r\n" if shown else ""
+        text = _header_text(self.label or "")
+        label = f"x-omni-weight-version: {text}\r\n" if text else ""
         epoch = f"x-omni-weight-epoch: {self.epoch}\r\n" if self.epoch else ""
-        object.__setattr__(self, "shown", shown)
+        object.__setattr__(self, "shown", text)
         object.__setattr__(self, "lines", (label + epoch).encode("ascii"))
 
     def end_header_lines(self, start: WeightVersion) -> bytes:

@@ -78,7 +78,7 @@ def start_parameters(entry: LaunchEntry) -> tuple[object, ...]:
 
 
 def argv_of(entry: LaunchEntry, index: int, gpus: Sequence[str]) -> list[str]:
-    return [_fill_placeholders(word, entry, index, gpus) for word in _command_words(entry.command)]
+    return [_fill_placeholders(arg, entry, index, gpus) for arg in _command_words(entry.command)]
 
 
 def environment_of(
@@ -98,10 +98,10 @@ def environment_of(
 
 def _without_frozen_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Without what a frozen binary sets for itself: its libraries fit no other program."""
-    kept = {name: text for name, text in env.items() if not name.startswith("_PYI_")}
-    original = kept.pop(ORIGINAL_LIBRARY_PATH, None)
-    kept.pop(LIBRARY_PATH, None)
-    return kept if original is None else kept | {LIBRARY_PATH: original}
+    clean_env = {name: text for name, text in env.items() if not name.startswith("_PYI_")}
+    original = clean_env.pop(ORIGINAL_LIBRARY_PATH, None)
+    clean_env.pop(LIBRARY_PATH, None)
+    return clean_env if original is None else clean_env | {LIBRARY_PATH: original}
 
 
 def _command_words(command: tuple[str, ...]) -> list[str]:

@@ -75,6 +75,12 @@ class AggregateView:
     async def abort(self, target: AbortTarget) -> AbortFindings:
         return await self._manager.abort(target)
 
+    def finish_session(self, key: str) -> bool:
+        return self._dataplane.finish_session(key)
+
+    def session_count(self, worker: Worker) -> int:
+        return self._dataplane.session_count(worker)
+
     def addresses(self) -> list[str]:
         return self._dataplane.addresses()
 

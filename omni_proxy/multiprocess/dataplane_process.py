@@ -43,11 +43,12 @@ from omni_proxy.multiprocess.ipc import (
     StateSnapshot,
 )
 from omni_proxy.multiprocess.metrics_delta import MetricsDelta
-from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
+from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, shared_ids
 from omni_proxy.multiprocess.shared_counters import SharedCounters
 from omni_proxy.multiprocess.shared_dataplane import (
     SharedDataPlane,
     SharedSessions,
+    WorkerDirectory,
     shared_response_owners,
 )
 from omni_proxy.telemetry.line_log import OFF, QUEUE_BYTES
@@ -144,15 +145,13 @@ class DataPlaneProcess:
         self._drain_started = trio.Event()
         counts, sessions_fd, responses_fd = channel.take_descriptors()
         counters = SharedCounters(counts)
-        sessions = SharedSessions(sessions_fd, lambda serial: self.fleet.serial(serial))
         fleet = ReplicatedFleet(counters, begin.index, lambda: self.dataplane.loop.now, self._send)
         row = counters.row(begin.index)
         self.fleet = fleet
         self.dataplane = SharedDataPlane(begin, fleet, first.config, row, self._send)
-        self.dataplane.use_sessions(sessions)
-        self.dataplane.balancer.response_owners = shared_response_owners(
-            responses_fd, lambda serial: self.fleet.serial(serial)
-        )
+        directory = WorkerDirectory(fleet.serial, shared_ids, lambda: fleet.workers)
+        self.dataplane.use_sessions(SharedSessions(sessions_fd, directory))
+        self.dataplane.balancer.response_owners = shared_response_owners(responses_fd, directory)
         self._meters = MetricsDelta(fleet)
         self._access_lines, self._route_lines = _LineBuffer(), _LineBuffer()
         self._max_lag_secs = 0.0

@@ -41,7 +41,12 @@ from omni_proxy.multiprocess.process_slot import ProcessHandle, ProcessSlot
 from omni_proxy.multiprocess.report_handler import ReportHandler
 from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
 from omni_proxy.multiprocess.shared_counters import WorkerIds
-from omni_proxy.multiprocess.shared_dataplane import create_sessions, shared_response_owners
+from omni_proxy.multiprocess.shared_dataplane import (
+    SharedSessions,
+    WorkerDirectory,
+    create_sessions,
+    shared_response_owners,
+)
 from omni_proxy.multiprocess.snapshot_publisher import SnapshotPublisher
 from omni_proxy.telemetry.instruments import Instruments
 
@@ -80,6 +85,7 @@ class ProcessManager:
         self, fleet: Fleet, dataplane: DataPlane, instruments: Instruments, admin_socket: str
     ) -> None:
         self.dataplane = dataplane
+        self._fleet = fleet
         self.draining = False
         self.slots: dict[int, ProcessSlot] = {}  # by index
         self.worker_ids = WorkerIds(fleet, dataplane)
@@ -303,9 +309,12 @@ class ProcessManager:
     def _on_start(self, handle: ProcessHandle) -> None:
         if self._tables is None:
             self._tables = create_sessions(), create_sessions()
-            self.dataplane.balancer.response_owners = shared_response_owners(
-                self._tables[1], self.worker_ids.find
+            sessions, responses = self._tables
+            directory = WorkerDirectory(
+                self.worker_ids.find, self.worker_ids.ids, lambda: self._fleet.workers
             )
+            self.dataplane.use_sessions(SharedSessions(sessions, directory, recounts=True))
+            self.dataplane.balancer.response_owners = shared_response_owners(responses, directory)
         start = StartCommand(handle.index, self._admin_socket, SILENT_SECS, self.dataplane.proxy_id)
         handle.send_start(start, self.worker_ids.counters.descriptor, *self._tables)
         self._publisher.send_all([handle])

@@ -61,6 +61,11 @@ class SharedWorker(Worker):
         self._total = total
 
 
+def shared_ids(worker: Worker) -> tuple[int, int] | None:
+    """Its serial number and its cell, None for a worker of another kind."""
+    return (worker.serial, worker.cell) if isinstance(worker, SharedWorker) else None
+
+
 class ReplicatedFleet(Fleet):
     """`now`: the event loop's clock."""
 

@@ -135,6 +135,13 @@ class WorkerIds:
     def serial(self, worker: Worker) -> int:
         return self._ids_of(worker)[0]
 
+    def ids(self, worker: Worker) -> tuple[int, int] | None:
+        """Its serial number and its cell; None once it has left the fleet for good."""
+        known = self._ids.get(worker)
+        if known is None and self._fleet.find(worker.url) is worker:
+            known = self._ids_of(worker)
+        return known
+
     def rows(self) -> tuple[WorkerState, ...]:
         return tuple(worker_state(worker, *self._ids_of(worker)) for worker in self._fleet.workers)
 

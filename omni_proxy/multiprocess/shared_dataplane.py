@@ -4,11 +4,8 @@ Invariant: with `[server] max_inflight`, `in_flight` is the sum over all process
 use, and never above the bound; without it, it is this process's own. The admin API is in the main
 process; while that is silent, its routes answer 503.
 
-Sticky sessions are in shared memory, so that a key means the same worker in every process: an
-eight-way set-associative table with two words for each session, the key's mark with its worker, and
-when it was used last; a new key replaces the one of its bucket that was idle longest. A word is
-written whole; of two processes that begin the same session at once the later one wins, and both use
-its worker from then on.
+Sticky sessions are in shared memory, so that a key means the same worker in every process; of two
+that begin the same session at once the later one wins.
 """
 
 from __future__ import annotations
@@ -16,11 +13,14 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Callable
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from random import randrange
 from typing import Final
 
-from omni_proxy.config.schema import Config, RoutingConfig
+from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.dataplane.loop.event_loop import EventLoop
@@ -31,9 +31,7 @@ from omni_proxy.dataplane.upstream.pool import AdminApiPool
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.ipc import StartCommand, VoiceListMessage, VoicesChangedEvent
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, SendEvent, SharedWorker
-from omni_proxy.multiprocess.shared_counters import PROCESS_CELL, Cells, fence
-from omni_proxy.routing.policies import Policy
-from omni_proxy.routing.policies.sticky import Sessions, Sticky
+from omni_proxy.multiprocess.shared_counters import CELLS, PROCESS_CELL, Cells, fence
 from omni_proxy.routing.responses import MAX_RESPONSES
 
 
@@ -86,7 +84,6 @@ class SharedDataPlane(DataPlane):
         self._send_event = send_event
         self._voice_changes = 0
         self._replicated_fleet = fleet
-        self._sessions: Sessions | None = None
         super().__init__(
             fleet, config,
             admin_socket=start.admin_socket, sources=Sources(randrange), proxy_id=start.proxy_id,
@@ -104,18 +101,6 @@ class SharedDataPlane(DataPlane):
     def apply_without_listeners(self, config: Config) -> None:
         """Apply all of `config` but the listeners and their certificates."""
         self.configure(config)
-
-    def use_sessions(self, sessions: Sessions) -> None:
-        """Sessions for the sticky policy, shared with the other processes."""
-        self._sessions = sessions
-        if isinstance(self.policy, Sticky):
-            self.policy.use_sessions(sessions, self.settings.config.routing)
-
-    def build_policy(self, routing: RoutingConfig) -> Policy:
-        policy = super().build_policy(routing)
-        if isinstance(policy, Sticky) and self._sessions is not None:
-            policy.use_sessions(self._sessions, routing)
-        return policy
 
     def follow_voices(self, voices: VoiceListMessage, changes: int) -> None:
         """Apply the main process's list, unless a change of this process is not part of it yet."""
@@ -157,38 +142,67 @@ class MainProcessPool(AdminApiPool):
 MAX_SESSIONS: Final = 10_000_000  # the upper bound of [routing] sticky_max
 WAYS: Final = 8
 WORD_BYTES: Final = 8
+SESSION_BYTES: Final = 2 * WORD_BYTES
 SERIAL_BITS: Final = 24
 SERIALS: Final = (1 << SERIAL_BITS) - 1
-SAMPLED_BUCKETS: Final = 64  # buckets, from which the size is estimated
+TABLE_BYTES: Final = SESSION_BYTES * MAX_SESSIONS
+COUNTS_AT: Final = -(-TABLE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+COUNT_BYTES: Final = 4
+ALL_BYTES: Final = COUNTS_AT + COUNT_BYTES * CELLS
+SLICE_BYTES: Final = 256 * 1024  # of the table, read by one call of `maintain`: about a millisecond
 
 
 def create_sessions() -> int:
     """The descriptor of memory for all of them, allocated by use. Raises OSError."""
     descriptor = os.memfd_create("omni-proxy-sessions", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, 2 * WORD_BYTES * MAX_SESSIONS)
+    os.ftruncate(descriptor, ALL_BYTES)
     return descriptor
 
 
-def shared_response_owners(
-    descriptor: int, find_worker: Callable[[int], Worker | None]
-) -> SharedSessions:
+@dataclass(frozen=True, slots=True)
+class WorkerDirectory:
+    """Workers as all processes name them: `find` by serial number, `ids` is the serial number and
+    the cell, None for a worker without."""
+
+    find: Callable[[int], Worker | None]
+    ids: Callable[[Worker], tuple[int, int] | None]
+    members: Callable[[], Iterable[Worker]]
+
+
+def shared_response_owners(descriptor: int, workers: WorkerDirectory) -> SharedSessions:
     """The owners of stored responses, in memory of their own. As for sessions."""
-    owners = SharedSessions(descriptor, find_worker)
+    owners = SharedSessions(descriptor, workers)
     owners.tune(MAX_RESPONSES, 0)
     return owners
 
 
 class SharedSessions:
-    """`find_worker`: a worker by its serial number. A change of the bound drops all sessions."""
+    """An eight-way set-associative table: two words for each session, the key's mark with its
+    worker, and when it was used last; a new key replaces the one of its bucket that was idle
+    longest. Behind it, a count for each worker. A word is written whole. Counts are written without
+    a lock: one that lost an update, or still has an expired session, is corrected by the next pass
+    over the table, in the main process (`recounts`). A change of the bound drops all sessions."""
 
-    def __init__(self, descriptor: int, find_worker: Callable[[int], Worker | None]) -> None:
-        self._words = memoryview(mmap.mmap(descriptor, 2 * WORD_BYTES * MAX_SESSIONS)).cast("Q")
-        self._find_worker = find_worker
-        self._buckets = 1
+    def __init__(
+        self, descriptor: int, workers: WorkerDirectory, *, recounts: bool = False
+    ) -> None:
+        self._descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, ALL_BYTES)
+        whole = memoryview(self._memory)
+        self._words = whole[:TABLE_BYTES].cast("Q")
+        self._counts = whole[COUNTS_AT:].cast("i")
+        self._workers = workers
+        self._recounts = recounts
+        self._buckets = 0
         self._idle_ms = 0
+        self._recount = _Recount()
 
     def tune(self, most: int, idle_secs: float) -> None:
-        self._buckets = max(1, most // WAYS)
+        buckets = max(1, most // WAYS)
+        if self._recounts and self._buckets and buckets != self._buckets:
+            self._memory.madvise(mmap.MADV_REMOVE, 0, COUNTS_AT)
+            self._recount = _Recount()
+        self._buckets = buckets
         self._idle_ms = int(idle_secs * 1000)
 
     def find(self, key: str, now: float) -> Worker | None:
@@ -198,33 +212,83 @@ class SharedSessions:
             if word and word >> SERIAL_BITS == mark:
                 if self._idle(words[place + 1], now):
                     return None
-                return self._find_worker(word & SERIALS)
+                return self._workers.find(word & SERIALS)
         return None
 
     def keep(self, key: str, worker: Worker, now: float) -> None:
-        if not isinstance(worker, SharedWorker):
+        ids = self._workers.ids(worker)
+        if ids is None:
             return
         words, (places, mark) = self._words, self._places_of(key)
-        oldest, used = -1, -1
+        chosen, longest = -1, 0
         for place in places:
             word = words[place]
-            if not word or word >> SERIAL_BITS == mark:
-                oldest = place
+            if word >> SERIAL_BITS == mark:
+                chosen = place
                 break
-            if oldest < 0 or words[place + 1] < used:
-                oldest, used = place, words[place + 1]
-        words[oldest + 1] = int(now * 1000)
-        words[oldest] = mark << SERIAL_BITS | worker.serial & SERIALS
+            used = words[place + 1] if word else -1
+            if chosen < 0 or used < longest:
+                chosen, longest = place, used
+        before, session = words[chosen], mark << SERIAL_BITS | ids[0] & SERIALS
+        words[chosen + 1] = int(now * 1000)
+        if before != session:
+            words[chosen] = session
+            self._uncount(before)
+            self._counts[ids[1]] += 1
+
+    def finish(self, key: str) -> bool:
+        words, (places, mark) = self._words, self._places_of(key)
+        for place in places:
+            word = words[place]
+            if word >> SERIAL_BITS == mark:
+                words[place] = 0
+                self._uncount(word)
+                return True
+        return False
+
+    def count(self, worker: Worker) -> int:
+        ids = self._workers.ids(worker)
+        return max(0, self._counts[ids[1]]) if ids is not None else 0
 
     def maintain(self, now: float) -> None:
-        """Does nothing: an idle session is ignored, and replaced first."""
+        """In the main process: read a slice of the table, and correct the counts after the last.
+
+        Elsewhere it does nothing: an expired session is ignored, and replaced first.
+        """
+        if not self._recounts:
+            return
+        recount = self._recount
+        if not recount.at:
+            every = filter(None, map(self._workers.ids, self._workers.members()))
+            recount.before = {ids: self._counts[ids[1]] for ids in every}
+        end = self._buckets * WAYS * SESSION_BYTES
+        try:  # what was never written takes no memory and no time
+            recount.at = os.lseek(self._descriptor, recount.at, os.SEEK_DATA)
+        except OSError:
+            recount.at = end
+        size = min(SLICE_BYTES, end - recount.at)
+        if size > 0:
+            recount.add(os.pread(self._descriptor, size, recount.at), self._idle_before(now))
+            recount.at += size
+        if recount.at >= end:
+            self._correct(recount)
+            self._recount = _Recount()
 
     def __len__(self) -> int:
-        """An estimate."""
-        sampled = min(SAMPLED_BUCKETS, self._buckets)
-        words = self._words
-        used = sum(1 for place in range(sampled * WAYS) if words[2 * place])
-        return used * self._buckets // sampled
+        return sum(self.count(worker) for worker in self._workers.members())
+
+    def _correct(self, recount: _Recount) -> None:
+        """Only what lies outside the values that the count had during the pass is wrong."""
+        for (serial, cell), before in recount.before.items():
+            low, high = sorted((before, self._counts[cell]))
+            exact = recount.found[serial & SERIALS]
+            self._counts[cell] += min(0, exact - low) + max(0, exact - high)
+
+    def _uncount(self, word: int) -> None:
+        worker = self._workers.find(word & SERIALS) if word else None
+        ids = self._workers.ids(worker) if worker is not None else None
+        if ids is not None:
+            self._counts[ids[1]] -= 1
 
     def _places_of(self, key: str) -> tuple[range, int]:
         """The words of its bucket, and the mark of the key in it, never 0."""
@@ -235,4 +299,25 @@ class SharedSessions:
         return range(first, first + WAYS * 2, 2), mark
 
     def _idle(self, used: int, now: float) -> bool:
-        return 0 < self._idle_ms < now * 1000 - used
+        return used < self._idle_before(now)
+
+    def _idle_before(self, now: float) -> float:
+        """Sessions that were used last before this millisecond have expired."""
+        return now * 1000 - self._idle_ms if self._idle_ms else 0
+
+
+class _Recount:
+    """A pass over the table. `before`: the counts at its beginning, by serial number and cell."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.before: dict[tuple[int, int], int] = {}
+        self.found: Counter[int] = Counter()  # sessions by serial number
+
+    def add(self, piece: bytes, idle_before: float) -> None:
+        words = array("Q", piece)
+        self.found.update(
+            word & SERIALS
+            for word, used in zip(words[::2], words[1::2], strict=True)
+            if word and used >= idle_before
+        )

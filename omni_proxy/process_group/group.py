@@ -140,7 +140,7 @@ class Groups:
         joined = False
         try:
             if stop is not None:
-                stop.on_cancel(lambda why: setattr(group, "stop", group.stop or why))
+                stop.on_cancel(lambda reason: setattr(group, "stop", group.stop or reason))
             self._join(group)
             joined = True
         finally:
@@ -195,8 +195,8 @@ class Groups:
             self._finish_step(group, keep=False)
             raise GroupError(f"group {group_name!r}: {OWNER_GONE}", group_dropped=True)
 
-        def stop(why: str) -> None:
-            group.stop = group.stop or why
+        def stop(reason: str) -> None:
+            group.stop = group.stop or reason
 
         def run(posted: threading.Event, on_progress: ProgressCallback) -> LocalReceived:
             return LocalReceived(order, self._receive(group, order, posted, on_progress))
@@ -344,12 +344,12 @@ class Groups:
             threads=self._threads,
         )
 
-    def _record_drop(self, group: _JoinedGroup, why: str, *, dropped: bool) -> None:
+    def _record_drop(self, group: _JoinedGroup, reason: str, *, dropped: bool) -> None:
         with self._lock:
             # A destroyed group needs no reason: its trainer asked for it.
             if not dropped or self._groups.get(group.rendezvous.group_name) is not group:
                 return
-            self._drop_reasons[group.rendezvous.group_name] = why
+            self._drop_reasons[group.rendezvous.group_name] = reason
             while len(self._drop_reasons) > MAX_DROP_REASONS:
                 self._drop_reasons.pop(next(iter(self._drop_reasons)))
 

@@ -67,7 +67,7 @@ class PendingSend(Protocol):
         """Raises GroupError if the send fails or takes longer than `secs`; the group is gone."""
         ...
 
-    def abort(self, why: str) -> None: ...
+    def abort(self, reason: str) -> None: ...
 
 
 class Sender(Protocol):
@@ -173,9 +173,9 @@ class ThreadSender:
             self._backend = self._store = None
         self._threads.drop(f"weights-drop-{self._rendezvous.group_name}", _abort_all, references)
 
-    def _stop(self, why: str) -> None:
+    def _stop(self, reason: str) -> None:
         with self._lock:
-            self._end_reason = self._end_reason or why
+            self._end_reason = self._end_reason or reason
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -251,6 +251,6 @@ def _one_message_each(tensors: tuple[TensorSpec, ...], alignment_bytes: int) -> 
 def _one_flat_message(tensors: tuple[TensorSpec, ...]) -> TensorPlan:
     """All tensors in one message, end to end without padding (api-server.md 9.1)."""
     plan = _one_message_each(tensors, 1)
-    what = f"the flattened bucket of {len(tensors)} tensors from {tensors[0].name!r} on"
-    message = BroadcastMessage(what, 0, plan.block_bytes)
+    label = f"the flattened bucket of {len(tensors)} tensors from {tensors[0].name!r} on"
+    message = BroadcastMessage(label, 0, plan.block_bytes)
     return TensorPlan(tensors, plan.offsets, (message,), plan.block_bytes)

@@ -26,13 +26,13 @@ def has_room(worker: Worker) -> bool:
     return not worker.max_inflight or worker.in_flight < worker.max_inflight
 
 
-def eligible_workers(fleet: Fleet, need: Requirements, owner: str = "") -> Sequence[Worker]:
+def eligible_workers(fleet: Fleet, requirements: Requirements, owner: str = "") -> Sequence[Worker]:
     """Who could take it now, in registration order. Raises HttpError 404 for an unknown name."""
-    candidates: Sequence[Worker] = fleet.candidates(need.model, need.mask)
-    if need.version_constraint is not None:
-        candidates = filter_by_version(need, candidates)
-    if need.pinning is not UNPINNED:
-        candidates = _placed(fleet, need, candidates, owner)
+    candidates: Sequence[Worker] = fleet.candidates(requirements.model, requirements.mask)
+    if requirements.version_constraint is not None:
+        candidates = filter_by_version(requirements, candidates)
+    if requirements.pinning is not UNPINNED:
+        candidates = _placed(fleet, requirements, candidates, owner)
     if fleet.has_inflight_limits:
         candidates = [worker for worker in candidates if has_room(worker)]
     return candidates
@@ -40,7 +40,7 @@ def eligible_workers(fleet: Fleet, need: Requirements, owner: str = "") -> Seque
 
 def pick_worker(
     fleet: Fleet,
-    need: Requirements,
+    requirements: Requirements,
     policy: Policy,
     tried: Collection[Worker] = (),
     owner: str = "",
@@ -50,28 +50,30 @@ def pick_worker(
     `owner` is the URL of the worker that keeps the voices, "" while none does.
     Raises HttpError 503 that says why nobody can take it.
     """
-    candidates = eligible_workers(fleet, need, owner)
+    candidates = eligible_workers(fleet, requirements, owner)
     if tried and len(candidates) > 1:
         candidates = [worker for worker in candidates if worker not in tried] or candidates
     if not candidates:
-        raise no_worker_error(fleet, need, owner)
-    return policy.pick(candidates, need)
+        raise no_worker_error(fleet, requirements, owner)
+    return policy.pick(candidates, requirements)
 
 
-def filter_by_version(need: Requirements, workers: Sequence[Worker]) -> Sequence[Worker]:
+def filter_by_version(requirements: Requirements, workers: Sequence[Worker]) -> Sequence[Worker]:
     """Those whose weights it accepts."""
-    wanted = need.version_constraint
-    return workers if wanted is None else [w for w in workers if wanted.is_met_by(w.version)]
+    constraint = requirements.version_constraint
+    return (
+        workers if constraint is None else [w for w in workers if constraint.is_met_by(w.version)]
+    )
 
 
 def _placed(
-    fleet: Fleet, need: Requirements, candidates: Sequence[Worker], owner: str
+    fleet: Fleet, requirements: Requirements, candidates: Sequence[Worker], owner: str
 ) -> Sequence[Worker]:
-    if need.pinning is NAMED:
-        named = fleet.get(need.named_worker)
-        if named is None:
+    if requirements.pinning is NAMED:
+        pinned = fleet.get(requirements.named_worker)
+        if pinned is None:
             raise HttpError(404, "unknown route worker", "unknown_worker")
-        return [named] if named in candidates else []
+        return [pinned] if pinned in candidates else []
     if owner:
         return [worker for worker in candidates if worker.url == owner]
     # Before the first upload: the first routable worker that could keep voices at all.
@@ -79,7 +81,7 @@ def _placed(
 
 
 def ineligibility_reasons(
-    fleet: Fleet, worker: Worker, need: Requirements, owner: str = ""
+    fleet: Fleet, worker: Worker, requirements: Requirements, owner: str = ""
 ) -> list[str]:
     """Why this worker can't take it, in the order an operator would ask; empty when it can."""
     reasons = []
@@ -91,108 +93,121 @@ def ineligibility_reasons(
     elif worker.health.half_open_id:
         reasons.append("on trial: one request at a time until one succeeds")
     reasons += [f"held: {hold}" for hold in sorted(worker.cordon_reasons)]
-    missing = capability_names(need.mask & ~worker.mask)
+    missing = capability_names(requirements.mask & ~worker.mask)
     if missing:
         reasons.append("lacks " + ", ".join(missing))
-    if need.model and worker.model != need.model and _model_counts(fleet, need):
-        serves = f"serves the model {worker.model!r}" if worker.model else "names no model"
-        reasons.append(f"{serves}, not {need.model!r}")
-    if need.version_constraint is not None and not need.version_constraint.is_met_by(
-        worker.version
+    if (
+        requirements.model
+        and worker.model != requirements.model
+        and _model_counts(fleet, requirements)
     ):
-        reasons.append(need.version_constraint.reason_against(worker.version))
+        serves = f"serves the model {worker.model!r}" if worker.model else "names no model"
+        reasons.append(f"{serves}, not {requirements.model!r}")
+    if (
+        requirements.version_constraint is not None
+        and not requirements.version_constraint.is_met_by(worker.version)
+    ):
+        reasons.append(requirements.version_constraint.reason_against(worker.version))
     if not has_room(worker):
         reasons.append(f"full: {worker.in_flight} of {worker.max_inflight} in flight")
-    if need.pinning is NAMED and fleet.get(need.named_worker) is not worker:
+    if requirements.pinning is NAMED and fleet.get(requirements.named_worker) is not worker:
         reasons.append("is not the worker that the request names")
-    if need.pinning is VOICE_OWNER:
-        reasons += _reasons_against_voice_owner(fleet, worker, need, owner)
+    if requirements.pinning is VOICE_OWNER:
+        reasons += _reasons_against_voice_owner(fleet, worker, requirements, owner)
     return reasons
 
 
 def _reasons_against_voice_owner(
-    fleet: Fleet, worker: Worker, need: Requirements, owner: str
+    fleet: Fleet, worker: Worker, requirements: Requirements, owner: str
 ) -> list[str]:
     if owner:
         return [] if worker.url == owner else ["does not keep the uploaded voices"]
     if "audio_input" not in worker.capabilities:
         return ["lacks audio_input, which keeping voices needs"]
-    candidates = filter_by_version(need, fleet.candidates(need.model, need.mask))
-    first = _placed(fleet, need, candidates, owner)
+    candidates = filter_by_version(
+        requirements, fleet.candidates(requirements.model, requirements.mask)
+    )
+    first = _placed(fleet, requirements, candidates, owner)
     return ["is not the first that could keep voices"] if first and worker not in first else []
 
 
-def _model_counts(fleet: Fleet, need: Requirements) -> bool:
+def _model_counts(fleet: Fleet, requirements: Requirements) -> bool:
     """A request's model matters once one of those who could take it names a model."""
     return any(
         worker.model
         for worker in fleet.workers
-        if worker.routable and worker.mask & need.mask == need.mask
+        if worker.routable and worker.mask & requirements.mask == requirements.mask
     )
 
 
-def no_worker_error(fleet: Fleet, need: Requirements, owner: str = "") -> HttpError:
+def no_worker_error(fleet: Fleet, requirements: Requirements, owner: str = "") -> HttpError:
     """The 503 for a request that no worker can take, with the first reason that explains it."""
-    held = workers_held_for_update(fleet, need, owner)
-    code, why = _by_weights(held) if held else _first_cause(fleet, need, owner)
-    return HttpError(503, f"no eligible upstream: {why}", code).with_headers(("retry-after", "1"))
+    held_workers = workers_held_for_update(fleet, requirements, owner)
+    code, message = (
+        _by_weights(held_workers) if held_workers else _first_cause(fleet, requirements, owner)
+    )
+    return HttpError(503, f"no eligible upstream: {message}", code).with_headers(
+        ("retry-after", "1")
+    )
 
 
-def workers_held_for_update(fleet: Fleet, need: Requirements, owner: str = "") -> list[Worker]:
+def workers_held_for_update(
+    fleet: Fleet, requirements: Requirements, owner: str = ""
+) -> list[Worker]:
     """Those that could take it but for an operation on weights; none where somebody else could, or
     where that is not what is in the way."""
-    left = _meant(fleet, need, owner)
-    for code, _, narrow in _steps(need):
+    remaining = _meant(fleet, requirements, owner)
+    for code, _, narrow in _steps(requirements):
         if code == "all_held":
             break
-        left = narrow(left)
-    well = [worker for worker in left if worker.health.state is Health.HEALTHY] or left
+        remaining = narrow(remaining)
+    well = [worker for worker in remaining if worker.health.state is Health.HEALTHY] or remaining
     return (
         well if all(w.cordon_reasons and w.cordon_reasons <= WEIGHT_CORDONS for w in well) else []
     )
 
 
-def _meant(fleet: Fleet, need: Requirements, owner: str) -> list[Worker]:
+def _meant(fleet: Fleet, requirements: Requirements, owner: str) -> list[Worker]:
     """Whom its place leaves: one worker, where it names one or the voices are kept."""
-    if need.pinning is NAMED:
-        named = fleet.get(need.named_worker)
-        return [named] if named else []
-    if need.pinning is VOICE_OWNER:
+    if requirements.pinning is NAMED:
+        pinned = fleet.get(requirements.named_worker)
+        return [pinned] if pinned else []
+    if requirements.pinning is VOICE_OWNER:
         if owner:
             return [worker for worker in fleet.workers if worker.url == owner]
         return [worker for worker in fleet.workers if "audio_input" in worker.capabilities]
     return fleet.workers
 
 
-def _by_weights(held: Iterable[Worker]) -> tuple[str, str]:
+def _by_weights(held_workers: Iterable[Worker]) -> tuple[str, str]:
     """The code names what is likely to end first."""
-    holds = {hold for worker in held for hold in worker.cordon_reasons}
-    words = " or ".join(words for hold, words in _HELD_WORDS.items() if hold in holds)
-    why = f"every worker that could take it is {words}"
+    holds = {hold for worker in held_workers for hold in worker.cordon_reasons}
+    text = " or ".join(text for hold, text in _HELD_WORDS.items() if hold in holds)
+    message = f"every worker that could take it is {text}"
     if "updating" in holds:
-        return "weights_updating", why
+        return "weights_updating", message
     if "paused" in holds:
-        return "paused", why
-    return "weights_uncertain", why
+        return "paused", message
+    return "weights_uncertain", message
 
 
-def _first_cause(fleet: Fleet, need: Requirements, owner: str) -> tuple[str, str]:
+def _first_cause(fleet: Fleet, requirements: Requirements, owner: str) -> tuple[str, str]:
     """Narrow the fleet as the pick does, and name the step that leaves nobody."""
-    left = fleet.workers
-    if not left:
+    remaining = fleet.workers
+    if not remaining:
         return "no_workers", "no worker is registered"
-    for code, why, narrow in _steps(need):
-        passed = narrow(left)
+    for code, message, narrow in _steps(requirements):
+        passed = narrow(remaining)
         if not passed:
-            return code, why(left)
-        left = passed
-    if need.pinning is VOICE_OWNER:
+            return code, message(remaining)
+        remaining = passed
+    if requirements.pinning is VOICE_OWNER:
         shown_owner = owner or "none has speech and audio_input"
         return "voice_owner_unavailable", f"the worker that keeps the voices is out ({shown_owner})"
-    if need.pinning is NAMED:
-        return "worker_unavailable", f"the worker {need.named_worker} is not routable"
-    if need.model and all(worker.model != need.model for worker in left):
-        return "model_not_found", f"no routable worker serves the model {need.model!r}"
+    if requirements.pinning is NAMED:
+        return "worker_unavailable", f"the worker {requirements.named_worker} is not routable"
+    if requirements.model and all(worker.model != requirements.model for worker in remaining):
+        return "model_not_found", f"no routable worker serves the model {requirements.model!r}"
     # Of the steps only this one can look otherwise than a moment ago: others take and give back.
     return "all_full", "whoever could take it was full a moment ago"
 
@@ -208,46 +223,50 @@ _Workers = list[Worker]
 _Step = tuple[str, Callable[[_Workers], str], Callable[[_Workers], _Workers]]
 
 
-def _steps(need: Requirements) -> Iterator[_Step]:
+def _steps(requirements: Requirements) -> Iterator[_Step]:
     yield (
         "no_capable_worker",
-        lambda left: "no worker can do " + _missing(left, need),
-        lambda left: [worker for worker in left if worker.mask & need.mask == need.mask],
+        lambda remaining: "no worker can do " + _missing(remaining, requirements),
+        lambda remaining: [
+            worker for worker in remaining if worker.mask & requirements.mask == requirements.mask
+        ],
     )
     yield (
         "model_not_found",
-        lambda _: f"no worker serves the model {need.model!r}",
-        lambda left: [w for w in left if not need.model or w.model in (None, need.model)],
+        lambda _: f"no worker serves the model {requirements.model!r}",
+        lambda remaining: [
+            w for w in remaining if not requirements.model or w.model in (None, requirements.model)
+        ],
     )
     yield (
         "all_disabled",
-        lambda left: f"all {len(left)} workers that could take it are disabled",
-        lambda left: [worker for worker in left if not worker.disabled],
+        lambda remaining: f"all {len(remaining)} workers that could take it are disabled",
+        lambda remaining: [worker for worker in remaining if not worker.disabled],
     )
     yield (
         "weight_version_unavailable",
-        lambda _: f"no worker that could take it has weights {need.version_constraint}",
-        lambda left: list(filter_by_version(need, left)),
+        lambda _: f"no worker that could take it has weights {requirements.version_constraint}",
+        lambda remaining: list(filter_by_version(requirements, remaining)),
     )
     yield (
         "all_held",
-        lambda left: (
-            "every worker that could take it is held: " + _each(w.cordon_reasons for w in left)
+        lambda remaining: (
+            "every worker that could take it is held: " + _each(w.cordon_reasons for w in remaining)
         ),
-        lambda left: [worker for worker in left if not worker.cordon_reasons],
+        lambda remaining: [worker for worker in remaining if not worker.cordon_reasons],
     )
     yield (
         "none_healthy",
-        lambda left: (
+        lambda remaining: (
             "no worker that could take it is healthy: "
-            + _each([_standing(worker)] for worker in left)
+            + _each([_standing(worker)] for worker in remaining)
         ),
-        lambda left: [worker for worker in left if worker.routable],
+        lambda remaining: [worker for worker in remaining if worker.routable],
     )
     yield (
         "all_full",
         lambda _: "every worker that could take it is at its max_inflight",
-        lambda left: [worker for worker in left if has_room(worker)],
+        lambda remaining: [worker for worker in remaining if has_room(worker)],
     )
 
 
@@ -255,17 +274,17 @@ def _standing(worker: Worker) -> str:
     return "on trial" if worker.health.is_half_open else worker.health.state.value
 
 
-def _missing(workers: list[Worker], need: Requirements) -> str:
+def _missing(workers: list[Worker], requirements: Requirements) -> str:
     """What nobody has; else all that is wanted, which nobody has together."""
     had = 0
     for worker in workers:
         had |= worker.mask
-    lacking = need.mask & ~had
-    return ", ".join(capability_names(lacking)) or "all of " + ", ".join(need.capabilities)
+    lacking = requirements.mask & ~had
+    return ", ".join(capability_names(lacking)) or "all of " + ", ".join(requirements.capabilities)
 
 
-def _each(words: Iterable[Iterable[str]]) -> str:
-    return ", ".join(sorted({word for group in words for word in group}))
+def _each(text: Iterable[Iterable[str]]) -> str:
+    return ", ".join(sorted({item for group in text for item in group}))
 
 
 class _Preview(Policy):
@@ -279,12 +298,14 @@ class _Preview(Policy):
         self.details: Mapping[str, object] = {}
         self._policy = policy
 
-    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
-        return self.preview_pick(candidates, need)[0]
+    def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
+        return self.preview_pick(candidates, requirements)[0]
 
-    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        worker, self.reason = self._policy.preview_pick(candidates, need)
-        self.details = self._policy.explain_pick(candidates, need)
+    def preview_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[Worker, str]:
+        worker, self.reason = self._policy.preview_pick(candidates, requirements)
+        self.details = self._policy.explain_pick(candidates, requirements)
         return worker, self.reason
 
 
@@ -299,14 +320,17 @@ class Explanation:
     error: HttpError | None = None
 
 
-def explain(fleet: Fleet, need: Requirements, policy: Policy, owner: str = "") -> Explanation:
+def explain(
+    fleet: Fleet, requirements: Requirements, policy: Policy, owner: str = ""
+) -> Explanation:
     """Verdicts are in registration order. Changes nothing."""
     reasons = [
-        (worker, ineligibility_reasons(fleet, worker, need, owner)) for worker in fleet.workers
+        (worker, ineligibility_reasons(fleet, worker, requirements, owner))
+        for worker in fleet.workers
     ]
     preview = _Preview(policy)
     try:
-        picked = pick_worker(fleet, need, preview, owner=owner)
+        picked = pick_worker(fleet, requirements, preview, owner=owner)
     except HttpError as error:
         return Explanation(reasons, error=error)
     return Explanation(reasons, picked, preview.reason, preview.details)

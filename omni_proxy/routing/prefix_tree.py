@@ -118,7 +118,7 @@ class PrefixTree(Generic[Holder]):
         so far. Changes nothing; `insert` is what counts as a use."""
         edges, labels, masks = self._edges, self._labels, self._masks
         among &= self._live
-        node, at, end, held = ROOT, 0, len(text), 0
+        node, at, end, holders = ROOT, 0, len(text), 0
         while at < end:
             child = edges[text[at]].get(node)
             if child is None:
@@ -126,25 +126,25 @@ class PrefixTree(Generic[Holder]):
             mask = masks[child] & among
             if not mask:
                 break
-            held = mask
+            holders = mask
             label = labels[child]
             if not text.startswith(label, at):
                 at += common_length(label, text, at)
                 break
             at += len(label)
             node = child
-        return at, held
+        return at, holders
 
     def depths(self, text: bytes) -> dict[Holder, int]:
         """How far each holder holds the text, for those who hold any of it."""
-        found: dict[Holder, int] = {}
+        lengths: dict[Holder, int] = {}
         among = -1
         while True:
-            length, held = self.match(text, among)
-            if not held:
-                return found
-            found.update(dict.fromkeys(self.named(held), length))
-            among &= ~held
+            length, holders = self.match(text, among)
+            if not holders:
+                return lengths
+            lengths.update(dict.fromkeys(self.named(holders), length))
+            among &= ~holders
 
     def insert(self, text: bytes, holder: Holder) -> None:
         """`holder` has the text now; this is also its latest use."""
@@ -212,13 +212,13 @@ class PrefixTree(Generic[Holder]):
             self._evict(EVICTED_PER_INSERT, allowed)
 
     def _admit(self, holder: Holder) -> int:
-        taken = self._live | self._dead
-        bit = ~taken & (taken + 1)  # the lowest that is free
+        used_bits = self._live | self._dead
+        bit = ~used_bits & (used_bits + 1)  # the lowest that is free
         self._bits[holder] = bit
-        place = bit.bit_length() - 1
-        if place == len(self._names):
+        bit_index = bit.bit_length() - 1
+        if bit_index == len(self._names):
             self._names.append(None)
-        self._names[place] = holder
+        self._names[bit_index] = holder
         self.membership += 1
         self._sizes[bit] = 0
         self._live |= bit
@@ -317,10 +317,10 @@ class PrefixTree(Generic[Holder]):
         """Wipe forgotten holders off the nodes, and nodes that nobody else holds off the tree."""
         if not self._sweeping:
             self._sweeping, self._cursor = self._dead, 1
-        gone, masks, count = self._sweeping, self._masks, len(self._labels)
+        sweeping, masks, count = self._sweeping, self._masks, len(self._labels)
         while budget > 0 and self._cursor < count:
             node = self._cursor
-            masks[node] &= ~gone
+            masks[node] &= ~sweeping
             self._cursor += 1
             budget -= 1
             while self._abandoned(node):
@@ -329,12 +329,12 @@ class PrefixTree(Generic[Holder]):
                 budget -= 1
                 node = parent
         if self._cursor >= count:
-            self._dead &= ~gone
+            self._dead &= ~sweeping
             self._sweeping = 0
             if not self.nodes:
                 self._replant()
 
     def _abandoned(self, node: int) -> bool:
         """A leaf that nobody holds. (The root and vacant numbers have no label.)"""
-        held = self._masks[node] & ~self._sweeping
-        return not held and not self._kids[node] and bool(self._labels[node])
+        holders = self._masks[node] & ~self._sweeping
+        return not holders and not self._kids[node] and bool(self._labels[node])

@@ -17,7 +17,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.body_fields import read_text
 from omni_proxy.routing.inspect.keyed_text import keyed_value
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.sticky import OwnSessions
+from omni_proxy.routing.policies.sessions import OwnSessions
 from omni_proxy.routing.routes import NAMED, UNPINNED
 
 STEM: Final = "/v1/responses/"
@@ -50,14 +50,14 @@ def named_response(path: str, body: bytes) -> str:
 
 
 def pin_to_response_owner(
-    need: Requirements, response_id: str, owners: ResponseOwners, now: float
+    requirements: Requirements, response_id: str, owners: ResponseOwners, now: float
 ) -> None:
     """Bind `need` to the worker that made the response."""
     worker = owners.find(response_id, now) if response_id else None
     if worker is None:
-        need.pinning = UNPINNED
+        requirements.pinning = UNPINNED
     else:
-        need.pinning, need.named_worker = NAMED, worker.url
+        requirements.pinning, requirements.named_worker = NAMED, worker.url
 
 
 class ResponseIdScanner:
@@ -65,8 +65,8 @@ class ResponseIdScanner:
 
     __slots__ = ("_found", "_head", "done")
 
-    def __init__(self, found: Callable[[str], None]) -> None:
-        self._found = found
+    def __init__(self, match: Callable[[str], None]) -> None:
+        self._found = match
         self._head = b""
         self.done = False
 
@@ -75,9 +75,9 @@ class ResponseIdScanner:
         if self.done:
             return
         head = self._head = self._head + chunk[: SCANNED_BYTES - len(self._head)]
-        found = _OWN_ID.search(head) or _ANY_ID.search(head)
-        if found is None and len(head) < SCANNED_BYTES:
+        match = _OWN_ID.search(head) or _ANY_ID.search(head)
+        if match is None and len(head) < SCANNED_BYTES:
             return
         self.done, self._head = True, b""
-        if found is not None:
-            self._found(found[1].decode("utf-8", "replace"))
+        if match is not None:
+            self._found(match[1].decode("utf-8", "replace"))

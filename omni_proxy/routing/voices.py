@@ -39,16 +39,16 @@ class _Item(msgspec.Struct, gc=False):
 _items_in = ObjectListReader(_Item, least=len('{"voice":"v"}'))
 
 
-def pin_to_voice_owner(registry: VoiceRegistry, traffic: str, need: Requirements) -> None:
+def pin_to_voice_owner(registry: VoiceRegistry, traffic: str, requirements: Requirements) -> None:
     """Bind `need` to the owner where a voice of its own asks for that."""
     if not registry.owner or traffic not in SPEECH_TRAFFIC:
         return
-    payload = need.body_fields
+    payload = requirements.body_fields
     # A session whose first message tells nothing is for any worker to refuse.
-    unread = (payload is None or bool(need.large_body_class)) and traffic != "tts_websocket"
+    unread = (payload is None or bool(requirements.large_body_class)) and traffic != "tts_websocket"
     if unread or (payload is not None and registry.requires_owner(voice_names(payload))):
-        need.pinning = VOICE_OWNER
-        need.mask |= AUDIO
+        requirements.pinning = VOICE_OWNER
+        requirements.mask |= AUDIO
 
 
 def voice_names(payload: BodyFields) -> Iterator[str]:

@@ -45,20 +45,20 @@ class Histogram:
         self.counts[bisect_left(self.bounds, secs)] += 1
         self.sum += secs
 
-    def observe_all(self, many: list[float]) -> None:
+    def observe_all(self, values: list[float]) -> None:
         """As `telemetry` does each of them, for a tenth of its price; `many` is empty then."""
-        self.sum += sum(many)
-        many.sort()
+        self.sum += sum(values)
+        values.sort()
         below = 0
-        first = bisect_left(self.bounds, many[0]) if many else len(self.bounds)
-        for place in range(first, len(self.bounds)):
-            upto = bisect_right(many, self.bounds[place], below)
-            self.counts[place] += upto - below
+        first = bisect_left(self.bounds, values[0]) if values else len(self.bounds)
+        for index in range(first, len(self.bounds)):
+            upto = bisect_right(values, self.bounds[index], below)
+            self.counts[index] += upto - below
             below = upto
-            if below == len(many):
+            if below == len(values):
                 break
-        self.counts[-1] += len(many) - below
-        many.clear()
+        self.counts[-1] += len(values) - below
+        values.clear()
 
     def clear(self) -> None:
         """In place: whoever counts here goes on."""
@@ -70,12 +70,12 @@ class Histogram:
 
         `bounds`: only these of the bounds.
         """
-        shown = frozenset(bounds or self.bounds)
+        bounds_shown = frozenset(bounds or self.bounds)
         rows: list[tuple[str, float]] = []
         below = 0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             below += count
-            if bound in shown:
+            if bound in bounds_shown:
                 rows.append((f"{bound:.10g}", below))
         return [*rows, ("+Inf", below + self.counts[-1])]
 
@@ -111,9 +111,9 @@ class LateHistogram(Histogram):
         self._sum = total
 
     def sort_in(self) -> None:
-        many = self.late[:]
+        values = self.late[:]
         self.late.clear()
-        self.observe_all(many)
+        self.observe_all(values)
 
     def clear(self) -> None:
         self.late.clear()
@@ -122,12 +122,12 @@ class LateHistogram(Histogram):
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
     """Of values that were counted by their place in FINE; None where there are none."""
-    wanted = sum(counts) * share
+    target = sum(counts) * share
     below = 0
-    for place, here in enumerate(counts):
-        if here and below + here >= wanted:
-            low = FINE[place - 1] if place else 0.0
-            high = FINE[min(place, len(FINE) - 1)]
-            return low + (high - low) * (wanted - below) / here
-        below += here
+    for index, count in enumerate(counts):
+        if count and below + count >= target:
+            low = FINE[index - 1] if index else 0.0
+            high = FINE[min(index, len(FINE) - 1)]
+            return low + (high - low) * (target - below) / count
+        below += count
     return None

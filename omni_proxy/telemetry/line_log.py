@@ -112,8 +112,8 @@ class LineLog:
 class _BrokenOff(OSError):
     """`lines` are in the file, and a part of the next one."""
 
-    def __init__(self, why: OSError, lines: int) -> None:
-        super().__init__(why.errno, why.strerror)
+    def __init__(self, error: OSError, lines: int) -> None:
+        super().__init__(error.errno, error.strerror)
         self.lines = lines
 
 
@@ -137,12 +137,12 @@ def _put(target: str, blob: bytes, torn: bool) -> None:
 
 def _put_all(file: FileIO, blob: bytes) -> None:
     """Raises OSError; _BrokenOff where a part has been written that is no whole line."""
-    left = memoryview(blob)
-    while left:
+    unwritten = memoryview(blob)
+    while unwritten:
         try:
-            left = left[file.write(left) :]
+            unwritten = unwritten[file.write(unwritten) :]
         except OSError as error:
-            written = blob[: len(blob) - len(left)]
+            written = blob[: len(blob) - len(unwritten)]
             if written:
                 raise _BrokenOff(error, written.count(b"\n")) from None
             raise

@@ -112,14 +112,14 @@ class RouteSeries(SingleChunkCounts):
         """Spread what came whole, over the worker's slot as well. As little as can be for each
         place: it is done for whole fleets at once."""
         counts = list(compress(self.single_chunk_counts, self.single_chunk_counts))
-        places = list(compress(_PLACES, self.single_chunk_counts))
+        indices = list(compress(_PLACES, self.single_chunk_counts))
         total, first, head = self.total, self.first, self.phases.head
-        for place, count in zip(places, counts, strict=True):
-            total.counts[COARSE[place]] += count
-            first.counts[place] += count
-            head.counts[place] += count
-            recent.firsts[place] += count
-            self.single_chunk_counts[place] = 0
+        for index, count in zip(indices, counts, strict=True):
+            total.counts[COARSE[index]] += count
+            first.counts[index] += count
+            head.counts[index] += count
+            recent.firsts[index] += count
+            self.single_chunk_counts[index] = 0
         for times in (total, first, head):
             times.sum += self.single_chunk_secs
         self.single_chunk_secs = 0.0
@@ -213,8 +213,8 @@ class Metrics:
         """Make readable what was counted of this worker; None: of all."""
         for cells in self._series.values():
             if worker is None:
-                for each, cell in cells.items():
-                    self._gather(each, cell)
+                for cause, cell in cells.items():
+                    self._gather(cause, cell)
             elif worker in cells:
                 self._gather(worker, cells[worker])
         if worker is None:
@@ -255,17 +255,17 @@ class Metrics:
             phases.head.counts[bisect_left(FINE, secs)] -= 1
             phases.head.sum -= secs
             phases.heads.append(exchange.wait_at - started)
-        place = bisect_left(FINE, secs)
-        cell.single_chunk_counts[place] += 1
+        index = bisect_left(FINE, secs)
+        cell.single_chunk_counts[index] += 1
         cell.single_chunk_secs += secs
         cell.bytes_in += exchange.bytes_in
         cell.bytes_out += exchange.bytes_out
-        recent, own = self._recent, cell.phases.own
-        recent.single_chunk_counts[place] += 1
+        recent, proxy_secs = self._recent, cell.phases.own
+        recent.single_chunk_counts[index] += 1
         if recent.completed_left:
             recent.note_completed(exchange, worker)
-        own.append(exchange.own_secs + self._clock() - ended)
-        if len(own) >= AT_ONCE:
+        proxy_secs.append(exchange.own_secs + self._clock() - ended)
+        if len(proxy_secs) >= AT_ONCE:
             cell.phases.gather()
 
     def _counts_for(self, cell: RouteSeries, requested: str | None) -> bool:
@@ -294,11 +294,11 @@ class Metrics:
         secs = ended - exchange.started_at
         cell.total.counts[bisect_left(DURATION, secs)] += 1
         cell.total.sum += secs
-        first, place = exchange.first_at, -1
+        first, index = exchange.first_at, -1
         if first:
             secs = first - exchange.started_at
-            place = bisect_left(FINE, secs)
-            cell.first.counts[place] += 1
+            index = bisect_left(FINE, secs)
+            cell.first.counts[index] += 1
             cell.first.sum += secs
             if exchange.longest_gap and exchange.stream:
                 cell.phases.longest_gap.observe(exchange.longest_gap)
@@ -316,20 +316,20 @@ class Metrics:
             or exchange.tried is not None
         ):
             self._count_rarer(exchange, cell, model)
-        self._count_recent(exchange, worker, place)
+        self._count_recent(exchange, worker, index)
 
-    def _count_recent(self, exchange: Exchange, worker: Worker | None, place: int) -> None:
+    def _count_recent(self, exchange: Exchange, worker: Worker | None, index: int) -> None:
         """`place` in FINE: when the first chunk came for the client; -1 where none did."""
         recent = self._recent
         second = recent.second
         second.requests += 1
         slot = recent.sums[worker]
         slot.requests += 1
-        if place >= 0:
-            second.firsts[place] += 1
+        if index >= 0:
+            second.firsts[index] += 1
             if exchange.dialled_at != exchange.started_at:  # what came before is not the worker's
-                place = bisect_left(FINE, exchange.first_at - exchange.dialled_at)
-            slot.firsts[place] += 1
+                index = bisect_left(FINE, exchange.first_at - exchange.dialled_at)
+            slot.firsts[index] += 1
         if exchange.status >= 400 or exchange.outcome != "completed" or exchange.attempts > 1:
             recent.note_failed(exchange, worker, slot)
         elif recent.completed_left:
@@ -374,14 +374,14 @@ class Metrics:
 
     def drop_removed_workers(self) -> None:
         """Who is not in the fleet any more; an exchange of one may have ended after it went."""
-        here = {*self._fleet.workers, None}
+        current = {*self._fleet.workers, None}
         for cells in self._series.values():
-            for worker in cells.keys() - here:
+            for worker in cells.keys() - current:
                 del cells[worker]
-        self._recent.keep(here)
-        _keep(self.failed_attempts, {key for key in self.failed_attempts if key[0] in here})
-        _keep(self.health_changes, {key for key in self.health_changes if key[0] in here})
-        _keep(self.ejections, {worker for worker in self.ejections if worker in here})
+        self._recent.keep(current)
+        _keep(self.failed_attempts, {key for key in self.failed_attempts if key[0] in current})
+        _keep(self.health_changes, {key for key in self.health_changes if key[0] in current})
+        _keep(self.ejections, {worker for worker in self.ejections if worker in current})
 
 
 def _was_single_chunk(exchange: Exchange) -> bool:
@@ -395,8 +395,8 @@ def _was_single_chunk(exchange: Exchange) -> bool:
     )
 
 
-def _keep(counted: Counter[K], wanted: set[K]) -> None:
-    for key in counted.keys() - wanted:
+def _keep(counted: Counter[K], keys: set[K]) -> None:
+    for key in counted.keys() - keys:
         del counted[key]
 
 

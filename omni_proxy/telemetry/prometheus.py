@@ -52,7 +52,7 @@ NAMES: Final[tuple[tuple[str, str, Callable[[RouteSeries], Histogram]], ...]] = 
 
 def otel_families(cells: list[tuple[str, Worker | None, RouteSeries]]) -> Iterator[Metric]:
     """Empty parts come in between, so that whoever takes them may do other things there."""
-    known = [
+    present = [
         ((OPERATIONS[route], worker.model or ""), cell)
         for route, worker, cell in cells
         if route in OPERATIONS and worker is not None
@@ -60,7 +60,7 @@ def otel_families(cells: list[tuple[str, Worker | None, RouteSeries]]) -> Iterat
     for name, text, timed in NAMES:
         metric_name = f"gen_ai_client_operation_{name}_seconds"
         sums: dict[tuple[str, str], Histogram] = {}
-        for number, (key, cell) in enumerate(known, start=1):
+        for number, (key, cell) in enumerate(present, start=1):
             _add(sums, key, timed(cell))
             if number % CELLS_AT_ONCE == 0:
                 yield HistogramMetricFamily(metric_name, text, labels=LABELS)
@@ -210,7 +210,7 @@ def request_families(metrics: Metrics) -> Iterator[Metric]:
     )
     phases = list(metrics.phases.items())
     for name, text, spent in PHASES:
-        rows = (([route], spent(each)) for route, each in phases)
+        rows = (([route], spent(phase)) for route, phase in phases)
         yield from histograms(name, text, ("route",), rows)
     yield from _tokens(series)
     yield from _attempts(metrics)

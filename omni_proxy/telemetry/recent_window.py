@@ -160,7 +160,7 @@ class RecentWindow:
     def _mark(self, at: float) -> None:
         """Keep a copy of each worker's counts every ten seconds, of a tenth of them per tick."""
         since = at - MARK_SECS
-        due = (each for each, slot in self.sums.items() if slot.marked_at <= since)
+        due = (worker for worker, slot in self.sums.items() if slot.marked_at <= since)
         for worker in list(islice(due, len(self.sums) // MARK_SECS + 1)):
             self.gather(worker)
             slot = self.sums[worker]
@@ -184,18 +184,18 @@ class RecentWindow:
     def worker_window(self, worker: Worker, at: float) -> WorkerWindow:
         self.gather(worker)
         now, then = self.sums.get(worker) or WindowCounts(), WindowCounts()
-        began = max(self._began or at - 1, at - WINDOW_SECS)
+        start = max(self._began or at - 1, at - WINDOW_SECS)
         marks = self._marks.get(worker, ())
         if marks and at - marks[0][0] > WINDOW_SECS:
             # Never more than the minute of `points`, which is shown beside it.
             inside = (mark for mark in marks if at - mark[0] <= WINDOW_SECS)
-            began, then = next(inside, marks[-1])
+            start, then = next(inside, marks[-1])
         recent = WindowCounts(
             requests=now.requests - then.requests,
             errors=now.errors - then.errors,
             firsts=list(map(sub, now.firsts, then.firsts)),
         )
-        rate = round(recent.requests / max(at - began, 1.0), 2)
+        rate = round(recent.requests / max(at - start, 1.0), 2)
         return WorkerWindow(rate, recent.errors, sum(recent.firsts), *_firsts(recent))
 
     def ends(self) -> list[FinishedExchange]:
@@ -214,8 +214,8 @@ class RecentWindow:
 
 def _end_of(exchange: Exchange, worker: Worker | None) -> FinishedExchange:
     """Texts are truncated: clients and workers choose them."""
-    need, route = exchange.need, exchange.route
-    model = need.model if need is not None else None
+    requirements, route = exchange.need, exchange.route
+    model = requirements.model if requirements is not None else None
     return FinishedExchange(
         exchange.ended_at,
         route.path if route is not None else "",

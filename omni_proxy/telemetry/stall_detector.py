@@ -44,9 +44,11 @@ class EngineStallDetector:
             elif worker not in self._progress or self._progress[worker][0] != progress:
                 self._progress[worker] = progress, at
         if len(self._progress) > len(workers):
-            here = set(workers)
+            current = set(workers)
             self._progress = {
-                watched: seen for watched, seen in self._progress.items() if watched in here
+                watched: progress
+                for watched, progress in self._progress.items()
+                if watched in current
             }
 
     def silent_secs(self, worker: Worker, at: float) -> float | None:

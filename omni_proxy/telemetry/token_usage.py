@@ -21,22 +21,22 @@ _decoder = json.JSONDecoder()
 
 def tokens_in(tail: bytes) -> dict[str, int]:
     """`input` and `output`, those that are reported."""
-    at = tail.rfind(b'"usage"')
-    if at < 0:
+    start = tail.rfind(b'"usage"')
+    if start < 0:
         return {}
-    text = tail[at + len(b'"usage"') :].decode("utf-8", "replace").lstrip(": \t\r\n")
+    text = tail[start + len(b'"usage"') :].decode("utf-8", "replace").lstrip(": \t\r\n")
     try:
         usage, _ = _decoder.raw_decode(text)
     except (ValueError, RecursionError):
         return {}
     if not isinstance(usage, dict):
         return {}
-    found = {}
+    token_counts = {}
     for kind, names in NAMES.items():
         counts = [usage[name] for name in names if _is_count(usage.get(name))]
         if counts:
-            found[kind] = counts[0]
-    return found
+            token_counts[kind] = counts[0]
+    return token_counts
 
 
 def _is_count(value: object) -> bool:

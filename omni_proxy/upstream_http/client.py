@@ -274,9 +274,9 @@ def _hop_headers(worker: Worker, headers: Mapping[str, str]) -> dict[str, str]:
     """The hop marks of the proxies before this one, then its own; only for a worker that is a
     proxy itself (`wire.proxy_headers`)."""
     previous = headers.get(HOP_FIELD) or incoming_hops.get()
-    own = worker.hop_line.decode("ascii").partition(": ")[2].strip()
-    marks = ", ".join(mark for mark in (previous, own) if mark)
-    return {HOP_FIELD: marks} if own else {}
+    proxy_id = worker.hop_line.decode("ascii").partition(": ")[2].strip()
+    marks = ", ".join(hop for hop in (previous, proxy_id) if hop)
+    return {HOP_FIELD: marks} if proxy_id else {}
 
 
 def _credentials(worker: Worker) -> dict[str, str]:

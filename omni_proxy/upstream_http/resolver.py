@@ -44,18 +44,18 @@ async def addresses(host: str, port: int) -> tuple[Address, ...]:
     Raises RefusedAddress, or OSError when there is none.
     """
     if _is_literal(host):
-        found = [host]
+        resolved_hosts = [host]
     else:
         try:
             answers = await trio.socket.getaddrinfo(host, port, type=trio.socket.SOCK_STREAM)
         except UnicodeError as error:  # a label that IDNA can't write
             raise OSError(f"{host} is no host name: {error}") from None
-        found = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
-    for ip in found:
+        resolved_hosts = list(dict.fromkeys(str(info[4][0]) for info in answers))
+    for ip in resolved_hosts:
         reason = refused_address(ip)
         if reason:
             raise RefusedAddress(f"{host}: {reason}")
-    return tuple((ip, port) for ip in found)
+    return tuple((ip, port) for ip in resolved_hosts)
 
 
 def _is_literal(host: str) -> bool:
@@ -82,10 +82,10 @@ def is_own_address(address: Address, listeners: Iterable[Address]) -> bool:
 
 def _ip(text: str) -> _Ip | None:
     try:
-        found = ip_address(text)
+        resolved_hosts = ip_address(text)
     except ValueError:
         return None
-    return getattr(found, "ipv4_mapped", None) or found
+    return getattr(resolved_hosts, "ipv4_mapped", None) or resolved_hosts
 
 
 def _reaches(ip: _Ip, listener: _Ip) -> bool:
@@ -110,33 +110,33 @@ def _of_this_machine(ip: _Ip) -> bool:
 
 def parse_listeners(addresses: Iterable[str]) -> list[Address]:
     """The addresses of listeners given as `host:port`; Unix sockets have none."""
-    found = []
-    for shown in addresses:
-        host, _, port = shown.rpartition("://")[2].rpartition(":")
+    resolved_hosts = []
+    for address in addresses:
+        host, _, port = address.rpartition("://")[2].rpartition(":")
         if port.isdecimal():
-            found.append((host.strip("[]"), int(port)))
-    return found
+            resolved_hosts.append((host.strip("[]"), int(port)))
+    return resolved_hosts
 
 
 def reject_own_addresses(config: Config, flag_urls: Sequence[str], file: str) -> None:
     """Raises ConfigError for workers of FILE and of the command line that are this proxy."""
     listeners = _configured(config)
     ports = {port for _, port in listeners}
-    named = [(f"workers[{i}].url", entry.url) for i, entry in enumerate(config.workers)]
-    named += [("--worker-urls", url) for url in flag_urls]
-    dialled = [(key, url, dial_address(url)) for key, url in named]
+    urls = [(f"workers[{i}].url", entry.url) for i, entry in enumerate(config.workers)]
+    urls += [("--worker-urls", url) for url in flag_urls]
+    dialled = [(key, url, dial_address(url)) for key, url in urls]
     # Whoever has another port than we is not even looked up.
     near = [
         (key, url, at) for key, url, at in dialled if not isinstance(at, str) and at[1] in ports
     ]
     if not near:
         return
-    known = _resolved({host for host, _ in (*listeners, *(at for _, _, at in near))})
-    own = [(ip, port) for host, port in listeners for ip in known.get(host, ())]
+    resolved = _resolved({host for host, _ in (*listeners, *(at for _, _, at in near))})
+    own_addresses = [(ip, port) for host, port in listeners for ip in resolved.get(host, ())]
     problems = [
         Problem(key, None, f'"{url}" {REASON}', file="command line" if key[0] == "-" else file)
         for key, url, (host, port) in near
-        if any(is_own_address((ip, port), own) for ip in known.get(host, ()))
+        if any(is_own_address((ip, port), own_addresses) for ip in resolved.get(host, ()))
     ]
     if problems:
         raise ConfigError(problems, file)
@@ -145,31 +145,31 @@ def reject_own_addresses(config: Config, flag_urls: Sequence[str], file: str) ->
 def _configured(config: Config) -> list[Address]:
     """Where a port is chosen at the start nothing can be said yet."""
     server, admin = config.server, config.admin
-    places = [] if server.host.startswith("unix:") else [(server.host, server.port)]
+    listeners = [] if server.host.startswith("unix:") else [(server.host, server.port)]
     if admin.listen and not admin.listen.startswith("unix:"):
-        places += parse_listeners([admin.listen])
-    return [(host or "0.0.0.0", port) for host, port in places if port]
+        listeners += parse_listeners([admin.listen])
+    return [(host or "0.0.0.0", port) for host, port in listeners if port]
 
 
 def _resolved(hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """What could be found out within RESOLVE_SECS; a literal address is its own."""
-    found: dict[str, tuple[str, ...]] = {}
+    resolved_hosts: dict[str, tuple[str, ...]] = {}
 
     def look_up(host: str) -> None:
         try:
             answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
             return
-        found[host] = tuple(dict.fromkeys(str(answer[4][0]) for answer in answers))
+        resolved_hosts[host] = tuple(dict.fromkeys(str(info[4][0]) for info in answers))
 
     threads = []
     for host in hosts:
         if _ip(host) is not None:
-            found[host] = (host,)
+            resolved_hosts[host] = (host,)
             continue
         threads.append(threading.Thread(target=look_up, args=(host,), daemon=True))
         threads[-1].start()
     until = time.monotonic() + RESOLVE_SECS
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    return dict(found)
+    return dict(resolved_hosts)

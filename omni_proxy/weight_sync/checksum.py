@@ -29,8 +29,8 @@ def tensor_digest(name: str, dtype: str, shape: Sequence[int], data: Buffer) -> 
 
 def roll_up(digests: Mapping[str, str]) -> str:
     """Return one SHA-256 over the digests of all tensors, in the order of their names."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(digests):
-        whole.update(name.encode())
-        whole.update(digests[name].encode("ascii"))
-    return whole.hexdigest()
+        digest.update(name.encode())
+        digest.update(digests[name].encode("ascii"))
+    return digest.hexdigest()

@@ -280,8 +280,8 @@ class StateJournal:
 
     async def publish(self, target: TargetVersion, urls: Iterable[str] | None) -> PublishedVersion:
         """Publish the next epoch; it never goes back. `urls`: its targets, None for all workers."""
-        known = {ALL_WORKERS, *(worker.url for worker in self._fleet.workers)}
-        rows = {url: row for url, row in self.published.targets.items() if url in known}
+        current_urls = {ALL_WORKERS, *(worker.url for worker in self._fleet.workers)}
+        rows = {url: row for url, row in self.published.targets.items() if url in current_urls}
         self.published = replace(self.published, targets=rows).after(target, urls)
         await self._write_published()
         return self.published

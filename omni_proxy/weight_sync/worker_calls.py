@@ -89,21 +89,21 @@ async def request_worker(worker: Worker, call: Call) -> WorkerResult:
     result = await _request(worker, call)
     if result.status not in ROUTE_ABSENT:
         return result
-    words = in_other_words(EngineCall(call.method, call.target, call.body))
-    secs, other = result.secs, result
-    for number, each in enumerate(words):
-        headers = {**call.headers, **(JSON_TYPE if each.body else {})}
-        said = replace(
-            call, method=each.method, target=each.target, body=each.body, headers=headers
+    requests = in_other_words(EngineCall(call.method, call.target, call.body))
+    secs, retried = result.secs, result
+    for number, request in enumerate(requests):
+        headers = {**call.headers, **(JSON_TYPE if request.body else {})}
+        renamed = replace(
+            call, method=request.method, target=request.target, body=request.body, headers=headers
         )
-        other = await _request(worker, said)
-        if number == 0 and other.status in ROUTE_ABSENT:
+        retried = await _request(worker, renamed)
+        if number == 0 and retried.status in ROUTE_ABSENT:
             return result  # it has neither
-        secs += other.secs
-        other = replace(other, secs=round(secs, 6), sent_to=each.path)
-        if not other.success:
+        secs += retried.secs
+        retried = replace(retried, secs=round(secs, 6), sent_to=request.path)
+        if not retried.success:
             break
-    return other
+    return retried
 
 
 async def _request(worker: Worker, call: Call) -> WorkerResult:

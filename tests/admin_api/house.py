@@ -106,6 +106,8 @@ class DoorStandIn:
         self.draining = False
         self.voices = VoiceRegistry()
         self.door_rows = []
+        self.sessions = {}  # URLs of workers by key
+        self.finished = []
         self.watched = Watchdog()
 
         self.response_owners = own_response_owners()
@@ -130,6 +132,13 @@ class DoorStandIn:
 
     def rows(self):
         return self.door_rows
+
+    def finish_session(self, key):
+        self.finished.append(key)
+        return key in self.sessions
+
+    def session_count(self, worker):
+        return list(self.sessions.values()).count(worker.url)
 
     def addresses(self):
         return ["http://127.0.0.1:30000"]

@@ -23,7 +23,7 @@ def test_a_fine_file_is_summed_up(file, capsys):
     file.write_text(FINE)
     assert main(["check", str(file)]) == 0
     assert capsys.readouterr().out == (
-        f"{file}: fine; 1 worker named, 2 replicas launched, policy random, "
+        f"{file}: ok; 1 worker named, 2 replicas launched, policy random, "
         "listens on 127.0.0.1 port 30000\n"
     )
 

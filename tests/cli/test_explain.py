@@ -53,7 +53,7 @@ def test_a_reason_comes_without_the_systems_numbers():
 
 def test_a_refusal_is_told_where_the_pick_would_stand():
     lines = render_explanation(told(refusal=REFUSAL, workers=[]))
-    assert lines[2] == "nobody    503 no_capable_worker: nobody can"
+    assert lines[2] == "no worker 503 no_capable_worker: nobody can"
     assert lines[-1] == "there are no workers"
 
 

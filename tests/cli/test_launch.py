@@ -41,7 +41,7 @@ def test_a_flag_that_can_only_be_the_routers_is_not_handed_to_the_engine(started
             main(["--model-path", "tiny", *words])
         assert ended.value.code == 2
         name = words[0].partition("=")[0]
-        assert f"\n  {name} is here: " in capsys.readouterr().err
+        assert f"\n  {name}: use " in capsys.readouterr().err
     assert main(["--model-path", "org/m", "--", "--backend", "x"]) == 0
     assert started[0].effective_config(Config()).launch[0].command[-2:] == ("--backend", "x")
 
@@ -227,7 +227,7 @@ def test_the_older_routers_word_for_a_talkative_log_is_taken(started):
 def test_help_shows_how_to_pass_engine_flags(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert "goes to the engine" in capsys.readouterr().out
+    assert "go to the engine" in capsys.readouterr().out
 
 
 def test_without_a_file_failures_are_retried_and_overload_is_told_as_the_peers_do(

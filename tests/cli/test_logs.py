@@ -223,7 +223,7 @@ def test_the_route_log_has_a_switch_of_its_own(proxy, capsys):
     assert main(["logs", "--route", "--url", proxy.url]) == 1
     assert 'route_log = "route.log"' in capsys.readouterr().err
     assert main(["logs", "--url", proxy.url]) == 2
-    assert "tells no configuration" in capsys.readouterr().err
+    assert "did not return its configuration" in capsys.readouterr().err
 
 
 def test_nobody_to_ask_is_status_2_and_ctrl_c_is_130(file, capsys, monkeypatch):

@@ -264,7 +264,7 @@ def test_the_help_does_not_name_what_the_program_starts_of_itself(word, capsys):
         ("stat", "did you mean status?"),
         ("wokers", "did you mean workers?"),
         ("proxy.toml", "--config proxy.toml"),
-        ("xyzzy", "there are check, completion"),
+        ("xyzzy", "commands: check, completion"),
     ],
 )
 def test_what_is_no_command_is_told_from_those_that_are(refused, word, told):

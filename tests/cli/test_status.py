@@ -45,7 +45,7 @@ def test_one_screen_tells_who_is_slow_who_is_out_and_what_the_reload_did(proxy, 
         "10.0.0.1:8000  ok        3    4.2  118 ms  402 ms    0  step-12",
         "P50, P99: from sending to the first chunk; they, REQ/S and ERR: last minute",
         "",
-        "Look at",
+        "Needs attention",
         "  10.0.0.3:8000 dead: Connection refused (for 12 min)",
         "  10.0.0.2:8000 is slow: first chunk after 912 ms, the others' after 118 ms",
     ]
@@ -82,8 +82,8 @@ def test_not_ready_is_status_1_and_says_so(proxy, capsys):
     ("answer", "said"),
     [
         ((503, {"error": {"message": "front is being restarted"}}), "front is being restarted"),
-        ((200, {"ready": True}), "no feed"),
-        ((404, {"detail": "Not Found"}), "not as an omni-proxy"),
+        ((200, {"ready": True}), "not a snapshot"),
+        ((404, {"detail": "Not Found"}), "is not an omni-proxy"),
     ],
 )
 def test_what_can_not_be_asked_is_status_2(proxy, capsys, answer, said):
@@ -99,12 +99,12 @@ def test_what_is_wrong_with_the_proxy_itself_is_told():
         supervisors=[{"name": "prober", "state": "restarting", "last_error": "OSError: no"}],
     )  # fmt: skip
     lines = render_status(feed_of(picture), "http://p")
-    assert lines[0].endswith(": leaving")
+    assert lines[0].endswith(": shutting down")
     assert "metrics is off" in lines[3]
     assert lines[-4:] == [
-        "Look at",
-        "  the proxy was told to leave: it finishes what is in flight",
-        "  the newest reading of the file was refused: omni-proxy check says everything",
+        "Needs attention",
+        "  the proxy is shutting down: it finishes requests in flight",
+        "  the last reload was refused: omni-proxy check lists all problems",
         "  the proxy's own prober is restarting: OSError: no",
     ]
 

@@ -39,7 +39,7 @@ def test_status_is_a_table_of_the_workers_and_what_runs(proxy, capsys):
     assert main(["weights", "status", "--url", proxy.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
-        "under way: /update_weights_from_disk for 12 s, calling, 1 of 2 answered; waiting: 0"
+        "running: /update_weights_from_disk for 12 s, calling, 1 of 2 answered; waiting: 0"
     )
     assert lines[1] == "newest: epoch 3, version v3"
     assert [line.split() for line in lines[2:5]] == [
@@ -106,7 +106,7 @@ def test_who_failed_is_in_the_table_with_what_became_of_it(proxy, capsys):
 @pytest.mark.parametrize(
     ("sums", "status", "words", "standings"),
     [
-        (("x", "x"), 0, "no two workers that could be compared differ", ("checked", "checked")),
+        (("x", "x"), 0, "all compared workers agree", ("checked", "checked")),
         (("x", "y"), 1, "the weights differ", ("mismatched", "mismatched")),
         (("x", None), 0, "nothing could be compared", ("unverified", "unverified")),
     ],
@@ -196,7 +196,7 @@ def test_versions_are_a_table_with_their_state(kept, capsys):
     [
         ({"store": None}, 'mode = "receive" or "both"'),
         ({"store": "p"}, "no versions yet in p"),
-        ({"store": "p", "error": "disk full"}, "can't be kept: disk full"),
+        ({"store": "p", "error": "disk full"}, "can't be stored: disk full"),
     ],
 )
 def test_why_there_are_no_versions_is_told(proxy, capsys, told, words):
@@ -228,7 +228,7 @@ def test_of_several_versions_with_one_label_the_newest_is_meant(kept):
 def test_a_version_that_is_not_there_is_refused_with_those_that_are(kept, capsys):
     assert main(["weights", "rollback", "z", "--yes", "--url", kept.url]) == 1
     told = capsys.readouterr().err
-    assert "no version is called z; there are: version 3, b (version 2), a (version 1)" in told
+    assert "no version is called z; stored: version 3, b (version 2), a (version 1)" in told
     kept.says["/weights/versions"] = (200, THREE | {"versions": [version(1, "a", 1)]})
     assert main(["weights", "rollback", "--yes", "--url", kept.url]) == 1
     assert "no version before the current one" in capsys.readouterr().err
@@ -238,11 +238,11 @@ def test_a_version_that_is_not_there_is_refused_with_those_that_are(kept, capsys
 @pytest.mark.parametrize(
     ("typed", "wanted", "status", "words"),
     [
-        ("y\n", "a", 0, "Give a (version 1) to all workers? [y/N]"),
+        ("y\n", "a", 0, "Deliver a (version 1) to all workers? [y/N]"),
         ("Yes\n", "b", 0, "which is the current one,"),
         ("yes\n", "3", 0, "which was never on all workers,"),
-        ("n\n", "a", 1, "nothing was changed"),
-        ("", "a", 1, "nothing was changed"),
+        ("n\n", "a", 1, "cancelled"),
+        ("", "a", 1, "cancelled"),
     ],
 )
 def test_somebody_who_sits_there_is_asked_first(
@@ -259,7 +259,7 @@ def test_somebody_who_sits_there_is_asked_first(
 def test_where_nobody_can_be_asked_a_yes_must_be_said(kept, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert main(["weights", "rollback", "--url", kept.url]) == 2
-    assert "say --yes" in capsys.readouterr().err
+    assert "pass --yes" in capsys.readouterr().err
     assert [path for path, _, _ in kept.asked] == ["/weights/versions"]
 
 

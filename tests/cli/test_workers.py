@@ -58,13 +58,13 @@ def test_upper_case_is_no_other_name():
     ("named", "said"),
     [
         ("10.0.0", "is a part of 2 workers: http://10.0.0.1:8000, http://10.0.0.12:8000"),
-        ("10.0.0.3", "no worker is called 10.0.0.3; there are: http://10.0.0.1:8000, "),
+        ("10.0.0.3", "no worker is called 10.0.0.3; workers: http://10.0.0.1:8000, "),
     ],
 )
 def test_nobody_and_several_are_refused_with_who_there_is(named, said):
     with pytest.raises(ChangeRefused, match=said):
         find_worker(FLEET, named)
-    with pytest.raises(ChangeRefused, match="none at all"):
+    with pytest.raises(ChangeRefused, match="workers: none"):
         find_worker([], named)
 
 
@@ -91,7 +91,7 @@ def test_the_list_may_be_narrowed_and_read_by_a_machine(fleet, capsys):
     assert fleet.asked[-1][0] == "/workers?model=m"
     assert json.loads(capsys.readouterr().out) == FLEET
     assert render_workers([]) == [
-        "no workers: omni-proxy workers add URL, or name them in the file"
+        "no workers: omni-proxy workers add URL, or put them into the file"
     ]
 
 
@@ -101,7 +101,7 @@ def test_the_list_may_be_narrowed_and_read_by_a_machine(fleet, capsys):
         ({}, "healthy"),
         ({"disabled": True}, "disabled, healthy"),
         ({"held_by": ["updating", "paused"]}, "held by updating, paused, healthy"),
-        ({"trial": True}, "on trial"),
+        ({"trial": True}, "half-open"),
         ({"health_state": "dead", "last_error": "[Errno 111] no"}, "dead: no"),
         ({"draining": {"state": "draining", "in_flight": 2}}, "draining, 2 in flight"),
         ({"draining": {"state": "drained", "deadline": "2020-01-01T00:00:00+00:00"}},
@@ -163,9 +163,9 @@ def test_draining_is_waited_for_and_its_end_told(fleet, capsys, end, status):
 
 def test_one_that_fails_keeps_nobody_from_being_asked(fleet, capsys):
     fleet.says[ONE] = (200, {"status": "ok", "worker": FLEET[0]})
-    assert run(fleet, "disable", "nobody", "10.0.0.1:8000") == 1
+    assert run(fleet, "disable", "unknown", "10.0.0.1:8000") == 1
     told = capsys.readouterr()
-    assert "no worker is called nobody" in told.err
+    assert "no worker is called unknown" in told.err
     assert told.out == f"disabled {A}: healthy\n"
 
 

@@ -35,10 +35,12 @@ def test_the_defaults_hold_as_they_are_printed_and_warn_of_nothing(kind):
     assert (config.admin.metrics_listen, config.server.log_file) == ("", "off")
 
 
-def test_a_queue_is_behind_a_bound_only():
-    assert started(SglangRouterArgs(queue_size=7))[0].server.queue_size == 0
+def test_requests_wait_while_weights_change_also_without_a_bound():
+    config, _ = started(SglangRouterArgs())
+    assert (config.server.max_inflight, config.server.queue_size) == (0, 100)
     config, _ = started(SglangRouterArgs(queue_size=7, max_concurrent_requests=3))
-    assert (config.server.queue_size, config.server.queue_timeout_secs) == (7, 60)
+    assert (config.server.max_inflight, config.server.queue_size) == (3, 7)
+    assert config.server.queue_timeout_secs == 60
 
 
 def test_what_slime_sets_is_set():
@@ -67,6 +69,17 @@ def test_keys_folders_headers_and_addresses_are_handed_on(tmp_path):
     assert config.admin.metrics_listen == "[::]:29000"
     assert config.routing.max_total_retries == 1
     assert startup.flag_urls == ("http://10.0.0.1:8000", "http://10.0.0.2:8000")
+
+
+def test_sessions_have_the_names_that_each_router_reads():
+    theirs = started(VllmRouterArgs(policy="sticky_least_loaded"))[0].routing
+    assert theirs.session_headers[0] == "x-session-id"
+    assert "authorization" not in theirs.session_headers  # of OpenAI's clients it is one for all
+    assert theirs.session_body_keys[0] == "session_params.session_id"
+    assert theirs.sticky_load == "sessions"
+    ours = started(SglangRouterArgs(policy="manual"))[0].routing
+    assert ours.session_headers[0] == "x-smg-routing-key"
+    assert ours.sticky_load == "requests"
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_what_is_not_served_ends_with_what_to_do_instead(started, capsys):
     assert scripts.launch_vllm(words.split()) == 2
     said = capsys.readouterr().err
     assert said.startswith("vllm-router: ")
-    assert "prefill and decode on different workers are not served" in said
+    assert "prefill and decode on different workers are not supported" in said
     assert started == []
 
 

@@ -4,9 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_proxy.multiprocess import shared_dataplane
 from omni_proxy.multiprocess.replicated_fleet import SharedWorker
 from omni_proxy.multiprocess.shared_counters import SharedCounters
-from omni_proxy.multiprocess.shared_dataplane import WAYS, SharedSessions, create_sessions
+from omni_proxy.multiprocess.shared_dataplane import (
+    SLICE_BYTES,
+    WAYS,
+    SharedSessions,
+    WorkerDirectory,
+    create_sessions,
+)
 from tests.fleet.entries import NOW, entry
 
 
@@ -18,11 +25,28 @@ def row():
 def world(row, count=4):
     workers = {n: SharedWorker(entry(f"w{n}"), NOW, (n, n), row) for n in range(1, count + 1)}
     descriptor = create_sessions()
-    processes = [SharedSessions(os.dup(descriptor), workers.get) for _ in range(2)]
+    directory = WorkerDirectory(
+        workers.get, lambda worker: (worker.serial, worker.cell), workers.values
+    )
+    processes = [
+        SharedSessions(os.dup(descriptor), directory, recounts=main) for main in (True, False)
+    ]
     os.close(descriptor)
     for dataplane in processes:
         dataplane.tune(100_000, 60.0)
     return workers, processes
+
+
+def counts(sessions, workers):
+    return [sessions.count(worker) for worker in workers.values()]
+
+
+def recount(main, now):
+    """A whole pass over the table, and the rest of one that has begun."""
+    for _ in range(2):
+        main.maintain(now)
+        while main._recount.at:
+            main.maintain(now)
 
 
 @settings(max_examples=50, deadline=None)
@@ -65,8 +89,89 @@ def test_a_session_of_a_removed_worker_is_not_found(row):
     assert other.find("me", 1.0) is None
 
 
-def test_the_estimated_number_of_sessions_is_about_right(row):
+def test_every_process_sees_how_many_sessions_a_worker_has(row):
     workers, (one, other) = world(row)
-    for number in range(40_000):
-        one.keep(str(number), workers[1], 1.0)
-    assert 30_000 < len(other) < 50_000
+    for number in range(40):
+        one.keep(f"{number}", workers[1 + number % 2], 1.0)
+        other.keep(f"{number}", workers[1 + number % 2], 1.0)  # the same again
+    assert counts(one, workers) == counts(other, workers) == [20, 20, 0, 0]
+    other.keep("0", workers[4], 2.0)
+    assert [one.finish("2"), other.finish("2"), other.finish("nobody")] == [True, False, False]
+    assert counts(one, workers) == [18, 20, 0, 1]
+    assert (len(one), len(other)) == (39, 39)
+
+
+def test_a_session_that_was_finished_is_found_nowhere_and_leaves_no_second_one(row):
+    workers, (one, other) = world(row)
+    for dataplane in (one, other):
+        dataplane.tune(WAYS, 0.0)  # one bucket
+    for number in range(WAYS):
+        one.keep(f"{number}", workers[1], 1.0)
+    one.finish("0")
+    other.keep(f"{WAYS - 1}", workers[2], 2.0)  # there is a free place before it
+    assert one.finish(f"{WAYS - 1}")
+    assert other.find(f"{WAYS - 1}", 3.0) is None
+    assert counts(other, workers) == [WAYS - 2, 0, 0, 0]
+
+
+def test_a_session_that_is_pushed_out_is_no_load(row):
+    workers, (one, _) = world(row)
+    one.tune(WAYS, 0.0)
+    for number in range(WAYS):
+        one.keep(f"{number}", workers[1], float(number))
+    one.keep("late", workers[2], 99.0)
+    assert counts(one, workers) == [WAYS - 1, 1, 0, 0]
+
+
+def test_the_main_process_corrects_counts_that_lost_an_update(row):
+    workers, (main, other) = world(row)
+    for number in range(50):
+        other.keep(f"{number}", workers[1], 1.0)
+    other._counts[1] -= 7
+    other._counts[2] = 3
+    other._counts[3] = -3
+    assert counts(other, workers) == [43, 3, 0, 0]  # never below none
+    recount(main, 2.0)
+    assert counts(other, workers) == [50, 0, 0, 0]
+    assert other._counts[3] == 0
+
+
+def test_sessions_that_have_expired_are_no_load_after_the_next_pass(row):
+    workers, (main, other) = world(row)
+    other.keep("idle", workers[1], 0.0)
+    other.keep("used", workers[1], 50.0)
+    recount(main, 61.0)
+    assert counts(other, workers) == [1, 0, 0, 0]
+
+
+def test_what_begins_or_ends_during_a_pass_is_not_corrected(row, monkeypatch):
+    monkeypatch.setattr(shared_dataplane, "SLICE_BYTES", SLICE_BYTES // 16)
+    workers, (main, other) = world(row)
+    passes = begun = 0
+    while passes < 3:
+        main.maintain(1.0)
+        passes += not main._recount.at
+        for _ in range(9):
+            other.keep(f"{begun}", workers[1], 1.0)
+            begun += 1
+        assert other.count(workers[1]) == begun
+    recount(main, 1.0)
+    assert other.count(workers[1]) == begun
+    while begun:
+        main.maintain(1.0)
+        begun -= 1
+        other.finish(f"{begun}")
+        assert other.count(workers[1]) == begun
+
+
+def test_another_bound_drops_all_sessions_and_their_counts(row):
+    workers, (main, other) = world(row)
+    for number in range(50):
+        other.keep(f"{number}", workers[1], 1.0)
+    for dataplane in (main, other):
+        dataplane.tune(1000, 60.0)
+    recount(main, 1.0)
+    assert counts(other, workers) == [0, 0, 0, 0]
+    assert other.find("7", 1.0) is None
+    other.keep("7", workers[2], 1.0)
+    assert main.find("7", 1.0) is workers[2]

@@ -12,6 +12,8 @@ from tests.promises.clients import client_of, post
 from tests.promises.fakes import PATIENCE_SECS
 from tests.promises.fleet_program import program, put
 from tests.promises.processes_fixture import serving
+from tests.promises.tiny_fleet import known, replicas
+from tests.promises.tiny_fleet import toml as toml_of
 
 PROBES = "[health]\ninterval_secs = 0.2\nsuccess_threshold = 1\n"
 MANY = 1000
@@ -238,3 +240,45 @@ async def test_an_engine_of_the_other_kind_is_told_in_its_own_words(tmp_path, so
         assert (status, len(told["results"])) == (200, 2)
         assert (vllm.aborts[-1], sglang.aborts[-1]) == ({}, {"abort_all": True})
         await made.until_ended(6)
+
+
+async def test_real_replicas_of_both_kinds_stop_and_are_idle(tmp_path, soon):
+    pytest.importorskip("torch")
+    file = tmp_path / "proxy.toml"
+    async with replicas(2) as both, replicas(1, "--dialect", "vllm") as vllm:
+        engines = [*both, *vllm]
+        put(file, toml_of(engines))
+        async with program("--config", file) as running:
+            await known(running, 3)
+            ends = {}
+
+            async def ask(rid):
+                sampling = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+                body = {"token_ids": list(range(20, 40)), "request_id": rid}
+                path = "/inference/v1/generate"
+                answer = await running.client.post(path, json={**body, "sampling_params": sampling})
+                ends[rid] = answer.json()["choices"][0]["finish_reason"]
+
+            async def until_running(count):
+                await running.until(
+                    "/workers",
+                    lambda told: sum(each["in_flight"] for each in told["workers"]) == count,
+                )
+
+            async with trio.open_nursery() as nursery:
+                for number in range(12):
+                    nursery.start_soon(ask, f"r{number}")
+                await until_running(12)
+                for number in range(4):  # so that each kind of replica has one of them
+                    status, told = await abort(running, rid=f"r{number}")
+                    assert (status, len(told["results"])) == (200, 1), told
+                await until(lambda: len(ends) == 4)
+                await until_running(8)
+                status, told = await abort(running, VLLM, request_ids=["r4", "r5"])
+                assert status == 200
+                assert told["aborted"] == sum(each["body"]["aborted"] for each in told["results"])
+                await until_running(6)
+                status, told = await abort(running, abort_all=True)
+                assert (status, len(told["results"])) == (200, 3)
+            assert ends == {f"r{number}": "abort" for number in range(12)}
+            await until_running(0)

@@ -66,9 +66,9 @@ async def test_status_says_how_it_is_and_its_exit_status_too(place):
 
 async def test_a_wrong_key_and_a_refused_file_are_told(place):
     status, _, err = await ask("status", "--url", place.at[1])
-    assert (status, "wants its admin key" in err) == (2, True)
+    assert (status, "requires the admin key" in err) == (2, True)
     status, _, err = await ask("status", "--url", place.at[1], "--api-key", "no")
-    assert (status, "another admin key" in err) == (2, True)
+    assert (status, "rejects the admin key" in err) == (2, True)
     put(place.file, "[server]\nprot = 1\n")
     place.client.headers["authorization"] = f"Bearer {KEY}"
     await place.until("/status", lambda told: told["last_reload"].get("error"))
@@ -100,7 +100,7 @@ async def test_a_worker_is_drained_enabled_removed_and_added(place):
     status, out, _ = await ask("workers", *place.at)
     assert status == 0
     assert {line.split()[0] for line in out.splitlines()[1:]} == {a.url, b.url}
-    assert (await ask("workers", "disable", "nobody", *place.at))[0] == 1
+    assert (await ask("workers", "disable", "unknown", *place.at))[0] == 1
 
 
 async def _drained(place, worker):
@@ -192,7 +192,7 @@ async def test_top_says_when_the_proxy_is_gone(place):
     async with terminal(*place.at) as top:
         await top.until("2 of 2 take requests")
         assert await place.leave() == 0
-        await top.until("NO CONNECTION, trying again")
+        await top.until("NOT CONNECTED, retrying")
         top.press(b"\x03")
         assert await top.ended() == 0
 

@@ -64,9 +64,9 @@ async def test_commands_show_the_certificate_that_is_named(place):
 async def test_without_one_they_say_what_is_missing(place):
     file, url, _ = place
     status, said = await asked("workers", "--config", file)
-    assert (status, "only clients with a certificate are let in" in said) == (2, True), said
+    assert (status, "a client certificate is required" in said) == (2, True), said
     status, said = await asked("workers", "--url", url, *CA)
-    assert (status, "name yours by --client-cert" in said) == (2, True), said
+    assert (status, "pass --client-cert" in said) == (2, True), said
 
 
 async def test_one_that_is_not_believed_is_told_and_so_is_a_proxy_that_is_not(place):
@@ -93,5 +93,5 @@ async def test_the_trainers_endpoint_shows_its_own(place):
     assert (answer.status, answer.body["waiting"]) == (200, [])
     answer, said = await trio.to_thread.run_sync(call, ClientCert(ca=str(AUTHORITY)))
     assert (answer.ok, answer.status) == (False, 0)
-    assert "wants a client certificate" in answer.why
-    assert "wants a client certificate" in said
+    assert "requires a client certificate" in answer.why
+    assert "requires a client certificate" in said

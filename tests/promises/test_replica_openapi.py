@@ -12,7 +12,7 @@ from tests.promises.replica_program import PATIENCE_SECS, healthy, program
 
 CHECKS = "status_code_conformance,content_type_conformance,response_schema_conformance"
 # What waits for a trainer, or stops all others where it is asked to: groups, pauses, kept ones.
-LEFT_OUT = "group|prepare_|complete_|distributed|from_disk|pause_|profile"
+LEFT_OUT = "group|prepare_|complete_|distributed|from_disk|/pause|/sleep|profile|transfer_engine"
 
 
 async def test_every_route_of_a_replica_answers_what_its_description_says(tmp_path, monkeypatch):

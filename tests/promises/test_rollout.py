@@ -143,15 +143,17 @@ async def test_a_bad_checkpoint_stops_after_the_canary_and_everything_serves_the
             assert (await known(running, 3))["routable_workers"] == 3
 
 
-async def test_a_failure_after_the_canary_takes_the_canary_back(tmp_path, models):
+@pytest.mark.parametrize(("former", "epoch"), [("v2", 1), ("default", 0)])
+async def test_a_failure_after_the_canary_takes_the_canary_back(tmp_path, models, former, epoch):
     file, new = tmp_path / "proxy.toml", weights_in(tmp_path)
     newer = tmp_path / "newer.safetensors"
     async with replicas(3) as three:
         file.write_text(toml(three))
         async with program("--config", file) as running:
             await known(running, 3)
-            update = {"model_path": new.path, "weight_version": "v2"}
-            assert (await running.client.post(UPDATE, json=update)).status_code == 200
+            if former != "default":
+                update = {"model_path": new.path, "weight_version": former}
+                assert (await running.client.post(UPDATE, json=update)).status_code == 200
             save_tiny(9, newer)
             clients = Clients(running)
             async with clients.asking():
@@ -166,12 +168,43 @@ async def test_a_failure_after_the_canary_takes_the_canary_back(tmp_path, models
                 told = await ended(running)
             assert (told["state"], states(told)) == ("failed", ["restored", "restored", "pending"])
             assert clients.faults == []
-            assert sorted(clients.texts) == ["v2", "v3"]
+            assert sorted(clients.texts) == sorted([former, "v3"])
             assert [len(texts) for texts in clients.texts.values()] == [1, 1]
             weights = await running.told("/weights")
             rows = {(row["weight_version"], row["weight_epoch"]) for row in weights["workers"]}
-            assert rows == {("v2", 1)}
+            assert rows == {(former, epoch)}
             assert weights["uncertain"] == {}
+
+
+async def test_engines_of_both_dialects_are_updated_and_taken_back(tmp_path, models):
+    file, new = tmp_path / "proxy.toml", weights_in(tmp_path)
+    newer = tmp_path / "newer.safetensors"
+    save_tiny(9, newer)
+    async with (
+        replicas(1, "--dialect", "sglang") as (one,),
+        replicas(1, "--dialect", "vllm") as (other,),
+    ):
+        file.write_text(toml([one, other]))
+        async with program("--config", file) as running:
+            await known(running, 2)
+            clients = Clients(running)
+            async with clients.asking(4):
+                await begin(running, model_path=new.path, weight_version="v2")
+                assert (await ended(running))["state"] == "succeeded"
+                await begin(
+                    running, model_path=str(newer), weight_version="v3", pause_after_canary=True
+                )
+                await running.until(ROLLOUT, lambda told: told["state"] == "paused")
+                newer.unlink()
+                await running.client.post(f"{ROLLOUT}/resume")
+                told = await ended(running)
+            assert (told["state"], states(told)) == ("failed", ["restored", "restored"]), told
+            assert clients.faults == []
+            assert sorted(clients.texts) == ["default", "v2", "v3"]
+            assert [len(texts) for texts in clients.texts.values()] == [1, 1, 1]
+            weights = await running.told("/weights")
+            assert {row["weight_version"] for row in weights["workers"]} == {"v2"}
+            assert all(row["routable"] for row in weights["workers"])
 
 
 def save_tiny(seed, path):

@@ -164,7 +164,7 @@ def test_everything_the_arguments_say_reaches_the_server(launched):
         "--port 31005 --admin-api-key secret --stream-speech-as pcm --max-in-flight 3 "
         "--max-running 2 --threads 2 --own-process speak --drain-secs 1 --log-level error "
         "--cache /c --weights-root /w --profile-root /p --enable-tensor-updates --tp 2 "
-        "--weights-isolation thread "
+        "--weights-isolation thread --dialect vllm --stored-responses 3 "
         "--weights-join-secs 1 --weights-ready-secs 2 --weights-receive-secs 3 "
         "--weights-stall-secs 4"
     )
@@ -198,6 +198,9 @@ def test_everything_the_arguments_say_reaches_the_server(launched):
         "admin_api_key": "secret",
         "enable_tensor_updates": True,
         "profile_root": Path("/p"),
+        "dialect": "vllm",
+        "tokenizer_model": "tiny",
+        "stored_responses": 3,
     }
 
 

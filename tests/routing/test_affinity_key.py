@@ -1,14 +1,28 @@
+import json
+
 import pytest
 
-from omni_proxy.routing.inspect.requirements import MAX_KEY_BYTES, affinity_key_of
+from omni_proxy.config.schema import Config, RoutingConfig, ServerConfig
+from omni_proxy.routing.inspect.affinity_key import (
+    MAX_BODY_BYTES,
+    MAX_KEY_BYTES,
+    AffinityKeyReader,
+    affinity_keys_of,
+    session_key,
+)
 
 ALL = [
     b"X-SMG-Routing-Key: routing",
     b"X-Session-Id: session",
+    b"X-Claude-Code-Session-Id: code",
+    b"Session-Id: plain",
     b"Authorization: Bearer abc",
     b"X-Forwarded-For: 10.0.0.1",
     b"Cookie: a=b",
 ]
+
+
+affinity_key_of = AffinityKeyReader(RoutingConfig().session_headers).read
 
 
 def head(*lines: bytes) -> bytes:
@@ -55,3 +69,86 @@ def test_bytes_of_any_kind_are_a_key():
 
 def test_a_megabyte_of_other_lines_is_read_over():
     assert affinity_key_of(head(*[b"X-Filler: " + b"cookie:" * 10] * 13_000, b"Cookie: c")) == "c"
+
+
+KEYS = ("session_params.session_id", "session_id", "user")
+of_body = AffinityKeyReader(("x-session-id",), KEYS).read
+
+
+def test_only_the_headers_that_are_configured_name_a_session():
+    of_trace = AffinityKeyReader(("x-trace", "x.y+z")).read
+    assert of_trace(head(b"X-Session-Id: s", b"X-Trace: t")) == "t"
+    assert of_trace(head(b"xay+z: no", b"X.Y+Z: literal")) == "literal"
+    assert AffinityKeyReader(()).read(head(*ALL)) == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ({"user": "u", "session_id": "s", "session_params": {"session_id": "p"}}, "p"),
+        ({"user": "u", "session_id": "s", "session_params": {"other": "p"}}, "s"),
+        ({"user": "u", "session_id": "", "session_params": None}, "u"),
+        ({"user": "u", "session_id": ["s"], "session_params": "text"}, "u"),
+        ({"user": 7}, "7"),
+        ({"user": True}, ""),
+        ({"user": 7.5}, ""),
+        ({"session_params": {"session_params": {"session_id": "too deep"}}}, ""),
+        ({"messages": [{"user": "nested"}]}, ""),
+        ([{"user": "no object"}], ""),
+        ("user", ""),
+    ],
+)
+def test_the_first_key_of_the_body_that_has_a_value_names_the_session(body, key):
+    assert of_body(b"", json.dumps(body).encode()) == key
+
+
+def test_a_header_wins_over_the_body():
+    assert of_body(head(b"X-Session-Id: header"), b'{"user": "body"}') == "header"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"temperature": NaN, "user": "me"}',
+        '{"user": "me"}'.encode("utf-16"),
+        b'{"x": "\\ud800", "user": "m\\u0065"}',
+        bytearray(b'{"user": "me"}'),
+    ],
+    ids=["NaN", "UTF-16", "escapes", "bytearray"],
+)
+def test_bodies_that_workers_accept_name_their_session(body):
+    assert of_body(b"", body) == "me"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b'{"user": "me"', b"\xff\xfe", b"--boundary\r\n", b"[" * 100_000,
+     b'{"user": ' + b"[" * 100_000],
+)  # fmt: skip
+def test_a_body_that_is_no_json_names_none(body):
+    assert of_body(b"", body) == ""
+
+
+def test_a_body_that_is_too_large_to_be_parsed_at_once_names_none():
+    body = b'{"user": "me", "pad": "%b"}'
+    assert of_body(b"", body % (b"x" * (MAX_BODY_BYTES - len(body)))) == "me"
+    assert of_body(b"", body % (b"x" * MAX_BODY_BYTES)) == ""
+
+
+def test_a_session_has_the_same_key_wherever_it_is_named():
+    for name in ("me", "\u00e9\u4e2d\U0001f600", "c" * 1000, "a b%+"):
+        spelled = name.encode()
+        key = session_key(spelled)
+        assert of_body(head(b"X-Session-Id: " + spelled)) == key
+        for ascii_only in (True, False):
+            body = json.dumps({"user": name}, ensure_ascii=ascii_only).encode()
+            assert of_body(b"", body) == key
+
+
+def test_a_key_that_all_clients_need_names_no_session():
+    lines = b"POST / HTTP/1.1\r\nAuthorization: Bearer k\r\nX-Api-Key: k\r\nCookie: c=1\r\n"
+    headers = ("authorization", "x-api-key", "cookie")
+    plain = Config(routing=RoutingConfig(session_headers=headers))
+    assert affinity_keys_of(plain).read(lines) == "Bearer k"
+    guarded = Config(server=ServerConfig(api_key="k"), routing=plain.routing)
+    assert affinity_keys_of(guarded).read(lines) == "c=1"

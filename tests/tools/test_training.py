@@ -17,6 +17,7 @@ from tools.training.endpoint import Answer, Endpoint  # noqa: E402
 from tools.training.faults import FAULTS, ON_DISK, Moment  # noqa: E402
 from tools.training.learner import ANSWER, Learner, checksum_of  # noqa: E402
 from tools.training.rounds import Round  # noqa: E402
+from tools.training.transfer import Transfer, messages, refusal  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -233,3 +234,48 @@ def test_a_round_counts_the_replicas_that_have_the_trainers_weights():
     row = Round(1, 2.5, 3_400_000, 0.5, 0.1, "step-1", {"a": "abc", "b": "x"}, "abc", "hi").row()
     assert "1 of 2 equal abc" in row
     assert "3.4" in row
+
+
+# vLLM's way
+
+
+def test_its_words_for_vllm_have_vllms_pauses_and_no_faults(capsys):
+    assert understood(["--sync", "vllm"]).pause_mode == "keep"
+    assert understood([]).pause_mode == "retract"
+    assert understood(["--sync", "vllm", "--pause-mode", "wait"]).pause_mode == "wait"
+    for words, told in (
+        (["--sync", "vllm", "--fault", "stop"], "--fault stop is of another --sync than vllm"),
+        (["--sync", "vllm", "--pause-mode", "in_place"], "is one of keep, wait, abort, none"),
+        (["--pause-mode", "keep"], "is one of retract, abort, in_place, none"),
+    ):
+        with pytest.raises(SystemExit):
+            understood(words)
+        assert told in capsys.readouterr().err
+
+
+def test_answers_to_vllms_calls_are_judged_by_their_status_alone():
+    assert refusal(Answer("/resume", 200, {"status": "resumed"}, 0.1)) == ""
+    body = {"error": {"message": "not now"}}
+    assert refusal(Answer("/x", 500, body, 0.1)) == "/x said 500: not now"
+    unreached = {"success": False, "message": "/x: ConnectError"}
+    assert refusal(Answer("/x", 0, unreached, 0.1)) == "/x said 0: /x: ConnectError"
+
+
+def test_a_packed_message_ends_with_the_tensor_that_exceeds_the_buffer(tensors):
+    sizes = [message.nbytes for message in messages(list(tensors.values()), 30)]
+    assert sizes == [8 + 12 + 16, 400, 4]
+    assert [message.nbytes for message in messages(list(tensors.values()), 0)] == [
+        8,
+        12,
+        16,
+        400,
+        4,
+    ]
+
+
+def test_an_engine_that_is_not_there_ends_the_sync_with_a_reason(tensors):
+    endpoint = Endpoint("http://127.0.0.1:9", 5.0)
+    done = Transfer(endpoint).sync(tensors, "v1")
+    endpoint.close()
+    assert not done.ok
+    assert done.why.startswith("/get_world_size said 0: ")

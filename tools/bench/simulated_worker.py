@@ -16,8 +16,8 @@ async def stand_in(
     async def serve(stream: trio.SocketStream) -> None:
         try:
             rest = b""
-            while (found := await _next(stream, rest)) is not None:
-                head, rest = found
+            while (found := await next_request(stream, rest)) is not None:
+                head, _, rest = found
                 if head.startswith(b"POST"):
                     await trio.sleep(delay_secs)
                 await stream.send_all(ANSWER)
@@ -29,18 +29,21 @@ async def stand_in(
     await trio.serve_listeners(serve, [listener])
 
 
-async def _next(stream: trio.SocketStream, rest: bytes) -> tuple[bytes, bytes] | None:
-    """The next request's head, its body read and dropped, and what came after it."""
+async def next_request(stream: trio.SocketStream, rest: bytes) -> tuple[bytes, bytes, bytes] | None:
+    """The next request's head and body, and what came after it; None at the end."""
     while b"\r\n\r\n" not in rest:
         piece = await stream.receive_some(65536)
         if not piece:
             return None
         rest += piece
     head, _, rest = rest.partition(b"\r\n\r\n")
+    size = 0
     for line in head.lower().split(b"\r\n"):
         if line.startswith(b"content-length:"):
             size = int(line.partition(b":")[2])
-            while len(rest) < size:
-                rest += await stream.receive_some(65536)
-            rest = rest[size:]
-    return head, rest
+    while len(rest) < size:
+        piece = await stream.receive_some(65536)
+        if not piece:
+            return None
+        rest += piece
+    return head, rest[:size], rest[size:]

@@ -32,6 +32,7 @@ OPEN_PATHS = frozenset(
     )
 )  # fmt: skip
 OPEN_BELOW = ("/workers/", "/v1/models/")
+OPEN_POSTS = frozenset(("/finish_session",))  # of clients of models, who have no admin key
 ON_BOTH = "/metrics"
 ADMIN_HOST = "admin"  # as `dataplane.upstream.pool` writes them
 METRICS_HOST = "metrics"
@@ -39,7 +40,7 @@ METRICS_HOST = "metrics"
 
 def needs_key(method: str, path: str, admin: AdminConfig) -> bool:
     if method not in SAFE_METHODS:
-        return True
+        return path not in OPEN_POSTS
     if path == "/metrics":
         return not admin.open_metrics
     return path not in OPEN_PATHS and not path.startswith(OPEN_BELOW)
@@ -100,15 +101,15 @@ class KeyCheck:
             self._refuse_without_key()
 
     def _refuse_without_key(self) -> None:
-        given = _bearer(request)
-        if not given:
-            wanted = "Admin API key required: Authorization: Bearer <key>"
-            raise HttpError(401, wanted, "admin_key_required", detail=wanted).with_headers(
+        token = _bearer(request)
+        if not token:
+            message = "Admin API key required: Authorization: Bearer <key>"
+            raise HttpError(401, message, "admin_key_required", detail=message).with_headers(
                 ("WWW-Authenticate", "Bearer")
             )
-        if not _matches(given, self.key):
-            wrong = "Invalid admin API key"
-            raise HttpError(403, wrong, "admin_key_invalid", detail=wrong)
+        if not _matches(token, self.key):
+            invalid = "Invalid admin API key"
+            raise HttpError(403, invalid, "admin_key_invalid", detail=invalid)
 
 
 def _refuse_all_but_metrics(of: Request) -> None:
@@ -140,5 +141,5 @@ def _bearer(of: Request) -> bytes:
     return token.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 
-def _matches(given: bytes, key: str) -> bool:
-    return hmac.compare_digest(given, key.encode())
+def _matches(token: bytes, key: str) -> bool:
+    return hmac.compare_digest(token, key.encode())

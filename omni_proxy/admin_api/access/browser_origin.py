@@ -41,6 +41,8 @@ ANY_HOST: Final = frozenset(
         "/v1/models/<path:model>", "/dashboard",
     )
 )  # fmt: skip
+# What clients of models send beside their requests: under any name that those come by.
+ANY_HOST_POST: Final = frozenset(("/finish_session",))
 SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
 _OWN_SITES: Final = ("none", "same-origin")
 _PAGE_MODES: Final = ("navigate", "no-cors", "same-origin", "websocket")
@@ -98,14 +100,16 @@ class Caller:
     def _open_to_any_host(self) -> bool:
         if self._rule == "/metrics":
             return self.config.admin.open_metrics
+        if self._rule in ANY_HOST_POST:
+            return True
         return self._rule in ANY_HOST and self.request.method in SAFE_METHODS
 
-    def _forwarded(self, what: str) -> list[str]:
+    def _forwarded(self, name: str) -> list[str]:
         """X-Forwarded-`what`, the client's own first, where whoever writes it is trusted."""
         if self.config.server.forwarded != "append":
             return []
-        said = ",".join(self.request.headers.getlist(f"X-Forwarded-{what}"))
-        return [each.strip() for each in said.split(",") if each.strip()]
+        values = ",".join(self.request.headers.getlist(f"X-Forwarded-{name}"))
+        return [value.strip() for value in values.split(",") if value.strip()]
 
     def _own_origin(self) -> Origin:
         received = self._received
@@ -138,8 +142,10 @@ class Caller:
             return True
         # Browsers that send no Origin with a form's POST say at least where they were.
         origins = self.request.headers.getlist("Origin") or self.request.headers.getlist("Referer")
-        own = self._own_origin()
-        return any(parse_origin(each) != own or own == NO_ORIGIN for each in origins)
+        own_origin = self._own_origin()
+        return any(
+            parse_origin(value) != own_origin or own_origin == NO_ORIGIN for value in origins
+        )
 
     def _shows_browser(self) -> bool:
         return any(self._signs())

@@ -88,14 +88,14 @@ def _operation(route: RouteDoc) -> dict[str, object]:
 
 def _answer(content: str) -> Schema:
     """Of media types and names of schemas, those that the answer may have."""
-    made: dict[str, object] = {}
-    for each in content.split():
-        if "/" in each:
-            made[each] = {"schema": TEXT}
+    media: dict[str, object] = {}
+    for name in content.split():
+        if "/" in name:
+            media[name] = {"schema": TEXT}
         else:
-            made[JSON] = {"schema": ref(each)}
-    says = {"Error": "refused", "Outcome": "the outcome"}.get(content, content or "nothing new")
-    return {"description": says, "content": made} if made else {"description": says}
+            media[JSON] = {"schema": ref(name)}
+    text = {"Error": "refused", "Outcome": "the outcome"}.get(content, content or "nothing new")
+    return {"description": text, "content": media} if media else {"description": text}
 
 
 def _in_path(path: str) -> list[dict[str, object]]:

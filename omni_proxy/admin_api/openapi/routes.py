@@ -66,7 +66,7 @@ DRAIN: Final = (
 URL: Final = Parameter("url", TOKEN, "base URL of the worker, encoded or not", required=True)
 WAIT: Final = Parameter(
     "timeout_secs",
-    {"type": "number", "exclusiveMinimum": 0, "maximum": 1800},
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 7200},
     "how long to wait for it to get healthy",
 )
 
@@ -123,14 +123,14 @@ def _fleet() -> Iterator[RouteDoc]:
 
 def _program() -> Iterator[RouteDoc]:
     yield RouteDoc("get", "/metrics", "the proxy's own metrics", {200: PLAIN}, (503,))
-    once = Parameter("once", FLAG, "one snapshot as JSON, in place of an event each second")
+    once_flag = Parameter("once", FLAG, "one snapshot as JSON, in place of an event each second")
     yield RouteDoc(
         "get",
         "/feed",
         "what goes on, each second",
         {200: f"{EVENTS} Snapshot"},
         (503,),
-        query=(once,),
+        query=(once_flag,),
     )
     yield RouteDoc("get", "/dashboard", "a page for people", {200: HTML, 304: ""})
     yield RouteDoc("get", "/openapi.json", "this description", {200: "Fields"})
@@ -149,9 +149,18 @@ def _program() -> Iterator[RouteDoc]:
 
 
 def _others() -> Iterator[RouteDoc]:
+    session = Parameter("session_id", TOKEN, "as its requests name it", required=True)
+    yield RouteDoc(
+        "post",
+        "/finish_session",
+        "a sticky session is over; unknown ones too get 200",
+        {200: "FinishedSession"},
+        (400,),
+        query=(session,),
+    )
     yield RouteDoc("get", "/v1/models", "the models of all workers", {200: "Models"}, (502, 503))
-    says = "one model of that list"
-    yield RouteDoc("get", "/v1/models/{model}", says, {200: "Fields"}, (404, 502, 503))
+    summary = "one model of that list"
+    yield RouteDoc("get", "/v1/models/{model}", summary, {200: "Fields"}, (404, 502, 503))
     yield RouteDoc(
         "post",
         "/add_worker",
@@ -182,8 +191,8 @@ def _weights() -> Iterator[RouteDoc]:
     yield RouteDoc("get", "/weights", "how the weights of the fleet stand", {200: "Weights"})
     yield RouteDoc("get", "/weights/versions", "the versions that are kept", {200: "Versions"})
     answers = dict.fromkeys((200, 400, 404, 502, 503), "Outcome")
-    says = "a version that is kept, on all workers"
-    yield RouteDoc("post", ROLLBACK.path, says, answers, (), "Fields")
+    summary = "a version that is kept, on all workers"
+    yield RouteDoc("post", ROLLBACK.path, summary, answers, (), "Fields")
     yield from _rollouts()
     for path in RESOLVES:
         answers = dict.fromkeys((200, 400, 422, 502, 503), "Outcome")
@@ -200,19 +209,19 @@ def _rollouts() -> Iterator[RouteDoc]:
         {200: f"{EVENTS} RolloutEvents", 202: "RolloutOutcome", **answers}, (),
         "RolloutOrder", (SELECTOR, follow),
     )  # fmt: skip
-    told = {200: f"{EVENTS} Rollout"}
-    yield RouteDoc("get", ROLLOUT.path, "how far it is", told, (503,), query=(follow,))
+    responses = {200: f"{EVENTS} Rollout"}
+    yield RouteDoc("get", ROLLOUT.path, "how far it is", responses, (503,), query=(follow,))
     for path in STEER_ROLLOUT:
-        says = f"{path.rpartition('/')[2]} the rollout that is running"
+        summary = f"{path.rpartition('/')[2]} the rollout that is running"
         steered = {200: "RolloutOutcome", 409: "Outcome"}
-        yield RouteDoc("post", path, says, steered)
+        yield RouteDoc("post", path, summary, steered)
 
 
 def _aborts() -> Iterator[RouteDoc]:
     answers: dict[int, str] = dict.fromkeys((200, 400, 502, 503), "Outcome")
     for path in ABORTS:
-        says = "abort requests on the workers that have them, and those that wait here"
-        yield RouteDoc("post", path, says, answers, (), "Fields")
+        summary = "abort requests on the workers that have them, and those that wait here"
+        yield RouteDoc("post", path, summary, answers, (), "Fields")
 
 
 def _admin(route: AdminRoute, method: str) -> RouteDoc:
@@ -238,16 +247,16 @@ def _admin(route: AdminRoute, method: str) -> RouteDoc:
 def _rl() -> Iterator[RouteDoc]:
     yield RouteDoc("get", "/v1/rl/workers", "all workers, in smg's words", {200: "RlWorkers"})
     yield RouteDoc("get", RL_WORKER, "one worker, in smg's words", {200: "RlWorker"}, (404,))
-    wanted = SELECTOR._replace(required=True)
+    selector = SELECTOR._replace(required=True)
     for method in ("get", "post", "put", "patch", "delete"):
         takes = "Anything" if method != "get" else ""
         answers = {200: "RlResults", 207: "RlResults"}
         path = "/v1/rl/engine/{path}"
-        says = "any path of the engines, on those that the selector means"
-        yield RouteDoc(method, path, says, answers, RL_ERRORS, takes, (wanted,))
-        says = "any path of one worker's engine; the status of a failure is the worker's"
+        summary = "any path of the engines, on those that the selector means"
+        yield RouteDoc(method, path, summary, answers, RL_ERRORS, takes, (selector,))
+        summary = "any path of one worker's engine; the status of a failure is the worker's"
         path = f"{RL_WORKER}/engine/{{path}}"
-        yield RouteDoc(method, path, says, {200: "RlResult"}, RL_ERRORS, takes)
+        yield RouteDoc(method, path, summary, {200: "RlResult"}, RL_ERRORS, takes)
 
 
 TABLE: Final[tuple[RouteDoc, ...]] = (

@@ -40,14 +40,14 @@ def shape(optional: Iterable[str] = (), /, **properties: Schema) -> Schema:
     """An object that has all of `properties` but those that are optional."""
     left_out = frozenset(optional)
     required = [name for name in properties if name not in left_out]
-    made: Schema = {"type": "object", "properties": properties}
-    return {**made, "required": required} if required else made
+    schema: Schema = {"type": "object", "properties": properties}
+    return {**schema, "required": required} if required else schema
 
 
 def body(least: int = 0, /, **properties: Schema) -> Schema:
     """An object of a request: every key may be left out, and no other is taken."""
-    made = {**shape(properties, **properties), "additionalProperties": False}
-    return {**made, "minProperties": least} if least else made
+    schema = {**shape(properties, **properties), "additionalProperties": False}
+    return {**schema, "minProperties": least} if least else schema
 
 
 def _worker() -> Schema:
@@ -56,9 +56,9 @@ def _worker() -> Schema:
     counts = (
         "active_requests", "consecutive_failures", "consecutive_successes", "routed_requests",
         "successful_requests", "failed_requests", "weight", "max_inflight", "in_flight",
-        "peak_in_flight", "weight_epoch", "load", "priority",
+        "peak_in_flight", "weight_epoch", "load", "sessions", "priority",
     )  # fmt: skip
-    by_class = (f"{what}_requests_by_class" for what in ("routed", "successful", "failed"))
+    by_class = (f"{kind}_requests_by_class" for kind in ("routed", "successful", "failed"))
     return shape(
         ("job_status",),
         **dict.fromkeys(texts, TEXT),
@@ -95,7 +95,7 @@ COUNTED: Final = dict.fromkeys(
 
 
 def _pool() -> Schema:
-    made = shape(
+    schema = shape(
         ("reason", "workers", "admission", "voice_routing"),
         status=TEXT,
         reason=TEXT,
@@ -104,7 +104,7 @@ def _pool() -> Schema:
         admission=OBJECT,
         voice_routing=OBJECT,
     )
-    return {**made, "description": "With a key set, who does not present it sees no worker."}
+    return {**schema, "description": "With a key set, who does not present it sees no worker."}
 
 
 def _error() -> Schema:
@@ -195,6 +195,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "Worker": _worker(),
     "Pool": _pool(),
     "Alive": shape(status={"const": "alive"}),
+    "FinishedSession": shape(session_id=TEXT, finished=FLAG),
     "Status": shape(
         version=TEXT, pid=COUNT, started_at=TIME, uptime_secs=NUMBER, listeners=listed(TEXT),
         revision=COUNT, config_file=TEXT_OR_NULL, state_file=TEXT_OR_NULL,

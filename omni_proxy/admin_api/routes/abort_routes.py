@@ -38,21 +38,21 @@ ABORT_SECS: Final = 30.0  # a busy engine's own loop may take seconds over it
 class _Abort:
     """One request to abort. `words`: those in which it came."""
 
-    def __init__(self, words: AbortWords, body: bytes) -> None:
-        self.words = words
+    def __init__(self, dialect: AbortWords, body: bytes) -> None:
+        self.words = dialect
         self.body = body
-        self.target: AbortTarget = read_target(words, body)
-        self.request_target = target_of(words.value)
+        self.target: AbortTarget = read_target(dialect, body)
+        self.request_target = target_of(dialect.value)
         self.headers = worker_headers(body)
         self.findings = AbortFindings()
 
-    def calls(self, words: AbortWords, worker: Worker) -> list[Call]:
+    def calls(self, dialect: AbortWords, worker: Worker) -> list[Call]:
         """What `worker` is told in these words. The caller's own are passed on as they came."""
-        if words is self.words:
+        if dialect is self.words:
             targets, bodies = self.request_target, [self.body]
         else:
             running = self.findings.running.get(worker.url, ())
-            targets, bodies = words.value, in_words(words, self.target, running)
+            targets, bodies = dialect.value, in_words(dialect, self.target, running)
         return [
             Call("POST", targets, body, self.headers, timeout_secs=ABORT_SECS) for body in bodies
         ]
@@ -79,15 +79,15 @@ class FleetAbortRoutes:
     async def abort_requests(self) -> Response:
         return await self._abort(AbortWords.VLLM)
 
-    async def _abort(self, words: AbortWords) -> Response:
+    async def _abort(self, dialect: AbortWords) -> Response:
         """Raises HttpError 400."""
-        abort = _Abort(words, await body_bytes())
+        abort = _Abort(dialect, await body_bytes())
         abort.findings = await self._services.data_plane.abort(abort.target)
         workers = self._to_ask(urls_to_ask(abort.target, abort.findings))
         results = await self._ask(workers, abort)
         sent_ids = len(abort.target.ids)
-        answer = abort_response(words, results, sent_ids, abort.findings.waiting)
-        return json_response(answer.body, answer.status)
+        response = abort_response(dialect, results, sent_ids, abort.findings.waiting)
+        return json_response(response.body, response.status)
 
     def _to_ask(self, urls: Collection[str] | None) -> list[Worker]:
         alive = [w for w in self._services.fleet.workers if w.health.state is not Health.DEAD]
@@ -99,25 +99,25 @@ class FleetAbortRoutes:
         results: dict[Worker, WorkerResult] = {}
         limiter = trio.CapacityLimiter(MAX_PARALLEL_CALLS)
 
-        async def ask(worker: Worker) -> None:
+        async def call_worker(worker: Worker) -> None:
             results[worker] = await self._ask_one(worker, abort, limiter)
 
         async with trio.open_nursery() as nursery:
             for worker in workers:
-                nursery.start_soon(ask, worker)
+                nursery.start_soon(call_worker, worker)
         return [results[worker] for worker in workers]
 
     async def _ask_one(
         self, worker: Worker, abort: _Abort, limiter: trio.CapacityLimiter
     ) -> WorkerResult:
-        words = self._words.get(worker.url, abort.words)
-        first = await _call_all(worker, abort.calls(words, worker), limiter)
+        dialect = self._words.get(worker.url, abort.words)
+        first = await _call_all(worker, abort.calls(dialect, worker), limiter)
         if first.status not in ROUTE_ABSENT:
             return first
-        second = await _call_all(worker, abort.calls(words.other, worker), limiter)
+        second = await _call_all(worker, abort.calls(dialect.other, worker), limiter)
         if second.status in ROUTE_ABSENT:
             return first
-        self._words[worker.url] = words.other
+        self._words[worker.url] = dialect.other
         return second
 
 
@@ -135,4 +135,4 @@ async def _call_all(
         for number in range(len(calls)):
             nursery.start_soon(call, number)
     inorder = [results[number] for number in range(len(calls))]
-    return next((each for each in inorder if not each.success), inorder[-1])
+    return next((result for result in inorder if not result.success), inorder[-1])

@@ -91,10 +91,10 @@ class BroadcastRoutes:
         async def operate() -> Response:
             if route.path == FROM_TENSOR:
                 return json_response(NO_TENSORS, 501)
-            answer = await self._services.weight_operations.submit(await self.call(route))
+            reply = await self._services.weight_operations.submit(await self.call(route))
             if route.path == results.WEIGHTS_BY_NAME:
-                return json_response(*results.merge_weights_by_name(answer), dict(answer.headers))
-            return shown(answer)
+                return json_response(*results.merge_weights_by_name(reply), dict(reply.headers))
+            return shown(reply)
 
         return operate
 
@@ -126,8 +126,8 @@ def _converter(config_store: ConfigStore) -> type[PathConverter]:
     return ConfiguredPath
 
 
-def shown(answer: AdminResponse) -> Response:
-    return json_response(answer.body, answer.status, dict(answer.headers))
+def shown(reply: AdminResponse) -> Response:
+    return json_response(reply.body, reply.status, dict(reply.headers))
 
 
 async def refuse_no_object(route: AdminRoute, body: bytes) -> None:
@@ -154,14 +154,14 @@ def _refuse_no_object(route: AdminRoute, body: bytes) -> None:
 
 def _lists_of(body: bytes) -> dict[str, object]:
     """No more of a large one than is asked for; its other parts are passed over."""
-    found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    lists = {name: found[name] for name in LISTS if name in found}
-    return {name: _pieces(piece) for name, piece in lists.items()}
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    lists = {name: fields[name] for name in LISTS if name in fields}
+    return {name: _pieces(raw) for name, raw in lists.items()}
 
 
-def _pieces(piece: msgspec.Raw) -> object:
+def _pieces(raw: msgspec.Raw) -> object:
     try:
-        return msgspec.json.decode(piece, type=list[msgspec.Raw])
+        return msgspec.json.decode(raw, type=list[msgspec.Raw])
     except msgspec.ValidationError:
         return None
 
@@ -169,7 +169,7 @@ def _pieces(piece: msgspec.Raw) -> object:
 def refuse_lengths(value: dict[str, object]) -> None:
     """Raises Refusal 400."""
     lists = [value.get(name) for name in LISTS]
-    lengths = {len(each) if isinstance(each, list) else -1 for each in lists}
+    lengths = {len(part) if isinstance(part, list) else -1 for part in lists}
     if len(lengths) > 1 or lengths & {-1, 0}:
         raise bad_request(
             "names, dtypes and shapes must be lists of the same length, and not empty"
@@ -179,8 +179,8 @@ def refuse_lengths(value: dict[str, object]) -> None:
 def target_of(path: str) -> str:
     """With the query as it was written, less what is said to us."""
     query = request.query_string.decode("ascii", "ignore")
-    kept = [part for part in query.split("&") if part and part.partition("=")[0] != "selector"]
-    return f"{path}?{'&'.join(kept)}" if kept else path
+    parts = [part for part in query.split("&") if part and part.partition("=")[0] != "selector"]
+    return f"{path}?{'&'.join(parts)}" if parts else path
 
 
 def worker_headers(body: bytes) -> dict[str, str]:
@@ -193,5 +193,5 @@ def worker_headers(body: bytes) -> dict[str, str]:
 def caller() -> str:
     """How to name who asks: what it calls itself, and its address."""
     payload = request.headers.get("User-Agent", "")[:120]
-    places = request.headers.getlist(PEER)
-    return f"{payload} from {peer_host(places[-1])}".strip() if places else payload
+    addresses = request.headers.getlist(PEER)
+    return f"{payload} from {peer_host(addresses[-1])}".strip() if addresses else payload

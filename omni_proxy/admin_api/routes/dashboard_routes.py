@@ -39,11 +39,11 @@ class DashboardRoutes:
 
     async def show(self) -> Response:
         body, headers = _page()
-        answer = Response(body, 200, headers, content_type="text/html; charset=utf-8")
+        response = Response(body, 200, headers, content_type="text/html; charset=utf-8")
         # Asked for anew each time, sent only when it is another one: an upgrade shows at once.
-        answer.set_etag(hashlib.sha256(body).hexdigest()[:32])
-        await answer.make_conditional(request)
-        return answer
+        response.set_etag(hashlib.sha256(body).hexdigest()[:32])
+        await response.make_conditional(request)
+        return response
 
 
 @cache
@@ -105,8 +105,8 @@ class Body(ResponseBody):
     No generator: of one that is left in the middle nobody can say when it ends.
     """
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
+    def __init__(self, stream_slots: Places) -> None:
+        self._places = stream_slots
 
     async def __aenter__(self) -> Self:
         self._places.taken += 1
@@ -128,8 +128,8 @@ class Body(ResponseBody):
 
 
 class _Events(Body):
-    def __init__(self, places: Places, services: Services, snapshots: Snapshots) -> None:
-        super().__init__(places)
+    def __init__(self, stream_slots: Places, services: Services, snapshots: Snapshots) -> None:
+        super().__init__(stream_slots)
         self._services = services
         self._snapshots = snapshots
         self._seen = 0  # the newest second that this reader has been told

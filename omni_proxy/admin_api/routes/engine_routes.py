@@ -55,44 +55,46 @@ class EngineRoutes:
         """Some routable worker really generates a token; the least loaded is asked first."""
         reasons = {}
         for worker in sorted(self._routable(), key=lambda worker: worker.in_flight):
-            found = await generate_token(worker, _credentials(), GENERATE_SECS)
-            if found.ok:
+            result = await generate_token(worker, _credentials(), GENERATE_SECS)
+            if result.ok:
                 return json_response({"status": "ok", "worker": worker.url})
-            reasons[worker.url] = found.failure
-        message = "no worker generated: " + ", ".join(f"{u}: {why}" for u, why in reasons.items())
+            reasons[worker.url] = result.failure
+        message = "no worker generated: " + ", ".join(
+            f"{u}: {reason}" for u, reason in reasons.items()
+        )
         raise HttpError(503, message, "generation_failed")
 
     async def model_info(self) -> Response:
         """The first routable worker's own words: replicas of one model agree."""
         reasons = {}
         for worker in self._routable():
-            found = await self._first_of(worker, ("/get_model_info", "/model_info"))
-            generated = found.json() if found.ok else None
+            response = await self._first_of(worker, ("/get_model_info", "/model_info"))
+            generated = response.json() if response.ok else None
             if isinstance(
                 generated, dict
             ):  # written anew: a number that is none is spelled as null
                 return json_response(generated)
-            reasons[worker.url] = "no JSON object" if found.ok else found.failure
+            reasons[worker.url] = "no JSON object" if response.ok else response.failure
         raise _nothing("model_info", reasons)
 
     async def server_info(self) -> Response:
         mode = self._services.config_store.config.weight_sync.mode
         # A trainer's group has the ranks of everybody who lives, routable or not.
         workers = self._routable() if mode == "off" else self._alive()
-        found = await broadcast(workers, self._get("/server_info"))
-        old = [outcome.worker for outcome in found if outcome.status in ROUTE_ABSENT]
-        again = {o.worker: o for o in await broadcast(old, self._get("/get_server_info"))}
-        found = [again.get(outcome.worker, outcome) for outcome in found]
+        results = await broadcast(workers, self._get("/server_info"))
+        old = [outcome.worker for outcome in results if outcome.status in ROUTE_ABSENT]
+        retried = {o.worker: o for o in await broadcast(old, self._get("/get_server_info"))}
+        results = [retried.get(outcome.worker, outcome) for outcome in results]
         holding = self._services.weight_operations.version_service
-        merged = await merge_server_info(found, holding.store_service.has_path)
+        merged = await merge_server_info(results, holding.store_service.has_path)
         if merged is None:
-            raise _nothing("server_info", {o.worker.url: o.failure for o in found})
+            raise _nothing("server_info", {o.worker.url: o.failure for o in results})
         merged["tp_size"] = holding.rank_count(merged["tp_size"])
         return json_response(merged)
 
     async def loads(self) -> Response:
-        found = await broadcast(self._alive(), self._get("/v1/loads"))
-        return json_response(await loads_answer(found))
+        results = await broadcast(self._alive(), self._get("/v1/loads"))
+        return json_response(await loads_answer(results))
 
     async def flush_cache(self) -> Response:
         """200 when all that are meant flushed, 502 when one did not; what they had is forgotten."""
@@ -100,37 +102,37 @@ class EngineRoutes:
         alive = [worker for worker in self._alive() if urls is None or worker.url in urls]
         if urls is not None and not alive:
             raise HttpError(404, "the selector matches no live worker", "no_workers_match")
-        found = await self._flushed(alive)
-        flushed = [outcome for outcome in found if outcome.ok]
+        results = await self._flushed(alive)
+        flushed = [outcome for outcome in results if outcome.ok]
         for outcome in flushed:
             self._services.fleet.cache_cleared(outcome.worker)
-        all_did = len(flushed) == len(found)
-        answer = {
+        all_did = len(flushed) == len(results)
+        response = {
             "status": "success" if all_did else "partial" if flushed else "failed",
-            "message": f"{len(flushed)} of {len(found)} workers flushed their cache",
+            "message": f"{len(flushed)} of {len(results)} workers flushed their cache",
             "workers_flushed": len(flushed),
-            "total_http_workers": len(found),
+            "total_http_workers": len(results),
             "total_grpc_workers": 0,
             "total_zmq_workers_skipped": 0,
             "total_workers": len(self._services.fleet.workers),
-            "failed": {o.worker.url: o.failure for o in found if not o.ok},
+            "failed": {o.worker.url: o.failure for o in results if not o.ok},
         }
-        return json_response(answer, 200 if all_did else 502)
+        return json_response(response, 200 if all_did else 502)
 
     async def _flushed(self, workers: Sequence[Worker]) -> list[CallResult]:
         """The outcome of each, in their order."""
         headers = _credentials()
-        found: dict[Worker, CallResult] = {}
+        results: dict[Worker, CallResult] = {}
 
-        async def one(worker: Worker) -> None:
-            async with room:
-                found[worker] = await flush_cache(worker, headers, self._secs)
+        async def probe(worker: Worker) -> None:
+            async with limiter:
+                results[worker] = await flush_cache(worker, headers, self._secs)
 
-        room = trio.CapacityLimiter(MAX_PARALLEL_CALLS)
+        limiter = trio.CapacityLimiter(MAX_PARALLEL_CALLS)
         async with trio.open_nursery() as nursery:
             for worker in workers:
-                nursery.start_soon(one, worker)
-        return [found[worker] for worker in workers]
+                nursery.start_soon(probe, worker)
+        return [results[worker] for worker in workers]
 
     async def metrics(self) -> Response:
         workers = self._alive()
@@ -158,23 +160,23 @@ class EngineRoutes:
 
     async def _first_of(self, worker: Worker, targets: Sequence[str]) -> CallResult:
         """The first of these routes that the worker has."""
-        found = None
+        result = None
         for target in targets:
             call = Call("GET", target, timeout_secs=self._secs, headers=_credentials())
-            found = await call_worker(worker, call)
-            if found.status not in ROUTE_ABSENT:
+            result = await call_worker(worker, call)
+            if result.status not in ROUTE_ABSENT:
                 break
-        assert found is not None
-        return found
+        assert result is not None
+        return result
 
 
 def _credentials() -> dict[str, str]:
     """Who asks us may be asked for a key by the worker too; the worker's own key wins."""
-    said = request.headers.get("Authorization")
-    return {"authorization": said} if said else {}
+    credentials = request.headers.get("Authorization")
+    return {"authorization": credentials} if credentials else {}
 
 
-def _nothing(what: str, reasons: Mapping[str, str]) -> HttpError:
+def _nothing(name: str, reasons: Mapping[str, str]) -> HttpError:
     return HttpError(
-        502, f"no worker told its {what}", f"{what}_unavailable", details=dict(reasons)
+        502, f"no worker told its {name}", f"{name}_unavailable", details=dict(reasons)
     )

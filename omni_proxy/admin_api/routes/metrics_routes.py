@@ -39,21 +39,21 @@ class _Part(Collector):
 
 def written(families: Iterable[Metric]) -> Iterator[bytes]:
     """Their text, slice by slice. A family may come in parts, one right after the other."""
-    begun = ""
+    family_name = ""
     for family in families:
         for begin in range(0, max(len(family.samples), 1), SLICE):
             registry = CollectorRegistry(auto_describe=False)
             registry.register(_Part(family, slice(begin, begin + SLICE)))
             text = generate_latest(registry)
-            if family.name == begun:  # HELP and TYPE have been said
+            if family.name == family_name:  # HELP and TYPE have been said
                 text = text.split(b"\n", 2)[2]
-            begun = family.name
+            family_name = family.name
             yield text
 
 
 class _Text(Body):
-    def __init__(self, places: Places, text: bytes) -> None:
-        super().__init__(places)
+    def __init__(self, stream_slots: Places, text: bytes) -> None:
+        super().__init__(stream_slots)
         self._left = [text]
 
     async def __anext__(self) -> bytes:

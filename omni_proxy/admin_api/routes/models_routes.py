@@ -21,12 +21,12 @@ from quart import Quart, Response, request
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.serializers.explanation import explanation_record
 from omni_proxy.admin_api.services import Services
+from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,
     Requirements,
-    affinity_key_of,
     has_json_body,
     inspect_request,
     requirements_of_large_json,
@@ -116,15 +116,15 @@ async def merge(outcomes: Iterable[CallResult]) -> tuple[Cards, dict[str, str]]:
     """
     cards: dict[str, dict[str, object]] = {}
     reasons: dict[str, str] = {}
-    left = ALL_LISTS_BYTES
+    bytes_left = ALL_LISTS_BYTES
     for outcome in outcomes:
         await trio.lowlevel.checkpoint()
-        left -= len(outcome.body)
-        found = _cards_of(outcome) if left >= 0 else "the other workers' lists are too long"
-        if isinstance(found, str):
-            reasons[outcome.worker.url] = found
+        bytes_left -= len(outcome.body)
+        stop = _cards_of(outcome) if bytes_left >= 0 else "the other workers' lists are too long"
+        if isinstance(stop, str):
+            reasons[outcome.worker.url] = stop
             continue
-        for card in found:
+        for card in stop:
             cards.setdefault(_key(card), card)
     return list(cards.values()), reasons
 
@@ -155,12 +155,12 @@ def _cards(body: bytes | None) -> Cards | str:
         return INVALID
     except ValueError:
         return "JSONDecodeError"
-    found = payload.get("data") if isinstance(payload, dict) else None
-    if not isinstance(found, list):
+    cards = payload.get("data") if isinstance(payload, dict) else None
+    if not isinstance(cards, list):
         return INVALID
-    if len(found) > MAX_CARDS:
+    if len(cards) > MAX_CARDS:
         return TOO_MANY
-    return [card for card in found if isinstance(card, dict)]
+    return [card for card in cards if isinstance(card, dict)]
 
 
 def _target(query: bytes) -> str:
@@ -206,29 +206,30 @@ class ExplainRoutes:
         if route is None:
             raise bad_request(f"path {path} is no model route; try {DEFAULT_PATH}", "unknown_path")
         body = await body_bytes()
-        need = await _need_of(route, body, _facts())
-        if need.large_body_class:
-            settle_large(self._services.fleet, need)
+        requirements = await _need_of(route, body, _facts())
+        if requirements.large_body_class:
+            settle_large(self._services.fleet, requirements)
         data_plane = self._services.data_plane
-        pin_to_voice_owner(data_plane.voices, route.traffic, need)
-        if route.text and not need.large_body_class:
-            need.body_fields = keyed_fields(body, route.text)
+        pin_to_voice_owner(data_plane.voices, route.traffic, requirements)
+        if route.text and not requirements.large_body_class:
+            requirements.body_fields = keyed_fields(body, route.text)
         if route.pinning is RESPONSE_OWNER:
-            named = named_response(path, b"" if need.large_body_class else body)
+            named_id = named_response(path, b"" if requirements.large_body_class else body)
             owners, now = data_plane.response_owners, time.monotonic()
-            pin_to_response_owner(need, named, owners, now)
+            pin_to_response_owner(requirements, named_id, owners, now)
         if data_plane.policy.needs_affinity_key:
-            need.affinity_key = affinity_key_of(_lines())
+            keys = affinity_keys_of(self._services.config_store.config)
+            requirements.affinity_key = keys.read(_lines(), body)
         policy = data_plane.policy
-        explanation = explain(self._services.fleet, need, policy, data_plane.voices.owner)
-        return json_response(explanation_record(explanation, need, policy.name))
+        explanation = explain(self._services.fleet, requirements, policy, data_plane.voices.owner)
+        return json_response(explanation_record(explanation, requirements, policy.name))
 
 
-async def _need_of(route: Route, body: bytes, facts: RequestFacts) -> Requirements:
+async def _need_of(route: Route, body: bytes, request_facts: RequestFacts) -> Requirements:
     """Raises Refusal 400, as for a request of this body."""
-    if len(body) > ONE_PASS_BYTES and has_json_body(route, facts):
-        return requirements_of_large_json(route, await top_of(body), facts)
-    return inspect_request(route, body, facts)
+    if len(body) > ONE_PASS_BYTES and has_json_body(route, request_facts):
+        return requirements_of_large_json(route, await top_of(body), request_facts)
+    return inspect_request(route, body, request_facts)
 
 
 async def top_of(body: bytes) -> LargeJsonFields:
@@ -237,8 +238,8 @@ async def top_of(body: bytes) -> LargeJsonFields:
     while True:
         try:
             next(walk)
-        except StopIteration as found:
-            top: LargeJsonFields = found.value
+        except StopIteration as stop:
+            top: LargeJsonFields = stop.value
             return top
         await trio.lowlevel.checkpoint()
 

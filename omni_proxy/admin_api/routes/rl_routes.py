@@ -57,27 +57,27 @@ class RlRoutes:
         rule = app.add_url_rule
         rule("/v1/rl/workers", "rl_workers", self.all)
         rule("/v1/rl/workers/<path:name>", "rl_worker", self.one)
-        one = "/v1/rl/workers/<path:name>/engine/<path:path>"
-        rule(one, "rl_worker_engine", self.engine_of_one, methods=list(METHODS))
+        engine_rule = "/v1/rl/workers/<path:name>/engine/<path:path>"
+        rule(engine_rule, "rl_worker_engine", self.engine_of_one, methods=list(METHODS))
         rule("/v1/rl/engine/<path:path>", "rl_engine", self.engine, methods=list(METHODS))
 
     async def all(self) -> Response:
         workers = self._services.fleet.workers
-        facts = await self._selectors.engine_facts(workers)
-        shown = [self._record(worker, facts.get(worker.url, {})) for worker in workers]
-        return json_response({"protocol_version": PROTOCOL_VERSION, "workers": shown})
+        reported = await self._selectors.engine_facts(workers)
+        records = [self._record(worker, reported.get(worker.url, {})) for worker in workers]
+        return json_response({"protocol_version": PROTOCOL_VERSION, "workers": records})
 
     async def one(self, name: str) -> Response:
         worker = self._find(name)
-        facts = await self._selectors.engine_facts([worker])
-        return json_response(self._record(worker, facts.get(worker.url, {})))
+        reported = await self._selectors.engine_facts([worker])
+        return json_response(self._record(worker, reported.get(worker.url, {})))
 
     async def engine_of_one(self, name: str, path: str) -> Response:
         worker = self._find(name)
-        answer = await self._send(path, frozenset((worker.url,)))
-        results = _results(answer)
+        response = await self._send(path, frozenset((worker.url,)))
+        results = _results(response)
         if not results:
-            return shown(answer)
+            return shown(response)
         result = self._result(results[0])
         if results[0]["success"]:
             return json_response(result)
@@ -91,32 +91,34 @@ class RlRoutes:
         text = request.args.get("selector")
         if not text:
             raise HttpError(400, "name the workers with ?selector=", "selector_required")
-        answer = await self._send(path, await self._selectors.urls(text) or frozenset())
-        results = _results(answer)
+        response = await self._send(path, await self._selectors.urls(text) or frozenset())
+        results = _results(response)
         if not results:
-            return shown(answer)
-        failed = [self._failure(each) for each in results if not each["success"]]
-        facts = {
-            "results": {self._id(each): self._result(each) for each in results if each["success"]},
+            return shown(response)
+        failed = [self._failure(result) for result in results if not result["success"]]
+        reported = {
+            "results": {
+                self._id(result): self._result(result) for result in results if result["success"]
+            },
             "failed": failed,
             "total": len(results),
             "succeeded": len(results) - len(failed),
         }
-        return json_response(facts, 207 if failed else 200)
+        return json_response(reported, 207 if failed else 200)
 
     async def _send(self, path: str, urls: frozenset[str]) -> AdminResponse:
         """Raises HttpError 400 for a path that could mean another one."""
         if ".." in path.split("/") or "\\" in path:
             raise HttpError(400, f"no engine has the path /{path}", "invalid_engine_path")
         target = "/" + quote(path, safe="/:@!$&'()*+,;=~")
-        known = BY_PATH.get(target)
-        if known is not None and request.method not in known.methods:
-            known = None
-        route = known or AdminRoute(target, Kind.READ)
+        admin_route = BY_PATH.get(target)
+        if admin_route is not None and request.method not in admin_route.methods:
+            admin_route = None
+        route = admin_route or AdminRoute(target, Kind.READ)
         body = await body_bytes()
-        if known is not None:
-            await refuse_no_object(known, body)
-            body = with_defaults(known.path, body)
+        if admin_route is not None:
+            await refuse_no_object(admin_route, body)
+            body = with_defaults(admin_route.path, body)
         headers = worker_headers(body)
         call = AdminCall(route, request.method, target_of(target), body, headers, urls, caller())
         return await self._services.weight_operations.submit(call)
@@ -127,19 +129,19 @@ class RlRoutes:
             raise HttpError(404, "worker not found", "worker_not_found")
         return worker
 
-    def _record(self, worker: Worker, facts: Facts) -> dict[str, object]:
+    def _record(self, worker: Worker, reported: Facts) -> dict[str, object]:
         record = self._records.record(worker)
         return {
             "id": worker.id,
             "url": worker.url,
             "base_url": worker.url,
-            "engine": facts.get("engine"),
-            "engine_version": facts.get("engine_version"),
+            "engine": reported.get("engine"),
+            "engine_version": reported.get("engine_version"),
             "model_id": worker.model,
             "worker_type": "regular",
             "connection_mode": "http",
             "control_url": worker.url,
-            **{name: _number(facts.get(name)) for name in ("tp_size", "dp_size", "pp_size")},
+            **{name: _number(reported.get(name)) for name in ("tp_size", "dp_size", "pp_size")},
             "dp_ranks": None,
             "role": "regular",
             "health": record["status"],
@@ -175,13 +177,13 @@ class RlRoutes:
         }
 
 
-def _results(answer: AdminResponse) -> list[dict[str, object]]:
+def _results(response: AdminResponse) -> list[dict[str, object]]:
     """What each worker answered; [] where nobody was asked."""
-    detail = answer.body.get("detail")
-    for place in (answer.body, detail):
-        found = place.get("results") if isinstance(place, Mapping) else None
-        if isinstance(found, list):
-            return found
+    detail = response.body.get("detail")
+    for container in (response.body, detail):
+        results = container.get("results") if isinstance(container, Mapping) else None
+        if isinstance(results, list):
+            return results
     return []
 
 

@@ -33,8 +33,8 @@ EVENTS: Final = "text/event-stream"
 class _RolloutEvents(Body):
     """The rollout at the beginning, and after each change until it has ended."""
 
-    def __init__(self, places: Places, services: Services, progress: RolloutProgress) -> None:
-        super().__init__(places)
+    def __init__(self, stream_slots: Places, services: Services, progress: RolloutProgress) -> None:
+        super().__init__(stream_slots)
         self._services, self._progress = services, progress
         self._seen: int | None = None
         self._told_at = 0.0
@@ -79,7 +79,7 @@ class RolloutRoutes:
         """202 once it is planned and recorded; its end is in the events, or under its location."""
         parsed = parse_rollout(await json_object())
         key = passed_on(request.headers).get("authorization")
-        answer = await self._services.weight_operations.start_rollout(
+        reply = await self._services.weight_operations.start_rollout(
             RolloutCall(
                 parsed,
                 await self._selectors.urls(request.args.get("selector")),
@@ -87,10 +87,10 @@ class RolloutRoutes:
                 {"authorization": key} if key else {},
             )
         )
-        if answer.ok and _wants_events():
+        if reply.ok and _wants_events():
             return self._events()
-        response = shown(answer)
-        if answer.ok:
+        response = shown(reply)
+        if reply.ok:
             response.headers["Location"] = ROLLOUT.path
         return response
 

@@ -3,12 +3,15 @@
 Contract: the texts are those that its clients compare, character by character (routers.md 5). A
 worker is added only after it answered its health check; until then nothing has changed. Who names
 the worker in a JSON body, as miles does, gets JSON, and may repeat itself.
+
+POST /finish_session of vllm-router: a sticky session is over. The same again changes nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from urllib.parse import parse_qs
 
 from quart import Quart, Response, request
 
@@ -17,6 +20,7 @@ from omni_proxy.admin_api.responses import bad_request, json_object, json_respon
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_arrivals import MAX_WAIT_SECS, WAIT_SECS, WorkerArrivals
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.affinity_key import session_key
 from omni_proxy.wire.errors import HttpError
 
 log = logging.getLogger(__name__)
@@ -34,17 +38,19 @@ class SglangRoutes:
         app.add_url_rule("/list_workers", "worker_urls", self.urls)
 
     async def add(self) -> Response:
-        named, as_json = await _named_url()
+        url_text, as_json = await _named_url()
         if "api_key" in request.args:
             raise bad_request(
                 "api_key is not taken over HTTP: put the key into an environment variable and name "
                 "it as api_key_env in the configuration file"
             )
-        url = parse_worker_url(named)
+        url = parse_worker_url(url_text)
         if as_json and self._services.fleet.find(url):
             return self._counts()
         await self._add(url)
-        return self._counts() if as_json else text_response(f"Successfully added worker: {named}")
+        return (
+            self._counts() if as_json else text_response(f"Successfully added worker: {url_text}")
+        )
 
     async def _add(self, url: str) -> None:
         if self._services.fleet.find(url):
@@ -67,15 +73,15 @@ class SglangRoutes:
 
     async def remove(self) -> Response:
         """One that isn't there is removed already: scripts repeat themselves."""
-        named, as_json = await _named_url()
-        worker = self._services.fleet.get(named) or self._services.fleet.find(
-            parse_worker_url(named)
+        url_text, as_json = await _named_url()
+        worker = self._services.fleet.get(url_text) or self._services.fleet.find(
+            parse_worker_url(url_text)
         )
         if worker is not None and await self._removed(worker):
             log.info("worker_deleted worker=%s url=%s", worker.display_id, worker.url)
         if as_json:
             return self._counts()
-        return text_response(f"Successfully removed worker: {named}")
+        return text_response(f"Successfully removed worker: {url_text}")
 
     async def _removed(self, worker: Worker) -> bool:
         """False where another request was faster."""
@@ -98,13 +104,13 @@ def _known_already() -> HttpError:
 async def _named_url() -> tuple[str, bool]:
     """The worker's URL as it was written, encoded or not, and whether that was in a JSON body.
     Raises HttpError 400 without one."""
-    named = request.args.get("url", "").strip()
-    if named:
-        return named, False
+    url_text = request.args.get("url", "").strip()
+    if url_text:
+        return url_text, False
     body = await json_object()
-    found = request.args.get("worker_url") or body.get("url") or body.get("worker_url")
-    if isinstance(found, str) and found.strip():
-        return found.strip(), True
+    url = request.args.get("worker_url") or body.get("url") or body.get("worker_url")
+    if isinstance(url, str) and url.strip():
+        return url.strip(), True
     # What clients of that router know: its framework's own words.
     raise bad_request("Failed to deserialize query string: missing field `url`", "missing_url")
 
@@ -120,3 +126,26 @@ def _wait_secs() -> float:
     if not 0 < secs <= MAX_WAIT_SECS:
         raise bad_request(f"timeout_secs must be a number above 0, up to {MAX_WAIT_SECS:g}")
     return secs
+
+
+class SessionRoutes:
+    """The end of a sticky session, told by the client: it is no load any more (features.md 6).
+
+    Answered at once, without a lock and without waiting for a worker. It needs no key: who knows a
+    session's id may send requests of that session as well.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/finish_session", "finish_session", self.finish, methods=["POST"])
+
+    async def finish(self) -> Response:
+        # Its bytes, which make the key that the same bytes in a header make.
+        query = parse_qs(request.query_string.decode("latin-1"), encoding="latin-1")
+        value = query.get("session_id", [""])[0].strip(" \t").encode("latin-1")
+        if not value:
+            raise bad_request("name the session: POST /finish_session?session_id=ID")
+        finished = self._services.data_plane.finish_session(session_key(value))
+        return json_response({"session_id": value.decode("utf-8", "replace"), "finished": finished})

@@ -99,25 +99,25 @@ class DrainRoutes:
         await self._changes.change(edit, at_once=True)
         return self._services.drains.start(worker, secs, remove=remove)
 
-    def _secs(self, given: object) -> float:
+    def _secs(self, value: object) -> float:
         """Raises HttpError 400."""
-        if given is None:
+        if value is None:
             return self._services.config_store.config.server.drain_timeout_secs
         try:
-            secs = float(given) if isinstance(given, str | int | float) else -1.0
+            secs = float(value) if isinstance(value, str | int | float) else -1.0
         except (ValueError, OverflowError):
             secs = -1.0
-        if isinstance(given, bool) or not isfinite(secs) or not 0 <= secs <= LONGEST_SECS:
+        if isinstance(value, bool) or not isfinite(secs) or not 0 <= secs <= LONGEST_SECS:
             raise bad_request("timeout_secs must be a number of seconds, 0 for no deadline")
         return secs
 
 
 def asked_to_drain() -> bool:
     """Raises HttpError 400 for a `drain` that is neither yes nor no."""
-    given = request.args.get("drain", "").lower()
-    if given not in SWITCH:
+    value = request.args.get("drain", "").lower()
+    if value not in SWITCH:
         raise bad_request("drain must be true or false")
-    return SWITCH[given]
+    return SWITCH[value]
 
 
 log = logging.getLogger(__name__)
@@ -138,13 +138,13 @@ class WorkerRoutes:
 
     def mount(self, app: Quart) -> None:
         # A path, for Werkzeug has decoded the %2F of a worker id already.
-        one = "/workers/<path:name>"
+        rule = "/workers/<path:name>"
         app.add_url_rule("/workers", "workers", self.all)
         app.add_url_rule("/workers", "add_worker", _coded(self.add), methods=["POST"])
-        app.add_url_rule(one, "worker", _coded(self.one))
-        app.add_url_rule(one, "switch_worker", _coded(self.switch), methods=["PUT"])
-        app.add_url_rule(one, "patch_worker", _coded(self.patch), methods=["PATCH"])
-        app.add_url_rule(one, "delete_worker", _coded(self.delete), methods=["DELETE"])
+        app.add_url_rule(rule, "worker", _coded(self.one))
+        app.add_url_rule(rule, "switch_worker", _coded(self.switch), methods=["PUT"])
+        app.add_url_rule(rule, "patch_worker", _coded(self.patch), methods=["PATCH"])
+        app.add_url_rule(rule, "delete_worker", _coded(self.delete), methods=["DELETE"])
 
     async def all(self) -> Response:
         pool = self._records.pool("ok", request.args.get("model"))
@@ -189,9 +189,9 @@ class WorkerRoutes:
         log.info("worker_registered worker=%s url=%s", worker.display_id, worker.url)
         self._notes.update(worker, parsed.note_fields)
         await self._arrivals.until_routable(worker)
-        said = {"ignored": parsed.ignored} if parsed.ignored else {}
+        extra = {"ignored": parsed.ignored} if parsed.ignored else {}
         message = f"Worker {worker.url} added successfully"
-        return self._done(worker, success=True, message=message, **said)
+        return self._done(worker, success=True, message=message, **extra)
 
     def _wait_secs(self) -> float | None:
         """How long the client wants its answer to wait for the worker's health; None where it does
@@ -201,17 +201,19 @@ class WorkerRoutes:
         if not waits or "respond-async" in wishes:
             return None
         limit = self._services.config_store.config.health.startup_timeout_secs or WAIT_SECS
-        said = wishes.get("wait", "")
-        if not said:
+        extra = wishes.get("wait", "")
+        if not extra:
             return limit
-        if not said.isdigit() or int(said) > MAX_WAIT_SECS:
-            raise bad_request(f"Prefer: wait={said}: write seconds, up to {MAX_WAIT_SECS:g}")
-        return float(said)
+        if not extra.isdigit() or int(extra) > MAX_WAIT_SECS:
+            raise bad_request(f"Prefer: wait={extra}: write seconds, up to {MAX_WAIT_SECS:g}")
+        return float(extra)
 
     async def switch(self, name: str) -> Response:
         body = await json_object()
-        known = self._changes.lookup(name)
-        parsed = parse_put(body, known.url if known else None, prefers_async=self._is_async())
+        registered = self._changes.lookup(name)
+        parsed = parse_put(
+            body, registered.url if registered else None, prefers_async=self._is_async()
+        )
         worker = self._changes.find(name)
         # Taking one out, or in again, is not to wait for an update that hangs.
         at_once = parsed.settings.keys() <= {"disabled"}
@@ -237,7 +239,7 @@ class WorkerRoutes:
 
     async def delete(self, name: str) -> Response:
         worker = self._changes.find(name)
-        payload: dict[str, object] = {"status": "ok", "worker_id": worker.id}
+        payload: dict[str, object] = {"status": "ok", "worker_id": self._notes.public_id(worker)}
         if asked_to_drain():
             if self._is_async():
                 await self._drains.begin_removal(worker)
@@ -267,33 +269,30 @@ class WorkerRoutes:
 
         return edit
 
-    def _done(self, worker: Worker, **said: object) -> Response:
+    def _done(self, worker: Worker, **extra: object) -> Response:
         headers = etag(self._services.config_store.revision)
         record = self._records.record(worker)
         return json_response(
-            {"status": "ok", **said, **_naming(worker), "worker": record}, headers=headers
+            {"status": "ok", **extra, **self._naming(worker), "worker": record}, headers=headers
         )
 
     def _accepted(self, worker: Worker, message: str, ignored: Sequence[str] = ()) -> Response:
-        answer: dict[str, object] = {
+        response: dict[str, object] = {
             "status": "accepted",
-            **_naming(worker),
+            **self._naming(worker),
             "message": message,
             "worker": self._records.record(worker),
         }
         if ignored:
-            answer["ignored"] = ignored
-        headers = {"Location": _location(worker), **etag(self._services.config_store.revision)}
-        return json_response(answer, 202, headers)
+            response["ignored"] = ignored
+        location = str(response["location"])
+        headers = {"Location": location, **etag(self._services.config_store.revision)}
+        return json_response(response, 202, headers)
 
-
-def _location(worker: Worker) -> str:
-    return f"/workers/{worker.id}"
-
-
-def _naming(worker: Worker) -> dict[str, object]:
-    """What smg's clients read at the top of every answer about a worker."""
-    return {"worker_id": worker.id, "url": worker.url, "location": _location(worker)}
+    def _naming(self, worker: Worker) -> dict[str, object]:
+        """What smg's clients read at the top of every answer about a worker."""
+        name = self._notes.public_id(worker)
+        return {"worker_id": name, "url": worker.url, "location": f"/workers/{name}"}
 
 
 def _coded(view: View[Given]) -> View[Given]:
@@ -313,7 +312,7 @@ def _coded(view: View[Given]) -> View[Given]:
 def _wishes() -> dict[str, str]:
     """The preferences that the request names (RFC 7240), with their values."""
     named = request.headers.get("Prefer", "").lower().replace(";", ",").split(",")
-    parts = (wish.partition("=") for wish in named)
+    parts = (part.partition("=") for part in named)
     return {name.strip(): value.strip(' "') for name, _, value in parts}
 
 

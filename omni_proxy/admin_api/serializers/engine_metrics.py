@@ -55,18 +55,18 @@ class _Families(Collector):
             labels=["worker"],
         )
         for outcome in self._outcomes:
-            found = _families(outcome)
-            up.add_metric([outcome.worker.url], 0 if found is None else 1)
-            for family in found or ():
+            parsed = _families(outcome)
+            up.add_metric([outcome.worker.url], 0 if parsed is None else 1)
+            for family in parsed or ():
                 name = family.name + TOTAL * (family.type == "counter")
                 if name == UP:
                     continue
-                known = families.setdefault(
+                family_so_far = families.setdefault(
                     name, Metric(family.name, family.documentation, family.type)
                 )
-                if known.type != family.type:  # as between two versions of an engine
-                    known.name, known.type = name, "unknown"
-                known.samples += _labelled(family, outcome.worker.url)
+                if family_so_far.type != family.type:  # as between two versions of an engine
+                    family_so_far.name, family_so_far.type = name, "unknown"
+                family_so_far.samples += _labelled(family, outcome.worker.url)
         yield up
         yield from families.values()
 
@@ -76,25 +76,25 @@ def _families(outcome: CallResult) -> list[Metric] | None:
     if not outcome.ok:
         return None
     try:
-        found = _read(outcome.body.decode())
+        parsed = _read(outcome.body.decode())
     except (ValueError, KeyError, IndexError, TypeError):  # what its parser raises for junk
         return None
-    for family in found:
+    for family in parsed:
         if family.type not in _KEPT_TYPES:
             family.type = "unknown"
-    times = [float(s.timestamp or 0) for family in found for s in family.samples]
-    return found if all(map(math.isfinite, times)) else None  # no such time can be written
+    times = [float(s.timestamp or 0) for family in parsed for s in family.samples]
+    return parsed if all(map(math.isfinite, times)) else None  # no such time can be written
 
 
 def _read(text: str) -> list[Metric]:
     """Raises ValueError past a bound, and what the reader raises."""
-    found, names = [], set()
+    parsed, names = [], set()
     for family in text_fd_to_metric_families(cast("TextIO", _lines(text))):
         names.add(family.name)
         if len(names) > MAX_FAMILIES:
             raise ValueError(f"more than {MAX_FAMILIES} families")
-        found.append(family)
-    return found
+        parsed.append(family)
+    return parsed
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -113,10 +113,10 @@ def _lines(text: str) -> Iterator[str]:
         if line.lstrip()[:1] != "#":
             yield line
             continue
-        words = line.split(None, 3)
-        if words[1:2] == ["TYPE"] and words[3:] and words[3].strip() == "counter":
-            words[3] = "counter" if words[2].endswith(TOTAL) else "unknown"
-        yield " ".join(words)
+        parts = line.split(None, 3)
+        if parts[1:2] == ["TYPE"] and parts[3:] and parts[3].strip() == "counter":
+            parts[3] = "counter" if parts[2].endswith(TOTAL) else "unknown"
+        yield " ".join(parts)
 
 
 def _labelled(family: Metric, worker: str) -> Iterable[Sample]:

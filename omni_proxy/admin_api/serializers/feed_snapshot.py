@@ -53,9 +53,9 @@ class Snapshots:
         leaving = plane.draining or services.leaving()
         reason = unready(services)
         pauses = services.weight_operations.journal.pauses()
-        why = reasons(services, pauses)
+        reason_of = reasons(services, pauses)
         launch = services.launcher.status() if services.launcher else []
-        places = {row["url"]: row for row in launch}
+        launches = {row["url"]: row for row in launch}
         loop_lag_ms = round(instruments.ticker.worst_secs * 1000, 2)
         counts = {**plane.counts(), "loop_lag_ms": loop_lag_ms}
         now = time.time()
@@ -77,8 +77,8 @@ class Snapshots:
             "policy": {"name": plane.policy.name, **plane.policy.stats()},
             "fleet": [
                 {
-                    **self._row(worker, now, why),
-                    "launch": places.get(worker.url),
+                    **self._row(worker, now, reason_of),
+                    "launch": launches.get(worker.url),
                     "paused": pauses[worker.url].to_dict() if worker.url in pauses else None,
                 }
                 for worker in services.fleet.workers
@@ -94,7 +94,7 @@ class Snapshots:
             "weights": services.weight_operations.status(),
         }
 
-    def _row(self, worker: Worker, now: float, why: Why) -> dict[str, object]:
+    def _row(self, worker: Worker, now: float, reason_of: Why) -> dict[str, object]:
         machine, instruments = worker.health, self._services.instruments
         state_since = _state_since(worker, self._services.drains)
         counted = self._services.config_store.config.server.metrics
@@ -109,12 +109,13 @@ class Snapshots:
             "half_open": machine.is_half_open,
             "trial": machine.is_half_open,  # the old name of half_open, for one release
             "held_by": sorted(worker.cordon_reasons),
-            "why": why(worker),
+            "why": reason_of(worker),
             "since": machine.since.isoformat(),
             "state_since": state_since,
             "last_error": machine.last_error,
             "in_flight": worker.in_flight,
             "max_inflight": worker.max_inflight,
+            "sessions": self._services.data_plane.session_count(worker),
             **instruments.recent.worker_window(worker, now)._asdict(),
             "silent_secs": instruments.stall_detector.silent_secs(worker, now) if counted else None,
             "routed": sum(worker.routed.values()),

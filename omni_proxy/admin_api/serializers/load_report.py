@@ -53,15 +53,15 @@ async def loads_answer(outcomes: Iterable[CallResult]) -> dict[str, object]:
     }
 
 
-def _records(outcome: CallResult, room: int) -> list[dict[str, object]]:
+def _records(outcome: CallResult, free_bytes: int) -> list[dict[str, object]]:
     """One per data-parallel rank of the engine; one of our own counting where it tells nothing,
     or of more ranks than there is `room` for."""
     report = outcome.json() if outcome.ok else None
     ranks = report.get("loads") if isinstance(report, dict) else None
-    if not isinstance(ranks, list) or len(ranks) > min(MAX_RANKS, room):
+    if not isinstance(ranks, list) or len(ranks) > min(MAX_RANKS, free_bytes):
         ranks = []
-    found = [rank for rank in ranks if isinstance(rank, dict)]
-    return [_record(outcome, rank, index) for index, rank in enumerate(found or [{}])]
+    records = [rank for rank in ranks if isinstance(rank, dict)]
+    return [_record(outcome, rank, index) for index, rank in enumerate(records or [{}])]
 
 
 def _record(outcome: CallResult, report: Mapping[str, object], index: int) -> dict[str, object]:

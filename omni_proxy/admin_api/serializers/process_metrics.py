@@ -23,6 +23,7 @@ def of_program(services: Services) -> Iterator[Metric]:
     yield from _data_plane(services)
     yield from _config(services)
     yield from _policy(services.data_plane.policy.name, services.data_plane.policy.stats())
+    yield from _sessions(services)
     yield from _weights(services)
     yield from _itself(services)
     yield from ProcessCollector(registry=CollectorRegistry(auto_describe=False)).collect()
@@ -80,21 +81,33 @@ def _config(services: Services) -> Iterator[Metric]:
     )
 
 
-def _policy(name: str, facts: Mapping[str, object]) -> Iterator[Metric]:
+def _policy(name: str, stats: Mapping[str, object]) -> Iterator[Metric]:
     yield from gauges("policy_info", "The routing policy; always 1", ("policy",), [((name,), 1)])
-    picks = [((branch,), count) for branch, count in _table(facts, "picks").items()]
+    picks = [((branch,), count) for branch, count in _table(stats, "picks").items()]
     text = "Which rule of the policy chose the worker"
     yield from counters("policy_picks", text, ("branch",), picks)
-    yield one("prefix_tree_bytes", "Text in the prefix tree", _number(facts, "tree_size"))
-    yield one("prefix_tree_limit_bytes", "max_tree_size", _number(facts, "max_tree_size"))
-    yield one("prefix_tree_nodes", "Nodes of that tree", _number(facts, "tree_nodes"))
-    matched = _number(facts, "matched_ratio")
+    yield one("prefix_tree_bytes", "Text in the prefix tree", _number(stats, "tree_size"))
+    yield one("prefix_tree_limit_bytes", "max_tree_size", _number(stats, "max_tree_size"))
+    yield one("prefix_tree_nodes", "Nodes of that tree", _number(stats, "tree_nodes"))
+    matched = _number(stats, "matched_ratio")
     yield one("prefix_match_ratio", "Share of all text that was in the tree", matched)
-    sticky = _table(facts, "sticky")
+    sticky = _table(stats, "sticky")
     yield one("sticky_sessions", "Sessions remembered", sticky.get("sessions", 0))
-    kept = [((result,), sticky.get(result, 0)) for result in ("kept", "begun")]
-    text = "Requests that stayed, or began anew"
-    yield from counters("sticky_picks", text, ("result",), kept)
+    results = ("kept", "begun", "moved", "rebalanced")
+    sticky_rows = [((result,), sticky.get(result, 0)) for result in results]
+    text = "Requests that stayed, began a session, or moved one"
+    yield from counters("sticky_picks", text, ("result",), sticky_rows)
+    finished = sticky.get("finished", 0)
+    yield total("sticky_sessions_finished", "Sessions ended by /finish_session", finished)
+
+
+def _sessions(services: Services) -> Iterator[Metric]:
+    """No sample while sessions are not sticky."""
+    if services.config_store.config.routing.sticky_sessions:
+        count = services.data_plane.session_count
+        counts = [((worker.url,), count(worker)) for worker in services.fleet.workers]
+        text = "Sticky sessions that are at a worker"
+        yield from gauges("worker_sessions", text, ("worker",), counts)
 
 
 def _weights(services: Services) -> Iterator[Metric]:
@@ -118,9 +131,9 @@ def _weights(services: Services) -> Iterator[Metric]:
     yield one("workers_uncertain", "Workers whose weights nobody is sure of", uncertain)
     pauses = operations.journal.pauses()
     yield one("workers_paused", "Workers whose engines somebody paused", len(pauses))
-    begun = [((url,), _timestamp(pause.at)) for url, pause in pauses.items()]
+    paused_since = [((url,), _timestamp(pause.at)) for url, pause in pauses.items()]
     text = "When its engine was paused; no sample while it is not"
-    yield from gauges("worker_paused_timestamp_seconds", text, ("worker",), begun)
+    yield from gauges("worker_paused_timestamp_seconds", text, ("worker",), paused_since)
     yield from _syncs(operations.sync.lifecycle.session.state, operations.sync.lifecycle.meters)
 
 
@@ -132,7 +145,7 @@ def _syncs(now: SyncState, meters: SyncMetrics) -> Iterator[Metric]:
     yield from counters("weight_sync_steps", text, labels, meters.ended.items())
     secs = [((phase,), spent) for phase, spent in meters.secs.items()]
     yield from counters("weight_sync_seconds", "Time that they took", ("phase",), secs)
-    aborts = [((why,), count) for why, count in meters.aborts.items()]
+    aborts = [((cause,), count) for cause, count in meters.aborts.items()]
     text = "Grouped syncs that were ended from outside"
     yield from counters("weight_sync_aborts", text, ("why",), aborts)
     yield total("weight_sync_bytes", "What members of the groups received", meters.nbytes)
@@ -163,11 +176,11 @@ def _timestamp(at: str) -> float:
     return datetime.fromisoformat(at).timestamp() if at else 0
 
 
-def _number(facts: Mapping[str, object], key: str) -> float:
-    value = facts.get(key)
+def _number(stats: Mapping[str, object], key: str) -> float:
+    value = stats.get(key)
     return value if isinstance(value, int | float) else 0
 
 
-def _table(facts: Mapping[str, object], key: str) -> dict[str, int]:
-    value = facts.get(key)
+def _table(stats: Mapping[str, object], key: str) -> dict[str, int]:
+    value = stats.get(key)
     return value if isinstance(value, dict) else {}

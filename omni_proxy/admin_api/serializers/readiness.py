@@ -61,8 +61,8 @@ def is_opening(services: Services) -> bool:
         return False
     if time.monotonic() - services.started > services.config_store.config.health.timeout_secs:
         return False
-    found = (services.fleet.find(url) for url in services.given)
-    return any(worker is not None and _awaits_first_probes(worker) for worker in found)
+    workers = (services.fleet.find(url) for url in services.given)
+    return any(worker is not None and _awaits_first_probes(worker) for worker in workers)
 
 
 def describe_reason(services: Services, reason: str) -> str:

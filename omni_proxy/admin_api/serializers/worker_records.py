@@ -17,9 +17,7 @@ from omni_proxy.admin_api.serializers.readiness import HOW_TO_CONTINUE
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
 from omni_proxy.fleet.health import Health
-from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker, capability_names
-from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 
 RESOLVE = "`omni-proxy weights resolve` brings it back once its weights are verified"
@@ -32,16 +30,20 @@ def reasons(services: Services, pauses: Mapping[str, PauseRecord]) -> Why:
     `pauses`: from the state journal, reduced to what the caller may see.
     """
     launch = services.launcher.status() if services.launcher else []
-    places = {str(place["url"]): place for place in launch}
+    launches = {str(launch_row["url"]): launch_row for launch_row in launch}
 
     def why(worker: Worker) -> str | None:
         if worker.routable:
             return None
-        place = places.get(worker.url)
+        launch_row = launches.get(worker.url)
         return (
             _declared_dead(worker)
             or _disabled(worker, services.drains.secs_left)
-            or (place is not None and LAUNCH_CORDON in worker.cordon_reasons and _launching(place))
+            or (
+                launch_row is not None
+                and LAUNCH_CORDON in worker.cordon_reasons
+                and _launching(launch_row)
+            )
             or _unhealthy(worker)
             or _cordoned(worker, services.weight_operations.journal.uncertain, pauses)
             or "half-open: one request at a time until one succeeds"
@@ -60,15 +62,15 @@ def _disabled(worker: Worker, secs_left: Callable[[Worker], float | None]) -> st
         return ""
     if not worker.in_flight:
         return "disabled by an operator"
-    left = secs_left(worker)
-    until = f", {left:.0f} s left" if left else ""
+    secs = secs_left(worker)
+    until = f", {secs:.0f} s left" if secs else ""
     return f"draining: {worker.in_flight} in flight{until}"
 
 
-def _launching(place: Mapping[str, object]) -> str:
+def _launching(launch_row: Mapping[str, object]) -> str:
     """The launcher knows its own process; a probe may be answered by another one."""
-    state = str(place["state"]).replace("_", " ")
-    error = place["last_error"]
+    state = str(launch_row["state"]).replace("_", " ")
+    error = launch_row["last_error"]
     return f"its process is {state}: {error}" if error else f"its process is {state}"
 
 
@@ -147,14 +149,14 @@ def worker_record(worker: Worker) -> dict[str, object]:
 class WorkerRecords:
     def __init__(
         self,
-        fleet: Fleet,
-        drains: WorkerDrains,
+        services: Services,
         notes: WorkerNotes,
         reasons: Callable[[], Why],
         pauses: Pauses,
     ) -> None:
-        self._fleet = fleet
-        self._drains = drains
+        self._fleet = services.fleet
+        self._drains = services.drains
+        self._data_plane = services.data_plane
         self._notes = notes
         self._reasons = reasons
         self._pauses = pauses
@@ -179,6 +181,7 @@ class WorkerRecords:
         note = self._notes.get(worker)
         return {
             **worker_record(worker),
+            "id": self._notes.public_id(worker),
             "why": why(worker),
             "paused": pause.to_dict() if pause is not None else None,
             "draining": self._drains.get_record(worker),
@@ -188,6 +191,7 @@ class WorkerRecords:
             "is_healthy": worker.health.state is Health.HEALTHY,
             "status": GATEWAY_STATUS[worker.health.state],
             "load": worker.in_flight,
+            "sessions": self._data_plane.session_count(worker),
             "priority": note.priority,
             "cost": note.cost,
             "labels": note.labels,

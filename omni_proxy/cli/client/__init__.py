@@ -1,1 +1,1 @@
-"""How commands ask a running proxy: its URL, key and TLS, and the admin API."""
+"""Client of a running proxy's admin API: URL, key, TLS, requests."""

@@ -1,13 +1,12 @@
-"""How a command finds the running proxy, and asks it.
+"""Client of the admin API of a running proxy: finds its URL and key, sends requests.
 
-Invariant: whatever keeps a command from being answered by an omni-proxy is a `AdminClientError`,
-whose text says what to do about it; what the proxy itself says, yes or no, is an `AdminReply`.
+Invariant: whatever prevents a response from an omni-proxy is an `AdminClientError`, whose text
+gives the remedy; a response of the proxy, success or error, is an `AdminReply`.
 
-What a refused configuration file still says of where its proxy is, and which key that takes.
-
-A proxy that runs goes on when its file is broken, and is to be found just then. Invariant: a key
-that decides where a request, and with it the admin key, goes to is never guessed: where it stands
-in the file and can't be read, the whole file is refused. PURE.
+Also reads [server] and [admin] from a configuration file that does not validate: a proxy keeps
+running when its file is broken, and commands must reach it just then. Invariant: a key that decides
+where a request, and with it the admin key, goes to is never guessed: if it is in the file and
+can't be read, the whole file is refused.
 """
 
 from __future__ import annotations
@@ -66,41 +65,41 @@ def salvage_config(raw: bytes, refusal: ConfigError) -> Config:
     except ConfigError:
         raise refusal from None
     try:
-        told: Mapping[str, Any] = tomllib.loads(text)
+        document: Mapping[str, Any] = tomllib.loads(text)
     except (ValueError, RecursionError):
-        told = _line_by_line(text, refusal)
-    if any(_is_misplaced(name, value) for name, value in told.items()):
+        document = _line_by_line(text, refusal)
+    if any(_is_misplaced(name, value) for name, value in document.items()):
         raise refusal
-    kept: dict[str, dict[str, Any]] = {}
+    valid: dict[str, dict[str, Any]] = {}
     for table in TABLES:
-        keys = told.get(table, {})
+        keys = document.get(table, {})
         if not isinstance(keys, Mapping):
             raise refusal
         for key, value in keys.items():
-            seen, findings = walk({table: {key: value}}, Config)
+            values, findings = walk({table: {key: value}}, Config)
             if not findings:
-                kept.setdefault(table, {}).update(seen[table])
+                valid.setdefault(table, {}).update(values[table])
             elif (table, key) in DECIDING or _may_be_meant(table, findings, keys):
                 raise refusal
-    return msgspec.convert(kept, Config)
+    return msgspec.convert(valid, Config)
 
 
 def _is_misplaced(name: str, value: object) -> bool:
-    """Whether it holds a deciding key and is no table of ours: one that was meant for [server]?"""
+    """Whether a deciding key, perhaps meant for [server], is outside the known tables."""
     if name in Config.__struct_fields__:
         return False
     return name in _NAMES or (isinstance(value, Mapping) and not _NAMES.isdisjoint(value))
 
 
 def _may_be_meant(table: str, findings: list[Finding], keys: Mapping[str, Any]) -> bool:
-    """Whether an unknown key is a slip for a deciding one, which is missing."""
+    """Whether an unknown key may be a misspelt deciding key, which is missing."""
     missing = [name for where, name in DECIDING if where == table and name not in keys]
     return any(f"`{name}`" in hint for _, _, hint in findings for name in missing)
 
 
 def _line_by_line(text: str, refusal: ConfigError) -> dict[str, dict[str, Any]]:
-    """Of a text that is no TOML: each line of the two tables that is some for itself."""
-    found: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
+    """Salvage a text that is not TOML: each line of the two tables that is valid by itself."""
+    tables: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
     table = ""
     for line in text.splitlines():
         if header := _HEADER.match(line):
@@ -113,17 +112,17 @@ def _line_by_line(text: str, refusal: ConfigError) -> dict[str, dict[str, Any]]:
         try:
             if where not in TABLES or key is None:
                 raise ValueError
-            found[where][name] = tomllib.loads(line[key.start(2) :])[name]
+            tables[where][name] = tomllib.loads(line[key.start(2) :])[name]
         except (ValueError, KeyError, RecursionError):
             if _may_decide(table, line):
                 raise refusal from None
-    return found
+    return tables
 
 
 def _may_decide(table: str, line: str) -> bool:
-    """Whether a line that says nothing readable may be meant for a deciding key."""
-    other = table not in TABLES and table.partition(".")[0] in Config.__struct_fields__
-    return not other and _MENTION.search(line.partition("#")[0]) is not None
+    """Whether an unreadable line may set a deciding key."""
+    elsewhere = table not in TABLES and table.partition(".")[0] in Config.__struct_fields__
+    return not elsewhere and _MENTION.search(line.partition("#")[0]) is not None
 
 
 DEFAULT_URL: Final = "http://127.0.0.1:30000"
@@ -131,46 +130,46 @@ KEY_VARIABLE: Final = "SGLANG_OMNI_ADMIN_KEY"
 ANY_ADDRESS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to listen on, not to dial
 CONNECT_SECS: Final = 5.0
 ANSWER_SECS: Final = 15.0
-NO_SUCH_PLACE: Final = 2  # exit status of every command that could not ask
+NOT_REACHABLE: Final = 2  # exit status if no proxy could be reached
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-_WHERE: Final = "name it with --url URL, or the file that it runs with by --config FILE"
+_WHERE: Final = "pass its address with --url URL, or its configuration file with --config FILE"
 
 JsonObject = dict[str, Any]
 
 
 class AdminClientError(Exception):
-    """Nobody who could answer; the text tells why and how to mend it."""
+    """No response from an omni-proxy; the text gives the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdminTarget:
-    """Where the proxy is; `key_from` says in words where its key came from. `certificate` is the
-    file of the one that it shows, where we know it; `papers` are ours."""
+    """Where the proxy is. `key_from` describes the source of `key`, for error messages.
+    `certificate` is the file of the server's certificate, if known."""
 
     url: str
     key: str = ""
     key_from: str = ""
     certificate: str = ""
-    papers: ClientCert = NO_CLIENT_CERT
+    client_cert: ClientCert = NO_CLIENT_CERT
 
 
 @dataclass(frozen=True, slots=True)
 class AdminReply:
-    """What an omni-proxy said; `refusal` is "" where it said yes."""
+    """A response of an omni-proxy; `refusal` is "" on success."""
 
     status: int
-    told: JsonObject
+    body: JsonObject
 
     @property
     def refusal(self) -> str:
-        error = self.told.get("error")
+        error = self.body.get("error")
         if isinstance(error, dict) and "message" in error:
             return str(error["message"])
         return "" if self.status < 400 else f"status {self.status}"
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words by which every command finds the proxy."""
+    """The flags that every command has to find the proxy."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--url", metavar="URL", help=f"the proxy, or unix:PATH (default {DEFAULT_URL})"
@@ -179,36 +178,33 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", type=Path, help="the proxy that runs with this file"
     )
     parser.add_argument(
-        "--api-key", metavar="KEY", help=f"the admin key; else the file's, else {KEY_VARIABLE}"
+        "--api-key", metavar="KEY", help=f"admin key (default: the file's, else {KEY_VARIABLE})"
     )
     add_tls_arguments(parser)
 
 
 def with_default_command(argv: Sequence[str], default: str) -> list[str]:
-    """The command first, wherever it stands among the words that say which proxy is meant.
-
-    What only looks needs no word of its own: `default` is its command.
-    """
+    """argv with the subcommand first, also if target flags precede it; without one, `default`."""
     if argv and argv[0] in ("-h", "--help"):
         return list(argv)
-    place = argparse.ArgumentParser(add_help=False)
-    add_target_arguments(place)
-    valued = {word for action in place._actions for word in action.option_strings}
-    at = 0
-    while at < len(argv) and argv[at].startswith("-"):
-        if argv[at] in valued:
-            at += 1
-        elif argv[at] != "--json" and argv[at].partition("=")[0] not in valued:
+    target_parser = argparse.ArgumentParser(add_help=False)
+    add_target_arguments(target_parser)
+    valued = {option for action in target_parser._actions for option in action.option_strings}
+    index = 0
+    while index < len(argv) and argv[index].startswith("-"):
+        if argv[index] in valued:
+            index += 1
+        elif argv[index] != "--json" and argv[index].partition("=")[0] not in valued:
             break
-        at += 1
-    if at < len(argv) and not argv[at].startswith("-"):
-        return [argv[at], *argv[:at], *argv[at + 1 :]]
+        index += 1
+    if index < len(argv) and not argv[index].startswith("-"):
+        return [argv[index], *argv[:index], *argv[index + 1 :]]
     return [default, *argv]
 
 
 def admin_target_of(arguments: argparse.Namespace) -> AdminTarget:
     """Raises AdminClientError."""
-    papers = client_cert_of(arguments)
+    client_cert = client_cert_of(arguments)
     config, broken = config_of(arguments)
     if broken:
         print(
@@ -217,40 +213,39 @@ def admin_target_of(arguments: argparse.Namespace) -> AdminTarget:
         )
     if config is not None:
         url = _url_of(config, arguments.config)
-        _require_papers(config, url, arguments.config, papers)
+        _require_client_cert(config, url, arguments.config, client_cert)
     else:
         typed = arguments.url or DEFAULT_URL.removeprefix("http://")
-        url = normalize_admin_url(typed, "https" if papers else "http")
-    if papers and url.startswith("http:"):
+        url = normalize_admin_url(typed, "https" if client_cert else "http")
+    if client_cert and url.startswith("http:"):
         raise AdminClientError(
-            f"{url} is asked without TLS, so leave --ca and --client-cert out, or "
-            "name it by https://"
+            f"{url} is plain HTTP: leave --ca and --client-cert out, or use https://"
         )
     keys = (
         (arguments.api_key or "", "--api-key"),
         ((config.admin.api_key or config.server.api_key) if config else "", str(arguments.config)),
         (os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE),
     )
-    key, key_from = next((found for found in keys if found[0]), ("", ""))
-    return AdminTarget(url, key, key_from, config.server.tls_cert if config else "", papers)
+    key, key_from = next((pair for pair in keys if pair[0]), ("", ""))
+    return AdminTarget(url, key, key_from, config.server.tls_cert if config else "", client_cert)
 
 
-def _require_papers(config: Config, url: str, file: Path, papers: ClientCert) -> None:
-    """Whoever has the file knows who is let in, and needs no refusal to tell. Raises
-    AdminClientError."""
+def _require_client_cert(config: Config, url: str, file: Path, client_cert: ClientCert) -> None:
+    """Check before connecting that a client certificate is given if the file requires one.
+    Raises AdminClientError."""
     server = config.server
-    asks = server.tls_client_ca and server.tls_client_require and url.startswith("https:")
-    if asks and not papers.cert:
+    requires_cert = server.tls_client_ca and server.tls_client_require and url.startswith("https:")
+    if requires_cert and not client_cert.cert:
         raise AdminClientError(
-            f"{file}: only clients with a certificate are let in ([server] tls_client_ca is "
-            f"{server.tls_client_ca}): name yours by --client-cert FILE and --client-key FILE"
+            f"{file}: a client certificate is required ([server] tls_client_ca is "
+            f"{server.tls_client_ca}): pass --client-cert FILE and --client-key FILE"
         )
 
 
 def config_of(arguments: argparse.Namespace) -> tuple[Config | None, str]:
-    """What --config FILE says, where it is there, and why the proxy would refuse it, "" if not.
+    """The configuration of --config FILE, if given, and why the proxy would refuse it, else "".
 
-    Of a broken file what is needed to find the proxy, which goes on with what it had. Raises
+    Of a broken file only what is needed to find the proxy, which keeps its configuration. Raises
     AdminClientError.
     """
     file: Path | None = arguments.config
@@ -264,12 +259,12 @@ def config_of(arguments: argparse.Namespace) -> tuple[Config | None, str]:
         try:
             return salvage_config(file.read_bytes(), refusal), f"{first}{count}"
         except (OSError, ConfigError):
-            message = f"{refusal}\nmend it, or name the running proxy with --url URL"
+            message = f"{refusal}\nfix it, or pass the running proxy's address with --url URL"
             raise AdminClientError(message) from None
 
 
 def _url_of(config: Config, file: Path) -> str:
-    """Of the listener that takes control requests."""
+    """The URL of the listener with the admin routes."""
     listen = config.admin.listen or config.server.host
     if listen.startswith("unix:"):
         return listen
@@ -278,7 +273,7 @@ def _url_of(config: Config, file: Path) -> str:
         host, port = listen.rpartition(":")[0].strip("[]"), int(listen.rpartition(":")[2])
     if port == 0:
         raise AdminClientError(
-            f"{file} lets the proxy take any free port: see its log for `listening on`, and name "
+            f"{file} has port 0, any free port: see the proxy's log for `listening on`, and pass "
             "that with --url URL"
         )
     host = ANY_ADDRESS.get(host, host)
@@ -287,7 +282,7 @@ def _url_of(config: Config, file: Path) -> str:
 
 
 def normalize_admin_url(url: str, scheme: str = "http") -> str:
-    """With its scheme and host: `10.0.0.1:30000` and `:30000` are what people type."""
+    """With scheme and host added to short forms like `10.0.0.1:30000` and `:30000`."""
     if url.startswith("unix:"):
         return url
     if url.startswith(":"):
@@ -296,31 +291,33 @@ def normalize_admin_url(url: str, scheme: str = "http") -> str:
 
 
 class AdminClient:
-    """A connection to the proxy at a place; closed by its `with`."""
+    """A client of the proxy at `target`; a context manager."""
 
-    def __init__(self, place: AdminTarget, answer_secs: float = ANSWER_SECS) -> None:
-        """Raises AdminClientError for a URL that is none."""
+    def __init__(self, target: AdminTarget, answer_secs: float = ANSWER_SECS) -> None:
+        """Raises AdminClientError for an invalid URL."""
         import httpx
 
-        self.place = place
-        # A command tells what came of a change, so it waits for the end of that (RFC 7240).
+        self.target = target
+        # A command reports the result of a change, so it waits for its end (RFC 7240).
         agent = f"omni-proxy-cli/{__version__}".encode()
         headers = [(b"user-agent", agent), (b"prefer", b"wait")]
-        if place.key:
-            headers.append((b"authorization", f"Bearer {place.key}".encode()))
-        socket = place.url.removeprefix("unix:") if place.url.startswith("unix:") else None
-        secure = place.url.startswith("https:")
+        if target.key:
+            headers.append((b"authorization", f"Bearer {target.key}".encode()))
+        socket = target.url.removeprefix("unix:") if target.url.startswith("unix:") else None
+        secure = target.url.startswith("https:")
         try:
-            trusted = create_tls_context(place.papers, place.certificate) if secure else False
+            trusted = (
+                create_tls_context(target.client_cert, target.certificate) if secure else False
+            )
             self._client = httpx.Client(
-                base_url="http://localhost" if socket else place.url,
+                base_url="http://localhost" if socket else target.url,
                 transport=httpx.HTTPTransport(uds=socket, verify=trusted),
                 timeout=httpx.Timeout(answer_secs, connect=min(CONNECT_SECS, answer_secs)),
                 headers=headers,
-                trust_env=False,  # no HTTP_PROXY between an operator and his proxy
+                trust_env=False,  # HTTP_PROXY must not apply here
             )
         except (httpx.InvalidURL, ValueError) as error:
-            raise AdminClientError(f"{place.url} is no URL: {error}; {_WHERE}") from None
+            raise AdminClientError(f"{target.url} is not a URL: {error}; {_WHERE}") from None
         except ClientCertError as fault:
             raise AdminClientError(str(fault)) from None
 
@@ -354,57 +351,56 @@ class AdminClient:
 
     @contextmanager
     def lines(self, path: str) -> Iterator[Iterator[str]]:
-        """The lines of an answer without an end. Raises AdminClientError, also while they are
-        read."""
-        with self._asking(), self._client.stream("GET", path) as answer:
-            if not answer.is_success:
-                answer.read()
-                raise AdminClientError(self._read(answer).refusal)
-            yield answer.iter_lines()
+        """The lines of an endless response. Raises AdminClientError, also while iterating."""
+        with self._asking(), self._client.stream("GET", path) as response:
+            if not response.is_success:
+                response.read()
+                raise AdminClientError(self._read(response).refusal)
+            yield response.iter_lines()
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
         import httpx
 
-        url = self.place.url
+        url = self.target.url
         try:
             yield
         except httpx.ConnectError as error:
-            said = str(error)
+            message = str(error)
             raise AdminClientError(
-                explain_tls_error(url, said, self.place.papers)
-                or f"cannot connect to {url} ({strip_noise(said)}); {_WHERE}"
+                explain_tls_error(url, message, self.target.client_cert)
+                or f"cannot connect to {url} ({strip_noise(message)}); {_WHERE}"
             ) from None
         except httpx.TimeoutException:
-            raise AdminClientError(f"{url} does not answer in time") from None
+            raise AdminClientError(f"{url}: no response in time") from None
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            said = str(error) or type(error).__name__
+            message = str(error) or type(error).__name__
             raise AdminClientError(
-                explain_tls_error(url, said, self.place.papers)
-                or f"{url} can't be asked: {said}; {_WHERE}"
+                explain_tls_error(url, message, self.target.client_cert)
+                or f"{url}: request failed: {message}; {_WHERE}"
             ) from None
 
-    def _read(self, answer: httpx.Response) -> AdminReply:
+    def _read(self, response: httpx.Response) -> AdminReply:
         try:
-            told = answer.json()
+            body = response.json()
         except ValueError:
-            told = None
-        error = told.get("error") if isinstance(told, dict) else None
-        # A worker knows none of our routes, and says so in words of its own.
-        strange = answer.status_code in (404, 405) and not isinstance(error, dict)
-        if not isinstance(told, dict) or strange:
+            body = None
+        error = body.get("error") if isinstance(body, dict) else None
+        # A worker has none of the admin routes; its 404 has another body.
+        strange = response.status_code in (404, 405) and not isinstance(error, dict)
+        if not isinstance(body, dict) or strange:
             raise AdminClientError(
-                f"{self.place.url} answers (status {answer.status_code}), but not as an "
-                f"omni-proxy: is it a worker? {_WHERE}"
+                f"{self.target.url} answers with status {response.status_code}, but is not an "
+                f"omni-proxy; is it a worker? {_WHERE}"
             )
         code = error.get("code") if isinstance(error, dict) else None
         if code == "admin_key_required":
             raise AdminClientError(
-                f"{self.place.url} wants its admin key: give it by --api-key KEY, by "
-                f"{KEY_VARIABLE}, or name the proxy's file by --config FILE"
+                f"{self.target.url} requires the admin key: pass --api-key KEY, set "
+                f"{KEY_VARIABLE}, or pass the proxy's file with --config FILE"
             )
         if code == "admin_key_invalid":
             raise AdminClientError(
-                f"{self.place.url} has another admin key than the one from {self.place.key_from}"
+                f"{self.target.url} rejects the admin key from {self.target.key_from}"
             )
-        return AdminReply(answer.status_code, told)
+        return AdminReply(response.status_code, body)

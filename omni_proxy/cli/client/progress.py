@@ -1,6 +1,6 @@
-"""Questions that take their time: asked in a thread, while the person hears how far it is.
+"""Slow requests to the proxy, sent in a thread while their progress is printed.
 
-Invariant: Ctrl-C is obeyed at once, whatever the answer waits for; what was asked for goes on.
+Invariant: Ctrl-C ends the command at once; the operation in the proxy continues.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from omni_proxy.cli.client.admin_client import AdminReply
 POLL_SECS: Final = 0.5
 
 
-def call_with_progress(ask: Callable[[], AdminReply], look: Callable[[], str]) -> AdminReply:
-    """The answer of `ask`, with its exceptions; `look` says how far it is, "" where it can't."""
+def call_with_progress(call: Callable[[], AdminReply], describe: Callable[[], str]) -> AdminReply:
+    """The result of `call`, with its exceptions; `describe` returns the progress or ""."""
     future: Future[AdminReply] = Future()
-    threading.Thread(target=_fill, args=(future, ask), name="asking", daemon=True).start()
-    said = ""
+    threading.Thread(target=_fill, args=(future, call), name="admin-request", daemon=True).start()
+    printed = ""
     while True:
         try:
             return future.result(POLL_SECS)
         except TimeoutError:
-            if future.done():  # the answer came just now, or it is a TimeoutError of `ask` itself
+            if future.done():  # the reply came just now, or it is a TimeoutError of `call` itself
                 return future.result()
-        if (now := look()) and now != said:
+        if (now := describe()) and now != printed:
             print(now, file=sys.stderr, flush=True)
-            said = now
+            printed = now
 
 
-def _fill(future: Future[AdminReply], ask: Callable[[], AdminReply]) -> None:
+def _fill(future: Future[AdminReply], call: Callable[[], AdminReply]) -> None:
     try:
-        future.set_result(ask())
-    except Exception as error:  # it is raised where the answer is waited for
+        future.set_result(call())
+    except Exception as error:  # raised again where the result is awaited
         future.set_exception(error)
 
 
 def confirm(question: str) -> bool:
-    """Asks whoever sits there; only a plain yes is one."""
+    """Ask on the terminal; only `y` and `yes` confirm."""
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

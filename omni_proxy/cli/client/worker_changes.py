@@ -1,6 +1,6 @@
-"""Changes of one worker at a time, as `omni-proxy workers` and `top` ask for them.
+"""Changes of one worker at a time, for `omni-proxy workers` and `top`.
 
-Invariant: a worker is found before anything is asked of it, and only where exactly one is meant.
+Invariant: a change is sent only if the given name matches exactly one worker.
 """
 
 from __future__ import annotations
@@ -14,44 +14,46 @@ from omni_proxy.cli.screen.text_table import printable
 
 
 class ChangeRefused(Exception):
-    """The proxy, or the fleet as it is, says no; the text tells why."""
+    """The proxy refused the change, or no worker matches; the text gives the reason."""
 
 
 def fetch_workers(proxy: AdminClient, model: str | None = None) -> list[JsonObject]:
-    """The fleet as GET /workers has it. Raises ChangeRefused, CannotAsk."""
-    answer = require_accepted(proxy.get("/workers", {"model": model} if model else None))
-    found = answer.told.get("workers")
-    if not isinstance(found, list):
-        raise ChangeRefused(f"{proxy.place.url} told no workers")
-    return found
+    """The workers of GET /workers. Raises ChangeRefused, AdminClientError."""
+    reply = require_accepted(proxy.get("/workers", {"model": model} if model else None))
+    workers = reply.body.get("workers")
+    if not isinstance(workers, list):
+        raise ChangeRefused(f"the reply of {proxy.target.url} lists no workers")
+    return workers
 
 
-def require_accepted(answer: AdminReply) -> AdminReply:
+def require_accepted(reply: AdminReply) -> AdminReply:
     """Raises ChangeRefused."""
-    if answer.refusal:
-        raise ChangeRefused(printable(answer.refusal))
-    return answer
+    if reply.refusal:
+        raise ChangeRefused(printable(reply.refusal))
+    return reply
 
 
-def find_worker(fleet: Sequence[JsonObject], named: str) -> JsonObject:
-    """The worker that is meant by its URL, its id, its HOST:PORT or a part of these.
+def find_worker(fleet: Sequence[JsonObject], given: str) -> JsonObject:
+    """The worker with this URL, id or HOST:PORT, or with this text as a part of one of them.
 
-    Raises ChangeRefused where that is nobody, or more than one.
+    Raises ChangeRefused if no worker matches, or more than one.
     """
     names = [
         (record, [str(record.get(k)).lower() for k in ("url", "id", "display_id")])
         for record in fleet
     ]
-    bare = named.rstrip("/").lower()  # in any spelling that may be added
-    exact = [record for record, known in names if bare in known]
-    found = exact or [record for record, known in names if any(bare in name for name in known)]
-    if len(found) == 1:
-        return found[0]
-    urls = [printable(record.get("url")) for record in found or fleet]
-    shown = ", ".join(urls[:6]) + (f" and {len(urls) - 6} more" if len(urls) > 6 else "")
-    if found:
-        raise ChangeRefused(f"{named} is a part of {len(found)} workers: {shown}")
-    raise ChangeRefused(f"no worker is called {named}; there are: {shown or 'none at all'}")
+    wanted = given.rstrip("/").lower()  # as `workers add` accepts it
+    exact = [record for record, aliases in names if wanted in aliases]
+    matches = exact or [
+        record for record, aliases in names if any(wanted in name for name in aliases)
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    urls = [printable(record.get("url")) for record in matches or fleet]
+    listed = ", ".join(urls[:6]) + (f" and {len(urls) - 6} more" if len(urls) > 6 else "")
+    if matches:
+        raise ChangeRefused(f"{given} is a part of {len(matches)} workers: {listed}")
+    raise ChangeRefused(f"no worker is called {given}; workers: {listed or 'none'}")
 
 
 def worker_path(worker_id: str) -> str:
@@ -62,22 +64,22 @@ def worker_path(worker_id: str) -> str:
 def change_worker(
     proxy: AdminClient, name: str, worker_id: str, timeout_secs: float | None = None
 ) -> JsonObject:
-    """`disable`, `enable`, `revive`, `drain`, `remove` or `remove, drained`; the proxy's answer.
+    """`disable`, `enable`, `revive`, `drain`, `remove` or `remove, drained`; the proxy's reply.
 
-    Raises ChangeRefused, CannotAsk.
+    Raises ChangeRefused, AdminClientError.
     """
     path = worker_path(worker_id)
     if name == "drain":
         body = {} if timeout_secs is None else {"timeout_secs": timeout_secs}
-        return require_accepted(proxy.send("POST", f"{path}/drain", body)).told
+        return require_accepted(proxy.send("POST", f"{path}/drain", body)).body
     if name.startswith("remove"):
         query = {"drain": "true"} if name != "remove" else {}
         if query and timeout_secs is not None:
             query["timeout_secs"] = str(timeout_secs)
-        return require_accepted(proxy.send("DELETE", path, query=query)).told
+        return require_accepted(proxy.send("DELETE", path, query=query)).body
     body_of: dict[str, dict[str, Any]] = {
         "disable": {"disabled": True},
         "enable": {"disabled": False},
         "revive": {"is_dead": False},
     }
-    return require_accepted(proxy.send("PUT", path, body_of[name])).told
+    return require_accepted(proxy.send("PUT", path, body_of[name])).body

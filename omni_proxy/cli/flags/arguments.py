@@ -1,7 +1,7 @@
-"""The words that the commands take.
+"""Argument parsers of the commands that start something.
 
-Values of keys stay the strings that were typed: the configuration judges them, by the same rules
-and with the same words as it judges FILE.
+Values of configuration keys stay strings: the configuration validates them with the same rules and
+messages as FILE.
 """
 
 import argparse
@@ -19,19 +19,19 @@ ABOUT: Final = "One process in front of complete inference replicas."
 COMMANDS: Final = """\
 commands:
   omni-proxy [serve] ...     run the proxy: --config FILE, or --worker-urls URL ...
-  omni-proxy check FILE      say whether FILE would load; binds nothing
+  omni-proxy check FILE      validate FILE; binds nothing
   omni-proxy replica ...     run one inference replica; see `omni-proxy replica --help`
   omni-proxy launch ...      start replicas and the proxy in front of them
   omni-proxy launch-router   as sglang-router's launch_router: --worker-urls URL ...
 
-commands that ask a running proxy (--url URL or --config FILE):
-  omni-proxy status          one screen: who is slow, who is out and why, the last reload
+commands for a running proxy (--url URL or --config FILE):
+  omni-proxy status          one screen: slow workers, those out of rotation, the last reload
   omni-proxy top             the same, live on the whole terminal
   omni-proxy workers ...     list, add, remove, disable, enable, drain, revive
   omni-proxy explain [FILE]  where a request would go, and why
   omni-proxy logs --follow   its access log, pretty-printed
   omni-proxy weights ...     its workers' weights: status, pause, resolve, ...
-  omni-proxy completion bash what makes your shell complete all this (also zsh, fish)
+  omni-proxy completion bash completion script for your shell (also zsh, fish)
 """
 EXAMPLES: Final = """\
 examples:
@@ -42,20 +42,20 @@ examples:
 """
 _EPILOG: Final = f"""\
 {EXAMPLES}
-A flag wins over the configuration file, also when the file is read again. SIGHUP, a change of the
-file or POST /reload read it again; SIGTERM drains, a second one cuts.
+A flag wins over the configuration file, also after a reload. SIGHUP, a change of the file or POST
+/reload reload it; SIGTERM drains, a second SIGTERM closes connections.
 """
 _ROUTER_EPILOG: Final = """\
 examples:
   omni-proxy launch-router --worker-urls http://HOST:8000 http://HOST:8001
   omni-proxy launch-router --port 30000
 
-Without workers it starts too: /health is 200, /ready 503, until POST /add_worker?url=http://HOST:PORT
-adds one.
-A worker that is still starting, or was away, is taken as soon as it is well.
+It starts without workers too: /health is 200, /ready 503, until
+POST /add_worker?url=http://HOST:PORT adds one.
+A worker that is still starting or unreachable gets requests as soon as it is healthy.
 """
 _LAUNCH_EPILOG: Final = """\
-What is no flag of this page goes to the engine as it stands; so does all that follows a bare --.
+Other flags go to the engine unchanged; so does everything after a bare --.
 
 examples:
   omni-proxy launch --dp-size 2 --model-path tiny
@@ -69,12 +69,12 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
         "NAME",
         f"{', '.join(POLICIES)}, the name of an installed policy, or package.module:Class",
     ),
-    "--model": ("NAME", "model of every worker that names none"),
+    "--model": ("NAME", "model of workers that name none"),
     "--max-worker-retries": (
         "N",
-        "failed tries in a row that eject a worker; 0: never (default 3)",
+        "failed attempts in a row that eject a worker; 0: never (default 3)",
     ),
-    "--max-total-retries": ("N", "tries of one request in all (default 6)"),
+    "--max-total-retries": ("N", "attempts of one request in all (default 6)"),
     "--cache-threshold": ("SHARE", "cache_aware: match that decides, 0 to 1 (default 0.5)"),
     "--balance-abs-threshold": ("N", "cache_aware: load gap of an imbalance (default 32)"),
     "--balance-rel-threshold": ("X", "cache_aware: load ratio of an imbalance (default 1.0001)"),
@@ -85,12 +85,15 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
     "--queue-size": ("N", "requests that may wait instead of being refused (default 0)"),
     "--queue-timeout-secs": ("SECS", "longest such wait; 0 is no limit (default 30)"),
     "--max-payload-size": ("BYTES", 'largest request body, also as "64MiB" (default 512MiB)'),
-    "--health-failure-threshold": ("N", "bad probes in a row until a worker is out (default 3)"),
-    "--health-success-threshold": ("N", "good probes in a row until it is back (default 2)"),
+    "--health-failure-threshold": (
+        "N",
+        "failed probes in a row until a worker leaves rotation (default 3)",
+    ),
+    "--health-success-threshold": ("N", "good probes in a row until it returns (default 2)"),
     "--health-check-timeout-secs": ("SECS", "time for one probe (default 5)"),
     "--health-check-interval-secs": ("SECS", "time between two probes (default 10)"),
     "--health-check-endpoint": ("PATH", "path that is probed (default /health)"),
-    "--admin-api-key": ("KEY", "needed for changes; else the file's, else SGLANG_OMNI_ADMIN_KEY"),
+    "--admin-api-key": ("KEY", "admin key (default: the file's, else SGLANG_OMNI_ADMIN_KEY)"),
     "--log-level": ("LEVEL", "debug, info, warning, error or critical (default info)"),
     "--tls-cert": ("FILE", "PEM file of the certificate and its chain; needs --tls-key too"),
     "--tls-key": ("FILE", "PEM file of its key"),
@@ -98,7 +101,7 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
 
 
 def short_help() -> str:
-    """For who types the program's name alone."""
+    """For the program's name without arguments."""
     return (
         f"usage: {USAGE}\n\n{ABOUT}\n\n{COMMANDS}\n{EXAMPLES}\nomni-proxy --help lists the flags.\n"
     )
@@ -111,7 +114,7 @@ def serve_parser() -> argparse.ArgumentParser:
         description=f"{ABOUT}\n\n{COMMANDS}",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        # A prefix that works today breaks on the day a second flag begins with it.
+        # An abbreviation would break when a second flag begins with it.
         allow_abbrev=False,
     )
     _add_serving(parser)
@@ -150,10 +153,10 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
     add("--model-path", metavar="MODEL", default="smollm2-135m",
         help="tiny, smollm2-135m (default), or what the engine can load")  # fmt: skip
     add("--engine", choices=engines,
-        help="what runs them (default: our own where it has the model, else sglang)")  # fmt: skip
+        help="default: the built-in replica if it has the model, else sglang")  # fmt: skip
     add("--command", metavar="WORDS", default="",
-        help="start each replica with these words instead; {host}, {port}, {index} and {gpus} are "
-        "filled in")  # fmt: skip
+        help="start each replica with this command instead; {host}, {port}, {index} and {gpus} are "
+        "substituted")  # fmt: skip
     add("--served-model-name", metavar="NAME", default="", help="the name that clients use")
     add("--tp-size", "--tp", "--tensor-parallel-size", dest="tensor_parallel_size",
         metavar="N", type=_count, default=1, help="ranks of one replica (default 1)")  # fmt: skip
@@ -162,7 +165,7 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
     add("--worker-host", metavar="HOST", type=_address, default="127.0.0.1",
         help="where they listen")  # fmt: skip
     add("--worker-base-port", "--router-dp-worker-base-port", metavar="PORT", type=_count,
-        default=31000, help="free ports are looked for from here on (default 31000)")  # fmt: skip
+        default=31000, help="use free ports from here on (default 31000)")  # fmt: skip
     add("--worker-startup-timeout-secs", "--router-worker-startup-timeout-secs", metavar="SECS",
         type=float, default=300.0, help="until a replica is ready (default 300)")  # fmt: skip
     _add_serving(parser, prefix="--router-", policy="cache_aware")
@@ -184,12 +187,12 @@ def _count(text: str) -> int:
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
     return number
 
 
 def _add_verbose(parser: argparse.ArgumentParser, flag: str) -> None:
-    """sglang-router's word for a log level."""
+    """sglang-router's flag for a log level."""
     parser.add_argument(
         flag, dest="server.log_level", action="store_const", const="debug",
         default=argparse.SUPPRESS, help="the same as --log-level debug",
@@ -199,13 +202,13 @@ def _add_verbose(parser: argparse.ArgumentParser, flag: str) -> None:
 def _add_serving(
     parser: argparse.ArgumentParser, prefix: str = "", policy: str = "round_robin"
 ) -> None:
-    """The proxy's own flags; with a prefix also under it, as where an engine has the same ones.
+    """The proxy's own flags; with a prefix also under it, if an engine has the same ones.
 
-    `policy` is the one that the command takes where nobody names one.
+    `policy` is the command's default policy.
     """
     parser.add_argument("--version", action="version", version=f"omni-proxy {__version__}")
     parser.add_argument(
-        "--config", metavar="FILE", type=Path, help="the TOML file, read again when it changes"
+        "--config", metavar="FILE", type=Path, help="the TOML file, reloaded when it changes"
     )
     parser.add_argument(
         "--worker-urls",
@@ -222,7 +225,7 @@ def _add_serving(
         names = [flag, *FLAG_ALIASES.get(flag, ())]
         if prefix:
             names += [prefix + name.removeprefix("--") for name in names]
-        # Absent flags leave no trace: what is in the namespace under a key was asked for.
+        # SUPPRESS: only flags that were given are in the namespace.
         parser.add_argument(*names, dest=key, metavar=metavar, default=argparse.SUPPRESS, help=text)
     add_mapped_flags(parser, prefix)
 
@@ -230,9 +233,9 @@ def _add_serving(
 def check_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="omni-proxy check",
-        description="Say whether FILE would load. Exit status 0: it would; 2: it is refused.",
+        description="Validate FILE. Exit status 0: it loads; 2: it is refused.",
         allow_abbrev=False,
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="the TOML file to judge")
+    parser.add_argument("file", metavar="FILE", type=Path, help="the TOML file")
     parser.add_argument("--json", action="store_true", help="for machines: one object on stdout")
     return parser

@@ -1,7 +1,7 @@
 """Completion scripts for bash, zsh and fish.
 
-PURE. All three work alike: the words so far name a page, the page says what may come. Each word is
-quoted, whatever is in it. The workers of a running proxy they ask of `omni-proxy __complete`.
+PURE. All three work alike: the words so far select a page, which lists the completions. Every word
+is quoted. The workers of a running proxy come from `omni-proxy __complete`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What may follow the command of this name, as in "workers add"; "" is no command yet."""
+    """Completions after the command of this name, as in "workers add"; "" before a command."""
 
     name: str
     about: str
@@ -37,7 +37,7 @@ _BASH_WORKERS: Final = """\
 _omni_proxy_workers() {
     local line=${COMP_LINE:0:COMP_POINT} IFS=$'\\n' typed before=""
     typed=${line##* }
-    # Where a colon ends a word, bash puts only what follows the last one in place of the typed.
+    # If a colon ends a word, bash replaces only the text after the last colon.
     [[ $COMP_WORDBREAKS == *:* ]] && before=${typed%"${typed##*:}"}
     COMPREPLY=($("${1/#\\~/$HOME}" __complete "$line" 2>/dev/null))
     COMPREPLY=("${COMPREPLY[@]#"$before"}")
@@ -65,7 +65,7 @@ def bash(pages: Sequence[Page]) -> str:
         "# omni-proxy for bash: source this, or put it where bash-completion looks.",
         _BASH_WORKERS + "_omni_proxy() {",
         '    local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} page="" words=""',
-        *_page_of_words("${COMP_WORDS[at]}", pages),
+        *_page_lines("${COMP_WORDS[at]}", pages),
         "    COMPREPLY=()",
         '    case "$page:$prev" in',
         *(f"        {line}" for line in _bash_values(pages)),
@@ -86,13 +86,13 @@ def bash(pages: Sequence[Page]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _page_of_words(word: str, pages: Sequence[Page]) -> Iterator[str]:
-    """Shell lines that leave the page's name in $page; `word` is that of number $at.
+def _page_lines(word: str, pages: Sequence[Page]) -> Iterator[str]:
+    """Shell lines that set $page to the page's name; `word` is the shell's word number $at.
 
-    A word counts once the next is typed. Flags may stand before the second name: bash cuts a URL
-    into several words, so all that is neither a name nor a flag's value is passed over.
+    A word counts once the next is begun. Flags may precede the second name, and bash splits a URL
+    into several words: what is neither a name nor a flag's value is skipped.
     """
-    one, two, valued = ("|".join(map(_quoted, each or [""])) for each in _names(pages))
+    one, two, valued = ("|".join(map(_quoted, names or [""])) for names in _names(pages))
     yield "    local at=1"
     yield f'    (( COMP_CWORD > 1 )) && case "{word}" in {one}) page="{word}" ;; esac'
     yield "    for (( at = 2; at < COMP_CWORD; at++ )); do"
@@ -102,13 +102,13 @@ def _page_of_words(word: str, pages: Sequence[Page]) -> Iterator[str]:
 
 
 def _names(pages: Sequence[Page]) -> tuple[list[str], list[str], list[str]]:
-    """Those of one word, those of two, and PAGE:FLAG of what takes a value between the two."""
+    """Names of one word, of two words, and PAGE:FLAG for flags with a value between the two."""
     two = [page.name for page in pages if " " in page.name]
-    begun = {name.partition(" ")[0] for name in two}
+    groups = {name.partition(" ")[0] for name in two}
     valued = [
         f"{page.name}:{name}"
         for page in pages
-        if page.name in begun
+        if page.name in groups
         for flag in page.flags
         if flag.takes
         for name in flag.names
@@ -137,31 +137,31 @@ def zsh(pages: Sequence[Page]) -> str:
         _ZSH_WORKERS + "_omni_proxy() {",
         '    local page="" prev=$words[CURRENT-1] COMP_CWORD=$((CURRENT-1))',
         "    local -a found",
-        *_page_of_words("$words[at+1]", pages),
+        *_page_lines("$words[at+1]", pages),
         '    case "$page:$prev" in',
     ]
     for page in pages:
         for flag in (flag for flag in page.flags if flag.takes):
             pattern = "|".join(_quoted(f"{page.name}:{name}") for name in flag.names)
-            reply = f"compadd -- {_each(flag.choices)}" if flag.choices else ":"
+            reply = f"compadd -- {_join_quoted(flag.choices)}" if flag.choices else ":"
             lines.append(f"        {pattern}) {'_files' if flag.file else reply}; return ;;")
     lines += ["    esac", '    case "$page" in']
     for page in pages:
-        told = [
+        described = [
             f"{_colons(name)}:{_brief(flag.about)}" for flag in page.flags for name in flag.names
         ]
         files = " [[ $PREFIX == -* ]] || _files;" if page.files else ""
         if page.workers:
             files = " [[ $PREFIX == -* ]] || _omni_proxy_workers;"
         lines.append(f"        {_quoted(page.name)})")
-        lines.append(f"            found=({_each(page.words)})")
+        lines.append(f"            found=({_join_quoted(page.words)})")
         lines.append("            (( $#found )) && compadd -- $found")
-        lines.append(f"            found=({_each(told)})")
+        lines.append(f"            found=({_join_quoted(described)})")
         lines.append(f"            [[ $PREFIX == -* ]] && _describe flag found;{files} ;;")
     lines += [
         "    esac",
         "}",
-        # Loaded from $fpath it is run; sourced it is made known.
+        # Run if autoloaded from $fpath; registered if sourced.
         'if [[ $funcstack[1] == _omni-proxy ]]; then _omni_proxy "$@"',
         "else compdef _omni_proxy omni-proxy; fi",
     ]
@@ -169,7 +169,7 @@ def zsh(pages: Sequence[Page]) -> str:
 
 
 def fish(pages: Sequence[Page]) -> str:
-    one, two, valued = map(_each, _names(pages))
+    one, two, valued = map(_join_quoted, _names(pages))
     lines = [
         "# omni-proxy for fish: in ~/.config/fish/completions/omni-proxy.fish",
         _FISH_WORKERS + "function __omni_proxy_page",
@@ -190,13 +190,13 @@ def fish(pages: Sequence[Page]) -> str:
         "complete -c omni-proxy -f",
     ]
     for page in pages:
-        at = f"complete -c omni-proxy -n {_quoted(f'__omni_proxy_page {_quoted(page.name)}')}"
+        prefix = f"complete -c omni-proxy -n {_quoted(f'__omni_proxy_page {_quoted(page.name)}')}"
         if page.words:
-            lines.append(f"{at} -a {_quoted(' '.join(page.words))}")
+            lines.append(f"{prefix} -a {_quoted(' '.join(page.words))}")
         if page.files:
-            lines.append(f"{at} -F")
+            lines.append(f"{prefix} -F")
         if page.workers:
-            lines.append(f"{at} -a '(__omni_proxy_workers)'")
+            lines.append(f"{prefix} -a '(__omni_proxy_workers)'")
         for flag in page.flags:
             value = " -x" if flag.takes else ""
             if flag.choices:
@@ -205,8 +205,8 @@ def fish(pages: Sequence[Page]) -> str:
                 value = " -r -F"
             for name in flag.names:
                 kind = "-l" if name.startswith("--") else "-s"
-                word = _quoted(name.lstrip("-"))
-                lines.append(f"{at} {kind} {word}{value} -d {_quoted(_brief(flag.about))}")
+                option = _quoted(name.lstrip("-"))
+                lines.append(f"{prefix} {kind} {option}{value} -d {_quoted(_brief(flag.about))}")
     return "\n".join(lines) + "\n"
 
 
@@ -214,12 +214,12 @@ def _all(page: Page) -> str:
     return " ".join((*page.words, *(name for flag in page.flags for name in flag.names)))
 
 
-def _each(words: Sequence[str]) -> str:
+def _join_quoted(words: Sequence[str]) -> str:
     return " ".join(map(_quoted, words))
 
 
 def _quoted(text: str) -> str:
-    """In single quotes, as all three shells read them."""
+    """In single quotes, valid in all three shells."""
     return "'" + text.replace("\\", "").replace("'", "'\\''") + "'"
 
 

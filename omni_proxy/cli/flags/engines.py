@@ -1,6 +1,6 @@
-"""The commands that start the engines we know: one replica each, on {host} and {port}.
+"""Command lines of the known engines: one replica each, on {host} and {port}.
 
-Nothing is looked up or started here; whether the program is there shows when it is launched.
+PURE: nothing is looked up or started; a missing program shows when it is launched.
 """
 
 import os
@@ -23,12 +23,12 @@ _GIVES: Final = {
 
 
 class EngineCommandError(Exception):
-    """The replicas can't be started like that; the text says what to do instead."""
+    """The replicas can't be started with these flags; the text gives the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What the command line says of one replica; `flags` are for the engine alone."""
+    """The command line's settings of one replica; `flags` are for the engine alone."""
 
     model_path: str
     tensor_parallel_size: int
@@ -37,94 +37,94 @@ class EngineRequest:
 
 
 def engine_for(model_path: str) -> str:
-    """What serves a model where nobody said: ours if it can, else what the model was made for."""
-    own = model_path in OWN_MODELS or model_path.endswith(".gguf")
-    return "replica" if own else "sglang"
+    """The default engine for a model: the built-in replica if it can load it, else sglang."""
+    builtin = model_path in OWN_MODELS or model_path.endswith(".gguf")
+    return "replica" if builtin else "sglang"
 
 
-def engine_capabilities(engine: str, asked: EngineRequest) -> tuple[Capability, ...]:
-    """What the replicas can do, as far as their flags tell; of other engines nothing is known."""
-    if engine != "replica" and asked.model_path not in OWN_MODELS:
+def engine_capabilities(engine: str, request: EngineRequest) -> tuple[Capability, ...]:
+    """The capabilities that the replicas' flags imply; all of them for other engines."""
+    if engine != "replica" and request.model_path not in OWN_MODELS:
         return CAPABILITIES
-    found: set[str] = {"chat", "streaming"}
-    for flag, value in pairwise((*asked.flags, "")):
-        found |= _GIVES.get((flag, value), frozenset())
-    return tuple(name for name in CAPABILITIES if name in found)
+    capabilities: set[str] = {"chat", "streaming"}
+    for flag, value in pairwise((*request.flags, "")):
+        capabilities |= _GIVES.get((flag, value), frozenset())
+    return tuple(name for name in CAPABILITIES if name in capabilities)
 
 
-def engine_command(engine: str, asked: EngineRequest) -> tuple[str, ...]:
-    """The words of one replica's command. Raises EngineCommandError."""
-    command = ENGINES[engine](asked)
-    return (*command, *_PLACE, *asked.flags)
+def engine_command(engine: str, request: EngineRequest) -> tuple[str, ...]:
+    """The command of one replica. Raises EngineCommandError."""
+    command = ENGINES[engine](request)
+    return (*command, *_PLACE, *request.flags)
 
 
-def model_name(engine: str, asked: EngineRequest) -> str:
-    """What the replicas serve; "" where the engine alone decides it."""
-    if asked.served_model_name:
-        return asked.served_model_name
-    own = engine == "replica" or asked.model_path in OWN_MODELS
-    return os.path.basename(asked.model_path) if own else ""
+def model_name(engine: str, request: EngineRequest) -> str:
+    """The name of the served model; "" if the engine decides it."""
+    if request.served_model_name:
+        return request.served_model_name
+    builtin = engine == "replica" or request.model_path in OWN_MODELS
+    return os.path.basename(request.model_path) if builtin else ""
 
 
-def _replica(asked: EngineRequest) -> tuple[str, ...]:
+def _replica(request: EngineRequest) -> tuple[str, ...]:
     return (
-        *("omni-proxy", "replica", "--model", asked.model_path),
-        *_ranks("--tp", asked),
-        *_named("--model-name", asked),
+        *("omni-proxy", "replica", "--model", request.model_path),
+        *_ranks("--tp", request),
+        *_named("--model-name", request),
     )
 
 
-def _llamacpp(asked: EngineRequest) -> tuple[str, ...]:
-    if asked.tensor_parallel_size > 1:
+def _llamacpp(request: EngineRequest) -> tuple[str, ...]:
+    if request.tensor_parallel_size > 1:
         raise EngineCommandError(
             "--tp-size: llama.cpp has one rank; leave --tp-size or --engine out"
         )
-    if asked.model_path in OWN_MODELS:
-        return (*_replica(asked), "--engine", "llamacpp")
-    return ("llama-server", "--model", asked.model_path, *_named("--alias", asked))
+    if request.model_path in OWN_MODELS:
+        return (*_replica(request), "--engine", "llamacpp")
+    return ("llama-server", "--model", request.model_path, *_named("--alias", request))
 
 
-def _sglang(asked: EngineRequest) -> tuple[str, ...]:
+def _sglang(request: EngineRequest) -> tuple[str, ...]:
     return (
-        *("python3", "-m", "sglang.launch_server", "--model-path", _foreign(asked)),
-        *_ranks("--tp-size", asked),
-        *_named("--served-model-name", asked),
+        *("python3", "-m", "sglang.launch_server", "--model-path", _model_path(request)),
+        *_ranks("--tp-size", request),
+        *_named("--served-model-name", request),
     )
 
 
-def _vllm(asked: EngineRequest) -> tuple[str, ...]:
+def _vllm(request: EngineRequest) -> tuple[str, ...]:
     return (
-        *("vllm", "serve", _foreign(asked)),
-        *_ranks("--tensor-parallel-size", asked),
-        *_named("--served-model-name", asked),
+        *("vllm", "serve", _model_path(request)),
+        *_ranks("--tensor-parallel-size", request),
+        *_named("--served-model-name", request),
     )
 
 
-def _omni(asked: EngineRequest) -> tuple[str, ...]:
-    if asked.tensor_parallel_size > 1:
-        raise EngineCommandError("--tp-size: say it as sgl-omni does, --STAGE.engine.tp_size N")
+def _omni(request: EngineRequest) -> tuple[str, ...]:
+    if request.tensor_parallel_size > 1:
+        raise EngineCommandError("--tp-size: use sgl-omni's flag, --STAGE.engine.tp_size N")
     return (
-        *("sgl-omni", "serve", "--model-path", _foreign(asked)),
-        *_named("--model-name", asked),
+        *("sgl-omni", "serve", "--model-path", _model_path(request)),
+        *_named("--model-name", request),
     )
 
 
-def _foreign(asked: EngineRequest) -> str:
-    if asked.model_path in OWN_MODELS:
+def _model_path(request: EngineRequest) -> str:
+    if request.model_path in OWN_MODELS:
         raise EngineCommandError(
-            f"--model-path {asked.model_path} is a model of our own replica: name one that this "
-            "engine can load, or leave --engine out"
+            f"--model-path {request.model_path} is a model of the built-in replica: name one that "
+            "this engine can load, or leave --engine out"
         )
-    return asked.model_path
+    return request.model_path
 
 
-def _ranks(flag: str, asked: EngineRequest) -> tuple[str, ...]:
-    size = asked.tensor_parallel_size
+def _ranks(flag: str, request: EngineRequest) -> tuple[str, ...]:
+    size = request.tensor_parallel_size
     return (flag, str(size)) if size > 1 else ()
 
 
-def _named(flag: str, asked: EngineRequest) -> tuple[str, ...]:
-    return (flag, asked.served_model_name) if asked.served_model_name else ()
+def _named(flag: str, request: EngineRequest) -> tuple[str, ...]:
+    return (flag, request.served_model_name) if request.served_model_name else ()
 
 
 ENGINES: Final[Mapping[str, Callable[[EngineRequest], tuple[str, ...]]]] = {

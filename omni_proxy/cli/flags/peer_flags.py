@@ -1,10 +1,10 @@
 """The flags of sglang-router, smg and vllm-router that differ from ours, and unknown flags.
 
-Contract: a command line that works there starts here as well, unless it asks for what is not
-served: what a key of ours means is set, a setting of something that works otherwise here is taken
-with one warning, and what would change who serves a request is refused. A refusal says what to
-write instead: the nearest flag of ours, or another router's word for it; docs/migration.md has the
-same words. Source: `RouterArgs` of sglang-router 0.3.2 and smg 1.13, vllm-router 0.1.17 --help.
+Contract: a command line that works there starts here as well, unless it needs an unsupported
+feature. A flag with a matching key sets it; a flag that has no meaning here is accepted with one
+warning; a flag that would change which worker serves a request is refused. A refusal names the
+replacement: the nearest flag, or the one with another name; docs/migration.md has the same texts.
+Source: `RouterArgs` of sglang-router 0.3.2 and smg 1.13, vllm-router 0.1.17 --help.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ VALUED: Final = {
 LISTS: Final = {
     "--cors-allowed-origins": "server.cors_allow_origins",
     "--request-id-headers": "server.request_id_headers",
+    "--routing-key-headers": "routing.session_headers",
 }
 # Set a key of ours, together with what stands beside them; see `_joined`.
 JOINED: Final = {
@@ -94,7 +95,7 @@ _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
         (),
     ),
     (
-        "a worker that is out is probed, at --health-check-endpoint, and comes back by its probes",
+        "a worker that is out is probed, at --health-check-endpoint, until probes succeed",
         (
             "--remove-unhealthy-workers", "--no-remove-unhealthy-workers",
             "--worker-auto-recovery", "--no-worker-auto-recovery",
@@ -124,7 +125,7 @@ _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
         (),
     ),
     (
-        "load is what is in flight here at each worker, and engines are not asked for theirs",
+        "load is the number of requests in flight at each worker; engines are not queried",
         (
             "--disable-load-monitoring", "--worker-overload-protection",
             "--disable-worker-overload-protection", "--worker-overload-shed",
@@ -140,7 +141,7 @@ _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
         (),
     ),
     (
-        "the policy has no such setting; [routing.cache_aware] has those that there are",
+        "the policy has no such setting; [routing.cache_aware] has all of its settings",
         (),
         (
             "--assignment-mode", "--bucket-adjust-interval-secs", "--cache-index",
@@ -152,17 +153,10 @@ _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
         ("--cache-boundaries",),
     ),
     (
-        "workers are spoken to by HTTP/1.1, over connections that are kept for 30 s",
+        "upstream connections are HTTP/1.1 and kept for 30 s",
         ("--upstream-http2",),
         ("--upstream-pool-idle-timeout-secs", "--max-buffered-request-bytes"),
         (),
-    ),
-    (
-        "X-SMG-Routing-Key, X-Session-Id, Authorization, X-Forwarded-For and Cookie name a "
-        "session, the first that is there",
-        (),
-        (),
-        ("--routing-key-headers",),
     ),
     ("the buckets of /metrics are fixed", (), (), ("--prometheus-duration-buckets",)),
     (
@@ -173,16 +167,16 @@ _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
     ),
 )  # fmt: skip
 WITHOUT_EFFECT: Final[dict[str, tuple[str, str | int | None]]] = {
-    name: (why, nargs)
-    for why, *by_nargs in _TUNING
+    name: (reason, nargs)
+    for reason, *by_nargs in _TUNING
     for names, nargs in zip(by_nargs, (0, None, "*"), strict=True)
     for name in names
 }
 
-# What is not served here, by the beginning of its flags; a name that ends with "-" is a family.
+# Features that do not exist here, by flag; a name that ends with "-" is a prefix of flags.
 _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
     (
-        "prefill and decode on different workers are not served; name workers that do both",
+        "prefill and decode on different workers are not supported; use workers that do both",
         (
             "--pd-", "--vllm-pd-disaggregation", "--epd-disaggregation", "--prefill",
             "--prefill-", "--decode", "--decode-", "--encode", "--encode-", "--mini-lb",
@@ -198,8 +192,8 @@ _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
         ),
     ),
     (
-        "ranks of one engine are not told apart; let the engine spread its requests, or start "
-        "an engine for each rank and name them all",
+        "ranks of one engine are not addressed; let the engine spread its requests, or start an "
+        "engine for each rank and name them all",
         ("--dp-aware", "--dp-minimum-", "--intra-node-data-parallel-size"),
     ),
     (
@@ -212,12 +206,12 @@ _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
     ("tools are not called here; the client calls them", ("--mcp-",)),
     ("no middleware runs here; put it into a gateway in front", ("--enable-wasm", "--wasm-")),
     (
-        "proxies share no state; run several behind a balancer that knows GET /ready",
+        "proxies share no state; run several behind a load balancer that checks GET /ready",
         ("--enable-mesh", "--mesh-"),
     ),
     (
-        "clients are not told apart; --admin-api-key guards changes, and a gateway in front may "
-        "guard model traffic",
+        "clients are not authenticated; --admin-api-key protects changes, and a gateway in front "
+        "may protect model traffic",
         ("--control-plane-", "--jwt-", "--tenant-", "--trust-tenant-header"),
     ),
     (
@@ -225,7 +219,7 @@ _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
         ("--enable-trace", "--otlp-"),
     ),
     (
-        "requests have no priorities; those that wait go in as they came",
+        "requests have no priorities; waiting ones are served in order of arrival",
         ("--priority-scheduler-", "--enable-program-scheduling", "--program-scheduling-"),
     ),
     (
@@ -233,13 +227,13 @@ _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
         ("--kv-penalty-", "--kv-aware-", "--kv-event-", "--router-temperature"),
     ),
     (
-        "workers speak HTTP only, and media reach them as they came",
+        "workers use HTTP only, and media are forwarded unchanged",
         ("--multimodal-", "--mm-", "--rdma-", "--log-mm-timing", "--zmq-"),
     ),
     ("GET /live and /ready answer on the port that serves", ("--health-check-port",)),
     ("a model has the name that its workers give it", ("--model-alias",)),
     (
-        "no certificate is shown to workers; api_key_env in [[workers]] names a key for them",
+        "no client certificate is sent to workers; api_key_env in [[workers]] names a key for them",
         ("--client-cert-path", "--client-key-path"),
     ),
     ("memory is not profiled here", ("--jemalloc-",)),
@@ -248,7 +242,7 @@ MISSING: Final = {name: why for why, names in _MISSING for name in names}
 
 
 class _NoEffect(argparse.Action):
-    """Notes that the flag was there."""
+    """Records that the flag was given."""
 
     def __call__(
         self,
@@ -262,9 +256,9 @@ class _NoEffect(argparse.Action):
 
 
 def add_mapped_flags(parser: argparse.ArgumentParser, prefix: str) -> None:
-    """Those that set a key of ours; `prefix` as where an engine may have the same ones, or "".
+    """Flags that set a configuration key; `prefix` if an engine may have the same ones, else "".
 
-    One that the parser has already keeps the meaning that it has there.
+    A flag that the parser has already keeps its meaning there.
     """
 
     def add(flag: str, **how: Any) -> None:
@@ -284,15 +278,15 @@ def add_mapped_flags(parser: argparse.ArgumentParser, prefix: str) -> None:
 
 
 def overrides(arguments: argparse.Namespace) -> dict[str, object]:
-    """The keys that flags set, ours and theirs; a switch wins over a value for the same key."""
-    named = vars(arguments).items()
+    """The configuration keys set by flags; a switch wins over a value for the same key."""
+    given = vars(arguments).items()
     joined = {
-        name.removeprefix(_JOINED): str(value) for name, value in named if name.startswith(_JOINED)
+        name.removeprefix(_JOINED): str(value) for name, value in given if name.startswith(_JOINED)
     }
     switched = {
-        name.removeprefix(_SWITCHED): value for name, value in named if name.startswith(_SWITCHED)
+        name.removeprefix(_SWITCHED): value for name, value in given if name.startswith(_SWITCHED)
     }
-    return {name: value for name, value in named if _is_key(name)} | _joined(joined) | switched
+    return {name: value for name, value in given if _is_key(name)} | _joined(joined) | switched
 
 
 def _is_key(name: str) -> bool:
@@ -300,7 +294,7 @@ def _is_key(name: str) -> bool:
 
 
 def _joined(given: Mapping[str, str]) -> dict[str, object]:
-    """Keys of ours that several flags set, or one of theirs in another form."""
+    """Configuration keys that several flags set, or one flag in another form."""
     keys: dict[str, object] = {}
     if folder := given.get("--log-dir"):
         keys["server.log_file"] = str(Path(folder) / LOG_FILE)
@@ -313,12 +307,12 @@ def _joined(given: Mapping[str, str]) -> dict[str, object]:
 
 
 def add_ignored_flags(parser: argparse.ArgumentParser, prefix: str) -> None:
-    """Those that are taken and change nothing; with a prefix only under it: what has none is the
-    engine's."""
-    known = set(parser._option_string_actions)
+    """Flags that are accepted and have no effect; with a prefix only under it: without one they are
+    the engine's."""
+    taken = set(parser._option_string_actions)
     for flag, (_, nargs) in WITHOUT_EFFECT.items():
         name = prefix + flag.removeprefix("--") if prefix else flag
-        if name not in known:
+        if name not in taken:
             parser.add_argument(
                 name, dest="without_effect", action=_NoEffect, nargs=nargs,
                 default=argparse.SUPPRESS, help=argparse.SUPPRESS,
@@ -333,7 +327,7 @@ def _named(flag: str, prefix: str) -> list[str]:
 
 
 def warnings(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """One for each flag that was taken and changes nothing."""
+    """One for each accepted flag without effect."""
     noted: Iterable[str] = getattr(arguments, "without_effect", {})
     return tuple(
         f"{flag} has no effect here: {WITHOUT_EFFECT[strip_router_prefix(flag)][0]} ({PAGE})"
@@ -342,13 +336,13 @@ def warnings(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def strip_router_prefix(flag: str) -> str:
-    """As the router itself has it, where the launcher of replicas has it under a prefix."""
-    bare = flag.replace("--router-", "--", 1)
-    return flag if flag in MISSING or bare == flag else bare
+    """The flag of the router itself, if the launcher has it under a prefix."""
+    unprefixed = flag.replace("--router-", "--", 1)
+    return flag if flag in MISSING or unprefixed == flag else unprefixed
 
 
 def explain_missing_flag(flag: str) -> str:
-    """Why it is refused, and what to use; "" where it is no flag of theirs."""
+    """Why the flag is refused, and what to use instead; "" if the peers don't have it."""
     flag = strip_router_prefix(flag)
     if flag in MISSING:
         return MISSING[flag]
@@ -374,71 +368,71 @@ THEIRS: Final = {
 
 
 _CHOICE: Final = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
-FLAG_CUTOFF: Final = 0.8  # the share of letters in common; flags have many by chance
+FLAG_CUTOFF: Final = 0.8  # share of common letters; flags have many by chance
 
 
 class CommandParser(argparse.ArgumentParser):
-    """As argparse's own, and it has a word on flags and commands that it does not know."""
+    """argparse's parser with hints for unknown flags and commands."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix(_UNKNOWN).split() if message.startswith(_UNKNOWN) else []
-        known = [
+        options = [
             name
             for action in self._actions
             if action.help != argparse.SUPPRESS
             for name in action.option_strings
         ]
-        lines = [*_cures(unknown, known), *_choices(message)]
+        lines = [*_hints_for_flags(unknown, options), *_hints_for_choices(message)]
         super().error("\n  ".join((message, *lines)))
 
 
-def _choices(message: str) -> list[str]:
-    """What was meant by a word of which there are only so many."""
-    found = _CHOICE.search(message)
-    if found is None:
+def _hints_for_choices(message: str) -> list[str]:
+    """Hints for a wrong choice."""
+    match = _CHOICE.search(message)
+    if match is None:
         return []
-    hint = did_you_mean(found[1], re.findall(r"'([^']*)'", found[2]))
+    hint = did_you_mean(match[1], re.findall(r"'([^']*)'", match[2]))
     return [hint] if hint else []
 
 
-def _cures(unknown: Iterable[str], known: Sequence[str]) -> list[str]:
-    """A line for each flag of which we have an idea what was meant."""
+def _hints_for_flags(unknown: Iterable[str], options: Sequence[str]) -> list[str]:
+    """A line for each unknown flag that has a likely counterpart."""
     cures = []
     absent: dict[str, list[str]] = {}
-    for flag in dict.fromkeys(_name(word) for word in unknown if word.startswith("--")):
-        bare = strip_router_prefix(flag)
-        if said := THEIRS.get(flag) or THEIRS.get(bare):
-            cures.append(f"{flag} is here: {said} ({PAGE})")
+    for flag in dict.fromkeys(_name(arg) for arg in unknown if arg.startswith("--")):
+        unprefixed = strip_router_prefix(flag)
+        if replacement := THEIRS.get(flag) or THEIRS.get(unprefixed):
+            cures.append(f"{flag}: use {replacement} ({PAGE})")
         elif missing := explain_missing_flag(flag):
             absent.setdefault(missing, []).append(flag)
-        elif bare in WITHOUT_EFFECT:
+        elif unprefixed in WITHOUT_EFFECT:
             cures.append(f"{flag}: omni-proxy launch-router takes it; here it has no meaning")
-        elif hint := nearest_flag(flag, known):
+        elif hint := nearest_flag(flag, options):
             cures.append(f"{flag}: did you mean `{hint}`?")
-    return [*cures, *(f"{', '.join(flags)}: {why} ({PAGE})" for why, flags in absent.items())]
+    return [*cures, *(f"{', '.join(flags)}: {reason} ({PAGE})" for reason, flags in absent.items())]
 
 
-def nearest_flag(flag: str, known: Sequence[str]) -> str:
-    """The one that was meant by its letters, or by its words where one is left out; "" if none is
-    near: a wrong suggestion is worse than none."""
+def nearest_flag(flag: str, options: Sequence[str]) -> str:
+    """The closest flag by letters, or by words if one is left out; "" if none is close: a wrong
+    suggestion is worse than none."""
     flag = flag.lower().replace("_", "-")
-    near = difflib.get_close_matches(flag, known, n=1, cutoff=FLAG_CUTOFF)
+    near = difflib.get_close_matches(flag, options, n=1, cutoff=FLAG_CUTOFF)
     if near:
         return near[0]
-    words = set(flag.removeprefix("--").split("-"))
-    wider = [name for name in known if words < set(name.removeprefix("--").split("-"))]
+    parts = set(flag.removeprefix("--").split("-"))
+    wider = [name for name in options if parts < set(name.removeprefix("--").split("-"))]
     close = [name for name in wider if name.count("-") == flag.count("-") + 1]
-    return close[0] if len(words) > 1 and len(close) == 1 else ""
+    return close[0] if len(parts) > 1 and len(close) == 1 else ""
 
 
-def router_flags_in(words: Sequence[str]) -> list[str]:
-    """Which of the words that an engine would get are the router's by their name alone.
+def router_flags_in(args: Sequence[str]) -> list[str]:
+    """The arguments for an engine that by their names are flags of the router.
 
-    `words` are those before a bare `--`: whatever follows that is the engine's.
+    `args` are those before a bare `--`: whatever follows is the engine's.
     """
-    own = (word for word in words if word.startswith("--"))
-    return [word for word in own if word.startswith("--router-") or _name(word) == "--backend"]
+    flags = (arg for arg in args if arg.startswith("--"))
+    return [flag for flag in flags if flag.startswith("--router-") or _name(flag) == "--backend"]
 
 
-def _name(word: str) -> str:
-    return word.partition("=")[0]
+def _name(arg: str) -> str:
+    return arg.partition("=")[0]

@@ -1,6 +1,6 @@
-"""What deserves a look: who is slow, who is out and why, and what the last reload did.
+"""Diagnosis: which workers are slow or out of rotation and why, and what the last reload did.
 
-PURE. The same words for `omni-proxy status` and `omni-proxy top`.
+PURE. The same texts for `omni-proxy status` and `omni-proxy top`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from omni_proxy.cli.screen.text_table import (
     strip_noise,
 )
 
-SLOW_FACTOR: Final = 2.0  # first chunks that take so many times as long as the others'
-SLOW_MS: Final = 20.0  # and at least so much longer: else 2 ms beside 1 ms would be slow
-SLOW_ANSWERS: Final = 5  # in the last minute: half of fewer is chance
+SLOW_FACTOR: Final = 2.0  # time to first chunk, as a multiple of the others'
+SLOW_MS: Final = 20.0  # and at least this much longer: else 2 ms beside 1 ms would be slow
+SLOW_ANSWERS: Final = 5  # responses in the last minute; a median of fewer is chance
 FAILING_SHARE: Final = 0.05
 MINUTE_SECS: Final = 60
 # The most urgent first.
@@ -35,11 +35,11 @@ URGENCY: Final = {name: rank for rank, name in enumerate((OUT, FAILING, SLOW, LE
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """On one worker; `said` is "" where all is well."""
+    """On one worker; `problem` is "" if there is none."""
 
     kind: str
     state: str  # one word for a table
-    said: str
+    problem: str
 
 
 def diagnose(feed: FeedModel) -> dict[str, Diagnosis]:
@@ -50,7 +50,7 @@ def diagnose(feed: FeedModel) -> dict[str, Diagnosis]:
 
 
 def _usual_ms(fleet: Sequence[FleetRow]) -> dict[str, float]:
-    """What the first chunk of the other workers of its model usually takes, by worker id."""
+    """Median time to first chunk of the other workers of the same model, by worker id."""
     measured: defaultdict[str | None, list[FleetRow]] = defaultdict(list)
     for row in fleet:
         if row.first_p50_ms is not None and row.answers >= SLOW_ANSWERS:
@@ -65,42 +65,44 @@ def _usual_ms(fleet: Sequence[FleetRow]) -> dict[str, float]:
     return usual
 
 
-def _median_without(ordered: Sequence[float], at: int) -> float:
-    """The median of the others, of at least two in order."""
-    others = len(ordered) - 1
-    middle = ((others - 1) // 2, others // 2)
-    return sum(ordered[place + (place >= at)] for place in middle) / 2
+def _median_without(ordered: Sequence[float], index: int) -> float:
+    """The median without the element at `index`; `ordered` has at least two."""
+    count = len(ordered) - 1
+    middle = ((count - 1) // 2, count // 2)
+    return sum(ordered[rank + (rank >= index)] for rank in middle) / 2
 
 
 def _verdict(row: FleetRow, usual_ms: float | None, now: datetime | None) -> Diagnosis:
     state = state_of(row)
     if row.paused is not None and row.drain is None and not row.disabled:
-        return Diagnosis(OUT, state, f"is {describe_pause(row.paused, now)}; end it with: {GO_ON}")
+        return Diagnosis(
+            OUT, state, f"is {describe_pause(row.paused, now)}; end it with: {RESUME_COMMAND}"
+        )
     if not row.routable:
-        said = row.why or (f"{row.health}: {row.last_error}" if row.last_error else row.health)
-        said = printable(strip_noise(said))
+        reason = row.why or (f"{row.health}: {row.last_error}" if row.last_error else row.health)
+        reason = printable(strip_noise(reason))
         if row.drain is not None or row.disabled or row.half_open:
-            return Diagnosis(LEAVING, state, said)
-        # `since` tells of its health alone.
-        return Diagnosis(OUT, state, said if row.held_by else said + _for_how_long(row, now))
+            return Diagnosis(LEAVING, state, reason)
+        # `since` is the time of the last health transition.
+        return Diagnosis(OUT, state, reason if row.held_by else reason + _for_how_long(row, now))
     ended = row.rate * MINUTE_SECS
     if row.errors and row.errors >= max(1.0, FAILING_SHARE * ended):
         return Diagnosis(FAILING, "failing", f"{row.errors} errors in the last minute")
     if row.silent_secs is not None:
-        what = (
-            f"{row.in_flight} in flight, nothing has come from it for {format_age(row.silent_secs)}"
+        state_text = (
+            f"{row.in_flight} in flight, no response data for {format_age(row.silent_secs)}"
         )
-        return Diagnosis(SLOW, "silent", f"is silent: {what}")
-    own = row.first_p50_ms
-    if own is None or usual_ms is None:
+        return Diagnosis(SLOW, "silent", f"is silent: {state_text}")
+    own_ms = row.first_p50_ms
+    if own_ms is None or usual_ms is None:
         return Diagnosis(WELL, state, "")
-    if own < SLOW_FACTOR * usual_ms or own - usual_ms < SLOW_MS:
+    if own_ms < SLOW_FACTOR * usual_ms or own_ms - usual_ms < SLOW_MS:
         return Diagnosis(WELL, state, "")
-    said = (
-        f"is slow: first chunk after {format_millis(own)}, "
+    reason = (
+        f"is slow: first chunk after {format_millis(own_ms)}, "
         f"the others' after {format_millis(usual_ms)}"
     )
-    return Diagnosis(SLOW, "slow", said)
+    return Diagnosis(SLOW, "slow", reason)
 
 
 def state_of(row: FleetRow) -> str:
@@ -116,7 +118,7 @@ def state_of(row: FleetRow) -> str:
     if row.held_by:
         return printable(row.held_by[0])
     if row.half_open:
-        return "trial"
+        return "half-open"
     return printable(row.health) if row.health != "healthy" or not row.routable else "ok"
 
 
@@ -128,7 +130,7 @@ def _for_how_long(row: FleetRow, now: datetime | None) -> str:
 
 
 def sort_by_urgency(feed: FeedModel, verdicts: dict[str, Diagnosis]) -> list[FleetRow]:
-    """Who needs a look first; among equals the busiest."""
+    """The most urgent first; among equals the busiest."""
 
     def rank(row: FleetRow) -> tuple[int, int, str]:
         return URGENCY[verdicts[row.id].kind], -row.in_flight, row.url
@@ -137,7 +139,7 @@ def sort_by_urgency(feed: FeedModel, verdicts: dict[str, Diagnosis]) -> list[Fle
 
 
 def last_minute(history: Sequence[HistoryPoint]) -> tuple[int, int]:
-    """Requests that ended in it, and errors among them."""
+    """Requests that ended in the last minute, and errors among them."""
     if not history:
         return 0, 0
     begin = history[-1].at - MINUTE_SECS
@@ -145,22 +147,22 @@ def last_minute(history: Sequence[HistoryPoint]) -> tuple[int, int]:
     return sum(point.requests for point in points), sum(point.errors for point in points)
 
 
-def describe_reload(told: dict[str, Any] | None, now: datetime | None) -> str:
-    """What the newest reading of the file came to, in one line."""
-    if not told:
+def describe_reload(reload: dict[str, Any] | None, now: datetime | None) -> str:
+    """The result of the last reload, in one line."""
+    if not reload:
         return "none yet"
-    at = parse_time(str(told.get("at") or ""))
-    ago = f", {format_age((now - at).total_seconds())} ago" if at and now else ""
-    words = f"{printable(told.get('outcome', '?'))} by {printable(told.get('source', '?'))}{ago}"
-    if told.get("source") == "start":
-        words = f"none since the start{ago}"
-    if error := told.get("error"):
-        return f"{words}; the former runs on: {printable(_first_problem(error))}"
-    if incomplete := told.get("incomplete"):
-        return f"{words}, but not by all parts; reload again: {printable(incomplete)}"
-    changes = list(_changes(told.get("diff")))
-    shown = "; ".join(changes[:3]) + (f"; {len(changes) - 3} more" if len(changes) > 3 else "")
-    return f"{words}: {shown}" if shown else words
+    ended = parse_time(str(reload.get("at") or ""))
+    ago = f", {format_age((now - ended).total_seconds())} ago" if ended and now else ""
+    text = f"{printable(reload.get('outcome', '?'))} by {printable(reload.get('source', '?'))}{ago}"
+    if reload.get("source") == "start":
+        text = f"none since the start{ago}"
+    if error := reload.get("error"):
+        return f"{text}; the previous configuration stays: {printable(_first_problem(error))}"
+    if incomplete := reload.get("incomplete"):
+        return f"{text}, incompletely; reload again: {printable(incomplete)}"
+    changes = list(_changes(reload.get("diff")))
+    listed = "; ".join(changes[:3]) + (f"; {len(changes) - 3} more" if len(changes) > 3 else "")
+    return f"{text}: {listed}" if listed else text
 
 
 def _first_problem(error: object) -> str:
@@ -187,10 +189,10 @@ def _changes(diff: object) -> Iterable[str]:
         part = diff.get(table)
         if not isinstance(part, dict):
             continue
-        for sign, word in (("added", "+"), ("removed", "-"), ("changed", "~")):
+        for sign, prefix in (("added", "+"), ("removed", "-"), ("changed", "~")):
             names = part.get(sign)
             for name in names if isinstance(names, list | dict) else ():
-                yield f"{word}{printable(name)}"
+                yield f"{prefix}{printable(name)}"
 
 
 def _items(table: object) -> Iterable[tuple[object, object]]:
@@ -203,15 +205,17 @@ def _short(value: object) -> str:
 
 
 def describe_sync(sync: object) -> str:
-    """Whose group it is, how it stands and who is waited for; "" where there is none."""
+    """The trainer's group, its state and the members it waits for; "" if there is none."""
     if not isinstance(sync, dict) or not isinstance(owner := sync.get("owner"), dict):
         return ""
     name, master = (printable(owner.get(key, "?")) for key in ("group_name", "master"))
     state = printable(sync.get("state", "?"))
     by = f" of {printable(owner['caller'])}" if owner.get("caller") else ""
     rows = [row for row in sync.get("members", ()) if isinstance(row, dict)]
-    asked = [printable(row.get("member", "?")) for row in rows if row.get("progress") == "asked"]
-    waits = f", waiting for {', '.join(asked)}" if asked else f", members: {len(rows)}"
+    waiting_for = [
+        printable(row.get("member", "?")) for row in rows if row.get("progress") == "asked"
+    ]
+    waits = f", waiting for {', '.join(waiting_for)}" if waiting_for else f", members: {len(rows)}"
     for_secs = f"{state} for {_secs(sync.get('step_secs'))}"
     return f"{name} at {master}{by}, {for_secs}, begun {_secs(owner.get('age_secs'))} ago{waits}"
 
@@ -221,31 +225,31 @@ def _secs(value: object) -> str:
 
 
 def describe_weights(feed: FeedModel) -> str:
-    """Which versions serve, and what is being done about them; "" where nobody told any."""
+    """The served weight versions and the operation in progress; "" if no worker has one."""
     counts: defaultdict[str, int] = defaultdict(int)
     for row in feed.fleet:
         if row.weight_version or row.weight_epoch:
             epoch = f" (epoch {row.weight_epoch})" if row.weight_epoch else ""
             counts[f"{printable(row.weight_version or '?')}{epoch}"] += 1
-    words = [f"{version} on {count}" for version, count in sorted(counts.items())]
-    if len(words) > 1:
-        words = [f"{len(words)} versions: {', '.join(words[:4])}" + ("…" if len(words) > 4 else "")]
-    told = feed.weights or {}
-    if isinstance(operation := told.get("operation"), dict):
+    parts = [f"{version} on {count}" for version, count in sorted(counts.items())]
+    if len(parts) > 1:
+        parts = [f"{len(parts)} versions: {', '.join(parts[:4])}" + ("…" if len(parts) > 4 else "")]
+    weights = feed.weights or {}
+    if isinstance(operation := weights.get("operation"), dict):
         path, step = (printable(operation.get(key, "?")) for key in ("path", "step"))
-        words.append(f"under way: {path}, {step}")
-    if rollout := describe_rollout(told.get("rollout")):
-        words.append(f"rollout to {rollout}")
-    if sync := describe_sync(told.get("sync")):
-        words.append(f"sync: {sync}")
-    if uncertain := told.get("uncertain"):
-        words.append(f"uncertain: {len(uncertain)}")
-    return "; ".join(words)
+        parts.append(f"running: {path}, {step}")
+    if rollout := describe_rollout(weights.get("rollout")):
+        parts.append(f"rollout to {rollout}")
+    if sync := describe_sync(weights.get("sync")):
+        parts.append(f"sync: {sync}")
+    if uncertain := weights.get("uncertain"):
+        parts.append(f"uncertain: {len(uncertain)}")
+    return "; ".join(parts)
 
 
 # Paused engines: by which request, since when, and the command that resumes them.
 
-GO_ON: Final = "omni-proxy weights continue"
+RESUME_COMMAND: Final = "omni-proxy weights continue"
 
 
 def describe_pause(paused: PausedWorker, now: datetime | None) -> str:
@@ -253,12 +257,12 @@ def describe_pause(paused: PausedWorker, now: datetime | None) -> str:
     since = parse_time(paused.at)
     lasts = f" for {format_age((now - since).total_seconds())}" if since and now else ""
     by = f" by {printable(paused.by)}" if paused.by else ""
-    how = ", ".join(printable(each) for each in (paused.path, paused.mode) if each)
-    return f"paused{lasts}{by}" + (f" ({how})" if how else "")
+    origin = ", ".join(printable(part) for part in (paused.path, paused.mode) if part)
+    return f"paused{lasts}{by}" + (f" ({origin})" if origin else "")
 
 
 def pause_lines(pauses: Iterable[PausedWorker], total: int, now: datetime | None) -> Iterator[str]:
     """A line for each pause that workers share, of a fleet of `total`."""
-    for words, count in Counter(describe_pause(paused, now) for paused in pauses).items():
-        # What to do comes first: a narrow screen cuts the end off.
-        yield f"{count} of {total} workers, end it with: {GO_ON}; {words}"
+    for text, count in Counter(describe_pause(paused, now) for paused in pauses).items():
+        # The remedy first: a narrow screen truncates the end.
+        yield f"{count} of {total} workers, end it with: {RESUME_COMMAND}; {text}"

@@ -1,7 +1,7 @@
-"""One picture of the running proxy, as GET /feed tells it, in types.
+"""Types of a snapshot of GET /feed.
 
-PURE. What a newer proxy tells beside this is passed over; what an older one leaves out has the
-value that stands here.
+PURE. Unknown fields, of a newer proxy, are ignored; missing fields, of an older one, have the
+defaults of these types.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DrainRow(Struct, frozen=True):
 
 
 class PausedWorker(Struct, frozen=True):
-    """Why its engine stands still; `at` is an ISO time, and None is what nobody knows."""
+    """The pause of an engine: ISO time, caller, path and mode; None: unknown."""
 
     at: str | None = None
     by: str | None = None
@@ -50,12 +50,13 @@ class FleetRow(Struct, frozen=True):
     last_error: str | None = None
     in_flight: int = 0
     max_inflight: int = 0
+    sessions: int = 0  # sticky ones that are there
     rate: float = 0.0
     errors: int = 0
     answers: int = 0
     first_p50_ms: float | None = None
     first_p99_ms: float | None = None
-    silent_secs: float | None = None  # where that is longer than usual
+    silent_secs: float | None = None  # if it is longer than usual
     routed: int = 0
     failed: int = 0
     weight_version: str | None = None
@@ -155,20 +156,20 @@ class FeedModel(Struct, frozen=True):
 
 
 def read_feed(text: str | bytes) -> FeedModel:
-    """Raises AdminClientError for what is no feed."""
+    """Raises AdminClientError for text that is not a snapshot."""
     try:
         return msgspec.json.decode(text, type=FeedModel)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeError) as error:
         raise AdminClientError(
-            f"what answers there gives no feed that I can read: {error}"
+            f"the reply is not a snapshot that this version can read: {error}"
         ) from None
 
 
-def feed_of(told: dict[str, Any]) -> FeedModel:
-    """The same of what was read already. Raises AdminClientError."""
+def feed_of(snapshot: dict[str, Any]) -> FeedModel:
+    """As `read_feed`, from decoded JSON. Raises AdminClientError."""
     try:
-        return msgspec.convert(told, FeedModel)
+        return msgspec.convert(snapshot, FeedModel)
     except msgspec.ValidationError as error:
         raise AdminClientError(
-            f"what answers there gives no feed that I can read: {error}"
+            f"the reply is not a snapshot that this version can read: {error}"
         ) from None

@@ -20,10 +20,11 @@ from omni_proxy.cli.screen.text_table import (
     truncate_middle,
 )
 
-HEAD: Final = ("WORKER", "STATE", "BUSY", "REQ/S", "P50", "P99", "ERR", "WEIGHTS")
-_RIGHT: Final = ("BUSY", "REQ/S", "P50", "P99", "ERR")
-# Columns that a narrow screen does without, the first ones first.
-_SPARE: Final = ("WEIGHTS", "P50", "REQ/S", "BUSY", "P99")
+HEAD: Final = ("WORKER", "STATE", "BUSY", "SESS", "REQ/S", "P50", "P99", "ERR", "WEIGHTS")
+_RIGHT: Final = ("BUSY", "SESS", "REQ/S", "P50", "P99", "ERR")
+# Columns dropped on a narrow screen, in this order.
+_SPARE: Final = ("WEIGHTS", "P50", "REQ/S", "SESS", "BUSY", "P99")
+_SESSIONS: Final = "SESS"  # dropped while there are none
 _WEIGHTS_WIDTH: Final = 16
 _LEAST_NAME: Final = 12
 
@@ -32,33 +33,42 @@ def fleet_table(
     rows: Sequence[FleetRow],
     verdicts: Mapping[str, Diagnosis],
     width: int,
-    marked: str = "",
-    mark: str = "",
+    sort_column: str = "",
+    sort_mark: str = "",
 ) -> list[str]:
-    """A line for the head, then one per worker, as narrow as `width` columns where that can be.
+    """A header line, then one per worker, at most `width` columns wide if possible.
 
-    The title of the column `marked` gets the mark, and stays where others go for want of room.
+    The title of `sort_column` gets `sort_mark`; this column is never dropped.
     """
-    told = [_cells(row, verdicts[row.id]) for row in rows]
-    shown = list(HEAD)
-    spare = [title for title in _SPARE if title != marked]
-    right = [title + mark if title == marked else title for title in _RIGHT]
+    cells = [_cells(row, verdicts[row.id]) for row in rows]
+    titles = list(HEAD)
+    spare = [title for title in _SPARE if title != sort_column]
+    if sort_column != _SESSIONS and not any(row.sessions for row in rows):
+        spare.remove(_SESSIONS)
+        column = titles.index(_SESSIONS)
+        for row_cells in (titles, *cells):
+            del row_cells[column]
+    right_aligned = [title + sort_mark if title == sort_column else title for title in _RIGHT]
     while True:
-        head = [title + mark if title == marked else title for title in shown]
-        # Names may have any length: they get what the other columns leave.
-        room = (
+        head = [title + sort_mark if title == sort_column else title for title in titles]
+        # Names may have any length: they get the width that the other columns leave.
+        name_width = (
             width
             - 2
-            - max(map(display_width, render_table(head[1:], [row[1:] for row in told], right)))
+            - max(
+                map(
+                    display_width, render_table(head[1:], [row[1:] for row in cells], right_aligned)
+                )
+            )
         )
-        if room >= _LEAST_NAME or not spare:
+        if name_width >= _LEAST_NAME or not spare:
             break
-        at = shown.index(spare.pop(0))
-        for row in (shown, *told):
-            del row[at]
-    for row in told:
-        row[0] = truncate_middle(row[0], max(_LEAST_NAME, room))
-    return render_table(head, told, right)
+        column = titles.index(spare.pop(0))
+        for row in (titles, *cells):
+            del row[column]
+    for row in cells:
+        row[0] = truncate_middle(row[0], max(_LEAST_NAME, name_width))
+    return render_table(head, cells, right_aligned)
 
 
 def _cells(row: FleetRow, verdict: Diagnosis) -> list[str]:
@@ -66,6 +76,7 @@ def _cells(row: FleetRow, verdict: Diagnosis) -> list[str]:
         printable(row.name),
         verdict.state,
         f"{row.in_flight}/{row.max_inflight}" if row.max_inflight else str(row.in_flight),
+        str(row.sessions),
         f"{row.rate:.1f}",
         format_millis(row.first_p50_ms),
         format_millis(row.first_p99_ms),

@@ -1,6 +1,6 @@
 """A rollout of weights in words: one line for a status, a table for a terminal. Pure.
 
-What a newer proxy tells beside this is passed over.
+Unknown fields, of a newer proxy, are ignored.
 """
 
 from __future__ import annotations
@@ -13,35 +13,38 @@ ENDED: Final = ("none", "succeeded", "failed", "cancelled")
 _HEAD: Final = ("WORKER", "STATE", "BEFORE", "REASON")
 
 
-def has_ended(told: dict[str, Any]) -> bool:
-    return told.get("state") in ENDED
+def has_ended(rollout: dict[str, Any]) -> bool:
+    return rollout.get("state") in ENDED
 
 
-def describe_rollout(told: object) -> str:
+def describe_rollout(rollout: object) -> str:
     """`v2: running, 1 of 3 updated, loading at URL`; "" where there is none that has not ended."""
-    if not isinstance(told, dict) or has_ended(told):
+    if not isinstance(rollout, dict) or has_ended(rollout):
         return ""
-    return progress_line(told)
+    return progress_line(rollout)
 
 
-def progress_line(told: dict[str, Any]) -> str:
-    """How far it is, and what is done or waited for now."""
-    label, state = printable(told.get("weight_version") or "?"), printable(told.get("state", "?"))
-    words = [f"{label}: {state}".replace("_", " "), f"{_count(told)} updated"]
-    rows = [row for row in told.get("workers") or () if isinstance(row, dict)]
-    words += [
+def progress_line(rollout: dict[str, Any]) -> str:
+    """Progress, current steps and what it waits for."""
+    label, state = (
+        printable(rollout.get("weight_version") or "?"),
+        printable(rollout.get("state", "?")),
+    )
+    parts = [f"{label}: {state}".replace("_", " "), f"{_count(rollout)} updated"]
+    rows = [row for row in rollout.get("workers") or () if isinstance(row, dict)]
+    parts += [
         f"{printable(row['step'])} {printable(row['worker'])}" for row in rows if row.get("step")
     ]
-    if told.get("waits_for"):
-        words.append(printable(told["waits_for"]))
-    if told.get("cause"):
-        words.append(printable(told["cause"]))
-    return ", ".join(words)
+    if rollout.get("waits_for"):
+        parts.append(printable(rollout["waits_for"]))
+    if rollout.get("cause"):
+        parts.append(printable(rollout["cause"]))
+    return ", ".join(parts)
 
 
-def rollout_lines(told: dict[str, Any]) -> list[str]:
+def rollout_lines(rollout: dict[str, Any]) -> list[str]:
     """The line, and a row for each worker."""
-    if told.get("state") == "none":
+    if rollout.get("state") == "none":
         return ["there was no rollout since the proxy started"]
     rows = [
         (
@@ -50,11 +53,11 @@ def rollout_lines(told: dict[str, Any]) -> list[str]:
             printable(row.get("former_version") or NOTHING),
             printable(row.get("reason") or NOTHING),
         )
-        for row in told.get("workers") or ()
+        for row in rollout.get("workers") or ()
         if isinstance(row, dict)
     ]
-    return [progress_line(told), *render_table(_HEAD, rows)]
+    return [progress_line(rollout), *render_table(_HEAD, rows)]
 
 
-def _count(told: dict[str, Any]) -> str:
-    return f"{told.get('updated', '?')} of {told.get('total', '?')}"
+def _count(rollout: dict[str, Any]) -> str:
+    return f"{rollout.get('updated', '?')} of {rollout.get('total', '?')}"

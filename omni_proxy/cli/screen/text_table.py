@@ -1,7 +1,7 @@
-"""Plain text for terminals: tables, ages, and the words of others made harmless.
+"""Plain text for terminals: tables, ages, and untrusted text without control characters.
 
-PURE. Invariant: nothing that a client, a worker or a file says reaches the terminal as a control
-sequence, or breaks a line.
+PURE. Invariant: no text from a client, a worker or a file reaches the terminal as a control
+sequence or breaks a line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
 def printable(value: object) -> str:
-    """One line without anything that a terminal would obey."""
+    """One line without control sequences."""
     text = str(value)
     if text.isascii() and text.isprintable():
         return text
@@ -31,12 +31,12 @@ def _visible(char: str) -> str:
 
 
 def strip_noise(reason: str) -> str:
-    """A system's reason without its number, and without an address that stands beside it."""
+    """An operating system's error text without errno and without the repeated address."""
     return _NOISE.sub("", reason)
 
 
 def display_width(text: str) -> int:
-    """Columns of a terminal, not characters."""
+    """Terminal columns, not characters."""
     if text.isascii():
         return len(text)
     return sum(_columns(char) for char in text)
@@ -49,22 +49,22 @@ def _columns(char: str) -> int:
 
 
 def truncate(text: str, width: int) -> str:
-    """At most `width` columns; what is cut ends with an ellipsis."""
+    """At most `width` columns; truncated text ends with an ellipsis."""
     if display_width(text) <= width:
         return text
     if width <= 0:
         return ""
-    kept, room = [], width - 1
+    chars, left_over = [], width - 1
     for char in text:
-        room -= _columns(char)
-        if room < 0:
+        left_over -= _columns(char)
+        if left_over < 0:
             break
-        kept.append(char)
-    return "".join(kept) + "…"
+        chars.append(char)
+    return "".join(chars) + "…"
 
 
 def truncate_middle(text: str, width: int) -> str:
-    """As `truncate`; of an address both ends say the most."""
+    """As `truncate`, but keeps both ends, which distinguish addresses."""
     if display_width(text) <= width or width < 8:
         return truncate(text, width)
     tail = ""
@@ -77,20 +77,20 @@ def truncate_middle(text: str, width: int) -> str:
 
 
 def render_table(
-    head: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()
+    head: Sequence[str], rows: Sequence[Sequence[object]], right_aligned: Sequence[str] = ()
 ) -> list[str]:
-    """Columns two spaces apart; those whose heads stand in `right` are flush right."""
+    """Columns two spaces apart; those with a title in `right_aligned` are right-aligned."""
     cells = [[printable(cell) for cell in row] for row in rows]
     widths = [
-        max([display_width(name), *(display_width(row[at]) for row in cells)])
-        for at, name in enumerate(head)
+        max([display_width(name), *(display_width(row[column]) for row in cells)])
+        for column, name in enumerate(head)
     ]
     lines = []
     for row in (list(head), *cells):
         parts = []
         for name, cell, width in zip(head, row, widths, strict=True):
             gap = " " * (width - display_width(cell))
-            parts.append(gap + cell if name in right else cell + gap)
+            parts.append(gap + cell if name in right_aligned else cell + gap)
         lines.append("  ".join(parts).rstrip())
     return lines
 
@@ -99,20 +99,20 @@ def format_age(secs: float) -> str:
     """`59 s`, `12 min`, `3 h 5 min`, `2 d 4 h`."""
     if not math.isfinite(secs):
         return NOTHING
-    whole = max(0, int(secs))
-    if whole < _MINUTE:
-        return f"{whole} s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE} min"
+    seconds = max(0, int(secs))
+    if seconds < _MINUTE:
+        return f"{seconds} s"
+    if seconds < _HOUR:
+        return f"{seconds // _MINUTE} min"
     big, small, first, second = (_HOUR, _MINUTE, "h", "min")
-    if whole >= _DAY:
+    if seconds >= _DAY:
         big, small, first, second = (_DAY, _HOUR, "d", "h")
-    rest = whole % big // small
-    return f"{whole // big} {first}" + (f" {rest} {second}" if rest else "")
+    remainder = seconds % big // small
+    return f"{seconds // big} {first}" + (f" {remainder} {second}" if remainder else "")
 
 
 def format_millis(value: float | None) -> str:
-    """`0.8 ms`, `118 ms`, `4.2 s`, `3 min`; nothing where nothing was measured."""
+    """`0.8 ms`, `118 ms`, `4.2 s`, `3 min`; `-` without a measurement."""
     if value is None or not math.isfinite(value):
         return NOTHING
     if value < 10:
@@ -134,9 +134,9 @@ def format_size(nbytes: float) -> str:
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """Of an ISO time; None where it is none."""
+    """An ISO 8601 time with a zone; None if it is not one."""
     try:
-        at = datetime.fromisoformat(text or "")
+        result = datetime.fromisoformat(text or "")
     except ValueError:
         return None
-    return at if at.tzinfo else None
+    return result if result.tzinfo else None

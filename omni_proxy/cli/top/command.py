@@ -1,11 +1,8 @@
-"""`omni-proxy top`: the terminal's owner. Draws at each news, key or change of its size.
+"""`omni-proxy top`: the terminal's mode, its keys, and the main loop, which redraws on each
+snapshot, key or resize.
 
-Exit status 0: quit; 1: no terminal, or it went away; 2: nobody could be asked (`--once`).
-Invariant: the terminal is given back as it was, whatever ends us.
-
-Keys out of a terminal: its mode while we own it, and what its bytes mean.
-
-Invariant: the terminal is as it was before when the `with` is left, however.
+Exit status 0: quit; 1: no terminal, or it was closed; 2: no proxy could be reached (`--once`).
+Invariant: the terminal's mode is restored however the program ends.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from rich.console import Console
 from rich.screen import Screen
 
 from omni_proxy.cli.client.admin_client import (
-    NO_SUCH_PLACE,
+    NOT_REACHABLE,
     AdminClient,
     AdminClientError,
     AdminTarget,
@@ -52,41 +49,41 @@ _KEYS: Final = {
 }  # fmt: skip
 # An escape sequence of any kind, else one byte.
 _TOKEN: Final = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO[ -~]|.", re.DOTALL)
-_LFLAG, _CC = 3, 6  # places in what tcgetattr returns
+_LFLAG, _CC = 3, 6  # indices into the result of tcgetattr
 
 
 def parse_keys(typed: bytes) -> list[str]:
-    """The names of the keys; what is none of ours is left out."""
-    found = []
+    """The names of the keys; unknown ones are left out."""
+    names = []
     for token in _TOKEN.findall(typed):
         if token in _KEYS:
-            found.append(_KEYS[token])
+            names.append(_KEYS[token])
         elif len(token) == 1 and 0x20 < token[0] < 0x7F:
-            found.append(token.decode("ascii"))
-    return found
+            names.append(token.decode("ascii"))
+    return names
 
 
 @contextmanager
 def raw_keyboard(descriptor: int) -> Iterator[None]:
-    """Each key comes when it is pressed, unseen; Ctrl-C and Ctrl-Z are keys too. Raises OSError."""
+    """Unbuffered keys without echo; Ctrl-C and Ctrl-Z are keys too. Raises OSError."""
     try:
         before = termios.tcgetattr(descriptor)
     except termios.error as error:
         raise OSError(*error.args) from None
     now = termios.tcgetattr(descriptor)
-    # A signal would end or stop us while the screen is ours.
+    # A signal would end or stop the program on the alternate screen.
     now[_LFLAG] &= ~(termios.ICANON | termios.ECHO | termios.ISIG)
     now[_CC][termios.VMIN], now[_CC][termios.VTIME] = 1, 0
     termios.tcsetattr(descriptor, termios.TCSANOW, now)
     try:
         yield
     finally:
-        with suppress(termios.error):  # the terminal is gone: nothing to put back
+        with suppress(termios.error):  # the terminal is gone: nothing to restore
             termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 NO_TERMINAL: Final = 1
-LOOK_SECS: Final = 1.0  # without news: ages go on
+LOOK_SECS: Final = 1.0  # redraw without a new snapshot: ages change
 TYPED_BYTES: Final = 1024
 _EPILOG: Final = """\
 keys:
@@ -94,146 +91,148 @@ keys:
   up, down, k, j    choose a worker; also PgUp, PgDn, Home, End
   left, right       sort by another column; r reverses the order
   o                 only workers in trouble
-  d, e, D, v        disable, enable, drain, revive the chosen worker; each asks before
+  d, e, D, v        disable, enable, drain, revive the chosen worker; each asks for confirmation
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog="omni-proxy top",
         description="The running proxy and its workers, live.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_target_arguments(made)
-    made.add_argument("--once", action="store_true", help="print one frame with all rows, and end")
-    return made
+    add_target_arguments(result)
+    result.add_argument(
+        "--once", action="store_true", help="print one frame with all rows, and end"
+    )
+    return result
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
-        place = admin_target_of(arguments)
+        target = admin_target_of(arguments)
         if arguments.once:
-            return _once(place)
-    except AdminClientError as why:
-        print(f"omni-proxy top: {why}", file=sys.stderr)
-        return NO_SUCH_PLACE
+            return _once(target)
+    except AdminClientError as error:
+        print(f"omni-proxy top: {error}", file=sys.stderr)
+        return NOT_REACHABLE
     console = Console(highlight=False)
     if not console.is_terminal or console.is_dumb_terminal or not sys.stdin.isatty():
         print(
-            "omni-proxy top: this is no terminal to draw on; `omni-proxy top --once` and "
-            "`omni-proxy status` print",
+            "omni-proxy top: this is not an interactive terminal; use `omni-proxy top --once` or "
+            "`omni-proxy status`",
             file=sys.stderr,
         )
         return NO_TERMINAL
     try:
-        TopScreen(place, console).run(sys.stdin.fileno())
-    except OSError:  # the terminal is gone, and with it whoever could be told
+        TopScreen(target, console).run(sys.stdin.fileno())
+    except OSError:  # the terminal is gone: nowhere to report it
         return NO_TERMINAL
     return 0
 
 
-def _once(place: AdminTarget) -> int:
+def _once(target: AdminTarget) -> int:
     """Raises AdminClientError."""
     view = TopView()
-    feed = feed_of(fetch_feed(place))
+    feed = feed_of(fetch_feed(target))
     view.show(feed)
     width = shutil.get_terminal_size((WIDTH, 24)).columns
     Console(highlight=False, width=width, soft_wrap=True).print(
-        render_frame(view, FeedStatus(feed, feed.history, "", 0.0), place.url, width)
+        render_frame(view, FeedStatus(feed, feed.history, "", 0.0), target.url, width)
     )
     return 0
 
 
 class TopScreen:
-    def __init__(self, place: AdminTarget, console: Console) -> None:
-        self._place = place
+    def __init__(self, target: AdminTarget, console: Console) -> None:
+        self._target = target
         self._console = console
         self._view = TopView()
-        self._answers: list[str] = []  # of changes, by the threads that asked for them
-        self._bell, self._ring = os.pipe()
-        os.set_blocking(self._bell, False)
-        os.set_blocking(self._ring, False)
-        self._follower = FeedFollower(place, self._wake)
+        self._answers: list[str] = []  # results of actions, appended by their threads
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
+        self._follower = FeedFollower(target, self._wake)
 
     def run(self, keyboard: int) -> None:
-        """Until somebody quits. Raises OSError when the terminal is gone."""
+        """Run until the user quits. Raises OSError when the terminal is gone."""
         with ExitStack() as stack:
             stack.callback(self._follower.stop)
             stack.enter_context(raw_keyboard(keyboard))
-            stack.enter_context(_signals(self._ring))
+            stack.enter_context(_signals(self._wake_writer))
             stack.enter_context(self._console.screen())
             self._follower.start()
             while True:
                 self._draw()
-                ready, _, _ = select.select([keyboard, self._bell], [], [], LOOK_SECS)
-                if self._bell in ready:
-                    self._hush()
-                if keyboard in ready and not self._obey(os.read(keyboard, TYPED_BYTES)):
+                ready, _, _ = select.select([keyboard, self._wake_reader], [], [], LOOK_SECS)
+                if self._wake_reader in ready:
+                    self._drain_wakeups()
+                if keyboard in ready and not self._handle_keys(os.read(keyboard, TYPED_BYTES)):
                     return
 
-    def _obey(self, typed: bytes) -> bool:
-        """False: enough."""
+    def _handle_keys(self, typed: bytes) -> bool:
+        """False: quit."""
         if not typed:
             raise OSError("the terminal has closed")
         for key in parse_keys(typed):
-            wished = self._view.press(key)
-            if wished == QUIT:
+            action = self._view.press(key)
+            if action == QUIT:
                 return False
-            if isinstance(wished, PendingAction):
-                threading.Thread(target=self._grant, args=(wished,), daemon=True).start()
+            if isinstance(action, PendingAction):
+                threading.Thread(target=self._perform, args=(action,), daemon=True).start()
         return True
 
-    def _grant(self, wish: PendingAction) -> None:
-        """In a thread: an answer may wait for a weight update."""
+    def _perform(self, action: PendingAction) -> None:
+        """Runs in a thread: the reply may wait for a weight update."""
         try:
-            with AdminClient(self._place) as proxy:
-                change_worker(proxy, wish.name, wish.worker_id)
-            said = f"{wish.name} {wish.called}: done"
-        except (AdminClientError, ChangeRefused) as why:
-            said = f"{wish.name} {wish.called}: {why}"
-        self._answers.append(said)
+            with AdminClient(self._target) as proxy:
+                change_worker(proxy, action.name, action.worker_id)
+            message = f"{action.name} {action.called}: done"
+        except (AdminClientError, ChangeRefused) as error:
+            message = f"{action.name} {action.called}: {error}"
+        self._answers.append(message)
         self._wake()
 
     def _draw(self) -> None:
-        heard = self._follower.heard()
-        if heard.feed is not None and heard.feed is not self._view.feed:
-            self._view.show(heard.feed)
+        feed_status = self._follower.status()
+        if feed_status.feed is not None and feed_status.feed is not self._view.feed:
+            self._view.show(feed_status.feed)
         while self._answers:
-            self._view.said = self._answers.pop(0)
+            self._view.message = self._answers.pop(0)
         width, height = self._console.size
-        shown = render_frame(self._view, heard, self._place.url, width, height)
-        self._console.print(Screen(shown), end="")
+        frame = render_frame(self._view, feed_status, self._target.url, width, height)
+        self._console.print(Screen(frame), end="")
 
     def _wake(self) -> None:
         try:
-            os.write(self._ring, b"!")
-        except OSError:  # full: it rings already
+            os.write(self._wake_writer, b"!")
+        except OSError:  # full: a wake-up is pending already
             return
 
-    def _hush(self) -> None:
+    def _drain_wakeups(self) -> None:
         try:
-            while os.read(self._bell, TYPED_BYTES):
+            while os.read(self._wake_reader, TYPED_BYTES):
                 pass
         except BlockingIOError:
             return
 
 
 @contextmanager
-def _signals(ring: int) -> Iterator[None]:
-    """A change of the size wakes us; what would end us lets the terminal be mended first."""
+def _signals(wake_writer: int) -> Iterator[None]:
+    """SIGWINCH wakes the loop; SIGTERM and SIGHUP end it, so that the terminal is restored."""
 
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
     handlers = {signal.SIGWINCH: lambda *_: None, signal.SIGTERM: end, signal.SIGHUP: end}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    ringer = signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
+    previous_fd = signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(ringer)
+        signal.set_wakeup_fd(previous_fd)
         for number, handler in before.items():
             signal.signal(number, handler)

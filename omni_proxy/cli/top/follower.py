@@ -1,7 +1,7 @@
-"""Listens to the feed in a thread, and keeps the newest picture and the last minutes.
+"""Reads the feed in a thread, and keeps the latest snapshot and the last minutes.
 
-Invariant: memory is bounded however slowly somebody looks; a lost connection is told and tried
-again until `stop`, and the last picture stays.
+Invariant: memory is bounded however slowly the reader is; a lost connection is reported and retried
+until `stop`, and the last snapshot stays.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Final
 from omni_proxy.cli.client.admin_client import AdminClient, AdminClientError, AdminTarget
 from omni_proxy.cli.screen.feed_model import PATH, FeedModel, HistoryPoint, read_feed
 
-SILENCE_SECS: Final = 5.0  # the feed speaks once a second
-RETRY_SECS: Final = (0.5, 1.0, 2.0, 5.0)  # the last one again and again
+SILENCE_SECS: Final = 5.0  # the feed sends a snapshot each second
+RETRY_SECS: Final = (0.5, 1.0, 2.0, 5.0)  # then the last one
 POINTS: Final = 900
 _DATA: Final = "data:"
 
 
 @dataclass(frozen=True, slots=True)
 class FeedStatus:
-    """`lost` is why nothing comes now, "" while it does; `secs_ago` when the picture came."""
+    """`lost` is why the feed is lost, "" while it is connected; `secs_ago`: age of the snapshot."""
 
     feed: FeedModel | None
     history: tuple[HistoryPoint, ...]
@@ -33,37 +33,37 @@ class FeedStatus:
 
 
 class FeedFollower:
-    """`tell` is called in its thread whenever there is news; it must not wait."""
+    """`on_change` is called in its thread on each change; it must not block."""
 
-    def __init__(self, place: AdminTarget, tell: Callable[[], None]) -> None:
-        self._place = place
-        self._tell = tell
+    def __init__(self, target: AdminTarget, on_change: Callable[[], None]) -> None:
+        self._target = target
+        self._on_change = on_change
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._feed: FeedModel | None = None
         self._history: deque[HistoryPoint] = deque(maxlen=POINTS)
         self._lost = "not connected yet"
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, wait_secs: float = 0.0) -> None:
-        """It ends with the next word of the feed, or its silence; nobody needs to wait for that."""
+        """The thread ends at the next line of the feed or its timeout; no need to wait for it."""
         self._stopped.set()
         self._thread.join(wait_secs)
 
-    def heard(self) -> FeedStatus:
+    def status(self) -> FeedStatus:
         with self._lock:
-            ago = time.monotonic() - self._heard_at
+            ago = time.monotonic() - self._received_at
             return FeedStatus(self._feed, tuple(self._history), self._lost, ago)
 
     def _run(self) -> None:
         failed = 0
         while not self._stopped.is_set():
             try:
-                with AdminClient(self._place, SILENCE_SECS) as proxy, proxy.lines(PATH) as lines:
+                with AdminClient(self._target, SILENCE_SECS) as proxy, proxy.lines(PATH) as lines:
                     begins = True
                     for line in lines:
                         if self._stopped.is_set():
@@ -71,12 +71,12 @@ class FeedFollower:
                         if line.startswith(_DATA):
                             self._take(read_feed(line.removeprefix(_DATA)), begins=begins)
                             begins, failed = False, 0
-                why = f"{self._place.url} has ended the feed"
+                reason = f"{self._target.url} closed the feed"
             except AdminClientError as error:
-                why = str(error)
+                reason = str(error)
             with self._lock:
-                self._lost = why
-            self._tell()
+                self._lost = reason
+            self._on_change()
             self._stopped.wait(RETRY_SECS[min(failed, len(RETRY_SECS) - 1)])
             failed += 1
 
@@ -87,5 +87,5 @@ class FeedFollower:
             self._history.extend(feed.history)
             self._feed = feed
             self._lost = ""
-            self._heard_at = time.monotonic()
-        self._tell()
+            self._received_at = time.monotonic()
+        self._on_change()

@@ -1,7 +1,7 @@
-"""What the person looks at: the order of the fleet, the chosen worker, the question under way.
+"""State of the screen: the order of the rows, the selected worker, the action to confirm.
 
-PURE. Invariant: the chosen worker stays chosen while it is in the fleet, wherever it moves to;
-nothing is wished for that was not asked for and confirmed.
+PURE. Invariant: the selected worker stays selected while it is in the fleet, whatever its row; no
+action is returned that the user has not confirmed.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from omni_proxy.cli.screen.diagnosis import LEAVING, URGENCY, WELL, Diagnosis, d
 from omni_proxy.cli.screen.feed_model import FeedModel, FleetRow
 
 QUIT: Final = "quit"
-# Key, then the change that it wishes for.
-WISHES: Final = {"d": "disable", "e": "enable", "D": "drain", "v": "revive"}
+# Key to action.
+ACTIONS: Final = {"d": "disable", "e": "enable", "D": "drain", "v": "revive"}
 
 
 @dataclass(frozen=True, slots=True)
 class PendingAction:
-    """A change of one worker; `name` as in `fleet_changes.change`."""
+    """A change of one worker; `name` as in `worker_changes.change_worker`."""
 
     name: str
     worker_id: str
     called: str
 
 
-# What a column is sorted by, and whether the greatest comes first; None always comes last.
+# Column, sort key, and whether descending; None always sorts last.
 _Key = Callable[[FleetRow, Diagnosis], Any]
 ORDERS: Final[tuple[tuple[str, _Key, bool], ...]] = (
     ("", lambda row, verdict: (URGENCY[verdict.kind], -row.in_flight), False),
     ("WORKER", lambda row, _: row.name, False),
     ("STATE", lambda _, verdict: verdict.state, False),
     ("BUSY", lambda row, _: row.in_flight, True),
+    ("SESS", lambda row, _: row.sessions, True),
     ("REQ/S", lambda row, _: row.rate, True),
     ("P50", lambda row, _: row.first_p50_ms, True),
     ("P99", lambda row, _: row.first_p99_ms, True),
@@ -49,14 +50,14 @@ class TopView:
     feed: FeedModel | None = None
     verdicts: dict[str, Diagnosis] = field(default_factory=dict)
     rows: list[FleetRow] = field(default_factory=list)  # in the order in which they are shown
-    chosen: str = ""
+    selected: str = ""
     first: int = 0  # the row on top of the screen
-    room: int = 1  # rows that fit; whoever draws says so
+    page_rows: int = 1  # rows that fit on the screen; set by the drawing code
     order: int = 0
-    turned: bool = False
+    reversed: bool = False
     trouble_only: bool = False
-    asking: PendingAction | None = None
-    said: str = ""
+    pending: PendingAction | None = None
+    message: str = ""
 
     def show(self, feed: FeedModel) -> None:
         self.feed = feed
@@ -64,85 +65,85 @@ class TopView:
         self._arrange()
 
     def press(self, key: str) -> str | PendingAction | None:
-        """`QUIT`, a wish that was confirmed, or nothing to do."""
-        if self.asking is not None:
-            return self._answered(key)
+        """`QUIT`, an action that was confirmed, or None."""
+        if self.pending is not None:
+            return self._confirm(key)
         if key in ("q", "ctrl-c"):
             return QUIT
-        self.said = ""
-        if key in WISHES:
-            self._ask(WISHES[key])
+        self.message = ""
+        if key in ACTIONS:
+            self._ask(ACTIONS[key])
         elif key in _STEPS:
             self._move(_STEPS[key])
         elif key in ("pageup", "pagedown"):
-            self._move(-self.room if key == "pageup" else self.room)
+            self._move(-self.page_rows if key == "pageup" else self.page_rows)
         elif key in _ORDER_STEPS:
             self.order = (self.order + _ORDER_STEPS[key]) % len(ORDERS)
-            self.turned = False
-            self._from_the_top()
+            self.reversed = False
+            self._select_first()
         elif key == "r":
-            self.turned = not self.turned
-            self._from_the_top()
+            self.reversed = not self.reversed
+            self._select_first()
         elif key == "o":
             self.trouble_only = not self.trouble_only
-            self._from_the_top()
+            self._select_first()
         return None
 
     @property
-    def at(self) -> int:
-        """The place of the chosen one among the rows; 0 where there is none."""
-        return next((at for at, row in enumerate(self.rows) if row.id == self.chosen), 0)
+    def index(self) -> int:
+        """The index of the selected row; 0 if there is none."""
+        return next((index for index, row in enumerate(self.rows) if row.id == self.selected), 0)
 
     @property
     def row(self) -> FleetRow | None:
-        return self.rows[self.at] if self.rows else None
+        return self.rows[self.index] if self.rows else None
 
-    def fit(self, room: int) -> None:
-        """So many rows can be shown: scroll until the chosen one is among them."""
-        self.room = max(1, room)
-        lowest = max(0, len(self.rows) - self.room)
-        self.first = min(max(self.first, self.at - self.room + 1), self.at, lowest)
+    def set_page_rows(self, room: int) -> None:
+        """Set how many rows fit, and scroll until the selected one is visible."""
+        self.page_rows = max(1, room)
+        lowest = max(0, len(self.rows) - self.page_rows)
+        self.first = min(max(self.first, self.index - self.page_rows + 1), self.index, lowest)
 
-    def _answered(self, key: str) -> PendingAction | None:
-        wish, self.asking = self.asking, None
-        if key in ("y", "Y") and wish is not None:
-            self.said = f"{wish.name} {wish.called} …"
-            return wish
-        self.said = "nothing was changed"
+    def _confirm(self, key: str) -> PendingAction | None:
+        action, self.pending = self.pending, None
+        if key in ("y", "Y") and action is not None:
+            self.message = f"{action.name} {action.called} …"
+            return action
+        self.message = "cancelled"
         return None
 
     def _ask(self, name: str) -> None:
         row = self.row
         if row is None:
-            self.said = "there is no worker to change"
+            self.message = "no worker is selected"
         else:
-            self.asking = PendingAction(name, row.id, row.name)
+            self.pending = PendingAction(name, row.id, row.name)
 
     def _move(self, by: int) -> None:
         if self.rows:
-            at = min(max(0, self.at + by), len(self.rows) - 1)
-            self.chosen = self.rows[at].id
+            index = min(max(0, self.index + by), len(self.rows) - 1)
+            self.selected = self.rows[index].id
 
-    def _from_the_top(self) -> None:
-        """Who asks for another order wants to see who is first in it."""
+    def _select_first(self) -> None:
+        """After a change of the order: select the first row."""
         self._arrange()
-        self.chosen = self.rows[0].id if self.rows else ""
+        self.selected = self.rows[0].id if self.rows else ""
 
     def _arrange(self) -> None:
-        """The rows anew. Who left the fleet leaves the choice to whoever stands in his place."""
+        """Sort the rows. If the selected worker has left, the row at its index is selected."""
         if self.feed is None:
             return
-        place = self.at
+        index = self.index
         rows = [row for row in self.feed.fleet if not self.trouble_only or self._troubled(row)]
         _, key, greatest_first = ORDERS[self.order]
-        known = [(key(row, self.verdicts[row.id]), row) for row in rows]
-        told = [pair for pair in known if pair[0] is not None]
-        # Equal ones keep an order of their own, so that rows don't dance.
-        told.sort(key=lambda pair: pair[1].url)
-        told.sort(key=lambda pair: pair[0], reverse=greatest_first is not self.turned)
-        self.rows = [row for _, row in told] + [row for value, row in known if value is None]
-        if self.rows and not any(row.id == self.chosen for row in self.rows):
-            self.chosen = self.rows[min(place, len(self.rows) - 1)].id
+        keyed = [(key(row, self.verdicts[row.id]), row) for row in rows]
+        sortable = [pair for pair in keyed if pair[0] is not None]
+        # A stable order among equals, so that rows don't jump.
+        sortable.sort(key=lambda pair: pair[1].url)
+        sortable.sort(key=lambda pair: pair[0], reverse=greatest_first is not self.reversed)
+        self.rows = [row for _, row in sortable] + [row for value, row in keyed if value is None]
+        if self.rows and not any(row.id == self.selected for row in self.rows):
+            self.selected = self.rows[min(index, len(self.rows) - 1)].id
 
     def _troubled(self, row: FleetRow) -> bool:
         return self.verdicts[row.id].kind not in (WELL, LEAVING)

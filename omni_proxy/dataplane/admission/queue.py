@@ -4,7 +4,8 @@ Contract: a waiter is a paused connection task. Whatever makes room (an exchange
 of the fleet or of a limit) calls `serve`, which gives the room away at once: the worker is acquired
 and counted before the waiter runs. So room that a new request sees is room that no waiter can use,
 and no request overtakes one that waits for the same workers (FIFO). A line that can't move does not
-block another. An empty queue costs nothing.
+block another. A request whose session waits for a worker is in the line of that worker. An empty
+queue costs nothing.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class Queue:
             if line.first != number:  # its first waiter has left the queue
                 heappush(full, (line.first, line))
                 continue
-            if self._admit(line.waiters[number]):
+            if self._admit(line.waiters[number]) or self._hold(line.waiters[number]):
                 if line.waiters:
                     heappush(full, (line.first, line))
             elif self._has_eligible_worker(line.waiters[number]):
@@ -212,11 +213,31 @@ class Queue:
         waiter.io.loop.wake(waiter.io)
         return True
 
+    def _hold(self, waiter: _Waiter) -> bool:
+        """Whether it has to wait for the worker of its session, which was updated or paused
+        meanwhile: then it has changed to the line of that worker."""
+        key, line = self._key(waiter.need), waiter.line
+        if key == line.key or self._held_worker(waiter.need) is None:
+            return False
+        del line.waiters[waiter.number]
+        if not line.waiters:
+            del self._lines[line.key]
+        self._add_to_line(waiter)
+        return True
+
+    def _held_worker(self, need: Requirements | None) -> Worker | None:
+        return self._balancer.held_worker(need) if need is not None else None
+
+    def _key(self, need: Requirements | None) -> Hashable:
+        return _line_key(need, self._held_worker(need), names_models=self._names_models)
+
     def _has_eligible_worker(self, waiter: _Waiter) -> bool:
         """Whether a worker could take it that only has no room."""
         need = waiter.need
         if need is None:
             return True
+        if self._held_worker(need) is not None:
+            return False
         return bool(filter_by_version(need, self._fleet.candidates(need.model, need.mask)))
 
     async def _wait(self, waiter: _Waiter, error: HttpError) -> None:
@@ -262,7 +283,7 @@ class Queue:
 
     def _add_to_line(self, waiter: _Waiter) -> None:
         """Add it to the line of its requirements."""
-        key = _line_key(waiter.need, names_models=self._names_models)
+        key = self._key(waiter.need)
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = _Line(key)
@@ -290,13 +311,14 @@ class Queue:
             self._stuck.discard(line)
 
 
-def _line_key(need: Requirements | None, *, names_models: bool) -> Hashable:
-    """Equal for requests that the same workers can take; a model counts if a worker names one."""
+def _line_key(need: Requirements | None, held: Worker | None, *, names_models: bool) -> Hashable:
+    """Equal for requests that the same workers can take; a model counts if a worker names one.
+    `held`: the only worker that may take it, since its session waits for that."""
     if need is None:
         return None
     model = need.model if names_models else None
     place = need.pinning if need.pinning is not UNPINNED else ""
-    return model, need.mask, place, need.named_worker, need.version_constraint
+    return model, need.mask, place, need.named_worker, need.version_constraint, held
 
 
 def _timeout_status(error: HttpError, server: ServerConfig) -> int:

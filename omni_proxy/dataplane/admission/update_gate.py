@@ -1,4 +1,5 @@
-"""Whether a request may wait while an operation on weights cordons every worker that could take it.
+"""Whether a request may wait while an operation on weights cordons every worker that could take it,
+or the worker of its session.
 
 Contract: asked only about a request that no worker can take, and only where that is the reason.
 [weight_sync] while_updating and [routing] while_paused decide whether it may wait. Since when a
@@ -16,6 +17,7 @@ from omni_proxy.dataplane.upstream.acquire import Balancer
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.policies.sticky import HOLDING_CORDONS
 from omni_proxy.wire.errors import HttpError
 
 
@@ -51,6 +53,14 @@ class UpdateGate:
             error.message += f", for {self._loop.now - min(since):.0f} s so far"
         if held and all(_sheds(self._settings.config, worker.cordon_reasons) for worker in held):
             raise error
+
+
+def reasons_to_hold_sessions(config: Config) -> frozenset[str]:
+    """For which cordons of its worker a session waits, as any request would that nobody else can
+    take. Without a queue nothing waits: the session moves."""
+    if not config.server.queue_size:
+        return frozenset()
+    return frozenset(reason for reason in HOLDING_CORDONS if not _sheds(config, (reason,)))
 
 
 def _sheds(config: Config, holds: Iterable[str]) -> bool:

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO, finalize
 from omni_proxy.dataplane.exchange.fast_path_cache import CachedRequest
 from omni_proxy.dataplane.exchange.pipeline import Response, respond_by_worker, set_requirements
@@ -154,7 +154,8 @@ class FastPath:
                 return False
             io.exchange, self._spare, self._request = exchange, None, chunk
             head_id = lines[template.id_index] if template.id_index > 0 else cached.head.request_id
-            set_requirements(io, exchange, need, lines, head_id)
+            exchange.request_id = head_id or id_from_body(need)
+            set_requirements(io, exchange, need, lines, body)
             exchange.policy = services.balancer.policy.name
             worker = services.balancer.acquire(exchange)
         except HttpError:

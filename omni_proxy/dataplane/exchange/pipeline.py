@@ -42,7 +42,6 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, ONE_PASS_BYTES, walk_large_json
 from omni_proxy.routing.inspect.requirements import (
     Requirements,
-    affinity_key_of,
     has_json_body,
     inspect_request,
     requirements_of_beginning,
@@ -223,7 +222,8 @@ def _inspected(
         pin_to_voice_owner(services.balancer.voices, route.traffic, need)
         if route.text or route.pinning is RESPONSE_OWNER:
             read_keys(io, exchange, need)
-    set_requirements(io, exchange, need, (head.lines,), head.request_id)
+    exchange.request_id = head.request_id or id_from_body(need)
+    set_requirements(io, exchange, need, (head.lines,), exchange.body)
     if io.settings.forwarded is not None:
         add_forwarded(io.settings.forwarded, exchange, head)
     if io.client.peer_closed and io.settings.half_close_aborts:
@@ -238,15 +238,15 @@ def set_requirements(
     exchange: Exchange,
     need: Requirements,
     lines: Sequence[bytes],
-    head_id: bytes,
+    body: bytes,
 ) -> None:
-    """`lines`: the head, in parts; `head_id`: the request id in it, if any. From here on
-    `request_timeout_secs` bounds the exchange, unless its response is a stream."""
+    """`lines`: the head, in parts. From here on `request_timeout_secs` bounds the exchange, unless
+    its response is a stream."""
     exchange.need = need
     exchange.stream = need.stream
-    exchange.request_id = head_id or id_from_body(need)
-    if io.services.balancer.policy.needs_affinity_key:
-        need.affinity_key = affinity_key_of(b"".join(lines))
+    balancer = io.services.balancer
+    if balancer.policy.needs_affinity_key:
+        need.affinity_key = balancer.affinity_keys.read(b"".join(lines), body)
     if not need.stream:
         io.deadline = io.loop.now + io.settings.limits.total
 

@@ -15,6 +15,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voices import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.affinity_key import AffinityKeyReader
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.pick import (
     eligible_workers,
@@ -23,6 +24,7 @@ from omni_proxy.routing.pick import (
     workers_held_for_update,
 )
 from omni_proxy.routing.policies import Policy
+from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.routing.responses import ResponseOwners, own_response_owners
 
 # Two processes that both give up the same place find it free again at their next choice; that this
@@ -37,6 +39,7 @@ class Balancer:
         self, fleet: Fleet, policy: Policy, voices: VoiceRegistry, recorders: Recorders
     ) -> None:
         self.policy = policy
+        self.affinity_keys = AffinityKeyReader(())
         self.voices = voices
         self.response_owners: ResponseOwners = own_response_owners()
         self._fleet = fleet
@@ -46,7 +49,14 @@ class Balancer:
         return list(eligible_workers(self._fleet, need, self.voices.owner))
 
     def held_for_update(self, need: Requirements) -> list[Worker]:
+        held = self.held_worker(need)
+        if held is not None:
+            return [held]
         return list(workers_held_for_update(self._fleet, need, self.voices.owner))
+
+    def held_worker(self, need: Requirements) -> Worker | None:
+        """The worker that the request's session waits for; None where it does not wait."""
+        return self.policy.held_worker(need) if isinstance(self.policy, Sticky) else None
 
     def acquire(self, exchange: Exchange, tried: Collection[Worker] = ()) -> Worker:
         """Begin an attempt at the worker that this returns. Raises HttpError: none can take it."""

@@ -76,7 +76,7 @@ class PendingReceive(Protocol):
         """All buckets; raises GroupError if the receive fails or takes longer than `secs`."""
         ...
 
-    def abort(self, why: str) -> None:
+    def abort(self, reason: str) -> None:
         """Ends the receive and drops the group; `wait` raises GroupError(why)."""
         ...
 
@@ -143,12 +143,12 @@ class Transfer(Generic[T]):
         assert self._result is not None
         return self._result
 
-    def abort(self, why: str) -> None:
+    def abort(self, reason: str) -> None:
         if self._ended.is_set():
             return
-        self._stop(why)
+        self._stop(reason)
         if not self._ended.wait(ABORT_SECS):
-            self.fail(GroupError(why, group_dropped=True))
+            self.fail(GroupError(reason, group_dropped=True))
 
     def has_ended(self) -> bool:
         return self._ended.is_set()

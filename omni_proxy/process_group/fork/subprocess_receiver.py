@@ -157,7 +157,9 @@ class SubprocessReceiver:
         except BaseException:
             self._set_ready(group)
             raise
-        transfer: Transfer[SubprocessReceived] = Transfer(order, lambda why: self._end(group, why))
+        transfer: Transfer[SubprocessReceived] = Transfer(
+            order, lambda reason: self._end(group, reason)
+        )
         with self._lock:
             group.transfer = transfer
         self._post(group, transfer, target, ready_secs)
@@ -205,8 +207,8 @@ class SubprocessReceiver:
             existing = self._groups.get(name)
         if existing is None:
             return
-        answer = _check_trainer(existing, self._limits.ping_secs + ANSWER_SECS, ping=True)
-        if answer.get("owner_answers"):
+        reply = _check_trainer(existing, self._limits.ping_secs + ANSWER_SECS, ping=True)
+        if reply.get("owner_answers"):
             raise GroupError(
                 f"group {name!r} is {existing.state} for the trainer at {existing.owner}, which is "
                 "alive: destroy that group first, or use another group_name"
@@ -287,16 +289,16 @@ class SubprocessReceiver:
                 case TransferEnded(error=None):
                     self._set_ready(group)
                     transfer.finish(SubprocessReceived(transfer.order, targets.pop(), event))
-                case TransferEnded(error=why):
-                    self._end(group, str(why))
+                case TransferEnded(error=reason):
+                    self._end(group, str(reason))
                     targets.clear()
-                    transfer.fail(GroupError(str(why), group_dropped=True))
+                    transfer.fail(GroupError(str(reason), group_dropped=True))
                 case ChildEnded():
                     targets.clear()
                     done, total = transfer.progress().buckets_done, len(transfer.order.plans)
-                    why = f"group {group.name!r}: after {done} of {total} buckets: {event}"
-                    self._end(group, why)
-                    transfer.fail(GroupError(why, group_dropped=True))
+                    reason = f"group {group.name!r}: after {done} of {total} buckets: {event}"
+                    self._end(group, reason)
+                    transfer.fail(GroupError(reason, group_dropped=True))
 
         return on_event
 
@@ -304,15 +306,15 @@ class SubprocessReceiver:
         with self._lock:
             group.state, group.transfer = GroupState.READY, None
 
-    def _end(self, group: _ChildGroup, why: str) -> None:
+    def _end(self, group: _ChildGroup, reason: str) -> None:
         """Disarms and drops a group; the reason is kept for the next call with its name."""
         with self._lock:
             if self._groups.get(group.name) is group:
                 del self._groups[group.name]
-                self._drop_reasons[group.name] = why
+                self._drop_reasons[group.name] = reason
                 while len(self._drop_reasons) > MAX_DROP_REASONS:
                     self._drop_reasons.pop(next(iter(self._drop_reasons)))
-        group.child.kill(why)
+        group.child.kill(reason)
 
     def _remove(self, group: _ChildGroup) -> None:
         with self._lock:

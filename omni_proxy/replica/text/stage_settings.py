@@ -118,6 +118,7 @@ def with_weight_operations(scheduler: SchedulerKind, settings: TextSettings) -> 
     worker = scheduler.worker
     WeightActions(
         scheduler,
+        load_first=lambda: load_text_model(settings.model, seed=settings.seed).model,
         weights_root=settings.weights_root,
         rank=ModelRank(worker.tp_rank, worker.tp_size),
         terms=settings.terms,

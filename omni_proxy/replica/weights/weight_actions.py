@@ -7,11 +7,13 @@ its end, only actions that end it are accepted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from omni_proxy.process_group.rendezvous import Rendezvous
 from omni_proxy.process_group.tensor_plan import GroupError
@@ -21,7 +23,7 @@ from omni_proxy.replica.text.slow_operations import BackgroundStep, PeerError, S
 from omni_proxy.replica.text.stage_operations import OperationOutcome, failure
 from omni_proxy.replica.weights.checker import WeightsChecker
 from omni_proxy.replica.weights.lifecycle import Lifecycle, UpdateOptions, stage_in_background
-from omni_proxy.replica.weights.live_tensors import LiveTensors, WeightsError
+from omni_proxy.replica.weights.live_tensors import LiveTensors, StagedTensors, WeightsError
 from omni_proxy.replica.weights.receive_state import CallOutOfOrder
 from omni_proxy.replica.weights.stored_tensors import stage_serialized
 from omni_proxy.replica.weights.trainer_groups import (
@@ -50,7 +52,10 @@ class ModelRank:
 
 
 class WeightActions:
-    """Registers itself with `scheduler`; `weights_root` bounds what may be read from disk."""
+    """Registers itself with `scheduler`; `weights_root` bounds what may be read from disk.
+
+    `load_first` loads the model of the start anew: what a `model_path` of its name means.
+    """
 
     def __init__(
         self,
@@ -59,8 +64,10 @@ class WeightActions:
         weights_root: str = "/",
         rank: ModelRank = ModelRank(),
         terms: ReceiveSettings = DEFAULT_RECEIVE_SETTINGS,
+        load_first: Callable[[], nn.Module] | None = None,
     ) -> None:
         self._scheduler = scheduler
+        self._load_first, self._first_name = load_first, scheduler.model_path
         self._rank = rank
         self._target = LiveTensors(scheduler.worker.text.model)
         self._folder = WeightsFolder(weights_root)
@@ -130,7 +137,7 @@ class WeightActions:
         if (refusal := self._busy()) is not None:
             return refusal
         wish = UpdateOptions.of(payload, pause_on_failure=False)
-        bring = stage_in_background(partial(self._folder.stage, payload, self._target))
+        bring = stage_in_background(partial(self._stage, payload))
         # Whoever calls as in vLLM has running requests recomputed.
         beside = payload.get("beside_requests", False)
         update = self._lifecycle.take_in if beside else self._lifecycle.update
@@ -148,6 +155,16 @@ class WeightActions:
             "token_step": payload.get("token_step", 0),
         }
         return success, message, data | told, error
+
+    def _stage(self, payload: dict[str, Any]) -> StagedTensors:
+        """Raises WeightsError."""
+        named = payload.get("model_path") == self._first_name and payload.get("manifest") is None
+        if self._load_first is None or not named:
+            return self._folder.stage(payload, self._target)
+        staged = StagedTensors(self._target)
+        for name, tensor in LiveTensors(self._load_first()):
+            staged.add(name, tensor)
+        return staged
 
     def read_weights_ahead(self, order: Admin) -> Steps:
         """So much of a file is final that an update from disk will name once all of it is."""

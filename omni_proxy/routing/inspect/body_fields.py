@@ -111,14 +111,14 @@ def _decode_oddly(body: bytes) -> BodyFields:
     for constant, array in _CONSTANTS:
         plain = plain.replace(constant, array)
     try:
-        pieces = _decode_pieces(plain)
+        texts = _decode_pieces(plain)
     except _MALFORMED:
         raise _no_object(plain) from None
-    spelled = {name: getattr(pieces, name) for name in _FIELDS if name not in _TYPED}
+    spelled = {name: getattr(texts, name) for name in _FIELDS if name not in _TYPED}
     kind = BodyFields if plain is text else NonStandardBodyFields
     return kind(
-        model=read_text(pieces.model), stream=_flag_in(pieces.stream),
-        request_id=read_text(pieces.request_id), **spelled,
+        model=read_text(texts.model), stream=_flag_in(texts.stream),
+        request_id=read_text(texts.request_id), **spelled,
     )  # fmt: skip
 
 
@@ -136,8 +136,8 @@ def invalid_json() -> HttpError:
 
 def body_fields_of(fields: dict[str, Any]) -> BodyFields:
     """The same of fields that were read already."""
-    told = {name: fields[name] for name in _FIELDS if name in fields}
-    return decode_body(json.dumps(told, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    values = {name: fields[name] for name in _FIELDS if name in fields}
+    return decode_body(json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass"))
 
 
 def _as_utf8(body: bytes) -> bytes:
@@ -189,8 +189,8 @@ _TRUE: Final = msgspec.Raw(b"true")
 _FALSE: Final = msgspec.Raw(b"false")
 
 
-def starts_with(raw: msgspec.Raw, mark: bytes) -> bool:
-    return len(raw) > 0 and memoryview(raw)[0] == mark[0]
+def starts_with(raw: msgspec.Raw, prefix: bytes) -> bool:
+    return len(raw) > 0 and memoryview(raw)[0] == prefix[0]
 
 
 def is_given(raw: msgspec.Raw) -> bool:
@@ -240,18 +240,18 @@ class ObjectListReader(Generic[Fields]):
         if not starts_with(raw, b"["):
             return
         try:
-            found = self._all(raw)
+            match = self._all(raw)
         except _MALFORMED:
-            for one in read_elements(raw):
-                if not starts_with(one, b"{"):
+            for element in read_elements(raw):
+                if not starts_with(element, b"{"):
                     continue
-                if len(one) < self._least:
+                if len(element) < self._least:
                     yield self._none
                     continue
                 with suppress(*_MALFORMED):  # nested as deeply as can just be skipped
-                    yield self._one(one)
+                    yield self._one(element)
         else:
-            yield from found
+            yield from match
 
 
 # Multipart forms: the fields `model` and `stream`, found by a bounded scan. A malformed form gives
@@ -269,19 +269,19 @@ def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
     """The wanted fields that are there; the first of each wins."""
     if not content_type.lower().startswith(b"multipart/form-data"):
         return {}
-    found = _BOUNDARY.search(content_type)
-    if not found:
+    match = _BOUNDARY.search(content_type)
+    if not match:
         return {}
-    mark = b"--" + found[1].strip()
+    prefix = b"--" + match[1].strip()
     fields: dict[str, str] = {}
-    at = body.find(mark)
+    at = body.find(prefix)
     for _ in range(MAX_PARTS):
         if at < 0 or len(fields) == len(WANTED):
             break
-        start = at + len(mark)
+        start = at + len(prefix)
         if body[start : start + 2] != b"\r\n":
             break
-        at = body.find(b"\r\n" + mark, start)
+        at = body.find(b"\r\n" + prefix, start)
         head_end = body.find(b"\r\n\r\n", start, start + MAX_PART_HEAD_BYTES)
         if at < 0 or head_end < 0:
             break
@@ -296,7 +296,7 @@ def _plain_name(head: bytes) -> str:
     """The name of a part that is no file."""
     for line in head.split(b"\r\n"):
         if line.lower().startswith(b"content-disposition:") and b"filename" not in line.lower():
-            found = _NAME.search(line)
-            if found:
-                return found[1].decode("utf-8", "replace")
+            match = _NAME.search(line)
+            if match:
+                return match[1].decode("utf-8", "replace")
     return ""

@@ -65,14 +65,14 @@ def _below(value: msgspec.Raw, names: Sequence[str]) -> msgspec.Raw:
 def _top_reader(keys: tuple[str, ...]) -> Callable[[bytes], dict[str, msgspec.Raw]]:
     """Reads the top-level values that the keys begin with, and skips all others."""
     names = sorted({key.partition(".")[0] for key in keys})
-    places = {f"value_{number}": name for number, name in enumerate(names)}
-    fields = [(place, msgspec.Raw, ABSENT) for place in places]
+    by_field = {f"value_{number}": name for number, name in enumerate(names)}
+    fields = [(field, msgspec.Raw, ABSENT) for field in by_field]
     decode = msgspec.json.Decoder(
-        msgspec.defstruct("KeyedValues", fields, rename=places, gc=False)
+        msgspec.defstruct("KeyedValues", fields, rename=by_field, gc=False)
     ).decode
 
     def read(body: bytes) -> dict[str, msgspec.Raw]:
-        found = decode(body)
-        return {name: getattr(found, place) for place, name in places.items()}
+        decoded = decode(body)
+        return {name: getattr(decoded, field) for field, name in by_field.items()}
 
     return read

@@ -91,7 +91,7 @@ Walk = Generator[None, None, int]
 
 def walk_large_json(body: bytes) -> Generator[None, None, LargeJsonFields]:
     """Raises HttpError 400 for what is no JSON object."""
-    found: dict[str, msgspec.Raw] = {}
+    values: dict[str, msgspec.Raw] = {}
     keys, at = 0, (yield from _blanks(body, 0))
     at = yield from _blanks(body, _past(body, at, _OPEN))
     more = _byte(body, at) != _CLOSE
@@ -106,21 +106,21 @@ def walk_large_json(body: bytes) -> Generator[None, None, LargeJsonFields]:
         start = at
         at = yield from _value(body, at)
         if name in _FIELDS:
-            found[name.decode()] = msgspec.Raw(bytes(body[start : min(at, start + PREFIX_BYTES)]))
+            values[name.decode()] = msgspec.Raw(bytes(body[start : min(at, start + PREFIX_BYTES)]))
         at = yield from _blanks(body, at)
         more = _byte(body, at) == _COMMA
         if more:
             at = yield from _blanks(body, at + 1)
         keys += 1
         if keys > MAX_KEYS:
-            told = f"a large JSON request body may have {MAX_KEYS} fields and no more"
-            raise HttpError(400, told, "invalid_json")
+            message = f"a large JSON request body may have {MAX_KEYS} fields and no more"
+            raise HttpError(400, message, "invalid_json")
         if not keys % KEYS_PER_SLICE:
             yield
     at = yield from _blanks(body, _past(body, at, _CLOSE))
     if at != len(body):
         raise invalid_json()
-    return LargeJsonFields(**found)
+    return LargeJsonFields(**values)
 
 
 def _byte(body: bytes, at: int) -> int:
@@ -129,15 +129,15 @@ def _byte(body: bytes, at: int) -> int:
     return body[at]
 
 
-def _past(body: bytes, at: int, mark: int) -> int:
-    if _byte(body, at) != mark:
+def _past(body: bytes, at: int, char: int) -> int:
+    if _byte(body, at) != char:
         raise invalid_json()
     return at + 1
 
 
 def _end(pattern: re.Pattern[bytes], body: bytes, at: int) -> int:
-    found = pattern.match(body, at, at + SLICE_BYTES)
-    return found.end() if found is not None else at
+    match = pattern.match(body, at, at + SLICE_BYTES)
+    return match.end() if match is not None else at
 
 
 def _blanks(body: bytes, at: int) -> Walk:
@@ -153,10 +153,10 @@ def _value(body: bytes, at: int) -> Walk:
         return (yield from _string(body, at))
     if first in _NESTS:
         return (yield from _nested(body, at))
-    found = _SCALAR.match(body, at, at + MAX_SCALAR_BYTES)
-    if found is None:
+    match = _SCALAR.match(body, at, at + MAX_SCALAR_BYTES)
+    if match is None:
         raise invalid_json()
-    return found.end()
+    return match.end()
 
 
 def _string(body: bytes, at: int) -> Walk:
@@ -177,9 +177,9 @@ def _nested(body: bytes, at: int) -> Walk:
     depth, size, walked = 0, FIRST_BYTES, 0
     while at < len(body):
         cut = min(len(body), at + size)
-        found = _WHOLE_STRINGS.match(body, at, cut)
-        assert found is not None
-        end = found.end()  # or the beginning of a string that goes on behind the slice
+        match = _WHOLE_STRINGS.match(body, at, cut)
+        assert match is not None
+        end = match.end()  # or the beginning of a string that goes on behind the slice
         after = _depth_after(body[at:end], depth)
         if after is None and size > FIRST_BYTES:
             size //= 2
@@ -198,9 +198,9 @@ def _nested(body: bytes, at: int) -> Walk:
     raise invalid_json()
 
 
-def _depth_after(piece: bytes, depth: int) -> int | None:
+def _depth_after(block: bytes, depth: int) -> int | None:
     """None where the outermost bracket closes in it. `piece` has no half of a string."""
-    brackets = _STRING.sub(b"", piece).translate(None, _NO_BRACKETS)
+    brackets = _STRING.sub(b"", block).translate(None, _NO_BRACKETS)
     if depth:  # what opens and closes at once matters to nobody outside
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
     closing = brackets.count(b"]") + brackets.count(b"}")
@@ -211,10 +211,10 @@ def _depth_after(piece: bytes, depth: int) -> int | None:
     return depth + len(brackets) - 2 * closing
 
 
-def _length_of(piece: bytes, depth: int) -> int:
+def _length_of(block: bytes, depth: int) -> int:
     """Up to the bracket that closes the outermost one."""
-    for found in _STRING_OR_BRACKET.finditer(piece):
-        depth += _STEP.get(found[0][0], 0)
+    for match in _STRING_OR_BRACKET.finditer(block):
+        depth += _STEP.get(match[0][0], 0)
         if not depth:
-            return found.end()
+            return match.end()
     raise AssertionError("the brackets were counted")

@@ -95,20 +95,20 @@ def _plain_talk(messages: msgspec.Raw, limit: int) -> bytes | None:
         talk = _decode_talk(messages)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    left = MAX_PIECES - 2 * len(talk)
-    if left < 0:
+    budget = MAX_PIECES - 2 * len(talk)
+    if budget < 0:
         return None
     pieces: list[bytes] = []
     try:
-        for one in talk:
-            content = one.content
+        for element in talk:
+            content = element.content
             if isinstance(content, str):
-                pieces += ROLES[one.role], content[:limit].encode()
+                pieces += ROLES[element.role], content[:limit].encode()
             else:
-                left -= len(content)
-                if left < 0:
+                budget -= len(content)
+                if budget < 0:
                     return None
-                pieces += ROLES[one.role], _plain_parts(content, limit)
+                pieces += ROLES[element.role], _plain_parts(content, limit)
     except LookupError:
         return None
     text = b"".join(pieces)
@@ -117,15 +117,15 @@ def _plain_talk(messages: msgspec.Raw, limit: int) -> bytes | None:
 
 def _plain_parts(parts: list[_SaidPart], limit: int) -> bytes:
     is_given = [
-        _name(each.type) if each.text is None else _utf8(each.text, limit) for each in parts
+        _name(part.type) if part.text is None else _utf8(part.text, limit) for part in parts
     ]
     return PART + PART.join(is_given) if is_given else b""
 
 
 def _gathered(payload: BodyFields, limit: int) -> bytes:
     gathered = _Gathered(limit)
-    for piece in _pieces(payload, limit):
-        if not gathered.add(piece):
+    for text in _pieces(payload, limit):
+        if not gathered.add(text):
             break
     return bytes(gathered.text)
 
@@ -140,10 +140,10 @@ class _Gathered:
         self._left = limit
         self._looks = MAX_PIECES
 
-    def add(self, piece: bytes) -> bool:
+    def add(self, text: bytes) -> bool:
         """Whether there is room for more."""
-        self.text += piece[: self._left]
-        self._left -= len(piece)
+        self.text += text[: self._left]
+        self._left -= len(text)
         self._looks -= 1
         return self._left > 0 and self._looks > 0
 
@@ -243,12 +243,12 @@ def _script(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
     if elements and _is_number(elements[0]):
         yield TOKENS + _tokens(raw, limit)
         return
-    for one in elements:
-        text = _text(one)
+    for element in elements:
+        text = _text(element)
         if text is not None:
             yield SCRIPT + _utf8(text, limit)
-        elif is_list(one):
-            yield TOKENS + _tokens(one, limit)
+        elif is_list(element):
+            yield TOKENS + _tokens(element, limit)
         else:
             yield SCRIPT
 
@@ -273,7 +273,11 @@ def _tokens(raw: msgspec.Raw, limit: int) -> bytes:
     try:
         ids = _decode_ids(raw)[: limit // 4]
     except (msgspec.DecodeError, RecursionError):
-        ids = [read_value(one) for one in read_elements(raw)[: limit // 4] if _is_number(one)]
+        ids = [
+            read_value(element)
+            for element in read_elements(raw)[: limit // 4]
+            if _is_number(element)
+        ]
     return array("I", (number & 0xFFFFFFFF for number in ids)).tobytes()
 
 

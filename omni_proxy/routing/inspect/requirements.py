@@ -1,16 +1,14 @@
 """What a request requires of a worker, read from its body and its hint headers (omni-router.md 7).
 
-Also the affinity key of a request (routers.md 1.1), and what is known of a large body from its
-beginning. Invariant: the same body and hints give the same `Requirements`; the body is decoded for
-reading only and is forwarded byte for byte. A body that is not JSON where JSON is required is
-refused. `requirements_of_beginning` returns what the whole body would give, or None.
+Also what is known of a large body from its beginning. Invariant: the same body and hints give the
+same `Requirements`; the body is decoded for reading only and is forwarded byte for byte. A body
+that is not JSON where JSON is required is refused. `requirements_of_beginning` returns what the
+whole body would give, or None.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, Protocol
@@ -145,20 +143,20 @@ def inspect_request(route: Route, body: bytes, facts: HeadFacts) -> Requirements
     if body and has_json_body(route, facts):
         if len(body) > LARGE_BYTES:
             return requirements_of_large_json(route, read_large_json(body), facts)
-        need = requirements_of_json(route, body)
+        requirements = requirements_of_json(route, body)
         if facts.hints:
-            _apply_hints(need, facts.hints, source="JSON body")
-        return need
-    need = Requirements(route.mask, pinning=route.pinning)
+            _apply_hints(requirements, facts.hints, source="JSON body")
+        return requirements
+    requirements = Requirements(route.mask, pinning=route.pinning)
     if route.pinning is NAMED:
-        named = facts.hints.get(b"worker", b"")
-        if not named:
+        worker_id = facts.hints.get(b"worker", b"")
+        if not worker_id:
             raise _bad("x-sglang-omni-route-worker is required for speech outcome lookups")
-        need.named_worker = named.decode("latin-1")
-    told = route.body_kind is FORM and _read_form(body, facts.content_type, need)
+        requirements.named_worker = worker_id.decode("latin-1")
+    complete = route.body_kind is FORM and _read_form(body, facts.content_type, requirements)
     if facts.hints:
-        _apply_hints(need, facts.hints, source="multipart form" if told else None)
-    return need
+        _apply_hints(requirements, facts.hints, source="multipart form" if complete else None)
+    return requirements
 
 
 def requirements_of_json(route: Route, body: bytes) -> Requirements:
@@ -168,32 +166,32 @@ def requirements_of_json(route: Route, body: bytes) -> Requirements:
 
 def requirements_of_hints(route: Route, facts: HeadFacts, model: str | None = None) -> Requirements:
     """What the hints alone say, beside a `model` that the body has told. Raises HttpError 400."""
-    need = Requirements(route.mask, model, pinning=route.pinning)
+    requirements = Requirements(route.mask, model, pinning=route.pinning)
     if route.traffic.startswith("speech") and has_json_body(route, facts):
-        need.mask |= AUDIO  # as for any large body of speech
-    _apply_hints(need, facts.hints, source=None)
-    if model is not None and need.model != model:
+        requirements.mask |= AUDIO  # as for any large body of speech
+    _apply_hints(requirements, facts.hints, source=None)
+    if model is not None and requirements.model != model:
         raise _bad("x-sglang-omni-route-model conflicts with the multipart form model")
-    return need
+    return requirements
 
 
 def requirements_of_large_json(
     route: Route, top: LargeJsonFields, facts: HeadFacts
 ) -> Requirements:
     """What a large JSON body says. Raises HttpError 400."""
-    need = _read(route, BodyFields(
+    requirements = _read(route, BodyFields(
         model=read_text(top.model), stream=bytes(top.stream) == b"true",
         stream_format=msgspec.Raw(bytes(top.stream_format)),
         request_id=read_text(top.request_id), rid=msgspec.Raw(bytes(top.rid)),
         input_ids=msgspec.Raw(top.beginning),
     ))  # fmt: skip
     if route.traffic.startswith("speech"):
-        need.mask |= AUDIO  # a voice reference is what makes such a body large
-    need.large_body_class = route.traffic
-    need.given_hints = frozenset(facts.hints)
+        requirements.mask |= AUDIO  # a voice reference is what makes such a body large
+    requirements.large_body_class = route.traffic
+    requirements.given_hints = frozenset(facts.hints)
     if facts.hints:
-        _apply_hints(need, facts.hints, source="JSON body")
-    return need
+        _apply_hints(requirements, facts.hints, source="JSON body")
+    return requirements
 
 
 def inspect_session(route: Route, first: str | bytes, facts: HeadFacts) -> Requirements:
@@ -201,16 +199,16 @@ def inspect_session(route: Route, first: str | bytes, facts: HeadFacts) -> Requi
     is for the worker to refuse (omni-router.md 12). Raises HttpError 400 for hints only."""
     fields = _session_fields(first)
     if fields is None:
-        need = Requirements(route.mask)
+        requirements = Requirements(route.mask)
     else:
         payload = body_fields_of(fields)
-        need = _read(route, payload)
+        requirements = _read(route, payload)
         if has_voice_reference(payload):
-            need.mask |= AUDIO
-    need.stream = True
+            requirements.mask |= AUDIO
+    requirements.stream = True
     if facts.hints:
-        _apply_hints(need, facts.hints, source=None if fields is None else "JSON body")
-    return need
+        _apply_hints(requirements, facts.hints, source=None if fields is None else "JSON body")
+    return requirements
 
 
 def _session_fields(first: str | bytes) -> dict[str, Any] | None:
@@ -231,8 +229,8 @@ def _bad(message: str, code: str = "invalid_request") -> HttpError:
 def has_json_body(route: Route, facts: HeadFacts) -> bool:
     if route.body_kind is not JSON:
         return route.body_kind is ALWAYS_JSON
-    told = facts.content_type
-    return told == b"application/json" or b"json" in told.lower()
+    complete = facts.content_type
+    return complete == b"application/json" or b"json" in complete.lower()
 
 
 def _read(route: Route, payload: BodyFields) -> Requirements:
@@ -247,22 +245,22 @@ def _read(route: Route, payload: BodyFields) -> Requirements:
     spelled = bytes(payload.messages)
     if spelled.rfind(b"[") > 0:  # else there is no list of parts
         mask |= _parts(payload.messages, spelled)
-    need = Requirements(mask, model, stream, request_id, route.pinning, "", payload)
+    requirements = Requirements(mask, model, stream, request_id, route.pinning, "", payload)
     if _rare_values(payload) != _NO_RARE:
-        need.mask |= _media(payload)
-        need.rids = _rids(payload.rid)
+        requirements.mask |= _media(payload)
+        requirements.rids = _rids(payload.rid)
     if route.traffic != "generation":
-        _read_speech(route, payload, need)
-    return need
+        _read_speech(route, payload, requirements)
+    return requirements
 
 
-def _read_speech(route: Route, payload: BodyFields, need: Requirements) -> None:
+def _read_speech(route: Route, payload: BodyFields, requirements: Requirements) -> None:
     if route.traffic == "speech_batch":
-        _read_batch(payload, need)
+        _read_batch(payload, requirements)
     if route.traffic == "speech_http" and read_text(payload.stream_format) == "sse":
-        need.mask |= STREAMING
+        requirements.mask |= STREAMING
     if route.traffic.startswith("speech") and has_voice_reference(payload):
-        need.mask |= AUDIO
+        requirements.mask |= AUDIO
 
 
 def _named(model: str | None) -> str | None:
@@ -281,8 +279,8 @@ def _media(payload: BodyFields) -> int:
     for bit, value in zip(_RARE.values(), _rare_values(payload), strict=True):
         if bit and is_truthy(value):
             mask |= bit
-    for wanted in (payload.modalities, payload.output_modalities):
-        if any(read_text(kind) == "audio" for kind in read_elements(wanted)):
+    for modalities in (payload.modalities, payload.output_modalities):
+        if any(read_text(kind) == "audio" for kind in read_elements(modalities)):
             mask |= AUDIO_OUT
     return mask
 
@@ -290,10 +288,10 @@ def _media(payload: BodyFields) -> int:
 def _rids(raw: msgspec.Raw) -> tuple[str, ...]:
     """One, or a list of them for a batch."""
     values = read_elements(raw)[:MAX_RIDS] if starts_with(raw, b"[") else [raw]
-    found = (read_text(value) for value in values)
+    texts = (read_text(value) for value in values)
     return tuple(
-        each for each in found
-        if each and len(each) <= MAX_REQUEST_ID_CHARS and each.isprintable()
+        text for text in texts
+        if text and len(text) <= MAX_REQUEST_ID_CHARS and text.isprintable()
     )  # fmt: skip
 
 
@@ -327,56 +325,64 @@ def _odd_parts(messages: msgspec.Raw) -> int:
 def has_voice_reference(payload: VoiceReferenceFields) -> bool:
     """Whether it brings a voice to imitate with it."""
     return is_truthy(payload.ref_audio) or any(
-        is_truthy(each.audio_path) or is_truthy(each.ref_audio)
-        or is_truthy(each.audio) or is_truthy(each.data)
-        for each in _references_in(payload.references)
+        is_truthy(text.audio_path) or is_truthy(text.ref_audio)
+        or is_truthy(text.audio) or is_truthy(text.data)
+        for text in _references_in(payload.references)
     )  # fmt: skip
 
 
-def _read_batch(payload: BodyFields, need: Requirements) -> None:
-    if need.stream:
+def _read_batch(payload: BodyFields, requirements: Requirements) -> None:
+    if requirements.stream:
         raise _bad("stream is not supported for batch speech requests")
-    models = {_named(read_text(item.model)) or need.model for item in _items_in(payload.items)}
+    models = {
+        _named(read_text(item.model)) or requirements.model for item in _items_in(payload.items)
+    }
     if len(models) > 1:
         raise _bad("speech batch items must resolve to one model for router forwarding")
     if models:
-        need.model = models.pop()
+        requirements.model = models.pop()
 
 
-def _read_form(body: bytes, content_type: bytes, need: Requirements) -> bool:
+def _read_form(body: bytes, content_type: bytes, requirements: Requirements) -> bool:
     """Whether the form told anything."""
-    found = form_fields(body, content_type)
-    need.model = found.get("model") or None
-    if found.get("stream", "").strip().lower() in ("true", "1", "yes", "on"):
-        need.stream = True
-        need.mask |= STREAMING
-    return bool(found)
+    texts = form_fields(body, content_type)
+    requirements.model = texts.get("model") or None
+    if texts.get("stream", "").strip().lower() in ("true", "1", "yes", "on"):
+        requirements.stream = True
+        requirements.mask |= STREAMING
+    return bool(texts)
 
 
-def _apply_hints(need: Requirements, hints: dict[bytes, bytes], *, source: str | None) -> None:
+def _apply_hints(
+    requirements: Requirements, hints: dict[bytes, bytes], *, source: str | None
+) -> None:
     """Hints complete what the body left open; against a body that spoke they are refused."""
-    need.version_constraint = parse_version_constraint(hints)
+    requirements.version_constraint = parse_version_constraint(hints)
     prefix = "x-sglang-omni-route-"
     if b"model" in hints:
         model = hints[b"model"].decode("latin-1").strip()
         if not model:
             raise _bad(f"{prefix}model must not be empty")
-        if source and need.model is not None and need.model != model:
+        if source and requirements.model is not None and requirements.model != model:
             raise _bad(f"{prefix}model conflicts with {_the(source)} model")
-        need.model = model
+        requirements.model = model
     if b"stream" in hints:
-        said = hints[b"stream"].strip().lower()
-        if said not in (b"true", b"false"):
+        stream_hint = hints[b"stream"].strip().lower()
+        if stream_hint not in (b"true", b"false"):
             raise _bad(f"{prefix}stream must be true or false")
-        if source and (said == b"true") != need.stream:
+        if source and (stream_hint == b"true") != requirements.stream:
             raise _bad(f"{prefix}stream conflicts with {_the(source)} stream")
-        need.stream = said == b"true"
-        need.mask |= STREAMING if need.stream else 0
+        requirements.stream = stream_hint == b"true"
+        requirements.mask |= STREAMING if requirements.stream else 0
     if b"capabilities" in hints:
         mask = _hinted_mask(hints[b"capabilities"].decode("latin-1"), prefix)
-        if source == "JSON body" and not need.large_body_class and mask & ~need.mask:
+        if (
+            source == "JSON body"
+            and not requirements.large_body_class
+            and mask & ~requirements.mask
+        ):
             raise _bad(f"{prefix}capabilities conflicts with JSON body")
-        need.mask |= mask
+        requirements.mask |= mask
 
 
 def _the(source: str) -> str:
@@ -393,42 +399,16 @@ def _hinted_mask(text: str, prefix: str) -> int:
     return capability_mask(names)
 
 
-# The affinity key. A header made for the purpose wins over credentials, the address that a load
-# balancer passed on, and the cookie. Long values are hashed, so that a key is short.
-
-MAX_KEY_BYTES = 256
-# In the order of preference.
-NAMES = (b"x-smg-routing-key", b"x-session-id", b"authorization", b"x-forwarded-for", b"cookie")
-_LINE = re.compile(rb"(?:^|\n)(" + b"|".join(NAMES) + rb"):[ \t]*([^\r\n]*)", re.IGNORECASE)
-
-
-def affinity_key_of(lines: bytes) -> str:
-    """Of header lines `name: value` with CRLF; "" where nothing tells clients apart."""
-    found: dict[bytes, bytes] = {}
-    for line in _LINE.finditer(lines):
-        value = line[2].rstrip(b" \t")
-        if value:
-            found.setdefault(line[1].lower(), value)
-    for name in NAMES:
-        if name in found:
-            return _short(found[name])
-    return ""
-
-
-def _short(value: bytes) -> str:
-    if len(value) > MAX_KEY_BYTES:
-        return hashlib.blake2b(value, digest_size=16).hexdigest()
-    return value.decode("latin-1")
-
-
-def settle_unread(fleet: Fleet, need: Requirements) -> None:
+def settle_unread(fleet: Fleet, requirements: Requirements) -> None:
     """Check that the unread fields of a large body make no difference between the workers, or that
     hints give them. Raises HttpError 400."""
-    given_hints = need.given_hints
-    candidates = fleet.candidates(None, need.mask)
-    batch = need.large_body_class == "speech_batch"  # its items may name other models than it does
+    given_hints = requirements.given_hints
+    candidates = fleet.candidates(None, requirements.mask)
+    batch = (
+        requirements.large_body_class == "speech_batch"
+    )  # its items may name other models than it does
     mixed = len({worker.model for worker in candidates}) > 1
-    if mixed and b"model" not in given_hints and (batch or need.model is None):
+    if mixed and b"model" not in given_hints and (batch or requirements.model is None):
         kind = "large speech batch requests" if batch else "large JSON requests"
         raise HttpError(
             400,
@@ -446,7 +426,7 @@ def settle_unread(fleet: Fleet, need: Requirements) -> None:
             "capabilities_hint_required",
         )
     if any(worker.mask != widest for worker in candidates):
-        need.mask |= widest
+        requirements.mask |= widest
 
 
 # A large body whose head and beginning give all its requirements can be streamed; in any doubt the
@@ -465,13 +445,13 @@ def requirements_of_beginning(
         )
     if route.body_kind is not FORM:
         return inspect_request(route, b"", facts)
-    found, hints = form_fields(beginning, facts.content_type), facts.hints
-    if fleet.has_named_models and "model" not in found and b"model" not in hints:
+    texts, hints = form_fields(beginning, facts.content_type), facts.hints
+    if fleet.has_named_models and "model" not in texts and b"model" not in hints:
         return None
-    if "stream" in found:
+    if "stream" in texts:
         return inspect_request(route, beginning, facts)
     if b"stream" in hints:
-        return requirements_of_hints(route, facts, found.get("model") or None)
+        return requirements_of_hints(route, facts, texts.get("model") or None)
     return inspect_request(route, beginning, facts) if _all_stream(fleet, route.mask) else None
 
 

@@ -40,9 +40,9 @@ def build_policy(
     of the policy below them, and that policy outlives switching sessions on or off.
     """
     sessions = before if isinstance(before, Sticky) else None
-    kept = sessions.inner if sessions else before
-    if kept is not None and kept.name == routing.policy and kept.reconfigure(routing):
-        policy = kept
+    inner = sessions.inner if sessions else before
+    if inner is not None and inner.name == routing.policy and inner.reconfigure(routing):
+        policy = inner
     elif built_in := BUILT_IN.get(routing.policy):
         policy = built_in.create(routing, random_below, now)
     else:

@@ -106,8 +106,8 @@ class CacheAware(Policy):
         # The mask of the last candidates, while the tree has the same holders.
         self._among: tuple[Sequence[Worker], int, int] = ((), -1, 0)
 
-    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
-        text = _text(candidates, need)
+    def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
+        text = _text(candidates, requirements)
         choice = self._choose(candidates, text)
         if choice.ties > 1:
             self._turn += 1
@@ -120,21 +120,25 @@ class CacheAware(Policy):
             self._tree.insert(text.whole, choice.worker)
         return choice.worker
 
-    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        text = _text(candidates, need)
+    def preview_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[Worker, str]:
+        text = _text(candidates, requirements)
         judged = self._judged
         choice = self._choose(candidates, text)
         self._judged = judged  # else the next pick could go by another verdict
         return choice.worker, self._words(choice, text)
 
-    def explain_pick(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
-        text = _text(candidates, need)
+    def explain_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> dict[str, object]:
+        text = _text(candidates, requirements)
         depths = self._tree.depths(text.whole)
         matched = {worker.url: max(0, depths.get(worker, 0) - text.start) for worker in candidates}
         return {"text_bytes": text.length, "matched_bytes": matched}
 
-    def record_pick(self, worker: Worker, need: Requirements) -> None:
-        text = _text((worker,), need)
+    def record_pick(self, worker: Worker, requirements: Requirements) -> None:
+        text = _text((worker,), requirements)
         if text.whole:
             self._tree.insert(text.whole, worker)
 
@@ -178,10 +182,10 @@ class CacheAware(Policy):
             return self._shortest_queue(candidates, "no_text")
         if rules.spill == "global" and self._imbalanced(candidates):
             return self._shortest_queue(candidates, "imbalanced")
-        length, held = self._tree.match(text.whole, self._mask_of(candidates))
+        length, holders = self._tree.match(text.whole, self._mask_of(candidates))
         matched = max(0, length - text.start)
         if matched > rules.cache_threshold * text.length:
-            choice = self._among_holders(matched, self._tree.named(held))
+            choice = self._among_holders(matched, self._tree.named(holders))
             if rules.spill == "chosen" and self._spills(choice.worker, candidates):
                 return self._shortest_queue(candidates, "spilled", choice)
             return choice
@@ -226,7 +230,10 @@ class CacheAware(Policy):
         if good_for := _good_for(candidates, SIZES_FOR):
             ranked = nsmallest(good_for + 1, choice.ranked)
             next_ones = [candidates[index] for _, _, index in reversed(ranked)]
-            self._small = (candidates, [each for each in next_ones if each is not choice.worker])
+            self._small = (
+                candidates,
+                [candidate for candidate in next_ones if candidate is not choice.worker],
+            )
 
     def _sizes(self, candidates: Sequence[Worker]) -> Sequence[float]:
         sizes = self._tree.sizes_of(candidates)
@@ -247,13 +254,13 @@ class CacheAware(Policy):
         return worker.in_flight if weights.even else worker.in_flight * weights.mean / worker.weight
 
     def _imbalanced(self, candidates: Sequence[Worker]) -> bool:
-        of, verdict, picks = self._judged
+        of, outcome, picks = self._judged
         if of is candidates and picks:
-            self._judged = (of, verdict, picks - 1)
-            return verdict
-        verdict = self._loads_differ(candidates)
-        self._judged = (candidates, verdict, _good_for(candidates, LOADS_FOR))
-        return verdict
+            self._judged = (of, outcome, picks - 1)
+            return outcome
+        outcome = self._loads_differ(candidates)
+        self._judged = (candidates, outcome, _good_for(candidates, LOADS_FOR))
+        return outcome
 
     def _loads_differ(self, candidates: Sequence[Worker]) -> bool:
         if self._weights.take(candidates):
@@ -290,17 +297,17 @@ class CacheAware(Policy):
             case "least_loaded":
                 return f"only {share}, {queue}"
         size = self._tree.size_of(worker)
-        spared = ", ".join(each.display_id for each in choice.spared)
+        spared = ", ".join(candidate.display_id for candidate in choice.spared)
         more = f" (not {spared}, which warms up)" if spared else ""
-        smaller = any(other < size / worker.weight for _, other, _ in choice.ranked)
+        smaller = any(size_of_other < size / worker.weight for _, size_of_other, _ in choice.ranked)
         which = "a small tree with the shortest queue" if smaller else "the smallest tree"
         return f"only {share}, {which} is taken: {size} bytes{more}"
 
 
-def _good_for(candidates: Sequence[Worker], each: int) -> int:
+def _good_for(candidates: Sequence[Worker], candidate: int) -> int:
     """How many more picks go by what one has seen that looked at all of them."""
     count = len(candidates)
-    return count // each if count > EXACT else 0
+    return count // candidate if count > EXACT else 0
 
 
 def _small_alike(
@@ -308,25 +315,29 @@ def _small_alike(
 ) -> list[_Rank]:
     """Those with the smallest tree, or one hardly larger, now that `more` bytes come."""
     out = set(spared)
-    left = [
+    rest = [
         (size, index, worker)
         for index, (size, worker) in enumerate(zip(sizes, candidates, strict=True))
         if worker not in out
     ]
-    bound = min(left)[0] * ALIKE + more
+    bound = min(rest)[0] * ALIKE + more
     return [
         (worker.in_flight / worker.weight, size, index)
-        for size, index, worker in left
+        for size, index, worker in rest
         if size <= bound
     ]
 
 
-def _text(candidates: Sequence[Worker], need: Requirements) -> _Text:
-    text = prefix_text(need.body_fields)
+def _text(candidates: Sequence[Worker], requirements: Requirements) -> _Text:
+    text = prefix_text(requirements.body_fields)
     if not text:
         return _NO_TEXT
     # Where workers name models, the candidates for a model are those that name it.
-    model = candidates[0].model if need.model and candidates[0].model == need.model else ""
+    model = (
+        candidates[0].model
+        if requirements.model and candidates[0].model == requirements.model
+        else ""
+    )
     name = (model or "").encode("utf-8", "surrogatepass")
     # The mark does not count: all texts of a kind share it.
     return _Text(name + text, len(name) + 1)
@@ -358,7 +369,7 @@ class SlowStart:
         ]
 
     def record_choice(
-        self, chosen: Worker, candidates: Sequence[Worker], sizes: Sequence[float]
+        self, picked: Worker, candidates: Sequence[Worker], sizes: Sequence[float]
     ) -> None:
         """`sizes` are those that the choice was made by."""
         new_workers = self._new_workers(candidates, sizes)
@@ -367,8 +378,8 @@ class SlowStart:
             for worker in candidates:
                 self._saved.pop(worker, None)
         self._saved |= earned
-        if chosen in earned:
-            self._saved[chosen] -= 1
+        if picked in earned:
+            self._saved[picked] -= 1
 
     def forget_worker(self, worker: Worker) -> None:
         self._saved.pop(worker, None)

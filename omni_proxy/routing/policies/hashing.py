@@ -38,27 +38,29 @@ class Ring:
 
     __slots__ = ("_owner_of", "_points", "plain", "weights")
 
-    def __init__(self, weights: dict[Worker, int], places: Sequence[list[int]], unit: int) -> None:
+    def __init__(
+        self, weights: dict[Worker, int], positions: Sequence[list[int]], unit: int
+    ) -> None:
         self.weights = weights
         self.plain = unit == 1  # a part of these workers would have the very same places
         self._owner_of = {
-            place: worker
-            for worker, of_one in zip(weights, places, strict=True)
-            for place in of_one
+            position: worker
+            for worker, of_one in zip(weights, positions, strict=True)
+            for position in of_one
         }
         self._points = sorted(self._owner_of)
 
     def from_key(self, key: bytes) -> Iterator[Worker]:
         """Each worker once, clockwise from the key's place."""
         points, count = self._points, len(self._points)
-        at = bisect_left(points, point(key))
-        seen: set[Worker] = set()
-        for step in range(at, at + count):
+        index = bisect_left(points, point(key))
+        visited: set[Worker] = set()
+        for step in range(index, index + count):
             worker = self._owner_of[points[step % count]]
-            if worker not in seen:
-                seen.add(worker)
+            if worker not in visited:
+                visited.add(worker)
                 yield worker
-                if len(seen) == len(self.weights):
+                if len(visited) == len(self.weights):
                     return
 
     def serves(self, candidates: Sequence[Worker]) -> bool:
@@ -105,10 +107,10 @@ class Rings:
         """Its own, or a wider one: a fleet where now these and now those are full makes more sets
         of candidates than rings could be kept."""
         members = tuple(sorted(candidates, key=lambda worker: worker.url))
-        kept = self._rings.get(members)
-        if kept is not None and kept.serves(members):
+        cached = self._rings.get(members)
+        if cached is not None and cached.serves(members):
             self._rings.move_to_end(members)
-            return kept
+            return cached
         for ring in reversed(self._rings.values()):
             if ring.serves(members):
                 return ring
@@ -117,8 +119,8 @@ class Rings:
     def _build(self, members: tuple[Worker, ...]) -> Ring:
         weights = {worker: worker.weight for worker in members}
         unit = _unit(list(weights.values()))
-        places = [self._places_of(worker, unit) for worker in members]
-        ring = self._rings[members] = Ring(weights, places, unit)
+        positions = [self._places_of(worker, unit) for worker in members]
+        ring = self._rings[members] = Ring(weights, positions, unit)
         self._rings.move_to_end(members)
         if len(self._rings) > RINGS:
             self._rings.popitem(last=False)
@@ -127,12 +129,12 @@ class Rings:
     def _places_of(self, worker: Worker, unit: int) -> list[int]:
         count = max(1, PLACES * worker.weight // unit)
         key = (worker.url, count)
-        places = self._places.get(key)
-        if places is None:
+        positions = self._places.get(key)
+        if positions is None:
             if len(self._places) >= WORKERS_REMEMBERED:
                 self._places.clear()
-            places = self._places[key] = _places(worker.url, count)
-        return places
+            positions = self._places[key] = _places(worker.url, count)
+        return positions
 
 
 def _unit(weights: Sequence[int]) -> int:
@@ -145,13 +147,13 @@ def _unit(weights: Sequence[int]) -> int:
 
 
 def _places(url: str, count: int) -> list[int]:
-    places: list[int] = []
+    positions: list[int] = []
     number = 0
-    while len(places) < count:
+    while len(positions) < count:
         digest = hashlib.blake2b(f"{url}#{number}".encode()).digest()
-        places += (int.from_bytes(digest[at : at + 8], "big") for at in range(0, 64, 8))
+        positions += (int.from_bytes(digest[index : index + 8], "big") for index in range(0, 64, 8))
         number += 1
-    return places[:count]
+    return positions[:count]
 
 
 class ConsistentHashing(Policy):
@@ -168,16 +170,18 @@ class ConsistentHashing(Policy):
         self._rings = Rings()
         self._keyless = LeastRequest()
 
-    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
-        if not need.affinity_key:
-            return self._keyless.pick(candidates, need)
-        return self._owner(candidates, need)
+    def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
+        if not requirements.affinity_key:
+            return self._keyless.pick(candidates, requirements)
+        return self._owner(candidates, requirements)
 
-    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        if not need.affinity_key:
-            chosen, why = self._keyless.preview_pick(candidates, need)
-            return chosen, f"the request has no key, so {why}"
-        return self._owner(candidates, need), "the hash of its key belongs there"
+    def preview_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[Worker, str]:
+        if not requirements.affinity_key:
+            picked, reason = self._keyless.preview_pick(candidates, requirements)
+            return picked, f"the request has no key, so {reason}"
+        return self._owner(candidates, requirements), "the hash of its key belongs there"
 
     def forget_worker(self, worker: Worker) -> None:
         self._rings.forget_worker(worker)
@@ -185,9 +189,9 @@ class ConsistentHashing(Policy):
     def stats(self) -> dict[str, object]:
         return {"rings": len(self._rings)}
 
-    def _owner(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
+    def _owner(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
         return next(
-            self._rings.walk(candidates, need.affinity_key.encode("utf-8", "surrogatepass"))
+            self._rings.walk(candidates, requirements.affinity_key.encode("utf-8", "surrogatepass"))
         )
 
 
@@ -219,24 +223,26 @@ class PrefixHash(Policy):
         self._take(routing)
         return True
 
-    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
-        text = prefix_text(need.body_fields, self._length)
+    def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
+        text = prefix_text(requirements.body_fields, self._length)
         if not text:
-            return self._textless.pick(candidates, need)
-        chosen, skipped = self._below_bound(candidates, text)
+            return self._textless.pick(candidates, requirements)
+        picked, skipped = self._below_bound(candidates, text)
         self._passed_over += bool(skipped)
-        return chosen
+        return picked
 
-    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        text = prefix_text(need.body_fields, self._length)
+    def preview_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[Worker, str]:
+        text = prefix_text(requirements.body_fields, self._length)
         if not text:
-            chosen, why = self._textless.preview_pick(candidates, need)
-            return chosen, f"the request has no text, so {why}"
-        chosen, skipped = self._below_bound(candidates, text)
+            picked, reason = self._textless.preview_pick(candidates, requirements)
+            return picked, f"the request has no text, so {reason}"
+        picked, skipped = self._below_bound(candidates, text)
         if not skipped:
-            return chosen, "the hash of its beginning belongs there"
+            return picked, "the hash of its beginning belongs there"
         names = ", ".join(f"{worker.display_id} ({load_word(worker)})" for worker in skipped)
-        return chosen, f"next on the ring after {names} above the bound"
+        return picked, f"next on the ring after {names} above the bound"
 
     def forget_worker(self, worker: Worker) -> None:
         self._rings.forget_worker(worker)

@@ -44,12 +44,12 @@ def fill(worker: Worker) -> float:
     return (worker.in_flight + 1) / worker.weight
 
 
-def least(candidates: Sequence[Worker], turn: int) -> tuple[Worker, int]:
+def least(candidates: Sequence[Worker], offset: int) -> tuple[Worker, int]:
     """The least full in its turn, and how many are as full as it."""
     fills = [(worker.in_flight + 1) / worker.weight for worker in candidates]  # as `fill`, inline
     lowest = min(fills)
     ties = [worker for worker, full in zip(candidates, fills, strict=True) if full == lowest]
-    return ties[turn % len(ties)], len(ties)
+    return ties[offset % len(ties)], len(ties)
 
 
 def load_word(worker: Worker) -> str:
@@ -75,16 +75,16 @@ class LeastRequest(Policy):
         self._twice: list[Worker] = []  # those twice over: a turn may begin anywhere
         self._weights = CandidateWeights()
 
-    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
+    def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
         if candidates is not self._even:
             if not self._weights.take(candidates):
-                chosen = least(candidates, self._turn)[0]
+                picked = least(candidates, self._turn)[0]
                 self._turn += 1
-                return chosen
+                return picked
             self._even = candidates
             self._twice = [*candidates, *candidates]
-        count, turn = len(candidates), self._turn
-        start = turn % count
+        count, offset = len(candidates), self._turn
+        start = offset % count
         best = candidates[start]
         fewest = best.in_flight
         if fewest:
@@ -95,15 +95,17 @@ class LeastRequest(Policy):
                     best, fewest, place = worker, worker.in_flight, at
                     if not fewest:
                         break
-            turn += place - start
-        self._turn = turn + 1
+            offset += place - start
+        self._turn = offset + 1
         return best
 
-    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        turn = self._turn
-        chosen = self.pick(candidates, need)
-        self._turn = turn
-        return chosen, f"the least loaded of {len(candidates)}: {load_word(chosen)}"
+    def preview_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[Worker, str]:
+        offset = self._turn
+        picked = self.pick(candidates, requirements)
+        self._turn = offset
+        return picked, f"the least loaded of {len(candidates)}: {load_word(picked)}"
 
 
 class PowerOfTwo(Policy):
@@ -119,15 +121,17 @@ class PowerOfTwo(Policy):
         self.name = "power_of_two"
         self._random_below = random_below
 
-    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
-        one, other = self._draw(candidates)
-        less = (other.in_flight + 1) * one.weight < (one.in_flight + 1) * other.weight
-        return other if less else one
+    def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
+        first, second = self._draw(candidates)
+        less = (second.in_flight + 1) * first.weight < (first.in_flight + 1) * second.weight
+        return second if less else first
 
-    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        chosen = self.pick(candidates, need)
-        return chosen, (
-            f"the less loaded of two drawn at random: {load_word(chosen)}; another draw may differ"
+    def preview_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[Worker, str]:
+        picked = self.pick(candidates, requirements)
+        return picked, (
+            f"the less loaded of two drawn at random: {load_word(picked)}; another draw may differ"
         )
 
     def _draw(self, candidates: Sequence[Worker]) -> tuple[Worker, Worker]:

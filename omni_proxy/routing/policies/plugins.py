@@ -40,7 +40,7 @@ class PolicyLoadError(Exception):
 
 def load_policy_class(name: str) -> type[Policy]:
     """The class that a name of the configuration stands for. Raises PolicyLoadError."""
-    found: object
+    loaded: object
     path = name
     if ":" not in name:
         points = [*entry_points(group=ENTRY_POINT_GROUP, name=name)]
@@ -52,25 +52,25 @@ def load_policy_class(name: str) -> type[Policy]:
         path = points[0].value
     module, _, attribute = path.partition(":")
     try:
-        found = import_module(module.strip())
+        loaded = import_module(module.strip())
     except (Exception, SystemExit) as error:
         raise PolicyLoadError(
             f"the module {module} of the policy {name} can't be imported: {_error_text(error)}",
             "put its folder on PYTHONPATH, or install its package for this Python",
         ) from None
     for step in attribute.strip().split("."):
-        found = getattr(found, step, None)
-    if not (isinstance(found, type) and issubclass(found, Policy)):
+        loaded = getattr(loaded, step, None)
+    if not (isinstance(loaded, type) and issubclass(loaded, Policy)):
         raise PolicyLoadError(
             f"{path} of the policy {name} is no class derived from Policy",
             f"derive it from {Policy.__module__}.Policy",
         )
-    missing: frozenset[str] = found.__abstractmethods__
+    missing: frozenset[str] = loaded.__abstractmethods__
     if missing:
         raise PolicyLoadError(
             f"the policy {name} lacks {' and '.join(sorted(missing))}", "define them in its class"
         )
-    return found
+    return loaded
 
 
 def check_policy(config: Config, file: str) -> None:
@@ -129,40 +129,46 @@ class GuardedPolicy(Policy):
         self._now = now
         self._log_after = now
 
-    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
+    def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
         if self.inner is not None:
             try:
-                worker = self.inner.pick(candidates, need)
+                worker = self.inner.pick(candidates, requirements)
                 if worker in candidates:
                     return worker
                 self._report("pick", ValueError(f"{worker!r} is no candidate"))
             except Exception as error:
                 self._report("pick", error)
-        return self._fallback.pick(candidates, need)
+        return self._fallback.pick(candidates, requirements)
 
-    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+    def preview_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[Worker, str]:
         if self.inner is not None:
             try:
-                worker, reason = self.inner.preview_pick(candidates, need)
+                worker, reason = self.inner.preview_pick(candidates, requirements)
                 if worker in candidates:
                     return worker, str(reason)
                 self._report("preview_pick", ValueError(f"{worker!r} is no candidate"))
             except Exception as error:
                 self._report("preview_pick", error)
-        worker, reason = self._fallback.preview_pick(candidates, need)
+        worker, reason = self._fallback.preview_pick(candidates, requirements)
         return worker, f"the policy {self.name} failed, so {FALLBACK}: {reason}"
 
-    def explain_pick(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
+    def explain_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> dict[str, object]:
         try:
-            return self.inner.explain_pick(candidates, need) if self.inner is not None else {}
+            return (
+                self.inner.explain_pick(candidates, requirements) if self.inner is not None else {}
+            )
         except Exception as error:
             self._report("explain_pick", error)
             return {}
 
-    def record_pick(self, worker: Worker, need: Requirements) -> None:
+    def record_pick(self, worker: Worker, requirements: Requirements) -> None:
         try:
             if self.inner is not None:
-                self.inner.record_pick(worker, need)
+                self.inner.record_pick(worker, requirements)
         except Exception as error:
             self._report("record_pick", error)
 
@@ -189,13 +195,13 @@ class GuardedPolicy(Policy):
             return False
 
     def stats(self) -> dict[str, object]:
-        told: dict[str, object] = {}
+        stats: dict[str, object] = {}
         try:
             if self.inner is not None:
-                told = dict(self.inner.stats())
+                stats = dict(self.inner.stats())
         except Exception as error:
             self._report("stats", error)
-        return {**told, "policy_failures": self.failures, "fallback": FALLBACK}
+        return {**stats, "policy_failures": self.failures, "fallback": FALLBACK}
 
     def _report(self, method: str, error: Exception) -> None:
         self.failures += 1

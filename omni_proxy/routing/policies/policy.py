@@ -47,18 +47,22 @@ class Policy(ABC):
         return cls()
 
     @abstractmethod
-    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
+    def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
         """One of `candidates`, which gets the request. Called once for each attempt."""
 
     @abstractmethod
-    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+    def preview_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[Worker, str]:
         """What `pick` would return now, and the reason in words. Must change no state."""
 
-    def explain_pick(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
+    def explain_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> dict[str, object]:
         """JSON-able facts for POST /explain, beside health and load. Must change no state."""
         return {}
 
-    def record_pick(self, worker: Worker, need: Requirements) -> None:  # noqa: B027
+    def record_pick(self, worker: Worker, requirements: Requirements) -> None:  # noqa: B027
         """Something else chose this worker (a sticky session): remember what `pick` would."""
 
     def forget_worker(self, worker: Worker) -> None:  # noqa: B027

@@ -27,22 +27,24 @@ class RoundRobin(Policy):
         self._weights = CandidateWeights()
         self._earned: dict[Worker, int] = {}
 
-    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
+    def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
         if candidates is not self._even:
             if not self._weights.take(candidates):
                 return self._pay(candidates)
             self._even = candidates
-        chosen = candidates[self._turn % len(candidates)]
+        picked = candidates[self._turn % len(candidates)]
         self._turn += 1
-        return chosen
+        return picked
 
-    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
+    def preview_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[Worker, str]:
         if self._weights.take(candidates):
-            place = self._turn % len(candidates)
-            return candidates[place], f"it is its turn: {place + 1} of {len(candidates)}"
-        chosen = self._richest(candidates)
-        share = f"{chosen.weight} of {self._weights.total}"
-        return chosen, f"it is its turn: by weight it gets {share} requests"
+            index = self._turn % len(candidates)
+            return candidates[index], f"it is its turn: {index + 1} of {len(candidates)}"
+        picked = self._richest(candidates)
+        share = f"{picked.weight} of {self._weights.total}"
+        return picked, f"it is its turn: by weight it gets {share} requests"
 
     def forget_worker(self, worker: Worker) -> None:
         self._earned.pop(worker, None)
@@ -52,11 +54,11 @@ class RoundRobin(Policy):
         return max(candidates, key=lambda worker: earned.get(worker, 0) + worker.weight)
 
     def _pay(self, candidates: Sequence[Worker]) -> Worker:
-        chosen = self._richest(candidates)
+        picked = self._richest(candidates)
         for worker in candidates:
             self._earned[worker] = self._earned.get(worker, 0) + worker.weight
-        self._earned[chosen] -= self._weights.total
-        return chosen
+        self._earned[picked] -= self._weights.total
+        return picked
 
 
 class Random(Policy):
@@ -73,7 +75,7 @@ class Random(Policy):
         self._random_below = random_below
         self._weights = CandidateWeights()
 
-    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
+    def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
         if self._weights.take(candidates):
             return candidates[self._random_below(len(candidates))]
         drawn = self._random_below(self._weights.total)
@@ -83,6 +85,10 @@ class Random(Policy):
                 return worker
         raise AssertionError("a draw beyond the sum of the weights")
 
-    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        how = "" if self._weights.take(candidates) else " by weight"
-        return self.pick(candidates, need), f"drawn at random{how}; another draw may differ"
+    def preview_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[Worker, str]:
+        suffix = "" if self._weights.take(candidates) else " by weight"
+        return self.pick(
+            candidates, requirements
+        ), f"drawn at random{suffix}; another draw may differ"

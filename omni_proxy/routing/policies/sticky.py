@@ -1,81 +1,36 @@
 """Sticky sessions above any policy: an affinity key stays with its worker while that is a
 candidate.
 
-Invariant: at most `sticky_max` keys are kept, least recently used evicted first; a key that was
-idle for `sticky_idle_secs` expires (0: never). A flushed or restarted worker keeps its sessions; a
-worker that left the fleet is no candidate, which ends them.
+Invariant: a session moves only where its worker can't take it, or where the re-pin gate is open
+(`sticky_rebalance_abs`). While an operation on weights keeps its worker out, and requests may wait
+for that, the session is held: `pick` raises, and chooses nobody else. A flushed or restarted worker
+keeps its sessions; a worker that left the fleet is no candidate, which ends them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from omni_proxy.config.schema import RoutingConfig
+from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.policies.least_request import load_word
 from omni_proxy.routing.policies.policy import Policy
+from omni_proxy.routing.policies.sessions import OwnSessions, Sessions, fewest_sessions
+from omni_proxy.wire.errors import HttpError
 
-DROPPED_PER_SLICE = 1000
-
-
-class Sessions(Protocol):
-    """Where the keys are remembered. `now` is monotonic seconds."""
-
-    def tune(self, most: int, idle_secs: float) -> None:
-        """`sticky_max` and `sticky_idle_secs`."""
-
-    def find(self, key: str, now: float) -> Worker | None: ...
-    def keep(self, key: str, worker: Worker, now: float) -> None: ...
-    def maintain(self, now: float) -> None: ...
-    def __len__(self) -> int: ...
-
-
-class OwnSessions:
-    """In this process's memory."""
-
-    __slots__ = ("_idle_secs", "_max", "_sessions")
-
-    def __init__(self) -> None:
-        self._sessions: OrderedDict[str, tuple[Worker, float]] = OrderedDict()
-        self._max = 1
-        self._idle_secs = 0.0
-
-    def tune(self, most: int, idle_secs: float) -> None:
-        self._max, self._idle_secs = most, idle_secs
-
-    def find(self, key: str, now: float) -> Worker | None:
-        session = self._sessions.get(key)
-        if session is None or self._idle(session[1], now):
-            return None
-        return session[0]
-
-    def keep(self, key: str, worker: Worker, now: float) -> None:
-        self._sessions[key] = (worker, now)
-        self._sessions.move_to_end(key)
-        while len(self._sessions) > self._max and len(self._sessions) > 1:
-            self._sessions.popitem(last=False)
-
-    def maintain(self, now: float) -> None:
-        for _ in range(DROPPED_PER_SLICE):
-            oldest = next(iter(self._sessions.values()), None)
-            full = len(self._sessions) > self._max
-            if oldest is None or (not full and not self._idle(oldest[1], now)):
-                break
-            self._sessions.popitem(last=False)
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    def _idle(self, used: float, now: float) -> bool:
-        return self._idle_secs > 0 and now - used > self._idle_secs
+HOLDING_CORDONS = frozenset(("paused", "updating"))  # of a worker that comes back as it was
 
 
 class Sticky(Policy):
     """Goes by the name of the policy below it."""
 
-    __slots__ = ("_hits", "_misses", "_now", "_sessions", "inner", "name")
+    __slots__ = (
+        "_begun", "_by_sessions", "_finished", "_held_reasons", "_is_member", "_kept", "_moved",
+        "_now", "_rebalance_abs", "_rebalance_rel", "_rebalanced", "_sessions", "_turn", "inner",
+        "name",
+    )  # fmt: skip
     needs_affinity_key = True
 
     def __init__(self, inner: Policy, routing: RoutingConfig, now: float) -> None:
@@ -83,16 +38,29 @@ class Sticky(Policy):
         self.name = inner.name
         self._now = now
         self._sessions: Sessions = OwnSessions()
-        self._hits = self._misses = 0
+        self._held_reasons: frozenset[str] = frozenset()
+        self._is_member: Callable[[Worker], bool] = _always
+        self._kept = self._begun = self._moved = self._rebalanced = self._finished = 0
+        self._turn = 0
         self._take(routing)
 
     def _take(self, routing: RoutingConfig) -> None:
+        self._by_sessions = routing.sticky_load == "sessions"
+        self._rebalance_abs = routing.sticky_rebalance_abs
+        self._rebalance_rel = routing.sticky_rebalance_rel
         self._sessions.tune(routing.sticky_max, routing.sticky_idle_secs)
 
     def use_sessions(self, sessions: Sessions, routing: RoutingConfig) -> None:
         """From now on; those that are known already stay behind."""
         self._sessions = sessions
         self._take(routing)
+
+    def hold_for(self, reasons: frozenset[str], is_member: Callable[[Worker], bool]) -> None:
+        """For which cordons of its worker, out of `HOLDING_CORDONS`, a session waits.
+
+        `is_member`: whether a worker is still in the fleet.
+        """
+        self._held_reasons, self._is_member = reasons, is_member
 
     def reconfigure(self, routing: RoutingConfig) -> bool:
         self._take(routing)
@@ -103,32 +71,64 @@ class Sticky(Policy):
         self.inner = inner
         self.name = inner.name
 
-    def pick(self, candidates: Sequence[Worker], need: Requirements) -> Worker:
-        key = need.affinity_key
+    def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
+        """Raises HttpError 503 for a session whose worker is being updated or paused."""
+        key = requirements.affinity_key
         if not key:
-            return self.inner.pick(candidates, need)
-        worker = self._kept(candidates, key)
-        if worker is not None:
-            self._hits += 1
-            self.inner.record_pick(worker, need)
+            return self.inner.pick(candidates, requirements)
+        home = self._sessions.find(key, self._now)
+        if home is not None and home in candidates:
+            worker = home
+            if self._rebalance_abs and (idler := self._idler_than(home, candidates)) is not None:
+                worker = idler
+                self._rebalanced += 1
+            else:
+                self._kept += 1
+            self.inner.record_pick(worker, requirements)
         else:
-            self._misses += 1
-            worker = self.inner.pick(candidates, need)
+            if home is None:
+                self._begun += 1
+            elif self._waits_for(home, requirements):
+                raise _held_error(home)
+            else:
+                self._moved += 1
+            worker = self._place(candidates, requirements)
         self._sessions.keep(key, worker, self._now)
         return worker
 
-    def preview_pick(self, candidates: Sequence[Worker], need: Requirements) -> tuple[Worker, str]:
-        worker = self._kept(candidates, need.affinity_key) if need.affinity_key else None
-        if worker is not None:
-            return worker, "its session stays there"
-        chosen, why = self.inner.preview_pick(candidates, need)
-        return chosen, f"{'a new session' if need.affinity_key else 'without a session key'}: {why}"
+    def preview_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[Worker, str]:
+        """Raises HttpError 503 as `pick`."""
+        key = requirements.affinity_key
+        home = self._sessions.find(key, self._now) if key else None
+        if home is not None and home in candidates:
+            idler = self._idler_than(home, candidates) if self._rebalance_abs else None
+            if idler is None:
+                return home, "its session stays there"
+            return idler, (
+                f"its session moves: {home.in_flight} in flight at {home.url}, here "
+                f"{idler.in_flight}"
+            )
+        if home is not None and self._waits_for(home, requirements):
+            raise _held_error(home)
+        if key and self._by_sessions:
+            worker = self._fewest_sessions(candidates)
+            reason = (
+                f"the fewest sessions of {len(candidates)}: {self._sessions.count(worker)}, "
+                f"{load_word(worker)}"
+            )
+        else:
+            worker, reason = self.inner.preview_pick(candidates, requirements)
+        return worker, f"{'a new session' if key else 'without a session key'}: {reason}"
 
-    def explain_pick(self, candidates: Sequence[Worker], need: Requirements) -> dict[str, object]:
-        return self.inner.explain_pick(candidates, need)
+    def explain_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> dict[str, object]:
+        return self.inner.explain_pick(candidates, requirements)
 
-    def record_pick(self, worker: Worker, need: Requirements) -> None:
-        self.inner.record_pick(worker, need)
+    def record_pick(self, worker: Worker, requirements: Requirements) -> None:
+        self.inner.record_pick(worker, requirements)
 
     def forget_worker(self, worker: Worker) -> None:
         self.inner.forget_worker(worker)
@@ -139,9 +139,90 @@ class Sticky(Policy):
         self._sessions.maintain(now)
 
     def stats(self) -> dict[str, object]:
-        sessions = {"sessions": len(self._sessions), "kept": self._hits, "begun": self._misses}
+        sessions = {
+            "sessions": len(self._sessions),
+            "kept": self._kept,
+            "begun": self._begun,
+            "moved": self._moved,
+            "rebalanced": self._rebalanced,
+            "finished": self._finished,
+        }
         return {**self.inner.stats(), "sticky": sessions}
 
-    def _kept(self, candidates: Sequence[Worker], key: str) -> Worker | None:
-        worker = self._sessions.find(key, self._now)
-        return worker if worker in candidates else None
+    def finish_session(self, key: str) -> bool:
+        """It is over: it is no load any more. Whether it was known."""
+        known = self._sessions.finish(key)
+        self._finished += known
+        return known
+
+    def session_count(self, worker: Worker) -> int:
+        return self._sessions.count(worker)
+
+    def held_worker(self, requirements: Requirements) -> Worker | None:
+        """The worker that its session waits for; None where it does not wait."""
+        if not requirements.affinity_key or not self._held_reasons:
+            return None
+        home = self._sessions.find(requirements.affinity_key, self._now)
+        return home if home is not None and self._waits_for(home, requirements) else None
+
+    def _place(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
+        """Where a session begins, or goes on without its worker."""
+        if not self._by_sessions:
+            return self.inner.pick(candidates, requirements)
+        worker = self._fewest_sessions(candidates)
+        self._turn += 1
+        self.inner.record_pick(worker, requirements)
+        return worker
+
+    def _fewest_sessions(self, candidates: Sequence[Worker]) -> Worker:
+        """Not where the gate is open: a session that began there would move with its next
+        request."""
+        if self._rebalance_abs:
+            least = min(worker.in_flight / worker.weight for worker in candidates)
+            candidates = [
+                worker
+                for worker in candidates
+                if not self._is_open(worker.in_flight / worker.weight, least)
+            ]
+        return fewest_sessions(candidates, self._sessions, self._turn)
+
+    def _waits_for(self, home: Worker, requirements: Requirements) -> bool:
+        """Whether nothing but an operation on weights keeps it from the request."""
+        reasons = home.cordon_reasons
+        return (
+            bool(reasons)
+            and reasons <= self._held_reasons
+            and home.health.state is Health.HEALTHY
+            and not home.disabled
+            and home.mask & requirements.mask == requirements.mask
+            and (not requirements.model or home.model in (None, requirements.model))
+            and self._is_member(home)
+        )
+
+    def _idler_than(self, home: Worker, candidates: Sequence[Worker]) -> Worker | None:
+        """The idlest of them where the gate is open: `home` has so many requests more than it, and
+        so many times as many, by weight."""
+        load = home.in_flight / home.weight
+        if load < self._rebalance_abs:
+            return None
+        count = self._sessions.count
+        idlest = min(
+            candidates, key=lambda each: (each.in_flight / each.weight, count(each) / each.weight)
+        )
+        return idlest if self._is_open(load, idlest.in_flight / idlest.weight) else None
+
+    def _is_open(self, load: float, least: float) -> bool:
+        return load - least >= self._rebalance_abs and load >= self._rebalance_rel * least
+
+
+def _always(worker: Worker) -> bool:
+    return True
+
+
+def _held_error(home: Worker) -> HttpError:
+    """What the client gets where it may not wait, or has waited for too long."""
+    code, word = ("weights_updating", "being updated")
+    if "updating" not in home.cordon_reasons:
+        code, word = "paused", "paused by a trainer"
+    message = f"no eligible upstream: the worker of this session is {word}: {home.url}"
+    return HttpError(503, message, code).with_headers(("retry-after", "1"))

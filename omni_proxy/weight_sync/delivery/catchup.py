@@ -95,8 +95,8 @@ class CatchUp:
             self.start(worker)
 
     def _is_healthy(self, worker: Worker) -> bool:
-        known = self._fleet.find(worker.url) is worker
-        return known and worker.health.state is Health.HEALTHY
+        registered = self._fleet.find(worker.url) is worker
+        return registered and worker.health.state is Health.HEALTHY
 
     def _target(self, worker: Worker) -> _StoredTarget | None:
         """None if the last update that targeted the worker is not in the store."""

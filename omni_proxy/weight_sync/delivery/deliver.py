@@ -339,8 +339,8 @@ class _Receiver:
             return result
         return ranks if isinstance(ranks, int) and ranks > 0 else 1
 
-    def failed(self, why: str) -> WorkerResult:
-        return WorkerResult(self.worker.url, None, error=why)
+    def failed(self, reason: str) -> WorkerResult:
+        return WorkerResult(self.worker.url, None, error=reason)
 
 
 async def _run_both(

@@ -127,11 +127,11 @@ class ProxyRank:
     async def update(self, body: bytes) -> WorkerResult:
         """Prepare and complete in one call."""
 
-        async def both() -> dict[str, object]:
+        async def respond_and_receive() -> dict[str, object]:
             await self._arm(body)
             return await self._receive()
 
-        return await self._as_result(both)
+        return await self._as_result(respond_and_receive)
 
     async def destroy(self, body: bytes) -> WorkerResult:
         """End a receive in progress, and discard what is received and not sealed."""
@@ -210,19 +210,19 @@ class ProxyRank:
         # One at a time: a second receiver would replace the one that has the group.
         async with self._opening:
             settings = self._settings()
-            wanted = (
+            expected = (
                 settings.isolation,
                 settings.stall_timeout_secs,
                 settings.ready_timeout_secs,
             )
             if (
                 self._receiver is not None
-                and self._receiver_settings != wanted
+                and self._receiver_settings != expected
                 and not await self._busy()
             ):
                 await self.close()
             if self._receiver is None:
-                self._receiver_settings = wanted
+                self._receiver_settings = expected
                 open_one = partial(open_receiver, settings.isolation, _limits(settings), name=NAME)
                 self._receiver = await self._threads.run("open", open_one)
             return self._receiver
@@ -296,13 +296,13 @@ class ProxyRank:
         return result
 
     async def _as_result(self, step: Callable[[], Any]) -> WorkerResult:
-        began = trio.current_time()
+        started_at = trio.current_time()
         try:
             status, body = 200, {"success": True, **await step()}
         except _REFUSALS as error:
             message = str(error) or type(error).__name__
             status, body = 400, {"success": False, "status": "error", "message": message}
-        return WorkerResult(NAME, status, body, secs=round(trio.current_time() - began, 6))
+        return WorkerResult(NAME, status, body, secs=round(trio.current_time() - started_at, 6))
 
 
 def _limits(settings: WeightSyncConfig) -> GroupLimits:

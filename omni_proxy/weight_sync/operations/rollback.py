@@ -98,8 +98,8 @@ class Rollback(OperationRunner):
         try:
             results = await self._source.deliverer.deliver(version, workers, options)
         except (UnknownVersion, OSError) as error:
-            why = f"{version.name} can't be read: {error}"
-            results = [WorkerResult(worker.url, None, error=why) for worker in workers]
+            reason = f"{version.name} can't be read: {error}"
+            results = [WorkerResult(worker.url, None, error=reason) for worker in workers]
         for result in results:
             self._operation.hear(result)
         return results

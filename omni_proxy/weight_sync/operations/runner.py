@@ -173,10 +173,10 @@ class OperationRunner:
         label = distinct.pop() if len(distinct) == 1 else None
         requested = (self._call.body_field("weight_version"), self._call.body_field("new_version"))
         before = [self._before[worker].label for worker in labels]
-        known = all(before) or label in requested
+        comparable = all(before) or label in requested
         target = TargetVersion(
             label=label,
-            named=label is not None and known and label not in before,
+            named=label is not None and comparable and label not in before,
             digest=verdict.whole if self._route.whole and not verdict.mismatched else "",
             models=tuple({worker.model for worker in labels}),
         )

@@ -107,8 +107,8 @@ class VersionProbe:
         self._fleet.set_version(worker, label, epoch)
 
     def _is_healthy(self, worker: Worker) -> bool:
-        known = self._fleet.find(worker.url) is worker
-        return known and worker.health.state is Health.HEALTHY
+        registered = self._fleet.find(worker.url) is worker
+        return registered and worker.health.state is Health.HEALTHY
 
     def _target(self, worker: Worker) -> TargetVersion | None:
         return self._journal.published.target_for(worker.url, worker.model)

@@ -252,8 +252,8 @@ class WeightOperations:
         async def perform() -> AdminResponse:
             self.rollouts.check_conflict(call.route)
             lifecycle = self.sync.lifecycle
-            known = [*lifecycle.workers, *lifecycle.recipients]
-            workers = self._targets(call) if call.route.path in INITS else known
+            candidates = [*lifecycle.workers, *lifecycle.recipients]
+            workers = self._targets(call) if call.route.path in INITS else candidates
             operation.targets = tuple(worker.url for worker in workers)
             operation.enter(Step.CALLING, trio.current_time())
             return await self.sync.perform(call, workers)
@@ -264,7 +264,7 @@ class WeightOperations:
         """Routes that change no weights: they are not queued. `continue` must never wait for an
         update, which may itself wait for it."""
         workers, kind = self._targets(call), call.route.kind
-        began = trio.current_time()
+        started_at = trio.current_time()
         request = call.to_workers(limit_secs(self._config_store.config.admin.worker_timeout_secs))
         more: dict[str, object] = {}
         if kind is Kind.CONTINUE:
@@ -283,7 +283,7 @@ class WeightOperations:
         if call.route.one_engine:
             response = as_one(call.route.path, response, results)
         response = AdminResponse(response.status, {**response.body, **more})
-        operation = self._new_operation(call.route, call.caller, asked_at=began)
+        operation = self._new_operation(call.route, call.caller, asked_at=started_at)
         operation.targets = tuple(worker.url for worker in workers)
         for result in results:
             operation.hear(result)
@@ -316,15 +316,15 @@ class WeightOperations:
     async def _abort_uncertain(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
         """What an engine kept from before its pause would go on with weights that are unknown."""
         journal = self.journal
-        kept = [w for w in workers if w.url in journal.uncertain and w.url in journal.all_paused]
-        await abort_all(kept, headers)
+        paused = [w for w in workers if w.url in journal.uncertain and w.url in journal.all_paused]
+        await abort_all(paused, headers)
 
     def _with_pause(self, result: WorkerResult) -> WorkerResult:
         """An engine without the route is paused where a caller of ours paused it."""
         if result.status not in ROUTE_ABSENT:
             return result
-        told = {"is_paused": result.worker in self.journal.all_paused}
-        return replace(result, status=200, body=told)
+        report = {"is_paused": result.worker in self.journal.all_paused}
+        return replace(result, status=200, body=report)
 
     async def _awake(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> list[Worker]:
         """Those that generate now. vLLM resumes an engine that sleeps, and it sleeps on."""
@@ -368,10 +368,10 @@ class WeightOperations:
         alive = [w for w in self._fleet.workers if w.health.state is not Health.DEAD]
         if not alive:
             raise HttpError(503, "no live upstream workers", "no_live_worker")
-        chosen = [w for w in alive if call.chosen is None or w.url in call.chosen]
-        if not chosen:
+        selected = [w for w in alive if call.chosen is None or w.url in call.chosen]
+        if not selected:
             raise HttpError(404, "the selector matches no live worker", "no_workers_match")
-        return chosen
+        return selected
 
     def _new_operation(
         self, route: AdminRoute, caller: str, asked_at: float | None = None

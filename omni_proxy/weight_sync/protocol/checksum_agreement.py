@@ -101,18 +101,18 @@ def compare_digests(reports: Mapping[str, Digest | str]) -> Verdict:
     }
     for group in groups:
         rivals = [other for other in groups if other is not group]
-        alone = len(group) == 1 < len(reports)
-        if alone and not any(_comparable(group, other, digests) for other in rivals):
+        single = len(group) == 1 < len(reports)
+        if single and not any(_comparable(group, other, digests) for other in rivals):
             unverified[group[0]] = "no other worker's checksum can be compared with it"
     for url, digest in digests.items():
         if digest.partial and url not in mismatched:
             unverified.setdefault(url, digest.partial)
     checked = tuple(url for url in digests if url not in mismatched and url not in unverified)
     sums = {url: digest.whole or "/".join(digest.ranks) for url, digest in digests.items()}
-    wrong = tuple(url for url in digests if url in mismatched)
+    mismatches = tuple(url for url in digests if url in mismatched)
     wholes = {digests[url].whole for url in checked}
-    whole = wholes.pop() if len(wholes) == 1 else ""
-    return Verdict(checked, unverified, wrong, sums, whole)
+    parts = wholes.pop() if len(wholes) == 1 else ""
+    return Verdict(checked, unverified, mismatches, sums, parts)
 
 
 def _agreeing_groups(digests: Mapping[str, Digest]) -> list[list[str]]:
@@ -136,15 +136,15 @@ def _comparable(one: list[str], other: list[str], digests: Mapping[str, Digest])
 def _parse_omni(body: Mapping[str, object]) -> Digest | None:
     """The project's own replica: a row per stage, with checksums per rank."""
     ranks: list[list[str]] = []
-    whole: list[str] = []
+    parts: list[str] = []
     for stage in sorted(_rows(body.get("results")), key=lambda stage: str(stage.get("stage"))):
         data = stage.get("data")
         if not isinstance(data, dict) or data.get("skipped") or data.get("unsupported"):
             continue
         ranks.append(_rank_checksums(data))
-        whole.append(_text(data.get("full_checksum")))
+        parts.append(_text(data.get("full_checksum")))
     by_rank = tuple(checksum for stage in ranks for checksum in stage) if all(ranks) else ()
-    digest = Digest(OMNI, by_rank, "/".join(whole) if all(whole) else "")
+    digest = Digest(OMNI, by_rank, "/".join(parts) if all(parts) else "")
     return digest if digest.ranks or digest.whole else None
 
 
@@ -179,8 +179,8 @@ def _parse_vllm(body: Mapping[str, object]) -> Digest | None:
         for _, lines in sorted(ranks.items())
     )
     if empty:
-        why = f"its checker hashed nothing for {empty} of {len(sums)} tensors"
-        return Digest(VLLM, digests, partial=why)
+        reason = f"its checker hashed nothing for {empty} of {len(sums)} tensors"
+        return Digest(VLLM, digests, partial=reason)
     return Digest(VLLM, digests, digests[0] if len(digests) == 1 else "")
 
 

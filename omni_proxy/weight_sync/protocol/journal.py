@@ -49,8 +49,8 @@ class PauseRecord(Struct, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         by = f" by {self.by}" if self.by else ""
-        since = f" since {self.at}" if self.at else ""
-        return f"paused{since}{by}" + (f" (POST {self.path})" if self.path else "")
+        since_text = f" since {self.at}" if self.at else ""
+        return f"paused{since_text}{by}" + (f" (POST {self.path})" if self.path else "")
 
     def to_dict(self) -> dict[str, str | None]:
         """JSON-ready; null for what is not known."""

@@ -35,8 +35,8 @@ class TargetVersion(Struct, frozen=True, kw_only=True):
         return self.named and label is not None and label == self.label
 
     def is_missed_by(self, label: str | None) -> bool:
-        known = label is not None and self.label is not None
-        return known and label != self.label and not self.waived
+        comparable = label is not None and self.label is not None
+        return comparable and label != self.label and not self.waived
 
     def needs_digest(self, label: str | None) -> bool:
         """Whether only the digest can prove the weights."""

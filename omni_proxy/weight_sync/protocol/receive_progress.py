@@ -69,8 +69,8 @@ class StallDetector:
         self._last |= fresh
         if moved or not waiting:
             self._progress_at = now
-        begun = any(any(report.received) for report in self._last.values())
-        limit = stall_secs if begun else max(stall_secs, first_secs)
+        started = any(any(report.received) for report in self._last.values())
+        limit = stall_secs if started else max(stall_secs, first_secs)
         if now - self._progress_at < limit:
             return "", ""
         return f"nothing has come for {limit:g} s: {', '.join(waiting)}", ""

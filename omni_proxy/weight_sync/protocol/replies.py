@@ -80,8 +80,8 @@ def _status_code(results: Sequence[WorkerResult], cause: str) -> int:
     The result that is the first cause decides: refusals of other members may only follow from it.
     """
     failed = [r for r in results if not r.success and r.error != NOT_AWAITED]
-    named = [result for result in failed if cause == f"{result.worker}: {result.why}"]
-    return 400 if failed and (named or failed)[0].refused else 502
+    matching = [result for result in failed if cause == f"{result.worker}: {result.why}"]
+    return 400 if failed and (matching or failed)[0].refused else 502
 
 
 def _find(body: object, name: str) -> object:

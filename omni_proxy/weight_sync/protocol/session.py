@@ -293,9 +293,9 @@ class SyncSession:
 
         If a member failed, the group is of no more use, and the sync fails.
         """
-        good, uncertain = set(agreed), {}
+        matching, uncertain = set(agreed), {}
         for name, member in self.members.items():
-            if name in good and not member.failed:
+            if name in matching and not member.failed:
                 member.modified, member.status = False, MemberStatus.OK
             else:
                 uncertain[name] = member.failed or "its weights differ from those of the others"

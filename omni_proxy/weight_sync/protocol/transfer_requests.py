@@ -48,8 +48,8 @@ class TransferInit:
 
     def body_for(self, rank_offset: int) -> bytes:
         """The init call of the member whose ranks begin there."""
-        own = {"rank_offset": rank_offset, "world_size": self.world_size}
-        ranks = {} if self.rank_offset is None else own
+        fields = {"rank_offset": rank_offset, "world_size": self.world_size}
+        ranks = {} if self.rank_offset is None else fields
         return json.dumps({"init_info": {**self.info, **ranks}}).encode()
 
 
@@ -105,9 +105,9 @@ def parse_transfer_update(raw: bytes, body: Mapping[str, Any], ranks: int) -> Tr
         )
     names: set[str] = set()
     nbytes = 0
-    for each in [info] if parts is None else parts:
-        found, size = _announced(each)
-        names |= found
+    for part in [info] if parts is None else parts:
+        announced, size = _announced(part)
+        names |= announced
         nbytes += size
     return TransferUpdate(raw, parts, frozenset(names), nbytes)
 

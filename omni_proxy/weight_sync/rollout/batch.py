@@ -86,19 +86,19 @@ class BatchChange:
 
     async def run(self) -> None:
         """Never raises for what workers do."""
-        begun = False
+        started = False
         for worker in self._workers:
             if UPDATING not in worker.cordon_reasons:
                 self._fleet.cordon(worker, UPDATING)
         try:
             await self._fleet.await_replicated()
             self._operation.enter(Step.DRAINING, trio.current_time())
-            begun = await self._drain() and await self._record()
+            started = await self._drain() and await self._record()
         finally:
-            if not begun:
+            if not started:
                 for worker in self._workers:
                     self._release(worker)
-        if not begun:
+        if not started:
             return
         self._operation.enter(Step.CALLING, trio.current_time())
         async with trio.open_nursery() as nursery:
@@ -202,7 +202,7 @@ class BatchChange:
             await self._publish(worker, digest)
 
     async def _prove(
-        self, worker: Worker, label: str, wanted: Digest | None
+        self, worker: Worker, label: str, expected: Digest | None
     ) -> tuple[Digest | None, str]:
         """Its digest, and why it does not have the version, "" if it has it."""
         self._enter(worker, "verifying")
@@ -210,7 +210,7 @@ class BatchChange:
         digest = None
         if not problem and self._settings.verify:
             digest = await read_digest(worker, self._settings)
-            if differs(digest, wanted):
+            if differs(digest, expected):
                 problem = f"its checksum differs from the one of {label!r} that is known"
         if not problem:
             self._enter(worker, "warming")
@@ -243,11 +243,11 @@ class BatchChange:
     def _target(self, digest: Digest | None) -> TargetVersion:
         state = self._progress.now
         formers = [row.former for row in state.workers]
-        known = all(former is not None for former in formers)
+        complete = all(former is not None for former in formers)
         labels = [former.label for former in formers if former is not None]
         return TargetVersion(
             label=state.label,
-            named=known and state.label not in labels,
+            named=complete and state.label not in labels,
             digest=digest.whole if digest is not None else "",
             models=(state.model,),
             path=state.path,

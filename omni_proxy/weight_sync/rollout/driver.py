@@ -77,13 +77,13 @@ class FleetView:
     async def newcomers(self) -> list[RolloutWorker]:
         """Workers that came into the fleet since, or are healthy again."""
         state = self._context.progress.now
-        known = {row.url for row in state.workers if row.phase is not WorkerPhase.SKIPPED}
+        urls = {row.url for row in state.workers if row.phase is not WorkerPhase.SKIPPED}
         expected = {row.url for row in state.workers}
         joined = []
         for worker in self._fleet.workers:
             healthy = worker.health.state is Health.HEALTHY
             settled = worker.weight_version is not None or UNCERTAIN in worker.cordon_reasons
-            if worker.url in known or worker.model != state.model or not (healthy and settled):
+            if worker.url in urls or worker.model != state.model or not (healthy and settled):
                 continue
             if worker.url not in expected and not state.open_ended:
                 continue
@@ -98,19 +98,19 @@ class FleetView:
 
     async def describe(self, worker: Worker) -> RolloutWorker:
         """The worker as part of a rollout. Raises CannotUpdate."""
-        facts = await inspect(worker, self._context.credentials)
+        engine = await inspect(worker, self._context.credentials)
         published = self._journal.published
         due = published.target_for(worker.url, worker.model)
-        path = facts.path
+        path = engine.path
         if due is not None and due.epoch == worker.weight_epoch and due.path:
             path = due.path
-        elif due is not None and facts.dialect == BY_RPC:
+        elif due is not None and engine.dialect == BY_RPC:
             raise CannotUpdate(
                 "it is a vLLM server whose weights came from somewhere else than a path that is "
                 "known here, so there would be no way back"
             )
         former = FormerVersion(
-            label=facts.label,
+            label=engine.label,
             epoch=worker.weight_epoch,
             path=path,
             number=self._number_of(worker.weight_epoch),
@@ -118,7 +118,7 @@ class FleetView:
         )
         return RolloutWorker(
             url=worker.url,
-            dialect=facts.dialect,
+            dialect=engine.dialect,
             former=None if worker.url in self._journal.uncertain else former,
             served=worker.routable,
         )
@@ -201,15 +201,15 @@ class RolloutDriver:
         progress.put(machine.observe(progress.now, presence))
         batch = machine.decide(progress.now, presence)
         urls = batch.urls if isinstance(batch, NextBatch) else ()
-        found = [self._fleet.find(url) for url in urls]
-        workers = [worker for worker in found if worker is not None]
+        known = [self._fleet.find(url) for url in urls]
+        workers = [worker for worker in known if worker is not None]
         if not isinstance(batch, NextBatch) or len(workers) < len(urls):
             return AdminResponse(200, {"success": True, "message": "nothing was left to do"})
         operation.target({worker.url: frozenset(worker.cordon_reasons) for worker in workers})
         await BatchChange(self._context, operation, workers, restores=batch.restores).run()
         rows = [progress.now.worker(worker.url) for worker in workers]
-        wanted = WorkerPhase.RESTORED if batch.restores else WorkerPhase.UPDATED
-        success = all(row.phase is wanted for row in rows)
+        phase = WorkerPhase.RESTORED if batch.restores else WorkerPhase.UPDATED
+        success = all(row.phase is phase for row in rows)
         message = (
             "ok" if success else next((r.reason for r in rows if r.reason), progress.now.cause)
         )

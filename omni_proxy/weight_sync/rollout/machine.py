@@ -200,8 +200,8 @@ def decide(state: RolloutState, presence: Mapping[str, Presence]) -> Decision:
 
 
 def _decide_forward(state: RolloutState, presence: Mapping[str, Presence]) -> Decision:
-    here = {worker.url: presence.get(worker.url, Presence.GONE) for worker in state.workers}
-    missed = [url for url in state.urls(WorkerPhase.UPDATED) if here[url] is Presence.MISSED]
+    present = {worker.url: presence.get(worker.url, Presence.GONE) for worker in state.workers}
+    missed = [url for url in state.urls(WorkerPhase.UPDATED) if present[url] is Presence.MISSED]
     pending = [*state.urls(WorkerPhase.BROKEN), *missed, *state.urls(WorkerPhase.PENDING)]
     if not pending:
         if state.urls(WorkerPhase.UPDATED):
@@ -210,20 +210,20 @@ def _decide_forward(state: RolloutState, presence: Mapping[str, Presence]) -> De
     slots = state.max_unavailable - len(unavailable(state, presence))
     updated = len(state.urls(WorkerPhase.UPDATED)) - len(missed)
     quota = state.canary - updated if updated < state.canary else len(pending)
-    chosen: list[str] = []
-    for url in sorted(pending, key=lambda url: _urgency(state.worker(url), here[url])):
-        if len(chosen) >= quota or here[url] not in _REACHABLE:
+    selected: list[str] = []
+    for url in sorted(pending, key=lambda url: _urgency(state.worker(url), present[url])):
+        if len(selected) >= quota or present[url] not in _REACHABLE:
             continue
-        if here[url] is Presence.SERVING and state.worker(url).phase is WorkerPhase.PENDING:
+        if present[url] is Presence.SERVING and state.worker(url).phase is WorkerPhase.PENDING:
             if slots <= 0:
                 continue
             slots -= 1
-        elif len(chosen) >= state.max_unavailable:
+        elif len(selected) >= state.max_unavailable:
             continue
-        chosen.append(url)
-    if chosen:
-        return NextBatch(tuple(chosen))
-    out = unavailable(state, presence) or [url for url in pending if here[url] not in _REACHABLE]
+        selected.append(url)
+    if selected:
+        return NextBatch(tuple(selected))
+    out = unavailable(state, presence) or [url for url in pending if present[url] not in _REACHABLE]
     return Waiting(f"waits for workers that are out of rotation: {', '.join(out)}")
 
 
@@ -246,8 +246,8 @@ def _decide_back(state: RolloutState, presence: Mapping[str, Presence]) -> Decis
     out = [url for url in unavailable(state, presence) if url not in touched]
     slots = max(state.max_unavailable - len(out), 1)
     broken = [url for url in touched if state.worker(url).phase is WorkerPhase.BROKEN]
-    others = [url for url in touched if url not in broken]
-    return NextBatch(tuple([*broken, *others][:slots]), restores=True)
+    unbroken = [url for url in touched if url not in broken]
+    return NextBatch(tuple([*broken, *unbroken][:slots]), restores=True)
 
 
 def unavailable(state: RolloutState, presence: Mapping[str, Presence]) -> list[str]:
@@ -272,15 +272,17 @@ def join(state: RolloutState, workers: Iterable[RolloutWorker]) -> RolloutState:
         raise InvalidStep(f"nobody joins while it is {state.phase}")
     rows = {worker.url: worker for worker in state.workers}
     for worker in workers:
-        known = rows.get(worker.url)
-        if known is None or known.phase is WorkerPhase.SKIPPED:
+        row = rows.get(worker.url)
+        if row is None or row.phase is WorkerPhase.SKIPPED:
             rows[worker.url] = worker
     return replace(state, workers=tuple(rows.values()))
 
 
 def observe(state: RolloutState, presence: Mapping[str, Presence]) -> RolloutState:
     """Note who serves, and who is gone."""
-    return replace(state, workers=tuple(_observed(each, presence) for each in state.workers))
+    return replace(
+        state, workers=tuple(_observed(other_row, presence) for other_row in state.workers)
+    )
 
 
 def _observed(worker: RolloutWorker, presence: Mapping[str, Presence]) -> RolloutWorker:
@@ -321,8 +323,8 @@ def succeed(
     state = _moved(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.UPDATED)
     state = replace(state, epoch=state.epoch or epoch, digest=state.digest or digest)
     ready = len(state.urls(WorkerPhase.UPDATED)) == state.canary
-    rest = state.urls(WorkerPhase.PENDING, WorkerPhase.BROKEN, WorkerPhase.UPDATING)
-    if state.pause_after_canary and ready and rest and state.phase is RolloutPhase.RUNNING:
+    unfinished = state.urls(WorkerPhase.PENDING, WorkerPhase.BROKEN, WorkerPhase.UPDATING)
+    if state.pause_after_canary and ready and unfinished and state.phase is RolloutPhase.RUNNING:
         return replace(state, phase=RolloutPhase.PAUSED)
     return state
 
@@ -407,11 +409,11 @@ def _moved(
         row = state.worker(url)
         if row.phase not in allowed:
             raise InvalidStep(f"{url} is {row.phase}, which {phase} does not follow")
-        kept = row.reason if reason is None else reason
-        state = _with(state, replace(row, phase=phase, reason=kept))
+        text = row.reason if reason is None else reason
+        state = _with(state, replace(row, phase=phase, reason=text))
     return state
 
 
 def _with(state: RolloutState, row: RolloutWorker) -> RolloutState:
-    rows = tuple(row if each.url == row.url else each for each in state.workers)
+    rows = tuple(row if other_row.url == row.url else other_row for other_row in state.workers)
     return replace(state, workers=rows)

@@ -83,10 +83,10 @@ def invalid(message: str) -> HttpError:
 
 
 def _require_source(request: RolloutRequest) -> None:
-    named = (bool(request.model_path), request.version is not None)
-    if named == (True, True):
+    sources = (bool(request.model_path), request.version is not None)
+    if sources == (True, True):
         raise invalid("model_path and version are both given: name one of them")
-    if named == (False, False):
+    if sources == (False, False):
         raise invalid(
             "nothing to roll out: give model_path (a file or folder that the workers can read) "
             "or version (a stored version, see GET /weights/versions)"
@@ -124,8 +124,8 @@ def _text(body: Mapping[str, Any], key: str) -> str:
 
 def _share(body: Mapping[str, Any], key: str) -> Share:
     value = body.get(key)
-    if isinstance(value, str) and (found := _PERCENT.fullmatch(value.strip())):
-        percent = int(found[1])
+    if isinstance(value, str) and (match := _PERCENT.fullmatch(value.strip())):
+        percent = int(match[1])
         if not 1 <= percent <= 100:
             raise invalid(f"{key} must be within 1% and 100%{_not(value)}")
         return Share(0, percent)

@@ -117,8 +117,8 @@ class RolloutService:
 
     async def cancel(self, caller: str) -> AdminResponse:
         """Raises HttpError 409."""
-        what = "it ends, and what it has updated goes back"
-        return await self._steer(lambda state: machine.cancel(state, caller), what)
+        effect = "it ends, and what it has updated goes back"
+        return await self._steer(lambda state: machine.cancel(state, caller), effect)
 
     async def _steer(
         self, step: Callable[[RolloutState], RolloutState], message: str
@@ -181,11 +181,11 @@ class RolloutService:
         except UnknownVersion as error:
             raise unknown_version(str(error), store) from None
 
-    def _targets(self, chosen: frozenset[str] | None) -> list[Worker]:
+    def _targets(self, selected: frozenset[str] | None) -> list[Worker]:
         alive = [w for w in self._fleet.workers if w.health.state is not Health.DEAD]
         if not alive:
             raise HttpError(503, "no live upstream workers", "no_live_worker")
-        workers = [worker for worker in alive if chosen is None or worker.url in chosen]
+        workers = [worker for worker in alive if selected is None or worker.url in selected]
         if not workers:
             raise HttpError(404, "the selector matches no live worker", "no_workers_match")
         if not any(worker.health.state is Health.HEALTHY for worker in workers):
@@ -232,8 +232,8 @@ class RolloutService:
                         url=worker.url, phase=WorkerPhase.SKIPPED, reason=reason
                     )
         if refusals:
-            words = "; ".join(f"{url}: {reason}" for url, reason in refusals.items())
-            message = f"nothing was changed, because these can't be updated: {words}"
+            reasons = "; ".join(f"{url}: {reason}" for url, reason in refusals.items())
+            message = f"nothing was changed, because these can't be updated: {reasons}"
             raise HttpError(422, message, "not_updatable", detail=message, workers=refusals)
         return [rows[worker.url] for worker in workers]
 

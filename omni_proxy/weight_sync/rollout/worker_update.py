@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from omni_proxy.admin_ops.results import WorkerResult, label_reported, version_of
+from omni_proxy.admin_ops.results import WorkerResult, label_reported, parsed, version_of
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
 from omni_proxy.upstream_http.engine_calls import flush_cache, generate_token
 from omni_proxy.weight_sync.delivery.deliver import DISK, DeliveryOptions, VersionDeliverer
 from omni_proxy.weight_sync.protocol.checksum_agreement import (
@@ -31,11 +31,10 @@ from omni_proxy.weight_sync.protocol.checksum_agreement import (
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.version_store import UnknownVersion
 from omni_proxy.weight_sync.worker_calls import (
+    JSON_TYPE,
     LABEL_SECS,
-    post_json,
     read_labels,
     request_checksums,
-    request_worker,
 )
 
 BY_DISK: Final = "disk"
@@ -83,18 +82,18 @@ class UpdateSettings:
 async def inspect(worker: Worker, headers: Mapping[str, str]) -> EngineFacts:
     """Raises CannotUpdate."""
     for path in INFO_PATHS:
-        told = await _get(worker, path, headers)
-        if told.sent_to:
+        result = await _get(worker, path, headers)
+        if result.sent_to:
             continue  # it answered in vLLM's words, which are asked for below
-        if told.success:
-            return EngineFacts(BY_DISK, _label(told, path), _one(told.body, "model_path"))
-        if told.status not in ROUTE_ABSENT:
-            raise CannotUpdate(f"GET {path}: {told.why}")
-    told = await _get(worker, WEIGHT_INFO, headers)
-    if told.success:
-        return EngineFacts(BY_RPC, _label(told, WEIGHT_INFO), await _root_path(worker, headers))
-    if told.status not in ROUTE_ABSENT:
-        raise CannotUpdate(f"GET {WEIGHT_INFO}: {told.why}")
+        if result.success:
+            return EngineFacts(BY_DISK, _label(result, path), _one(result.body, "model_path"))
+        if result.status not in ROUTE_ABSENT:
+            raise CannotUpdate(f"GET {path}: {result.why}")
+    result = await _get(worker, WEIGHT_INFO, headers)
+    if result.success:
+        return EngineFacts(BY_RPC, _label(result, WEIGHT_INFO), await _root_path(worker, headers))
+    if result.status not in ROUTE_ABSENT:
+        raise CannotUpdate(f"GET {WEIGHT_INFO}: {result.why}")
     raise CannotUpdate(
         "it has neither /model_info nor /weight_info: it is no SGLang server, and no vLLM server "
         "in dev mode (VLLM_SERVER_DEV_MODE=1), so nothing can load other weights into it"
@@ -132,8 +131,8 @@ class WorkerUpdater:
         try:
             (result,) = await self._deliverer.deliver(version, [worker], options)
         except (UnknownVersion, OSError) as error:
-            why = f"{version.name} can't be read: {error}"
-            return WorkerResult(worker.url, 404, {"message": why})
+            reason = f"{version.name} can't be read: {error}"
+            return WorkerResult(worker.url, 404, {"message": reason})
         return result
 
 
@@ -150,11 +149,11 @@ async def check_label(worker: Worker, label: str, settings: UpdateSettings) -> s
     return "" if now == label else f"it reports the weight version {now!r} after loading {label!r}"
 
 
-def differs(digest: Digest | None, wanted: Digest | None) -> bool:
+def differs(digest: Digest | None, expected: Digest | None) -> bool:
     """Whether both can be compared and are not equal."""
-    if digest is None or wanted is None:
+    if digest is None or expected is None:
         return False
-    return bool(compare_digests({"it": digest, "wanted": wanted}).mismatched)
+    return bool(compare_digests({"it": digest, "wanted": expected}).mismatched)
 
 
 async def warm_up(worker: Worker, settings: UpdateSettings) -> str:
@@ -165,8 +164,10 @@ async def warm_up(worker: Worker, settings: UpdateSettings) -> str:
     outcome = await generate_token(worker, settings.headers, settings.secs)
     if outcome.ok or (outcome.status is not None and 400 <= outcome.status < 500):
         return ""
-    said = outcome.detail or outcome.body[:200].decode("utf-8", "replace")
-    return f"the probe request failed: {outcome.failure}" + (f": {said}" if said else "")
+    response_text = outcome.detail or outcome.body[:200].decode("utf-8", "replace")
+    return f"the probe request failed: {outcome.failure}" + (
+        f": {response_text}" if response_text else ""
+    )
 
 
 async def _reload(worker: Worker, source: WeightSource, settings: UpdateSettings) -> WorkerResult:
@@ -174,24 +175,24 @@ async def _reload(worker: Worker, source: WeightSource, settings: UpdateSettings
     call = {"method": "reload_weights", "kwargs": {"weights_path": source.path}}
     loaded = await _post(worker, RPC, call, settings)
     if not loaded.success:
-        if any(words in loaded.why for words in _UNKNOWN_CALL):
-            why = f"it can't reload weights from a path: {loaded.why}"
-            return replace(loaded, status=400, body={"message": why})
+        if any(phrase in loaded.why for phrase in _UNKNOWN_CALL):
+            reason = f"it can't reload weights from a path: {loaded.why}"
+            return replace(loaded, status=400, body={"message": reason})
         return loaded
     flushed = await flush_cache(worker, settings.headers, settings.secs)
     if not flushed.ok:
         message = f"weights were updated, but the prefix cache was not flushed: {flushed.failure}"
         return replace(loaded, status=502, body={"success": False, "message": message})
-    named = await _post(worker, SET_LABEL, {"new_version": source.label}, settings)
-    if not named.success:
-        message = f"weights were updated, but not their label: {named.why}"
+    labelled = await _post(worker, SET_LABEL, {"new_version": source.label}, settings)
+    if not labelled.success:
+        message = f"weights were updated, but not their label: {labelled.why}"
         return replace(loaded, status=502, body={"success": False, "message": message})
     return loaded
 
 
 async def _root_path(worker: Worker, headers: Mapping[str, str]) -> str:
-    told = await _get(worker, "/v1/models", headers)
-    cards = told.body.get("data") if told.success and isinstance(told.body, dict) else None
+    result = await _get(worker, "/v1/models", headers)
+    cards = result.body.get("data") if result.success and isinstance(result.body, dict) else None
     roots = [
         card["root"]
         for card in (cards if isinstance(cards, list) else ())
@@ -201,24 +202,31 @@ async def _root_path(worker: Worker, headers: Mapping[str, str]) -> str:
 
 
 async def _get(worker: Worker, path: str, headers: Mapping[str, str]) -> WorkerResult:
-    return await request_worker(worker, Call("GET", path, headers=headers, timeout_secs=LABEL_SECS))
+    return await _request(worker, Call("GET", path, headers=headers, timeout_secs=LABEL_SECS))
 
 
 async def _post(
     worker: Worker, path: str, body: Mapping[str, Any], settings: UpdateSettings
 ) -> WorkerResult:
-    raw = json.dumps(body).encode()
-    return await post_json(worker, path, raw, settings.headers, settings.secs)
+    headers, raw = {**settings.headers, **JSON_TYPE}, json.dumps(body).encode()
+    return await _request(worker, Call("POST", path, raw, headers, timeout_secs=settings.secs))
 
 
-def _label(told: WorkerResult, path: str) -> str:
+async def _request(worker: Worker, call: Call) -> WorkerResult:
+    """In these words and no others: a refusal must say which of the calls was refused."""
+    outcome = await call_worker(worker, call)
+    body = parsed(outcome.body)
+    return WorkerResult(worker.url, outcome.status, body, outcome.error, outcome.secs)
+
+
+def _label(result: WorkerResult, path: str) -> str:
     """Raises CannotUpdate: without a label nothing could tell old from new weights."""
-    label = version_of(told.body)
+    label = version_of(result.body)
     if label is None:
         raise CannotUpdate(f"GET {path} names no weight_version, or several")
     return label
 
 
 def _one(body: object, fact: str) -> str:
-    found = label_reported(body, fact)
-    return str(found[0]) if len(found) == 1 else ""
+    labels = label_reported(body, fact)
+    return str(labels[0]) if len(labels) == 1 else ""

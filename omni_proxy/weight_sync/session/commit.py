@@ -71,7 +71,7 @@ class RoundCommit:
         if flags.weight_version is not None:
             self._labels.add(flags.weight_version)
 
-    async def quiesce(self, workers: Sequence[Worker], what: str) -> None:
+    async def quiesce(self, workers: Sequence[Worker], operation: str) -> None:
         """Cordon the workers, wait for those in flight, and clear the versions."""
         config = self._lifecycle.config_store.config.weight_sync
         if config.while_updating != "pass":
@@ -79,7 +79,7 @@ class RoundCommit:
             await self._lifecycle.fleet.await_replicated()
         paused = self._lifecycle.journal.paused_engines
         running = [worker for worker in workers if worker.url not in paused]
-        await drain_cordoned(running, config.drain_secs, what)
+        await drain_cordoned(running, config.drain_secs, operation)
         self._lifecycle.quarantine.clear_versions(workers)
 
     async def close(self, headers: Mapping[str, str]) -> JsonObject:
@@ -91,22 +91,22 @@ class RoundCommit:
         if session.state is not SyncState.VERIFYING:
             session.close()
         names = frozenset(session.round.names)
-        began = trio.current_time()
-        proof, wrong = await self._deliver_and_prove(headers)
+        started_at = trio.current_time()
+        proof, mismatched = await self._deliver_and_prove(headers)
         more: JsonObject = {}
         version = self._delivery.version
-        if wrong:
-            proof, wrong, version = await self._recover(proof, wrong, headers)
+        if mismatched:
+            proof, mismatched, version = await self._recover(proof, mismatched, headers)
             if version is not self._delivery.version and version is not None:
                 names = frozenset(version.manifest.tensors)
                 more["rolled_back_to"] = version.label or version.number
         more["verification"] = proof.verdict.to_dict()
-        lifecycle.meters.note("verify", trio.current_time() - began, ok=not wrong)
+        lifecycle.meters.note("verify", trio.current_time() - started_at, ok=not mismatched)
         if proof.agreed:
             more |= await self._publish(proof, version)
         if version is not self._delivery.version or not proof.agreed:
             await self._delivery.discard()
-        uncertain = await self._settle_workers(proof, wrong, names, headers)
+        uncertain = await self._settle_workers(proof, mismatched, names, headers)
         if uncertain:
             more["uncertain"] = uncertain
         return more
@@ -114,27 +114,29 @@ class RoundCommit:
     async def _settle_workers(
         self,
         proof: Proof,
-        wrong: Mapping[str, str],
+        mismatched: Mapping[str, str],
         names: frozenset[str],
         headers: Mapping[str, str],
     ) -> dict[str, str]:
         """Record who is uncertain, put the others back into rotation. Return URL to reason."""
         lifecycle, journal = self._lifecycle, self._lifecycle.journal
         is_unchanged = {w.url for w in lifecycle.fleet.workers if w.url not in journal.uncertain}
-        good = recovered_workers(proof, names, lifecycle.uncertain_tensors, is_unchanged)
+        matching = recovered_workers(proof, names, lifecycle.uncertain_tensors, is_unchanged)
         if lifecycle.session.round.whole:
-            good = [worker.url for worker in proof.agreed]
+            matching = [worker.url for worker in proof.agreed]
         agreed = {*(worker.url for worker in proof.agreed), NAME}
         left_out = lifecycle.session.publish(agreed)
-        uncertain = {url: why for url, why in left_out.items() if url not in agreed} | dict(wrong)
+        uncertain = {url: reason for url, reason in left_out.items() if url not in agreed} | dict(
+            mismatched
+        )
         await self._flush_own_pauses(proof.agreed, headers)
         self._clear_cache_knowledge(proof.agreed)
         lifecycle.mark_uncertain(uncertain, names)
-        recovered = [url for url in good if url in journal.uncertain and url not in uncertain]
+        recovered = [url for url in matching if url in journal.uncertain and url not in uncertain]
         workers = [w for url in recovered if (w := lifecycle.fleet.find(url)) is not None]
         await continue_generation(workers, journal.paused_engines, headers)
         journal.clear_uncertain(recovered)
-        for url in good:
+        for url in matching:
             lifecycle.uncertain_tensors.pop(url, None)
         await lifecycle.record_after_step()
         await lifecycle.own_pauses.end(lifecycle.workers, headers)
@@ -150,11 +152,15 @@ class RoundCommit:
         Return keys for the response; {} if nothing was left to compare.
         """
         lifecycle, deferred = self._lifecycle, self._deferred
-        here = [w for w in resumed if w.url in deferred.urls and w.weight_epoch == deferred.epoch]
-        if not here or lifecycle.config_store.config.weight_sync.verify != "checksum":
+        resumed_workers = [
+            w for w in resumed if w.url in deferred.urls and w.weight_epoch == deferred.epoch
+        ]
+        if not resumed_workers or lifecycle.config_store.config.weight_sync.verify != "checksum":
             return {}
-        self._deferred = _Deferred(deferred.epoch, deferred.urls - {worker.url for worker in here})
-        verdict = await compare_checksums(here, headers, RECOVERY_SECS)
+        self._deferred = _Deferred(
+            deferred.epoch, deferred.urls - {worker.url for worker in resumed_workers}
+        )
+        verdict = await compare_checksums(resumed_workers, headers, RECOVERY_SECS)
         if verdict.mismatched:
             lifecycle.mark_uncertain(dict.fromkeys(verdict.mismatched, MISMATCH), ())
             await lifecycle.journal.save()
@@ -198,20 +204,20 @@ class RoundCommit:
         members = lifecycle.session.members
         delivery.begin()
         self.cause, self._recovered_all = "", False
-        took = [worker for worker in lifecycle.workers if not members[worker.url].failed]
-        failed = {w.url: members[w.url].failed for w in lifecycle.workers if w not in took}
+        receivers = [worker for worker in lifecycle.workers if not members[worker.url].failed]
+        failed = {w.url: members[w.url].failed for w in lifecycle.workers if w not in receivers}
         lifecycle.recipients = delivery.recipients()
         if delivery.received:
             await delivery.seal(self._label)
             self.cause = delivery.error if lifecycle.recipients else ""
         if lifecycle.recipients and delivery.version is not None:
             result = await self._deliver(delivery.version, headers)
-            took += result.took
+            receivers += result.took
             # If nothing changed at any worker, none of them is uncertain.
             if result.took or not all(r.unchanged for r in delivery.results.values()):
                 failed |= result.failed
             self.cause = _first(result.failed)
-        proof = await self._prove(took, headers, self._label)
+        proof = await self._prove(receivers, headers, self._label)
         if not lifecycle.session.all_ok:
             proof = _reject_lone_proof(proof, lifecycle.session)
         return proof, failed | dict(proof.wrong)
@@ -224,30 +230,30 @@ class RoundCommit:
             await lifecycle.record("weights update")
         except OSError as error:
             lifecycle.journal.record_error(error)
-            why = f"nothing was sent: the journal {lifecycle.journal.path} can't be written"
-            return self._delivery.refuse(lifecycle.recipients, why)
+            reason = f"nothing was sent: the journal {lifecycle.journal.path} can't be written"
+            return self._delivery.refuse(lifecycle.recipients, reason)
         return await self._delivery.deliver(version, lifecycle.recipients, headers)
 
     async def _recover(
-        self, proof: Proof, wrong: dict[str, str], headers: Mapping[str, str]
+        self, proof: Proof, mismatched: dict[str, str], headers: Mapping[str, str]
     ) -> tuple[Proof, dict[str, str], StoredVersion | None]:
         """Apply [weight_sync] on_failure. Returns also the version that is to be published."""
         lifecycle, delivery = self._lifecycle, self._delivery
         policy, version = lifecycle.config_store.config.weight_sync.on_failure, delivery.version
         if policy == "forward" and version is not None:
-            again = [w for url in wrong if (w := lifecycle.fleet.find(url)) is not None]
-            result = await delivery.deliver(version, again, headers)
+            retried = [w for url in mismatched if (w := lifecycle.fleet.find(url)) is not None]
+            result = await delivery.deliver(version, retried, headers)
             proof = await self._prove([*proof.agreed, *result.took], headers, self._label)
-            wrong = dict(result.failed) | dict(proof.wrong)
-            self._recovered_all = not wrong
-            self.cause = _first(wrong)
+            mismatched = dict(result.failed) | dict(proof.wrong)
+            self._recovered_all = not mismatched
+            self.cause = _first(mismatched)
         elif policy == "rollback" and (previous := delivery.previous) is not None:
-            self.cause = f"{_first(wrong)}; all workers were given {previous.name} again"
+            self.cause = f"{_first(mismatched)}; all workers were given {previous.name} again"
             targets = [*lifecycle.workers, *lifecycle.recipients]
             result = await delivery.deliver(previous, targets, headers)
             proof = await self._prove(result.took, headers, previous.label)
             return proof, dict(result.failed) | dict(proof.wrong), previous
-        return proof, wrong, version
+        return proof, mismatched, version
 
     async def _prove(
         self, workers: Sequence[Worker], headers: Mapping[str, str], label: str | None
@@ -272,10 +278,10 @@ class RoundCommit:
     async def _publish(self, proof: Proof, version: StoredVersion | None) -> JsonObject:
         lifecycle, label = self._lifecycle, proof.label
         before = lifecycle.quarantine.previous_labels
-        known = all(before) or label in self._labels
+        comparable = all(before) or label in self._labels
         target = TargetVersion(
             label=label,
-            named=label is not None and known and label not in before,
+            named=label is not None and comparable and label not in before,
             digest=proof.verdict.whole if not proof.wrong else "",
             models=tuple({worker.model for worker in proof.agreed}),
         )
@@ -301,11 +307,11 @@ class RoundCommit:
 def _reject_lone_proof(proof: Proof, session: SyncSession) -> Proof:
     """If a member refused the weights, a worker that took them needs another one that agrees."""
     refused = any(member.refused for member in session.members.values())
-    alone = len(proof.agreed) < MIN_AGREEING or len(proof.verdict.checked) < MIN_AGREEING
-    if not refused or not alone:
+    unconfirmed = len(proof.agreed) < MIN_AGREEING or len(proof.verdict.checked) < MIN_AGREEING
+    if not refused or not unconfirmed:
         return proof
-    why = f"it took what another refused, and nobody agrees with it: {session.first_failure}"
-    return replace(proof, wrong={**proof.wrong, **{w.url: why for w in proof.agreed}})
+    reason = f"it took what another refused, and nobody agrees with it: {session.first_failure}"
+    return replace(proof, wrong={**proof.wrong, **{w.url: reason for w in proof.agreed}})
 
 
 def is_unchanged(result: WorkerResult, *, batched: bool) -> bool:
@@ -314,4 +320,4 @@ def is_unchanged(result: WorkerResult, *, batched: bool) -> bool:
 
 
 def _first(failed: Mapping[str, str]) -> str:
-    return next((f"{url}: {why}" for url, why in failed.items()), "")
+    return next((f"{url}: {reason}" for url, reason in failed.items()), "")

@@ -139,7 +139,7 @@ class SyncEndpoint:
         lifecycle, ok = self.lifecycle, False
         await lifecycle.wait_settled()
         async with lifecycle.busy:
-            self._stored, began = None, trio.current_time()
+            self._stored, started_at = None, trio.current_time()
             for member in lifecycle.members.values():
                 if isinstance(member, WorkerMember):
                     member.headers = call.credentials
@@ -147,7 +147,7 @@ class SyncEndpoint:
                 response = await _with_http_errors(self._step(call, workers))
                 ok = response.ok
             finally:
-                secs = trio.current_time() - began
+                secs = trio.current_time() - started_at
                 lifecycle.meters.note(PHASES[call.route.path], secs, ok=ok)
                 lifecycle.end_if_over()
         if lifecycle.session.state is SyncState.ABORTING:

@@ -339,13 +339,15 @@ class SessionLifecycle:
             return self._link is not None and await self._link.has_ended()
         return False
 
-    def interrupt(self, cause: str, why: str, name: str = "") -> None:
+    def interrupt(self, cause: str, reason: str, name: str = "") -> None:
         """End the sync from outside. `why`: one word for the metrics; `name`: a lost member."""
         if self.session.state in (SyncState.IDLE, SyncState.ABORTING) or self.end_cause:
             return
-        self.end_cause, self.end_status, self._lost_member = cause, STATUS.get(why, 502), name
-        self.meters.aborts[why] += 1
-        _log.warning("weight_sync_aborted reason=%s sync=%r cause=%r", why, self.describe(), cause)
+        self.end_cause, self.end_status, self._lost_member = cause, STATUS.get(reason, 502), name
+        self.meters.aborts[reason] += 1
+        _log.warning(
+            "weight_sync_aborted reason=%s sync=%r cause=%r", reason, self.describe(), cause
+        )
         if self._fan_out is not None:
             # If only one member is lost, the others may still succeed.
             self._fan_out.fail(cause, hurry=not name)
@@ -376,7 +378,9 @@ class SessionLifecycle:
         self, nursery: trio.Nursery, urls: Sequence[str], group_name: str
     ) -> None:
         """Take down a group that the end of the proxy cut short, before there is another one."""
-        self.leftovers.start_cleanup(nursery, urls, group_name, lambda found: self.on_left(found))
+        self.leftovers.start_cleanup(
+            nursery, urls, group_name, lambda leftovers: self.on_left(leftovers)
+        )
 
     def mark_uncertain(self, reasons: Mapping[str, str], names: Iterable[str]) -> None:
         """`reasons`: by URL. `names`: of the tensors; a sync that has them all repairs a worker."""
@@ -385,7 +389,9 @@ class SessionLifecycle:
                 self.uncertain_tensors[url] = frozenset(names)
             elif url in self.uncertain_tensors:
                 self.uncertain_tensors[url] |= frozenset(names)
-        self.journal.mark_uncertain({u: why for u, why in reasons.items() if self.fleet.find(u)})
+        self.journal.mark_uncertain(
+            {u: reason for u, reason in reasons.items() if self.fleet.find(u)}
+        )
 
     async def _tear_down(self) -> None:
         session, names = self.session, set(self.session.round.names)
@@ -421,8 +427,8 @@ class SessionLifecycle:
         with scope:
             await watchdog.watch(self, link)
 
-    def on_member_lost(self, worker: Worker, why: str) -> None:
-        self.interrupt(f"{worker.url} is lost: {why}", "member_lost", worker.url)
+    def on_member_lost(self, worker: Worker, reason: str) -> None:
+        self.interrupt(f"{worker.url} is lost: {reason}", "member_lost", worker.url)
 
     def _on_health_change(self, worker: Worker, _: Health) -> None:
         if worker in self.workers and worker.health.state is Health.DEAD:

@@ -113,8 +113,8 @@ class RoundDelivery:
         try:
             results = await self._version_service.deliverer.deliver(version, alive, options)
         except (UnknownVersion, OSError) as error:
-            why = f"{version.name} can't be read: {error}"
-            results = [WorkerResult(worker.url, None, error=why) for worker in alive]
+            reason = f"{version.name} can't be read: {error}"
+            results = [WorkerResult(worker.url, None, error=reason) for worker in alive]
         self.results |= {result.worker: result for result in results}
         for worker, result in zip(alive, results, strict=True):
             self.proofs.pop(worker, None)
@@ -123,12 +123,12 @@ class RoundDelivery:
         failed |= {result.worker: result.why for result in results if not result.success}
         return DeliveryResult(tuple(worker for worker in alive if worker.url not in failed), failed)
 
-    def refuse(self, workers: Sequence[Worker], why: str) -> DeliveryResult:
+    def refuse(self, workers: Sequence[Worker], reason: str) -> DeliveryResult:
         """No worker gets the version: all keep what they have."""
-        body = {"success": False, "status": "error", "message": why}
+        body = {"success": False, "status": "error", "message": reason}
         results = [WorkerResult(worker.url, REFUSED_STATUS, body) for worker in workers]
         self.results |= {result.worker: result for result in results}
-        return DeliveryResult((), {worker.url: why for worker in workers})
+        return DeliveryResult((), {worker.url: reason for worker in workers})
 
     async def published(self, version: StoredVersion, label: str | None, epoch: int) -> None:
         await self._version_service.store_service.published(version, label, epoch)

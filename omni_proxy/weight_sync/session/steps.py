@@ -179,8 +179,8 @@ class SessionSteps:
         await lifecycle.wait_idle()
         response = self.destroyed_response(call)
         if more.get("uncertain") or (more and self._commit.cause):
-            why = self._commit.cause or "not all workers agree"
-            return _failed(response, f"the group is destroyed, but {why}", more)
+            reason = self._commit.cause or "not all workers agree"
+            return _failed(response, f"the group is destroyed, but {reason}", more)
         return AdminResponse(response.status, {**response.body, **more})
 
     def destroyed_response(self, call: AdminCall) -> AdminResponse:

@@ -58,10 +58,10 @@ class TransferMember(WorkerMember):
         if self.opened:
             await self.call(START_UPDATE, b"")  # refused where it is still open
             await self.call(FINISH_UPDATE, b"")
-        left = await self.call(TRANSFER_SHUTDOWN, b"")
-        if left.status in ROUTE_ABSENT:
+        result = await self.call(TRANSFER_SHUTDOWN, b"")
+        if result.status in ROUTE_ABSENT:
             return WorkerResult(self.name, 200, {"success": True, "message": "no such route"})
-        return left
+        return result
 
     async def init(
         self, body: Mapping[str, Any], rank_offset: int, world_size: int

@@ -68,7 +68,7 @@ class TransferSteps(SessionSteps):
         owner = GroupOwner(TRANSFER_GROUP, request.shown_address, now, call.caller)
         fixed = request.rank_offset is not None
         lifecycle.begin(owner, request.address, ranges, members, fixed=fixed)
-        ranks = {each.name: each for each in ranges}
+        ranks = {member.name: member for member in ranges}
         return await self._join(call, ranges, lambda m: _transfer(m).join(request, ranks[m.name]))
 
     async def start(self, call: AdminCall) -> AdminResponse:
@@ -96,7 +96,7 @@ class TransferSteps(SessionSteps):
         lifecycle.announced_bytes = request.nbytes
         lifecycle.session.update(UpdateFlags(), request.names)
         await self._record(call)
-        first = min(each.ranks.offset for each in lifecycle.session.members.values())
+        first = min(member.ranks.offset for member in lifecycle.session.members.values())
         return await self._fan_out_apply(
             call,
             lambda m: _transfer(m).receive(UPDATE_WEIGHTS, request, first),
@@ -137,8 +137,8 @@ class TransferSteps(SessionSteps):
         for worker, result in zip(workers, results, strict=True):
             size = result.body.get("world_size") if isinstance(result.body, dict) else None
             if not result.success or type(size) is not int or size < 1:
-                why = result.why if not result.success else f"world_size is {size!r}"
-                message = f"nothing was forwarded: {worker.url} does not tell its ranks: {why}"
+                reason = result.why if not result.success else f"world_size is {size!r}"
+                message = f"nothing was forwarded: {worker.url} does not tell its ranks: {reason}"
                 raise HttpError(502, message, "ranks_unknown")
             member = TransferMember(worker, size)
             member.headers = dict(headers)

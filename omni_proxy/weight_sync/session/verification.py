@@ -106,13 +106,13 @@ async def prove_workers(workers: Sequence[Worker], request: ProofRequest) -> Pro
         return replace(cached, wrong={**misnamed, **cached.wrong})
     results = await request_checksums(workers, headers, request.timeout_secs)
     verdict = compare_answers({result.worker: result for result in results})
-    wrong = misnamed | dict.fromkeys(verdict.mismatched, MISMATCH)
+    mismatched = misnamed | dict.fromkeys(verdict.mismatched, MISMATCH)
     for result in results:
         if not result.success and not result.refused:
-            wrong[result.worker] = f"its checksums could not be read: {result.why}"
+            mismatched[result.worker] = f"its checksums could not be read: {result.why}"
     tensors = {result.worker: frozenset(_tensor_names(result)) for result in results}
     paused = frozenset(result.worker for result in results if result.status == PAUSED_STATUS)
-    return Proof(labels, verdict, wrong, tensors, paused)
+    return Proof(labels, verdict, mismatched, tensors, paused)
 
 
 def recovered_workers(
@@ -149,8 +149,8 @@ async def _prove_from_cache(
     if not all(p.is_valid(instances[worker], labels[worker]) for worker, p in cached.items()):
         return None
     verdict = compare_digests({worker.url: proof.digest for worker, proof in cached.items()})
-    wrong = dict.fromkeys(verdict.mismatched, MISMATCH)
-    return Proof(labels, verdict, wrong, {w.url: proof.names for w, proof in cached.items()})
+    mismatched = dict.fromkeys(verdict.mismatched, MISMATCH)
+    return Proof(labels, verdict, mismatched, {w.url: proof.names for w, proof in cached.items()})
 
 
 def _misnamed(labels: Mapping[Worker, str | None], label: str | None) -> dict[str, str]:

@@ -33,9 +33,9 @@ class WatchedSync(Protocol):
     members: dict[str, Member]
     workers: list[Worker]
 
-    def interrupt(self, cause: str, why: str, name: str = "") -> None: ...
+    def interrupt(self, cause: str, reason: str, name: str = "") -> None: ...
 
-    def on_member_lost(self, worker: Worker, why: str) -> None: ...
+    def on_member_lost(self, worker: Worker, reason: str) -> None: ...
 
 
 async def watch(sync: WatchedSync, link: TrainerLink | None) -> None:
@@ -66,8 +66,8 @@ async def _watch_owner(sync: WatchedSync, link: TrainerLink) -> None:
 
 
 async def _watch_member(sync: WatchedSync, worker: Worker) -> None:
-    why = await wait_until_refused(worker, sync.config_store.config.health.endpoint)
-    sync.on_member_lost(worker, why)
+    reason = await wait_until_refused(worker, sync.config_store.config.health.endpoint)
+    sync.on_member_lost(worker, reason)
 
 
 async def _watch_progress(sync: WatchedSync) -> None:
@@ -83,9 +83,9 @@ async def _watch_progress(sync: WatchedSync) -> None:
         if sync.session.state is SyncState.ARMED:
             first_secs = sync.config_store.config.weight_sync.ready_timeout_secs or inf
             now = trio.current_time()
-            why, name = detector.update(now, reports, _stall_secs(sync), first_secs)
-            if why:
-                sync.interrupt(why, "member_failed" if name else "stall", name)
+            reason, name = detector.update(now, reports, _stall_secs(sync), first_secs)
+            if reason:
+                sync.interrupt(reason, "member_failed" if name else "stall", name)
 
 
 async def _read_progress(members: Mapping[str, Member]) -> dict[str, ReceiveProgress]:

@@ -131,15 +131,15 @@ class VersionStore:
         published = [version for version in self._snapshot if version.epoch]
         return published[1] if len(published) > 1 else None
 
-    def find(self, wanted: int | str) -> StoredVersion:
+    def find(self, key: int | str) -> StoredVersion:
         """By number, or by label (the newest of that label). Raises UnknownVersion."""
         for version in self._snapshot:
-            if wanted == (version.number if isinstance(wanted, int) else version.label):
+            if key == (version.number if isinstance(key, int) else version.label):
                 return version
-        if isinstance(wanted, str) and wanted.isdecimal():
-            return self.find(int(wanted))
-        known = ", ".join(version.name for version in self.versions()) or "none"
-        raise UnknownVersion(f"there is no version {wanted!r} in {self._disk}; there are: {known}")
+        if isinstance(key, str) and key.isdecimal():
+            return self.find(int(key))
+        stored = ", ".join(version.name for version in self.versions()) or "none"
+        raise UnknownVersion(f"there is no version {key!r} in {self._disk}; there are: {stored}")
 
     def begin(self, nbytes: int) -> Draft:
         """A version to receive `nbytes` into. Raises InsufficientSpace, OSError."""
@@ -149,8 +149,8 @@ class VersionStore:
             in_memory = self._fits_in_memory(nbytes)
             self._last_number += 1
             folder = self._memory if in_memory and self._memory else self._disk
-            place = folder / f"v{self._last_number}{PARTIAL}"
-            draft = Draft(self._last_number, place, in_memory=in_memory)
+            partial = folder / f"v{self._last_number}{PARTIAL}"
+            draft = Draft(self._last_number, partial, in_memory=in_memory)
             self._open_drafts += 1
             return draft
 
@@ -273,15 +273,15 @@ class VersionStore:
                     self._remove(number, state)
                 elif state.memory and state.disk and ranked[:1] != [number] and not state.pending:
                     self._remove_from_memory(number, state)
-            gone = [
+            expired = [
                 number for number, state in self._states.items() if not (state.memory or state.disk)
             ]
-            for number in gone:
+            for number in expired:
                 del self._states[number]
             self._update_snapshot()
-            if gone:
+            if expired:
                 self._update_current_link()
-            return gone
+            return expired
 
     def _remove(self, number: int, state: _VersionState) -> None:
         """From memory and disk, unless it is leased in either."""

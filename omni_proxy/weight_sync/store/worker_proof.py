@@ -34,37 +34,37 @@ class WorkerProof:
         return {"checked_tensors": self.checked, "checksum": self.whole or None, **reason}
 
 
-def compare_checksums(answer: WorkerResult, version: StoredVersion) -> WorkerProof:
+def compare_checksums(result: WorkerResult, version: StoredVersion) -> WorkerProof:
     """`answer`: the weights checker's answer to `checksum`."""
-    if not answer.success:
-        return WorkerProof(reason=f"its checker failed: {answer.why}")
+    if not result.success:
+        return WorkerProof(reason=f"its checker failed: {result.why}")
     if not version.digests:
         return WorkerProof(reason=f"the digests of {version.name} are not known yet")
-    for data in _stage_results(answer.body):
-        sums, whole = data.get("checksums"), data.get("full_checksum")
+    for data in _stage_results(result.body):
+        sums, digest = data.get("checksums"), data.get("full_checksum")
         if isinstance(sums, dict) and sums:
-            return _compare(data, sums, whole if isinstance(whole, str) else "", version)
+            return _compare(data, sums, digest if isinstance(digest, str) else "", version)
     return WorkerProof(reason="its checker names no checksum that can be compared")
 
 
 def _compare(
-    data: Mapping[str, Any], sums: Mapping[str, Any], whole: str, version: StoredVersion
+    data: Mapping[str, Any], sums: Mapping[str, Any], digest: str, version: StoredVersion
 ) -> WorkerProof:
     digests, converted = version.digests, _converted_tensors(data, version)
     comparable = [name for name in sums if name in digests and name not in converted]
     if not comparable:
-        return WorkerProof(whole=whole, reason="it keeps none of the tensors as they were sent")
-    if len(comparable) == len(sums) and whole:
+        return WorkerProof(whole=digest, reason="it keeps none of the tensors as they were sent")
+    if len(comparable) == len(sums) and digest:
         expected = roll_up({name: digests[name] for name in comparable})
-        differs = "" if whole == expected else f"its full_checksum is {whole}, not {expected}"
-        return WorkerProof(len(comparable), whole, differs)
+        differs = "" if digest == expected else f"its full_checksum is {digest}, not {expected}"
+        return WorkerProof(len(comparable), digest, differs)
     if _tp_size(data) > 1:
         return WorkerProof(
-            whole=whole, reason="it reports no digest over whole tensors that can be compared"
+            whole=digest, reason="it reports no digest over whole tensors that can be compared"
         )
     different = [name for name in comparable if sums[name] != digests[name]]
     differs = f"tensor {different[0]!r} and {len(different) - 1} more differ" if different else ""
-    return WorkerProof(len(comparable), whole, differs)
+    return WorkerProof(len(comparable), digest, differs)
 
 
 def _stage_results(body: object) -> Iterator[dict[str, Any]]:

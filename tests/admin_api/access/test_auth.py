@@ -8,14 +8,14 @@ CLOSED = """
 GET /status  GET /config  POST /reload  POST /explain  GET /explain  GET /engine_metrics
 GET /metrics  GET /weights  GET /weights/versions  GET /model_info  POST /model_info
 GET /weights_checker  POST /flush_cache  GET /v1/rl/workers  POST /v1/rl/engine/pause
-POST /workers  PUT /workers/x  PATCH /workers/x  DELETE /workers/x  GET /dashboard/feed
+GET /finish_session  POST /workers  PUT /workers/x  PATCH /workers/x  DELETE /workers/x  GET /dashboard/feed
 POST /pause_generation  POST /continue_generation  POST /update_weights_from_disk
 """
 OPEN = """
 GET /live  GET /ready  GET /health  HEAD /health  GET /workers  GET /workers/http://a:1
 GET /v1/models  GET /server_info  GET /get_server_info  GET /get_model_info  GET /get_loads
 GET /list_workers  GET /liveness  GET /readiness  GET /health_generate  GET /openapi.json
-GET /dashboard  OPTIONS /workers
+GET /dashboard  OPTIONS /workers  POST /finish_session
 """
 
 

@@ -28,8 +28,9 @@ OPERATIONS = (ROOT / "docs/operations.md").read_text()
 @pytest.fixture
 def busy():
     """A house in which everything that can be counted has happened once."""
-    house = build_house(entry(A, model="m"), entry(B))
+    house = build_house(entry(A, model="m"), entry(B), routing=RoutingConfig(sticky_sessions=True))
     house.healthy(A, B)
+    house.door.sessions = {"one": A, "two": A}
     a, b = house.worker(A), house.worker(B)
     count = house.instruments.metrics.record
     usage = b'{"usage":{"prompt_tokens":3,"completion_tokens":4}}'
@@ -166,7 +167,13 @@ def test_a_large_fleet_is_added_up_in_parts():
 
 async def test_the_policy_of_a_door_behind_sticky_sessions_is_seen(busy):
     assert (await values(busy, "omni_proxy_prefix_tree_limit_bytes"))[()] > 0
-    assert await values(busy, "omni_proxy_sticky_picks_total") == {("begun",): 0, ("kept",): 0}
+    results = ("begun", "kept", "moved", "rebalanced")
+    assert await values(busy, "omni_proxy_sticky_picks_total") == {(each,): 0 for each in results}
+
+
+async def test_sessions_are_told_by_worker_while_they_are_sticky(busy, house):
+    assert await values(busy, "omni_proxy_worker_sessions") == {(A,): 2, (B,): 0}
+    assert await values(house, "omni_proxy_worker_sessions") == {}
 
 
 async def test_open_metrics_needs_no_key():

@@ -1,5 +1,6 @@
 import json
 from urllib.parse import quote
+from uuid import UUID
 
 import pytest
 
@@ -435,3 +436,26 @@ async def test_an_addition_that_takes_too_long_has_failed_until_it_is_well():
     assert (await (await client.get(place)).get_json())["job_status"]["status"] == "failed"
     house.healthy(C)
     assert "job_status" not in await (await client.get(place)).get_json()
+
+
+async def test_clients_of_sglang_router_find_the_ids_that_they_check():
+    """miles reads each as a UUID, and the location as made of it."""
+    house = build_house(entry(A), rooms={"dialect": "sglang"})
+    status, told, headers = await call(house, "POST", "/workers", {"url": C})
+    name = told["worker_id"]
+    assert (status, told["url"]) == (202, C)
+    assert str(UUID(name)) == name
+    assert told["location"] == headers["Location"] == f"/workers/{name}"
+    listed = (await call(house, "GET", "/workers"))[1]["workers"]
+    assert {each["id"] for each in listed if each["url"] == C} == {name}
+    assert len({UUID(each["id"]) for each in listed}) == 2
+    status, one, _ = await call(house, "GET", f"/workers/{name}")
+    assert (status, one["id"], one["url"]) == (200, name, C)
+    status, gone, _ = await call(house, "DELETE", f"/workers/{name}")
+    assert (status, gone["worker_id"], gone["status"]) == (202, name, "accepted")
+    assert (await call(house, "GET", f"/workers/{name}"))[0] == 404
+    # Ours are known as well, and theirs in every dialect.
+    assert (await call(house, "GET", f"/workers/{ID_A}"))[0] == 200
+    plain = build_house(entry(A))
+    theirs = next(each["id"] for each in listed if each["url"] == A)
+    assert (await call(plain, "GET", f"/workers/{theirs}"))[1]["id"] == ID_A

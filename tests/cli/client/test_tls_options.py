@@ -43,11 +43,11 @@ def test_a_key_may_be_in_the_file_of_its_certificate(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("papers", "words"),
+    ("client_cert", "words"),
     [
         (ClientCert(ca="nowhere.pem"), "--ca nowhere.pem cannot be read: No such file"),
         (ClientCert(ca=CLIENT.key), "--ca .* holds no certificates"),
-        (replace(CLIENT, cert=""), "--client-key alone is not enough"),
+        (replace(CLIENT, cert=""), "--client-key needs --client-cert"),
         (replace(CLIENT, key=""), "holds no key in PEM form; --client-key FILE"),
         (replace(CLIENT, cert="nowhere"), "--client-cert nowhere cannot be read: No such file"),
         (replace(CLIENT, key="nowhere"), "--client-key nowhere cannot be read: No such file"),
@@ -56,9 +56,9 @@ def test_a_key_may_be_in_the_file_of_its_certificate(tmp_path):
         (replace(CLIENT, cert=CLIENT.key), "--client-cert .* can't be used"),
     ],
 )
-def test_a_file_that_can_not_be_used_is_told_with_its_flag(papers, words):
+def test_a_file_that_can_not_be_used_is_told_with_its_flag(client_cert, words):
     with pytest.raises(ClientCertError, match=words):
-        create_tls_context(papers)
+        create_tls_context(client_cert)
 
 
 WORDS = ("--ca", CLIENT.ca, "--client-cert", CLIENT.cert, "--client-key", CLIENT.key)
@@ -76,15 +76,15 @@ WORDS = ("--ca", CLIENT.ca, "--client-cert", CLIENT.cert, "--client-key", CLIENT
 )
 def test_who_names_papers_means_https(place, where, url):
     found = place(*where, *WORDS)
-    assert (found.url, found.papers) == (url, CLIENT)
+    assert (found.url, found.client_cert) == (url, CLIENT)
 
 
 def test_papers_are_of_no_use_without_tls(place, tmp_path):
-    with pytest.raises(AdminClientError, match="without TLS"):
+    with pytest.raises(AdminClientError, match="plain HTTP"):
         place("--url", "http://h:1", *WORDS)
     file = tmp_path / "proxy.toml"
     file.write_text("[server]\nport = 1\n")
-    with pytest.raises(AdminClientError, match="without TLS"):
+    with pytest.raises(AdminClientError, match="plain HTTP"):
         place("--config", file, *WORDS)
 
 
@@ -92,9 +92,9 @@ def test_a_file_that_asks_clients_for_certificates_says_so_before_anybody_is_ask
     file = tmp_path / "proxy.toml"
     tls = f"[server]\ntls_cert = 'c'\ntls_key = 'k'\ntls_client_ca = '{AUTHORITY}'\n"
     file.write_text(tls)
-    with pytest.raises(AdminClientError, match=r"authority\.pem\): name yours by --client-cert"):
+    with pytest.raises(AdminClientError, match=r"authority\.pem\): pass --client-cert"):
         place("--config", file)
-    assert place("--config", file, *WORDS).papers == CLIENT
+    assert place("--config", file, *WORDS).client_cert == CLIENT
     file.write_text(tls + "tls_client_require = false\n")
     assert place("--config", file).url.startswith("https:")
     file.write_text(tls + "[admin]\nlisten = 'unix:/run/a.sock'\n")
@@ -109,13 +109,13 @@ def test_a_fault_of_the_papers_keeps_a_command_from_asking(place):
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1)", "speaks no TLS"),
+        ("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1)", "does not speak TLS"),
         ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: Hostname mismatch, "
          "certificate is not valid for 'h'. (_ssl.c:1)", "for another name"),
         ("[SSL: SSLV3_ALERT_HANDSHAKE_FAILURE] sslv3 alert handshake failure (_ssl.c:1)",
-         "name yours by --client-cert"),
+         "pass --client-cert"),
         ("[SSL: SSLV3_ALERT_CERTIFICATE_EXPIRED] sslv3 alert certificate expired (_ssl.c:1)",
-         r"that we show \(certificate expired\)"),
+         r"that was sent \(certificate expired\)"),
         ("Connection refused", "^$"),
     ],
 )  # fmt: skip

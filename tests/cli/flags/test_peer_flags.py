@@ -117,12 +117,14 @@ def test_metrics_get_a_listener_of_their_own(started, words, where):
 
 
 def test_keys_ids_and_logs_have_their_flags_in_every_command(started, monkeypatch):
-    words = "--api-key k3y --request-id-headers x-a x-b --log-dir logs"
+    words = "--api-key k3y --request-id-headers x-a x-b --log-dir logs --routing-key-headers X-R"
     main_router(words.split())
     monkeypatch.setattr(serve, "start", lambda startup: started.append(startup) or 0)
     assert serve.main([*words.split(), "--enable-igw", "--worker-urls", "http://a:1"]) == 0
     for startup in started:
-        server = startup.effective_config(Config()).server
+        config = startup.effective_config(Config())
+        server = config.server
+        assert config.routing.session_headers == ("x-r",)
         assert (server.api_key, server.log_file) == ("k3y", "logs/omni-proxy.log")
         assert server.request_id_headers == ("x-a", "x-b")
     assert len(started[1].warnings) == 1

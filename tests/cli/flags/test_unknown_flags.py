@@ -33,7 +33,7 @@ def test_a_word_that_resembles_nothing_gets_no_advice(capsys):
 def test_another_routers_flag_is_told_by_what_is_here_with_its_value_or_without(capsys, flag):
     for words in ([flag, "3"], [f"{flag}=3"]):
         said = refused(capsys, router_parser(), *words)
-        assert said[1:] == [f"  {flag} is here: {THEIRS[flag]} (docs/migration.md)"]
+        assert said[1:] == [f"  {flag}: use {THEIRS[flag]} (docs/migration.md)"]
 
 
 def test_no_flag_of_ours_is_called_a_strangers():

@@ -33,7 +33,7 @@ def test_a_worker_is_slow_beside_the_others_of_its_model():
         ("slow", "slow"),
         ("well", "ok"),
     ]
-    said = diagnose(feed_of(feed(*rows, slow)))[slow["id"]].said
+    said = diagnose(feed_of(feed(*rows, slow)))[slow["id"]].problem
     assert said == "is slow: first chunk after 250 ms, the others' after 100 ms"
 
 
@@ -68,7 +68,7 @@ def test_the_median_of_the_others_is_that_of_a_list_without_it(times, data):
         ({"disabled": True}, "leaving", "disabled"),
         ({"drain": {"state": "draining"}, "disabled": True}, "leaving", "draining"),
         ({"held_by": ["uncertain"]}, "out", "uncertain"),
-        ({"half_open": True}, "leaving", "trial"),
+        ({"half_open": True}, "leaving", "half-open"),
     ],
 )
 def test_who_takes_no_request_is_out_or_leaving(fields, kind, state):
@@ -77,7 +77,7 @@ def test_who_takes_no_request_is_out_or_leaving(fields, kind, state):
 
 def test_a_reason_tells_for_how_long_where_it_is_known():
     out = row(routable=False, health="dead", why="dead: gone", since="2026-11-21T18:48:00+00:00")
-    assert diagnose(feed_of(feed(out)))[out["id"]].said == "dead: gone (for 12 min)"
+    assert diagnose(feed_of(feed(out)))[out["id"]].problem == "dead: gone (for 12 min)"
 
 
 def test_a_twentieth_of_errors_is_failing():
@@ -90,7 +90,7 @@ def test_one_that_has_requests_and_says_nothing_is_told_ahead_of_its_times():
     picture = feed_of(feed(silent, row("b:1", first_p50_ms=900.0, model="m")))
     first, second = diagnose(picture).values()
     assert (first.kind, first.state) == ("slow", "silent")
-    assert first.said == "is silent: 6 in flight, nothing has come from it for 31 s"
+    assert first.problem == "is silent: 6 in flight, no response data for 31 s"
     assert second.state == "slow"
 
 
@@ -135,7 +135,7 @@ def test_a_refused_file_is_told_with_its_first_problem():
     error = {"message": "m", "file": "p.toml", "problems": problems}
     told = {"outcome": "refused", "source": "SIGHUP", "at": AT, "error": error}
     assert describe_reload(told, parse_time(AT)) == (
-        "refused by SIGHUP, 0 s ago; the former runs on: "
+        "refused by SIGHUP, 0 s ago; the previous configuration stays: "
         "p.toml line 2 server.prot: unknown key; did you mean `port`? (and 1 more)"
     )
 
@@ -168,7 +168,7 @@ def test_weights_are_told_by_their_versions():
     assert describe_weights(feed_of(feed(*rows[:1]))) == "v2 (epoch 2) on 1"
     weights = {"operation": {"path": "/update", "step": "calling"}, "uncertain": {"http://b": "x"}}
     assert describe_weights(feed_of(feed(*rows, weights=weights))) == (
-        "2 versions: v1 on 1, v2 (epoch 2) on 1; under way: /update, calling; uncertain: 1"
+        "2 versions: v1 on 1, v2 (epoch 2) on 1; running: /update, calling; uncertain: 1"
     )
     assert describe_weights(feed_of(feed(row()))) == ""
 
@@ -185,10 +185,10 @@ def test_whatever_a_feed_says_it_can_be_judged(told):
     ):
         assert words.isprintable()
     for verdict in verdicts.values():
-        assert f"{verdict.state}{verdict.said}".isprintable()
+        assert f"{verdict.state}{verdict.problem}".isprintable()
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"\xff", b'{"at": 1}'])
 def test_what_is_no_feed_is_refused(text):
-    with pytest.raises(AdminClientError, match="no feed"):
+    with pytest.raises(AdminClientError, match="not a snapshot"):
         read_feed(text)

@@ -49,7 +49,7 @@ def listening(stream):
     listener = FeedFollower(AdminTarget(stream.url), news.set)
 
     def until(holds):
-        while not holds(heard := listener.heard()):
+        while not holds(heard := listener.status()):
             assert news.wait(PATIENCE_SECS), heard
             news.clear()
         return heard
@@ -84,9 +84,9 @@ def test_a_lost_feed_is_told_and_followed_again_with_its_whole_history(stream, l
 def test_nonsense_in_the_feed_is_a_lost_feed(stream, listening):
     stream.connections = [["{}"]]
     listening.start()
-    listening.until(lambda heard: "no feed" in heard.lost)
+    listening.until(lambda heard: "not a snapshot" in heard.lost)
 
 
 def test_before_anything_came_it_says_so():
-    heard = FeedFollower(AdminTarget("http://127.0.0.1:1"), lambda: None).heard()
+    heard = FeedFollower(AdminTarget("http://127.0.0.1:1"), lambda: None).status()
     assert (heard.feed, heard.history, heard.lost) == (None, (), "not connected yet")

@@ -91,21 +91,19 @@ def test_on_a_small_screen_what_matters_most_is_left():
     assert head.split() == ["WORKER", "STATE", "BUSY", "P99", "ERR"]
     assert lines[-2].startswith("q quit")
     assert sum(line.startswith(("dead:1", "slow:1", "good:1")) for line in lines) == 3
-    sorted_by = drawn(FLEET, 36, 10, keys=["right"] * 5)
+    sorted_by = drawn(FLEET, 36, 10, keys=["right"] * 6)
     assert any("P50▼" in line for line in sorted_by)
     assert drawn(FLEET, 12, 4)[0].startswith("ready: p:1")
 
 
 def test_a_lost_connection_is_told_over_the_old_picture():
     lines = drawn(FLEET, lost="nobody listens at x")
-    assert lines[1].startswith(
-        "OLD PICTURE, 12 s. NO CONNECTION, trying again: nobody listens at x"
-    )
+    assert lines[1].startswith("STALE, 12 s. NOT CONNECTED, retrying: nobody listens at x")
     first = render_frame(TopView(), FeedStatus(None, (), "why\x1b", 0.0), URL, 80, 24).plain
-    assert first == f"omni-proxy at {URL}\nNO CONNECTION, trying again: why\\x1b\nq quit"
-    why = "nobody listens there; name it with --url URL"
+    assert first == f"omni-proxy at {URL}\nNOT CONNECTED, retrying: why\\x1b\nq quit"
+    why = "nobody listens there; pass its address with --url URL"
     narrow = render_frame(TopView(), FeedStatus(None, (), why, 0.0), URL, 30, 24).plain
-    assert " ".join(narrow.splitlines()[1:]) == f"NO CONNECTION, trying again: {why} q quit"
+    assert " ".join(narrow.splitlines()[1:]) == f"NOT CONNECTED, retrying: {why} q quit"
 
 
 def test_a_pause_is_told_with_who_ends_it_and_by_whom_on_a_usual_screen():

@@ -54,12 +54,12 @@ def test_only_those_in_trouble_can_be_looked_at(three):
 def test_a_change_is_asked_for_and_made_only_after_a_yes(three, key, wish):
     three.press("down")
     assert three.press(key) is None
-    assert three.asking == PendingAction(wish, three.row.id, "b:1")
+    assert three.pending == PendingAction(wish, three.row.id, "b:1")
     assert three.press("y") == PendingAction(wish, "http%3A%2F%2Fb:1", "b:1")
     assert three.press(key) is None
     assert three.press("q") is None  # a no, and no leave
-    assert three.asking is None
-    assert three.said == "nothing was changed"
+    assert three.pending is None
+    assert three.message == "cancelled"
     assert three.press("q") == QUIT
 
 
@@ -72,8 +72,8 @@ def test_what_was_asked_for_is_done_to_whom_it_was_asked_for(three):
 def test_an_empty_fleet_has_nobody_to_change():
     view = shown()
     view.press("d")
-    assert (view.asking, view.row) == (None, None)
-    assert "no worker" in view.said
+    assert (view.pending, view.row) == (None, None)
+    assert "no worker" in view.message
 
 
 class Looking(RuleBasedStateMachine):
@@ -85,11 +85,11 @@ class Looking(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 30), busy=st.integers(0, 5))
     def news(self, count, busy):
-        before = self.view.chosen
+        before = self.view.selected
         rows = [row(f"h{n}:1", in_flight=n % (busy + 1), errors=n % 7) for n in range(count)]
         self.view.show(feed_of(feed(*rows)))
         if before in {each.id for each in self.view.rows}:
-            assert self.view.chosen == before
+            assert self.view.selected == before
 
     @rule(key=st.sampled_from(
         ("up", "down", "pageup", "pagedown", "home", "end", "left", "right", "r", "o", "x", "k")
@@ -98,15 +98,15 @@ class Looking(RuleBasedStateMachine):
         assert self.view.press(key) is None
 
     @rule(room=st.integers(-2, 40))
-    def fit(self, room):
-        self.view.fit(room)
-        assert self.view.first <= self.view.at < self.view.first + self.view.room
-        assert self.view.first <= max(0, len(self.view.rows) - self.view.room)
+    def set_page_rows(self, room):
+        self.view.set_page_rows(room)
+        assert self.view.first <= self.view.index < self.view.first + self.view.page_rows
+        assert self.view.first <= max(0, len(self.view.rows) - self.view.page_rows)
 
     @invariant()
     def somebody_is_chosen_where_somebody_is(self):
         if hasattr(self, "view") and self.view.rows:
-            assert self.view.row.id == self.view.chosen
+            assert self.view.row.id == self.view.selected
 
 
 TestLooking = Looking.TestCase

@@ -44,6 +44,16 @@ def test_new_weights_change_the_text_and_old_ones_bring_it_back(stage, tmp_path)
     assert (again["text"], again["weight_version"]) == (before["text"], "v1")
 
 
+def test_the_name_of_the_first_model_brings_its_weights_back(stage, tmp_path):
+    save(tmp_path / "new.safetensors", weights_of(1))
+    before = stage.generate()
+    assert stage.update("new.safetensors", weight_version="v1").success
+    answer = stage.update("tiny", weight_version="default")
+    assert (answer.success, answer.data["model_path"]) == (True, "tiny")
+    assert stage.checksum() == checksum_of(weights_of(0))
+    assert stage.generate()["text"] == before["text"]
+
+
 def test_what_a_prompt_left_in_the_cache_is_not_used_with_other_weights(stage, tmp_path):
     prompt = list(range(260, 320))
     save(tmp_path / "new.safetensors", weights_of(1))

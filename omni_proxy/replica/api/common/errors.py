@@ -75,6 +75,11 @@ def json_response(payload: object, status: int = 200, headers: Mapping[str, str]
     return Response(body, status, dict(headers), content_type="application/json")
 
 
+def empty_response() -> Response:
+    """200 and nothing else, for routes whose answer is that they were called."""
+    return Response(b"", 200, content_type="text/plain; charset=utf-8")
+
+
 def error_type(status: int) -> str:
     return "invalid_request_error" if status < 500 else "server_error"
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 from quart import Response
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.api.common.errors import DetailError
+from omni_proxy.replica.api.common.errors import DetailError, empty_response
 from omni_proxy.replica.api.common.lenient_decode import validate
 from omni_proxy.replica.api.native.admin_operations import admin_body
 from omni_proxy.replica.api.route_context import RouteContext
@@ -40,7 +40,7 @@ class AbortRoutes:
             client.end_early(lambda request_id: request_id.startswith(rid))
         else:
             client.end_early(id_matcher([rid]))
-        return Response(b"", 200)
+        return empty_response()
 
 
 def mount(app: QuartTrio, context: RouteContext) -> None:

@@ -156,6 +156,8 @@ class SglangResponse:
         finish: dict[str, Any] | None = None
         if reason is not None:
             finish = {"type": reason} | ({"length": generated} if reason == "length" else {})
+            if reason == "abort":
+                finish["message"] = "Aborted"
         meta: dict[str, Any] = {
             "id": self._request_id,
             "finish_reason": finish,

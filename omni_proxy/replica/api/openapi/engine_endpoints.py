@@ -66,6 +66,10 @@ def _model(summary: str, *bodies: type, streams: bool = False) -> Endpoint:
     return Endpoint(summary=summary, tag="text", bodies=bodies, answers=answers, refuses=_ERRORS)
 
 
+_NO_CACHE = Endpoint(
+    summary="Nothing: there is no such cache", tag="vLLM", locked=True, answers=(TEXT,),
+    refuses=_ERRORS,
+)  # fmt: skip
 ENGINE_ENDPOINTS: Mapping[str, Endpoint] = {
     "abort_request": Endpoint(
         summary="End requests with what they have, as SGLang does", tag="operations",
@@ -86,8 +90,8 @@ ENGINE_ENDPOINTS: Mapping[str, Endpoint] = {
         answers=(TEXT,), refuses=_ERRORS,
     ),
     "reset_prefix_cache": _operation("Empty the prefix cache", "reset_running_requests"),
-    "reset_mm_cache": _operation("Nothing: there is no such cache"),
-    "reset_encoder_cache": _operation("Nothing: there is no such cache"),
+    "reset_mm_cache": _NO_CACHE,
+    "reset_encoder_cache": _NO_CACHE,
     "collective_rpc": Endpoint(
         summary="reload_weights from kwargs.weights_path; no other method", tag="vLLM", body=_RPC,
         locked=True, refuses=_ERRORS,

@@ -13,7 +13,7 @@ from quart import Response, request
 from quart_trio import QuartTrio
 
 from omni_proxy import __version__
-from omni_proxy.replica.api.common.errors import json_response
+from omni_proxy.replica.api.common.errors import empty_response, json_response
 from omni_proxy.replica.api.common.lenient_decode import MISSING, json_body, problem
 from omni_proxy.replica.api.native.admin_operations import require_key
 from omni_proxy.replica.api.route_context import RouteContext
@@ -85,7 +85,7 @@ class ControlRoutes:
         if ids is None:
             raise _framework_error("Missing 'request_ids' in request body")
         self._engine.abort(ids)
-        return Response(b"", 200)
+        return empty_response()
 
     async def _ids_of_body(self) -> list[str] | None:
         """None where the body has none; raises VllmError."""
@@ -109,7 +109,7 @@ class ControlRoutes:
     async def reset_other_cache(self) -> Response:
         """There is no cache of media and none of encodings: nothing has to be done."""
         require_key(self._context)
-        return Response(b"", 200)
+        return empty_response()
 
     # Calls of the engine's workers
 
@@ -147,7 +147,7 @@ class ControlRoutes:
         return json_response({"server_load": self._context.client.health()["pending_completions"]})
 
     async def ping(self) -> Response:
-        return Response(b"", 200)
+        return empty_response()
 
 
 def _mode() -> PauseChoice:

@@ -17,7 +17,7 @@ from quart import Response, request
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, json_response
-from omni_proxy.replica.api.common.lenient_decode import json_body, validate
+from omni_proxy.replica.api.common.lenient_decode import json_body, problem, validate
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
 from omni_proxy.replica.api.openai.logprobs import MAX_TOP_LOGPROBS, require_logprobs
 from omni_proxy.replica.api.openai.multi_generation import (
@@ -34,7 +34,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     stop_strings,
 )
 from omni_proxy.replica.api.route_context import RouteContext
-from omni_proxy.replica.api.vllm.vllm_errors import VllmError, vllm_view
+from omni_proxy.replica.api.vllm.vllm_errors import VllmError, invalid, vllm_view
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,
     GenerateChunk,
@@ -72,7 +72,7 @@ class TokenStreamOptions(Struct):
 
 
 class TokensBody(Struct, kw_only=True):
-    token_ids: Annotated[list[InputToken], Meta(min_length=1)]
+    token_ids: list[InputToken]
     sampling_params: TokenSampling
     model: str | None = None
     request_id: str | None = None
@@ -92,6 +92,9 @@ class TokenRoutes:
     async def generate(self) -> Response:
         given = await json_body()
         body = validate(TokensBody, given)
+        if not body.token_ids:
+            text = "List should have at least 1 item after validation, not 0"
+            raise invalid([problem("too_short", ("body", "token_ids"), text, [])])
         check_supported_fields(given["sampling_params"])
         for name in ("features", "content_parts"):
             if getattr(body, name):

@@ -1,0 +1,114 @@
+"""The table of sessions: which worker each is at, and how many each worker has.
+
+Invariant: at most `sticky_max` sessions are kept, the least recently used is dropped first; one
+that was idle for `sticky_idle_secs` has expired (0: never). `count(worker)` is the number of
+sessions in the table that are at this worker, expired ones at most until the next `maintain`.
+Several data-plane processes share a table: `multiprocess.shared_dataplane`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from omni_proxy.fleet.worker import Worker
+
+DROPPED_PER_SLICE = 1000
+
+
+class Sessions(Protocol):
+    """Where the keys are remembered. `now` is monotonic seconds."""
+
+    def tune(self, most: int, idle_secs: float) -> None:
+        """`sticky_max` and `sticky_idle_secs`."""
+
+    def find(self, key: str, now: float) -> Worker | None: ...
+    def keep(self, key: str, worker: Worker, now: float) -> None: ...
+
+    def finish(self, key: str) -> bool:
+        """Forget it; whether it was there."""
+        ...
+
+    def count(self, worker: Worker) -> int: ...
+    def maintain(self, now: float) -> None: ...
+    def __len__(self) -> int: ...
+
+
+class OwnSessions:
+    """In this process's memory."""
+
+    __slots__ = ("_counts", "_idle_secs", "_max", "_sessions")
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[str, tuple[Worker, float]] = OrderedDict()
+        self._counts: dict[Worker, int] = {}
+        self._max = 1
+        self._idle_secs = 0.0
+
+    def tune(self, most: int, idle_secs: float) -> None:
+        self._max, self._idle_secs = most, idle_secs
+
+    def find(self, key: str, now: float) -> Worker | None:
+        session = self._sessions.get(key)
+        if session is None or self._idle(session[1], now):
+            return None
+        return session[0]
+
+    def keep(self, key: str, worker: Worker, now: float) -> None:
+        before = self._sessions.get(key)
+        if before is None or before[0] is not worker:
+            if before is not None:
+                self._uncount(before[0])
+            self._counts[worker] = self._counts.get(worker, 0) + 1
+        self._sessions[key] = (worker, now)
+        self._sessions.move_to_end(key)
+        while len(self._sessions) > self._max and len(self._sessions) > 1:
+            self._drop_oldest()
+
+    def finish(self, key: str) -> bool:
+        session = self._sessions.pop(key, None)
+        if session is None:
+            return False
+        self._uncount(session[0])
+        return True
+
+    def count(self, worker: Worker) -> int:
+        return self._counts.get(worker, 0)
+
+    def maintain(self, now: float) -> None:
+        for _ in range(DROPPED_PER_SLICE):
+            oldest = next(iter(self._sessions.values()), None)
+            full = len(self._sessions) > self._max
+            if oldest is None or (not full and not self._idle(oldest[1], now)):
+                break
+            self._drop_oldest()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def _drop_oldest(self) -> None:
+        _, (worker, _) = self._sessions.popitem(last=False)
+        self._uncount(worker)
+
+    def _uncount(self, worker: Worker) -> None:
+        left = self._counts[worker] - 1
+        if left:
+            self._counts[worker] = left
+        else:
+            del self._counts[worker]  # so that a worker that left is not kept in memory
+
+    def _idle(self, used: float, now: float) -> bool:
+        return self._idle_secs > 0 and now - used > self._idle_secs
+
+
+def fewest_sessions(candidates: Sequence[Worker], sessions: Sessions, turn: int) -> Worker:
+    """The worker with the fewest sessions for its weight; of those the one with the fewest requests
+    in flight, and of those the next in turn."""
+    fills = [
+        ((sessions.count(worker) + 1) / worker.weight, worker.in_flight / worker.weight)
+        for worker in candidates
+    ]
+    lowest = min(fills)
+    ties = [worker for worker, fill in zip(candidates, fills, strict=True) if fill == lowest]
+    return ties[turn % len(ties)]

@@ -1,0 +1,146 @@
+"""`launch_router` in the process of a trainer: how the proxy starts there, and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import trio
+
+from tests.ports import free_port
+from tests.promises.fleet_program import PATIENCE_SECS, workers
+from tests.tree import ROOT
+
+pytestmark = pytest.mark.usefixtures("soon")
+CALL = "launch_router(RouterArgs(host='127.0.0.1', port={port}, **{fields}))"
+IN_MAIN = "from sglang_router.launch_router import RouterArgs, launch_router\n" + CALL + "\n"
+IN_THREAD = (
+    "import threading\nfrom vllm_router.launch_router import RouterArgs, launch_router\n"
+    "thread = threading.Thread(target=lambda: " + CALL + ")\nthread.start()\nthread.join()\n"
+)
+
+
+class Trainer:
+    def __init__(self, process, port):
+        self.process, self.port = process, port
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def until_healthy(self):
+        async with httpx.AsyncClient(trust_env=False) as client:
+            while True:
+                assert self.process.returncode is None, self.process.returncode
+                try:
+                    if (await client.get(f"{self.url}/health")).status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                await trio.sleep(0.05)
+
+    async def until_closed(self):
+        while True:
+            try:
+                await (await trio.open_tcp_stream("127.0.0.1", self.port)).aclose()
+            except OSError:
+                return
+            await trio.sleep(0.05)
+
+    def children(self):
+        listed = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
+        with open(listed) as file:
+            return list(map(int, file.read().split()))
+
+    async def ended(self):
+        with trio.fail_after(PATIENCE_SECS):
+            return await self.process.wait()
+
+
+def told_by_kernel(process, what):
+    with open(f"/proc/{process}/{what}") as file:
+        return file.read()
+
+
+@asynccontextmanager
+async def trainer(code, tmp_path, fields="{}", **how):
+    """A process that runs `code`; it is killed at the end."""
+    port = free_port()
+    path = [ROOT, ROOT / "packages/sglang_router", ROOT / "packages/vllm_router"]
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "XDG_STATE_HOME": str(tmp_path),
+    }
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-c", code.format(port=port, fields=fields)],
+        env=environ, stdin=subprocess.DEVNULL, **how,
+    )  # fmt: skip
+    try:
+        yield Trainer(process, port)
+    finally:
+        with trio.CancelScope(shield=True):
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize("code", [IN_MAIN, IN_THREAD])
+async def test_a_caller_that_is_killed_leaves_nothing_behind(code, tmp_path):
+    async with trainer(code, tmp_path) as running:
+        await running.until_healthy()
+        running.process.kill()
+        await running.until_closed()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_lets_requests_end_and_the_call_return(number, tmp_path):
+    async with workers("w") as (worker,):
+        worker.gate = trio.Event()
+        fields = repr({"worker_urls": [worker.url], "health_success_threshold": 1})
+        async with trainer(IN_MAIN, tmp_path, fields) as running, httpx.AsyncClient() as client:
+            await running.until_healthy()
+            async with trio.open_nursery() as nursery:
+                answers = []
+
+                async def ask():
+                    url = f"{running.url}/v1/chat/completions"
+                    answers.append(await client.post(url, json={"messages": []}, timeout=60))
+
+                nursery.start_soon(ask)
+                await worker.halfway.wait()
+                running.process.send_signal(number)
+                await running.until_closed()
+                worker.gate.set()
+            assert [answer.status_code for answer in answers] == [200]
+            assert await running.ended() == 0
+
+
+async def test_keys_are_in_no_command_line_and_the_name_is_the_routers(tmp_path):
+    fields = repr({"api_key": "s3cret"})
+    async with trainer(IN_MAIN, tmp_path, fields) as running:
+        await running.until_healthy()
+        (child,) = running.children()
+        assert "s3cret" not in told_by_kernel(child, "cmdline")
+        assert told_by_kernel(child, "comm") == "sglang::router\n"
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(f"{running.url}/generate", json={"text": "x"})
+            assert answer.status_code == 401
+
+
+async def test_a_port_that_is_taken_is_an_error_of_the_caller(tmp_path):
+    async with workers("w") as (worker,):
+        taken = int(worker.url.rpartition(":")[2])
+        code = IN_MAIN.replace("{port}", str(taken)).replace("{fields}", "{{}}")
+        async with trainer(code, tmp_path, stderr=subprocess.PIPE) as running:
+            said = b"".join([piece async for piece in running.process.stderr]).decode()
+            assert await running.ended() == 1
+            assert f"cannot listen on 127.0.0.1:{taken}: Address already in use" in said
+            assert "RouterEnded: omni-proxy ended with exit status 1" in said
+
+
+async def test_what_is_not_served_starts_nothing(tmp_path):
+    fields = repr({"pd_disaggregation": True})
+    async with trainer(IN_MAIN, tmp_path, fields, stderr=subprocess.PIPE) as running:
+        said = b"".join([piece async for piece in running.process.stderr]).decode()
+        assert await running.ended() == 1
+        assert "RouterArgsError: not served by omni-proxy:" in said
+        assert "pd_disaggregation: prefill and decode" in said

@@ -1,0 +1,204 @@
+"""vLLM's control routes: answers and errors as captured from vLLM 0.32 (real-engines.md 5.1)."""
+
+import json
+
+import pytest
+
+from tests.replica.api.api_fixture import HELLO, HOLD, opened
+
+RPC = (
+    "Call to collective_rpc method failed: Worker failed with error '{}', please check the stack "
+    "trace above for the root cause"
+)
+
+
+def missing(name):
+    return (
+        "1 validation error:\n  "
+        f"{{'type': 'missing', 'loc': 'body.{name}', 'msg': 'Field required', 'input': 'None'}}"
+    )
+
+
+async def told(answer):
+    data = await answer.get_data()
+    return answer.status_code, json.loads(data) if data else None
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "answer"),
+    [
+        ("GET", "/is_paused", None, 200, {"is_paused": False}),
+        ("POST", "/pause?mode=keep&clear_cache=false", None, 200, {"status": "paused"}),
+        ("POST", "/pause", None, 200, {"status": "paused"}),
+        ("POST", "/pause?mode=wait", None, 200, {"status": "paused"}),
+        ("POST", "/resume", None, 200, {"status": "resumed"}),
+        ("GET", "/get_world_size", None, 200, {"world_size": 1}),
+        ("GET", "/get_world_size?include_dp=false", None, 200, {"world_size": 1}),
+        ("GET", "/weight_info", None, 200, {"weight_version": "default"}),
+        (
+            "POST", "/update_weight_version", {"new_version": "step-7"}, 200,
+            {"success": True, "new_version": "step-7"},
+        ),
+        ("POST", "/sleep?level=1", None, 200, {"status": "sleeping", "level": 1}),
+        ("POST", "/wake_up", None, 200, {"status": "awake", "tags": None}),
+        ("GET", "/is_sleeping", None, 200, {"is_sleeping": False}),
+        ("POST", "/reset_prefix_cache", None, 200, {"success": True}),
+        (
+            "POST", "/reset_prefix_cache?reset_running_requests=true", None, 200, {"success": True},
+        ),
+        ("POST", "/reset_mm_cache", None, 200, None),
+        ("POST", "/abort_requests", {}, 200, {"status": "aborted", "aborted": 0}),
+        (
+            "POST", "/abort_requests", {"request_ids": ["zzz"]}, 200,
+            {"status": "aborted", "aborted": 1},
+        ),
+        ("POST", "/inference/v1/abort_requests", {"request_ids": ["zzz"]}, 200, None),
+        ("POST", "/start_weight_update", None, 200, {"message": "Weight update started"}),
+        ("GET", "/load", None, 200, {"server_load": 0}),
+        ("GET", "/ping", None, 200, None),
+    ],
+)  # fmt: skip
+async def test_each_call_has_vllms_answer(engine, method, path, body, status, answer):
+    data = b"" if body is None else json.dumps(body).encode()
+    assert await told(await engine.call(method, path, data)) == (status, answer)
+
+
+def error(message, param=None, status=400, kind="Bad Request"):
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answer"),
+    [
+        (
+            "/pause?mode=bogus", None,
+            error(
+                "1 validation error:\n  {'type': 'literal_error', 'loc': 'query.mode', 'msg': "
+                "\"Input should be 'abort', 'wait' or 'keep'\", 'input': 'bogus', 'ctx': "
+                "{'expected': \"'abort', 'wait' or 'keep'\"}}",
+                "query.mode",
+            ),
+        ),
+        ("/init_weight_transfer_engine", None, error(missing("init_info"), "body.init_info")),
+        ("/init_weight_transfer_engine", {}, error(missing("init_info"), "body.init_info")),
+        ("/update_weights", {}, error(missing("update_info"), "body.update_info")),
+        ("/update_weight_version", {}, error(missing("new_version"), "body.new_version")),
+        (
+            "/weight_checker", {"action": "compare"},
+            error("action='compare' requires a 'baseline' object"),
+        ),
+        ("/collective_rpc", {}, error("Missing 'method' in request body")),
+        ("/abort_requests", None, error("Invalid JSON format")),
+        ("/abort_requests", {"request_ids": 5}, error("'request_ids' must be a list of strings")),
+        ("/abort_requests", [], error("Request body must be a JSON object")),
+        ("/inference/v1/abort_requests", {}, error("Missing 'request_ids' in request body")),
+    ],
+)  # fmt: skip
+async def test_each_mistake_has_vllms_400(engine, path, body, answer):
+    data = b"" if body is None else json.dumps(body).encode()
+    assert await told(await engine.call("POST", path, data)) == (400, answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        ("/collective_rpc", {"method": "nope"}, "'Worker' object has no attribute 'nope'"),
+        ("/collective_rpc", {"method": "reload_weights"}, "reload_weights needs kwargs.weights_path"
+         " here"),
+        ("/start_draft_weight_update", None, "there is no draft model here: call "
+         "start_weight_update"),
+        ("/finish_weight_update", {"weight_version": "v9"}, "finish_weight_update called without a "
+         "matching start_weight_update."),
+        ("/update_weights", {"update_info": {}}, "start_weight_update must be called before "
+         "update_weights."),
+        ("/init_weight_transfer_engine", {"init_info": {}}, "init_info.rank_offset must be a whole "
+         "number, not None"),
+    ],
+)  # fmt: skip
+async def test_what_a_worker_refuses_is_vllms_500(engine, path, body, why):
+    data = b"" if body is None else json.dumps(body).encode()
+    expected = error(RPC.format(why), status=500, kind="InternalServerError")
+    assert await told(await engine.call("POST", path, data)) == (500, expected)
+
+
+async def test_levels_and_flags_that_are_none_are_refused_by_name(engine):
+    for path, param in (
+        ("/sleep?level=9", "query.level"),
+        ("/sleep?level=-1", "query.level"),
+        ("/sleep?level=x", "query.level"),
+        ("/pause?clear_cache=maybe", "query.clear_cache"),
+    ):
+        status, answer = await told(await engine.call("POST", path))
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_the_checker_hashes_every_tensor_also_while_paused(engine):
+    await engine.post("/pause?mode=keep")
+    _, answer = await told(await engine.post("/weight_checker", {"action": "checksum"}))
+    names = list(answer["checksums"])
+    assert "dp0:pp0:pcp0:tp0:model.embed_tokens.weight" in names
+    assert len(set(answer["checksums"].values())) > 10
+    compare = {"action": "compare", "baseline": {**answer["checksums"], names[0]: "x", "y": "z"}}
+    _, unlike = await told(await engine.post("/weight_checker", compare))
+    assert unlike == {"match": False, "mismatches": sorted([names[0], "y"])}
+
+
+async def test_what_changes_something_needs_the_key_and_reading_does_not(engine):
+    locked = engine.with_options(admin_api_key="secret")
+    for path in ("/pause", "/start_weight_update", "/sleep", "/wake_up", "/reset_prefix_cache"):
+        status, answer = await told(await locked.call("POST", path))
+        assert (status, answer["error"]["type"]) == (401, "Unauthorized")
+    status, _ = await told(await locked.post("/abort_requests", {}))
+    assert status == 401
+    status, answer = await told(await locked.get("/is_paused"))
+    assert (status, answer) == (200, {"is_paused": False})
+    key = {"Authorization": "Bearer secret"}
+    assert (await locked.call("POST", "/pause", headers=key)).status_code == 200
+    wrong = {"Authorization": "Bearer x"}
+    assert (await locked.call("POST", "/resume", headers=wrong)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("dialect", "there", "absent"),
+    [
+        ("vllm", ["/pause", "/tokenize"], ["/pause_generation", "/model_info", "/generate"]),
+        ("sglang", ["/pause_generation", "/tokenize"], ["/pause", "/update_weights"]),
+        ("both", ["/pause_generation", "/pause", "/generate"], []),
+    ],
+)
+async def test_a_dialect_has_its_own_routes_and_no_others(dialect, there, absent):
+    async with opened(dialect=dialect) as world:
+        rules = {rule.rule for rule in world.app.url_map.iter_rules()}
+        assert rules >= {*there, "/v1/messages", "/v1/responses", "/health", "/v1/tokenize"}
+        assert not rules & set(absent)
+
+
+async def test_the_version_route_of_both_is_sglangs_and_of_vllm_alone_vllms(tiny):
+    _, answer = await told(await tiny.post("/update_weight_version", {"new_version": "v"}))
+    assert {"new_version", "message", "results"} <= answer.keys()
+    alone = tiny.with_options(dialect="vllm")
+    _, answer = await told(await alone.post("/update_weight_version", {"new_version": "w"}))
+    assert answer == {"success": True, "new_version": "w"}
+
+
+async def test_a_pipeline_without_weights_says_so(world):
+    status, answer = await told(await world.post("/start_weight_update"))
+    assert (status, answer["error"]["code"]) == (500, 500)
+    assert await told(await world.get("/get_world_size")) == (200, {"world_size": 1})
+
+
+async def test_requests_at_a_stage_without_tokens_are_aborted(world):
+    import trio
+
+    answers = []
+
+    async def ask():
+        answers.append(await told(await world.chat(HOLD)))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        while world.client.health()["pending_completions"] != 1:
+            await trio.lowlevel.checkpoint()
+        assert (await told(await world.post("/abort_requests", {})))[1]["aborted"] == 1
+    assert answers == [(500, {"detail": "aborted"})]
+    assert (await world.chat(HELLO)).status_code == 200

@@ -1,0 +1,168 @@
+"""Tokens told, spelled, and generated: /tokenize, /detokenize and /inference/v1/generate."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_proxy.replica.api.vllm.engine_calls import id_matcher
+from tests.replica.api.api_fixture import TINY, opened
+
+GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
+GENERATE = "/inference/v1/generate"
+
+
+async def told(answer):
+    return answer.status_code, json.loads(await answer.get_data())
+
+
+async def ok(answer):
+    status, body = await told(answer)
+    assert status == 200, body
+    return body
+
+
+async def test_a_prompt_has_the_tokens_that_its_completion_counts(engine):
+    body = await ok(await engine.post("/tokenize", {"prompt": "The sea"}))
+    assert body["count"] == len(body["tokens"])
+    assert body["token_strs"] is None
+    assert body["max_model_len"] == 8192
+    answer = await ok(await engine.post("/v1/completions", {"prompt": "The sea", "max_tokens": 1}))
+    assert answer["usage"]["prompt_tokens"] == body["count"]
+
+
+async def test_a_chat_has_the_tokens_that_its_answer_counts(engine):
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
+    body = await ok(await engine.post("/tokenize", chat | {"return_token_strs": True}))
+    answer = await ok(await engine.post("/v1/chat/completions", chat | {"max_tokens": 1}))
+    assert answer["usage"]["prompt_tokens"] == body["count"]
+    assert body["token_strs"][0] == "<|im_start|>"
+    bare = await ok(await engine.post("/tokenize", chat | {"add_generation_prompt": False}))
+    assert body["tokens"][: bare["count"]] == bare["tokens"]
+    assert bare["count"] < body["count"]
+
+
+async def test_detokenizing_is_the_way_back_in_both_forms(engine):
+    text = "<|im_start|>user\nGrüße<|im_end|>"
+    tokens = (await ok(await engine.post("/tokenize", {"prompt": text})))["tokens"]
+    assert await ok(await engine.post("/detokenize", {"tokens": tokens})) == {"prompt": text}
+    plain = await ok(await engine.post("/v1/detokenize", {"tokens": tokens}))
+    assert plain == {"text": "user\nGrüße"}
+    named = {"tokens": [tokens, []], "skip_special_tokens": False}
+    assert await ok(await engine.post("/v1/detokenize", named)) == {"text": [text, ""]}
+
+
+async def test_sglangs_form_takes_lists_and_has_both_paths_to_itself(engine):
+    body = {"prompt": ["a", "b c"]}
+    told_lists = await ok(await engine.post("/v1/tokenize", body))
+    assert told_lists["count"] == [len(each) for each in told_lists["tokens"]] == [1, 3]
+    async with opened(TINY, dialect="sglang", tokenizer_model="tiny") as world:
+        assert await ok(await world.post("/tokenize", body)) == told_lists
+        spelled = await world.post("/detokenize", {"tokens": told_lists["tokens"]})
+        assert await ok(spelled) == {"text": body["prompt"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        ("/tokenize", {}, "2 validation errors"),
+        ("/tokenize", {"messages": [], "prompt": None}, "at least one message"),
+        ("/tokenize", {"prompt": "x" * 2_000_000}, "context length"),
+        ("/tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template is not supported"),
+        ("/detokenize", {"tokens": [512]}, "Token id 512 is out of vocabulary"),
+        ("/detokenize", {"tokens": [-1]}, "greater than or equal to 0"),
+        (GENERATE, {"token_ids": [1]}, "sampling_params"),
+        (GENERATE, {"token_ids": [], "sampling_params": {}}, "body.token_ids"),
+        (GENERATE, {"token_ids": [9999], "sampling_params": {}}, "out of vocabulary"),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"min_tokens": 3}}, "min_tokens is not"),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"n": 0}}, "n must be within"),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"logprobs": 21}}, "logprobs must be"),
+        (GENERATE, {"token_ids": [1], "sampling_params": {}, "features": {"a": 1}}, "features is"),
+    ],
+)
+async def test_what_cannot_be_is_a_400_that_names_it(engine, path, body, why):
+    status, answer = await told(await engine.post(path, body))
+    assert status == 400
+    assert why in answer["error"]["message"]
+
+
+async def test_a_server_without_a_tokenizer_says_so(world):
+    status, answer = await told(await world.post("/tokenize", {"prompt": "x"}))
+    assert (status, answer["error"]["type"]) == (501, "NotImplementedError")
+
+
+# Generation
+
+
+async def test_the_answer_has_vllms_keys(engine):
+    body = {"token_ids": [5, 6, 7, 8], "sampling_params": GREEDY, "request_id": "mine"}
+    answer = await ok(await engine.post(GENERATE, body))
+    assert list(answer) == [
+        "request_id", "model", "created", "usage", "prompt_logprobs", "prompt_token_id_logprobs",
+        "prompt_token_ids", "mm_placeholders", "metrics", "kv_transfer_params",
+        "ec_transfer_params", "output_mode", "choices",
+    ]  # fmt: skip
+    assert answer["request_id"] == "generate-tokens-mine"
+    assert answer["usage"]["total_tokens"] == 9
+    (choice,) = answer["choices"]
+    ids = choice.pop("token_ids")
+    assert choice == {
+        "index": 0, "finish_reason": "length", "stop_reason": None, "routed_experts": None,
+        "sampling_mask": None, "logprobs": None,
+        "weight_versions": [{"version": "default", "start": 0, "end": 5}],
+    }  # fmt: skip
+    text = await ok(await engine.post(GENERATE, body | {"output_mode": "text"}))
+    spelled = await ok(await engine.post("/detokenize", {"tokens": ids}))
+    assert text["choices"][0]["text"] == spelled["prompt"]
+
+
+async def events_of(world, body):
+    answer = await world.post(GENERATE, body | {"stream": True})
+    parts = (await answer.get_data()).decode().split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+async def test_the_events_together_are_the_answer(engine):
+    body = {"token_ids": [5, 6, 7], "sampling_params": GREEDY | {"logprobs": 2, "n": 2, "seed": 1}}
+    whole = await ok(await engine.post(GENERATE, body))
+    events = await events_of(engine, body | {"stream_options": {"include_usage": True}})
+    usage = events.pop()
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"] | {
+        "prompt_tokens_details": usage["usage"]["prompt_tokens_details"]})  # fmt: skip
+    for index, choice in enumerate(whole["choices"]):
+        parts = [part for event in events for part in event["choices"] if part["index"] == index]
+        assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+        content = [item for part in parts for item in part["logprobs"]["content"]]
+        assert [item["token_id"] for item in content] == choice["token_ids"]
+        assert parts[-1]["weight_versions"] == choice["weight_versions"]
+        assert [part["finish_reason"] for part in parts][-1] == "length"
+        for item in choice["logprobs"]["content"]:
+            assert item["top_logprobs"][0]["token_id"] == item["token_id"]
+            assert len(item["top_logprobs"]) <= 3
+
+
+async def test_a_stop_token_that_was_asked_for_is_the_reason_and_an_end_of_text_is_none(engine):
+    first = await ok(await engine.post(GENERATE, {"token_ids": [5], "sampling_params": GREEDY}))
+    third = first["choices"][0]["token_ids"][2]
+    sampling = GREEDY | {"stop_token_ids": [third]}
+    answer = await ok(await engine.post(GENERATE, {"token_ids": [5], "sampling_params": sampling}))
+    choice = answer["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", third)
+    assert choice["token_ids"][-1] == third
+
+
+async def test_a_header_names_the_request(engine):
+    data = json.dumps({"token_ids": [5], "sampling_params": {"max_tokens": 1}}).encode()
+    answer = await engine.call("POST", GENERATE, data, headers={"X-Request-Id": "from-header"})
+    assert (await ok(answer))["request_id"] == "generate-tokens-from-header"
+
+
+@settings(max_examples=60)
+@given(st.text("ab-", min_size=1, max_size=6), st.integers(0, 12))
+def test_an_id_is_found_as_it_was_sent_and_as_it_was_answered(name, choice):
+    for spelled in (name, f"chatcmpl-{name}", f"cmpl-{name}", f"generate-tokens-{name}"):
+        assert id_matcher([spelled])(name)
+        assert id_matcher([spelled])(f"{name}-{choice}")
+    assert not id_matcher([name])(f"{name}x")

@@ -1,0 +1,120 @@
+"""vLLM's calls at the stage: the order they have, what is announced, and how it is packed."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.process_group.tensor_plan import FLATTENED, GroupError, parse_plans
+from omni_proxy.replica.weights.weight_transfer import (
+    NO_MATCH,
+    NOT_JOINED,
+    NOT_STARTED,
+    STARTED,
+    WireForm,
+    announced,
+    packed_ends,
+)
+from tests.replica.weights.stage_fixture import checksum_of, running, weights_of
+from tools.training.transfer import messages
+
+INFO = {"names": ["a", "b"], "dtype_names": ["float32", "bfloat16"], "shapes": [[2, 3], [4]]}
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=20),
+    st.integers(1, 60),
+)
+def test_both_sides_pack_alike_and_a_message_ends_where_it_exceeds_the_buffer(sizes, buffer):
+    sent = messages([torch.zeros(size, dtype=torch.uint8) for size in sizes], buffer)
+    ends = packed_ends(sizes, WireForm(packed=True, buffer_bytes=buffer))
+    starts = [0, *ends[:-1]]
+    sums = [sum(sizes[start:end]) for start, end in zip(starts, ends, strict=True)]
+    assert sums == [message.numel() for message in sent]
+    assert ends[-1] == len(sizes)
+    for start, end in zip(starts, ends, strict=True):
+        assert sum(sizes[start : end - 1]) <= buffer
+    assert all(total > buffer for total in sums[:-1])
+
+
+def test_what_is_announced_becomes_a_plan_of_one_message_each_or_packed():
+    (plan,) = parse_plans(announced(INFO, WireForm()))
+    assert [message.nbytes for message in plan.messages] == [24, 8]
+    told = announced(INFO, WireForm(packed=True))
+    assert told["load_format"] == FLATTENED
+    (plan,) = parse_plans(told)
+    assert [message.nbytes for message in plan.messages] == [32]
+    plans = parse_plans(announced(INFO, WireForm(packed=True, buffer_bytes=5)))
+    assert [[message.nbytes for message in plan.messages] for plan in plans] == [[24], [8]]
+
+
+@pytest.mark.parametrize(
+    ("info", "why"),
+    [
+        ({}, "update_info.names must be a list"),
+        (INFO | {"shapes": [[1]]}, "`shapes` should be of the same size as `names`: got 1 and 2"),
+        (INFO | {"dtype_names": 5}, "update_info.dtype_names must be a list"),
+    ],
+)
+def test_what_cannot_be_announced_is_refused_by_name(info, why):
+    with pytest.raises(GroupError, match=why):
+        announced(info, WireForm())
+
+
+def test_the_form_is_that_of_the_init_unless_an_update_says_otherwise():
+    form = WireForm.of({"packed": True, "packed_buffer_size_bytes": 7})
+    assert form == WireForm(packed=True, buffer_bytes=7)
+    assert WireForm.of({}, form) == form
+    assert WireForm.of({"packed": False}, form) == WireForm(packed=False, buffer_bytes=7)
+    for wrong in ({"packed": 1}, {"packed_buffer_size_bytes": 0}):
+        with pytest.raises(GroupError):
+            WireForm.of(wrong)
+
+
+def refused(stage, action, **payload):
+    answer = stage.admin(action, **payload)
+    assert not answer.success
+    return answer.message
+
+
+def test_calls_that_come_at_the_wrong_time_are_refused_in_vllms_words():
+    with running() as stage:
+        assert refused(stage, "update_weights", update_info=INFO) == NOT_STARTED
+        assert refused(stage, "finish_weight_update") == NO_MATCH
+        assert refused(stage, "start_weight_update", draft=True).startswith("there is no draft")
+        assert stage.admin("start_weight_update").success
+        assert refused(stage, "start_weight_update") == STARTED
+        assert "during a weight update" in refused(stage, "shutdown_weight_transfer_engine")
+        assert refused(stage, "update_weights", update_info=INFO) == NOT_JOINED
+        assert refused(stage, "finish_weight_update") == NO_MATCH  # the failure has ended it
+        assert stage.admin("start_weight_update").success
+        assert stage.admin("finish_weight_update", weight_version="v1").success
+        assert stage.facts()["weight_version"] == "v1"
+        assert stage.admin("shutdown_weight_transfer_engine").success
+        assert stage.checksum() == checksum_of(weights_of(0))
+
+
+@pytest.mark.parametrize(
+    ("info", "why"),
+    [
+        ({}, "init_info.rank_offset must be a whole number"),
+        ({"rank_offset": 1, "world_size": 1}, "world_size 1"),
+        ({"rank_offset": 2, "world_size": 2}, "rank 2 does not fit a group of 2"),
+        ({"rank_offset": 1, "world_size": 2}, "master_address must be"),
+        ({"rank_offset": 1, "world_size": 2, "nccl_unique_id_b64": "x"}, "needs NCCL"),
+        ({"rank_offset": 1, "world_size": 2, "packed": "yes"}, "packed must be"),
+    ],
+)
+def test_a_group_that_could_never_form_is_refused_before_anything_is_opened(info, why):
+    with running() as stage:
+        assert why in refused(stage, "init_weight_transfer_engine", init_info=info)
+        assert stage.facts()["weight_sync"]["groups"] == []
+
+
+def test_a_reset_makes_the_weights_those_of_nobody_and_says_so():
+    with running() as stage:
+        before = stage.generate()["token_ids"]
+        assert stage.admin("reset_weights").success
+        assert stage.checksum() != checksum_of(weights_of(0))
+        assert stage.facts()["weight_sync"]["weights"] == "uncertain"
+        assert stage.generate()["token_ids"] != before

@@ -1,0 +1,281 @@
+"""What stickiness does to agents: mean session time while one of four replicas slows down.
+
+`python -m tools.bench.sessions`: each way of placing sessions gets the same sessions, one after the
+other, on loopback. An agent sends a turn, waits for its answer, thinks (a tool runs), and sends the
+next with all that came before; its last turn is followed by `POST /finish_session` and a new
+session. The replicas are simulated (`simulated_engine`): the figures are of the routing, not of any
+engine.
+"""
+
+import argparse
+import json
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, quantiles
+
+import httpx
+import trio
+
+from tools.bench.peers import NotInstalled
+from tools.bench.processes import end_on_signals, running
+from tools.bench.proxies import free_port, omni_command
+from tools.bench.simulated_engine import SimulatedEngine
+
+REPLICAS = 4
+SLOWDOWN = 3.0
+SLOW_AFTER_SECS = 3.0
+FIRST_PROMPT = (600, 1200)  # tokens
+TURNS = (4, 10)
+ANSWER_TOKENS = (10, 30)
+TOOL_TOKENS = (100, 300)  # what a tool adds to the prompt of the next turn
+THINK_SECS = 0.5  # mean of an exponential distribution
+START_SPREAD_SECS = 2.0  # agents start one after the other
+READY_SECS = 30.0
+
+CONFIG = """\
+[server]
+host = "127.0.0.1"
+port = {port}
+processes = {processes}
+state_file = "off"
+log_level = "warning"
+[routing]
+{routing}
+[health]
+interval_secs = 600
+success_threshold = 1
+{workers}"""
+
+PLACEMENTS = {
+    "least_request": 'policy = "least_request"',
+    "consistent_hashing": 'policy = "consistent_hashing"',
+    "sticky": 'policy = "least_request"\nsticky_sessions = true',
+    "sessions": 'policy = "least_request"\nsticky_sessions = true\nsticky_load = "sessions"',
+    "sessions, gate": (
+        'policy = "least_request"\nsticky_sessions = true\nsticky_load = "sessions"\n'
+        "sticky_rebalance_abs = 4\nsticky_rebalance_rel = 1.5"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    prompt_tokens: int
+    answer_tokens: int
+    think_secs: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of one placement; `slow_share` is the share of turns that the slow replica got after it had
+    slowed down."""
+
+    session_secs: list[float]
+    hit_rate: float
+    slow_share: float
+    moves: int
+
+
+class BenchError(Exception):
+    """The proxy did not come up, or an answer was no 200."""
+
+
+def make_sessions(count: int, seed: int) -> list[list[Turn]]:
+    chance = random.Random(seed)
+    return [_session(chance) for _ in range(count)]
+
+
+def _session(chance: random.Random) -> list[Turn]:
+    prompt, turns = chance.randint(*FIRST_PROMPT), []
+    for _ in range(chance.randint(*TURNS)):
+        answer = chance.randint(*ANSWER_TOKENS)
+        turns.append(Turn(prompt, answer, chance.expovariate(1 / THINK_SECS)))
+        prompt += answer + chance.randint(*TOOL_TOKENS)
+    return turns
+
+
+class Agents:
+    """They share a pile of sessions; each takes the next one when it has finished its last."""
+
+    def __init__(self, port: int, sessions: Sequence[list[Turn]]) -> None:
+        self._port = port
+        self._pile = list(enumerate(sessions))[::-1]
+        self.session_secs: list[float] = []
+
+    async def run(self, count: int) -> None:
+        async with trio.open_nursery() as nursery:
+            for number in range(count):
+                nursery.start_soon(self._agent, START_SPREAD_SECS * number / count)
+
+    async def _agent(self, delay_secs: float) -> None:
+        await trio.sleep(delay_secs)
+        async with await trio.open_tcp_stream("127.0.0.1", self._port) as stream:
+            while self._pile:
+                number, turns = self._pile.pop()
+                began_at = time.monotonic()
+                for turn in turns:
+                    await self._turn(stream, f"session-{number}", turn)
+                    if turn is not turns[-1]:
+                        await trio.sleep(turn.think_secs)
+                self.session_secs.append(time.monotonic() - began_at)
+                await _post(stream, f"/finish_session?session_id=session-{number}")
+
+    async def _turn(self, stream: trio.SocketStream, session: str, turn: Turn) -> None:
+        body = {
+            "model": "bench", "messages": [], "session": session,
+            "prompt_tokens": turn.prompt_tokens, "max_tokens": turn.answer_tokens,
+        }  # fmt: skip
+        await _post(stream, "/v1/chat/completions", json.dumps(body), session)
+
+
+async def _post(stream: trio.SocketStream, path: str, body: str = "{}", session: str = "") -> None:
+    named = f"x-session-id: {session}\r\n" if session else ""
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        f"{named}content-length: {len(body)}\r\n\r\n"
+    )
+    await stream.send_all((head + body).encode())
+    status = await _status(stream)
+    if status != 200:
+        raise BenchError(f"POST {path} was answered with {status}")
+
+
+async def _status(stream: trio.SocketStream) -> int:
+    """Of the next answer, which is read to its end."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += await _receive(stream)
+    head, _, body = received.partition(b"\r\n\r\n")
+    lines = head.lower().split(b"\r\n")
+    length = next(int(line[15:]) for line in lines if line.startswith(b"content-length:"))
+    while len(body) < length:
+        body += await _receive(stream)
+    return int(head.split(b" ", 2)[1])
+
+
+async def _receive(stream: trio.SocketStream) -> bytes:
+    piece = bytes(await stream.receive_some(65536))
+    if not piece:
+        raise BenchError("the proxy has closed a connection")
+    return piece
+
+
+async def measure(
+    routing: str, sessions: Sequence[list[Turn]], agents: int, processes: int
+) -> Result:
+    """Raises BenchError."""
+    engines = [SimulatedEngine() for _ in range(REPLICAS)]
+    with tempfile.TemporaryDirectory() as folder:
+        async with trio.open_nursery() as nursery:
+            for engine in engines:
+                await nursery.start(engine.serve)
+            port = free_port()
+            workers = "".join(f'[[workers]]\nurl = "{engine.url}"\n' for engine in engines)
+            config = Path(folder) / "omni-proxy.toml"
+            config.write_text(
+                CONFIG.format(port=port, processes=processes, routing=routing, workers=workers)
+            )
+            argv = shlex.split(omni_command().format(config=config))
+            with running(argv, subprocess.DEVNULL):
+                result = await _run(port, sessions, agents, engines)
+            nursery.cancel_scope.cancel()
+    return result
+
+
+async def _run(
+    port: int, sessions: Sequence[list[Turn]], agents: int, engines: Sequence[SimulatedEngine]
+) -> Result:
+    crowd, before = Agents(port, sessions), [0] * len(engines)
+
+    async def slow_down() -> None:
+        await trio.sleep(SLOW_AFTER_SECS)
+        before[:] = [engine.turns for engine in engines]
+        engines[0].slowdown = SLOWDOWN
+
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        await _until_ready(client)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(slow_down)
+            await crowd.run(agents)
+            nursery.cancel_scope.cancel()
+        policy = (await client.get("/status")).json()["data_plane"]["policy"]
+    after = [engine.turns - turns for engine, turns in zip(engines, before, strict=True)]
+    cached = sum(engine.cached_tokens for engine in engines)
+    prompts = sum(engine.prompt_tokens for engine in engines)
+    sticky = policy.get("sticky", {})
+    moves = sticky.get("moved", 0) + sticky.get("rebalanced", 0)
+    return Result(crowd.session_secs, cached / prompts, after[0] / max(1, sum(after)), moves)
+
+
+async def _until_ready(client: httpx.AsyncClient) -> None:
+    """All replicas are in rotation. Raises BenchError."""
+    deadline = time.monotonic() + READY_SECS
+    while time.monotonic() < deadline:
+        try:
+            told = (await client.get("/workers")).json()
+            if told["routable_workers"] == REPLICAS:
+                return
+        except httpx.TransportError:
+            pass  # it starts up
+        await trio.sleep(0.1)
+    raise BenchError("the proxy did not get ready in time")
+
+
+def _row(name: str, results: Sequence[Result]) -> str:
+    secs = [each for result in results for each in result.session_secs]
+    return (
+        f"{name:20} {mean(secs):8.2f} {quantiles(secs, n=10)[-1]:8.2f} {max(secs):8.2f} "
+        f"{mean(result.hit_rate for result in results):10.0%} "
+        f"{mean(result.slow_share for result in results):10.0%} "
+        f"{mean(result.moves for result in results):8.0f}"
+    )
+
+
+HEAD = (
+    f"{'placement':20} {'mean s':>8} {'p90 s':>8} {'max s':>8} {'cached':>10} {'slow gets':>10} "
+    f"{'moves':>8}"
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.sessions", description=__doc__)
+    parser.add_argument("--agents", type=int, default=64)
+    parser.add_argument("--sessions", type=int, default=128, help="of all agents together (128)")
+    parser.add_argument("--rounds", type=int, choices=range(1, 31), metavar="1..30", default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1, help="data-plane processes (1)")
+    parser.add_argument(
+        "--only", choices=PLACEMENTS, action="append", help="may be repeated; default all"
+    )
+    arguments = parser.parse_args()
+    end_on_signals()
+    names = arguments.only or list(PLACEMENTS)
+    results: dict[str, list[Result]] = {name: [] for name in names}
+    try:
+        for number in range(arguments.rounds):
+            sessions = make_sessions(arguments.sessions, arguments.seed + number)
+            for name in names:
+                results[name].append(
+                    trio.run(
+                        measure, PLACEMENTS[name], sessions, arguments.agents, arguments.processes
+                    )
+                )
+                print(f"  round {number + 1}: {_row(name, results[name][-1:])}", file=sys.stderr)
+    except (BenchError, NotInstalled) as error:
+        print(f"tools.bench.sessions: {error}", file=sys.stderr)
+        return 1
+    print(HEAD)
+    for name in names:
+        print(_row(name, results[name]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

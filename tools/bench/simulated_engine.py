@@ -1,0 +1,112 @@
+"""A worker in this process with the timing of an inference engine, and no model.
+
+It batches continuously: a step decodes one token for every running request and prefills a bounded
+number of prompt tokens, and takes the longer the more it does. What it has computed of a session
+stays in a cache of bounded size, least recently used out. Invariant: time passes in steps only, so
+`slowdown` slows everything that the engine does.
+"""
+
+import json
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+import trio
+
+from tools.bench.simulated_worker import ANSWER, next_request
+
+STEP_SECS = 0.008
+SECS_PER_RUNNING = 0.0004
+SECS_PER_PREFILL_TOKEN = 0.00006
+PREFILL_TOKENS_PER_STEP = 512
+CACHE_TOKENS = 32_000
+
+
+@dataclass(slots=True)
+class _Generation:
+    session: str
+    tokens: int  # of the prompt and the answer
+    to_prefill: int
+    to_decode: int
+    done: trio.Event = field(default_factory=trio.Event)
+
+
+class SimulatedEngine:
+    """`slowdown`: how many times as long as usual a step takes."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.slowdown = 1.0
+        self.turns = 0
+        self.prompt_tokens = self.cached_tokens = 0
+        self._cache: OrderedDict[str, int] = OrderedDict()  # tokens by session
+        self._waiting: deque[_Generation] = deque()  # for the rest of their prefill
+        self._running: list[_Generation] = []
+        self._work = trio.Event()
+
+    async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled; `url` is known when it has started."""
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        self.url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._steps)
+            await nursery.start(trio.serve_listeners, self._connection, [listener])
+            task_status.started()
+
+    async def _connection(self, stream: trio.SocketStream) -> None:
+        rest = b""
+        try:
+            while (found := await next_request(stream, rest)) is not None:
+                head, body, rest = found
+                if head.startswith(b"POST"):
+                    await self._generate(json.loads(body))
+                await stream.send_all(ANSWER)
+        except trio.BrokenResourceError:
+            pass  # the proxy has closed it
+
+    async def _generate(self, body: dict[str, str | int]) -> None:
+        session, prompt = str(body["session"]), int(body["prompt_tokens"])
+        cached = min(self._cache.get(session, 0), prompt)
+        self.turns += 1
+        self.prompt_tokens += prompt
+        self.cached_tokens += cached
+        answer = int(body["max_tokens"])
+        generation = _Generation(session, prompt + answer, prompt - cached, answer)
+        self._waiting.append(generation)
+        self._work.set()
+        await generation.done.wait()
+
+    async def _steps(self) -> None:
+        while True:
+            await self._work.wait()
+            prefilled = self._prefill()
+            secs = STEP_SECS + SECS_PER_RUNNING * len(self._running)
+            await trio.sleep((secs + SECS_PER_PREFILL_TOKEN * prefilled) * self.slowdown)
+            self._decode()
+            if not self._waiting and not self._running:
+                self._work = trio.Event()
+
+    def _prefill(self) -> int:
+        """First come, first served, and no more than fits into a step."""
+        room = PREFILL_TOKENS_PER_STEP
+        while self._waiting and room:
+            first = self._waiting[0]
+            taken = min(room, first.to_prefill)
+            first.to_prefill -= taken
+            room -= taken
+            if not first.to_prefill:
+                self._running.append(self._waiting.popleft())
+        return PREFILL_TOKENS_PER_STEP - room
+
+    def _decode(self) -> None:
+        for each in self._running:
+            each.to_decode -= 1
+            if each.to_decode <= 0:
+                self._remember(each)
+                each.done.set()
+        self._running = [each for each in self._running if each.to_decode > 0]
+
+    def _remember(self, ended: _Generation) -> None:
+        self._cache[ended.session] = ended.tokens
+        self._cache.move_to_end(ended.session)
+        while sum(self._cache.values()) > CACHE_TOKENS and len(self._cache) > 1:
+            self._cache.popitem(last=False)
