@@ -1,11 +1,11 @@
-"""Aborts over the fleet: which requests are meant, and the same in the words of either engine.
+"""Aborts over the fleet: which requests are meant, and the same in the dialect of either engine.
 
     SGLang  POST /abort_request   {"rid": "a"}  {"rid": "a", "prefix": true}  {"abort_all": true}
-    vLLM    POST /abort_requests  {"request_ids": ["a"]}  {} for all
+    vLLM    POST /abort_requests  {"request_ids": ["a"]}  {} or an empty list for all
 
-Invariant: a call that is written in an engine's own words is passed on byte for byte. An id is
-recognized also with the prefix that vLLM puts before it in responses. Source: features.md 3.1,
-real-engines.md 5.1 (contracts).
+Invariant: a call that is written in an engine's own dialect is passed on byte for byte. An id is
+recognized also as vLLM writes it: `chatcmpl-a`, `cmpl-a-0` (prompt 0), `generate-tokens-a`.
+Source: features.md 3.1, real-engines.md 5.1 (contracts), and vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_IDS: Final = 100_000  # in one call
 _PREFIXES: Final = ("chatcmpl-", "cmpl-", "generate-tokens-")  # of vLLM, before a request's id
 
 
-class AbortWords(StrEnum):
+class AbortDialect(StrEnum):
     """Whose route it is: the path of each engine's own."""
 
     SGLANG, VLLM = ABORTS
 
     @property
-    def other(self) -> AbortWords:
-        return AbortWords.VLLM if self is AbortWords.SGLANG else AbortWords.SGLANG
+    def other(self) -> AbortDialect:
+        return AbortDialect.VLLM if self is AbortDialect.SGLANG else AbortDialect.SGLANG
 
 
 class AbortTarget(msgspec.Struct, frozen=True):
@@ -51,12 +51,10 @@ class AbortTarget(msgspec.Struct, frozen=True):
         if self.everything:
             return lambda _: ("",)
         if self.prefix:
-            ids = self.ids
-            return lambda worker_ids: [
-                w for w in ids if any(item.startswith(w) for item in worker_ids)
-            ]
+            prefixes = self.ids
+            return lambda names: [p for p in prefixes if any(name.startswith(p) for name in names)]
         by_spelling = {spelling: item for item in self.ids for spelling in spellings(item)}
-        return lambda worker_ids: {by_spelling[item] for item in worker_ids if item in by_spelling}
+        return lambda names: {by_spelling[name] for name in names if name in by_spelling}
 
 
 class AbortFindings(msgspec.Struct, frozen=True):
@@ -72,11 +70,25 @@ class AbortFindings(msgspec.Struct, frozen=True):
 
 
 def spellings(request_id: str) -> set[str]:
-    """The id, and what it would be without a prefix of vLLM."""
-    return {request_id, *(request_id.removeprefix(item) for item in _PREFIXES)} - {""}
+    """The id, and what its request is called if vLLM has written it."""
+    found = {request_id}
+    for prefix in _PREFIXES:
+        if request_id.startswith(prefix):
+            bare = request_id.removeprefix(prefix)
+            base, dash, number = bare.rpartition("-")
+            found |= {bare, base if dash and number.isdecimal() else bare}
+    return found - {""}
 
 
-def read_target(dialect: AbortWords, body: bytes) -> AbortTarget:
+def as_vllm_writes(request_id: str) -> tuple[str, ...]:
+    """What vLLM may call the request; it passes over what it does not know."""
+    return (
+        request_id, f"chatcmpl-{request_id}", f"cmpl-{request_id}-0",
+        f"generate-tokens-{request_id}",
+    )  # fmt: skip
+
+
+def read_target(dialect: AbortDialect, body: bytes) -> AbortTarget:
     """Raises HttpError 400."""
     try:
         fields = json.loads(body)
@@ -84,10 +96,9 @@ def read_target(dialect: AbortWords, body: bytes) -> AbortTarget:
         raise _bad("invalid JSON body", "invalid_json") from None
     if not isinstance(fields, dict):
         raise _bad("request body must be a JSON object", "invalid_json")
-    if dialect is AbortWords.VLLM:
-        if fields.get("request_ids") is None:
-            return AbortTarget(everything=True)
-        return AbortTarget(_ids(fields["request_ids"], "request_ids"))
+    if dialect is AbortDialect.VLLM:
+        ids = _ids(fields.get("request_ids"), "request_ids")
+        return AbortTarget(ids, everything=not ids)
     for name in ("abort_all", "prefix"):
         if not isinstance(fields.get(name), bool | None):
             raise _bad(f"{name} must be true or false")
@@ -118,13 +129,14 @@ def _bad(message: str, code: str = "invalid_request") -> HttpError:
     return HttpError(400, message, code)
 
 
-def in_words(dialect: AbortWords, target: AbortTarget, running: Sequence[str]) -> list[bytes]:
-    """The bodies of the calls that say it in these words. `running`: the ids that this worker is
+def call_bodies(dialect: AbortDialect, target: AbortTarget, running: Sequence[str]) -> list[bytes]:
+    """The bodies of the calls that say it in this dialect. `running`: the ids that this worker is
     known to have, for an engine that knows no prefixes."""
-    if dialect is AbortWords.VLLM:
+    if dialect is AbortDialect.VLLM:
         if target.everything:
             return [b"{}"]
-        return [to_json({"request_ids": list((target.prefix and running) or target.ids)})]
+        known = (target.prefix and running) or target.ids
+        return [to_json({"request_ids": [name for item in known for name in as_vllm_writes(item)]})]
     if target.everything:
         return [b'{"abort_all":true}']
     more = {"prefix": True} if target.prefix else {}
@@ -133,13 +145,13 @@ def in_words(dialect: AbortWords, target: AbortTarget, running: Sequence[str]) -
 
 def merged(findings: Iterable[AbortFindings]) -> AbortFindings:
     """Of several processes."""
-    waiting, sent, running = 0, set[str](), dict[str, tuple[str, ...]]()
+    waiting, known, running = 0, set[str](), dict[str, tuple[str, ...]]()
     for item in findings:
         waiting += item.waiting
-        sent.update(item.known)
+        known.update(item.known)
         for url, ids in item.running.items():
             running[url] = (*running.get(url, ()), *ids)
-    return AbortFindings(waiting, tuple(sent), running)
+    return AbortFindings(waiting, tuple(known), running)
 
 
 def urls_to_ask(target: AbortTarget, findings: AbortFindings) -> Collection[str] | None:
@@ -149,12 +161,12 @@ def urls_to_ask(target: AbortTarget, findings: AbortFindings) -> Collection[str]
 
 
 def abort_response(
-    dialect: AbortWords, results: Sequence[WorkerResult], sent_ids: int, waiting: int
+    dialect: AbortDialect, results: Sequence[WorkerResult], sent_ids: int, waiting: int
 ) -> AdminResponse:
     """`sent_ids`: how many ids each call named; an engine that tells no number counts for that."""
     response = aggregate(dialect.value, results, {})
     body = {**response.body, "ended_in_queue": waiting}
-    if dialect is AbortWords.VLLM:
+    if dialect is AbortDialect.VLLM:
         count = sum(_aborted(result, sent_ids) for result in results if result.success)
         body |= {"aborted": count + waiting, **({"status": "aborted"} if response.ok else {})}
     return AdminResponse(response.status, body)

@@ -2,13 +2,16 @@
 
 Contract: nothing is remembered per request. The connections know what they carry, so an abort looks
 through them, and a request that nobody aborts pays nothing. A request that is found waiting never
-reaches a worker afterwards; one that runs is for its worker to abort.
+reaches a worker afterwards; one that runs is for its worker to abort. Between two turns of other
+tasks `CONNECTIONS_PER_TURN` are looked at.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import Final
+
+import trio
 
 from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget
 from omni_proxy.dataplane.exchange.exchange import Exchange
@@ -19,23 +22,29 @@ from omni_proxy.wire.errors import HttpError
 
 # Phases in which no worker has the request: between two attempts, and while a worker is dialled.
 NOT_SENT: Final = frozenset(("queue", "backoff", "dial"))
+CONNECTIONS_PER_TURN: Final = 200  # some 20 ms, if each of them has to be answered
 
 
-def abort_requests(
+async def abort_requests(
     services: ExchangeServices, target: AbortTarget, unix_secs: float
 ) -> AbortFindings:
     """End the requests that are meant and wait; tell which ids were found, and at which workers.
 
-    Call it outside an iteration of the event loop. Where all are meant, nobody looks who runs.
+    A request that begins meanwhile is not meant. Where all are, nobody looks who runs.
     """
-    meant = target.matcher()
+    meant, loop = target.matcher(), services.loop
+    asked_at = loop.now
     waiting, known = 0, set[str]()
     running: defaultdict[str, list[str]] = defaultdict(list)
-    for task in list(services.loop.tasks):
-        if not isinstance(task, ExchangeIO):
-            continue
-        exchange = task.exchange
-        if exchange is None or exchange.route is None:
+    connections = [task for task in loop.tasks if isinstance(task, ExchangeIO)]
+    begun = [(task, task.exchange) for task in connections if task.exchange is not None]
+    for number, (task, exchange) in enumerate(begun, start=1):
+        if number % CONNECTIONS_PER_TURN == 0:
+            loop.flush()
+            await trio.lowlevel.checkpoint()
+        # An Exchange may be used again, for the next request of its connection.
+        ended = task.exchange is not exchange or exchange.started_at > asked_at
+        if ended or exchange.route is None:
             continue
         waits = task.phase in NOT_SENT
         if not waits and (target.everything or exchange.worker is None):
@@ -50,7 +59,7 @@ def abort_requests(
             task.throw(_reply(exchange, int(unix_secs)))
         elif exchange.worker is not None:
             running[exchange.worker.url] += ids
-    services.loop.flush()
+    loop.flush()
     by_url = {url: tuple(ids) for url, ids in running.items()}
     return AbortFindings(waiting, tuple(known), by_url)
 

@@ -208,9 +208,9 @@ class DataPlane:
         while self.loop.tasks:
             await self.loop.tasks_ended.wait()
 
-    def abort(self, target: AbortTarget) -> AbortFindings:
+    async def abort(self, target: AbortTarget) -> AbortFindings:
         """End the requests that are meant and wait here; tell where the others run."""
-        return abort_requests(self.services, target, time())
+        return await abort_requests(self.services, target, time())
 
     def admission(self) -> dict[str, int]:
         return admission_record(self.services)

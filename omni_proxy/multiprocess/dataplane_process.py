@@ -105,6 +105,8 @@ async def _serve(channel: IpcChannel[ProcessCommand], nursery: trio.Nursery) -> 
                 assert isinstance(message, StateSnapshot)
                 process = DataPlaneProcess(begin, message, channel)
                 await nursery.start(process.run)
+            elif isinstance(message, AbortCommand):
+                await process.abort(message)
             else:
                 process.take(message)
             applied += 1
@@ -176,13 +178,15 @@ class DataPlaneProcess:
                 worker = self.fleet.serial(serial)
                 if worker is not None:
                     self.fleet.cache_cleared(worker)
-            case AbortCommand(number, target):
-                self._send(AbortedEvent(number, self.dataplane.abort(target)))
             case DrainCommand():
                 self.dataplane.begin_drain()
                 self._drain_started.set()
             case StartCommand():
                 raise AssertionError("a process gets StartCommand once")
+
+    async def abort(self, message: AbortCommand) -> None:
+        findings = await self.dataplane.abort(message.target)
+        self._send(AbortedEvent(message.number, findings))
 
     def _listen(self, count: int) -> None:
         try:

@@ -174,12 +174,13 @@ class ProcessManager:
         known: the caller then asks all workers."""
         self._last_abort += 1
         number = self._last_abort
-        found = self._aborts[number] = [self.dataplane.abort(target)]
+        found = self._aborts[number] = list[AbortFindings]()
         handles = [handle for handle in self.handles if handle.ready]
         try:
             with trio.move_on_after(ABORT_SECS) as deadline:
                 for handle in handles:
                     handle.send(AbortCommand(number, target))
+                found.append(await self.dataplane.abort(target))
                 for handle in handles:
                     await handle.wait_acknowledged(handle.sent)
         finally:

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from omni_proxy.admin_ops.abort import (
     MAX_IDS,
+    AbortDialect,
     AbortFindings,
     AbortTarget,
-    AbortWords,
     abort_response,
-    in_words,
+    call_bodies,
     merged,
     read_target,
     urls_to_ask,
@@ -19,16 +19,20 @@ from omni_proxy.admin_ops.abort import (
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.wire.errors import HttpError
 
-SGLANG, VLLM = AbortWords.SGLANG, AbortWords.VLLM
+SGLANG, VLLM = AbortDialect.SGLANG, AbortDialect.VLLM
 ALL = AbortTarget(everything=True)
 
 
-def target(words, **fields):
-    return read_target(words, json.dumps(fields).encode())
+def spelled(name):
+    return [name, f"chatcmpl-{name}", f"cmpl-{name}-0", f"generate-tokens-{name}"]
+
+
+def target(dialect, **fields):
+    return read_target(dialect, json.dumps(fields).encode())
 
 
 @pytest.mark.parametrize(
-    ("words", "fields", "meant"),
+    ("dialect", "fields", "meant"),
     [
         (SGLANG, {"rid": "a"}, AbortTarget(("a",))),
         (SGLANG, {"rid": ["a", "b"]}, AbortTarget(("a", "b"))),
@@ -40,15 +44,15 @@ def target(words, **fields):
         (VLLM, {"request_ids": "a"}, AbortTarget(("a",))),
         (VLLM, {}, ALL),
         (VLLM, {"request_ids": None}, ALL),
-        (VLLM, {"request_ids": []}, AbortTarget()),
+        (VLLM, {"request_ids": []}, ALL),
     ],
 )
-def test_a_body_says_which_requests_are_meant(words, fields, meant):
-    assert target(words, **fields) == meant
+def test_a_body_says_which_requests_are_meant(dialect, fields, meant):
+    assert target(dialect, **fields) == meant
 
 
 @pytest.mark.parametrize(
-    ("words", "body", "says"),
+    ("dialect", "body", "says"),
     [
         (SGLANG, b"", "invalid JSON"),
         (VLLM, b"", "invalid JSON"),
@@ -62,9 +66,9 @@ def test_a_body_says_which_requests_are_meant(words, fields, meant):
         (VLLM, b'{"request_ids": ["\\ud800"]}', "half a character"),
     ],
 )
-def test_a_body_that_names_nobody_is_refused(words, body, says):
+def test_a_body_that_names_nobody_is_refused(dialect, body, says):
     with pytest.raises(HttpError, match=says) as refused:
-        read_target(words, body)
+        read_target(dialect, body)
     assert refused.value.status == 400
 
 
@@ -81,6 +85,8 @@ def test_a_list_of_ids_is_bounded():
         (AbortTarget(("a-1",)), ["a"], set()),
         (AbortTarget(("chatcmpl-a",)), ["a"], {"chatcmpl-a"}),
         (AbortTarget(("cmpl-a",)), ["cmpl-a"], {"cmpl-a"}),
+        (AbortTarget(("cmpl-a-b-1",)), ["a-b"], {"cmpl-a-b-1"}),
+        (AbortTarget(("cmpl-a-b",)), ["a"], set()),
         (AbortTarget(("a",), prefix=True), ["ab"], {"a"}),
         (AbortTarget(("ab",), prefix=True), ["a"], set()),
         (ALL, [], {""}),
@@ -113,23 +119,27 @@ def test_what_several_processes_know_is_one():
 
 
 @pytest.mark.parametrize(
-    ("words", "meant", "bodies"),
+    ("dialect", "meant", "bodies"),
     [
         (VLLM, ALL, [{}]),
-        (VLLM, AbortTarget(("a", "b")), [{"request_ids": ["a", "b"]}]),
-        (VLLM, AbortTarget(("a",), prefix=True), [{"request_ids": ["a1", "a2"]}]),
+        (VLLM, AbortTarget(("a", "b")), [{"request_ids": [*spelled("a"), *spelled("b")]}]),
+        (
+            VLLM,
+            AbortTarget(("a",), prefix=True),
+            [{"request_ids": [*spelled("a1"), *spelled("a2")]}],
+        ),
         (SGLANG, ALL, [{"abort_all": True}]),
         (SGLANG, AbortTarget(("a", "b")), [{"rid": "a"}, {"rid": "b"}]),
         (SGLANG, AbortTarget(("a",), prefix=True), [{"rid": "a", "prefix": True}]),
     ],
 )
-def test_the_other_engine_is_told_in_its_own_words(words, meant, bodies):
-    assert list(map(json.loads, in_words(words, meant, ["a1", "a2"]))) == bodies
+def test_the_other_engine_is_told_in_its_own_words(dialect, meant, bodies):
+    assert list(map(json.loads, call_bodies(dialect, meant, ["a1", "a2"]))) == bodies
 
 
 def test_a_prefix_that_is_unknown_at_an_engine_without_prefixes_never_means_all():
-    (body,) = in_words(VLLM, AbortTarget(("a",), prefix=True), [])
-    assert json.loads(body) == {"request_ids": ["a"]}
+    (body,) = call_bodies(VLLM, AbortTarget(("a",), prefix=True), [])
+    assert json.loads(body) == {"request_ids": spelled("a")}
 
 
 def test_the_answer_has_an_entry_for_each_worker_asked():

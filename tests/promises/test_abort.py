@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
+from omni_proxy.admin_ops.abort import as_vllm_writes
 from tests.dataplane.loop_script import until
 from tests.promises.abort_engines import VLLM, Engine
 from tests.promises.clients import client_of, post
@@ -233,7 +234,7 @@ async def test_an_engine_of_the_other_kind_is_told_in_its_own_words(tmp_path, so
         ours = list(vllm.running)
         status, told = await abort(running, rid=ours[0])
         assert (status, len(told["results"])) == (200, 1)
-        assert vllm.aborts == [{"request_ids": [ours[0]]}]
+        assert vllm.aborts == [{"request_ids": list(as_vllm_writes(ours[0]))}]
         status, told = await abort(running, VLLM, request_ids=[next(iter(sglang.running))])
         assert (status, told["status"], told["aborted"]) == (200, "aborted", 1)
         status, told = await abort(running, VLLM)

@@ -3,7 +3,7 @@
 Contract: nothing is queued, no lock is taken, and no state of a worker but `dead` keeps a call from
 it: an abort must work while an update or a pause runs. A worker that is known to have the request
 is asked alone; without such knowledge all are. An engine of the other kind is told in its own
-words, which its answer to the first call shows.
+dialect, which its answer to the first call shows.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from omni_proxy.admin_api.responses import body_bytes, json_response
 from omni_proxy.admin_api.routes.broadcast_routes import target_of, worker_headers
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops.abort import (
+    AbortDialect,
     AbortFindings,
     AbortTarget,
-    AbortWords,
     abort_response,
-    in_words,
+    call_bodies,
     read_target,
     urls_to_ask,
 )
@@ -38,48 +38,48 @@ ABORT_SECS: Final = 30.0  # a busy engine's own loop may take seconds over it
 class _Abort:
     """One request to abort. `words`: those in which it came."""
 
-    def __init__(self, dialect: AbortWords, body: bytes) -> None:
-        self.words = dialect
+    def __init__(self, dialect: AbortDialect, body: bytes) -> None:
+        self.dialect = dialect
         self.body = body
         self.target: AbortTarget = read_target(dialect, body)
         self.request_target = target_of(dialect.value)
         self.headers = worker_headers(body)
         self.findings = AbortFindings()
 
-    def calls(self, dialect: AbortWords, worker: Worker) -> list[Call]:
+    def calls(self, dialect: AbortDialect, worker: Worker) -> list[Call]:
         """What `worker` is told in these words. The caller's own are passed on as they came."""
-        if dialect is self.words:
+        if dialect is self.dialect:
             targets, bodies = self.request_target, [self.body]
         else:
             running = self.findings.running.get(worker.url, ())
-            targets, bodies = dialect.value, in_words(dialect, self.target, running)
+            targets, bodies = dialect.value, call_bodies(dialect, self.target, running)
         return [
             Call("POST", targets, body, self.headers, timeout_secs=ABORT_SECS) for body in bodies
         ]
 
 
 class FleetAbortRoutes:
-    """`_words`: of workers that turned out to speak the other words, by URL."""
+    """`_dialects`: of workers that turned out to speak the other one, by URL."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._words: dict[str, AbortWords] = {}
+        self._dialects: dict[str, AbortDialect] = {}
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule(
-            AbortWords.SGLANG.value, "abort_request", self.abort_request, methods=["POST"]
+            AbortDialect.SGLANG.value, "abort_request", self.abort_request, methods=["POST"]
         )
         app.add_url_rule(
-            AbortWords.VLLM.value, "abort_requests", self.abort_requests, methods=["POST"]
+            AbortDialect.VLLM.value, "abort_requests", self.abort_requests, methods=["POST"]
         )
 
     async def abort_request(self) -> Response:
-        return await self._abort(AbortWords.SGLANG)
+        return await self._abort(AbortDialect.SGLANG)
 
     async def abort_requests(self) -> Response:
-        return await self._abort(AbortWords.VLLM)
+        return await self._abort(AbortDialect.VLLM)
 
-    async def _abort(self, dialect: AbortWords) -> Response:
+    async def _abort(self, dialect: AbortDialect) -> Response:
         """Raises HttpError 400."""
         abort = _Abort(dialect, await body_bytes())
         abort.findings = await self._services.data_plane.abort(abort.target)
@@ -91,7 +91,7 @@ class FleetAbortRoutes:
 
     def _to_ask(self, urls: Collection[str] | None) -> list[Worker]:
         alive = [w for w in self._services.fleet.workers if w.health.state is not Health.DEAD]
-        self._words = {w.url: self._words[w.url] for w in alive if w.url in self._words}
+        self._dialects = {w.url: self._dialects[w.url] for w in alive if w.url in self._dialects}
         return alive if urls is None else [w for w in alive if w.url in urls]
 
     async def _ask(self, workers: Sequence[Worker], abort: _Abort) -> list[WorkerResult]:
@@ -110,14 +110,14 @@ class FleetAbortRoutes:
     async def _ask_one(
         self, worker: Worker, abort: _Abort, limiter: trio.CapacityLimiter
     ) -> WorkerResult:
-        dialect = self._words.get(worker.url, abort.words)
+        dialect = self._dialects.get(worker.url, abort.dialect)
         first = await _call_all(worker, abort.calls(dialect, worker), limiter)
         if first.status not in ROUTE_ABSENT:
             return first
         second = await _call_all(worker, abort.calls(dialect.other, worker), limiter)
         if second.status in ROUTE_ABSENT:
             return first
-        self._words[worker.url] = dialect.other
+        self._dialects[worker.url] = dialect.other
         return second
 
 

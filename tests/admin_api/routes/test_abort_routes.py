@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget
+from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget, as_vllm_writes
 from tests.admin_api.house import A, B, build_house, entry
 
 SGLANG, VLLM = "/abort_request", "/abort_requests"
@@ -71,7 +71,7 @@ async def test_an_engine_of_the_other_kind_is_remembered(house, engines):
         assert (await aborted(house, rid="r1"))[0] == 200
     assert [url for url, _ in calls(engines)].count(A) == 1
     assert [each for each in calls(engines, VLLM) if each[0] == A] == [
-        (A, {"request_ids": ["r1"]})
+        (A, {"request_ids": list(as_vllm_writes("r1"))})
     ] * 2
 
 
