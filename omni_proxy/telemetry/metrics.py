@@ -260,11 +260,11 @@ class Metrics:
         cell.single_chunk_secs += secs
         cell.bytes_in += exchange.bytes_in
         cell.bytes_out += exchange.bytes_out
-        recent, proxy_secs = self._recent, cell.phases.own
+        recent, proxy_secs, clock = self._recent, cell.phases.own, self._clock
         recent.single_chunk_counts[index] += 1
         if recent.completed_left:
             recent.note_completed(exchange, worker)
-        proxy_secs.append(exchange.own_secs + self._clock() - ended)
+        proxy_secs.append(exchange.own_secs + clock() - ended)
         if len(proxy_secs) >= AT_ONCE:
             cell.phases.gather()
 

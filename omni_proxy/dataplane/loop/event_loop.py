@@ -181,8 +181,8 @@ class EventLoop:
             os.close(self._wakeup_fd)
 
     def _run_batch(self, events: list[tuple[int, int]]) -> None:
-        self.now = self.clock()
-        handlers = self._handlers
+        clock, handlers = self.clock, self._handlers
+        self.now = clock()
         for fd, mask in events:
             handler = handlers[fd]
             if handler is not None:
