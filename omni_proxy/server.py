@@ -112,7 +112,7 @@ class Server:
         self.prober = Prober(fleet, config_store, jitter=random.random)
         self.prober.proxy_id = proxy_id
         self.launcher = Launcher(fleet, config_store, self.prober)
-        self.ejector = OutlierEjector(fleet, config_store)
+        self.outlier_ejector = OutlierEjector(fleet, config_store)
         self.drains = WorkerDrains(fleet, config_store)
         voices = config_store.state.voices
         self.data_plane.voices.restore(voices.owner, voices.names)
@@ -143,7 +143,7 @@ class Server:
             launcher=self.launcher,
             instruments=self.instruments,
             drains=self.drains,
-            supervisors=lambda: [supervisor.status() for supervisor in self.supervisors],
+            supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
             leaving=lambda: self.leaving,
             dialect=config_store.startup.dialect,
             given=config_store.startup.flag_urls,
@@ -151,7 +151,9 @@ class Server:
         )
         # A QuartTrio can be served only once, so a restart makes a new one.
         self.admin_api = Supervisor(
-            "front", lambda status: serve(self._app(services), admin_socket, task_status=status)
+            "admin_api",
+            lambda status: serve(self._app(services), admin_socket, task_status=status),
+            old_name="front",
         )
         self.supervisors = self._build_supervisors()
         fleet.watch_health(_log_health)
@@ -168,10 +170,18 @@ class Server:
             Supervisor("weights", lambda status: self.weight_operations.run(task_status=status)),
             Supervisor("prober", lambda status: self.prober.run(task_status=status)),
             Supervisor("launcher", lambda status: self.launcher.run(task_status=status)),
-            Supervisor("ejector", lambda status: self.ejector.run(task_status=status)),
+            Supervisor(
+                "outlier_ejector",
+                lambda status: self.outlier_ejector.run(task_status=status),
+                old_name="ejector",
+            ),
             Supervisor("drains", lambda status: self.drains.run(task_status=status)),
             Supervisor("voice_list", lambda status: self.voice_list.run(task_status=status)),
-            Supervisor("pulse", lambda status: self.instruments.ticker.run(task_status=status)),
+            Supervisor(
+                "ticker",
+                lambda status: self.instruments.ticker.run(task_status=status),
+                old_name="pulse",
+            ),
             Supervisor("reloader", lambda status: self.reloader.run(task_status=status)),
         ]
 

@@ -25,10 +25,14 @@ Run = Callable[[trio.TaskStatus[None]], Awaitable[None]]
 
 
 class Supervisor:
-    """One named service; `status` is its row at GET /status."""
+    """One named service; `status` is its row at GET /status.
 
-    def __init__(self, name: str, run: Run) -> None:
+    `old_name`: what it was called in the release before, under which `rows` has it once more.
+    """
+
+    def __init__(self, name: str, run: Run, old_name: str = "") -> None:
         self.name = name
+        self._old_name = old_name
         self._run = run
         self._state = "starting"
         self._restarts = 0
@@ -43,6 +47,13 @@ class Supervisor:
             "last_error": self._last_error or None,
             "since": self._since.isoformat(),
         }
+
+    def rows(self) -> list[dict[str, object]]:
+        """Its row, and the same under its old name, which says whose it is in `same_as`."""
+        row = self.status()
+        if not self._old_name:
+            return [row]
+        return [row, {**row, "name": self._old_name, "same_as": self.name}]
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Reports `started` when the first run does, or when it fails: it never blocks the

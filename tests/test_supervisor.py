@@ -104,3 +104,10 @@ async def test_cancellation_passes_through(clock):
         await supervisor.run()
     assert scope.cancelled_caught
     assert supervisor.status()["restarts"] == 0
+
+
+def test_a_service_that_was_renamed_has_a_row_under_its_old_name_too():
+    new, old = Supervisor("ticker", lambda status: None, old_name="pulse").rows()
+    assert (new["name"], new["state"]) == ("ticker", "starting")
+    assert old == {**new, "name": "pulse", "same_as": "ticker"}
+    assert Supervisor("drains", lambda status: None).rows()[0].keys() == new.keys()

@@ -224,7 +224,7 @@ def _remarks(
     if feed.last_reload and feed.last_reload.get("incomplete"):
         yield "a part of the proxy could not apply the new configuration: see its log, then reload"
     for supervisor in feed.supervisors:
-        if supervisor.state != "running":
+        if supervisor.state != "running" and not supervisor.same_as:
             because = f": {printable(supervisor.last_error)}" if supervisor.last_error else ""
             state = printable(supervisor.state)
             yield f"the proxy's own {printable(supervisor.name)} is {state}{because}"

@@ -66,13 +66,13 @@ async def abort_requests(
 
 def _ids(exchange: Exchange) -> list[str]:
     """The ids that a request goes by: of its head or its body, and the `rid` of its body."""
-    need = exchange.need
+    need = exchange.requirements
     ids = [exchange.request_id.decode("latin-1")] if exchange.request_id else []
     return ids if need is None else [*ids, *need.rids]
 
 
 def _reply(exchange: Exchange, made_at: int) -> HttpError:
-    need, route = exchange.need, exchange.route
+    need, route = exchange.requirements, exchange.route
     error = aborted_reply(
         AbortedRequest(
             path=route.path if route is not None else "",

@@ -141,7 +141,7 @@ def _series_delta(route: str, worker: Worker | None, cell: RouteSeries) -> Serie
             _histogram_delta(cell.first),
             _histogram_delta(cell.between),
         ),
-        sums=(cell.bytes_in, cell.bytes_out, cell.pieces),
+        sums=(cell.bytes_in, cell.bytes_out, cell.chunks),
         tokens=[(*key, count) for key, count in cell.tokens.items()],
     )
 
@@ -172,7 +172,7 @@ def _merge_series(delta: SeriesDelta, meters: Metrics, worker: Worker | None) ->
         _merge_histogram(histogram, spread)
     cell.bytes_in += delta.sums[0]
     cell.bytes_out += delta.sums[1]
-    cell.pieces += delta.sums[2]
+    cell.chunks += delta.sums[2]
     for model, kind, count in delta.tokens:
         cell.tokens[model, kind] += count
 

@@ -97,7 +97,7 @@ class SingleChunkCounts:
 class RouteSeries(SingleChunkCounts):
     """One route on one worker; no worker where nobody was tried."""
 
-    __slots__ = ("between", "ends", "first", "pieces", "tokens", "total")
+    __slots__ = ("between", "chunks", "ends", "first", "tokens", "total")
 
     def __init__(self, phases: RoutePhases) -> None:
         super().__init__(phases)
@@ -105,7 +105,7 @@ class RouteSeries(SingleChunkCounts):
         self.total = Histogram(DURATION)
         self.first = Histogram(FINE)
         self.between = LateHistogram(BETWEEN_CHUNKS)
-        self.pieces = 0
+        self.chunks = 0
         self.tokens: Counter[tuple[str | None, str]] = Counter()  # model, type
 
     def gather(self, recent: WindowCounts) -> None:
@@ -126,7 +126,7 @@ class RouteSeries(SingleChunkCounts):
         count = sum(counts)
         end = (self.model, 2, "completed")
         self.ends[end] = self.ends.get(end, 0) + count
-        self.pieces += count
+        self.chunks += count
         recent.requests += count
 
 
@@ -239,22 +239,22 @@ class Metrics:
             cell = self._series[route.path][worker]
         except KeyError:
             cell = self.series_for(route.path, worker)
-        ended, started, need = exchange.ended_at, exchange.started_at, exchange.need
+        ended, started, need = exchange.ended_at, exchange.started_at, exchange.requirements
         if (
             not (exchange.single_chunk or _was_single_chunk(exchange))
             or exchange.status != 200
-            or exchange.tail
+            or exchange.last_chunk
             or need is None
             or (need.model != cell.model_key and not self._counts_for(cell, need.model))
         ):
             self._count_any(exchange, worker, cell)
             return
         secs = ended - started
-        if not exchange.single_chunk and exchange.wait_at != ended:
+        if not exchange.single_chunk and exchange.response_head_at != ended:
             phases = cell.phases
             phases.head.counts[bisect_left(FINE, secs)] -= 1
             phases.head.sum -= secs
-            phases.heads.append(exchange.wait_at - started)
+            phases.heads.append(exchange.response_head_at - started)
         index = bisect_left(FINE, secs)
         cell.single_chunk_counts[index] += 1
         cell.single_chunk_secs += secs
@@ -283,14 +283,14 @@ class Metrics:
 
     def _count_any(self, exchange: Exchange, worker: Worker | None, cell: RouteSeries) -> None:
         end, ended = exchange.outcome or "cut_by_proxy", exchange.ended_at
-        model = exchange.need.model if exchange.need is not None else None
+        model = exchange.requirements.model if exchange.requirements is not None else None
         if model is not None and model not in self._models:
             model = OTHER
         key = (model, exchange.status // 100, end)
         cell.ends[key] = cell.ends.get(key, 0) + 1
         cell.bytes_in += exchange.bytes_in
         cell.bytes_out += exchange.bytes_out
-        cell.pieces += exchange.pieces
+        cell.chunks += exchange.chunks
         secs = ended - exchange.started_at
         cell.total.counts[bisect_left(DURATION, secs)] += 1
         cell.total.sum += secs
@@ -302,18 +302,18 @@ class Metrics:
             cell.first.sum += secs
             if exchange.longest_gap and exchange.stream:
                 cell.phases.longest_gap.observe(exchange.longest_gap)
-        if exchange.dialled_at:
+        if exchange.sent_at:
             phases = cell.phases
-            if exchange.wait_at:
-                phases.heads.append(exchange.wait_at - exchange.dialled_at)
+            if exchange.response_head_at:
+                phases.heads.append(exchange.response_head_at - exchange.sent_at)
             phases.own.append(exchange.own_secs + self._clock() - ended)
             if len(phases.own) >= AT_ONCE:
                 phases.gather()
         if (
             exchange.queued_secs
             or exchange.connect_secs
-            or exchange.tail
-            or exchange.tried is not None
+            or exchange.last_chunk
+            or exchange.failed_attempts is not None
         ):
             self._count_rarer(exchange, cell, model)
         self._count_recent(exchange, worker, index)
@@ -327,8 +327,8 @@ class Metrics:
         slot.requests += 1
         if index >= 0:
             second.firsts[index] += 1
-            if exchange.dialled_at != exchange.started_at:  # what came before is not the worker's
-                index = bisect_left(FINE, exchange.first_at - exchange.dialled_at)
+            if exchange.sent_at != exchange.started_at:  # what came before is not the worker's
+                index = bisect_left(FINE, exchange.first_at - exchange.sent_at)
             slot.firsts[index] += 1
         if exchange.status >= 400 or exchange.outcome != "completed" or exchange.attempts > 1:
             recent.note_failed(exchange, worker, slot)
@@ -347,12 +347,12 @@ class Metrics:
             cell.phases.queue.observe(exchange.queued_secs)
         if exchange.connect_secs:
             cell.phases.connect.observe(exchange.connect_secs)
-        if exchange.tried:
+        if exchange.failed_attempts:
             self.retries += exchange.attempts - 1
-            for worker, cause in exchange.tried:
+            for worker, cause in exchange.failed_attempts:
                 self.failed_attempts[worker, cause] += 1
-        if exchange.tail:
-            for kind, count in tokens_in(exchange.tail[-TAIL_BYTES:]).items():
+        if exchange.last_chunk:
+            for kind, count in tokens_in(exchange.last_chunk[-TAIL_BYTES:]).items():
                 cell.tokens[model, kind] += count
 
     def _ejected(self, worker: Worker) -> None:
@@ -388,8 +388,8 @@ def _was_single_chunk(exchange: Exchange) -> bool:
     """As `exchange.single_chunk`, of one that a coroutine has run."""
     return (
         exchange.first_at == exchange.ended_at
-        and exchange.dialled_at == exchange.started_at
-        and exchange.pieces == 1
+        and exchange.sent_at == exchange.started_at
+        and exchange.chunks == 1
         and exchange.attempts == 1
         and exchange.outcome == "completed"
     )

@@ -44,7 +44,7 @@ NAMES: Final[tuple[tuple[str, str, Callable[[RouteSeries], Histogram]], ...]] = 
     ),
     (
         "time_per_output_chunk",
-        "Between two pieces of a stream, each such time, also while it lasts",
+        "Between two chunks of a stream, each such time, also while it lasts",
         lambda cell: cell.between,
     ),
 )
@@ -138,7 +138,7 @@ def _in_parts(empty: Callable[[], Any], rows: Iterable[tuple[Any, ...]]) -> Iter
 SUMS: Final[tuple[tuple[str, str, Callable[[RouteSeries], int]], ...]] = (
     ("request_body_bytes", "Bytes of request bodies", lambda one_series: one_series.bytes_in),
     ("response_body_bytes", "Bytes of response bodies", lambda one_series: one_series.bytes_out),
-    ("response_chunks", "Chunks of responses relayed", lambda one_series: one_series.pieces),
+    ("response_chunks", "Chunks of responses relayed", lambda one_series: one_series.chunks),
 )
 TIMES: Final[tuple[tuple[str, str, Callable[[RouteSeries], Histogram]], ...]] = (
     (

@@ -214,7 +214,7 @@ class RecentWindow:
 
 def _end_of(exchange: Exchange, worker: Worker | None) -> FinishedExchange:
     """Texts are truncated: clients and workers choose them."""
-    requirements, route = exchange.need, exchange.route
+    requirements, route = exchange.requirements, exchange.route
     model = requirements.model if requirements is not None else None
     return FinishedExchange(
         exchange.ended_at,

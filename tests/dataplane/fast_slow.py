@@ -331,7 +331,7 @@ class World(ManualLoop):
     def counted(self):
         cells = {
             (route, worker and worker.url): (
-                dict(cell.ends), cell.bytes_in, cell.bytes_out, cell.pieces, dict(cell.tokens),
+                dict(cell.ends), cell.bytes_in, cell.bytes_out, cell.chunks, dict(cell.tokens),
                 ([*cell.total.counts], cell.total.sum), ([*cell.first.counts], cell.first.sum),
             )
             for (route, worker), cell in self.meters.series.items()

@@ -25,7 +25,9 @@ class Waiter(ConnectionTask):
         self.deadline = inf
         self.client = SimpleNamespace(peer_closed=False)
         self.mine = Exchange(self.loop.now, "test")
-        self.mine.need = Requirements(CAPABILITY_BITS["chat"], model, version_constraint=version)
+        self.mine.requirements = Requirements(
+            CAPABILITY_BITS["chat"], model, version_constraint=version
+        )
         self.refusal = None
         self.wants = ""  # what it waits for, and since when
         self.joined = 0
@@ -56,7 +58,7 @@ class Waiter(ConnectionTask):
         self.wants = "slot"
         if not door.inflight.admit(mine):
             await door.queue.wait_for_slot(self, mine, unread=False)
-        self.phase, self.wants = "pick", (self.model, mine.need.version_constraint)
+        self.phase, self.wants = "pick", (self.model, mine.requirements.version_constraint)
         try:
             door.balancer.acquire(mine)
         except HttpError as nobody:

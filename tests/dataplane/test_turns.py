@@ -130,6 +130,6 @@ def test_a_worker_that_always_has_more_to_say_gives_up_its_turn(door):
     many = PIECES * READ_BYTES // len(event)
     worker.sendall(event * many)
     batch(door)
-    assert exchange(door).pieces <= AT_ONCE * READ_BYTES // len(event)
+    assert exchange(door).chunks <= AT_ONCE * READ_BYTES // len(event)
     door.turn()
-    assert exchange(door).pieces == many
+    assert exchange(door).chunks == many

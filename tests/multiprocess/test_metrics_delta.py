@@ -30,9 +30,9 @@ def exchanges(fleet):
     yield ended(a, outcome="cut_by_proxy", ended_by="proxy"), a
     yield ended(b, status=502, outcome="upstream_error", model="m"), b
     tried = [(a, "connect_failure"), (b, "503")]
-    yield ended(b, tried=tried, attempts=3, queued_secs=0.3, connect_secs=0.1), b
+    yield ended(b, failed_attempts=tried, attempts=3, queued_secs=0.3, connect_secs=0.1), b
     usage = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 4}}'
-    yield ended(a, tail=usage), a
+    yield ended(a, last_chunk=usage), a
     yield refused(), None
     for secs in (0.1, 30.0):
         yield whole(a, secs, model="m"), a
@@ -45,7 +45,7 @@ def shown(meters, recent):
         (route, names[worker]): (
             cell.ends, cell.total.counts, cell.first.counts, cell.between.counts,
             round(cell.total.sum, 6), round(cell.first.sum, 6),
-            cell.bytes_in, cell.bytes_out, cell.pieces, dict(cell.tokens),
+            cell.bytes_in, cell.bytes_out, cell.chunks, dict(cell.tokens),
         )
         for (route, worker), cell in meters.series.items()
     }  # fmt: skip

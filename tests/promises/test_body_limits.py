@@ -145,7 +145,7 @@ async def test_a_long_answer_does_not_hold_the_body_of_its_request():
             (conn,) = opened.door.loop.tasks
             while not conn.exchange.relayed:
                 await trio.sleep(0.001)
-        assert conn.exchange.need.body_fields is None
+        assert conn.exchange.requirements.body_fields is None
         go_on.set()
         assert (await client.answer()).body == b"some"
 

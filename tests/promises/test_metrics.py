@@ -52,10 +52,10 @@ async def test_each_phase_of_a_real_stream_is_measured():
     meters, worker = await metered(in_three, post(STREAMED), post(STREAMED))
     cell, phases = meters.series[PATH, worker], meters.phases[PATH]
     assert cell.ends == {(None, 2, "completed"): 2}
-    assert cell.pieces >= 6
+    assert cell.chunks >= 6
     for timed in (cell.total, cell.first, phases.head, phases.overhead):
         assert sum(timed.counts) == 2
-    assert sum(cell.between.counts) == cell.pieces - 2
+    assert sum(cell.between.counts) == cell.chunks - 2
     assert sum(cell.between.counts[1:]) >= 4  # those that were waited for
     assert cell.between.sum >= 4 * 0.025
     assert sum(phases.connect.counts) == 1  # the second one found it open
@@ -104,7 +104,7 @@ async def test_what_is_no_stream_has_no_gaps_however_many_pieces_it_comes_in():
 
     meters, worker = await metered(piecewise, post())
     cell = meters.series[PATH, worker]
-    assert cell.pieces == 2
+    assert cell.chunks == 2
     assert not any(cell.between.counts)
 
 

@@ -115,6 +115,6 @@ async def test_a_front_that_fails_comes_back_while_model_traffic_goes_on(tmp_pat
         answer = await client.post("/v1/chat/completions", json=chat())
         assert answer.json() == {"worker": "one"}
         mended.set()
-        row = await until_shown(client, "front", "running")
+        row = await until_shown(client, "admin_api", "running")
         assert row["restarts"] >= 1
         assert row["last_error"] == "RuntimeError: the front fell"

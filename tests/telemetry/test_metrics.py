@@ -35,7 +35,7 @@ def test_an_exchange_is_counted_once_where_it_belongs(fleet, meters):
     assert meters.series[PATH, b].ends == {(None, 5, "upstream_error"): 1}
     assert meters.series[PATH, None].ends == {(None, 5, "refused"): 1}
     cell = meters.series[PATH, a]
-    assert (cell.bytes_in, cell.bytes_out, cell.pieces) == (100, 2000, 20)
+    assert (cell.bytes_in, cell.bytes_out, cell.chunks) == (100, 2000, 20)
     assert (total(cell.total), cell.total.sum) == (2, pytest.approx(2.2))
     assert (total(cell.first), cell.first.sum) == (2, pytest.approx(0.4))
 
@@ -47,8 +47,8 @@ def test_a_cut_that_nobody_named_is_ours(fleet, meters):
 
 
 def test_what_is_not_model_traffic_is_the_fronts_or_could_not_be_read(meters):
-    meters.record(ended(route=None, need=None, method="GET"), None)
-    meters.record(refused(route=None, need=None, method="-", status=400), None)
+    meters.record(ended(route=None, requirements=None, method="GET"), None)
+    meters.record(refused(route=None, requirements=None, method="-", status=400), None)
     assert meters.series["front", None].ends == {(None, 2, "completed"): 1}
     assert meters.series["unread", None].ends == {(None, 4, "refused"): 1}
     assert meters.phases["front"].overhead.sum == 0
@@ -81,13 +81,13 @@ def test_gaps_lie_with_the_worker_that_streams_and_an_end_adds_none(fleet, meter
 
 
 def test_the_front_has_no_gaps(meters):
-    assert meters.gap_histogram(ended(route=None, need=None, method="GET")) is None
+    assert meters.gap_histogram(ended(route=None, requirements=None, method="GET")) is None
 
 
 def test_only_a_stream_tells_its_longest_gap(fleet, meters):
     a, _ = fleet.workers
     meters.record(ended(a, stream=False), a)
-    meters.record(ended(a, pieces=1, longest_gap=0.0), a)
+    meters.record(ended(a, chunks=1, longest_gap=0.0), a)
     assert total(meters.phases[PATH].longest_gap) == 0
     meters.record(ended(a, outcome="stream_error", ended_by="worker"), a)
     assert total(meters.phases[PATH].longest_gap) == 1
@@ -96,8 +96,8 @@ def test_only_a_stream_tells_its_longest_gap(fleet, meters):
 def test_tries_count_by_worker_and_cause(fleet, meters):
     a, b = fleet.workers
     tried = [(a, "connect_failure"), (a, "503")]
-    meters.record(ended(b, attempts=3, tried=tried), b)
-    meters.record(refused(attempts=1, tried=[(a, "connect_failure")], status=502), None)
+    meters.record(ended(b, attempts=3, failed_attempts=tried), b)
+    meters.record(refused(attempts=1, failed_attempts=[(a, "connect_failure")], status=502), None)
     assert meters.retries == 2
     assert meters.failed_attempts == {(a, "connect_failure"): 2, (a, "503"): 1}
 
@@ -105,8 +105,8 @@ def test_tries_count_by_worker_and_cause(fleet, meters):
 def test_tokens_count_where_the_last_piece_tells_them(fleet, meters):
     a, _ = fleet.workers
     tail = b'data: {"usage":{"prompt_tokens":7,"completion_tokens":9}}\n\n'
-    meters.record(ended(a, model="m", tail=b"x" * 20_000 + tail), a)
-    meters.record(ended(a, model="m", tail=b"data: {}"), a)
+    meters.record(ended(a, model="m", last_chunk=b"x" * 20_000 + tail), a)
+    meters.record(ended(a, model="m", last_chunk=b"data: {}"), a)
     assert meters.series[PATH, a].tokens == {("m", "input"): 7, ("m", "output"): 9}
 
 
@@ -145,7 +145,7 @@ def without(fleet, *names):
 def test_who_has_left_the_fleet_is_forgotten(fleet, meters):
     a, b = fleet.workers
     for worker in (a, b):
-        meters.record(ended(worker, attempts=2, tried=[(a, "503")]), worker)
+        meters.record(ended(worker, attempts=2, failed_attempts=[(a, "503")]), worker)
     fleet.mark_dead(a, NOW)
     without(fleet, "b")
     assert set(meters.series) == {(PATH, b)}
@@ -161,7 +161,7 @@ def test_workers_that_come_and_go_leave_nothing(fleet, meters):
         without(fleet, f"w{number}")
         (worker,) = fleet.workers
         heal(fleet, worker)
-        meters.record(ended(worker, attempts=2, tried=[(worker, "503")]), worker)
+        meters.record(ended(worker, attempts=2, failed_attempts=[(worker, "503")]), worker)
     assert len(meters.series) == 1
     assert len(meters.failed_attempts) == 1
     assert len(meters.health_changes) == 1

@@ -20,14 +20,14 @@ MODELS = st.sampled_from(["m", "n", None, "x", "y" * (TEXT_CHARS + 1)])
 UNLIKE: list[dict[str, object]] = [
     {"status": 206},
     {"status": 404},
-    {"pieces": 2},
+    {"chunks": 2},
     {"attempts": 2},
     {"outcome": "upstream_error", "ended_by": "worker"},
-    {"dialled_at": 100.00005},
-    {"wait_at": 100.00005},
-    {"tail": b'{"usage":{"prompt_tokens":3}}'},
+    {"sent_at": 100.00005},
+    {"response_head_at": 100.00005},
+    {"last_chunk": b'{"usage":{"prompt_tokens":3}}'},
     {"ended_at": 3000.0},
-    {"first_at": 0.0, "pieces": 0},
+    {"first_at": 0.0, "chunks": 0},
 ]
 ASKED = st.fixed_dictionaries({"secs": SECS, "model": MODELS})
 UNLIKES = st.sampled_from([{}, {}, {}, *UNLIKE])
@@ -46,16 +46,16 @@ class Naive:
         self.overheads = 0
 
     def count(self, mine, worker) -> None:
-        model = mine.need.model
+        model = mine.requirements.model
         told = model if model in (None, "m", "n") else OTHER
         self.ends[worker, (told, mine.status // 100, mine.outcome)] += 1
-        for name in ("bytes_in", "bytes_out", "pieces"):
+        for name in ("bytes_in", "bytes_out", "chunks"):
             self.sums[worker, name] += getattr(mine, name)
         self.times_of(worker, "total").observe(mine.ended_at - mine.started_at)
         if mine.first_at:
             self.times_of(worker, "first").observe(mine.first_at - mine.started_at)
-            self.times_of(worker, "lately").observe(mine.first_at - mine.dialled_at)
-        self.head.observe(mine.wait_at - mine.dialled_at)
+            self.times_of(worker, "lately").observe(mine.first_at - mine.sent_at)
+        self.head.observe(mine.response_head_at - mine.sent_at)
         self.overheads += 1
 
     def times_of(self, worker, name) -> Histogram:
@@ -100,7 +100,7 @@ def test_every_reader_sees_everything_that_has_ended(steps, at_once):
     assert {w: sum(c.ends.values()) for (_, w), c in cells.items()} == dict(totals(naive.ends))
     for (_, worker), cell in cells.items():
         assert {(worker, end): n for end, n in cell.ends.items()}.items() <= naive.ends.items()
-        for name in ("bytes_in", "bytes_out", "pieces"):
+        for name in ("bytes_in", "bytes_out", "chunks"):
             assert getattr(cell, name) == naive.sums[worker, name]
         same(cell.total, naive.times_of(worker, "total"))
         same(cell.first, naive.times_of(worker, "first"))
@@ -149,7 +149,7 @@ def test_times_that_wait_to_be_sorted_in_are_bounded(monkeypatch):
     (a,) = fleet.workers
     meters = Metrics(fleet, RecentWindow())
     for number in range(25):
-        early = {"wait_at": 100.1} if number % 2 else {"dialled_at": 100.05}
+        early = {"response_head_at": 100.1} if number % 2 else {"sent_at": 100.05}
         meters.record(whole(**early), a)
         waiting = meters._phases[PATH]
         assert len(waiting.own) + len(waiting.heads) < 20

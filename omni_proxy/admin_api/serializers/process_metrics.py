@@ -168,7 +168,9 @@ def _itself(services: Services) -> Iterator[Metric]:
     text = "Lines of a log that were not written"
     yield from counters("log_lines_lost", text, ("log", "reason"), lost)
     restarts = [((str(row["name"]),), _number(row, "restarts")) for row in services.supervisors()]
-    yield from counters("task_restarts", "Restarts of a task beside the door", ("task",), restarts)
+    yield from counters(
+        "task_restarts", "Restarts of a service beside the data plane", ("task",), restarts
+    )
 
 
 def _timestamp(at: str) -> float:

@@ -115,6 +115,7 @@ class ServiceStatus(Struct, frozen=True):
     state: str = "running"
     restarts: int = 0
     last_error: str | None = None
+    same_as: str = ""  # its new name, in the row with the old one
 
 
 class WatchdogStatus(Struct, frozen=True):

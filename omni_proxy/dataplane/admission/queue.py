@@ -128,8 +128,8 @@ class Queue:
         While it waits it gives up its slot, which other requests may use. Raises HttpError,
         ClientDisconnected, PhaseTimeout.
         """
-        if error.code in WEIGHT_CODES and exchange.need is not None:
-            self._update_gate.check(exchange.need, error)
+        if error.code in WEIGHT_CODES and exchange.requirements is not None:
+            self._update_gate.check(exchange.requirements, error)
         server = self._settings.config.server
         if not server.queue_size or error.code not in WAITABLE_CODES:
             if error.code == "all_full":
@@ -137,7 +137,7 @@ class Queue:
             raise error
         self._inflight.dismiss(exchange)
         self.serve()
-        waiter = _Waiter(io, exchange, exchange.need)
+        waiter = _Waiter(io, exchange, exchange.requirements)
         waiter.tried = tried
         await self._wait(waiter, error)
         assert exchange.worker is not None

@@ -43,7 +43,7 @@ def _ms(later: float, earlier: float) -> float | None:
 def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
     """One JSON line: who, what, where to, the time to each phase, and who ended it in which
     phase."""
-    start, need = exchange.started_at, exchange.need
+    start, need = exchange.started_at, exchange.requirements
     spans = worker is not None and exchange.spans_versions(worker)
     record = {
         "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -71,11 +71,11 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
         "queue_ms": round(exchange.queued_secs * 1000, 3),
         "bytes_in": exchange.bytes_in,
         "bytes_out": exchange.bytes_out,
-        "pieces": exchange.pieces,
+        "pieces": exchange.chunks,
         "head_ms": _ms(exchange.head_at, start),
         "body_ms": _ms(exchange.body_at, start),
-        "connect_ms": _ms(exchange.dialled_at, start),
-        "answer_ms": _ms(exchange.wait_at, start),
+        "connect_ms": _ms(exchange.sent_at, start),
+        "answer_ms": _ms(exchange.response_head_at, start),
         "first_ms": _ms(exchange.first_at, start),
         "total_ms": _ms(exchange.ended_at, start),
     }
@@ -105,7 +105,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def route_record(exchange: Exchange, worker: Worker) -> dict[str, object]:
-    need, route = exchange.need, exchange.route
+    need, route = exchange.requirements, exchange.route
     state, disabled, routable = exchange.worker_seen
     completed = exchange.outcome == "completed"
     finished = "stream_complete" if exchange.stream else "request_complete"

@@ -23,13 +23,13 @@ class Exchange:
     """Times are of the event loop's clock in seconds, 0.0 for a phase that was not reached."""
 
     __slots__ = (
-        "admitted", "attempts", "body", "body_at", "bytes_in", "bytes_out", "client",
-        "connect_secs", "cors", "dialled_at", "ended_at", "ended_by", "error", "first_at",
-        "half_open_id", "head_at", "held_bytes", "idempotency_key", "last_worker", "longest_gap",
-        "method", "need", "outcome", "own_secs", "phase", "pieces", "policy", "queued_secs",
-        "relayed", "request_id", "request_id_line", "route", "single_chunk", "started_at",
-        "status", "stream", "tail", "target", "tried", "version", "wait_at", "worker",
-        "worker_seen",
+        "admitted", "attempts", "body", "body_at", "bytes_in", "bytes_out", "chunks", "client",
+        "connect_secs", "cors", "ended_at", "ended_by", "error", "failed_attempts", "first_at",
+        "half_open_id", "head_at", "held_bytes", "idempotency_key", "last_chunk", "last_worker",
+        "longest_gap", "method", "outcome", "own_secs", "phase", "policy", "queued_secs",
+        "relayed", "request_id", "request_id_line", "requirements", "response_head_at", "route",
+        "sent_at", "single_chunk", "started_at", "status", "stream", "target", "version",
+        "worker", "worker_seen",
     )  # fmt: skip
 
     def __init__(self, started_at: float, client: str) -> None:
@@ -37,8 +37,8 @@ class Exchange:
         self.client = client  # address of the client
         self.head_at = 0.0
         self.body_at = 0.0
-        self.dialled_at = 0.0  # the request left for the worker
-        self.wait_at = 0.0  # the head of the response came
+        self.sent_at = 0.0  # the request left for the worker
+        self.response_head_at = 0.0  # the head of the response came
         self.first_at = 0.0  # the first chunk of its body
         self.ended_at = 0.0
         self.queued_secs = 0.0
@@ -52,7 +52,7 @@ class Exchange:
         self.request_id_line = b""  # the header line with the request id, where one is configured
         self.idempotency_key = False
         self.route: Route | None = None
-        self.need: Requirements | None = None
+        self.requirements: Requirements | None = None
         self.policy = ""
         self.body = b""  # of the request, as long as it may have to be sent again
         self.worker: Worker | None = None  # of the present attempt
@@ -60,9 +60,11 @@ class Exchange:
         self.version: WeightVersion = UNKNOWN_VERSION  # of the worker when the attempt began
         self.worker_seen: tuple[str, bool, bool] = ("", False, False)
         self.attempts = 0
-        self.tried: list[tuple[Worker, str]] | None = None  # failed attempts and their results
+        self.failed_attempts: list[tuple[Worker, str]] | None = (
+            None  # failed attempts and their results
+        )
         self.half_open_id = 0  # the number of the half-open trial that the present attempt is
-        self.tail = b""  # the last chunk of the response, where token counts are read in it
+        self.last_chunk = b""  # of the response, where token counts are read in it
         self.admitted = False  # counted as in flight
         self.held_bytes = 0  # of its request, counted in `inflight.held_bytes`
         self.relayed = False  # bytes of a response have left for the client
@@ -72,7 +74,7 @@ class Exchange:
         self.status = 0
         self.bytes_in = 0
         self.bytes_out = 0
-        self.pieces = 0  # chunks of the response
+        self.chunks = 0  # chunks of the response
         self.outcome = ""
         self.ended_by = ""
         self.error = ""
@@ -83,8 +85,8 @@ class Exchange:
         an exchange that the fast path has completed: what that never sets is left alone, and so are
         the facts of the head and what each request sets before anything reads it."""
         self.started_at = self.head_at = self.body_at = now
-        self.dialled_at = self.wait_at = self.first_at = self.own_secs = 0.0
-        self.attempts = self.status = self.bytes_out = self.pieces = 0
+        self.sent_at = self.response_head_at = self.first_at = self.own_secs = 0.0
+        self.attempts = self.status = self.bytes_out = self.chunks = 0
         self.outcome = self.phase = ""
         self.relayed = self.single_chunk = False
 
@@ -95,9 +97,9 @@ class Exchange:
 
     def attempt_results(self) -> list[tuple[Worker, str]]:
         """Each attempt's result, in order: the failed ones, then the worker's response."""
-        results = list(self.tried or ())
+        results = list(self.failed_attempts or ())
         worker = self.worker or self.last_worker
-        if worker is not None and self.wait_at and len(results) < self.attempts:
+        if worker is not None and self.response_head_at and len(results) < self.attempts:
             results.append((worker, str(self.status)))
         return results
 

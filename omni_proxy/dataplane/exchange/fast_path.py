@@ -206,13 +206,13 @@ class FastPath:
             ])
         )  # fmt: skip
         exchange.status = template.status
-        exchange.wait_at = exchange.first_at = io.loop.now
-        exchange.pieces = 1
+        exchange.response_head_at = exchange.first_at = io.loop.now
+        exchange.chunks = 1
         exchange.bytes_out = size
         exchange.relayed = exchange.single_chunk = True
         exchange.outcome = "completed"
         if io.settings.keeps_last_chunk:
-            exchange.tail = body
+            exchange.last_chunk = body
         self._pool = None
         self._request = b""
         self.waiting_on = client
@@ -222,8 +222,8 @@ class FastPath:
             io.upstream = None
         finally:
             finalize(io.services, exchange, "relay")
-        exchange.need = exchange.last_worker = None  # it may lie here for long
-        exchange.tail = b""
+        exchange.requirements = exchange.last_worker = None  # it may lie here for long
+        exchange.last_chunk = b""
         self._spare = exchange
         io.await_next_request()
         if client.readable:  # more has come, or its end

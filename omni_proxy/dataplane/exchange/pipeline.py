@@ -242,7 +242,7 @@ def set_requirements(
 ) -> None:
     """`lines`: the head, in parts. From here on `request_timeout_secs` bounds the exchange, unless
     its response is a stream."""
-    exchange.need = need
+    exchange.requirements = need
     exchange.stream = need.stream
     balancer = io.services.balancer
     if balancer.policy.needs_affinity_key:
@@ -256,7 +256,7 @@ async def respond_by_worker(
 ) -> bool:
     """Try workers until one responds; `sent`: the first has the request already. Raises HttpError
     when none did."""
-    services, need = io.services, exchange.need
+    services, need = io.services, exchange.requirements
     assert need is not None
     exchange.policy = exchange.policy or services.balancer.policy.name
     retry: RetryState | None = None
@@ -292,8 +292,8 @@ async def respond_by_worker(
 def _release_body(io: ExchangeIO, exchange: Exchange) -> None:
     """The request is not sent again, and no other worker is chosen for it."""
     exchange.body = b""
-    if exchange.need is not None:
-        exchange.need.body_fields = None  # which refers to it, too
+    if exchange.requirements is not None:
+        exchange.requirements.body_fields = None  # which refers to it, too
     if exchange.held_bytes:
         io.services.inflight.release_bytes(exchange)
 

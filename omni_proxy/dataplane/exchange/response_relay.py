@@ -50,7 +50,7 @@ async def relay(
     """
     response, client, chunk = start.response, io.client, start.chunk
     exchange.status = response.status
-    exchange.wait_at = io.loop.now
+    exchange.response_head_at = io.loop.now
     if response.sse or exchange.stream:
         exchange.stream = True
         io.deadline = inf
@@ -93,10 +93,10 @@ def _first_chunk(io: ExchangeIO, exchange: Exchange, chunk: bytes) -> None:
     if exchange.half_open_id:
         _body_begins(io, exchange)
     exchange.first_at = io.loop.now
-    exchange.pieces = 1
+    exchange.chunks = 1
     exchange.bytes_out = len(chunk)
     if io.settings.keeps_last_chunk:
-        exchange.tail = chunk
+        exchange.last_chunk = chunk
 
 
 async def _relay_rest(
@@ -143,7 +143,7 @@ def _relay_chunks(
     )
     gaps = _gap_recorder(io, exchange)
     late, before, longest = gaps.late, exchange.first_at, 0.0
-    count, size, tail, chunk = exchange.pieces, exchange.bytes_out, exchange.tail, start.chunk
+    count, size, tail, chunk = exchange.chunks, exchange.bytes_out, exchange.last_chunk, start.chunk
     try:
         while not response.whole:
             if not upstream.readable:  # as `must_wait_for`, without a frame
@@ -183,8 +183,8 @@ def _relay_chunks(
             else:
                 client.write_soon(chunk)
     finally:
-        exchange.longest_gap, exchange.pieces, exchange.bytes_out = longest, count, size
-        exchange.tail = tail
+        exchange.longest_gap, exchange.chunks, exchange.bytes_out = longest, count, size
+        exchange.last_chunk = tail
         start.chunk = chunk  # where it broke, the last one that was sent
 
 
@@ -296,7 +296,7 @@ def diagnostic_fields(exchange: Exchange) -> tuple[bytes, ...]:
     the number of the attempt, and each attempt's result where there were several."""
     worker = exchange.worker or exchange.last_worker
     worker_line = worker.route_line if worker is not None else b""
-    if exchange.tried is None:
+    if exchange.failed_attempts is None:
         return worker_line, REQUEST_ID, exchange.request_id, _FIRST_ATTEMPT
     number = _ATTEMPT % exchange.attempts
     results = ", ".join(

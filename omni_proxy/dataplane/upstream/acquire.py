@@ -60,7 +60,7 @@ class Balancer:
 
     def acquire(self, exchange: Exchange, tried: Collection[Worker] = ()) -> Worker:
         """Begin an attempt at the worker that this returns. Raises HttpError: none can take it."""
-        need, fleet = exchange.need, self._fleet
+        need, fleet = exchange.requirements, self._fleet
         assert need is not None
         worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
         worker.in_flight += 1

@@ -82,7 +82,7 @@ def start_waiting(io: ExchangeIO, exchange: Exchange, secs: float) -> None:
     """The request leaves now; `secs` for the head of its response."""
     loop = io.loop
     clock = loop.clock
-    exchange.dialled_at = now = loop.now
+    exchange.sent_at = now = loop.now
     # What the iteration took until now was the proxy's own time.
     exchange.own_secs += clock() - now
     io.phase, due = "wait", now + secs

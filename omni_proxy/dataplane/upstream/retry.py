@@ -104,7 +104,7 @@ class RetryState:
 
     def _note(self, worker: Worker, result: str) -> None:
         exchange = self._exchange
-        exchange.tried = [*(exchange.tried or ()), (worker, result)]
+        exchange.failed_attempts = [*(exchange.failed_attempts or ()), (worker, result)]
 
     def _release(self, worker: Worker) -> None:
         self._tried.add(worker)
@@ -113,7 +113,7 @@ class RetryState:
 
     async def _back_off(self) -> None:
         """Pause, but only where every worker that could take it has been tried."""
-        io, need = self._io, self._exchange.need
+        io, need = self._io, self._exchange.requirements
         services = io.services
         assert need is not None
         workers = services.balancer.eligible(need)

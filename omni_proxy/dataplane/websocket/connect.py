@@ -31,7 +31,7 @@ async def connect_worker(
 
     Raises HttpError, ClientDisconnected.
     """
-    services, need = io.services, exchange.need
+    services, need = io.services, exchange.requirements
     assert need is not None
     exchange.policy = services.balancer.policy.name
     retry: RetryState | None = None
@@ -75,7 +75,7 @@ async def _open(
     io.set_timeout("dial", io.settings.config.health.timeout_secs)
     try:
         upstream = io.upstream = await pool.dial(io)
-        exchange.dialled_at = io.loop.now
+        exchange.sent_at = io.loop.now
         io.phase = "wait"
         await io.write(
             upstream, encode_handshake(with_key(worker, head.lines), pool.host_line, nonce)
@@ -96,7 +96,7 @@ async def _open(
         raise AttemptFailed("response_timeout", late, 504) from None
     if status != 101:
         raise AttemptFailed("503" if status == 503 else "status", f"status={status}", status)
-    exchange.wait_at = io.loop.now
+    exchange.response_head_at = io.loop.now
     return upstream, rest
 
 

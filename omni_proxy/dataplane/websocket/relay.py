@@ -98,7 +98,7 @@ class _Session:
         exchange.body_at = io.loop.now
         route = exchange.route
         assert route is not None
-        need = exchange.need = inspect_session(route, first, RequestFacts(b"", head.hints))
+        need = exchange.requirements = inspect_session(route, first, RequestFacts(b"", head.hints))
         pin_to_voice_owner(io.services.balancer.voices, route.traffic, need)
         io.services.inflight.hold(exchange, len(first))
         worker, chunk = await connect_worker(io, exchange, head)
@@ -240,7 +240,7 @@ class _Session:
                 continue
             self.down.send(event.data, finished=event.message_finished)
             exchange.first_at = exchange.first_at or self.io.loop.now
-            exchange.pieces += 1
+            exchange.chunks += 1
             if isinstance(event.data, str):
                 speech_events.feed(event.data, finished=event.message_finished)
                 if speech_events.done and speech_events.failed_audio:

@@ -376,7 +376,7 @@ class QueueMachine(RuleBasedStateMachine):
         door = self.room.door
         for waiter in self.waiting() if door.inflight.has_slot() else []:
             assert waiter.wants != "slot"
-            assert not eligible_workers(door.fleet, waiter.mine.need)
+            assert not eligible_workers(door.fleet, waiter.mine.requirements)
 
     @invariant()
     def waiters_with_equal_requirements_are_admitted_in_order(self):

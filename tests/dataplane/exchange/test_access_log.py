@@ -33,7 +33,7 @@ def recorders():
 def exchange():
     made = Exchange(1.0, "127.0.0.1:9")
     made.method, made.target, made.ended_at = "POST", "/v1/chat/completions", 2.0
-    made.need = Requirements(model=ODD, mask=0)
+    made.requirements = Requirements(model=ODD, mask=0)
     made.worker_seen = ("healthy", False, True)
     return made
 

@@ -111,7 +111,7 @@ def test_a_workers_own_diagnostics_are_dropped_on_either_way(listeners):
 def test_all_that_the_proxy_tells_of_an_answer_is_dropped_from_a_workers():
     worker = fleet_of(entry("a")).workers[0]
     mine = Exchange(0.0, "test")
-    mine.worker, mine.attempts, mine.tried = worker, 2, [(worker, "503")]
+    mine.worker, mine.attempts, mine.failed_attempts = worker, 2, [(worker, "503")]
     lines = (
         b"".join(diagnostic_fields(mine))
         + WeightVersion("a", 1).lines

@@ -34,7 +34,7 @@ def quicker(fleet, times):
 
 def request():
     mine = Exchange(0.0, "1.1.1.1:1")
-    mine.need = Requirements(1)
+    mine.requirements = Requirements(1)
     return mine
 
 
