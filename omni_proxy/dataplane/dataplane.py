@@ -200,7 +200,7 @@ class DataPlane:
         """Each connection ends with its next response, which says so: no request is lost.
         `admin`: also those of the [admin] listener."""
         for task in self.loop.tasks:
-            if isinstance(task, Connection) and (admin or not task.admin_only):
+            if isinstance(task, Connection) and (admin or not task.role.admin_only):
                 task.close_after_response = True
 
     async def drained(self) -> None:

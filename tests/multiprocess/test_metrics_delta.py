@@ -36,7 +36,7 @@ def exchanges(fleet):
     yield refused(), None
     for secs in (0.1, 30.0):
         yield whole(a, secs, model="m"), a
-    yield whole(b, wait_at=100.15), b
+    yield whole(b, response_head_at=100.15), b
 
 
 def shown(meters, recent):

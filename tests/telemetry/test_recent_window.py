@@ -150,7 +150,7 @@ def test_a_worker_that_gets_nothing_any_more_is_forgotten_after_a_minute(fleet, 
 
 def test_the_time_before_the_request_left_is_not_the_workers(fleet, recent, meters):
     a, _ = fleet.workers
-    meters.record(ended(a, dialled_at=100.15, wait_at=100.16, queued_secs=0.15), a)
+    meters.record(ended(a, sent_at=100.15, response_head_at=100.16, queued_secs=0.15), a)
     recent.tick(1000.0, 0, 0)
     assert recent.worker_window(a, 1000.0).first_p50_ms == pytest.approx(50, rel=0.2)
     assert recent.points[0].first_p50_ms == pytest.approx(200, rel=0.2)

@@ -79,7 +79,9 @@ def test_an_end_is_one_too(fleet, meters, stall_detector):
 
 def test_what_usually_takes_long_may_take_long(fleet, meters, stall_detector):
     slow, new = fleet.workers[:2]
-    meters.record(ended(slow, first_at=120.0, wait_at=119.0, ended_at=121.0), slow)  # after 20 s
+    meters.record(
+        ended(slow, first_at=120.0, response_head_at=119.0, ended_at=121.0), slow
+    )  # after 20 s
     busy(slow)
     busy(new)
     passed(stall_detector, 0, 100)
@@ -94,7 +96,7 @@ def test_having_been_stuck_before_is_not_what_is_usual(fleet, meters, stall_dete
     for _ in range(100):
         answered(meters, worker)
     for _ in range(3):
-        meters.record(ended(worker, first_at=200.0, wait_at=200.0, ended_at=201.0), worker)
+        meters.record(ended(worker, first_at=200.0, response_head_at=200.0, ended_at=201.0), worker)
     busy(worker)
     passed(stall_detector, 0, 40)
     assert stall_detector.silent_secs(worker, 40.0) is not None

@@ -16,14 +16,8 @@ from dataclasses import dataclass
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.accept.certificates import Certificates
 from omni_proxy.dataplane.accept.listener import Listener, open_socket
-from omni_proxy.dataplane.accept.tls_connection import (
-    AdminConnection,
-    MetricsConnection,
-    TlsAdminConnection,
-    TlsConnection,
-    TlsMetricsConnection,
-)
 from omni_proxy.dataplane.downstream.connection import Connection
+from omni_proxy.dataplane.exchange.exchange_io import ListenerRole
 from omni_proxy.dataplane.services import ExchangeServices
 
 _log = logging.getLogger(__name__)
@@ -180,26 +174,25 @@ class Listeners:
 
     def _callback_for(self, address: ListenAddress) -> Callable[[socket.socket, str], None]:
         services, certificates = self._services, self.certificates
-        if certificates.context is not None and not address.is_file:
-            tls_class = _tls_class(address)
+        role = ListenerRole(admin_only=address.admin, metrics_only=address.metrics)
+        if certificates.context is None or address.is_file:
 
-            def accept_tls(sock: socket.socket, peer: str) -> None:
-                if certificates.context is not None:
-                    services.totals.accepted += 1
-                    tls_class(services, sock, peer, certificates.context).start()
+            def accept(sock: socket.socket, peer: str) -> None:
+                services.totals.accepted += 1
+                Connection(services, sock, peer, role).start()
 
-            return accept_tls
-        if not address.admin:
-            return self._accept
-        connection_class = MetricsConnection if address.metrics else AdminConnection
+            return accept
 
-        def accept_admin(sock: socket.socket, peer: str) -> None:
-            services.totals.accepted += 1
-            connection_class(services, sock, peer).start()
+        def accept_tls(sock: socket.socket, peer: str) -> None:
+            context = certificates.context
+            if context is not None:
+                services.totals.accepted += 1
+                Connection(services, sock, peer, role, context).start()
 
-        return accept_admin
+        return accept_tls
 
     def _accept(self, sock: socket.socket, peer: str) -> None:
+        """Of a listener that has no callback of its own yet."""
         self._services.totals.accepted += 1
         Connection(self._services, sock, peer).start()
 
@@ -238,9 +231,3 @@ class Listeners:
             if admin in (None, address.admin):
                 listener.close()
         self._open = [entry for entry in self._open if admin not in (None, entry[0].admin)]
-
-
-def _tls_class(address: ListenAddress) -> type[TlsConnection]:
-    if address.metrics:
-        return TlsMetricsConnection
-    return TlsAdminConnection if address.admin else TlsConnection

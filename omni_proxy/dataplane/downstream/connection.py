@@ -8,43 +8,55 @@ exchanges in its place. Nothing here knows workers.
 
 from __future__ import annotations
 
+import logging
 import socket
+import ssl
 from collections.abc import Coroutine
 from math import inf
 from typing import Any
 
 from omni_proxy.dataplane.accept.proxy_protocol import read_proxy_header
+from omni_proxy.dataplane.accept.tls_termination import accept_tls
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO, finalize
+from omni_proxy.dataplane.exchange.exchange_io import PUBLIC, ExchangeIO, ListenerRole, finalize
 from omni_proxy.dataplane.exchange.fast_path import FastPath
 from omni_proxy.dataplane.exchange.local_reply import reply_with_error
 from omni_proxy.dataplane.exchange.pipeline import respond
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, pause
 from omni_proxy.dataplane.services import ExchangeServices
+from omni_proxy.system.tls_contexts import tls_error_text
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead, find_head_end, skip_empty_lines
+
+_log = logging.getLogger(__name__)
 
 
 class Connection(ExchangeIO):
     """The coroutine of one client connection."""
 
-    __slots__ = ("fast_path", "proxy_header_read", "request_started_at")
+    __slots__ = ("fast_path", "reads_proxy_header", "request_started_at", "tls_context")
 
-    def __init__(self, services: ExchangeServices, sock: socket.socket, peer: str) -> None:
-        super().__init__(services, sock, peer)
+    def __init__(
+        self,
+        services: ExchangeServices,
+        sock: socket.socket,
+        peer: str,
+        role: ListenerRole = PUBLIC,
+        tls_context: ssl.SSLContext | None = None,
+    ) -> None:
+        """`tls_context`: the listener's at the moment of accepting, None without TLS."""
+        super().__init__(services, sock, peer, role)
+        self.tls_context = tls_context
         self.fast_path: FastPath | None = None  # from the first request on that could take it
         self.request_started_at = self.loop.now  # when the present request's first byte came
         uses_proxy_header = self.settings.config.server.proxy_protocol
-        self.proxy_header_read = self.admin_only or not uses_proxy_header
+        self.reads_proxy_header = uses_proxy_header and not role.admin_only
 
     async def serve(self) -> None:
         """One exchange after the other. In one frame on purpose: each more costs every event."""
         try:
-            if not self.proxy_header_read:
-                await read_proxy_header(self)
-                self.proxy_header_read = True
-            keep = True
+            keep = await self._handshake()
             while keep:
                 self.deadline = inf
                 try:
@@ -64,21 +76,37 @@ class Connection(ExchangeIO):
                     keep = await reply_with_error(self, self.exchange, error)
                 self.end_exchange()
         except ClientDisconnected:
-            if self.exchange is not None:
-                relayed = self.exchange.relayed
-                self.exchange.end(
-                    "stream_cancelled" if relayed else "client_disconnected", "client"
+            exchange = self.exchange
+            if exchange is not None:
+                exchange.end(
+                    "stream_cancelled" if exchange.relayed else "client_disconnected", "client"
                 )
         except OSError:
             pass  # the client is gone
         finally:
             self._close()
 
-    def _note_disconnect(self) -> None:
-        exchange = self.exchange
-        if exchange is not None:
-            outcome = "stream_cancelled" if exchange.relayed else "client_disconnected"
-            exchange.end(outcome, "client")
+    async def _handshake(self) -> bool:
+        """The PROXY header and TLS, where the listener has them; False: no request follows."""
+        if self.tls_context is None:
+            if self.reads_proxy_header:
+                await read_proxy_header(self)
+            return True
+        try:
+            self.client = await accept_tls(
+                self, self.tls_context, reads_proxy_header=self.reads_proxy_header
+            )
+        except HttpError as error:
+            self.phase = "head"
+            await self.reply_to_bad_head(error)
+            return False
+        except (ClientDisconnected, PhaseTimeout, OSError) as error:
+            self.services.totals.failed_handshakes += 1
+            timeout = f"timeout in phase {error}" if isinstance(error, PhaseTimeout) else ""
+            cause = timeout or tls_error_text(error)
+            _log.debug('tls_handshake_failed peer=%s error="%s"', self.peer, cause)
+            return False
+        return True
 
     def _close(self) -> None:
         self.end_exchange()
@@ -110,7 +138,7 @@ class Connection(ExchangeIO):
         self.head_bytes = len(raw)
         settings = self.settings
         head = settings.request_heads[self.client.is_tls].parse(raw)
-        cache = None if self.admin_only else settings.fast_path_cache
+        cache = None if self.role.admin_only else settings.fast_path_cache
         cached = cache.find(head) if cache is not None else None
         if cached is not None and (self.fast_path is None or self.fast_path.cached is not cached):
             self.fast_path = FastPath(self, cached)

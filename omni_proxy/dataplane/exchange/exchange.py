@@ -9,7 +9,7 @@ end. An observer neither waits nor fails, and keeps no reference to an exchange.
 from __future__ import annotations
 
 from random import getrandbits
-from typing import Protocol
+from typing import Final, Protocol
 
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 from omni_proxy.fleet.worker import Worker
@@ -17,6 +17,8 @@ from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.routes import Route
 from omni_proxy.wire.forwarded import ForwardedHeaders
 from omni_proxy.wire.request import RequestHead
+
+REQUEST_ID_NAME: Final = b"X-SGLang-Omni-Request-ID: "
 
 
 class Exchange:

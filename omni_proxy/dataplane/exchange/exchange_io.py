@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import socket
 from abc import abstractmethod
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from omni_proxy.dataplane.exchange.access_log import write_logs
 from omni_proxy.dataplane.exchange.exchange import Exchange
@@ -59,19 +60,35 @@ class ResponseReader(Protocol):
     def begin(self, chunk: bytes, framing: Any) -> Any: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ListenerRole:
+    """Which requests the connections of a listener may send. `admin_only`: all go to the admin API.
+    `metrics_only`: likewise, and it answers for metrics alone."""
+
+    admin_only: bool = False
+    metrics_only: bool = False
+
+
+PUBLIC: Final = ListenerRole()
+
+
 class ExchangeIO(IoTask):
     """One client connection with the exchange that runs on it."""
 
     __slots__ = (
         "body_stream", "close_after_response", "exchange", "head_bytes", "keepalive",
-        "peer", "rest", "services", "settings", "upstream", "watch",
+        "peer", "rest", "role", "services", "settings", "upstream", "watch",
     )  # fmt: skip
 
-    admin_only = False  # all requests go to the admin API
-    metrics_only = False  # likewise, and it answers for metrics alone
-
-    def __init__(self, services: ExchangeServices, sock: socket.socket, peer: str) -> None:
+    def __init__(
+        self,
+        services: ExchangeServices,
+        sock: socket.socket,
+        peer: str,
+        role: ListenerRole,
+    ) -> None:
         super().__init__(services.loop)
+        self.role = role
         self.services = services
         self.settings = services.settings
         self.peer = peer

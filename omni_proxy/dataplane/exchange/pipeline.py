@@ -75,7 +75,7 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
     settings = io.settings
     if settings.forwarded is not None:
         exchange.request_id = head.request_id  # for a local reply, too
-    if io.admin_only:
+    if io.role.admin_only:
         return _respond_by_admin_api(io, exchange, head)
     if head.origin:
         exchange.cors = settings.cors.lines(head.origin)
@@ -322,7 +322,7 @@ async def _respond_by_admin_api(io: ExchangeIO, exchange: Exchange, head: Reques
     limit = settings.config.admin.max_body_bytes
     body = io.take_received_body(exchange, head.length, limit)
     if body is None:
-        if head.expects_continue and not io.admin_only:
+        if head.expects_continue and not io.role.admin_only:
             _check_admin_path(head, settings.config)
         request_body = await _start_body(io, exchange, head, limit)
         await request_body.hold_all()
@@ -339,8 +339,8 @@ async def _respond_by_admin_api(io: ExchangeIO, exchange: Exchange, head: Reques
     io.loop.admin_exchanges += 1
     counted = True
     try:
-        pool = pools.admin_listener if io.admin_only else pools.admin_api
-        if io.metrics_only:
+        pool = pools.admin_listener if io.role.admin_only else pools.admin_api
+        if io.role.metrics_only:
             pool = pools.metrics_listener
         start = await run_attempt(io, exchange, head, pool)
         _release_body(io, exchange)

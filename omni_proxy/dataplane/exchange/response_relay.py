@@ -17,7 +17,12 @@ from collections.abc import Callable, Generator
 from math import inf
 from typing import Any, Final
 
-from omni_proxy.dataplane.exchange.exchange import Exchange, GapRecorder, UnobservedGaps
+from omni_proxy.dataplane.exchange.exchange import (
+    REQUEST_ID_NAME,
+    Exchange,
+    GapRecorder,
+    UnobservedGaps,
+)
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, await_direct, pause
@@ -286,7 +291,6 @@ async def _break_off(
     return False
 
 
-REQUEST_ID: Final = b"X-SGLang-Omni-Request-ID: "
 _ATTEMPT: Final = b"\r\nX-SGLang-Omni-Route-Attempt: %d\r\n"
 _FIRST_ATTEMPT: Final = _ATTEMPT % 1  # not formatted each time: that costs a hundred cache lines
 
@@ -297,13 +301,13 @@ def diagnostic_fields(exchange: Exchange) -> tuple[bytes, ...]:
     worker = exchange.worker or exchange.last_worker
     worker_line = worker.route_line if worker is not None else b""
     if exchange.failed_attempts is None:
-        return worker_line, REQUEST_ID, exchange.request_id, _FIRST_ATTEMPT
+        return worker_line, REQUEST_ID_NAME, exchange.request_id, _FIRST_ATTEMPT
     number = _ATTEMPT % exchange.attempts
     results = ", ".join(
         f"{worker.display_id}={result}" for worker, result in exchange.attempt_results()
     )
     results_line = b"x-omni-attempts: %b\r\n" % results.encode("latin-1", "replace")
-    return worker_line, REQUEST_ID, exchange.request_id, number, results_line
+    return worker_line, REQUEST_ID_NAME, exchange.request_id, number, results_line
 
 
 def version_fields(exchange: Exchange) -> bytes:

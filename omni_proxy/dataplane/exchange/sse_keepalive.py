@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.exchange import REQUEST_ID_NAME, Exchange
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, pause
@@ -109,7 +109,7 @@ class SseKeepAlive:
         return encode_chunk(chunk) if self._chunked else chunk
 
     def _head(self) -> bytes:
-        request_id_line = b"X-SGLang-Omni-Request-ID: %b\r\n" % self._exchange.request_id
+        request_id_line = REQUEST_ID_NAME + self._exchange.request_id + b"\r\n"
         framing = b"transfer-encoding: chunked\r\n" if self._chunked else b"connection: close\r\n"
         return (
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-cache\r\n"

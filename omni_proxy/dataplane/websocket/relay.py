@@ -14,7 +14,12 @@ from typing import Final
 from wsproto.connection import ConnectionType
 from wsproto.events import CloseConnection, Message
 
-from omni_proxy.dataplane.exchange.exchange import Exchange, add_forwarded, new_request_id
+from omni_proxy.dataplane.exchange.exchange import (
+    REQUEST_ID_NAME,
+    Exchange,
+    add_forwarded,
+    new_request_id,
+)
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
@@ -61,7 +66,7 @@ async def session(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> bool
     exchange.request_id = head.request_id or new_request_id()
     if io.settings.forwarded is not None:
         add_forwarded(io.settings.forwarded, exchange, head)
-    id_line = b"X-SGLang-Omni-Request-ID: %b\r\n" % exchange.request_id
+    id_line = REQUEST_ID_NAME + exchange.request_id + b"\r\n"
     head_bytes = accept_handshake(head, id_line + exchange.request_id_line)
     exchange.status, exchange.stream, exchange.relayed = 101, True, True
     speech_session = _Session(io, exchange)
