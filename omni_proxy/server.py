@@ -149,12 +149,7 @@ class Server:
             given=config_store.startup.flag_urls,
             proxy_id=proxy_id,
         )
-        # A QuartTrio can be served only once, so a restart makes a new one.
-        self.admin_api = Supervisor(
-            "admin_api",
-            lambda status: serve(self._app(services), admin_socket, task_status=status),
-            old_name="front",
-        )
+        self.admin_api = self._supervise_admin_api(services, admin_socket)
         self.supervisors = self._build_supervisors()
         fleet.watch_health(_log_health)
         config_store.add_prepare(self.process_manager.prepare)
@@ -184,6 +179,14 @@ class Server:
             ),
             Supervisor("reloader", lambda status: self.reloader.run(task_status=status)),
         ]
+
+    def _supervise_admin_api(self, services: Services, admin_socket: Path) -> Supervisor:
+        # A QuartTrio can be served only once, so a restart makes a new one.
+        return Supervisor(
+            "admin_api",
+            lambda status: serve(self._app(services), admin_socket, task_status=status),
+            old_name="front",
+        )
 
     def _app(self, services: Services) -> QuartTrio:
         """The admin API. It sees the counters of every process; a change that it has answered holds
