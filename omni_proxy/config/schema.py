@@ -250,7 +250,7 @@ class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class HealthConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # A path on the worker; 200 is good.
     endpoint: Endpoint = "/health"
-    # Between two probes of one worker.
+    # Between two probes of one worker; of one that is out at most 10 s.
     interval_secs: Interval = 10.0
     # Of one probe.
     timeout_secs: Interval = 5.0

@@ -53,6 +53,7 @@ class StartThrottle:
 _log = logging.getLogger(__name__)
 
 RECOVERY_INTERVAL_SECS = 0.5  # between a first good probe and the success threshold
+OUT_INTERVAL_SECS = 10.0  # of a worker that is out, however long the interval of others
 MAX_PARALLEL_PROBES = 256  # more would time out for want of CPU of ours
 BODY_BYTES = 65536
 CLOSE_SECS = 1
@@ -184,7 +185,7 @@ class Prober:
                         # A cancelled connect can leave httpcore's pool poisoned (httpcore #1093).
                         await client.close()
                     self._note_startup(worker, loop)
-                    with trio.move_on_after(self._pause_secs(worker)):
+                    with trio.move_on_after(self._pause_secs(worker, loop)):
                         await loop.woken.wait()
         finally:
             loop.finished.set()
@@ -193,24 +194,30 @@ class Prober:
 
     def _note_startup(self, worker: Worker, loop: _ProbeLoop) -> None:
         """Report once a worker that was not well within the time for its start."""
-        limit = self._health.startup_timeout_secs
-        if loop.started or worker.health.state is Health.HEALTHY:
+        limit, machine = self._health.startup_timeout_secs, worker.health
+        if loop.started or machine.state is Health.HEALTHY:
             loop.started = True
-        elif 0 < limit <= trio.current_time() - loop.begun_at:
+        elif 0 < limit <= trio.current_time() - loop.begun_at and not machine.consecutive_successes:
             loop.started = True
             _log.error(
                 "worker_startup_timeout worker=%s after=%gs error=%s",
                 worker.url, limit, worker.health.last_error,
             )  # fmt: skip
 
-    def _pause_secs(self, worker: Worker) -> float:
-        machine = worker.health
-        interval_secs = self._health.interval_secs
-        if machine.state is Health.HEALTHY and not self._health.probe_healthy:
+    def _pause_secs(self, worker: Worker, loop: _ProbeLoop) -> float:
+        machine, health = worker.health, self._health
+        interval_secs = health.interval_secs
+        if machine.state is Health.HEALTHY and not health.probe_healthy:
             return math.inf
-        if machine.consecutive_successes and machine.state is not Health.HEALTHY:
-            return min(interval_secs, RECOVERY_INTERVAL_SECS)
-        return interval_secs * (0.8 + 0.4 * self._jitter())
+        if machine.state is not Health.HEALTHY:
+            if machine.consecutive_successes:
+                return min(interval_secs, RECOVERY_INTERVAL_SECS)
+            interval_secs = min(interval_secs, OUT_INTERVAL_SECS)
+        pause_secs = interval_secs * (0.8 + 0.4 * self._jitter())
+        left_secs = loop.begun_at + health.startup_timeout_secs - trio.current_time()
+        if left_secs > 0 and not loop.started:
+            return min(pause_secs, left_secs)  # the last probe of its start is not late
+        return pause_secs
 
     async def _probe(self, worker: Worker, client: WorkerClient, loop: _ProbeLoop) -> bool:
         """Make one probe and report its result. Returns whether it timed out."""
@@ -322,7 +329,7 @@ def _log_not_up(worker: Worker, error: str | None, health: HealthConfig) -> None
     # The launcher logs the start of launched workers.
     launched = worker.origin == "launch" or LAUNCH_CORDON in worker.cordon_reasons
     if error is not None and is_first and not launched:
-        interval_secs = health.interval_secs
+        interval_secs = min(health.interval_secs, OUT_INTERVAL_SECS)
         _log.warning(
             "worker_not_up worker=%s error=%s retry_every=%gs", worker.url, error, interval_secs
         )

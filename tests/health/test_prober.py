@@ -408,3 +408,35 @@ async def test_a_worker_that_was_well_once_has_started(
     probes.reply = lambda request: httpx.Response(503)
     await trio.sleep(300)
     assert not [m for m in caplog.messages if "worker_startup_timeout" in m]
+
+
+async def test_a_worker_that_is_out_does_not_wait_for_a_long_interval(
+    world, probes, nursery, autojump_clock
+):
+    world.configure(interval_secs=60)
+    probes.reply = lambda request: httpx.Response(503)
+    worker = world.add(URL)
+    await running(world, nursery)
+    await trio.sleep(25)
+    assert len(probes) == 3
+    probes.reply = lambda request: httpx.Response(200)
+    await trio.sleep(12)
+    assert worker.health.state == "healthy"
+    seen = len(probes)
+    await trio.sleep(50)
+    assert len(probes) == seen
+
+
+async def test_the_end_of_its_start_is_not_reported_of_a_worker_that_has_just_come_up(
+    world, probes, nursery, autojump_clock, caplog
+):
+    world.configure(startup_timeout_secs=15)
+    probes.reply = lambda request: httpx.Response(503)
+    worker = world.add(URL)
+    await running(world, nursery)
+    await trio.sleep(11)
+    probes.reply = lambda request: httpx.Response(200)
+    await trio.sleep(5)
+    assert worker.health.state == "healthy"  # the probe at its deadline was good
+    await trio.sleep(100)
+    assert not [m for m in caplog.messages if "worker_startup_timeout" in m]
