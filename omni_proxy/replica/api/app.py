@@ -33,6 +33,7 @@ from omni_proxy.replica.api.speech import (
 from omni_proxy.replica.api.vllm import (
     control_routes,
     messages,
+    render,
     responses,
     token_generation,
     tokenize_routes,
@@ -93,4 +94,5 @@ def build_app(context: RouteContext) -> QuartTrio:
         control_routes.mount(app, context, engine)
         weight_transfer_routes.mount(app, context, engine, alone=context.dialect == "vllm")
         token_generation.mount(app, context)
+        render.mount(app, context, tokens)
     return app

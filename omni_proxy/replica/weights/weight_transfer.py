@@ -35,8 +35,9 @@ GROUP_NAME: Final = "weight_transfer"
 PACKED_BUFFER_BYTES: Final = 1 << 30  # vLLM's default
 RESET_DEVIATION: Final = 0.02
 
+INIT: Final = "init_weight_transfer_engine"
 NOT_STARTED = "start_weight_update must be called before update_weights."
-NOT_JOINED = "weight transfer is not initialized: call init_weight_transfer_engine first"
+NOT_JOINED = f"weight transfer is not initialized: call {INIT} first"
 STARTED = (
     "start_weight_update called while a weight update is already active. Call "
     "finish_weight_update first."
@@ -179,7 +180,7 @@ class WeightTransfer:
         if not success:
             if self._lifecycle.session is session:
                 yield from self._lifecycle.drop_session()
-            return failure(message)
+            return failure(message.replace("init_weights_update_group", INIT))
         return True, "Weights updated", data, error
 
     def finish_weight_update(self, order: Admin) -> Steps:

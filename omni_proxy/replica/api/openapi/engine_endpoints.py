@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from omni_proxy.replica.api.native.abort_request import AbortBody
+from omni_proxy.replica.api.openai.chat import ChatBody
+from omni_proxy.replica.api.openai.completions import CompletionBody
 from omni_proxy.replica.api.openapi.endpoint_table import (
     DETAIL,
     EVENTS,
@@ -112,6 +114,8 @@ ENGINE_ENDPOINTS: Mapping[str, Endpoint] = {
     "detokenize": _model("The text of tokens", DetokenizeBody),
     "v1_tokenize": _model("The tokens of prompts, as SGLang tells them", PromptsBody),
     "v1_detokenize": _model("The text of tokens, as SGLang tells it", TokenListsBody),
+    "v1_chat_completions_render": _model("The tokens and sampling of a chat", ChatBody),
+    "v1_completions_render": _model("The tokens and sampling of prompts", CompletionBody),
     "inference_v1_generate": _model("Continue tokens by tokens", TokensBody, streams=True),
     "v1_messages": _model("Answer a chat in Anthropic's format", MessagesBody, streams=True),
     "v1_messages_count_tokens": _model("How many tokens such a chat has", CountBody),

@@ -159,6 +159,39 @@ async def test_a_header_names_the_request(engine):
     assert (await ok(answer))["request_id"] == "generate-tokens-from-header"
 
 
+# Rendering
+
+
+async def test_a_rendered_chat_generates_what_the_chat_would(engine):
+    chat = {
+        "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0.8,
+        "seed": 7, "top_k": 40, "presence_penalty": 0.3, "stop": ["zz"],
+    }  # fmt: skip
+    body = await ok(await engine.post("/v1/chat/completions/render", chat))
+    assert body["request_id"].startswith("chatcmpl-")
+    answer = await ok(await engine.post(GENERATE, body | {"output_mode": "text"}))
+    whole = await ok(await engine.post("/v1/chat/completions", chat))
+    assert answer["choices"][0]["text"] == whole["choices"][0]["message"]["content"]
+    assert body["sampling_params"]["stop"] == ["zz"]
+
+
+async def test_prompts_are_rendered_one_by_one_with_vllms_defaults(engine):
+    prompts = {"prompt": ["The sea", "A"], "logprobs": 1}
+    first, second = await ok(await engine.post("/v1/completions/render", prompts))
+    assert len(first["token_ids"]) > len(second["token_ids"]) == 1
+    assert first["sampling_params"] == {
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+        "temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "stop": [], "stop_token_ids": [],
+        "max_tokens": 16, "logprobs": 1, "output_kind": 2, "skip_clone": True, "bad_words": [],
+        "skip_reading_prefix_cache": False,
+    }  # fmt: skip
+    same = {"prompt": [5, 6]}
+    assert (await ok(await engine.post("/v1/completions/render", same)))[0]["token_ids"] == [5, 6]
+    schema = prompts | {"response_format": {"type": "json_object"}}
+    status, answer = await told(await engine.post("/v1/completions/render", schema))
+    assert (status, "response_format" in answer["error"]["message"]) == (400, True)
+
+
 @settings(max_examples=60)
 @given(st.text("ab-", min_size=1, max_size=6), st.integers(0, 12))
 def test_an_id_is_found_as_it_was_sent_and_as_it_was_answered(name, choice):
