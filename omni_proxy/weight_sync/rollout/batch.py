@@ -140,11 +140,14 @@ class BatchChange:
         state = self._progress.now
         if state.phase is not RolloutPhase.RUNNING:
             return False
-        pending = state.urls(WorkerPhase.PENDING)
-        self._redone = {url for url in urls if url not in pending}
+        rows = [state.worker(url) for url in urls]
+        self._redone = {row.url for row in rows if row.phase is not WorkerPhase.PENDING}
+        # Taken before it is written: a pause or a cancel meanwhile must not be lost.
+        self._progress.put(machine.begin(state, urls))
         try:
-            await self._progress.record(machine.begin(state, urls))
+            await self._progress.record()
         except OSError as error:
+            self._progress.put(machine.give_back(self._progress.now, rows))
             path, reason = self._journal.path, error.strerror or error
             await self._fail(f"nothing was sent: the journal {path} can't be written: {reason}")
             return False

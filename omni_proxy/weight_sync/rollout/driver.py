@@ -219,11 +219,15 @@ class RolloutDriver:
     async def _finish(self, end: Finish) -> None:
         progress = self._progress
         state = progress.now
-        if end.phase is RolloutPhase.SUCCEEDED:
-            await self._publish_to_all()
-        else:
-            await self._journal.withdraw({}, (state.epoch_before, state.label_before))
-        await progress.end(machine.finish(progress.now, end, now_text()))
+        progress.ending = True
+        try:
+            if end.phase is RolloutPhase.SUCCEEDED:
+                await self._publish_to_all()
+            else:
+                await self._journal.withdraw({}, (state.epoch_before, state.label_before))
+            await progress.end(machine.finish(state, end, now_text()))
+        finally:
+            progress.ending = False
         level = logging.INFO if end.phase is RolloutPhase.SUCCEEDED else logging.WARNING
         cause = f" cause={end.cause!r}" if end.cause else ""
         name, phase = state.label, end.phase

@@ -302,6 +302,15 @@ def begin(state: RolloutState, urls: Collection[str]) -> RolloutState:
     return _moved(state, urls, allowed, WorkerPhase.UPDATING)
 
 
+def give_back(state: RolloutState, rows: Iterable[RolloutWorker]) -> RolloutState:
+    """Nothing was sent to these after all: they are as before `begin`."""
+    for row in rows:
+        if state.worker(row.url).phase is not WorkerPhase.UPDATING:
+            raise InvalidStep(f"{row.url} is {state.worker(row.url).phase}, not begun")
+        state = _with(state, row)
+    return state
+
+
 def begin_restore(state: RolloutState, urls: Collection[str]) -> RolloutState:
     _require(state, RolloutPhase.ROLLING_BACK)
     allowed = (WorkerPhase.UPDATED, WorkerPhase.BROKEN)

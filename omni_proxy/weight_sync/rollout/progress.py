@@ -27,6 +27,7 @@ class RolloutProgress:
         self.waits_for = ""
         self.changed = trio.Event()
         self.revision = 0  # one more after each change
+        self.ending = False  # its end is decided, and being written
 
     @property
     def active(self) -> RolloutState | None:
@@ -53,9 +54,12 @@ class RolloutProgress:
         self.waits_for = ""
         self.put(state)
 
-    async def record(self, state: RolloutState) -> None:
-        """Write a state that is not taken yet, then take it. Raises OSError: nothing may be sent
-        then."""
+    async def record(self) -> None:
+        """Write the state. Raises OSError: then nothing may be sent."""
+        await self._journal.record_rollout(self.now)
+
+    async def begin(self, state: RolloutState) -> None:
+        """The state of a new rollout. Raises OSError: then there is none."""
         await self._journal.record_rollout(state)
         self.put(state)
 

@@ -98,7 +98,7 @@ class RolloutService:
             self._context.credentials = call.credentials or {}
             state = await self._plan(call)
             try:
-                await self.progress.record(state)
+                await self.progress.begin(state)
             except OSError as error:
                 path, reason = self._journal.path, error.strerror or error
                 message = f"nothing was begun: the journal {path} can't be written: {reason}"
@@ -128,6 +128,8 @@ class RolloutService:
             none = "no rollout is running"
             raise HttpError(409, none, "no_rollout", detail=none)
         try:
+            if self.progress.ending:
+                raise InvalidStep("the rollout is ending")
             self.progress.put(step(state))
         except InvalidStep as error:
             raise HttpError(409, str(error), "rollout_out_of_place", detail=str(error)) from None

@@ -10,6 +10,7 @@ from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.weight_sync.operations.weight_operations import RESOLVE
 from omni_proxy.weight_sync.rollout.request import parse_rollout
 from omni_proxy.weight_sync.rollout.service import RolloutCall
+from omni_proxy.wire.errors import HttpError
 from tests.admin_api.house import A, B, build_house, entry
 from tests.rest import at_rest
 from tests.weight_sync.operation_fixture import (
@@ -304,8 +305,60 @@ async def test_a_pause_takes_effect_after_the_batch_and_resume_goes_on(settled, 
     assert (await rollouts.resume()).ok
     assert (await ended(settled))["state"] == "succeeded"
     for steer in (rollouts.pause, rollouts.resume):
-        with pytest.raises(Exception, match="no rollout is running"):
+        with pytest.raises(HttpError, match="no rollout is running"):
             await steer()
+
+
+async def test_a_pause_while_the_journal_is_written_is_not_lost(settled, monkeypatch):
+    """The batch that has begun is completed, and the next one waits."""
+    journal, rollouts = settled.desk.journal, settled.desk.rollouts
+    record = journal.record_rollout
+
+    async def recording(state):
+        await record(state)
+        if "updating" in [row.phase for row in state.workers]:
+            await rollouts.pause()
+
+    monkeypatch.setattr(journal, "record_rollout", recording)
+    await begin(settled)
+    told = await stands(settled, lambda told: told["state"] == "paused")
+    assert states(told) == ["updated", "pending"]
+
+
+async def test_a_disk_that_fails_in_the_middle_ends_it_untouched(settled, engines, monkeypatch):
+    journal = settled.desk.journal
+    record = journal.record_rollout
+
+    async def recording(state):
+        if "updating" in [row.phase for row in state.workers]:
+            raise OSError(28, "No space left on device")
+        await record(state)
+
+    monkeypatch.setattr(journal, "record_rollout", recording)
+    await begin(settled)
+    told = await ended(settled)
+    assert (told["state"], states(told)) == ("failed", ["pending", "pending"])
+    assert "nothing was sent: the journal" in told["cause"]
+    assert "No space left on device" in told["cause"]
+    assert engines.loaded(A) == []
+    assert cordon_reasons_of(settled) == [[], []]
+
+
+async def test_a_cancel_while_its_end_is_written_comes_too_late(settled, monkeypatch):
+    journal, rollouts = settled.desk.journal, settled.desk.rollouts
+    save, refusals = journal.save_rollout, []
+
+    async def saving(state):
+        if state is None:
+            with pytest.raises(HttpError) as refusal:
+                await rollouts.cancel("late")
+            refusals.append((refusal.value.status, refusal.value.message))
+        await save(state)
+
+    monkeypatch.setattr(journal, "save_rollout", saving)
+    await begin(settled)
+    assert (await ended(settled))["state"] == "succeeded"
+    assert refusals == [(409, "the rollout is ending")]
 
 
 async def test_a_cancel_while_draining_gives_the_worker_back(settled, engines):
