@@ -13,8 +13,8 @@ from quart import Quart, Response
 
 from omni_proxy import __version__
 from omni_proxy.admin_api.access.auth import needs_key
-from omni_proxy.admin_api.openapi.routes import TABLE, Parameter, RouteDoc
-from omni_proxy.admin_api.openapi.schemas import SCHEMAS, TEXT, Schema, ref
+from omni_proxy.admin_api.openapi.routes import EVENTS, TABLE, Parameter, RouteDoc
+from omni_proxy.admin_api.openapi.schemas import ANY, SCHEMAS, TEXT, Schema, ref
 from omni_proxy.admin_ops.routes import TOPPED
 from omni_proxy.config.schema import AdminConfig
 from omni_proxy.wire.errors import to_json
@@ -91,7 +91,7 @@ def _answer(content: str) -> Schema:
     media: dict[str, object] = {}
     for name in content.split():
         if "/" in name:
-            media[name] = {"schema": TEXT}
+            media[name] = {"schema": ANY if name == EVENTS else TEXT}
         else:
             media[JSON] = {"schema": ref(name)}
     text = {"Error": "refused", "Outcome": "the outcome"}.get(content, content or "nothing new")

@@ -59,3 +59,28 @@ def test_a_waived_worker_has_no_target_until_the_next_update():
 def test_a_published_version_survives_encoding():
     published = PublishedVersion(0, None).after(target(models=("m", None)), None).waive({A: "m"})
     assert msgspec.json.decode(msgspec.json.encode(published), type=PublishedVersion) == published
+
+
+def test_further_workers_take_the_epoch_that_is_published():
+    first = PublishedVersion(3, "v1").after(TargetVersion(label="v2"), ["a"])
+    both = first.extended(first.targets["a"], ["b"])
+    assert (both.epoch, both.label) == (4, "v2")
+    assert both.targets["b"] == both.targets["a"]
+    assert list(both.extended(both.targets["a"], [ALL_WORKERS], only=True).targets) == [ALL_WORKERS]
+
+
+def test_a_version_that_is_withdrawn_leaves_the_former_one_and_no_number_is_given_twice():
+    before = PublishedVersion(3, "v1", {ALL_WORKERS: TargetVersion(label="v1", epoch=3)})
+    tried = before.after(TargetVersion(label="v2"), ["a"])
+    back = tried.withdrawn({"a": None}).withdrawn({}, (3, "v1"))
+    assert (back.epoch, back.label, back.targets) == (3, "v1", before.targets)
+    assert back.after(TargetVersion(label="v3"), None).epoch == 5
+    stored = msgspec.json.decode(msgspec.json.encode(back), type=PublishedVersion)
+    assert stored.after(TargetVersion(label="v3"), None).epoch == 5
+    assert b"highest" not in msgspec.json.encode(before)
+
+
+def test_a_worker_that_had_a_row_of_its_own_has_it_again():
+    own = TargetVersion(label="v0", epoch=2)
+    tried = PublishedVersion(3, "v1", {"a": own}).after(TargetVersion(label="v2"), ["a"])
+    assert tried.withdrawn({"a": own}).targets == {"a": own}

@@ -1,0 +1,70 @@
+"""Rollouts of versions of the store, over workers that load from it."""
+
+import pytest
+import trio
+
+from omni_proxy.weight_sync.rollout.request import parse_rollout
+from omni_proxy.weight_sync.rollout.service import RolloutCall
+from omni_proxy.wire.errors import HttpError
+from tests.admin_api.house import A, B
+from tests.weight_sync.version_holders import VersionEngines
+
+pytest.importorskip("torch")
+ENGINES = VersionEngines
+
+
+async def rolled(running, **body):
+    """The rollout, once it has ended."""
+    call = RolloutCall(parse_rollout(body), None, "me")
+    answer = await running.desk.start_rollout(call)
+    assert answer.status == 202, answer.body
+    progress = running.desk.rollouts.progress
+    with trio.fail_after(30):
+        while progress.active is not None:
+            await progress.changed.wait()
+    return progress.to_dict()
+
+
+async def test_a_stored_version_is_brought_to_one_worker_after_the_other(running):
+    await running.sync(1)
+    await running.sync(2)
+    loads = running.engines.loads(A)
+    told = await rolled(running, version="v1")
+    assert (told["state"], told["weight_version"], told["version"]) == ("succeeded", "v1", 1)
+    assert running.versions() == [("v1", 3), ("v1", 3)]
+    assert running.engines.loads(A) == loads + 1
+    current = running.store.current
+    assert (current.label, current.epoch) == ("v1", 3)
+    assert running.engines.holds[A] == running.engines.holds[B] == current.digests
+
+
+async def test_where_a_worker_fails_all_go_back_to_the_stored_version_that_they_had(running):
+    await running.sync(1)
+    await running.sync(2)
+    running.engines.failing_loads[B] = 1
+    told = await rolled(running, version=1)
+    assert (told["state"], [row["state"] for row in told["workers"]]) == (
+        "failed", ["restored", "restored"],
+    )  # fmt: skip
+    assert "out of memory" in told["cause"]
+    assert running.versions() == [("v2", 2), ("v2", 2)]
+    assert running.store.current.label == "v2"
+    assert running.engines.holds[A] == running.engines.holds[B] == running.store.current.digests
+    assert running.held() == [[], []]
+
+
+async def test_a_version_that_is_not_there_is_named_with_those_that_are(running):
+    await running.sync(1)
+    with pytest.raises(HttpError) as refusal:
+        await running.desk.rollouts.start(RolloutCall(parse_rollout({"version": 9})))
+    assert (refusal.value.status, refusal.value.code) == (404, "unknown_version")
+    assert [version["version"] for version in refusal.value.extra["versions"]] == ["v1"]
+
+
+async def test_another_label_may_be_given(running):
+    await running.sync(1)
+    await running.sync(2)
+    told = await rolled(running, version=1, weight_version="again")
+    assert told["state"] == "succeeded"
+    assert running.versions() == [("again", 3), ("again", 3)]
+    assert running.engines.labels == {A: "again", B: "again"}
