@@ -172,18 +172,22 @@ kind = "read"
 """
 
 
-async def test_configured_routes_come_and_go_with_the_file(tmp_path, soon):
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_configured_routes_come_and_go_with_the_file(tmp_path, soon, processes):
     file = tmp_path / "proxy.toml"
     async with fake_workers(*[answering(counted(b'{"success": true}'))] * 2) as workers:
         entries = "".join(f'[[workers]]\nurl = "{worker.url}"\n' for worker in workers)
-        plain = f"[server]\nport = 0\n{PROBES}{entries}"
+        plain = f"[server]\nport = 0\nprocesses = {processes}\n{PROBES}{entries}"
         put(file, plain)
 
         def asked(path):
             return [sum(path in line for line, _ in worker.requests) for worker in workers]
 
         async with program("--config", file) as running:
+            running.client.headers["connection"] = "close"
             await running.until_routable(*workers)
+            if processes > 1:
+                await running.until("/status", lambda told: serving(told, processes))
 
             async def statuses():
                 answers = [
@@ -195,7 +199,7 @@ async def test_configured_routes_come_and_go_with_the_file(tmp_path, soon):
 
             assert (await statuses())[0] == [404, 404, 404]
             put(file, plain + MORE)
-            await running.says("config_applied .*revision=2")
+            assert (await running.client.post("/reload")).status_code == 200
             told, answers = await statuses()
             assert told == [200, 200, 200], [answer.text for answer in answers]
             assert sum(asked("/skyrl/v1/generate")) == 1
@@ -209,7 +213,7 @@ async def test_configured_routes_come_and_go_with_the_file(tmp_path, soon):
             for path in ("/skyrl/v1/generate/x", "/init_broadcaster/x", "/skyrl/v1"):
                 assert (await running.client.post(path, json={})).status_code == 404
             put(file, plain)
-            await running.says("config_applied .*revision=3")
+            assert (await running.client.post("/reload")).status_code == 200
             assert (await statuses())[0] == [404, 404, 404]
 
 

@@ -197,7 +197,7 @@ _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
         ("--dp-aware", "--dp-minimum-", "--intra-node-data-parallel-size"),
     ),
     (
-        "responses and conversations are not kept, /v1/responses is not served",
+        "responses and conversations are kept by the engines, if they keep them",
         (
             "--history-", "--oracle-", "--postgres-", "--redis-", "--schema-config",
             "--storage-",

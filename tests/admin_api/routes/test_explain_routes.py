@@ -2,10 +2,11 @@ import pytest
 import trio
 
 from omni_proxy.admin_api.routes.models_routes import top_of
+from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, SLICE_BYTES
 from omni_proxy.routing.policies import build_policy
-from tests.admin_api.house import A, B
+from tests.admin_api.house import A, B, build_house, entry
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
 
@@ -91,3 +92,19 @@ async def test_others_have_their_turns_while_a_large_body_is_walked_over():
         assert bytes((await top_of(LARGE)).model) == b'"m"'
         nursery.cancel_scope.cancel()
     assert turns >= len(LARGE) // SLICE_BYTES // 2
+
+
+async def test_a_stored_response_is_explained_by_its_owner(house):
+    house.healthy(A, B)
+    house.door.response_owners.keep("resp_1", house.worker(B), 0.0)
+    for body, url in ((b'{"previous_response_id": "resp_1"}', B), (b'{"input": "a"}', A)):
+        answer = await house.client().post("/explain?path=/v1/responses", data=body)
+        assert (await answer.get_json())["pick"]["url"] == url
+
+
+async def test_a_configured_route_is_explained_like_a_built_in_one():
+    config = parse('[[routes]]\npath = "/own"\ncapability = "speech"\ntext = ["x"]')
+    house = build_house(entry(A), routes=config.routes)
+    house.healthy(A)
+    answer = await house.client().post("/explain?path=/own", data=b'{"x": [1, 2]}')
+    assert (await answer.get_json())["need"]["capabilities"] == ["speech"]
