@@ -76,7 +76,7 @@ def create_app(services: Services) -> QuartTrio:
 
 
 def _visible_pauses(services: Services, keys: KeyCheck) -> dict[str, PauseRecord]:
-    """The pauses; without the admin key, workers' records do not name who paused a worker."""
+    """The pauses; without the admin key, workers' records do not have the caller of a pause."""
     pauses = services.weight_operations.journal.pauses()
     if not pauses or (has_request_context() and keys.presented()):
         return pauses

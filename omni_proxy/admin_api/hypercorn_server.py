@@ -23,10 +23,10 @@ from quart_trio import QuartTrio
 from omni_proxy.hypercorn_connection import HypercornConnection, first_leaf_error, protect_last_send
 
 BACKLOG = 1024
-# The door drops an idle connection after 30 s, long before this: the two never race.
+# The data plane drops an idle connection after 30 s, long before this: no race.
 KEEP_ALIVE_SECS = 3600
 GRACE_SECS = 5
-HEAD_BYTES = 128 * 1024  # twice what the door lets in: a head it passed is never refused here
+HEAD_BYTES = 128 * 1024  # twice the data plane's limit: a head that it passed is never refused here
 
 log = logging.getLogger(__name__)
 
@@ -113,13 +113,15 @@ class HypercornServer:
                 state,
                 stream,  # type: ignore[arg-type]
             )
-        except Exception as fault:  # it is one connection's, whatever it is (hypercorn #225)
-            log.warning("a connection from the door ended by a fault: %r", first_leaf_error(fault))
+        except Exception as fault:  # any fault ends this connection only (hypercorn #225)
+            log.warning(
+                "a connection from the data plane ended by a fault: %r", first_leaf_error(fault)
+            )
 
 
 def _settings() -> Config:
     quiet = log.getChild("hypercorn")
-    quiet.setLevel(logging.WARNING)  # it announces a private socket as something to visit
+    quiet.setLevel(logging.WARNING)  # it announces a private socket as a URL
     settings = Config()
     settings.errorlog = quiet
     settings.keep_alive_timeout = KEEP_ALIVE_SECS

@@ -92,7 +92,7 @@ async def _refused(refusal: HttpError) -> Response:
 async def _failed(error: HTTPException) -> Response:
     status = error.code or 500
     if status == 404 and request.path == "/" and request.method == "HEAD":
-        return Response("", 200)  # so clients of the Messages API ask whether a server is there
+        return Response("", 200)  # how clients of the Messages API probe a server
     if status == 404 and request.path == "/" and "text/html" in request.headers.get("Accept", ""):
         # A browser. Relative, as a proxy in front may have stripped a prefix.
         return Response("", 302, {"Location": "dashboard", "Cache-Control": "no-store"})

@@ -1,7 +1,7 @@
-"""Resolves selectors to workers, by what the fleet knows and what their engines report.
+"""Resolves selectors to workers, by the fleet's records and what their engines report.
 
-Invariant: engines are called only if a selector has a key that only they know; a worker that does
-not answer has none of these facts.
+Invariant: engines are called only if a selector has a key that only they report; a worker without a
+reply has none of these facts.
 """
 
 from __future__ import annotations

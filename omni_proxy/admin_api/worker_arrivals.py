@@ -21,7 +21,7 @@ from omni_proxy.upstream_http.client import Call, call_worker
 from omni_proxy.upstream_http.resolver import RefusedAddress, resolve
 from omni_proxy.wire.errors import HttpError
 
-WAIT_SECS = 30.0  # for a worker that is still starting, where nobody says how long
+WAIT_SECS = 30.0  # for a worker that is still starting, by default
 MAX_WAIT_SECS = 7200.0
 PAUSE_SECS = 0.25
 PROBE_PAUSE_SECS = 0.05
@@ -33,7 +33,7 @@ class WorkerArrivals:
         self._services = services
 
     async def until_routable(self, worker: Worker) -> None:
-        """Returns early for a worker that nobody probes: dead, or removed meanwhile."""
+        """Returns early for a worker that is not probed: dead, or removed in the meantime."""
         with trio.move_on_after(ROUTABLE_SECS):
             while not worker.routable and self._is_probed(worker):
                 await self._services.prober.probe_once(worker)

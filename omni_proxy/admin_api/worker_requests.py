@@ -1,7 +1,7 @@
-"""Bodies of worker requests in two dialects, and what clients attach to a worker.
+"""Bodies of worker requests in two dialects, and notes that clients attach to a worker.
 
 The proxy's own dialect is answered when done, that of sgl-model-gateway (smg) at once: a key that
-only smg has makes a request asynchronous, as the configured dialect or the `Prefer` header may.
+only smg has makes a request asynchronous, like the configured dialect or the `Prefer` header.
 Labels, priority and cost are kept and shown; nothing routes by them. Invariant: a body is validated
 whole before anything changes, and an unknown key is refused (omni-router.md 5, routers.md 1.7);
 notes live as long as their worker object and are never written to disk.
@@ -178,7 +178,7 @@ class WorkerNote:
 
 
 class WorkerNotes:
-    """`gateway_ids`: clients know workers by ids as sglang-router has them."""
+    """`gateway_ids`: worker ids are UUIDs, as in sglang-router."""
 
     def __init__(self, fleet: Fleet, *, gateway_ids: bool = False) -> None:
         self._fleet = fleet
@@ -203,8 +203,8 @@ class WorkerNotes:
     def job_status(
         self, worker: Worker, now: datetime, startup_timeout_secs: float
     ) -> dict[str, object]:
-        """`{"job_status": ...}` of an addition in the background; empty once it is done. It has
-        failed past the time-out (0: none), until the worker is well after all."""
+        """`{"job_status": ...}` of an addition in the background; empty once it is done. It is
+        failed after the time-out (0: none), until the worker becomes healthy."""
         note = self._notes.get(worker)
         if note is None or note.asked_at is None:
             return {}

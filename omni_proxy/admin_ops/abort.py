@@ -36,8 +36,8 @@ class AbortDialect(StrEnum):
 
 
 class AbortTarget(msgspec.Struct, frozen=True):
-    """The requests that are meant: those of `ids`, those whose id begins with one of them
-    (`prefix`), or all."""
+    """The requests to abort: those of `ids`, those whose id begins with one of them (`prefix`), or
+    all."""
 
     ids: tuple[str, ...] = ()
     prefix: bool = False
@@ -58,7 +58,7 @@ class AbortTarget(msgspec.Struct, frozen=True):
 
 
 class AbortFindings(msgspec.Struct, frozen=True):
-    """What one data-plane process knew of the requests that are meant.
+    """The requests that one data-plane process has of those to abort.
 
     `waiting`: how many waited there, and have ended. `known`: those of the target's ids that it
     found. `running`: worker URL to the ids of its requests.
@@ -155,7 +155,7 @@ def merged(findings: Iterable[AbortFindings]) -> AbortFindings:
 
 
 def urls_to_ask(target: AbortTarget, findings: AbortFindings) -> Collection[str] | None:
-    """The workers that have what is meant; None where only asking all of them makes sure."""
+    """The workers that have the requests; None if all must be called to be sure."""
     is_known = not (target.everything or target.prefix) and set(target.ids) <= set(findings.known)
     return findings.running.keys() if is_known else None
 
@@ -163,7 +163,7 @@ def urls_to_ask(target: AbortTarget, findings: AbortFindings) -> Collection[str]
 def abort_response(
     dialect: AbortDialect, results: Sequence[WorkerResult], sent_ids: int, waiting: int
 ) -> AdminResponse:
-    """`sent_ids`: how many ids each call named; an engine that tells no number counts for that."""
+    """`sent_ids`: how many ids each call named; one without a count counts as this."""
     response = aggregate(dialect.value, results, {})
     body = {**response.body, "ended_in_queue": waiting}
     if dialect is AbortDialect.VLLM:

@@ -44,7 +44,7 @@ def check_routes(config: Config, file: str) -> None:
 
 
 def _taken(path: str) -> str:
-    """Why a configured route can't have this path; "" where it can."""
+    """Why a configured route can't have this path, else ""."""
     if path in BY_PATH or is_built_in(path):
         return "is a built-in control route"
     try:

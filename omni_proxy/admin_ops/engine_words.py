@@ -1,9 +1,9 @@
-"""One admin call in the words of the other kind of engine: SGLang's routes and vLLM's. Pure.
+"""Translation of an admin call between the dialects of SGLang and vLLM. Pure.
 
-A caller speaks one dialect, and a fleet may have engines of both. A call is sent as the caller
-wrote it; a worker that does not have the route is sent what stands here. Invariant: other words
-ask for the same thing, or for nothing: what one kind of engine cannot do has no row in `_TABLE`,
-and its worker's refusal is the answer. Sources: features.md 3.2, real-engines.md 5.1.
+A caller uses one dialect, and a fleet may have engines of both. A call is sent unchanged; a worker
+without the route gets the translation. Invariant: a translation requests the same operation. What
+one kind of engine cannot do has no row in `_TABLE`, and its worker's refusal is the result.
+Sources: features.md 3.2, real-engines.md 5.1.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class EngineCall:
 def in_other_words(call: EngineCall) -> tuple[EngineCall, ...]:
     """The calls, one after the other, that do the same at an engine of the other kind.
 
-    () where that kind cannot do it, or would be told so in the same words.
+    () if that kind cannot do it, or has the same call.
     """
     translate = _TABLE.get(call.path)
     return translate(call) if translate is not None else ()
 
 
 def with_defaults(path: str, body: bytes) -> bytes:
-    """The body of an admin call, with what the caller would say if it knew of it.
+    """The body of an admin call with the safe default added.
 
-    SGLang's /update_weight_version aborts all running requests unless it is told not to: 16 of 16
-    were lost after a pause that was to keep them (features.md 3.1).
+    SGLang's /update_weight_version aborts all running requests by default: 16 of 16 were lost after
+    a pause that was to keep them (features.md 3.1).
     """
     if path != "/update_weight_version":
         return body
@@ -80,7 +80,7 @@ def _checker(path: str) -> Callable[[EngineCall], tuple[EngineCall, ...]]:
 
 
 def _update_from_disk(call: EngineCall) -> tuple[EngineCall, ...]:
-    """The cache is flushed unless the caller says otherwise, as SGLang does."""
+    """The cache is flushed by default, as in SGLang."""
     path, label = call.argument("model_path"), call.argument("weight_version")
     if not isinstance(path, str):
         return ()

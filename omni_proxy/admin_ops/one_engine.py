@@ -1,9 +1,9 @@
-"""Answers of many workers to a call of vLLM's dialect, as one engine would give them. Pure.
+"""Replies of many workers to a call of vLLM's dialect, merged like one engine's. Pure.
 
 A trainer that drives one engine reads `status`, `world_size`, `is_paused`, `checksums` at the top
-of the answer. Invariant: a key is at the top where all workers say the same of it, or where the
+of the response. Invariant: a key is at the top if all workers have the same value, or if the
 fleet's value follows from theirs (a sum, all of them); else it is in `results` alone. What all
-workers refuse alike is refused with their status, so that a bad argument is a 400 here, too.
+workers refuse with the same status is refused with it, so that a bad argument is a 400 here, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def as_one(path: str, response: AdminResponse, results: Sequence[WorkerResult]) 
 
 
 def _agreed(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """What all of them say alike, except of what our answer says itself."""
+    """Keys with the same value in all bodies, except those of the proxy's own response."""
     if not bodies:
         return {}
     first, *rest = bodies
@@ -61,7 +61,7 @@ def _all_of(key: str) -> Callable[[Sequence[Mapping[str, object]]], dict[str, ob
 
 
 def _match(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Of a comparison with a baseline: it matches where it does everywhere."""
+    """Of a comparison with a baseline: true if it matches everywhere."""
     if not all("match" in body for body in bodies):
         return {}
     differing: set[str] = set()

@@ -21,7 +21,7 @@ from omni_proxy.admin_ops.routes import INIT, AdminRoute, Kind
 
 
 class Step(StrEnum):
-    """Where an operation stands; the diagram is above."""
+    """The step of an operation; see the diagram above."""
 
     WAITING = "waiting"
     DRAINING = "draining"
@@ -46,7 +46,7 @@ class WorkerFate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Disposition:
-    """What is left of a worker: its fate, and why where that is no good one."""
+    """The state of a worker after the operation, and the reason for a bad one."""
 
     fate: WorkerFate
     reason: str = ""
@@ -62,10 +62,10 @@ def fates(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Dispo
     |---|---|---|
     | init of a group | any | disabled |
     | pause, other group calls, version labels | any | restored: no weight was touched |
-    | whole update | all said 4xx, and of no change | restored: nothing was applied |
+    | whole update | all answered 4xx without a change | restored: nothing was applied |
     | any other update | any | uncertain |
 
-    Where the route discards weights, those that did it, or may have, are uncertain, too.
+    If the route discards weights, workers that did it, or may have, are uncertain, too.
     """
     failed = {result.worker: result for result in answers if not result.success}
     fates = {result.worker: RESTORED for result in answers}
@@ -124,7 +124,7 @@ class Operation:
         self.answers[result.worker] = result
 
     def progress(self) -> list[dict[str, object]]:
-        """A row for each target: not asked yet, asked, or what it answered."""
+        """A row for each target: not called yet, called, or its reply."""
         return [self._row(url) for url in self.targets]
 
     def status(self, at: float) -> dict[str, object]:
@@ -139,7 +139,7 @@ class Operation:
         }
 
     def in_words(self, at: float) -> str:
-        """For somebody who waits for it."""
+        """A sentence for a caller that waits for it."""
         by = f" of {self.caller}" if self.caller else ""
         text = f"{self.route.name}{by} began {at - self.asked_at:.1f} s ago, step {self.step}"
         if self.step is Step.CALLING:

@@ -18,7 +18,7 @@ from omni_proxy.wire.bounded_json import TooManyValues, read_json
 from omni_proxy.wire.errors import HttpError
 
 FAILED = "one or more workers failed admin request"
-# How engines word a refusal of what they have done all the same: the weights are others, and what
+# Texts of engines that refuse although the weights have changed, and what
 # was cached is of the old ones; or a swap broke off half-way.
 CHANGED = (
     "weights were updated",
@@ -34,9 +34,9 @@ MAX_TEXT_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """`worker` is its URL. Without a whole answer `error` says why; `body` is JSON or text.
+    """`worker` is its URL. Without a complete response `error` has why; `body` is JSON or text.
 
-    `sent_to`: the path where it was asked in other words than the caller's, else "".
+    `sent_to`: the path of the translated call, if it was sent in another dialect, else "".
     """
 
     worker: str
@@ -53,12 +53,12 @@ class WorkerResult:
 
     @property
     def refused(self) -> bool:
-        """It said no, and said it plainly."""
+        """Whether it answered with a clear refusal."""
         return self._answered and 400 <= (self.status or 0) < 500
 
     @property
     def unchanged(self) -> bool:
-        """It said no plainly, and not that its weights are others all the same."""
+        """Whether it refused clearly, without a text that its weights have changed."""
         sentence = _sentence(self.body).lower()
         return self.refused and not any(phrase in sentence for phrase in CHANGED)
 
@@ -117,7 +117,7 @@ def aggregate(
 
 
 def refused(refusal: HttpError) -> AdminResponse:
-    """A refusal of ours, with the keys at its top that clients of these routes read."""
+    """A refusal of the proxy, with the top-level keys that clients of these routes read."""
     values = json.loads(refusal.body())
     top = {"success": False, "message": refusal.message, "status": "error"}
     return AdminResponse(refusal.status, {**top, **values}, dict(refusal.headers))
@@ -155,7 +155,7 @@ MODEL_INFO = "/model_info"
 
 
 def label_reported(body: object, fact: str) -> list[object]:
-    """What a worker's body says of a fact, each value once: at its top, and stage by stage."""
+    """A fact of a worker's body, each value once: at its top level, and by stage."""
     values: list[object] = []
     for container in _places(body):
         value = container.get(fact)
@@ -165,7 +165,7 @@ def label_reported(body: object, fact: str) -> list[object]:
 
 
 def version_of(body: object) -> str | None:
-    """The label of its weights; None where it tells none, or several."""
+    """The label of its weights; None if it reports none, or several."""
     labels = label_reported(body, "weight_version")
     return str(labels[0]) if len(labels) == 1 else None
 

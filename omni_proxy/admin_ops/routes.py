@@ -4,8 +4,8 @@ kind      lock and journal   cordon reason       afterwards
 read      no                 -                   -
 plain     no                 -                   -
 flush     no                 -                   prefix caches are cleared
-continue  no                 -                   "paused" ends where it succeeded
-pause     yes                paused              stays paused, as `while_paused` says
+continue  no                 -                   "paused" ends on success
+pause     yes                paused              stays paused, see `while_paused`
 group     yes                updating            a failed init disables its worker
 update    yes                updating            failed workers are uncertain, see operation.py
 """
@@ -23,7 +23,7 @@ class Kind(StrEnum):
     """What a route does to a worker."""
 
     READ = "read"
-    PLAIN = "plain"  # it changes nothing that routing or weights must know
+    PLAIN = "plain"  # changes nothing that concerns routing or weights
     FLUSH = "flush"
     CONTINUE = "continue"
     PAUSE = "pause"
@@ -33,10 +33,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdminRoute:
-    """`whole`: its success replaces all weights. `receives`: a refusal says nothing of them.
+    """`whole`: success replaces all weights. `receives`: a refusal does not prove them unchanged.
 
-    `labels` only: it touches a name and no weight. `discards`: its success leaves no weights that
-    could serve. `one_engine`: the answer is that of one engine of vLLM (one_engine.py).
+    `labels` only: changes a name and no weight. `discards`: success leaves no weights that could
+    serve. `one_engine`: the answer is that of one engine of vLLM (one_engine.py).
     """
 
     path: str
@@ -55,7 +55,7 @@ class AdminRoute:
 
     @property
     def hold(self) -> str:
-        """Why its targets are out of routing while it runs; "" where they are not."""
+        """Why its targets are out of rotation while it runs; "" if they are not."""
         if not self.takes_turn:
             return ""
         return "paused" if self.kind is Kind.PAUSE else "updating"
@@ -147,7 +147,7 @@ ROUTES: Final = (
 )
 BY_PATH: Final = {route.path: route for route in ROUTES}
 RESOLVES: Final = ("/weights/resolve", "/weight_update_journal/resolve")
-# Whoever refuses one of these says `success`, `message` and `status` at the top, too.
+# Refusals of these have `success`, `message` and `status` at the top level, too.
 ROLLBACK: Final = AdminRoute("/weights/rollback", Kind.UPDATE, whole=True)
 ROLLOUT: Final = AdminRoute("/weights/rollout", Kind.UPDATE, whole=True)
 STEER_ROLLOUT: Final = tuple(f"{ROLLOUT.path}/{step}" for step in ("pause", "resume", "cancel"))
@@ -156,7 +156,7 @@ TOPPED: Final = frozenset(
     (*BY_PATH, *RESOLVES, ROLLBACK.path, ROLLOUT.path, *STEER_ROLLOUT, *ABORTS)
 )
 CONTINUE: Final = BY_PATH["/continue_generation"]
-# Everything else that the front answers: a path, or what begins with one of these.
+# All other routes of the admin API: a path, or a prefix.
 _PATHS: Final = frozenset(
     (
         "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/status",
@@ -170,13 +170,13 @@ _BELOW: Final = ("/workers/", "/v1/models/", "/v1/rl/workers/", "/v1/rl/engine/"
 
 
 def paths() -> frozenset[str]:
-    """Those of the front that are spelled out."""
+    """The fixed paths of the admin API."""
     return TOPPED | _PATHS
 
 
 def is_known(path: str) -> bool:
-    """Whether the front has a route for it, whatever the method; `path` is decoded."""
-    path = "/" + path.lstrip("/")  # so the front reads it
+    """Whether the admin API has a route for it, for any method; `path` is decoded."""
+    path = "/" + path.lstrip("/")  # as Quart matches it
     return path in TOPPED or path in _PATHS or path.startswith(_BELOW)
 
 

@@ -41,7 +41,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Without terms everybody is meant."""
+    """Without terms it matches every worker."""
 
     terms: tuple[Term, ...] = ()
 
@@ -77,7 +77,7 @@ def _term(reader: _Reader) -> Term:
 
 
 class _Reader:
-    """Always stands before something that is no space."""
+    """Always positioned before a non-space character."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -1,4 +1,4 @@
-"""What differs between two configurations, and one configuration as it may be shown.
+"""The difference of two configurations, and a configuration without its secrets.
 
 Both are JSON-able and hold no secret: keys, tokens and passwords come out as "***", in the
 environments and commands of launched replicas too.
@@ -14,7 +14,7 @@ from omni_proxy.config.schema import Config
 
 _HIDDEN: Final = "***"
 _SECRET: Final = re.compile(r"(?:key|token|secret|password)$", re.IGNORECASE)
-# The lists of tables, and what tells their entries apart.
+# Lists of tables, and the key that identifies their entries.
 _LISTS: Final = {"workers": "url", "launch": "name", "routes": "path", "control_routes": "path"}
 
 

@@ -37,7 +37,7 @@ _UNITS: Final = {
     "gib": 1024**3,
 }
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-# They say where a message ends or who may read it.
+# They determine framing or access.
 _NOT_FREE = frozenset(
     ("host", "content-length", "content-type", "transfer-encoding", "connection", "authorization",
      "upgrade", "expect", "te", "trailer", "keep-alive", "via", "x-forwarded-for")
@@ -45,7 +45,7 @@ _NOT_FREE = frozenset(
 
 
 def read_size(value: object) -> object:
-    """Bytes from "64MiB"; what is no string is left for the type check."""
+    """Bytes from "64MiB"; a value that is not a string is left to the type check."""
     if not isinstance(value, str):
         return value
     match = _SIZE.fullmatch(value.strip())
@@ -114,7 +114,7 @@ def read_address(value: object) -> object:
     except AddressValueError:
         raise ValueError(f'"{value}" holds no IPv6 address in its brackets') from None
     if rest:
-        raise ValueError(f'"{value}" is more than an address; its port is a key of its own')
+        raise ValueError(f'"{value}" is more than an address; the port has its own key')
     return host
 
 

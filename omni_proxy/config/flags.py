@@ -1,4 +1,4 @@
-"""What the command line says on top of FILE: single keys, worker URLs, the admin key.
+"""Configuration from the command line on top of FILE: single keys, worker URLs, the admin key.
 
 `FLAGS` is the one list of flags that set a key; `cli/flags/arguments.py` builds its parser from it.
 """
@@ -52,7 +52,7 @@ FLAG_ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "--tls-cert": ("--tls-cert-path",),
     "--tls-key": ("--tls-key-path",),
 }
-# What they say for what a key says in another word.
+# Values of flags to values of keys.
 _MEANT: Final = {
     ("server.log_level", "warn"): "warning",
     ("server.max_inflight", "-1"): "0",
@@ -63,7 +63,7 @@ _MEANT: Final = {
     ("routing.policy", "session_aware"): "least_request",
     ("routing.policy", "sticky_least_loaded"): "least_request",
 }
-# Further keys that such a word sets, unless a flag of their own does.
+# Further keys that such a value sets, unless they have a flag themselves.
 _SESSIONS: Final[dict[str, object]] = {"routing.sticky_sessions": True}
 _MEANT_TOO: Final = {
     ("routing.policy", "manual"): _SESSIONS,
@@ -74,28 +74,28 @@ _FLAG_OF: Final = {key: flag for flag, key in FLAGS.items()}
 _PLACE: Final = "command line"
 
 
-# Whose behaviour decides where the routers differ: SGLang-Omni's, that of sglang-router and smg, or
-# that of vllm-router, which differs from theirs in a few answers.
+# Whose behaviour applies if the routers differ: SGLang-Omni's, that of sglang-router and smg, or
+# that of vllm-router, which differs from theirs in a few responses.
 Dialect: TypeAlias = Literal["omni", "sglang", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """What one start of the program was asked for; it stands over every reload of FILE."""
+    """The command line of one start of the program; it applies over every reload of FILE."""
 
     config_path: Path | None
     overrides: dict[str, object]
     flag_urls: tuple[str, ...]
     # From the environment, hence the last in line: it counts while neither flag nor FILE has one.
     admin_key: str
-    # Replicas that the command line asks for, beside those of FILE.
+    # Replicas of the command line, beside those of FILE.
     launch: tuple[LaunchEntry, ...] = ()
     dialect: Dialect = "omni"
-    # What was taken and has no effect, to be said in the log.
+    # Flags without effect, to be logged.
     warnings: tuple[str, ...] = ()
 
     def effective_config(self, config: Config) -> Config:
-        """The configuration that runs when FILE says `config`. Raises ConfigError."""
+        """The effective configuration for FILE's `config`. Raises ConfigError."""
         if self.launch:
             config = msgspec.structs.replace(config, launch=(*config.launch, *self.launch))
         config = apply_flags(config, self.overrides)

@@ -74,7 +74,7 @@ def desired_workers(
 
 
 def with_defaults(worker: WorkerSpec, config: Config) -> WorkerSpec:
-    """With what `config` says for all workers that do not say it themselves."""
+    """With the defaults that `config` has for all workers."""
     secure = worker.url.startswith("https:") and worker.tls_verify
     return replace(
         worker,
@@ -139,7 +139,7 @@ def with_override(state: SavedState, url: str, **fields: Any) -> SavedState:
 
 
 def with_pending_delete(state: SavedState, url: str) -> SavedState:
-    """Disabled now, and to be deleted as soon as it is drained."""
+    """Disabled now, and deleted once it is drained."""
     leaving = tuple(dict.fromkeys((*state.leaving, url)))
     return structs.replace(with_override(state, url, disabled=True), leaving=leaving)
 
@@ -182,7 +182,7 @@ def _switched(entry: WorkerEntry, switch: WorkerOverride) -> WorkerEntry:
 def _desired(
     entry: WorkerEntry | StateWorker, origin: Origin, base: WorkerEntry | WorkerSpec | None
 ) -> WorkerSpec:
-    """`kept` has what HTTP can't say."""
+    """`base` has the keys that can't be set over HTTP."""
     return WorkerSpec(
         url=entry.url,
         model=entry.model or None,

@@ -79,7 +79,7 @@ def to_toml_literal(value: object) -> str:
 
 
 _STRING: Final = re.compile(
-    # A multi-line string may end in up to two quotes of its own before the closing three.
+    # A multi-line string may have up to two quotes before the closing three.
     r'"""(?:[^\\]|\\.)*?"{3,5}|' + r"'''.*?'{3,5}|" + r'"(?:[^"\\\n]|\\.)*"|' + r"'[^'\n]*'",
     re.DOTALL,
 )

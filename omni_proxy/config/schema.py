@@ -76,74 +76,74 @@ Capabilities: TypeAlias = Annotated[tuple[Capability, ...], Meta(min_length=1)]
 class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The clocks of one exchange; 0 stops a clock."""
 
-    # A worker in the same network answers a SYN in milliseconds: past this it is not there.
+    # A worker in the same network answers a SYN in milliseconds: past this it is unreachable.
     connect_secs: Duration = 5.0
-    # Request sent to response head. A unary answer is computed before its head: minutes.
+    # Request sent to response head. A unary response is computed before its head: minutes.
     response_head_secs: Duration = 600.0
     # Response head to first body byte: time to first token on a stream. Off: prefill has no bound.
     first_byte_secs: Duration = 0.0
-    # Between two body pieces. Also what cuts a client that stopped reading for good.
+    # Between two chunks of a body. Also ends a client that stopped reading.
     idle_secs: Duration = 300.0
-    # A kept connection with no request on it. Above the 60 s of usual load balancers, so that
-    # they close first and never send into a connection that we are closing.
+    # An idle keep-alive connection. Above the usual 60 s of load balancers, so that they close
+    # first and never send into a connection that is being closed.
     client_idle_secs: Duration = 75.0
-    # For a head to be complete once it began: what ends a slow-head attack.
+    # From the first to the last byte of a head: ends a slow-head attack.
     client_head_secs: Duration = 10.0
-    # A client that stops in the middle of its upload is cut after this.
+    # A client that stops during its upload is disconnected after this.
     client_body_secs: Duration = 60.0
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Loopback unless the operator opens it.
     host: Host = "127.0.0.1"
-    # 0 takes any free port; the chosen one is logged.
+    # 0: any free port, which is logged.
     port: Annotated[int, Meta(ge=0, le=65535)] = 30000
-    # Who may connect to a Unix socket that is listened on: the permissions of its file.
+    # Permissions of the file of a Unix socket listener.
     unix_mode: Mode = "0660"
-    # Door processes that share the port; 0 is one per core.
+    # Data-plane processes that share the port; 0 is one per core.
     processes: Annotated[int, Meta(ge=0, le=1024)] = 1
     # Bytes of a request body; a larger one gets 413. Room for video in a JSON body.
     max_payload_size: Size = 512 * 1024 * 1024
-    # Bytes of request bodies in our memory at a time, those that came with their head aside; past
+    # Bytes of request bodies in memory at a time, except those that arrived with their head; above
     # it 503 with Retry-After.
     max_held_bytes: Size = 2 * 1024 * 1024 * 1024
     # A whole exchange that does not stream; 0 is none.
     request_timeout_secs: Duration = 1800.0
-    # Requests in flight over the whole fleet; 0 is no bound, past it 503 with Retry-After.
+    # Requests in flight over the whole fleet; 0 is no limit; above it 503 with Retry-After.
     max_inflight: Count = 0
-    # Requests beyond that bound, or without a routable worker, that wait instead of failing.
+    # Requests above that limit, or without a routable worker, that wait instead of failing.
     queue_size: Count = 0
     # Longest wait in that queue.
     queue_timeout_secs: Duration = 30.0
-    # Of the answer where a bound or the queue is full; with 429 a wait that was too long gets 408.
+    # Status if a limit or the queue is full; with 429 a wait that was too long gets 408.
     overload_status: OverloadStatus = 503
-    # A client's FIN before its answer: `abort` frees the worker, `answer` serves clients that
-    # close their sending side early.
+    # A client's FIN before its response: `abort` frees the worker, `answer` serves clients that
+    # half-close early.
     half_close: Literal["abort", "answer"] = "abort"
-    # X-Forwarded-For, -Proto, -Host and Via: `append` trusts who came before us, `replace` drops
-    # what clients claim, `off` passes on what came and adds nothing.
+    # X-Forwarded-For, -Proto, -Host and Via: `append` trusts the received fields, `replace` drops
+    # them, `off` passes them on and adds nothing.
     forwarded: Literal["append", "replace", "off"] = "off"
-    # The field that carries a request's id to the worker and back; made where a client sends none.
-    # Empty: what came is passed on.
+    # The field with a request's id, to the worker and back; generated if the client sends none.
+    # Empty: received fields are passed on unchanged.
     request_id_header: HeaderName = ""
-    # Fields that name a request's id, the first that is there, before X-Request-ID and
-    # X-Correlation-ID: for logs and answers. Nothing is made of them for the worker.
+    # Fields with a request's id, the first present one, before X-Request-ID and X-Correlation-ID:
+    # for logs and responses. The worker gets them unchanged.
     request_id_headers: tuple[HeaderToRead, ...] = ()
-    # Set: model traffic needs it as a bearer token (or as X-Api-Key), and so do control routes
-    # where [admin] api_key is empty.
+    # If set, model traffic needs it as a bearer token (or as X-Api-Key), and so do control routes
+    # if [admin] api_key is empty.
     api_key: str = ""
     # Every connection begins with the PROXY protocol, version 1 or 2; its address is the client's.
     proxy_protocol: bool = False
-    # A comment for whoever waits for a stream that has not begun: so often, 0 is never.
+    # Seconds between comments to a client while its stream has not begun; 0: never.
     sse_keepalive_secs: Duration = 0.0
-    # Browsers' origins that may call model routes and read what is open, without credentials; "*"
-    # is any. Nothing that changes something is ever open to them.
+    # Browsers' origins that may call model routes and read open routes, without credentials; "*" is
+    # any. They can never change anything.
     cors_allow_origins: tuple[WebOrigin, ...] = ("*",)
-    # After SIGTERM: what is in flight gets so long, then it is cut.
+    # After SIGTERM: time for requests in flight, then they are aborted.
     drain_timeout_secs: Duration = 120.0
-    # Head start for balancers that poll /ready: it is off so long before draining begins.
+    # For load balancers that poll /ready: it answers 503 for this long before draining begins.
     ready_off_secs: Duration = 0.0
-    # Where changes made over HTTP are kept: `auto` is beside the file, `off` is memory only.
+    # The file for changes made over HTTP: `auto` is beside the configuration, `off` memory only.
     state_file: Name = "auto"
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     log_format: Literal["text", "json"] = "text"
@@ -153,18 +153,18 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     access_log: Name = "off"
     # As access_log; one JSON line per routed request.
     route_log: Name = "off"
-    # false: exchanges are not counted; /metrics then tells of workers and configuration only.
+    # false: exchanges are not counted; /metrics then has workers and configuration only.
     metrics: bool = True
-    # true: token counts are read out of the last piece of each answer that tells its `usage`.
+    # true: token counts are read from the last chunk of each response with a `usage`.
     usage_metrics: bool = False
-    # PEM files; both or none. Renewed files are taken without a change of FILE.
+    # PEM files; both or none. Renewed files are loaded without a change of FILE.
     tls_cert: str = ""
     tls_key: str = ""
-    # Set: clients show certificates that one of these authorities has signed.
+    # If set, clients need a certificate of one of these CAs.
     tls_client_ca: str = ""
-    # false: a client may come without one; a wrong one is refused all the same.
+    # false: a client may send no certificate; an invalid one is still refused.
     tls_client_require: bool = True
-    # Who vouches for https workers that name no authorities of their own; empty is the system's.
+    # CAs of https workers without tls_ca; empty: the system's.
     tls_worker_ca: str = ""
     timeouts: TimeoutsConfig = TimeoutsConfig()
 
@@ -172,71 +172,71 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class CacheAwareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cache_aware policy: requests with a common beginning go to one worker."""
 
-    # Share of the text that must match before the match decides.
+    # Least matching share of the text for the match to decide.
     cache_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.5
-    # Both gaps between the busiest and the idlest worker exceeded: load decides, not the cache.
+    # If the busiest and the idlest worker differ by more than both, load decides, not the cache.
     balance_abs_threshold: Count = 32
     balance_rel_threshold: Annotated[float, Meta(ge=1, le=1_000_000)] = 1.0001
-    # How often the tree is cut back to its size.
+    # Seconds between evictions.
     eviction_interval_secs: Interval = 60.0
     # In bytes of UTF-8 (a character of ASCII is one), for the fleet as a whole; a text that many
     # workers hold counts once.
     max_tree_size: AtLeastOne = 16 * 1024 * 1024
-    # Who is picked when nothing matches well enough.
+    # The choice if no match is good enough.
     fallback: Literal["smallest_tree", "least_loaded"] = "smallest_tree"
-    # Several hold the match: the least loaded of them, or each in turn whatever its load.
+    # If several have the match: the least loaded of them, or round robin whatever the load.
     holders: Literal["all", "longest"] = "all"
-    # Too much load: of any worker, and load decides for all; or of the chosen one, and only its
-    # request goes elsewhere.
+    # Overload of any worker: load decides for all requests; or of the chosen one: only its request
+    # goes elsewhere.
     spill: Literal["global", "chosen"] = "global"
-    # What smallest_tree may give one worker whose tree is still small, so that a fresh one is not
-    # buried under all that matches nowhere; 0 is no bound.
+    # Limit of what smallest_tree sends to a worker with a small tree, so that a new one does not
+    # get all requests without a match; 0: no limit.
     warmup_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
 
 
 class PrefixHashConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The prefix_hash policy: the beginning of the text alone says which worker."""
+    """The prefix_hash policy: the prefix of the text alone determines the worker."""
 
-    # How much of the beginning, in bytes of UTF-8. Shorter: larger families.
+    # Length of the prefix in bytes of UTF-8. Shorter: more requests share a worker.
     prefix_length: AtLeastOne = 1024
-    # A worker above this multiple of the mean load is passed over.
+    # A worker above this multiple of the mean load is skipped.
     load_factor: Annotated[float, Meta(ge=1, le=1_000_000)] = 1.25
 
 
 class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    # How a worker is chosen among those that can serve the request.
+    # The policy that picks one of the eligible workers.
     policy: PolicyName = "round_robin"
-    # What a worker serves that does not say so itself.
+    # The model of workers that name none.
     model: str = ""
-    # Uploaded voices live on one worker: this URL, or if empty whoever took the first.
+    # The worker that keeps uploaded voices; empty: the one that got the first upload.
     voice_owner: OptionalWorkerUrl = ""
-    # So many failed tries of a worker in a row, over all requests, eject it; 0: this never does.
+    # Failed attempts in a row, over all requests, that eject a worker; 0: never.
     max_worker_retries: Count = 3
-    # Tries of one request in all; 0 and 1 are no retry.
+    # Attempts of one request in all; 0 and 1: no retry.
     max_total_retries: Count = 6
-    # What may be tried again. Nothing is, once a byte was relayed. A 500 counts as a failed try
-    # where it is named here; 502 and 504 always do, the others never.
+    # Causes for a retry. Never after a byte was relayed. A 500 counts as a failed attempt if it is
+    # named here; 502 and 504 always do, the others never.
     retry_on: tuple[RetryCause, ...] = ("connect_failure", "reset_before_response", "503")
-    # A larger body is sent once: keeping it for another try would cost more than the try is worth.
+    # A larger body is sent once: keeping it for a retry would cost too much memory.
     retry_body_bytes: Size = 8 * 1024 * 1024
     # After pause_generation: let workers queue, hold here, or refuse.
     while_paused: Literal["pass", "hold", "shed"] = "pass"
-    # What request failures make of a worker: back by a good probe, back by an operator, or gone.
+    # State of an ejected worker: returns by a good probe, returns by an operator, or removed.
     eject: Literal["unhealthy", "dead", "remove"] = "unhealthy"
-    # true: whoever has a key (a header of the request) stays with one worker, under any policy.
+    # true: requests with the same key (a header) stay with one worker, under any policy.
     sticky_sessions: bool = False
-    # A session that was idle for so long is forgotten; 0: never.
+    # A session that was idle for this long is dropped; 0: never.
     sticky_idle_secs: Duration = 14400.0
-    # So many are remembered; past it the longest idle one goes.
+    # Most sessions; above it the longest idle one is dropped.
     sticky_max: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
-    # Where a session begins: as the policy says, or at the worker with the fewest live sessions.
+    # The first worker of a session: the policy's, or that with the fewest live sessions.
     sticky_load: Literal["requests", "sessions"] = "requests"
     # A session is pinned anew once its worker has so many requests in flight more than the idlest
     # one ... 0: never.
     sticky_rebalance_abs: Count = 0
     # ... and so many times as many.
     sticky_rebalance_rel: Annotated[float, Meta(ge=1, le=1_000_000)] = 1.5
-    # The first of these that a request has names its session.
+    # The first of these headers that a request has is its session.
     session_headers: tuple[SessionHeader, ...] = (
         "x-smg-routing-key", "x-session-id", "x-claude-code-session-id", "session-id",
         "authorization", "x-forwarded-for", "cookie",
@@ -254,48 +254,48 @@ class HealthConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     interval_secs: Interval = 10.0
     # Of one probe.
     timeout_secs: Interval = 5.0
-    # Bad in a row until it is out.
+    # Failed probes in a row until a worker leaves rotation.
     failure_threshold: AtLeastOne = 3
-    # Good in a row until it is back.
+    # Good probes in a row until it returns.
     success_threshold: AtLeastOne = 2
     # `unhealthy` recovers by good probes; `dead` waits for an operator (or the launcher that
     # restarted it).
     on_threshold: Literal["dead", "unhealthy"] = "unhealthy"
-    # false: a worker in rotation is probed no more, so only failed requests take it out; one that
-    # is new, or out, is probed until it is well.
+    # false: a worker in rotation is not probed, so only failed requests eject it; one that is new,
+    # or out, is probed until it is healthy.
     probe_healthy: bool = True
-    # A worker that was never well for so long after it was added is reported as failed; 0: never.
-    # It is probed on, and gets requests once it is well.
+    # A worker that was never healthy for this long after it was added is reported as failed; 0:
+    # never. It is still probed, and gets requests once it is healthy.
     startup_timeout_secs: Duration = 0.0
 
 
 class AdminConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    # Bytes of a control request; past it 413.
+    # Bytes of a control request; above it 413.
     max_body_bytes: Size = 64 * 1024 * 1024
     # true: /metrics answers without the key.
     open_metrics: bool = False
-    # Set: whatever changes something needs it as a bearer token. Empty: [server] api_key.
+    # If set, changes need it as a bearer token. Empty: [server] api_key.
     api_key: str = ""
     # "host:port" or "unix:PATH": control routes answer there only.
     listen: Listen = ""
-    # "host:port" or "unix:PATH": GET /metrics answers there too, without a key, and nothing else.
+    # "host:port" or "unix:PATH": serves GET /metrics without a key, and nothing else.
     metrics_listen: Listen = ""
-    # false: the admin listener asks for no key.
+    # false: the admin listener requires no key.
     listen_key: bool = True
-    # Host names under which control routes answer without a key, beside addresses and localhost:
-    # any other name may be a stranger's, pointed at us (DNS rebinding).
+    # Host names under which control routes answer without a key, besides addresses and localhost:
+    # any other name may be a foreign one that resolves to this address (DNS rebinding).
     allowed_hosts: tuple[HostName, ...] = ()
-    # One weight update at a time: the next one waits so long, then 503.
+    # One weight update at a time: the next one waits this long, then 503.
     lock_timeout_secs: Duration = 300.0
     # For a single worker to answer a control call.
     worker_timeout_secs: Duration = 600.0
 
 
 class WeightSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    # Who joins the trainer's process group: every worker by a plain broadcast (off), every worker
-    # with ranks of its own (coordinate), we alone for all of them (receive), or either (both).
+    # Members of the trainer's process group: every worker by a plain broadcast (off), every worker
+    # with its own ranks (coordinate), the proxy for all of them (receive), or either (both).
     mode: Literal["coordinate", "receive", "both", "off"] = "coordinate"
-    # auto leaves the trainer's choice as it is.
+    # auto: the trainer's choice.
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     # The receive blocks in foreign code: in a process of its own it can be killed.
     isolation: Literal["process", "thread"] = "process"
@@ -305,18 +305,18 @@ class WeightSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ready_timeout_secs: Duration = 60.0
     # From complete to the last bucket.
     receive_timeout_secs: Duration = 300.0
-    # A transfer that stands still so long is given up.
+    # A transfer without progress for this long is aborted.
     stall_timeout_secs: Duration = 30.0
     # Folder of received versions; empty puts it next to the state file.
     store_dir: str = ""
     keep_versions: AtLeastOne = 2
     # Whether replicas must agree on a digest before they serve again.
     verify: Literal["checksum", "off"] = "checksum"
-    # After a partial failure: leave the failed ones out, undo it everywhere, or mend them.
+    # After a partial failure: keep the failed workers out, roll back everywhere, or repair them.
     on_failure: Literal["quarantine", "rollback", "forward"] = "quarantine"
     # Grace for running requests before their worker is paused or updated.
     drain_secs: Duration = 0.0
-    # And for those that come during it.
+    # And for requests that arrive during it.
     while_updating: Literal["hold", "shed", "pass"] = "hold"
 
 
@@ -326,17 +326,17 @@ class WorkerEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # Empty: routing.model, and if that is empty too, any model.
     model: str = ""
     capabilities: Capabilities = CAPABILITIES
-    # true: no new request, probes go on.
+    # true: no new requests; still probed.
     disabled: bool = False
     # Share of requests relative to the others.
     weight: Weight = 1
-    # Requests in flight on this worker; 0 is no bound.
+    # Requests in flight on this worker; 0: no limit.
     max_inflight: Count = 0
     # Environment variable with the bearer key for this worker. A name, so that FILE holds no key.
     api_key_env: str = ""
-    # For https: PEM file of the authorities that vouch for it; empty is server.tls_worker_ca.
+    # For https: PEM file of its CAs; empty: server.tls_worker_ca.
     tls_ca: str = ""
-    # false: whoever answers at its address is believed to be it, and gets its requests and key.
+    # false: its certificate is not verified: any host at its address gets its requests and key.
     tls_verify: bool = True
 
 
@@ -344,7 +344,7 @@ class LaunchEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A group of replicas that the proxy starts, watches, restarts and stops."""
 
     name: Name = "local"
-    # {host} and {port} are filled in for each replica.
+    # {host} and {port} are substituted for each replica.
     command: Annotated[tuple[str, ...], Meta(min_length=1)]
     replicas: Annotated[int, Meta(ge=0, le=1024)] = 1
     host: Address = "127.0.0.1"
@@ -352,7 +352,7 @@ class LaunchEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     base_port: Port = 31000
     # Above 0 each replica gets its own slice of the GPUs in CUDA_VISIBLE_DEVICES.
     gpus_per_replica: Count = 0
-    # Loading weights takes minutes; past this the start counts as failed.
+    # Loading weights takes minutes; after this the start counts as failed.
     ready_timeout_secs: Duration = 300.0
     restart: Literal["on_failure", "never"] = "on_failure"
     capabilities: Capabilities = CAPABILITIES
@@ -372,24 +372,24 @@ class LaunchEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class RouteEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A further model route, beside those that are built in: relayed to one worker, as it came."""
+    """A further model route, relayed to one worker unchanged."""
 
-    # Exact; not one of the routes that are built in.
+    # Exact; not a built-in route.
     path: Endpoint
     methods: Annotated[tuple[Method, ...], Meta(min_length=1)] = ("POST",)
-    # What a worker must be able to do to get its requests.
+    # The capabilities that a worker needs for it.
     capability: Capability = "chat"
-    # Keys of the body, dotted for nested ones, whose content is the text that prefixes are
-    # compared by. Lists, token ids, messages and parts with a text are read.
+    # Keys of the body, dotted for nested ones, whose content is the text for prefix matching.
+    # Lists, token ids, messages and parts with a text are read.
     text: tuple[Name, ...] = ()
 
 
 class ControlRouteEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A further control route, beside those that are built in: every worker gets it."""
+    """A further control route, sent to every worker."""
 
-    # Exact; not one of the routes that are built in.
+    # Exact; not a built-in route.
     path: Endpoint
-    # As of the built-in routes: who takes a turn, who is held meanwhile, what the journal keeps.
+    # As for built-in routes: the operation lock, workers out of rotation, the journal.
     kind: Literal["read", "plain", "pause", "continue", "group", "update"]
 
 

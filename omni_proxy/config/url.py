@@ -1,8 +1,8 @@
-"""Worker URLs: one spelling each, and none that leads to a machine's metadata service.
+"""Worker URLs: one spelling each, and none of a cloud metadata service.
 
 A normalized URL is `scheme://host[:port]` in lower case or `unix:/path`; two workers are the
-same one exactly when these are equal. Names are not resolved here: whoever dials must put every
-address it got through `refused_address`.
+same one exactly when these are equal. Names are not resolved here: code that connects must check
+every resolved address with `refused_address`.
 """
 
 import ipaddress
@@ -54,7 +54,7 @@ _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 def normalize_url(text: str, *, allow_unix: bool) -> str:
-    """Raises ValueError with a reason fit for the person who wrote the URL."""
+    """Raises ValueError with a reason for the author of the URL."""
     text = text.strip()
     if not text:
         raise ValueError("must not be empty")
@@ -118,8 +118,8 @@ def _carried(address: ipaddress.IPv6Address) -> Iterator[ipaddress.IPv4Address]:
 
 
 def _nat64(bits: int) -> list[int]:
-    """As RFC 6052 2.2 has it for prefixes of 96, 64, 56 and 48 bits: which one is in use here
-    nobody can tell. Bits 64 to 71 are no part of it."""
+    """RFC 6052 2.2 for prefixes of 96, 64, 56 and 48 bits: which one is in use is unknown. Bits 64
+    to 71 are not part of it."""
     joined = (bits >> 64 & 0xFFFF) << 56 | bits & 0xFFFFFFFFFFFFFF  # without them, from bit 48 on
     return [bits & _IPV4, bits >> 24 & _IPV4, joined >> 32 & _IPV4, joined >> 40 & _IPV4]
 
@@ -179,7 +179,7 @@ def _checked(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
 
 
 def _ipv6(host: str) -> ipaddress.IPv6Address:
-    # A zone only ever goes with a link-local address, so the rest of it is judged alone.
+    # Only link-local addresses have a zone, so the address is checked without it.
     try:
         return ipaddress.IPv6Address(host.partition("%")[0])
     except ValueError:

@@ -191,7 +191,7 @@ def _voice_owner_capabilities(tables: Mapping[str, Any]) -> Iterator[Finding]:
 def _incomplete_pairs(server: Mapping[str, Any]) -> Iterator[Finding]:
     for key, counterpart in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if server.get(key) and not server.get(counterpart):
-            yield ("server", key), f"needs {counterpart} beside it", ""
+            yield ("server", key), f"needs {counterpart}, too", ""
 
 
 def _tls_without_effect(tables: Mapping[str, Any]) -> Iterator[Finding]:
@@ -200,7 +200,7 @@ def _tls_without_effect(tables: Mapping[str, Any]) -> Iterator[Finding]:
     if server.get("tls_cert") and server.get("host", "").startswith("unix:"):
         yield ("server", "tls_cert"), "a Unix socket speaks no TLS", "listen on a port"
     if server.get("tls_client_ca") and not server.get("tls_cert"):
-        yield ("server", "tls_client_ca"), "needs tls_cert and tls_key beside it", ""
+        yield ("server", "tls_client_ca"), "needs tls_cert and tls_key, too", ""
     for index, entry in enumerate(tables.get("workers", [])):
         path = ("workers", index)
         unverified = entry.get("tls_verify") is False

@@ -1,11 +1,11 @@
 """The prober: active health checks, one loop and one HTTP client per worker that is not dead.
 
 Invariant: a dead worker is never probed, and a result counts only in the epoch in which its probe
-began. A probe reports success or failure; the health machine decides what follows from it. When
-another process answers than at the last probe, the fleet drops what it knew of the old one: its
-cached prefixes and its weight version.
+began. A probe reports success or failure; the health machine decides the transition. If another
+process answers than at the last probe, the fleet drops the state of the old one: its cached
+prefixes and its weight version.
 
-Spreads the starts of many tasks over iterations of the event loop.
+Also spreads the starts of many tasks over iterations of the event loop.
 
 Invariant: waiting tasks start in the order in which they came. If all of them ran in the same
 iteration, each checkpoint of a status request would take as long as all of them.
@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 RECOVERY_INTERVAL_SECS = 0.5  # between a first good probe and the success threshold
 OUT_INTERVAL_SECS = 10.0  # of a worker that is out, however long the interval of others
-MAX_PARALLEL_PROBES = 256  # more would time out for want of CPU of ours
+MAX_PARALLEL_PROBES = 256  # with more, the proxy's own CPU time would cause time-outs
 BODY_BYTES = 65536
 CLOSE_SECS = 1
 INSTANCE_HEADER = "x-omni-instance"
@@ -73,7 +73,7 @@ class _ProbeLoop:
     epoch: int | None = None  # of the probe that runs now
     refused: bool = False  # the last probe was refused: no process listens
     begun_at: float = field(default_factory=trio.current_time)
-    started: bool = False  # it was well once, or was reported as failed
+    started: bool = False  # it was healthy once, or was reported as failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Prober:
                 await client.close()
 
     def _note_startup(self, worker: Worker, loop: _ProbeLoop) -> None:
-        """Report once a worker that was not well within the time for its start."""
+        """Report once a worker that was not healthy within the time for its start."""
         limit, machine = self._health.startup_timeout_secs, worker.health
         if loop.started or machine.state is Health.HEALTHY:
             loop.started = True
@@ -265,7 +265,7 @@ class Prober:
         """Report a restart where another process answers than at the last good probe."""
         instance = instance or _instance_in(worker.health_body)
         is_other = worker.instance and instance and worker.instance != instance
-        # After a refusal too: what was asked of the worker since then could not reach it.
+        # After a refusal too: requests to the worker since then did not reach it.
         if is_other or loop.refused:
             self._report_restart(worker)
         worker.instance = instance or worker.instance

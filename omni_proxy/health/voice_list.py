@@ -1,7 +1,7 @@
 """The voice list: reads the names of uploaded voices from the worker that keeps them.
 
-Invariant: what the registry knows is saved before the next read, so it survives a restart. A failed
-read leaves the known names; it is retried with back-off, and GET /health shows its error.
+Invariant: the registry is saved before the next read, so it survives a restart. A failed
+read keeps the known names; it is retried with back-off, and GET /health shows its error.
 Source: omni-router.md 13 (GET /v1/audio/voices?names_only=true, at most 1 MiB).
 """
 
@@ -84,7 +84,7 @@ class VoiceList:
 
 
 def parse_voice_names(result: CallResult) -> list[str]:
-    """The names in a worker's response. Raises ValueError with the reason where it has none."""
+    """The names in a worker's response. Raises ValueError with the reason if it has none."""
     if result.status in ROUTE_ABSENT:
         return []
     if not result.ok:

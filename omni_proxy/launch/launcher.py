@@ -1,4 +1,4 @@
-"""The launcher: runs the replicas of every [[launch]] entry, as many as the configuration says.
+"""The launcher: runs the configured number of replicas of every [[launch]] entry.
 
 Invariant: there is one `ReplicaProcess` per (entry name, index) whose worker is in the fleet. A
 replica that was removed over HTTP has no process, so it holds no GPU; it is started again when it

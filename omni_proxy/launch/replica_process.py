@@ -3,12 +3,11 @@
     starting ──200──> ready ──exit──> backing_off ──> starting   (restart = "never": stopped)
        └─exit, timeout, or start failed──────┘
 
-A server never ends by itself: every exit that was not requested is a failure, exit status 0 too.
+Every exit that was not requested is a failure, exit status 0 too.
 Invariant: the process is gone when `run` returns, also when `run` is cancelled.
 
-The argv and the environment of a launched process, built from its [[launch]] entry.
-
-The GPUs of this machine, allocated to launched replicas. Invariant: no GPU to two replicas.
+Also builds the argv and the environment of a launched process from its [[launch]] entry, and
+allocates the GPUs of this machine. Invariant: no GPU belongs to two replicas.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def environment_of(
 
 
 def _without_frozen_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Without what a frozen binary sets for itself: its libraries fit no other program."""
+    """Without the variables of a frozen binary: its libraries fit no other program."""
     clean_env = {name: text for name, text in env.items() if not name.startswith("_PYI_")}
     original = clean_env.pop(ORIGINAL_LIBRARY_PATH, None)
     clean_env.pop(LIBRARY_PATH, None)
@@ -194,7 +193,7 @@ class ReplicaProcess:
 
     @property
     def outdated(self) -> bool:
-        """Whether the current process needs a restart for what `entry` says now."""
+        """Whether the current process needs a restart to match `entry`."""
         return start_parameters(self.entry) != start_parameters(self._running_entry)
 
     @property
@@ -245,7 +244,7 @@ class ReplicaProcess:
             self._enter(ReplicaState.STOPPED)
 
     async def _run_once(self) -> None:
-        """Start the process and stay until it is gone; `_failure` says why it failed, if it did."""
+        """Start the process and wait until it is gone; `_failure` is the reason if it failed."""
         self._enter(ReplicaState.STARTING)
         self._failure = self._last_line = ""
         self._fatal = False

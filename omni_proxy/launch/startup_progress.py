@@ -83,7 +83,7 @@ class _Reporter:
 
 
 def _has_failed(replica: ReplicaStatus) -> bool:
-    """Whether its failure is one that no retry will mend, or has come often enough."""
+    """Whether the failure is permanent, or has occurred often enough."""
     if replica["state"] != "backing_off" or not replica["last_error"]:
         return False
     restarts = replica.get("restarts", 0)

@@ -81,7 +81,10 @@ def test_not_ready_is_status_1_and_says_so(proxy, capsys):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((503, {"error": {"message": "front is being restarted"}}), "front is being restarted"),
+        (
+            (503, {"error": {"message": "admin API is being restarted"}}),
+            "admin API is being restarted",
+        ),
         ((200, {"ready": True}), "not a snapshot"),
         ((404, {"detail": "Not Found"}), "is not an omni-proxy"),
     ],

@@ -2,8 +2,8 @@
 
 Invariant: a new route that is not listed is closed. A request for an unknown route gets a 404
 without a key. With [admin] listen, closed routes answer there only (except /metrics, which is
-scraped on the model listener); the Host header, which the data plane sets, tells the listener of a
-request. That of metrics_listen answers for metrics alone, to everybody. Without a key
+scraped on the model listener); the Host header, which the data plane sets, has the listener of a
+request. The metrics_listen listener serves metrics only, without a key. Without a key
 `browser_origin` decides.
 """
 
@@ -32,7 +32,7 @@ OPEN_PATHS = frozenset(
     )
 )  # fmt: skip
 OPEN_BELOW = ("/workers/", "/v1/models/")
-OPEN_POSTS = frozenset(("/finish_session",))  # of clients of models, who have no admin key
+OPEN_POSTS = frozenset(("/finish_session",))  # used by clients of models, without the admin key
 ON_BOTH = "/metrics"
 ADMIN_HOST = "admin"  # as `dataplane.upstream.pool` writes them
 METRICS_HOST = "metrics"
@@ -59,7 +59,7 @@ class KeyCheck:
         return config.admin.api_key or config.server.api_key
 
     def presented(self) -> bool:
-        """Whether the present request may see what only key holders see."""
+        """Whether the current request may see what the key protects."""
         if self.key and _matches(_bearer(request), self.key):
             return True
         return self._asks_no_key() and self._caller().known_host()
@@ -71,14 +71,13 @@ class KeyCheck:
         return Caller(request, self._config_store.config)
 
     def _trusted_place(self) -> bool:
-        """Whether it came by a listener that asks for no key."""
+        """Whether the request came through a listener that requires no key."""
         admin = self._config_store.config.admin
         return bool(admin.listen) and not admin.listen_key and request.host == ADMIN_HOST
 
     async def before_request(self) -> None:
-        """Raises HttpError 401 where a due key is missing or malformed, 403 where it is wrong,
-        where
-        the route answers on the other listener alone, and what `browsers` raises."""
+        """Raises HttpError 401 for a missing or malformed key, 403 for a wrong one and for a route
+        that only the other listener serves, and what `refuse_unless_trusted` raises."""
         admin = self._config_store.config.admin
         if request.host == METRICS_HOST:
             _refuse_all_but_metrics(request)
@@ -94,7 +93,7 @@ class KeyCheck:
                 403, elsewhere, "admin_listener_only", detail=elsewhere, listen=admin.listen
             )
         if self._asks_no_key():
-            # A key that is right needs no more: no foreign page can send it.
+            # A right key is sufficient: no foreign page can send it.
             if not self.key or not _matches(_bearer(request), self.key):
                 self._caller().refuse_unless_trusted()
         elif closed:
@@ -113,7 +112,7 @@ class KeyCheck:
 
 
 def _refuse_all_but_metrics(of: Request) -> None:
-    """Raises HttpError 404: whoever may read metrics there was let in by its address alone."""
+    """Raises HttpError 404: that listener has no access check but its address."""
     if of.path != ON_BOTH:
         message = f"the [admin] metrics_listen listener serves GET {ON_BOTH} only"
         raise HttpError(404, message, "metrics_listener", detail="Not Found")
@@ -135,9 +134,9 @@ def _tell_model_traffic(of: Request, config: Config) -> None:
 
 
 def _bearer(of: Request) -> bytes:
-    """The token that was sent, or nothing when there is none or it is malformed."""
+    """The bearer token of the request, b"" if it is missing or malformed."""
     scheme, _, token = of.headers.get("Authorization", "").strip().partition(" ")
-    # Quart decodes header bytes as latin-1: this gives back what came over the wire.
+    # Quart decodes header bytes as latin-1: this restores the received bytes.
     return token.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 

@@ -20,7 +20,7 @@ from omni_proxy.origins import NO_ORIGIN, Origin, hostname_of, is_local_name, pa
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.forwarded import FIELD, ReceivedVia, read_received
 
-# Rules as they are mounted. Their GET reads, and does nothing else.
+# Rules as mounted; their GET changes nothing.
 READING: Final = frozenset(
     (
         "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/status",
@@ -33,15 +33,15 @@ READING: Final = frozenset(
         "/weight_info",
     )
 )  # fmt: skip
-# Under any Host: health, for balancers and for Kubernetes, which ask by a service's name; what a
-# client of models asks before its first request; and a page that says nothing of this proxy.
+# Under any Host: health, because load balancers and Kubernetes use a service's name; what a client
+# of models requests before its first request; and a page without data of this proxy.
 ANY_HOST: Final = frozenset(
     (
         "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/v1/models",
         "/v1/models/<path:model>", "/dashboard",
     )
 )  # fmt: skip
-# What clients of models send beside their requests: under any name that those come by.
+# Sent by clients of models beside their requests: under any Host.
 ANY_HOST_POST: Final = frozenset(("/finish_session",))
 SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
 _OWN_SITES: Final = ("none", "same-origin")
@@ -54,7 +54,7 @@ def reads(method: str, rule: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A request to a control route, as far as it tells who sent it."""
+    """The origin of a request to a control route."""
 
     request: Request
     config: Config
@@ -66,15 +66,15 @@ class Caller:
 
     @property
     def _received(self) -> ReceivedVia:
-        """Without the door's word it came straight to the front's socket, which only we can
-        reach."""
+        """Without the data plane's header the request came directly over the private socket, which
+        only this program can reach."""
         message = self.request.headers.get(FIELD.decode())
         if message is None:
             return ReceivedVia(self.request.scheme, self.request.host, local=True)
         return read_received(message)
 
     def refuse_unless_trusted(self) -> None:
-        """Raises HttpError 403 or 415 for what a stranger's page may have had a browser send."""
+        """Raises HttpError 403 or 415 for a request that may come from a foreign page."""
         if not self.known_host() and not self._open_to_any_host():
             raise _forbidden(
                 f"without an admin key control routes answer only for a Host that is an address, "
@@ -86,15 +86,15 @@ class Caller:
             self._refuse_page()
 
     def known_host(self) -> bool:
-        """Whether no stranger can have pointed the name at us that this request came under."""
+        """Whether DNS rebinding can be excluded for the Host of this request."""
         received = self._received
         hosts = {received.host, *self._forwarded("Host")}
-        if received.local:  # no browser can dial a Unix socket; a proxy in between says its Host
+        if received.local:  # no browser connects to a Unix socket; a proxy in between sets Host
             hosts.discard(received.host)
         return all(map(self._is_known, hosts))
 
     def _is_known(self, host: str) -> bool:
-        name = hostname_of(host)  # one that names no host comes from no browser
+        name = hostname_of(host)  # browsers always send a host
         return not name or is_local_name(name) or name in self.config.admin.allowed_hosts
 
     def _open_to_any_host(self) -> bool:
@@ -105,7 +105,7 @@ class Caller:
         return self._rule in ANY_HOST and self.request.method in SAFE_METHODS
 
     def _forwarded(self, name: str) -> list[str]:
-        """X-Forwarded-`what`, the client's own first, where whoever writes it is trusted."""
+        """X-Forwarded-`name`, the client's value first, if [server] trusts that header."""
         if self.config.server.forwarded != "append":
             return []
         values = ",".join(self.request.headers.getlist(f"X-Forwarded-{name}"))
@@ -120,7 +120,7 @@ class Caller:
     def _refuse_page(self) -> None:
         if self._is_foreign():
             raise _forbidden(
-                "a page of another origin may change nothing here while no key is asked: set "
+                "a page of another origin may change nothing while no key is required: set "
                 "[admin] api_key; behind a proxy that changes Host or scheme, [server] forwarded = "
                 '"append"',
                 "cross_site",
@@ -128,19 +128,19 @@ class Caller:
         if not self._shows_browser():
             return
         if self.request.method in SAFE_METHODS:
-            message = f"a browser changes nothing by {self.request.method}: send POST"
+            message = f"{self.request.method} of a browser may change nothing: send POST"
             raise _forbidden(message, "browser_get")
-        # The door frames each body by its length.
+        # The data plane frames each body by Content-Length.
         if self.request.content_length and not self.request.is_json:
             message = "a browser's body must be application/json here"
             raise HttpError(415, message, "unsupported_media_type", detail=message)
 
     def _is_foreign(self) -> bool:
-        """Whether it says that it is of another origin's page."""
+        """Whether its headers name a page of another origin."""
         sites = self.request.headers.getlist("Sec-Fetch-Site")
         if any(site not in _OWN_SITES for site in sites):
             return True
-        # Browsers that send no Origin with a form's POST say at least where they were.
+        # Browsers that send no Origin with a form's POST send at least Referer.
         origins = self.request.headers.getlist("Origin") or self.request.headers.getlist("Referer")
         own_origin = self._own_origin()
         return any(
@@ -154,9 +154,9 @@ class Caller:
         headers = self.request.headers
         for name in ("Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Dest", "Sec-Fetch-User"):
             yield name in headers
-        # To plain HTTP beyond this machine an image's request tells no more than this.
+        # To plain HTTP beyond this machine an image request has no other sign.
         yield headers.get("User-Agent", "").startswith("Mozilla/")
-        # Fetch of other programs (Node) says "cors", and nothing else of this.
+        # fetch() of other programs (Node) sends "cors" and none of the others.
         yield headers.get("Sec-Fetch-Mode") in _PAGE_MODES
 
 

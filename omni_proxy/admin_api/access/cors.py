@@ -17,7 +17,7 @@ METHODS = ("GET", "HEAD")
 
 
 class OpenReads:
-    """Added to an app once, before its routes are asked."""
+    """Mounted on an app once; runs before its routes."""
 
     def __init__(self, config_store: ConfigStore) -> None:
         self._config_store = config_store
@@ -27,7 +27,7 @@ class OpenReads:
         app.after_request(self._allowed)
 
     def _cors(self) -> Cors | None:
-        """None for what is not open to everybody."""
+        """None for routes that need a key."""
         config, rule = self._config_store.config, request.url_rule
         if rule is None or rule.rule not in READING or needs_key("GET", request.path, config.admin):
             return None

@@ -1,7 +1,7 @@
-"""GET /openapi.json: the front's routes as OpenAPI 3.1, for people's tools.
+"""GET /openapi.json: the admin API's routes as OpenAPI 3.1.
 
-Invariant: the description is made once and tells nothing of this proxy: it needs no key. Which
-routes need one is asked of the very function that checks it.
+Invariant: the description is built once and has no data of this proxy, so it needs no key. The
+security of each route comes from the function that checks the key.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from omni_proxy.wire.errors import to_json
 
 JSON = "application/json"
 ABOUT = (
-    "The control routes of omni-proxy. Routes of models are relayed to workers as they are and are "
-    "not described here. Any route may also answer 405 and 413, 500 for a fault of ours, 503 while "
-    "the front is being restarted, and what the bytes of a request earn it (400, 408, 414, 417, "
-    "431, 501, 505), always in the shape of `Error`."
+    "The control routes of omni-proxy. Model routes are relayed to workers unchanged and are not "
+    "described here. Any route may also answer 405 and 413, 500 for an internal error, 503 while "
+    "the admin API restarts, and 400, 408, 414, 417, 431, 501 or 505 for a malformed request, "
+    "always in the shape of `Error`."
 )
 KEY = (
-    "`[admin] api_key` of the configuration, or else `[server] api_key`. Where none is set, every "
+    "`[admin] api_key` of the configuration, or else `[server] api_key`. Without one, every "
     "route is open."
 )
 PLACES = {
     "model": "the id of a model",
     "worker_id": "the worker's URL, encoded as one segment, or its id",
-    "path": "a path of the engine; it may have more segments",
+    "path": "a path of the engine, of one or more segments",
 }
 
 
@@ -51,7 +51,7 @@ def _written() -> bytes:
 
 
 def description() -> dict[str, object]:
-    """The whole document, JSON-able."""
+    """The document, JSON-able."""
     paths: dict[str, dict[str, object]] = {}
     for route in TABLE:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
@@ -87,7 +87,7 @@ def _operation(route: RouteDoc) -> dict[str, object]:
 
 
 def _answer(content: str) -> Schema:
-    """Of media types and names of schemas, those that the answer may have."""
+    """The response's content: media types and names of schemas."""
     media: dict[str, object] = {}
     for name in content.split():
         if "/" in name:

@@ -1,7 +1,7 @@
-"""The front's routes as a table, for its OpenAPI description: what each takes and answers.
+"""The admin API's routes as a table for its OpenAPI description: parameters, bodies, responses.
 
-Invariant: a status that is not named here is one that every route may answer (`openapi.py` tells
-which), or a fault.
+Invariant: a status that is not listed here is one that every route may answer (`document.ABOUT`
+lists them), or a fault.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORKER: Final = "/workers/{worker_id}"
 RL_WORKER: Final = "/v1/rl/workers/{worker_id}"
 CHANGE: Final = (400, 404, 412)
 RL_ERRORS: Final = (400, 404, 409, 422, 502, 503)
-# What a weight operation of any kind is refused with.
+# The refusals of every weight operation.
 OPERATION: Final = dict.fromkeys((400, 404, 502, 503), "Outcome")
 
 
@@ -71,16 +71,20 @@ WAIT: Final = Parameter(
 )
 
 _POOL: Final = {200: "Pool", 503: "Pool"}
-_SERVER: Final = ((502, 503), "what all routable workers are together")
+_SERVER: Final = ((502, 503), "the server info of all routable workers, merged")
 
 
 def _fleet() -> Iterator[RouteDoc]:
     for path in ("/live", "/liveness"):
         yield RouteDoc("get", path, "the process is up", {200: "Alive"})
     for path in ("/ready", "/readiness"):
-        yield RouteDoc("get", path, "some worker is routable, and we are not leaving", _POOL)
-    yield RouteDoc("get", "/health", "some worker is healthy and not disabled", _POOL)
-    yield RouteDoc("get", "/status", "the program: listeners, parts, door, fleet", {200: "Status"})
+        yield RouteDoc(
+            "get", path, "a worker is routable, and the proxy is not shutting down", _POOL
+        )
+    yield RouteDoc("get", "/health", "a worker is healthy and not disabled", _POOL)
+    yield RouteDoc(
+        "get", "/status", "the program: listeners, services, data plane, fleet", {200: "Status"}
+    )
     model = Parameter("model", TEXT, "only the records of its workers")
     yield RouteDoc("get", "/workers", "all workers", {200: "Workers"}, query=(model,))
     yield RouteDoc(
@@ -105,7 +109,7 @@ def _fleet() -> Iterator[RouteDoc]:
     yield RouteDoc(
         "delete",
         WORKER,
-        "remove a worker; what runs goes on",
+        "remove a worker; its running requests complete",
         {200: "Deleted", 202: "Accepted"},
         (*CHANGE, 409),
         query=DRAIN,
@@ -113,7 +117,7 @@ def _fleet() -> Iterator[RouteDoc]:
     yield RouteDoc(
         "post",
         f"{WORKER}/drain",
-        "no new request for a worker, and word of its running ones",
+        "drain: no new requests for a worker; the number of its running ones",
         {200: "Changed", 202: "Changed"},
         CHANGE,
         "Deadline",
@@ -127,15 +131,15 @@ def _program() -> Iterator[RouteDoc]:
     yield RouteDoc(
         "get",
         "/feed",
-        "what goes on, each second",
+        "the state of the proxy, each second",
         {200: f"{EVENTS} Snapshot"},
         (503,),
         query=(once_flag,),
     )
-    yield RouteDoc("get", "/dashboard", "a page for people", {200: HTML, 304: ""})
+    yield RouteDoc("get", "/dashboard", "the dashboard", {200: HTML, 304: ""})
     yield RouteDoc("get", "/openapi.json", "this description", {200: "Fields"})
     yield RouteDoc("get", "/config", "the running configuration", {200: "Configuration"})
-    yield RouteDoc("post", "/reload", "read the file again", {200: "Reloaded"}, (412, 422))
+    yield RouteDoc("post", "/reload", "reload the file", {200: "Reloaded"}, (412, 422))
     path = Parameter("path", TEXT, "the model route, by default /v1/chat/completions")
     yield RouteDoc(
         "post",
@@ -188,10 +192,10 @@ def _weights() -> Iterator[RouteDoc]:
     for route in ROUTES:
         for method in route.methods:
             yield _admin(route, method)
-    yield RouteDoc("get", "/weights", "how the weights of the fleet stand", {200: "Weights"})
-    yield RouteDoc("get", "/weights/versions", "the versions that are kept", {200: "Versions"})
+    yield RouteDoc("get", "/weights", "the weights of the fleet", {200: "Weights"})
+    yield RouteDoc("get", "/weights/versions", "the stored versions", {200: "Versions"})
     answers = dict.fromkeys((200, 400, 404, 502, 503), "Outcome")
-    summary = "a version that is kept, on all workers"
+    summary = "deliver a stored version to all workers"
     yield RouteDoc("post", ROLLBACK.path, summary, answers, (), "Fields")
     yield from _rollouts()
     for path in RESOLVES:
@@ -210,7 +214,9 @@ def _rollouts() -> Iterator[RouteDoc]:
         "RolloutOrder", (SELECTOR, follow),
     )  # fmt: skip
     responses = {200: f"{EVENTS} Rollout"}
-    yield RouteDoc("get", ROLLOUT.path, "how far it is", responses, (503,), query=(follow,))
+    yield RouteDoc(
+        "get", ROLLOUT.path, "the progress of the rollout", responses, (503,), query=(follow,)
+    )
     for path in STEER_ROLLOUT:
         summary = f"{path.rpartition('/')[2]} the rollout that is running"
         steered = {200: "RolloutOutcome", 409: "Outcome"}
@@ -220,7 +226,7 @@ def _rollouts() -> Iterator[RouteDoc]:
 def _aborts() -> Iterator[RouteDoc]:
     answers: dict[int, str] = dict.fromkeys((200, 400, 502, 503), "Outcome")
     for path in ABORTS:
-        summary = "abort requests on the workers that have them, and those that wait here"
+        summary = "abort requests on their workers and in the admission queue"
         yield RouteDoc("post", path, summary, answers, (), "Fields")
 
 
@@ -252,7 +258,7 @@ def _rl() -> Iterator[RouteDoc]:
         takes = "Anything" if method != "get" else ""
         answers = {200: "RlResults", 207: "RlResults"}
         path = "/v1/rl/engine/{path}"
-        summary = "any path of the engines, on those that the selector means"
+        summary = "any path of the engines, on the selected workers"
         yield RouteDoc(method, path, summary, answers, RL_ERRORS, takes, (selector,))
         summary = "any path of one worker's engine; the status of a failure is the worker's"
         path = f"{RL_WORKER}/engine/{{path}}"

@@ -1,6 +1,6 @@
-"""The JSON Schemas of what the front reads and answers, by the names that the description uses.
+"""The JSON Schemas of requests and responses, by the names that the description uses.
 
-Invariant: a schema names what is always there; more keys may always come, and clients must bear it.
+Invariant: a schema lists the keys that are always present; clients must accept further ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def listed(items: Schema) -> Schema:
 
 
 def shape(optional: Iterable[str] = (), /, **properties: Schema) -> Schema:
-    """An object that has all of `properties` but those that are optional."""
+    """An object with all of `properties` except the optional ones."""
     left_out = frozenset(optional)
     required = [name for name in properties if name not in left_out]
     schema: Schema = {"type": "object", "properties": properties}
@@ -45,7 +45,7 @@ def shape(optional: Iterable[str] = (), /, **properties: Schema) -> Schema:
 
 
 def body(least: int = 0, /, **properties: Schema) -> Schema:
-    """An object of a request: every key may be left out, and no other is taken."""
+    """An object of a request: every key is optional, and no other is accepted."""
     schema = {**shape(properties, **properties), "additionalProperties": False}
     return {**schema, "minProperties": least} if least else schema
 
@@ -104,7 +104,7 @@ def _pool() -> Schema:
         admission=OBJECT,
         voice_routing=OBJECT,
     )
-    return {**schema, "description": "With a key set, who does not present it sees no worker."}
+    return {**schema, "description": "If a key is set, a request without it gets no workers."}
 
 
 def _error() -> Schema:
@@ -237,7 +237,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
     ),
     "Received": {
         **shape(**dict.fromkeys(("names", "dtypes", "shapes"), _SOME)),
-        "description": "Lists of the same length; every key goes to the workers as it is.",
+        "description": "Lists of the same length; keys are forwarded to the workers unchanged.",
     },
     "Urls": shape(urls=listed(TEXT)),
     "Models": shape(object={"const": "list"}, data=listed(OBJECT)),
@@ -275,7 +275,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
         supervisors=listed(OBJECT),
         watchdog=OBJECT, weights=OBJECT,
     ),
-    "Outcome": {**_OUTCOME, "description": "Of a weight route, refusals too; an error tells why."},
+    "Outcome": {**_OUTCOME, "description": "Of a weight route, refusals included."},
     "Weights": shape(
         operation=OBJECT_OR_NULL, rollout=OBJECT_OR_NULL, store=OBJECT, waiting=listed(OBJECT),
         weight_epoch=COUNT, weight_version=TEXT_OR_NULL, workers=listed(OBJECT), uncertain=OBJECT,

@@ -36,7 +36,7 @@ ABORT_SECS: Final = 30.0  # a busy engine's own loop may take seconds over it
 
 
 class _Abort:
-    """One request to abort. `words`: those in which it came."""
+    """One abort request. `dialect`: that of the caller."""
 
     def __init__(self, dialect: AbortDialect, body: bytes) -> None:
         self.dialect = dialect
@@ -47,7 +47,7 @@ class _Abort:
         self.findings = AbortFindings()
 
     def calls(self, dialect: AbortDialect, worker: Worker) -> list[Call]:
-        """What `worker` is told in these words. The caller's own are passed on as they came."""
+        """The calls to `worker` in this dialect. The caller's own is passed on unchanged."""
         if dialect is self.dialect:
             targets, bodies = self.request_target, [self.body]
         else:

@@ -1,8 +1,8 @@
-"""The admin routes: one request, and every worker that is not dead gets it (omni-router.md 11).
+"""The admin routes: one request is sent to every worker that is not dead (omni-router.md 11).
 
 Invariant: nothing is sent before the whole request is validated; workers get the bytes of the
-client (but for `with_defaults`), or the same in the words of their own engine. Every response, that
-to a missing key too, has `success`, `message` and `status` at its top level.
+client (except for `with_defaults`), or the same call in the dialect of their engine. Every
+response, also that to a missing key, has `success`, `message` and `status` at its top level.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CONFIGURED = "/<control_route:path>"
 ELSEWHERE = ("/flush_cache",)  # served in its own dialect, see engines.py
 NO_OBJECT = "request body must be a JSON object"
 LISTS = ("names", "dtypes", "shapes")
-LARGE_BYTES = 256 * 1024  # a body that takes longer to read than a task may
+LARGE_BYTES = 256 * 1024  # a body that takes too long to parse in one turn of the event loop
 View = Callable[[], Awaitable[Response]]
 
 
@@ -76,7 +76,7 @@ class BroadcastRoutes:
         return shown(await self._services.weight_operations.submit(await self.call(route)))
 
     async def with_top_keys(self, response: Response) -> Response:
-        """Refusals that came from elsewhere get our top keys here, whoever made them."""
+        """Add the top-level keys to refusals, wherever they were raised."""
         if response.status_code < 400 or request.path not in TOPPED:
             return response
         payload = json.loads(await response.get_data())
@@ -116,7 +116,7 @@ class BroadcastRoutes:
 
 def _converter(config_store: ConfigStore) -> type[PathConverter]:
     class ConfiguredPath(PathConverter):
-        """The paths of [[control_routes]] as they are now, and no other: this is no catch-all."""
+        """The current paths of [[control_routes]] only: not a catch-all."""
 
         def to_python(self, value: str) -> str:
             if control_route(config_store.config, f"/{value}") is None:
@@ -140,7 +140,7 @@ async def refuse_no_object(route: AdminRoute, body: bytes) -> None:
 
 def _refuse_no_object(route: AdminRoute, body: bytes) -> None:
     try:
-        # Slower, but it takes what trainers write that is no strict JSON (NaN).
+        # Slower, but it accepts JSON with NaN, which trainers send.
         value = json.loads(body or b"{}") if len(body) < LARGE_BYTES else _lists_of(body)
     except msgspec.ValidationError:
         raise bad_request(NO_OBJECT, "invalid_json") from None
@@ -153,7 +153,7 @@ def _refuse_no_object(route: AdminRoute, body: bytes) -> None:
 
 
 def _lists_of(body: bytes) -> dict[str, object]:
-    """No more of a large one than is asked for; its other parts are passed over."""
+    """Decode only the requested parts of a large body."""
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     lists = {name: fields[name] for name in LISTS if name in fields}
     return {name: _pieces(raw) for name, raw in lists.items()}
@@ -177,7 +177,7 @@ def refuse_lengths(value: dict[str, object]) -> None:
 
 
 def target_of(path: str) -> str:
-    """With the query as it was written, less what is said to us."""
+    """With the query as received, without the parameters of the proxy."""
     query = request.query_string.decode("ascii", "ignore")
     parts = [part for part in query.split("&") if part and part.partition("=")[0] != "selector"]
     return f"{path}?{'&'.join(parts)}" if parts else path
@@ -191,7 +191,7 @@ def worker_headers(body: bytes) -> dict[str, str]:
 
 
 def caller() -> str:
-    """How to name who asks: what it calls itself, and its address."""
+    """The caller for logs and records: its own name, and its address."""
     payload = request.headers.get("User-Agent", "")[:120]
     addresses = request.headers.getlist(PEER)
     return f"{payload} from {peer_host(addresses[-1])}".strip() if addresses else payload

@@ -40,7 +40,7 @@ class DashboardRoutes:
     async def show(self) -> Response:
         body, headers = _page()
         response = Response(body, 200, headers, content_type="text/html; charset=utf-8")
-        # Asked for anew each time, sent only when it is another one: an upgrade shows at once.
+        # Revalidated each time, sent only if changed: an upgrade shows at once.
         response.set_etag(hashlib.sha256(body).hexdigest()[:32])
         await response.make_conditional(request)
         return response
@@ -51,7 +51,7 @@ def _page() -> tuple[bytes, dict[str, str]]:
     body = (files("omni_proxy.admin_api") / "pages" / PAGE).read_bytes()
     return body, {
         "Content-Security-Policy": policy(body.decode()),
-        "X-Frame-Options": "DENY",  # its buttons take workers out: nobody may lay a page over them
+        "X-Frame-Options": "DENY",  # against clickjacking: its buttons disable workers
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin",
@@ -60,7 +60,7 @@ def _page() -> tuple[bytes, dict[str, str]]:
 
 
 def policy(page: str) -> str:
-    """A Content-Security-Policy that allows the inline parts of this very page and our own API."""
+    """A Content-Security-Policy that allows the inline parts of this page and its own API."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for kind, text in _INLINE.findall(page):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -100,9 +100,9 @@ class Places:
 
 
 class Body(ResponseBody):
-    """A body that holds one of the places while it is being sent.
+    """A body that holds a stream slot while it is sent.
 
-    No generator: of one that is left in the middle nobody can say when it ends.
+    Not a generator: an abandoned generator is closed at an undefined time.
     """
 
     def __init__(self, stream_slots: Places) -> None:
@@ -132,7 +132,7 @@ class _Events(Body):
         super().__init__(stream_slots)
         self._services = services
         self._snapshots = snapshots
-        self._seen = 0  # the newest second that this reader has been told
+        self._seen = 0  # the newest second that was sent to this reader
         self._due = 0.0
 
     async def __anext__(self) -> bytes:

@@ -32,7 +32,7 @@ from omni_proxy.wire.errors import HttpError
 
 GENERATE_SECS = 20.0  # a health check that generates waits behind what is generated already
 METRICS_BYTES = 8 * 1024 * 1024
-INFO_SECS = 15.0  # what tells facts may be slower than a probe
+INFO_SECS = 15.0  # server info may be slower than a probe
 
 
 class EngineRoutes:
@@ -52,7 +52,7 @@ class EngineRoutes:
         rule("/engine_metrics", "engine_metrics", self.metrics)
 
     async def health_generate(self) -> Response:
-        """Some routable worker really generates a token; the least loaded is asked first."""
+        """A routable worker generates a token; the least loaded is tried first."""
         reasons = {}
         for worker in sorted(self._routable(), key=lambda worker: worker.in_flight):
             result = await generate_token(worker, _credentials(), GENERATE_SECS)
@@ -65,21 +65,19 @@ class EngineRoutes:
         raise HttpError(503, message, "generation_failed")
 
     async def model_info(self) -> Response:
-        """The first routable worker's own words: replicas of one model agree."""
+        """The first routable worker's reply: replicas of one model agree."""
         reasons = {}
         for worker in self._routable():
             response = await self._first_of(worker, ("/get_model_info", "/model_info"))
             generated = response.json() if response.ok else None
-            if isinstance(
-                generated, dict
-            ):  # written anew: a number that is none is spelled as null
+            if isinstance(generated, dict):  # encoded again: NaN becomes null
                 return json_response(generated)
             reasons[worker.url] = "no JSON object" if response.ok else response.failure
         raise _nothing("model_info", reasons)
 
     async def server_info(self) -> Response:
         mode = self._services.config_store.config.weight_sync.mode
-        # A trainer's group has the ranks of everybody who lives, routable or not.
+        # A trainer's group has the ranks of every worker that is alive, routable or not.
         workers = self._routable() if mode == "off" else self._alive()
         results = await broadcast(workers, self._get("/server_info"))
         old = [outcome.worker for outcome in results if outcome.status in ROUTE_ABSENT]
@@ -97,7 +95,7 @@ class EngineRoutes:
         return json_response(await loads_answer(results))
 
     async def flush_cache(self) -> Response:
-        """200 when all that are meant flushed, 502 when one did not; what they had is forgotten."""
+        """200 if all targets flushed, 502 if one did not; their cached prefixes are dropped."""
         urls = await self._selectors.urls(request.args.get("selector"))
         alive = [worker for worker in self._alive() if urls is None or worker.url in urls]
         if urls is not None and not alive:
@@ -171,12 +169,12 @@ class EngineRoutes:
 
 
 def _credentials() -> dict[str, str]:
-    """Who asks us may be asked for a key by the worker too; the worker's own key wins."""
+    """The caller's Authorization goes to the worker too; the worker's configured key wins."""
     credentials = request.headers.get("Authorization")
     return {"authorization": credentials} if credentials else {}
 
 
 def _nothing(name: str, reasons: Mapping[str, str]) -> HttpError:
     return HttpError(
-        502, f"no worker told its {name}", f"{name}_unavailable", details=dict(reasons)
+        502, f"no worker returned its {name}", f"{name}_unavailable", details=dict(reasons)
     )

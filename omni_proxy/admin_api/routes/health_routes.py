@@ -40,7 +40,7 @@ class FleetHealthRoutes:
     def mount(self, app: Quart) -> None:
         for view in (self.live, self.ready, self.health, self.status):
             app.add_url_rule(f"/{view.__name__}", view.__name__, view)
-        # The words of other routers for the same two questions.
+        # Paths of other routers for the same two checks.
         app.add_url_rule("/liveness", "liveness", self.live)
         app.add_url_rule("/readiness", "readiness", self.ready)
 
@@ -58,7 +58,7 @@ class FleetHealthRoutes:
     async def health(self) -> Response:
         fleet = self._services.fleet
         well = any(_well(worker) for worker in fleet.workers) and not is_opening(self._services)
-        # A router that engines are yet to register with is well: its fixtures wait for that.
+        # Healthy without workers: engines register later, and scripts wait for this.
         well |= self._services.dialect != "omni" and not fleet.had_workers
         summary = self._records.pool("healthy" if well else "unhealthy")
         summary["admission"] = self._services.data_plane.admission()

@@ -38,14 +38,14 @@ class _Part(Collector):
 
 
 def written(families: Iterable[Metric]) -> Iterator[bytes]:
-    """Their text, slice by slice. A family may come in parts, one right after the other."""
+    """The text of the families in slices. A family may have several consecutive parts."""
     family_name = ""
     for family in families:
         for begin in range(0, max(len(family.samples), 1), SLICE):
             registry = CollectorRegistry(auto_describe=False)
             registry.register(_Part(family, slice(begin, begin + SLICE)))
             text = generate_latest(registry)
-            if family.name == family_name:  # HELP and TYPE have been said
+            if family.name == family_name:  # HELP and TYPE were written
                 text = text.split(b"\n", 2)[2]
             family_name = family.name
             yield text
@@ -83,7 +83,7 @@ class MetricsRoutes:
         return response
 
     async def _exposition(self) -> bytes:
-        """One that was begun after it was asked for."""
+        """A scrape that started after the request."""
         asked_at = trio.current_time()
         async with self._making:
             if self._begun_at < asked_at:
@@ -97,7 +97,7 @@ class MetricsRoutes:
             return self._text
 
     async def _gather(self) -> None:
-        """Ahead of the meters' reading, which would do it for all workers in one go."""
+        """Before the metrics are read, which would do it for all workers without a checkpoint."""
         meters = self._services.instruments.metrics
         for number, worker in enumerate(self._services.fleet.workers, start=1):
             meters.gather(worker)

@@ -54,14 +54,14 @@ ALL_LISTS_BYTES = 4 * LIST_BYTES  # an answer of that size is written in 40 ms
 MAX_CARDS = 1000  # of one worker
 INVALID = "invalid models payload"
 TOO_MANY = f"more than {MAX_CARDS} models"
-# Written anew for each worker, or ours alone (omni-router.md 10).
+# Set for each worker, or not forwarded (omni-router.md 10).
 NOT_PASSED_ON = frozenset(
     (
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
         "te", "trailer", "trailers", "transfer-encoding", "upgrade", "host", "content-length",
         "content-type", "accept-encoding", "remote-addr", "expect",
         "x-omni-weight-version", "x-omni-min-weight-epoch", "x-omni-received",
-        # Of a page that was judged here: to a worker any page of ours would be a stranger's.
+        # Of a page: the proxy has checked the origin, and a worker would refuse it as foreign.
         "origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest", "sec-fetch-user",
     )
 )  # fmt: skip
@@ -85,7 +85,7 @@ class MergedModelRoutes:
         return _nothing(answers)
 
     async def one(self, model: str) -> Response:
-        """The card out of the merged list. Raises HttpError 404 for a model that nobody serves."""
+        """The card of the merged list. Raises HttpError 404 for a model that no worker serves."""
         merged, answers = await self._merged()
         for card in merged:
             if card.get("id") == model:
@@ -95,7 +95,7 @@ class MergedModelRoutes:
         raise HttpError(404, f"the model {model!r} does not exist", "model_not_found")
 
     async def _merged(self) -> tuple[Cards, dict[str, str]]:
-        """The cards of all routable workers, and why those told none that did not."""
+        """The cards of all routable workers, and the reasons of those without one."""
         workers = [worker for worker in self._services.fleet.workers if worker.routable]
         if not workers:
             raise HttpError(503, "no routable upstream", "no_routable_worker")
@@ -253,7 +253,7 @@ def _lines() -> bytes:
 def _facts() -> RequestFacts:
     """A body of unknown type is read as JSON, for that is what people will paste here."""
     content_type = request.headers.get("Content-Type", "application/json")
-    if content_type == "application/x-www-form-urlencoded":  # what curl -d says of any body
+    if content_type == "application/x-www-form-urlencoded":  # curl -d sends it for any body
         content_type = "application/json"
     hints = {
         HINTS[field]: value.encode("latin-1", "replace")

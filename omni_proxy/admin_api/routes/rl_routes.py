@@ -87,7 +87,7 @@ class RlRoutes:
         return json_response({**result, "error": error}, status if status >= 400 else 502)
 
     async def engine(self, path: str) -> Response:
-        """200 where all did it, else 207 with those who did not."""
+        """200 if all succeeded, else 207 with the failed ones."""
         text = request.args.get("selector")
         if not text:
             raise HttpError(400, "name the workers with ?selector=", "selector_required")
@@ -178,7 +178,7 @@ class RlRoutes:
 
 
 def _results(response: AdminResponse) -> list[dict[str, object]]:
-    """What each worker answered; [] where nobody was asked."""
+    """The reply of each worker; [] if none was called."""
     detail = response.body.get("detail")
     for container in (response.body, detail):
         results = container.get("results") if isinstance(container, Mapping) else None

@@ -24,7 +24,7 @@ from omni_proxy.weight_sync.rollout.service import RolloutCall
 from omni_proxy.wire.errors import to_json
 
 READERS: Final = 32
-POLL_SECS: Final = 1.0  # how late a reader hears that the proxy leaves
+POLL_SECS: Final = 1.0  # delay until a reader learns of the shutdown
 KEEP_ALIVE_SECS: Final = 15.0
 APART_SECS: Final = 0.05  # steps of many workers at once are one event
 EVENTS: Final = "text/event-stream"

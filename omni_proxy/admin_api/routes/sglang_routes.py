@@ -61,7 +61,7 @@ class SglangRoutes:
         try:
             worker = await self._changes.add(entry)
         except HttpError as refusal:
-            # A script that lost patience asks again while its first request still waits.
+            # A script may time out and retry while its first request still waits.
             raise _known_already() if refusal.status == 409 else refusal from None
         log.info("worker_registered worker=%s url=%s", worker.display_id, url)
         await self._arrivals.until_routable(worker)
@@ -72,7 +72,7 @@ class SglangRoutes:
         return json_response({"status": "success", "worker_urls": in_flight})
 
     async def remove(self) -> Response:
-        """One that isn't there is removed already: scripts repeat themselves."""
+        """Success for an unknown worker: scripts repeat requests."""
         url_text, as_json = await _named_url()
         worker = self._services.fleet.get(url_text) or self._services.fleet.find(
             parse_worker_url(url_text)
@@ -111,7 +111,7 @@ async def _named_url() -> tuple[str, bool]:
     url = request.args.get("worker_url") or body.get("url") or body.get("worker_url")
     if isinstance(url, str) and url.strip():
         return url.strip(), True
-    # What clients of that router know: its framework's own words.
+    # The text of that router's framework, which its clients expect.
     raise bad_request("Failed to deserialize query string: missing field `url`", "missing_url")
 
 
@@ -129,10 +129,10 @@ def _wait_secs() -> float:
 
 
 class SessionRoutes:
-    """The end of a sticky session, told by the client: it is no load any more (features.md 6).
+    """The client ends a sticky session: it no longer counts as load (features.md 6).
 
-    Answered at once, without a lock and without waiting for a worker. It needs no key: who knows a
-    session's id may send requests of that session as well.
+    Answers at once, without a lock and without waiting for a worker. It needs no key: with a
+    session's id a client may send requests of that session as well.
     """
 
     def __init__(self, services: Services) -> None:

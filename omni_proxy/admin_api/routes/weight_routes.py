@@ -1,8 +1,7 @@
-"""The weights of the fleet, and how unverified workers get back into rotation.
+"""Weight routes: state, return of unverified workers to rotation, stored versions, rollback.
 
-Invariant: nothing brings an unverified worker back unless an operator says that its weights are
-right. The versions that the proxy stores, and the way back to one of them, are here too: a list
-waits for nothing and changes nothing. All need the admin key.
+Invariant: an unverified worker returns only if an operator confirms its weights. GET waits for
+nothing and changes nothing. All need the admin key.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ dialect).
 Invariant: every change goes through the configuration store, whole or not at all; health
 (`is_dead`) is not configuration and goes to the fleet, after the change was accepted.
 
-Draining a worker over HTTP: it gets no new request, and its requests in flight can be watched.
-
-Invariant: a drain goes on after its client has disconnected; no request in flight is cut.
+Also drains a worker: it gets no new requests, and its requests in flight are reported. Invariant: a
+drain continues after its client has disconnected; no request in flight is cut.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class DrainRoutes:
         app.add_url_rule(rule, "drain_worker", self.drain, methods=["POST"])
 
     async def drain(self, name: str) -> Response:
-        """Answers at once; GET /workers/{worker_id} tells how it goes."""
+        """Answers at once; GET /workers/{worker_id} has the progress."""
         body = await json_object()
         secs = self._secs(body.get("timeout_secs", request.args.get("timeout_secs")))
         worker = self._changes.find(name)
@@ -75,18 +74,18 @@ class DrainRoutes:
         )
 
     async def remove(self, worker: Worker) -> bool:
-        """Returns once it is gone: whether all of its requests had ended. Raises HttpError."""
+        """Wait for the removal; whether all of its requests had ended. Raises HttpError."""
         drain = await self.begin_removal(worker)
         await drain.over.wait()
         if drain.refused:
             raise bad_request(drain.refused, "change_refused")
         if self._services.fleet.find(worker.url) is worker:
-            message = "somebody enabled the worker again; it was not removed"
+            message = "the worker was enabled in the meantime; it was not removed"
             raise HttpError(409, message, "drain_cancelled", detail=message)
         return drain.in_time
 
     async def begin_removal(self, worker: Worker) -> WorkerDrain:
-        """It goes by itself once it is drained. Raises HttpError."""
+        """Remove the worker in the background once it is drained. Raises HttpError."""
         return await self._begin(worker, self._secs(request.args.get("timeout_secs")), remove=True)
 
     async def _begin(self, worker: Worker, secs: float, *, remove: bool) -> WorkerDrain:
@@ -172,7 +171,7 @@ class WorkerRoutes:
         if parsed.in_background:
             self._notes.update(worker, {"asked_at": datetime.now(UTC)})
             return self._accepted(
-                worker, "worker added; its first probe is under way", parsed.ignored
+                worker, "worker added; its first probe is running", parsed.ignored
             )
         if worker.health.last_checked_at is None:
             await self._services.prober.probe_once(worker)
@@ -181,8 +180,8 @@ class WorkerRoutes:
     async def _add_when_healthy(
         self, entry: WorkerSpec, parsed: WorkerBody, wait_secs: float
     ) -> Response:
-        """For who takes a 200 as "registered and routable". Raises HttpError 400 for a worker that
-        is not well in time, and 409; then nothing has changed."""
+        """For clients that take a 200 as "registered and routable". Raises HttpError 400 for a
+        worker that is not healthy in time, and 409; then nothing has changed."""
         self._changes.refuse_known(entry.url)
         await self._arrivals.until_healthy(entry, wait_secs)
         worker = await self._changes.add(entry)
@@ -194,8 +193,8 @@ class WorkerRoutes:
         return self._done(worker, success=True, message=message, **extra)
 
     def _wait_secs(self) -> float | None:
-        """How long the client wants its answer to wait for the worker's health; None where it does
-        not say so: where it says nothing, vllm-router's do. Raises HttpError 400."""
+        """How long the response waits for the worker's health, None for not at all. Without
+        `Prefer` vllm-router's dialect waits. Raises HttpError 400."""
         wishes = _wishes()
         waits = "wait" in wishes or self._services.dialect == "vllm"
         if not waits or "respond-async" in wishes:
@@ -243,7 +242,7 @@ class WorkerRoutes:
         if asked_to_drain():
             if self._is_async():
                 await self._drains.begin_removal(worker)
-                return self._accepted(worker, "worker drains; it goes with its last request")
+                return self._accepted(worker, "worker drains; it is removed with its last request")
             payload["drained"] = await self._drains.remove(worker)
         else:
             await self._changes.remove(worker)
@@ -255,8 +254,8 @@ class WorkerRoutes:
         return json_response(payload, headers=etag(self._services.config_store.revision))
 
     def _is_async(self) -> bool:
-        """Whether the client wants its answer before the change is done: where it says nothing,
-        sglang-router's and smg's do."""
+        """Whether to answer before the change is done; by default in the dialects of sglang-router
+        and smg."""
         wishes = _wishes()
         if "respond-async" in wishes:
             return True
@@ -296,7 +295,7 @@ class WorkerRoutes:
 
 
 def _coded(view: View[Given]) -> View[Given]:
-    """What it refuses has smg's code too: its clients call these routes as well."""
+    """Add smg's error code to refusals: its clients call these routes as well."""
 
     @wraps(view)
     async def parsed(*args: Given.args, **named: Given.kwargs) -> Response:

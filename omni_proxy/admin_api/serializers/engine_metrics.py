@@ -72,7 +72,7 @@ class _Families(Collector):
 
 
 def _families(outcome: CallResult) -> list[Metric] | None:
-    """None where it told nothing that can be read."""
+    """None for an unreadable reply."""
     if not outcome.ok:
         return None
     try:

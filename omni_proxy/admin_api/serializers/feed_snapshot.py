@@ -129,9 +129,9 @@ class Snapshots:
 
 
 def _state_since(worker: Worker, drains: WorkerDrains) -> str | None:
-    """How long what a screen shows first has been so; None where nobody noted it.
+    """Since when the state that a screen shows first lasts; None if unknown.
 
-    A pause has a time of its own.
+    A pause has its own time.
     """
     machine = worker.health
     if machine.state in (Health.DEAD, Health.UNHEALTHY):

@@ -28,7 +28,7 @@ _COUNTS = (
     "num_used_tokens", "max_total_num_tokens", "max_running_requests",
 )  # fmt: skip
 MAX_RANKS = 1000  # of one engine
-MAX_RECORDS = 10_000  # in an answer, beside one per worker: some 3 MB
+MAX_RECORDS = 10_000  # in a response, beside one per worker: some 3 MB
 LARGEST = 1e300
 _RATES = ("token_usage", "gen_throughput", "cache_hit_rate", "utilization")
 
@@ -54,7 +54,7 @@ async def loads_answer(outcomes: Iterable[CallResult]) -> dict[str, object]:
 
 
 def _records(outcome: CallResult, free_bytes: int) -> list[dict[str, object]]:
-    """One per data-parallel rank of the engine; one of our own counting where it tells nothing,
+    """One per data-parallel rank of the engine; one from the proxy's count if it reports none,
     or of more ranks than there is `room` for."""
     report = outcome.json() if outcome.ok else None
     ranks = report.get("loads") if isinstance(report, dict) else None
@@ -108,10 +108,10 @@ def _number(value: object) -> float:
 
 MAX_FIELDS = 1000  # of one worker; an engine has some 400 arguments
 SUMMED = ("tp_size", "max_total_num_tokens", "max_running_requests")
-# Of one worker that has it the client has to know: it asks for more care, never for less.
+# True if one worker has it: a client then takes more care, never less.
 CARE = ("radix_cache_enabled", "fp8_kv_cache_enabled", "fp8_kv_cache_requires_postprocess",
         "fp8_kv_cache_static_scales")  # fmt: skip
-# After an update from our own files a worker names these: nobody else should read them.
+# After an update from the proxy's own files a worker reports their paths: private.
 PATHS = ("model_path", "tokenizer_path")
 OWN = ("host", "port", "instance", "instance_id", "start_time", "started_at", "internal_states")
 
@@ -119,10 +119,10 @@ OWN = ("host", "port", "instance", "instance_id", "start_time", "started_at", "i
 async def merge_server_info(
     outcomes: Iterable[CallResult], is_ours: Callable[[str], bool] = lambda _: False
 ) -> dict[str, Any] | None:
-    """None where nobody told anything. `workers` holds each one's own answer.
+    """None if no worker replied. `workers` has each worker's own reply.
 
-    Others have their turn between two fields. `is_ours(path)`: it is one of a version that we
-    keep; the model's name takes its place.
+    A checkpoint between two fields. `is_ours(path)`: the path of a stored version, which is
+    replaced by the model's name.
     """
     results = list(outcomes)
     infos_by_url = await _reported_infos(results)
@@ -150,7 +150,7 @@ async def merge_server_info(
 
 
 async def _reported_infos(results: Iterable[CallResult]) -> dict[str, dict[str, Any]]:
-    """By URL, what those say that say it within the bound."""
+    """By URL, the replies that are within the size limit."""
     infos_by_url = {}
     for outcome in results:
         await trio.lowlevel.checkpoint()

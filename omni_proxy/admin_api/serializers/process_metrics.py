@@ -18,7 +18,7 @@ from omni_proxy.weight_sync.protocol.session import SyncState
 def of_program(services: Services) -> Iterator[Metric]:
     yield from gauges("build_info", "The version; always 1", ("version",), [((__version__,), 1)])
     leaving = services.data_plane.draining or services.leaving()
-    yield one("ready", "1 while /ready says so", not unready(services))
+    yield one("ready", "1 while /ready answers 200", not unready(services))
     yield one("leaving", "1 from the first sign of shutdown on", leaving)
     yield from _data_plane(services)
     yield from _config(services)
@@ -36,7 +36,9 @@ def _data_plane(services: Services) -> Iterator[Metric]:
     yield one("requests_in_flight_limit", "[server] max_inflight", admission["max_inflight"])
     yield one("queue_waiting", "Requests in the queue", admission.get("waiting", 0))
     refused = admission["rejected_total"]
-    yield total("requests_shed", "Requests refused for want of room or time", refused)
+    yield total(
+        "requests_shed", "Requests refused because the queue was full or the wait too long", refused
+    )
     yield one("connections", "Client connections that are open", _number(counts, "connections"))
     accepted = _number(counts, "accepted")
     yield total("connections_accepted", "Client connections ever taken", accepted)
@@ -49,7 +51,7 @@ def _data_plane(services: Services) -> Iterator[Metric]:
 
 
 def _processes(rows: Sequence[Mapping[str, object]], prefix: str, label: str) -> Iterator[Metric]:
-    """Of each data-plane process, where there are several."""
+    """Of each data-plane process, if there are several."""
 
     def of(key: str) -> list[tuple[tuple[str], float]]:
         return [((str(row["process"]),), _number(row, key)) for row in rows]
@@ -112,9 +114,7 @@ def _sessions(services: Services) -> Iterator[Metric]:
 
 def _weights(services: Services) -> Iterator[Metric]:
     operations = services.weight_operations
-    yield one(
-        "weight_epoch", "Our number of the newest weights", operations.journal.published.epoch
-    )
+    yield one("weight_epoch", "Number of the newest weights", operations.journal.published.epoch)
     done = [
         ((path, "ok" if ok else "failed"), count)
         for (path, ok), count in operations.history.ended.items()
@@ -128,9 +128,9 @@ def _weights(services: Services) -> Iterator[Metric]:
         "weight_operations_waiting", "Operations that wait for their turn", operations.waiting
     )
     uncertain = len(operations.journal.uncertain)
-    yield one("workers_uncertain", "Workers whose weights nobody is sure of", uncertain)
+    yield one("workers_uncertain", "Workers with unverified weights", uncertain)
     pauses = operations.journal.pauses()
-    yield one("workers_paused", "Workers whose engines somebody paused", len(pauses))
+    yield one("workers_paused", "Workers with a paused engine", len(pauses))
     paused_since = [((url,), _timestamp(pause.at)) for url, pause in pauses.items()]
     text = "When its engine was paused; no sample while it is not"
     yield from gauges("worker_paused_timestamp_seconds", text, ("worker",), paused_since)
@@ -139,7 +139,7 @@ def _weights(services: Services) -> Iterator[Metric]:
 
 def _syncs(now: SyncState, meters: SyncMetrics) -> Iterator[Metric]:
     states = [((state.value,), state is now) for state in SyncState]
-    yield from gauges("weight_sync_state", "1 for where it stands", ("state",), states)
+    yield from gauges("weight_sync_state", "1 for the current state", ("state",), states)
     labels = ("phase", "result")
     text = "Steps of grouped syncs that have ended"
     yield from counters("weight_sync_steps", text, labels, meters.ended.items())
@@ -174,7 +174,7 @@ def _itself(services: Services) -> Iterator[Metric]:
 
 
 def _timestamp(at: str) -> float:
-    """0 where it is not known."""
+    """0 if unknown."""
     return datetime.fromisoformat(at).timestamp() if at else 0
 
 

@@ -1,12 +1,10 @@
-"""The JSON records of workers: the keys of the API, with the keys of sgl-model-gateway beside them.
+"""The JSON records of workers: the keys of the API and those of sgl-model-gateway.
 
-`worker_record` has what the fleet knows; `WorkerRecords` adds why a worker is out of rotation, its
+`worker_record` has the fleet's data; `WorkerRecords` adds why a worker is out of rotation, its
 pause, its drain and its note. Must not change anything.
 
-Why a worker gets no requests, as every screen and record shows it.
-
-Contract: None exactly while the worker is routable; otherwise one sentence for the cause that an
-operator has to act on first, with the command that ends it if there is one.
+`why` contract: None exactly while the worker is routable; otherwise one sentence for the cause that
+an operator has to act on first, with the command that ends it if there is one.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ def _disabled(worker: Worker, secs_left: Callable[[Worker], float | None]) -> st
 
 
 def _launching(launch_row: Mapping[str, object]) -> str:
-    """The launcher knows its own process; a probe may be answered by another one."""
+    """From the launcher's process, not from a probe, which another process may answer."""
     state = str(launch_row["state"]).replace("_", " ")
     error = launch_row["last_error"]
     return f"its process is {state}: {error}" if error else f"its process is {state}"
