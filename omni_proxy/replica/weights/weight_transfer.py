@@ -22,8 +22,14 @@ from omni_proxy.process_group.tensor_plan import FLATTENED, ITEM_BYTES, GroupErr
 from omni_proxy.replica.pipeline.messages import Admin
 from omni_proxy.replica.text.slow_operations import BackgroundStep, PeerError, Steps
 from omni_proxy.replica.text.stage_operations import failure
-from omni_proxy.replica.weights.lifecycle import Lifecycle, StagingSteps, UpdateOptions
+from omni_proxy.replica.weights.lifecycle import (
+    Lifecycle,
+    StagingSteps,
+    UpdateOptions,
+    UpdateSession,
+)
 from omni_proxy.replica.weights.live_tensors import LiveTensors, StagedTensors
+from omni_proxy.replica.weights.receive_state import CallOutOfOrder
 from omni_proxy.replica.weights.trainer_groups import (
     ArmRequest,
     PendingTransfer,
@@ -173,7 +179,7 @@ class WeightTransfer:
             return failure(NOT_JOINED)
         box: list[PendingTransfer] = []
         wish = UpdateOptions(whole=False)
-        bring = self._receive(order.payload.get("update_info"), box)
+        bring = self._receive(order.payload.get("update_info"), session, box)
         success, message, data, error = yield from self._lifecycle.take_in(wish, bring, {})
         for current in box:
             yield from self._sync.settle(current, kept=success)
@@ -187,6 +193,11 @@ class WeightTransfer:
         session = self._lifecycle.session
         if session is None:
             return failure(NO_MATCH)
+        self._sync.look()
+        try:
+            self._sync.receive_state.require_free()
+        except CallOutOfOrder as refusal:
+            return failure(str(refusal))
         version = order.payload.get("weight_version")
         if version is not None:
             session.weight_version = str(version)
@@ -210,7 +221,9 @@ class WeightTransfer:
         with suppress(GroupError):  # it ended by itself
             yield from self._sync.leave(GROUP_NAME)
 
-    def _receive(self, info: Any, box: list[PendingTransfer]) -> StagingSteps:
+    def _receive(
+        self, info: Any, session: UpdateSession, box: list[PendingTransfer]
+    ) -> StagingSteps:
         if isinstance(info, list):  # one for each rank of the engine
             place = self._rank
             info = info[place] if place < len(info) else None
@@ -225,6 +238,9 @@ class WeightTransfer:
         self._sync.completing(GROUP_NAME)
         yield from self._sync.come(current, terms.receive_secs, halting=False)
         staged: StagedTensors = yield BackgroundStep(lambda: self._sync.stage(current))
+        if self._lifecycle.session is not session:
+            staged.forget()
+            raise GroupError("the weight update was ended while its tensors came")
         return staged
 
     def _rendezvous(self, info: Mapping[str, Any]) -> Rendezvous:

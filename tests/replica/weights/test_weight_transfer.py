@@ -15,8 +15,8 @@ from omni_proxy.replica.weights.weight_transfer import (
     announced,
     packed_ends,
 )
-from tests.replica.weights.stage_fixture import checksum_of, running, weights_of
-from tools.training.transfer import messages
+from tests.replica.weights.stage_fixture import checksum_of, running, save, weights_of
+from tools.training.transfer import StatelessGroup, messages
 
 INFO = {"names": ["a", "b"], "dtype_names": ["float32", "bfloat16"], "shapes": [[2, 3], [4]]}
 
@@ -118,3 +118,95 @@ def test_a_reset_makes_the_weights_those_of_nobody_and_says_so():
         assert stage.checksum() != checksum_of(weights_of(0))
         assert stage.facts()["weight_sync"]["weights"] == "uncertain"
         assert stage.generate()["token_ids"] != before
+
+
+class Met:
+    """An init call whose answer the test reads itself."""
+
+    def refused(self):
+        return ""
+
+    wait = refused
+
+
+def joined(stage):
+    group = StatelessGroup(2, "127.0.0.1", 30.0)
+    info = {"master_address": "127.0.0.1", "master_port": group.port, "rank_offset": 1}
+    init = stage.send("init_weight_transfer_engine", init_info=info | {"world_size": 2})
+    group.join(Met())
+    answer = stage.answer(init)
+    assert answer.success, answer.message
+    return group
+
+
+def announcement(tensors):
+    return {
+        "names": list(tensors),
+        "dtype_names": [str(each.dtype).removeprefix("torch.") for each in tensors.values()],
+        "shapes": [list(each.shape) for each in tensors.values()],
+    }
+
+
+def receiving(stage, tensors):
+    """An update whose tensors have not come yet."""
+    update = stage.send("update_weights", update_info=announcement(tensors))
+    while stage.facts()["weight_sync"]["state"] != "receiving":
+        pass
+    return update
+
+
+def test_requests_run_beside_an_update_and_finish_waits_for_none():
+    new = weights_of(1)
+    with running() as stage:
+        group = joined(stage)
+        assert stage.admin("start_weight_update").success
+        update = receiving(stage, new)
+        old = stage.generate()
+        assert "already in progress" in refused(stage, "finish_weight_update")
+        assert "already in progress" in refused(stage, "init_weight_transfer_engine", init_info={
+            "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2})  # fmt: skip
+        for tensor in new.values():
+            group.broadcast(tensor)
+        assert stage.answer(update).success
+        assert stage.generate()["token_ids"] == old["token_ids"]  # nothing is swapped yet
+        assert stage.admin("finish_weight_update", weight_version="v1").success
+        assert stage.checksum() == checksum_of(new)
+        assert stage.generate()["token_ids"] != old["token_ids"]
+
+
+def test_a_session_that_something_else_ends_takes_its_tensors_along(tmp_path):
+    new, file = weights_of(1), save(tmp_path / "w.safetensors", weights_of(2))
+    with running() as stage:
+        group = joined(stage)
+        assert stage.admin("start_weight_update").success
+        name = next(iter(new))
+        first = receiving(stage, {name: new[name]})
+        group.broadcast(new[name])
+        assert stage.answer(first).success
+        assert stage.update(file).success  # the whole model from elsewhere
+        assert refused(stage, "finish_weight_update") == NO_MATCH
+        assert stage.checksum() == checksum_of(weights_of(2))
+
+
+def test_a_trainer_that_goes_away_ends_the_session_and_leaves_the_old_weights():
+    with running() as stage:
+        group = joined(stage)
+        assert stage.admin("start_weight_update").success
+        update = receiving(stage, weights_of(1))
+        del group
+        answer = stage.answer(update)
+        assert not answer.success
+        assert "Nothing was changed" in answer.message
+        assert refused(stage, "finish_weight_update") == NO_MATCH
+        assert stage.admin("start_weight_update").success
+        assert "init_weight_transfer_engine" in refused(
+            stage, "update_weights", update_info=announcement(weights_of(1))
+        )
+        again = joined(stage)
+        assert stage.admin("start_weight_update").success
+        update = receiving(stage, weights_of(1))
+        for tensor in weights_of(1).values():
+            again.broadcast(tensor)
+        assert stage.answer(update).success
+        assert stage.admin("finish_weight_update").success
+        assert stage.checksum() == checksum_of(weights_of(1))
