@@ -98,7 +98,7 @@ class ManualLoop:
         self.door.loop._epoll.close()
 
 
-def heard(end):
+def received(end):
     """All that has come, and whether that was the end: "open", "closed" or "reset"."""
     came = b""
     end.setblocking(False)

@@ -2,13 +2,13 @@ import pytest
 import trio
 
 from omni_proxy.dataplane.loop import timeouts
+from tests.promises.early_readers import EarlyReaders
 from tests.promises.fakes import answering, counted, fake_workers
 from tests.promises.program_nest import close_nests
 from tests.promises.replica_program import PATIENCE_SECS, healthy, program
 from tests.promises.sync_program import Fleets
 from tests.promises.sync_steps import repaired_fleet
 from tests.promises.sync_trainer import Trainers
-from tests.promises.takers import Taking
 from tests.promises.tiny_fleet import weights_in
 
 
@@ -37,7 +37,7 @@ async def taking(nursery):
     """A worker that runs `script(taker)` for each request."""
 
     async def made(script):
-        worker = Taking(script)
+        worker = EarlyReaders(script)
         await nursery.start(worker.serve)
         return worker
 

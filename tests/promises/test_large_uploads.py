@@ -6,13 +6,7 @@ import trio
 
 from tests.promises.clients import post
 from tests.promises.dataplane_fixture import run_dataplane
-from tests.promises.fakes import (
-    PATIENCE_SECS,
-    answering,
-    counted,
-    fake_workers,
-)
-from tests.promises.takers import (
+from tests.promises.early_readers import (
     BOUNDARY,
     END,
     FILE,
@@ -23,6 +17,12 @@ from tests.promises.takers import (
     SPOKEN,
     head,
     whole,
+)
+from tests.promises.fakes import (
+    PATIENCE_SECS,
+    answering,
+    counted,
+    fake_workers,
 )
 
 

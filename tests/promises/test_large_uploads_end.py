@@ -4,6 +4,15 @@ import trio.lowlevel
 
 from tests.promises.clients import post
 from tests.promises.dataplane_fixture import run_dataplane
+from tests.promises.early_readers import (
+    CHAT,
+    HINTS,
+    MIB,
+    MODEL,
+    ended,
+    head,
+    whole,
+)
 from tests.promises.fakes import (
     LAST_CHUNK,
     PATIENCE_SECS,
@@ -12,15 +21,6 @@ from tests.promises.fakes import (
     counted,
     fake_workers,
     refusing_url,
-)
-from tests.promises.takers import (
-    CHAT,
-    HINTS,
-    MIB,
-    MODEL,
-    ended,
-    head,
-    whole,
 )
 
 

@@ -5,6 +5,7 @@ import trio.testing
 from omni_proxy.dataplane.upstream import retry as trying
 from tests.promises.clients import CHAT, STREAMED, Truncated, post
 from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.early_readers import HINTS
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     SSE_HEAD,
@@ -16,7 +17,6 @@ from tests.promises.fakes import (
     refusing_url,
     resetting,
 )
-from tests.promises.takers import HINTS
 
 GOOD = answering(counted(b"good"))
 

@@ -9,17 +9,24 @@ from omni_proxy.dataplane.exchange.response_relay import diagnostic_fields
 from omni_proxy.dataplane.status import connection_record
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.wire.response import DIAGNOSTICS
-from tests.dataplane.fast_slow import WHOLE, answered, asked, listening, run_fast_and_slow, spelled
+from tests.dataplane.both_drivers import (
+    WHOLE,
+    chat_request,
+    exchange_once,
+    run_fast_and_slow,
+    send_request,
+    worker_sockets,
+)
 from tests.fleet.entries import entry, fleet_of
 
 
 @pytest.fixture
 def listeners(tmp_path):
     with contextlib.ExitStack() as stack:
-        yield {name: stack.enter_context(each) for name, each in listening(tmp_path).items()}
+        yield {name: stack.enter_context(each) for name, each in worker_sockets(tmp_path).items()}
 
 
-def taken(world):
+def fast_path_counts(world):
     """Of the exchanges since its clients were warm: begun in the short way, and handed over."""
     return world.began, world.handed_over
 
@@ -27,10 +34,10 @@ def taken(world):
 def test_a_request_like_the_last_and_an_answer_like_the_last_never_meet_the_coroutine(listeners):
     def script(world, client):
         for _ in range(5):
-            answered(world, client)
+            exchange_once(world, client)
 
     world = run_fast_and_slow(listeners, script, began=5, handed_over=0)
-    assert taken(world) == (5, 0)
+    assert fast_path_counts(world) == (5, 0)
     assert world.log[-1]["outcome"] == "completed"
 
 
@@ -46,11 +53,13 @@ def test_a_field_that_is_new_in_every_request_goes_the_short_way(listeners, name
     def script(world, client):
         for number in range(8):
             world.began = 0 if number == 3 else world.began
-            world.ask(client, spelled(fields=(b"%b: 00-%d" % (name, number), b"accept: a/b")))
+            world.ask(client, chat_request(fields=(b"%b: 00-%d" % (name, number), b"accept: a/b")))
             world.answer(WHOLE)
         assert b"%b: 00-7\r\naccept: a/b\r\n" % name in b"".join(end.came for end in world.lines)
 
-    assert taken(run_fast_and_slow(listeners, script, config, began=5, handed_over=0)) == (5, 0)
+    assert fast_path_counts(
+        run_fast_and_slow(listeners, script, config, began=5, handed_over=0)
+    ) == (5, 0)
 
 
 HOSTILE_FIELDS = [
@@ -66,10 +75,10 @@ HOSTILE_FIELDS = [
 def test_what_stands_in_the_place_of_a_field_that_varies_is_judged(listeners, field):
     def script(world, client):
         for number in range(5):
-            world.ask(client, spelled(fields=(b"x-new: %d" % number, b"accept: a/b")))
+            world.ask(client, chat_request(fields=(b"x-new: %d" % number, b"accept: a/b")))
             world.answer(WHOLE)
         for each in (field, field, field):
-            world.ask(client, spelled(fields=(each, b"accept: a/b")))
+            world.ask(client, chat_request(fields=(each, b"accept: a/b")))
             world.answer(WHOLE)
 
     run_fast_and_slow(listeners, script, began={2, 3, 5}, handed_over=0)
@@ -80,10 +89,10 @@ def test_bodies_that_come_whole_may_be_large(listeners, size):
     text = bytes(b"1" * size)
 
     def script(world, client):
-        world.ask(client, spelled(body=b'{"messages": [], "x": %b}' % text))
+        world.ask(client, chat_request(body=b'{"messages": [], "x": %b}' % text))
         world.answer(WHOLE[:-6].replace(b": 2", b": %d" % size) + b"\r\n\r\n" + text)
 
-    assert taken(run_fast_and_slow(listeners, script, began=1, handed_over=0)) == (1, 0)
+    assert fast_path_counts(run_fast_and_slow(listeners, script, began=1, handed_over=0)) == (1, 0)
 
 
 SPOOFED = b"".join(b"%b: spoofed\r\n" % name for name in DIAGNOSTICS)
@@ -97,7 +106,7 @@ def test_a_workers_own_diagnostics_are_dropped_on_either_way(listeners):
             if label:
                 world.fleet.set_version(world.fleet.workers[0], label, 0)
                 world.fleet.set_version(world.fleet.workers[1], label, 0)
-            world.ask(client, spelled())
+            world.ask(client, chat_request())
             world.answer(spoofed)
 
     world = run_fast_and_slow(listeners, script, began=6, handed_over=4)
@@ -126,29 +135,29 @@ def test_the_tokens_that_an_answer_tells_are_counted(listeners):
 
     def script(world, client):
         for text in (told, told, b"{}"):
-            world.ask(client, spelled())
+            world.ask(client, chat_request())
             world.answer(WHOLE[:-6].replace(b": 2", b": %d" % len(text)) + b"\r\n\r\n" + text)
 
     world = run_fast_and_slow(listeners, script, "usage_metrics = true\n", began=3, handed_over=0)
-    assert taken(world) == (3, 0)
+    assert fast_path_counts(world) == (3, 0)
     assert sum(sum(cell.tokens.values()) for cell in world.meters.series.values()) == 24
 
 
 @pytest.mark.parametrize(
     "request_of",
     [
-        spelled(turned=True),
-        spelled(b"Content-Length"),
-        spelled(request_id=b"new"),
-        spelled(fields=(b"expect: 100-continue",)),
-        spelled(body=b'{"messages": "%b"}' % (b"x" * 20000)),
-        spelled(length=b"016"),
-        spelled(length=b"15"),
-        spelled(length=b"17"),
-        spelled(body=b"{"),
-        b"\r\n" + spelled(),
-        spelled() + spelled(),
-        spelled() + b"POST",
+        chat_request(turned=True),
+        chat_request(b"Content-Length"),
+        chat_request(request_id=b"new"),
+        chat_request(fields=(b"expect: 100-continue",)),
+        chat_request(body=b'{"messages": "%b"}' % (b"x" * 20000)),
+        chat_request(length=b"016"),
+        chat_request(length=b"15"),
+        chat_request(length=b"17"),
+        chat_request(body=b"{"),
+        b"\r\n" + chat_request(),
+        chat_request() + chat_request(),
+        chat_request() + b"POST",
     ],
     ids=lambda sent: sent[:12] + b"..." + sent[37:80],
 )
@@ -158,16 +167,16 @@ def test_whatever_is_not_like_the_last_misses(listeners, request_of):
         world.answer(WHOLE)
         world.answer(WHOLE)
 
-    assert taken(run_fast_and_slow(listeners, script, began=0, handed_over=0)) == (0, 0)
+    assert fast_path_counts(run_fast_and_slow(listeners, script, began=0, handed_over=0)) == (0, 0)
 
 
-@pytest.mark.parametrize("at", range(1, len(spelled()), 7))
+@pytest.mark.parametrize("at", range(1, len(chat_request()), 7))
 def test_a_request_in_two_pieces_misses(listeners, at):
     def script(world, client):
-        world.ask(client, spelled()[:at], spelled()[at:])
+        world.ask(client, chat_request()[:at], chat_request()[at:])
         world.answer(WHOLE)
 
-    assert taken(run_fast_and_slow(listeners, script, began=0, handed_over=0)) == (0, 0)
+    assert fast_path_counts(run_fast_and_slow(listeners, script, began=0, handed_over=0)) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +185,7 @@ def test_a_request_in_two_pieces_misses(listeners, at):
 )
 def test_a_head_without_its_blank_line_is_no_head_yet(listeners, more):
     def script(world, client):
-        world.ask(client, spelled(body=b"").removesuffix(b"\r\n\r\n"))
+        world.ask(client, chat_request(body=b"").removesuffix(b"\r\n\r\n"))
         assert not world.door.in_flight
         world.ask(client, more)
         world.answer(WHOLE)
@@ -186,7 +195,7 @@ def test_a_head_without_its_blank_line_is_no_head_yet(listeners, more):
 
 def test_an_id_cut_in_the_middle_is_not_the_id(listeners):
     last = {"turned": True, "body": b""}
-    request = spelled(**last, fields=(b"traceparent: 00-abcdef",))
+    request = chat_request(**last, fields=(b"traceparent: 00-abcdef",))
     lines = request.removesuffix(b"\r\n\r\n").split(b"\r\n")
     head = b"\r\n".join([*sorted(lines[1:]), b""]).removesuffix(b"\r\n")
     assert head.endswith(b"traceparent: 00-abcdef")
@@ -210,7 +219,7 @@ def test_without_an_idle_connection_the_coroutine_dials(listeners):
         for end in world.idle_ends():
             end.close()
         world.turn()
-        answered(world, client)
+        exchange_once(world, client)
 
     world = run_fast_and_slow(listeners, script, began=0, handed_over=1)
     assert (world.handed_over, len(world.lines), world.log[-1]["status"]) == (1, 3, 200)
@@ -221,7 +230,7 @@ def test_where_nobody_is_routable_it_is_refused_or_waits(listeners, config):
     def script(world, client):
         for at in range(2):
             world.change(at, disabled=True)
-        world.ask(client, spelled())
+        world.ask(client, chat_request())
         world.change(1, disabled=False)
         world.answer(WHOLE)
 
@@ -233,9 +242,9 @@ def test_where_nobody_is_routable_it_is_refused_or_waits(listeners, config):
 @pytest.mark.parametrize("config", ["queue_size = 2\n", "queue_size = 2\nhalf_close = 'answer'\n"])
 def test_without_a_slot_it_waits_for_one(listeners, config):
     def script(world, client):
-        other = world.come()
-        asked(world, other)
-        world.ask(client, spelled())
+        other = world.connect_client()
+        send_request(world, other)
+        world.ask(client, chat_request())
         assert sorted(world.phases) == ["queue", "wait"]
         world.answer(WHOLE)
         world.answer(WHOLE)
@@ -248,8 +257,10 @@ def test_without_a_slot_it_waits_for_one(listeners, config):
 
 def test_time_in_the_queue_for_a_slot_is_no_time_of_the_exchange(listeners):
     def script(world, client):
-        asked(world, world.come(), spelled(body=b'{"messages": [], "stream": true}'))
-        world.ask(client, spelled())
+        send_request(
+            world, world.connect_client(), chat_request(body=b'{"messages": [], "stream": true}')
+        )
+        world.ask(client, chat_request())
         world.wait(4)
         world.answer(WHOLE)
         world.wait(4)
@@ -264,8 +275,8 @@ def test_time_in_the_queue_for_a_slot_is_no_time_of_the_exchange(listeners):
 
 def test_without_a_slot_and_a_queue_it_is_refused(listeners):
     def script(world, client):
-        asked(world, world.come())
-        world.ask(client, spelled())
+        send_request(world, world.connect_client())
+        world.ask(client, chat_request())
         world.answer(WHOLE)
 
     world = run_fast_and_slow(listeners, script, "max_inflight = 1\n", began=0, handed_over=0)
@@ -279,7 +290,7 @@ def test_a_key_of_the_workers_own_is_sent(listeners, monkeypatch):
     def script(world, client):
         for at in range(2):
             world.change(at, api_key_env="KEY_OF_A_WORKER")
-        answered(world, client)
+        exchange_once(world, client)
 
     world = run_fast_and_slow(listeners, script, began=0, handed_over=1)
     assert sum(end.came.count(b"authorization: Bearer secret\r\n") for end in world.lines) == 1
@@ -299,7 +310,7 @@ def test_a_key_of_the_workers_own_is_sent(listeners, monkeypatch):
 def test_an_answer_that_comes_again_and_again_is_relayed_as_the_first(listeners, told):
     def script(world, client):
         for _ in range(8):
-            world.ask(client, spelled())
+            world.ask(client, chat_request())
             world.answer(told)
 
     config = "[routing]\nmax_total_retries = 1\nmax_worker_retries = 0\n[health]\n"
@@ -311,10 +322,10 @@ def test_an_answer_that_comes_again_and_again_is_relayed_as_the_first(listeners,
 @pytest.mark.parametrize("said", [1, 3], ids=["less", "more"])
 def test_an_answer_of_another_length_than_it_says(listeners, said):
     def script(world, client):
-        asked(world, client)
+        send_request(world, client)
         world.answer(WHOLE.replace(b": 2", b": %d" % said), b" ")
         world.more()
-        answered(world, client)
+        exchange_once(world, client)
 
     run_fast_and_slow(listeners, script, began=2, handed_over=1)
 
@@ -322,7 +333,7 @@ def test_an_answer_of_another_length_than_it_says(listeners, said):
 def test_the_ids_of_clients_are_kept(listeners):
     def script(world, client):
         for number in range(6):
-            asked(world, client, spelled(request_id=b"id-%d" % number))
+            send_request(world, client, chat_request(request_id=b"id-%d" % number))
             world.answer(WHOLE)
         told = [each["request_id"] for each in world.log[-6:]]
         assert told == [f"id-{number}" for number in range(6)]
@@ -334,8 +345,8 @@ def test_a_good_answer_makes_good_for_a_failed_one(listeners):
     def script(world, client):
         for worker in world.fleet.workers:
             world.blame(worker)
-        answered(world, client)
-        answered(world, client)
+        exchange_once(world, client)
+        exchange_once(world, client)
 
     world = run_fast_and_slow(listeners, script, began=2, handed_over=2)
     assert [worker.health.failed_requests for worker in world.fleet.workers] == [0, 0]
@@ -345,8 +356,8 @@ def test_a_trial_that_went_well_brings_its_worker_back(listeners):
     def script(world, client):
         for worker in world.fleet.workers:
             world.eject(worker)
-        answered(world, client)
-        answered(world, client)
+        exchange_once(world, client)
+        exchange_once(world, client)
 
     world = run_fast_and_slow(listeners, script, began=2, handed_over=2)
     assert not any(worker.health.breaker_tripped for worker in world.fleet.workers)
@@ -354,11 +365,11 @@ def test_a_trial_that_went_well_brings_its_worker_back(listeners):
 
 def test_new_weights_while_it_waits_are_told(listeners):
     def script(world, client):
-        asked(world, client)
+        send_request(world, client)
         for worker in world.fleet.workers:
             world.fleet.set_version(worker, "new", 2)
         world.answer(WHOLE)
-        answered(world, client)
+        exchange_once(world, client)
 
     world = run_fast_and_slow(listeners, script, began=2, handed_over=1)
     assert world.clients[0].came.count(b"x-omni-weight-version: new\r\n") == 1
@@ -366,7 +377,7 @@ def test_new_weights_while_it_waits_are_told(listeners):
 
 def test_what_is_asked_is_shown(listeners):
     def script(world, client):
-        asked(world, client)
+        send_request(world, client)
         assert connection_record(client.conn)["target"] == "/v1/chat/completions"
         assert connection_record(client.conn)["worker"].startswith("unix:")
 
@@ -375,9 +386,9 @@ def test_what_is_asked_is_shown(listeners):
 
 def test_clients_that_are_known_stay_with_their_worker(listeners):
     def script(world, client):
-        keyed = spelled(fields=(b"x-session-id: me",))
+        keyed = chat_request(fields=(b"x-session-id: me",))
         for _ in range(7):
-            asked(world, client, keyed)
+            send_request(world, client, keyed)
             world.answer(WHOLE)
         assert len({each["worker"] for each in world.log[-7:]}) == 1
 
@@ -391,6 +402,10 @@ def test_clients_that_are_known_stay_with_their_worker(listeners):
                                  "request_id_header = 'x-request-id'"])  # fmt: skip
 def test_what_the_short_way_does_not_know_goes_the_long_one(listeners, key):
     world = run_fast_and_slow(
-        listeners, lambda world, client: answered(world, client), f"{key}\n", began=0, handed_over=0
+        listeners,
+        lambda world, client: exchange_once(world, client),
+        f"{key}\n",
+        began=0,
+        handed_over=0,
     )
-    assert taken(world) == (0, 0)
+    assert fast_path_counts(world) == (0, 0)

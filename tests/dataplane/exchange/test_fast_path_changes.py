@@ -9,21 +9,21 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.worker import Worker
-from tests.dataplane.fast_slow import (
+from tests.dataplane.both_drivers import (
     WHOLE,
     World,
-    answered,
-    asked,
-    listening,
+    chat_request,
+    exchange_once,
     run_fast_and_slow,
-    spelled,
+    send_request,
+    worker_sockets,
 )
 
 
 @pytest.fixture
 def listeners(tmp_path):
     with contextlib.ExitStack() as stack:
-        yield {name: stack.enter_context(each) for name, each in listening(tmp_path).items()}
+        yield {name: stack.enter_context(each) for name, each in worker_sockets(tmp_path).items()}
 
 
 CLAIMS = (b"x-mine: m1", b"x-forwarded-for: 1.2.3.4")
@@ -37,7 +37,7 @@ def test_other_stamps_hold_for_open_connections_too(listeners, before, after, na
         for config in (f"forwarded = '{after}'\nrequest_id_header = '{name}'\n", f"{config_of}"):
             world.reload(config)
             for _ in range(3):
-                world.ask(client, spelled(fields=CLAIMS))
+                world.ask(client, chat_request(fields=CLAIMS))
                 world.answer(WHOLE)
 
     config_of = f"forwarded = '{before}'\nrequest_id_header = 'x-mine'\n"
@@ -61,7 +61,7 @@ def test_another_setting_holds_for_the_next_request_of_an_open_connection(listen
         for each in (config, ""):
             world.reload(each)
             for body in (b'{"messages": []}', b'{"messages": [], "stream": true}'):
-                world.ask(client, spelled(body=body))
+                world.ask(client, chat_request(body=body))
                 world.wait(1)
                 world.answer(WHOLE)
 
@@ -73,7 +73,7 @@ def test_a_worker_that_stops_reading_and_answers_all_the_same_is_heard(listeners
         for end in world.idle_ends():
             end.sock.shutdown(socket.SHUT_RD)
         world.turn()
-        world.ask(client, spelled())
+        world.ask(client, chat_request())
         for end in world.lines:
             with contextlib.suppress(OSError):
                 end.sock.sendall(WHOLE)
@@ -86,8 +86,8 @@ def test_a_worker_that_stops_reading_and_answers_all_the_same_is_heard(listeners
 @pytest.mark.parametrize("config", ["half_close = 'abort'\n", "half_close = 'answer'\n"])
 def test_what_was_pipelined_is_begun_before_its_clients_leaving_is_heard(listeners, config):
     def script(world, client):
-        world.ask(client, spelled())
-        world.ask(client, spelled())
+        world.ask(client, chat_request())
+        world.ask(client, chat_request())
         for end in world.lines:
             if end.asked:
                 end.asked -= 1
@@ -102,8 +102,8 @@ def test_what_was_pipelined_is_begun_before_its_clients_leaving_is_heard(listene
 
 def test_an_idle_client_keeps_nothing_of_a_worker_that_is_gone(listeners):
     def script(world, client):
-        others = [world.come(warm=3) for _ in range(3)]
-        asked(world, client)
+        others = [world.connect_client(warm=3) for _ in range(3)]
+        send_request(world, client)
         world.answer(WHOLE)
         conns = [conn for lane in world.door.pools._pools.values() for conn in lane.idle]
         world.remove(0)
@@ -129,8 +129,8 @@ def test_an_idle_client_keeps_nothing_of_a_worker_that_is_gone(listeners):
 
 def test_a_connection_that_can_not_be_given_back_costs_no_count(listeners, monkeypatch):
     with World(listeners, "[server]\nlog_format = 'json'\n").at_work() as world:
-        client = world.come(warm=6)
-        asked(world, client)
+        client = world.connect_client(warm=6)
+        send_request(world, client)
         (lane,) = [lane for lane in world.door.pools._pools.values() if not lane.idle]
         with monkeypatch.context() as patch:
             patch.setattr(type(lane), "release", lambda lane, conn: 1 / 0)
@@ -138,4 +138,4 @@ def test_a_connection_that_can_not_be_given_back_costs_no_count(listeners, monke
         assert (world.door.in_flight, world.door.loop.failures) == (0, 1)
         assert not any(worker.in_flight for worker in world.fleet.workers)
         assert len(world.log) == 7
-        answered(world, world.come())
+        exchange_once(world, world.connect_client())

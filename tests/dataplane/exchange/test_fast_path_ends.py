@@ -7,14 +7,14 @@ import socket
 import pytest
 
 from omni_proxy.dataplane.loop import stream
-from tests.dataplane.fast_slow import (
+from tests.dataplane.both_drivers import (
     WHOLE,
     World,
-    answered,
-    asked,
-    listening,
+    chat_request,
+    exchange_once,
     run_fast_and_slow,
-    spelled,
+    send_request,
+    worker_sockets,
 )
 
 CLOSES = None
@@ -23,7 +23,7 @@ CLOSES = None
 @pytest.fixture
 def listeners(tmp_path):
     with contextlib.ExitStack() as stack:
-        yield {name: stack.enter_context(each) for name, each in listening(tmp_path).items()}
+        yield {name: stack.enter_context(each) for name, each in worker_sockets(tmp_path).items()}
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def world(listeners):
     """The short way alone, and a client of it."""
     with World(listeners).at_work() as made:
         made.door.settings.access_log_is_json = True
-        made.come(warm=6)
+        made.connect_client(warm=6)
         made.began = made.handed_over = 0
         yield made
 
@@ -40,7 +40,7 @@ def world(listeners):
 @pytest.mark.parametrize("half", [False, True])
 def test_a_client_that_leaves_while_it_waits(listeners, half_close, half):
     def script(world, client):
-        asked(world, client)
+        send_request(world, client)
         client.leave(half=half)
         world.turn()
         world.answer(WHOLE)
@@ -56,7 +56,7 @@ def test_a_client_that_leaves_while_it_waits(listeners, half_close, half):
 @pytest.mark.parametrize("half_close", ["abort", "answer"])
 def test_a_client_that_ends_its_side_along_with_its_request(listeners, half_close):
     def script(world, client):
-        client.sock.sendall(spelled())
+        client.sock.sendall(chat_request())
         client.leave(half=True)
         world.turn()
         world.answer(WHOLE)
@@ -71,7 +71,7 @@ def test_a_client_that_ends_its_side_along_with_its_request(listeners, half_clos
 @pytest.mark.parametrize("total", [0, 5])
 def test_a_clock_that_runs_out_is_a_504_and_told_to_health(listeners, total):
     def script(world, client):
-        asked(world, client)
+        send_request(world, client)
         limits = world.door.settings.limits
         world.wait(limits.total + 1 if total else limits.response_head + 1)
 
@@ -84,7 +84,7 @@ def test_a_clock_that_runs_out_is_a_504_and_told_to_health(listeners, total):
 
 def test_a_pump_that_ends_settles_what_was_asked_once(listeners):
     def script(world, client):
-        asked(world, client)
+        send_request(world, client)
         for task in list(world.door.loop.tasks):
             task.close_coroutine()
         world.turn()
@@ -99,23 +99,23 @@ def broken(*args):
 
 @pytest.mark.parametrize("place", ["_on_request", "_on_response"])
 def test_a_fault_of_ours_ends_its_connection_and_no_other(world, place, monkeypatch, caplog):
-    other = world.come(warm=4)
+    other = world.connect_client(warm=4)
     client = world.clients[0]
     before = len(world.log)
     if place == "_on_response":
-        asked(world, client)
+        send_request(world, client)
         for worker in world.fleet.workers:
             monkeypatch.setattr(world.door.pools.of(worker), "response_template", None)
         world.answer(WHOLE)
     else:
         monkeypatch.setattr(world.door.pools, "of", broken)
-        world.ask(client, spelled())
+        world.ask(client, chat_request())
     monkeypatch.undo()
     world.turn()
     assert (client.end, other.end, world.door.loop.failures) == ("closed", "open", 1)
     assert [each["outcome"] for each in world.log[before:]] == ["cut_by_proxy"]
     assert (world.door.in_flight, [each.in_flight for each in world.fleet.workers]) == (0, [0, 0])
-    answered(world, other)
+    exchange_once(world, other)
     assert world.log[-1]["status"] == 200
     assert caplog.records[0].levelno == logging.ERROR
 
@@ -129,7 +129,7 @@ def test_a_kept_connection_that_has_died_is_dialled_anew_once(
     monkeypatch.setattr(stream, "MAX_PENDING_WRITERS", 1 if at_once else stream.MAX_PENDING_WRITERS)
 
     def script(world, client):
-        client.sock.sendall(spelled())
+        client.sock.sendall(chat_request())
         for end in world.idle_ends():
             end.plan = [b"HTTP/1.1 408 Bored\r\ncontent-length: 0\r\n\r\n"] if speaks else []
             end.plan += [CLOSES]
@@ -137,7 +137,7 @@ def test_a_kept_connection_that_has_died_is_dialled_anew_once(
                 end.say()
         world.turn()
         world.answer(WHOLE)
-        answered(world, client)
+        exchange_once(world, client)
 
     world = run_fast_and_slow(listeners, script, began=0, handed_over=2)
     assert world.log[-1]["status"] == 200
@@ -153,13 +153,13 @@ def test_a_way_that_was_given_up_reads_no_more_of_its_client(listeners, monkeypa
 
     def script(world, client):
         loop = world.door.loop
-        client.sock.sendall(spelled())
+        client.sock.sendall(chat_request())
         for end in world.idle_ends():
             end.close()
         for fd, mask in loop._epoll.poll(0):
             if loop._handlers[fd] is not None:
                 loop._handlers[fd].on_event(mask)
-        client.sock.sendall(spelled())
+        client.sock.sendall(chat_request())
         world.turn()
         world.answer(WHOLE)
         world.answer(WHOLE)
@@ -172,7 +172,7 @@ def test_a_way_that_was_given_up_reads_no_more_of_its_client(listeners, monkeypa
 
 def test_a_drain_while_it_waits_closes_behind_the_answer(listeners):
     def script(world, client):
-        asked(world, client)
+        send_request(world, client)
         world.door.begin_drain()
         world.answer(WHOLE)
 
@@ -187,7 +187,7 @@ def reads_late(world, client):
     client.slow = True
     long = WHOLE.replace(b": 2", b": 4000").removesuffix(b"{}") + bytes(4000)
     while not client.conn.client.pending:
-        world.ask(client, spelled())
+        world.ask(client, chat_request())
         world.answer(long)
     return long
 
@@ -196,7 +196,7 @@ def test_a_client_that_does_not_read_keeps_its_exchange(listeners):
     def script(world, client):
         long = reads_late(world, client)
         before = len(world.log)
-        world.ask(client, spelled())
+        world.ask(client, chat_request())
         world.answer(long)
         assert (world.phases, len(world.log)) == (["client"], before)
         client.slow = False
@@ -221,9 +221,9 @@ def test_a_drain_closes_behind_an_answer_that_was_read_late(listeners):
 
 def test_a_removed_workers_connections_close_behind_their_answer(listeners):
     def script(world, client):
-        other = world.come()
-        asked(world, client)
-        world.ask(other, spelled())
+        other = world.connect_client()
+        send_request(world, client)
+        world.ask(other, chat_request())
         world.remove(0)
         for _ in range(2):
             world.answer(WHOLE.replace(b"\r\n\r\n", b"\r\ndate: now\r\n\r\n"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.loop import stream
-from tests.dataplane.fast_slow import WHOLE, World, listening, spelled
+from tests.dataplane.both_drivers import WHOLE, World, chat_request, worker_sockets
 
 STREAMED = b'{"messages": [], "stream": true}'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -83,13 +83,13 @@ FIELDS = st.sampled_from(
     ]
 )
 REQUESTS = st.builds(
-    spelled,
+    chat_request,
     st.sampled_from([b"content-length"] * 4 + [b"Content-Length", b"CONTENT-LENGTH"]),
     st.sampled_from([b""] * 4 + [b"one", b"two", b"two words", b"x" * 128, b"x" * 129, b"\xe9"]),
     BODIES,
     fields=FIELDS,
     turned=st.booleans(),
-) | st.builds(spelled, length=st.sampled_from([b"15", b"17", b"016", b"+16", b"", b"1e1"]))
+) | st.builds(chat_request, length=st.sampled_from([b"15", b"17", b"016", b"+16", b"", b"1e1"]))
 BESIDES = ["", "", "", "half", "dies", "early"]
 WHO, AT = st.integers(0, 2), st.integers(0, 1)
 # As the client's last requests were written.
@@ -103,9 +103,9 @@ STEPS = st.one_of(
     st.tuples(
         st.just("ask"), WHO, REQUESTS, st.sampled_from(["", "", "", "half", "dies", "early"])
     ),
-    st.tuples(st.just("ask"), WHO, st.just(spelled()), st.just("")),
+    st.tuples(st.just("ask"), WHO, st.just(chat_request()), st.just("")),
     st.tuples(st.just("split"), WHO, REQUESTS, st.integers(-200, 30)),
-    st.tuples(st.just("split"), WHO, st.just(spelled(body=b"")), st.integers(-1, 4)),
+    st.tuples(st.just("split"), WHO, st.just(chat_request(body=b"")), st.integers(-1, 4)),
     st.tuples(st.just("two"), WHO, REQUESTS, REQUESTS),
     st.tuples(st.just("answer"), PLANS),
     st.tuples(st.just("answer"), PLANS),
@@ -163,8 +163,8 @@ class Course:
 
     def go(self, slow, steps):
         for at, warm in enumerate((6, 2, 0)):
-            like = spelled(request_id=b"warm" if self.ids else b"")
-            self.world.come(slow=slow and at == 0, warm=warm, like=like)
+            like = chat_request(request_id=b"warm" if self.ids else b"")
+            self.world.connect_client(slow=slow and at == 0, warm=warm, like=like)
         for who in (0, 1) if self.traces else ():
             for _ in range(4):
                 self.exchange(who, (b"warm", b'{"messages": []}'), (WHOLE,))
@@ -192,7 +192,7 @@ class Course:
     def like(self, who, request):
         request_id, body = request
         fields = () if self.traces is None else (b"CF-Ray: %d-abc" % next(self.traces), b"a: b")
-        told = spelled(request_id=request_id if self.ids else b"", body=body, fields=fields)
+        told = chat_request(request_id=request_id if self.ids else b"", body=body, fields=fields)
         self.world.ask(self.world.clients[who], told)
 
     def exchange(self, who, request, plan):
@@ -267,7 +267,7 @@ class Course:
 @pytest.fixture
 def listeners(tmp_path):
     with contextlib.ExitStack() as stack:
-        yield {name: stack.enter_context(each) for name, each in listening(tmp_path).items()}
+        yield {name: stack.enter_context(each) for name, each in worker_sockets(tmp_path).items()}
 
 
 def course(listeners, told, *, short):

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from omni_proxy.dataplane.upstream.pool import AdminApiPool
-from tests.dataplane.manual_loop import chat, heard
+from tests.dataplane.manual_loop import chat, received
 
 ANSWER = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}"
 LONG = b"HTTP/1.1 200 OK\r\ncontent-length: 15000\r\n\r\n" + bytes(15000)
@@ -35,7 +35,7 @@ def test_a_body_for_the_control_routes_is_held_no_longer_than_its_request(manual
     with near:
         assert near.recv(65536).endswith(b"\r\n\r\nabcdef")
         door.tell(near, ANSWER)
-    assert heard(client)[0].startswith(ANSWER[:12])
+    assert received(client)[0].startswith(ANSWER[:12])
     assert (door.phases, door.door.inflight.held_bytes) == (["idle"], 0)
     door.door.pools.admin_api.close()
 
@@ -68,7 +68,7 @@ def asking(path):
 def test_who_asks_before_a_body_for_no_path_of_ours_hears_404_at_once(manual_loop):
     door = manual_loop()
     client = door.client(asking(b"/nowhere"))
-    head, _, body = heard(client)[0].partition(b"\r\n\r\n")
+    head, _, body = received(client)[0].partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 404 ")
     assert b"Not Found: POST /nowhere" in body
     assert client.recv(1) == b""
@@ -77,7 +77,7 @@ def test_who_asks_before_a_body_for_no_path_of_ours_hears_404_at_once(manual_loo
 @pytest.mark.parametrize("path", [b"/workers", b"/%77orkers", b"/workers/x/drain", b"/flush_cache"])
 def test_for_a_path_of_the_control_routes_he_may_go_on(manual_loop, path):
     door = manual_loop()
-    assert heard(door.client(asking(path)))[0] == b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert received(door.client(asking(path)))[0] == b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def test_the_control_routes_hear_how_a_request_came_from_us_alone(manual_loop, front):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.dataplane.manual_loop import STREAMED, ManualLoop, chat, heard
+from tests.dataplane.manual_loop import STREAMED, ManualLoop, chat, received
 
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 UNTIL_CLOSE = b"HTTP/1.1 200 OK\r\n\r\n"
@@ -35,7 +35,7 @@ def drained(manual_loop, client):
     """All that a client hears which reads on until nothing comes."""
     came = b""
     while True:
-        more, end = heard(client)
+        more, end = received(client)
         came += more
         if not more or end != "open":
             return came, end
@@ -52,10 +52,10 @@ def test_streams_that_move_in_one_turn_are_sent_at_its_end(manual_loop):
     loop = manual_loop.door.loop
     for fd, mask in loop._epoll.poll(1):
         loop._handlers[fd].on_event(mask)
-    before = [heard(client)[0] for client in clients]
+    before = [received(client)[0] for client in clients]
     assert all(came.endswith(b"\r\n\r\n" + EVENT) for came in before)
     loop.flush()
-    assert [heard(client)[0] for client in clients] == [EVENT] * 3
+    assert [received(client)[0] for client in clients] == [EVENT] * 3
 
 
 def test_an_error_event_stands_behind_all_that_came_before_the_fault(manual_loop):
@@ -65,7 +65,7 @@ def test_an_error_event_stands_behind_all_that_came_before_the_fault(manual_loop
     worker.sendall(EVENT)
     worker.close()
     manual_loop.turn()
-    came, end = heard(client)
+    came, end = received(client)
     _, _, body = came.partition(b"\r\n\r\n")
     assert body.startswith(EVENT)
     assert FAILED in body.removeprefix(EVENT)
@@ -86,7 +86,7 @@ def broken_stream(manual_loop, asked, *pieces):
     manual_loop.tell(worker, SSE)
     for piece in pieces:
         manual_loop.tell(worker, piece)
-    came, end = heard(client)
+    came, end = received(client)
     return came.partition(b"\r\n\r\n")[2], end
 
 
@@ -134,7 +134,7 @@ def test_no_error_event_is_put_into_an_answer_that_is_no_stream(manual_loop):
     manual_loop.tell(worker, b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
     manual_loop.tell(worker, b"5\r\nhello\r\n")
     manual_loop.tell(worker, b"xyz")
-    came, end = heard(client)
+    came, end = received(client)
     assert came.endswith(b"\r\n\r\n5\r\nhello\r\n")
     assert end == "closed"
 
@@ -238,7 +238,7 @@ def test_no_error_event_is_put_into_half_a_chunk_behind_a_comment_of_ours(half, 
         else:
             worker.close()
             manual_loop.turn()
-        came, end = heard(client)
+        came, end = received(client)
     assert came.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b": keep-alive\n\n" in came
     assert came.endswith(EVENT + half)

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from omni_proxy.wire.response import INTERIM_HEADS
-from tests.dataplane.manual_loop import ManualLoop, chat, heard
+from tests.dataplane.manual_loop import ManualLoop, chat, received
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 ONE_TRY = "[routing]\nmax_total_retries = 1\n"
@@ -30,7 +30,7 @@ def test_a_request_that_comes_when_a_worker_closes_them_all_gets_a_new_one(door,
         worker.close()
     door.turn()
     door.tell(door.worker(), ANSWER)
-    answers, _ = heard(clients[0])
+    answers, _ = received(clients[0])
     assert answers.count(ANSWER[:15]) == 2
     assert [line["outcome"] for line in door.log] == ["completed"] * (idle + 1)
     assert door.fleet.workers[0].health.consecutive_failures == 0
@@ -47,7 +47,7 @@ def test_interim_answers_of_a_worker_are_skipped(door, count, at_once):
     for piece in [INTERIM * count] if at_once else [INTERIM] * count:
         door.tell(worker, piece)
     door.tell(worker, ANSWER)
-    assert heard(client)[0].startswith(b"HTTP/1.1 200 ")
+    assert received(client)[0].startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 40, 1000])
@@ -65,7 +65,7 @@ def test_a_worker_that_floods_interim_answers_is_given_up(door, monkeypatch, at_
     for _ in range(1 + 2 * INTERIM_HEADS // at_once):
         with contextlib.suppress(OSError):  # it was given up
             door.tell(worker, INTERIM * at_once)
-    told, _ = heard(client)
+    told, _ = received(client)
     assert told.startswith(b"HTTP/1.1 502 ")
     assert b"interim heads" in told
     assert len(read) <= INTERIM_HEADS + at_once % INTERIM_HEADS + 1
@@ -82,4 +82,4 @@ def test_the_ends_of_interim_heads_may_come_in_pieces(door):
         ANSWER[9:],
     ):
         door.tell(worker, piece)
-    assert heard(client)[0].endswith(b"{}")
+    assert received(client)[0].endswith(b"{}")

@@ -23,7 +23,7 @@ from omni_proxy.dataplane.status import connection_record
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
-from tests.dataplane.manual_loop import ManualLoop, heard
+from tests.dataplane.manual_loop import ManualLoop, received
 from tests.fleet.entries import NOW, entry, heal
 
 HEAD = re.compile(rb"((?:POST |HTTP/1\.1)[^\r\n]*\r\n)(.*?\r\n)\r\n", re.DOTALL)
@@ -31,7 +31,7 @@ LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 
 
-def alike(came):
+def with_sorted_fields(came):
     """With each head's fields in one order."""
 
     def in_order(found):
@@ -41,7 +41,7 @@ def alike(came):
     return HEAD.sub(in_order, came)
 
 
-def spelled(name=b"content-length", request_id=b"", body=b'{"messages": []}', **more):
+def chat_request(name=b"content-length", request_id=b"", body=b'{"messages": []}', **more):
     """One way of writing a chat request."""
     said = more.get("length", b"%d" % len(body))
     lines = [b"POST /v1/chat/completions HTTP/1.1", b"host: door", b"%b: %b" % (name, said)]
@@ -52,7 +52,7 @@ def spelled(name=b"content-length", request_id=b"", body=b'{"messages": []}', **
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
-def listening(folder, names="ab"):
+def worker_sockets(folder, names="ab"):
     """Where the workers of any number of worlds are met, one after the other."""
     made = {}
     for name in names:
@@ -63,13 +63,13 @@ def listening(folder, names="ab"):
     return made
 
 
-def answered(world, client):
-    asked(world, client)
+def exchange_once(world, client):
+    send_request(world, client)
     world.answer(WHOLE)
 
 
-def asked(world, client, request=None):
-    world.ask(client, request or spelled())
+def send_request(world, client, request=None):
+    world.ask(client, request or chat_request())
     assert world.door.in_flight == 1
 
 
@@ -83,7 +83,7 @@ class End:
 
     def look(self):
         if self.end == "open":
-            more, self.end = heard(self.sock)
+            more, self.end = received(self.sock)
             self.came += more
         while found := HEAD.search(self.came, self.read):
             told = LENGTH.search(found[2])
@@ -120,7 +120,7 @@ class Client:
 
     def look(self):
         if self.end == "open":
-            more, self.end = heard(self.sock)
+            more, self.end = received(self.sock)
             self.came += more
 
     def leave(self, *, half=False):
@@ -238,7 +238,7 @@ class World(ManualLoop):
             if not client.slow:
                 client.look()
 
-    def come(self, *, slow=False, warm=0, like=None):
+    def connect_client(self, *, slow=False, warm=0, like=None):
         """A client that has had `warm` answers already."""
         before = set(self.door.loop.tasks)
         far = self.client()
@@ -247,7 +247,7 @@ class World(ManualLoop):
             conn.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         self.clients.append(Client(far, conn, slow=False))
         for _ in range(warm):
-            self.ask(self.clients[-1], like or spelled())
+            self.ask(self.clients[-1], like or chat_request())
             self.answer(WHOLE)
         self.clients[-1].slow = slow
         return self.clients[-1]
@@ -314,7 +314,10 @@ class World(ManualLoop):
         door = self.door
         return {
             "clients": [
-                (alike(each.came) if whole or not each.slow else len(each.came), each.end)
+                (
+                    with_sorted_fields(each.came) if whole or not each.slow else len(each.came),
+                    each.end,
+                )
                 for each in self.clients
             ],
             "workers": [(end.name, end.came, end.end) for end in self.lines],
@@ -359,7 +362,7 @@ def run_fast_and_slow(listeners, script, config="", *, began, handed_over, warm=
     for short in (False, True):
         made = World(listeners, f"[server]\nlog_format = 'json'\n{config}", short=short)
         with made.at_work() as world:
-            client = world.come(warm=warm)
+            client = world.connect_client(warm=warm)
             world.began = world.handed_over = 0
             script(world, client)
             seen.append(world.seen(whole=True))

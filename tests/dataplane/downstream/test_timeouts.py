@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from tests.dataplane.manual_loop import STREAMED, chat, heard
+from tests.dataplane.manual_loop import STREAMED, chat, received
 
 JUST_BEFORE, JUST_AFTER = -0.01, 0.02
 ONE_TRY = "[routing]\nmax_total_retries = 1\n"
@@ -24,7 +24,7 @@ def runs_out(door, phase, secs):
 
 
 def told(client, status, code):
-    answer, _ = heard(client)
+    answer, _ = received(client)
     assert answer.startswith(b"HTTP/1.1 %d " % status)
     assert b'"code":"%b"' % code.encode() in answer
 
@@ -33,7 +33,7 @@ def test_client_idle_secs_ends_with_a_quiet_close(manual_loop):
     door = manual_loop(times(client_idle_secs=75))
     client = door.client()
     runs_out(door, "idle", 75)
-    assert heard(client) == (b"", "closed")
+    assert received(client) == (b"", "closed")
     assert door.log == []
 
 
@@ -118,7 +118,7 @@ def test_first_byte_secs_ends_abnormally_with_an_error_event(manual_loop):
     client = door.client(STREAMED)
     door.tell(door.worker(), SSE)
     runs_out(door, "first", 30)
-    answer, end = heard(client)
+    answer, end = received(client)
     assert (b'"reason":"stream_broken"' in answer, end) == (True, "closed")
     assert not answer.endswith(b"0\r\n\r\n")
     assert (door.log[0]["outcome"], door.log[0]["phase"]) == ("stream_error", "first")
@@ -134,7 +134,7 @@ def test_idle_secs_ends_abnormally_with_an_error_event(manual_loop, sent):
         door.wait(299)
         door.tell(worker, sent)
     runs_out(door, "relay" if sent else "first", 300)
-    answer, end = heard(client)
+    answer, end = received(client)
     assert (b'"reason":"stream_broken"' in answer, end) == (True, "closed")
     assert door.fleet.workers[0].health.consecutive_failures == 1
 
@@ -160,7 +160,7 @@ def test_queue_timeout_secs_ends_with_503(manual_loop):
     door.wait(30 + JUST_BEFORE)
     assert sorted(door.phases) == ["queue", "wait"]
     door.wait(JUST_AFTER)
-    answer, _ = heard(client)
+    answer, _ = received(client)
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b"queue_timeout" in answer
 
@@ -182,7 +182,7 @@ def test_request_timeout_secs_cuts_an_answer_that_has_begun(manual_loop):
         door.wait(290)
         door.tell(worker, b"more")
     runs_out(door, "relay", 60)
-    answer, end = heard(client)
+    answer, end = received(client)
     assert (answer.count(b"more"), end) == (6, "closed")
     assert door.log[0]["outcome"] == "timed_out"
     assert door.fleet.workers[0].health.consecutive_failures == 0
@@ -201,9 +201,9 @@ def test_sse_keepalive_secs_ends_nothing(manual_loop):
     worker = door.worker()
     for _ in range(2):
         door.wait(15 + JUST_AFTER)
-        assert heard(client)[0].endswith(b": keep-alive\n\n\r\n")
+        assert received(client)[0].endswith(b": keep-alive\n\n\r\n")
     door.tell(worker, SSE + EVENT + b"0\r\n\r\n")
-    assert heard(client) == (EVENT + b"0\r\n\r\n", "open")
+    assert received(client) == (EVENT + b"0\r\n\r\n", "open")
 
 
 def test_a_client_that_does_not_take_our_own_answer_is_left_after_idle_secs(manual_loop):

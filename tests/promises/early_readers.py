@@ -26,7 +26,7 @@ def head(length, *fields, path=CHAT, kind="content-type: application/json"):
     return "\r\n".join(lines).encode()
 
 
-class Taker(Call):
+class EarlyReader(Call):
     """A worker's end that shows the head of a request before its body has come."""
 
     length = 0
@@ -40,7 +40,7 @@ class Taker(Call):
         return self.body
 
 
-class Taking:
+class EarlyReaders:
     """One worker; `script(taker)` runs for each connection, once a head is whole."""
 
     def __init__(self, script) -> None:
@@ -55,7 +55,7 @@ class Taking:
         await trio.serve_listeners(self._connection, [listener], task_status=task_status)
 
     async def _connection(self, stream):
-        taker = Taker(stream)
+        taker = EarlyReader(stream)
         came = b""
         try:
             while b"\r\n\r\n" not in came:

@@ -13,7 +13,7 @@ from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import MAX_PENDING_WRITERS, Stream
 from omni_proxy.dataplane.loop.task import pause
 from tests.dataplane.loop_script import Scripted, until
-from tests.dataplane.manual_loop import ManualLoop, chat, heard
+from tests.dataplane.manual_loop import ManualLoop, chat, received
 
 ROUND = 1000
 
@@ -134,7 +134,7 @@ def test_a_client_that_asks_no_more_still_gets_all_of_its_answer(manual_loop):
     assert len(task.client.pending) > 0
     came, end = b"", "open"
     while end == "open":
-        more, end = heard(client)
+        more, end = received(client)
         assert more or end == "closed"
         came += more
         manual_loop.turn()

@@ -7,7 +7,7 @@ from omni_proxy.dataplane.exchange.request_body import CHUNKED_READ_BYTES
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.task import READS_PER_STEP
 from omni_proxy.dataplane.websocket.relay import CONFIG_READ_BYTES
-from tests.dataplane.manual_loop import QUIET_SECS, ManualLoop, heard
+from tests.dataplane.manual_loop import QUIET_SECS, ManualLoop, received
 
 CHUNKED = (
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\n"
@@ -95,7 +95,7 @@ def test_requests_that_are_refused_at_once_are_answered_some_at_a_time(door):
     batch(door)
     assert len(door.log) <= AT_ONCE * READS_PER_STEP
     door.turn()
-    answers, end = heard(client)
+    answers, end = received(client)
     assert (answers.count(b"HTTP/1.1 405 "), len(door.log), end) == (many, many, "open")
 
 
@@ -125,7 +125,7 @@ def test_one_that_has_not_said_its_first_message_does_too(door):
 
 def test_a_worker_that_always_has_more_to_say_gives_up_its_turn(door):
     client, worker = session(door)
-    heard(client)
+    received(client)
     event = b"\x81\x1e" + b'{"type":"audio.sent"}'.ljust(30)  # so that no piece ends in one
     many = PIECES * READ_BYTES // len(event)
     worker.sendall(event * many)
