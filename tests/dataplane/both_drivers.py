@@ -70,7 +70,7 @@ def exchange_once(world, client):
 
 def send_request(world, client, request=None):
     world.ask(client, request or chat_request())
-    assert world.door.in_flight == 1
+    assert world.dataplane.in_flight == 1
 
 
 class End:
@@ -169,11 +169,11 @@ class World(ManualLoop):
     def __init__(self, listeners, config="", *, short=True):
         super().__init__(config)
         self.recent = RecentWindow()
-        self.door.recorders.meters = self.meters = Metrics(self.fleet, self.recent, self.clock)
+        self.dataplane.recorders.meters = self.meters = Metrics(self.fleet, self.recent, self.clock)
         self.listeners, self.short = listeners, short
-        self.door.loop.tasks = InOrder()
+        self.dataplane.loop.tasks = InOrder()
         self.pauses = Pauses()
-        object.__setattr__(self.door.services, "timers", self.pauses)
+        object.__setattr__(self.dataplane.services, "timers", self.pauses)
         self.lines, self.clients, self.routes = [], [], []
         self.entries = [
             replace(entry(name), url=f"unix:{listener.getsockname()}")
@@ -183,7 +183,7 @@ class World(ManualLoop):
         for worker in self.fleet.workers:
             heal(self.fleet, worker)
         self.began = self.handed_over = 0  # of the exchanges of the short way
-        self.door.recorders.route_log = self.Routes(self.routes)
+        self.dataplane.recorders.route_log = self.Routes(self.routes)
 
     class Routes:
         def __init__(self, kept):
@@ -221,7 +221,7 @@ class World(ManualLoop):
         self.fleet.apply(self.entries, NOW)
 
     def turn(self):
-        made = self.door.loop
+        made = self.dataplane.loop
         while (events := made._epoll.poll(0)) or made._ready:
             made._run_batch(events)
             self.began += sum(client.has_begun() for client in self.clients)
@@ -240,9 +240,9 @@ class World(ManualLoop):
 
     def connect_client(self, *, slow=False, warm=0, like=None):
         """A client that has had `warm` answers already."""
-        before = set(self.door.loop.tasks)
+        before = set(self.dataplane.loop.tasks)
         far = self.client()
-        (conn,) = set(self.door.loop.tasks) - before
+        (conn,) = set(self.dataplane.loop.tasks) - before
         if slow:
             conn.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         self.clients.append(Client(far, conn, slow=False))
@@ -286,7 +286,7 @@ class World(ManualLoop):
     def remove(self, at):
         del self.entries[at]
         self.apply()
-        self.door.loop.flush()
+        self.dataplane.loop.flush()
         self.turn()
 
     def wait(self, secs):
@@ -311,7 +311,7 @@ class World(ManualLoop):
         self.turn()
 
     def seen(self, *, whole=False):
-        door = self.door
+        dataplane = self.dataplane
         return {
             "clients": [
                 (
@@ -322,10 +322,10 @@ class World(ManualLoop):
             ],
             "workers": [(end.name, end.came, end.end) for end in self.lines],
             "fleet": [_of(worker) for worker in self.fleet.workers],
-            "idle": {worker.url: len(lane.idle) for worker, lane in door.pools._pools.items()},
+            "idle": {worker.url: len(lane.idle) for worker, lane in dataplane.pools._pools.items()},
             "phases": sorted(self.phases),
             "shown": [connection_record(each.conn) for each in self.clients],
-            "door": [door.admission(), door.counts(), door.inflight.held_bytes],
+            "door": [dataplane.admission(), dataplane.counts(), dataplane.inflight.held_bytes],
             "log": list(self.log),
             "routes": list(self.routes),
             "metrics": self.counted(),
@@ -347,7 +347,7 @@ class World(ManualLoop):
 
     def reload(self, config):
         """As a configuration that was judged and is in force now."""
-        self.door.configure(parse(f"[server]\nlog_format = 'json'\n{config}"))
+        self.dataplane.configure(parse(f"[server]\nlog_format = 'json'\n{config}"))
         self.turn()
 
 
@@ -368,9 +368,9 @@ def run_fast_and_slow(listeners, script, config="", *, began, handed_over, warm=
             seen.append(world.seen(whole=True))
             world.finish()
             seen[-1]["ended"] = world.seen(whole=True)
-            assert not world.door.loop.tasks
-            assert world.door.in_flight == 0
-            assert len(world.log) == sum(world.door.services.totals.ended.values())
+            assert not world.dataplane.loop.tasks
+            assert world.dataplane.in_flight == 0
+            assert len(world.log) == sum(world.dataplane.services.totals.ended.values())
             worlds.append(world)
     assert seen[1] == seen[0]
     slow, fast = worlds

@@ -35,13 +35,13 @@ class ManualLoop:
         host, port = self.listener.getsockname()
         self.fleet = fleet_of(replace(entry("a"), url=f"http://{host}:{port}"))
         config = parse(config)
-        self.door = DataPlane(
+        self.dataplane = DataPlane(
             self.fleet,
             config,
             admin_socket="/nowhere",
             sources=Sources(lambda bound: 0, self.clock),
         )
-        self.door.recorders.access_log, self.door.settings.access_log_is_json = self, True
+        self.dataplane.recorders.access_log, self.dataplane.settings.access_log_is_json = self, True
         self.log = []
         self.ends = []
 
@@ -53,7 +53,7 @@ class ManualLoop:
         near.setblocking(False)
         far.settimeout(5)
         self.ends.append(far)
-        Connection(self.door.services, near, "test").start()
+        Connection(self.dataplane.services, near, "test").start()
         if sent:
             far.sendall(sent)
         self.turn()
@@ -70,13 +70,13 @@ class ManualLoop:
 
     def turn(self):
         """Until nothing happens any more."""
-        made = self.door.loop
+        made = self.dataplane.loop
         while (events := made._epoll.poll(QUIET_SECS)) or made._ready:
             made._run_batch(events)
 
     def wait(self, secs):
         self.clock.now += secs
-        timeouts.expire_tasks(self.door.loop)
+        timeouts.expire_tasks(self.dataplane.loop)
         self.turn()
 
     def tell(self, end, sent):
@@ -85,17 +85,17 @@ class ManualLoop:
 
     @property
     def phases(self):
-        return [task.phase for task in self.door.loop.tasks]
+        return [task.phase for task in self.dataplane.loop.tasks]
 
     def close(self):
         for end in (*self.ends, self.listener):
             end.close()
-        for task in list(self.door.loop.tasks):
+        for task in list(self.dataplane.loop.tasks):
             task.close_coroutine()
-        for lane in self.door.pools._pools.values():
+        for lane in self.dataplane.pools._pools.values():
             lane.close()
-        self.door.loop.flush()
-        self.door.loop._epoll.close()
+        self.dataplane.loop.flush()
+        self.dataplane.loop._epoll.close()
 
 
 def received(end):

@@ -20,8 +20,8 @@ class Waiter(ConnectionTask):
     """Asks for a slot, then for a worker of `model`; holds what it got until `finish`."""
 
     def __init__(self, room, model=None, version=None):
-        super().__init__(room.door.loop)
-        self.room, self.door, self.model = room, room.door, model
+        super().__init__(room.dataplane.loop)
+        self.room, self.dataplane, self.model = room, room.dataplane, model
         self.deadline = inf
         self.client = SimpleNamespace(peer_closed=False)
         self.mine = Exchange(self.loop.now, "test")
@@ -54,20 +54,20 @@ class Waiter(ConnectionTask):
             self.room.gone_in.append(self)
 
     async def _ask(self):
-        door, mine = self.door, self.mine
+        dataplane, mine = self.dataplane, self.mine
         self.wants = "slot"
-        if not door.inflight.admit(mine):
-            await door.queue.wait_for_slot(self, mine, unread=False)
+        if not dataplane.inflight.admit(mine):
+            await dataplane.queue.wait_for_slot(self, mine, unread=False)
         self.phase, self.wants = "pick", (self.model, mine.requirements.version_constraint)
         try:
-            door.balancer.acquire(mine)
+            dataplane.balancer.acquire(mine)
         except HttpError as nobody:
-            await door.queue.wait_for_worker(self, mine, nobody)
+            await dataplane.queue.wait_for_worker(self, mine, nobody)
 
     def finish(self):
         if self in self.room.gone_in:
             self.room.gone_in.remove(self)
-        finalize(self.door.services, self.mine, "done")
+        finalize(self.dataplane.services, self.mine, "done")
 
     def leave(self):
         self.throw(ClientDisconnected())
@@ -77,13 +77,13 @@ class Waiter(ConnectionTask):
 class Room:
     def __init__(self, *entries, config="", healthy=True):
         self.fleet = fleet_of(*entries, healthy=healthy)
-        self.door = DataPlane(
+        self.dataplane = DataPlane(
             self.fleet,
             parse(f"[server]\n{config}"),
             admin_socket="/nowhere",
             sources=Sources(lambda n: 0),
         )
-        self.queue = self.door.queue
+        self.queue = self.dataplane.queue
         self.gone_in = []  # in the order in which they got what they wanted
         self.numbers = iter(range(10**9))
 
@@ -94,13 +94,13 @@ class Room:
 
     def turn(self):
         """Everything that was resumed runs."""
-        loop = self.door.loop
+        loop = self.dataplane.loop
         again, loop._ready = loop._ready, []
         for task in again:
             task.step()
 
     def reconfigure(self, config):
-        self.door.configure(parse(f"[server]\n{config}"))
+        self.dataplane.configure(parse(f"[server]\n{config}"))
 
     def close(self):
-        self.door.loop._epoll.close()
+        self.dataplane.loop._epoll.close()

@@ -139,9 +139,9 @@ class Worker:
 class Setting:
     """A running door with its fleet."""
 
-    def __init__(self, door, fleet, workers):
-        self.door, self.fleet, self.workers = door, fleet, workers
-        host, port = door.addresses()[0].rsplit(":", 1)
+    def __init__(self, dataplane, fleet, workers):
+        self.dataplane, self.fleet, self.workers = dataplane, fleet, workers
+        host, port = dataplane.addresses()[0].rsplit(":", 1)
         self.address = host, int(port)
 
     async def dial(self):
@@ -166,8 +166,8 @@ class Setting:
 
     async def settled(self):
         """Until the door has no connection left."""
-        await self.door.drained()
-        return dict(self.door.services.totals.ended)
+        await self.dataplane.drained()
+        return dict(self.dataplane.services.totals.ended)
 
 
 def entry(url, model=None, capabilities=CAPABILITIES, **trust):
@@ -192,10 +192,12 @@ async def running(*workers, config="", entries=None):
                 for _ in range(2):
                     fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=0)
             made = parse("[server]\nport = 0\n" + config)
-            door = DataPlane(fleet, made, admin_socket="/nowhere", sources=Sources(lambda n: 0))
-            door.prepare(made)()
-            await nursery.start(door.run)
-            yield Setting(door, fleet, workers)
+            dataplane = DataPlane(
+                fleet, made, admin_socket="/nowhere", sources=Sources(lambda n: 0)
+            )
+            dataplane.prepare(made)()
+            await nursery.start(dataplane.run)
+            yield Setting(dataplane, fleet, workers)
             nursery.cancel_scope.cancel()
 
 

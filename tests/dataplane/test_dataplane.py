@@ -15,26 +15,26 @@ def config_of(**server) -> Config:
 
 
 async def test_a_reload_does_not_open_what_a_drain_has_closed(nursery, tmp_path):
-    door = DataPlane(
+    dataplane = DataPlane(
         Fleet(), config_of(), admin_socket=str(tmp_path / "front"), sources=Sources(lambda _: 0)
     )
-    await nursery.start(door.run)
-    door.prepare(config_of())()
-    assert len(door.addresses()) == 1
-    door.begin_drain()
-    door.prepare(config_of(host="127.0.0.2"))()
-    assert door.addresses() == []
-    assert door.settings.config.server.host == "127.0.0.2"
+    await nursery.start(dataplane.run)
+    dataplane.prepare(config_of())()
+    assert len(dataplane.addresses()) == 1
+    dataplane.begin_drain()
+    dataplane.prepare(config_of(host="127.0.0.2"))()
+    assert dataplane.addresses() == []
+    assert dataplane.settings.config.server.host == "127.0.0.2"
 
 
 async def test_the_policy_hears_of_what_was_forgotten_and_is_tended_and_shown(tmp_path):
     fleet = fleet_of(entry("a"), entry("b"))
-    door = DataPlane(
+    dataplane = DataPlane(
         fleet, config_of(), admin_socket=str(tmp_path / "front"), sources=Sources(lambda _: 0)
     )
     heard = []
 
-    class Listening(type(door.policy)):
+    class Listening(type(dataplane.policy)):
         def forget_worker(self, worker):
             heard.append(worker.url)
 
@@ -44,20 +44,20 @@ async def test_the_policy_hears_of_what_was_forgotten_and_is_tended_and_shown(tm
         def stats(self):
             return {"picks": 7}
 
-    door.balancer.policy = Listening()
+    dataplane.balancer.policy = Listening()
     fleet.cache_cleared(fleet.workers[1])
     fleet.apply([entry("b")], NOW)
-    door._sweep()
-    assert heard == ["http://b:1", "http://a:1", door.loop.now]
-    assert door.status()["policy"] == {"name": "round_robin", "picks": 7}
+    dataplane._sweep()
+    assert heard == ["http://b:1", "http://a:1", dataplane.loop.now]
+    assert dataplane.status()["policy"] == {"name": "round_robin", "picks": 7}
 
 
 async def test_a_change_of_the_policy_builds_another_and_any_other_change_keeps_it(tmp_path):
-    door = DataPlane(
+    dataplane = DataPlane(
         Fleet(), config_of(), admin_socket=str(tmp_path / "front"), sources=Sources(lambda _: 0)
     )
-    first = door.policy
-    door.configure(config_of(queue_size=7))
-    assert door.policy is first
-    door.configure(parse('[routing]\npolicy = "random"'))
-    assert door.policy.name == "random"
+    first = dataplane.policy
+    dataplane.configure(config_of(queue_size=7))
+    assert dataplane.policy is first
+    dataplane.configure(parse('[routing]\npolicy = "random"'))
+    assert dataplane.policy.name == "random"

@@ -37,7 +37,7 @@ def test_requests_above_the_limit_wait_and_are_admitted_in_order(room_of):
     came[2].finish()
     room.turn()
     assert (room.gone_in, room.queue.waiting) == (came[3:], 0)
-    assert (room.door.inflight.peak_in_flight, room.queue.peak_waiting) == (2, 3)
+    assert (room.dataplane.inflight.peak_in_flight, room.queue.peak_waiting) == (2, 3)
 
 
 def test_room_goes_to_a_waiter_before_a_new_request_sees_it(room_of):
@@ -72,7 +72,7 @@ def test_a_waiter_for_a_worker_gives_up_its_slot(room_of):
         config=QUEUED + "max_inflight = 1",
     )  # fmt: skip
     waits = room.come("m")
-    assert (room.queue.waiting, room.door.in_flight) == (1, 0)
+    assert (room.queue.waiting, room.dataplane.in_flight) == (1, 0)
     goes = room.come("n")
     assert room.gone_in == [goes]
     room.fleet.apply([entry("a", model="m"), entry("b", model="n")], NOW)
@@ -130,7 +130,7 @@ def test_without_a_queue_a_request_above_the_limit_is_refused(room_of):
     refusal = room.come().refusal
     assert (refusal.status, refusal.code, refusal.type) == (503, 503, "overloaded_error")
     assert refusal.message == "router overloaded: max in-flight requests reached"
-    assert (refusal.extra["reason"], room.door.inflight.rejected) == ("max_inflight", 1)
+    assert (refusal.extra["reason"], room.dataplane.inflight.rejected) == ("max_inflight", 1)
 
 
 def test_a_full_queue_refuses(room_of):
@@ -141,7 +141,7 @@ def test_a_full_queue_refuses(room_of):
     assert (refusal.status, refusal.type) == (503, "overloaded_error")
     assert refusal.extra["reason"] == "queue_full"
     assert ("retry-after", "1") in refusal.headers
-    assert (room.queue.waiting, room.door.inflight.rejected) == (2, 1)
+    assert (room.queue.waiting, room.dataplane.inflight.rejected) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def test_a_timeout_in_the_queue_names_what_was_waited_for(room_of, entries, conf
     room = room_of(*entries, config=f"queue_timeout_secs = 7\n{QUEUED}{config}")
     room.come()
     late = room.come()
-    assert late.phase_deadline == room.door.loop.now + 7
+    assert late.phase_deadline == room.dataplane.loop.now + 7
     late.on_phase_timeout()
     assert (late.refusal.status, late.refusal.extra["reason"]) == (503, reason)
     assert "waited 7 s in the queue" in late.refusal.message
-    assert (room.queue.waiting, room.door.inflight.rejected) == (0, 1)
+    assert (room.queue.waiting, room.dataplane.inflight.rejected) == (0, 1)
 
 
 OVERLOAD_429 = "overload_status = 429\n"
@@ -192,7 +192,7 @@ def test_with_overload_status_429_a_timeout_in_the_queue_is_408(room_of, entries
 )
 def test_a_full_fleet_answers_the_configured_429(room_of, entries, config):
     room = room_of(*entries, config=OVERLOAD_429 + config)
-    for _ in range(room.door.settings.config.server.queue_size + 1):
+    for _ in range(room.dataplane.settings.config.server.queue_size + 1):
         room.come()
     refused = room.come()
     assert refused.refusal.status == 429
@@ -206,12 +206,12 @@ def test_the_total_time_in_the_queue_is_limited(room_of):
         entry("a", max_inflight=1), config=f"queue_timeout_secs = 7\n{QUEUED}max_inflight = 1"
     )
     first, second = room.come(), room.come()
-    room.door.loop.now += 5
+    room.dataplane.loop.now += 5
     room.fleet.apply([], NOW)
     first.finish()  # a slot is free, but there is no worker any more
     room.turn()
     assert (room.queue.waiting, second.mine.queued_secs) == (1, 5)
-    assert second.phase_deadline == pytest.approx(room.door.loop.now + 2)
+    assert second.phase_deadline == pytest.approx(room.dataplane.loop.now + 2)
 
 
 def test_an_admitted_waiter_can_not_time_out_before_it_runs(room_of):
@@ -373,10 +373,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_waiter_could_go(self):
-        door = self.room.door
-        for waiter in self.waiting() if door.inflight.has_slot() else []:
+        dataplane = self.room.dataplane
+        for waiter in self.waiting() if dataplane.inflight.has_slot() else []:
             assert waiter.wants != "slot"
-            assert not eligible_workers(door.fleet, waiter.mine.requirements)
+            assert not eligible_workers(dataplane.fleet, waiter.mine.requirements)
 
     @invariant()
     def waiters_with_equal_requirements_are_admitted_in_order(self):
@@ -386,9 +386,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_limits_hold(self):
-        room, door = self.room, self.room.door
-        bound = door.settings.config.server.max_inflight
-        assert not bound or door.in_flight <= bound
+        room, dataplane = self.room, self.room.dataplane
+        bound = dataplane.settings.config.server.max_inflight
+        assert not bound or dataplane.in_flight <= bound
         for worker in room.fleet.workers:
             assert not worker.max_inflight or worker.in_flight <= worker.max_inflight
             assert worker.in_flight >= 0

@@ -100,10 +100,10 @@ def test_the_error_tells_the_time_since_the_cordon(room_of):
     room = room_of(entry("a"), entry("b"), **RULES[SHED])
     a, b = room.fleet.workers
     room.fleet.cordon(a, "updating")
-    room.door.loop.now += 5
+    room.dataplane.loop.now += 5
     room.fleet.cordon(b, "updating")
     room.fleet.cordon(a, "paused")
-    room.door.loop.now += 2.4
+    room.dataplane.loop.now += 2.4
     refusal = room.come().refusal
     assert refusal.message.endswith(
         "every worker that could take it is being updated or paused by a trainer, for 7 s so far"
@@ -164,7 +164,7 @@ def test_removed_workers_are_forgotten(room_of):
     room = room_of(entry("a"), entry("b"), **RULES[SHED])
     held(room, {"updating"}, {"updating"})
     room.fleet.apply([entry("b")], NOW)
-    assert list(room.door.update_gate._since) == room.fleet.workers
+    assert list(room.dataplane.update_gate._since) == room.fleet.workers
     room.fleet.apply([entry("b"), entry("c")], NOW)
     heal(room.fleet, room.fleet.workers[1])
     assert room.come().refusal is None

@@ -15,12 +15,12 @@ def times(**secs):
     return "[server.timeouts]\n" + "".join(f"{key} = {value}\n" for key, value in secs.items())
 
 
-def runs_out(door, phase, secs):
+def runs_out(dataplane, phase, secs):
     """The clock of the present phase has so many seconds left, and no fewer."""
-    door.wait(secs + JUST_BEFORE)
-    assert door.phases == [phase]
-    door.wait(JUST_AFTER)
-    assert door.phases != [phase]
+    dataplane.wait(secs + JUST_BEFORE)
+    assert dataplane.phases == [phase]
+    dataplane.wait(JUST_AFTER)
+    assert dataplane.phases != [phase]
 
 
 def told(client, status, code):
@@ -30,190 +30,193 @@ def told(client, status, code):
 
 
 def test_client_idle_secs_ends_with_a_quiet_close(manual_loop):
-    door = manual_loop(times(client_idle_secs=75))
-    client = door.client()
-    runs_out(door, "idle", 75)
+    dataplane = manual_loop(times(client_idle_secs=75))
+    client = dataplane.client()
+    runs_out(dataplane, "idle", 75)
     assert received(client) == (b"", "closed")
-    assert door.log == []
+    assert dataplane.log == []
 
 
 def test_client_head_secs_counts_from_the_first_byte_and_ends_with_408(manual_loop):
-    door = manual_loop(times(client_head_secs=10, client_idle_secs=75))
-    client = door.client()
-    door.wait(70)
-    door.tell(client, b"POST / HT")
-    door.wait(9)
-    door.tell(client, b"TP/1.1\r\n")  # a byte now and then does not stretch it
-    runs_out(door, "head", 1)
+    dataplane = manual_loop(times(client_head_secs=10, client_idle_secs=75))
+    client = dataplane.client()
+    dataplane.wait(70)
+    dataplane.tell(client, b"POST / HT")
+    dataplane.wait(9)
+    dataplane.tell(client, b"TP/1.1\r\n")  # a byte now and then does not stretch it
+    runs_out(dataplane, "head", 1)
     told(client, 408, "head_timeout")
-    assert door.phases == ["linger"]
-    door.wait(2.1)
-    assert door.phases == []
-    assert door.log[0]["phase"] == "head"
+    assert dataplane.phases == ["linger"]
+    dataplane.wait(2.1)
+    assert dataplane.phases == []
+    assert dataplane.log[0]["phase"] == "head"
 
 
 def test_client_body_secs_is_the_longest_pause_and_ends_with_408(manual_loop):
-    door = manual_loop(times(client_body_secs=60))
-    client = door.client(chat(bytes(20000))[:300])
-    door.wait(59)
-    door.tell(client, bytes(100))
-    runs_out(door, "body", 60)
+    dataplane = manual_loop(times(client_body_secs=60))
+    client = dataplane.client(chat(bytes(20000))[:300])
+    dataplane.wait(59)
+    dataplane.tell(client, bytes(100))
+    runs_out(dataplane, "body", 60)
     told(client, 408, "body_timeout")
-    assert door.log == []  # it is still read on for a moment
+    assert dataplane.log == []  # it is still read on for a moment
     client.close()
-    door.turn()
-    assert (door.log[0]["ended_by"], door.log[0]["status"]) == ("client", 408)
+    dataplane.turn()
+    assert (dataplane.log[0]["ended_by"], dataplane.log[0]["status"]) == ("client", 408)
 
 
 def test_connect_secs_ends_with_502(manual_loop):
-    door = manual_loop(times(connect_secs=5) + ONE_TRY)
-    door.listener.listen(0)
+    dataplane = manual_loop(times(connect_secs=5) + ONE_TRY)
+    dataplane.listener.listen(0)
     fillers = [socket.socket() for _ in range(4)]
     for filler in fillers:  # a backlog that is full takes nobody in
         filler.setblocking(False)
-        filler.connect_ex(door.listener.getsockname())
-    client = door.client(chat())
-    runs_out(door, "dial", 5)
+        filler.connect_ex(dataplane.listener.getsockname())
+    client = dataplane.client(chat())
+    runs_out(dataplane, "dial", 5)
     told(client, 502, "connect_failure")
     for filler in fillers:
         filler.close()
 
 
 def test_response_head_secs_ends_with_504(manual_loop):
-    door = manual_loop(times(response_head_secs=600))
-    client = door.client(chat())
-    door.worker()
-    runs_out(door, "wait", 600)
+    dataplane = manual_loop(times(response_head_secs=600))
+    client = dataplane.client(chat())
+    dataplane.worker()
+    runs_out(dataplane, "wait", 600)
     told(client, 504, "response_timeout")
-    assert door.phases == ["idle"]  # and the connection goes on
+    assert dataplane.phases == ["idle"]  # and the connection goes on
 
 
 def test_response_head_secs_does_not_run_out_while_the_worker_takes_the_request(manual_loop):
-    door = manual_loop(times(response_head_secs=600))
-    door.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    dataplane = manual_loop(times(response_head_secs=600))
+    dataplane.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sent = chat(b'{"messages": []}' + b" " * (16 << 20))
-    client = door.client()
+    client = dataplane.client()
     client.setblocking(False)
-    loop = door.door.loop
+    loop = dataplane.dataplane.loop
     while sent:
         with contextlib.suppress(BlockingIOError):
             sent = sent[client.send(sent) :]
         loop._run_batch(loop._epoll.poll(0))
-    door.turn()  # a large body is walked in slices
-    worker = door.worker()
+    dataplane.turn()  # a large body is walked in slices
+    worker = dataplane.worker()
     for _ in range(3):
-        door.wait(590)
-        assert door.phases == ["send"]
+        dataplane.wait(590)
+        assert dataplane.phases == ["send"]
         taken = 0
         while taken < 2 << 20:
             taken += len(worker.recv(65536))
             loop._run_batch(loop._epoll.poll(0))
-    door.turn()
-    door.wait(600 + JUST_AFTER)
+    dataplane.turn()
+    dataplane.wait(600 + JUST_AFTER)
     told(client, 504, "response_timeout")
 
 
 def test_first_byte_secs_ends_abnormally_with_an_error_event(manual_loop):
-    door = manual_loop(times(first_byte_secs=30, idle_secs=300))
-    client = door.client(STREAMED)
-    door.tell(door.worker(), SSE)
-    runs_out(door, "first", 30)
+    dataplane = manual_loop(times(first_byte_secs=30, idle_secs=300))
+    client = dataplane.client(STREAMED)
+    dataplane.tell(dataplane.worker(), SSE)
+    runs_out(dataplane, "first", 30)
     answer, end = received(client)
     assert (b'"reason":"stream_broken"' in answer, end) == (True, "closed")
     assert not answer.endswith(b"0\r\n\r\n")
-    assert (door.log[0]["outcome"], door.log[0]["phase"]) == ("stream_error", "first")
+    assert (dataplane.log[0]["outcome"], dataplane.log[0]["phase"]) == ("stream_error", "first")
 
 
 @pytest.mark.parametrize("sent", [b"", EVENT], ids=["before the first byte", "between two pieces"])
 def test_idle_secs_ends_abnormally_with_an_error_event(manual_loop, sent):
-    door = manual_loop(times(idle_secs=300))
-    client = door.client(STREAMED)
-    worker = door.worker()
-    door.tell(worker, SSE)
+    dataplane = manual_loop(times(idle_secs=300))
+    client = dataplane.client(STREAMED)
+    worker = dataplane.worker()
+    dataplane.tell(worker, SSE)
     if sent:
-        door.wait(299)
-        door.tell(worker, sent)
-    runs_out(door, "relay" if sent else "first", 300)
+        dataplane.wait(299)
+        dataplane.tell(worker, sent)
+    runs_out(dataplane, "relay" if sent else "first", 300)
     answer, end = received(client)
     assert (b'"reason":"stream_broken"' in answer, end) == (True, "closed")
-    assert door.fleet.workers[0].health.consecutive_failures == 1
+    assert dataplane.fleet.workers[0].health.consecutive_failures == 1
 
 
 def test_idle_secs_ends_a_client_that_takes_nothing_with_a_reset(manual_loop):
-    door = manual_loop(times(idle_secs=300))
-    door.client(chat())
-    worker = door.worker()
+    dataplane = manual_loop(times(idle_secs=300))
+    dataplane.client(chat())
+    worker = dataplane.worker()
     worker.settimeout(0.05)
     worker.send(b"HTTP/1.1 200 OK\r\ncontent-length: 99999999\r\n\r\n")
     with contextlib.suppress(TimeoutError):
         for _ in range(2000):
-            door.tell(worker, bytes(65536))
-    runs_out(door, "client", 300)
-    assert (door.log[0]["outcome"], door.log[0]["ended_by"]) == ("client_stalled", "client")
-    assert door.fleet.workers[0].health.consecutive_failures == 0
+            dataplane.tell(worker, bytes(65536))
+    runs_out(dataplane, "client", 300)
+    assert (dataplane.log[0]["outcome"], dataplane.log[0]["ended_by"]) == (
+        "client_stalled",
+        "client",
+    )
+    assert dataplane.fleet.workers[0].health.consecutive_failures == 0
 
 
 def test_queue_timeout_secs_ends_with_503(manual_loop):
-    door = manual_loop("[server]\nmax_inflight = 1\nqueue_size = 1\nqueue_timeout_secs = 30\n")
-    door.client(chat())
-    client = door.client(chat())
-    door.wait(30 + JUST_BEFORE)
-    assert sorted(door.phases) == ["queue", "wait"]
-    door.wait(JUST_AFTER)
+    dataplane = manual_loop("[server]\nmax_inflight = 1\nqueue_size = 1\nqueue_timeout_secs = 30\n")
+    dataplane.client(chat())
+    client = dataplane.client(chat())
+    dataplane.wait(30 + JUST_BEFORE)
+    assert sorted(dataplane.phases) == ["queue", "wait"]
+    dataplane.wait(JUST_AFTER)
     answer, _ = received(client)
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b"queue_timeout" in answer
 
 
 def test_request_timeout_secs_ends_with_504_before_the_answer(manual_loop):
-    door = manual_loop("[server]\nrequest_timeout_secs = 1800\n" + times(response_head_secs=0))
-    client = door.client(chat())
-    door.worker()
-    runs_out(door, "wait", 1800)
+    dataplane = manual_loop("[server]\nrequest_timeout_secs = 1800\n" + times(response_head_secs=0))
+    client = dataplane.client(chat())
+    dataplane.worker()
+    runs_out(dataplane, "wait", 1800)
     told(client, 504, "response_timeout")
 
 
 def test_request_timeout_secs_cuts_an_answer_that_has_begun(manual_loop):
-    door = manual_loop("[server]\nrequest_timeout_secs = 1800\n" + times(idle_secs=300))
-    client = door.client(chat())
-    worker = door.worker()
-    door.tell(worker, b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n")
+    dataplane = manual_loop("[server]\nrequest_timeout_secs = 1800\n" + times(idle_secs=300))
+    client = dataplane.client(chat())
+    worker = dataplane.worker()
+    dataplane.tell(worker, b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n")
     for _ in range(6):
-        door.wait(290)
-        door.tell(worker, b"more")
-    runs_out(door, "relay", 60)
+        dataplane.wait(290)
+        dataplane.tell(worker, b"more")
+    runs_out(dataplane, "relay", 60)
     answer, end = received(client)
     assert (answer.count(b"more"), end) == (6, "closed")
-    assert door.log[0]["outcome"] == "timed_out"
-    assert door.fleet.workers[0].health.consecutive_failures == 0
+    assert dataplane.log[0]["outcome"] == "timed_out"
+    assert dataplane.fleet.workers[0].health.consecutive_failures == 0
 
 
 def test_request_timeout_secs_leaves_streams_alone(manual_loop):
-    door = manual_loop("[server]\nrequest_timeout_secs = 10\n" + times(response_head_secs=100))
-    door.client(STREAMED)
-    door.worker()
-    runs_out(door, "wait", 100)
+    dataplane = manual_loop("[server]\nrequest_timeout_secs = 10\n" + times(response_head_secs=100))
+    dataplane.client(STREAMED)
+    dataplane.worker()
+    runs_out(dataplane, "wait", 100)
 
 
 def test_sse_keepalive_secs_ends_nothing(manual_loop):
-    door = manual_loop("[server]\nsse_keepalive_secs = 15\n" + times(response_head_secs=40))
-    client = door.client(STREAMED)
-    worker = door.worker()
+    dataplane = manual_loop("[server]\nsse_keepalive_secs = 15\n" + times(response_head_secs=40))
+    client = dataplane.client(STREAMED)
+    worker = dataplane.worker()
     for _ in range(2):
-        door.wait(15 + JUST_AFTER)
+        dataplane.wait(15 + JUST_AFTER)
         assert received(client)[0].endswith(b": keep-alive\n\n\r\n")
-    door.tell(worker, SSE + EVENT + b"0\r\n\r\n")
+    dataplane.tell(worker, SSE + EVENT + b"0\r\n\r\n")
     assert received(client) == (EVENT + b"0\r\n\r\n", "open")
 
 
 def test_a_client_that_does_not_take_our_own_answer_is_left_after_idle_secs(manual_loop):
-    door = manual_loop(times(idle_secs=300))
-    client = door.client()
-    task = next(iter(door.door.loop.tasks))
+    dataplane = manual_loop(times(idle_secs=300))
+    client = dataplane.client()
+    task = next(iter(dataplane.dataplane.loop.tasks))
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-    door.tell(client, b"GET /v1/completions HTTP/1.1\r\nhost: a\r\n\r\n" * 200)
-    runs_out(door, "refuse", 300)
-    assert door.phases == []
+    dataplane.tell(client, b"GET /v1/completions HTTP/1.1\r\nhost: a\r\n\r\n" * 200)
+    runs_out(dataplane, "refuse", 300)
+    assert dataplane.phases == []
 
 
 @pytest.mark.parametrize(
@@ -226,24 +229,24 @@ def test_a_client_that_does_not_take_our_own_answer_is_left_after_idle_secs(manu
     ],
 )
 def test_0_stops_a_clock(manual_loop, key, sent, phase):
-    door = manual_loop(times(**{key: 0}) + "[server]\nrequest_timeout_secs = 0\n")
-    door.client(sent)
-    door.wait(10**7)
-    assert door.phases == [phase]
+    dataplane = manual_loop(times(**{key: 0}) + "[server]\nrequest_timeout_secs = 0\n")
+    dataplane.client(sent)
+    dataplane.wait(10**7)
+    assert dataplane.phases == [phase]
 
 
 def test_a_client_that_does_not_take_comments_is_left_after_idle_secs(manual_loop):
-    door = manual_loop("[server]\nsse_keepalive_secs = 1\n" + times(idle_secs=300))
-    client = door.client()
-    (task,) = door.door.loop.tasks
+    dataplane = manual_loop("[server]\nsse_keepalive_secs = 1\n" + times(idle_secs=300))
+    client = dataplane.client()
+    (task,) = dataplane.dataplane.loop.tasks
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    door.tell(client, STREAMED)
-    door.worker()
+    dataplane.tell(client, STREAMED)
+    dataplane.worker()
     waits = 0
     while task.waiting_on is not task.client:  # until it takes no more
-        door.wait(1 + JUST_AFTER)
+        dataplane.wait(1 + JUST_AFTER)
         waits += 1
         assert waits < 100
-    runs_out(door, "wait", 300)
-    assert (door.phases, door.log[-1]["outcome"]) == ([], "client_stalled")
-    assert door.log[-1]["ended_by"] == "client"
+    runs_out(dataplane, "wait", 300)
+    assert (dataplane.phases, dataplane.log[-1]["outcome"]) == ([], "client_stalled")
+    assert dataplane.log[-1]["ended_by"] == "client"

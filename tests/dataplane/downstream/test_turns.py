@@ -26,7 +26,7 @@ AT_ONCE = 2
 
 
 @pytest.fixture
-def door():
+def dataplane():
     made = ManualLoop()
     yield made
     made.close()
@@ -43,25 +43,25 @@ def frame(kind, payload=b""):
     return bytes((kind,)) + length + bytes(4) + payload
 
 
-def batch(door):
+def batch(dataplane):
     """One of events; whoever gives up his turn in it has one more at its end."""
-    loop = door.door.loop
+    loop = dataplane.dataplane.loop
     loop._run_batch(loop._epoll.poll(QUIET_SECS))
 
 
-def exchange(door):
-    (task,) = door.door.loop.tasks
+def exchange(dataplane):
+    (task,) = dataplane.dataplane.loop.tasks
     return task.exchange
 
 
-def session(door):
+def session(dataplane):
     """A client and a worker that have one, and have said all that they had to."""
-    client = door.client(UPGRADE)
-    door.tell(client, frame(TEXT, b'{"type":"session.config","session":{"model":"m"}}'))
-    worker = door.worker()
+    client = dataplane.client(UPGRADE)
+    dataplane.tell(client, frame(TEXT, b'{"type":"session.config","session":{"model":"m"}}'))
+    worker = dataplane.worker()
     lines = worker.recv(65536).split(b"\r\n")
     key = next(line for line in lines if line.startswith(b"sec-websocket-key: "))[19:]
-    door.tell(
+    dataplane.tell(
         worker,
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
         b"sec-websocket-accept: %b\r\n\r\n" % generate_accept_token(key),
@@ -69,67 +69,67 @@ def session(door):
     return client, worker
 
 
-def test_the_smallest_chunks_are_read_piece_by_piece(door):
-    client = door.client(CHUNKED)
+def test_the_smallest_chunks_are_read_piece_by_piece(dataplane):
+    client = dataplane.client(CHUNKED)
     body = BODY + b" " * CHUNKED_READ_BYTES
     client.sendall(chunks(body))
-    batch(door)
-    assert exchange(door).bytes_in <= AT_ONCE * CHUNKED_READ_BYTES // len(chunks(b" "))
-    door.turn()
-    door.tell(client, b"0\r\n\r\n")
-    assert door.worker().recv(1 << 20).endswith(b"\r\n\r\n" + body)
+    batch(dataplane)
+    assert exchange(dataplane).bytes_in <= AT_ONCE * CHUNKED_READ_BYTES // len(chunks(b" "))
+    dataplane.turn()
+    dataplane.tell(client, b"0\r\n\r\n")
+    assert dataplane.worker().recv(1 << 20).endswith(b"\r\n\r\n" + body)
 
 
-def test_large_chunks_need_no_turn_each(door):
-    client = door.client(CHUNKED)
+def test_large_chunks_need_no_turn_each(dataplane):
+    client = dataplane.client(CHUNKED)
     size = PIECES * CHUNKED_READ_BYTES
     client.sendall(b"%x\r\n%b" % (size, bytes(size)))
-    batch(door)
-    assert exchange(door).bytes_in == size
+    batch(dataplane)
+    assert exchange(dataplane).bytes_in == size
 
 
-def test_requests_that_are_refused_at_once_are_answered_some_at_a_time(door):
-    client = door.client()
+def test_requests_that_are_refused_at_once_are_answered_some_at_a_time(dataplane):
+    client = dataplane.client()
     many = PIECES * READS_PER_STEP
     client.sendall(REFUSED * many)
-    batch(door)
-    assert len(door.log) <= AT_ONCE * READS_PER_STEP
-    door.turn()
+    batch(dataplane)
+    assert len(dataplane.log) <= AT_ONCE * READS_PER_STEP
+    dataplane.turn()
     answers, end = received(client)
-    assert (answers.count(b"HTTP/1.1 405 "), len(door.log), end) == (many, many, "open")
+    assert (answers.count(b"HTTP/1.1 405 "), len(dataplane.log), end) == (many, many, "open")
 
 
 @pytest.mark.parametrize(
     "message", [frame(TEXT, b'{"type":"input.text"}'), frame(PING)], ids=["texts", "pings"]
 )
-def test_a_client_that_always_has_more_to_say_gives_up_its_turn(door, message):
-    client, _ = session(door)
-    before = exchange(door).bytes_in
+def test_a_client_that_always_has_more_to_say_gives_up_its_turn(dataplane, message):
+    client, _ = session(dataplane)
+    before = exchange(dataplane).bytes_in
     sent = message * (PIECES * READ_BYTES // len(message))
     client.sendall(sent)
-    batch(door)
-    assert exchange(door).bytes_in - before <= AT_ONCE * READ_BYTES
-    door.turn()
-    assert exchange(door).bytes_in - before == len(sent)
+    batch(dataplane)
+    assert exchange(dataplane).bytes_in - before <= AT_ONCE * READ_BYTES
+    dataplane.turn()
+    assert exchange(dataplane).bytes_in - before == len(sent)
 
 
-def test_one_that_has_not_said_its_first_message_does_too(door):
-    client = door.client(UPGRADE)
+def test_one_that_has_not_said_its_first_message_does_too(dataplane):
+    client = dataplane.client(UPGRADE)
     sent = frame(PING) * (PIECES * CONFIG_READ_BYTES // len(frame(PING)))
     client.sendall(sent)
-    batch(door)
-    assert exchange(door).bytes_in <= AT_ONCE * CONFIG_READ_BYTES
-    door.turn()
-    assert exchange(door).bytes_in == len(sent)
+    batch(dataplane)
+    assert exchange(dataplane).bytes_in <= AT_ONCE * CONFIG_READ_BYTES
+    dataplane.turn()
+    assert exchange(dataplane).bytes_in == len(sent)
 
 
-def test_a_worker_that_always_has_more_to_say_gives_up_its_turn(door):
-    client, worker = session(door)
+def test_a_worker_that_always_has_more_to_say_gives_up_its_turn(dataplane):
+    client, worker = session(dataplane)
     received(client)
     event = b"\x81\x1e" + b'{"type":"audio.sent"}'.ljust(30)  # so that no piece ends in one
     many = PIECES * READ_BYTES // len(event)
     worker.sendall(event * many)
-    batch(door)
-    assert exchange(door).chunks <= AT_ONCE * READ_BYTES // len(event)
-    door.turn()
-    assert exchange(door).chunks == many
+    batch(dataplane)
+    assert exchange(dataplane).chunks <= AT_ONCE * READ_BYTES // len(event)
+    dataplane.turn()
+    assert exchange(dataplane).chunks == many

@@ -186,7 +186,7 @@ def test_a_request_in_two_pieces_misses(listeners, at):
 def test_a_head_without_its_blank_line_is_no_head_yet(listeners, more):
     def script(world, client):
         world.ask(client, chat_request(body=b"").removesuffix(b"\r\n\r\n"))
-        assert not world.door.in_flight
+        assert not world.dataplane.in_flight
         world.ask(client, more)
         world.answer(WHOLE)
 
@@ -207,7 +207,7 @@ def test_an_id_cut_in_the_middle_is_not_the_id(listeners):
             world.answer(WHOLE)
         world.began = 0
         world.ask(client, head[:-3])
-        assert not world.door.in_flight
+        assert not world.dataplane.in_flight
         world.ask(client, head[-3:] + b"\r\n\r\n")
         world.answer(WHOLE)
 
@@ -281,7 +281,7 @@ def test_without_a_slot_and_a_queue_it_is_refused(listeners):
 
     world = run_fast_and_slow(listeners, script, "max_inflight = 1\n", began=0, handed_over=0)
     assert sorted(each["status"] for each in world.log[-2:]) == [200, 503]
-    assert world.door.inflight.rejected == 1
+    assert world.dataplane.inflight.rejected == 1
 
 
 def test_a_key_of_the_workers_own_is_sent(listeners, monkeypatch):

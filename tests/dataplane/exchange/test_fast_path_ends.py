@@ -30,7 +30,7 @@ def listeners(tmp_path):
 def world(listeners):
     """The short way alone, and a client of it."""
     with World(listeners).at_work() as made:
-        made.door.settings.access_log_is_json = True
+        made.dataplane.settings.access_log_is_json = True
         made.connect_client(warm=6)
         made.began = made.handed_over = 0
         yield made
@@ -72,7 +72,7 @@ def test_a_client_that_ends_its_side_along_with_its_request(listeners, half_clos
 def test_a_clock_that_runs_out_is_a_504_and_told_to_health(listeners, total):
     def script(world, client):
         send_request(world, client)
-        limits = world.door.settings.limits
+        limits = world.dataplane.settings.limits
         world.wait(limits.total + 1 if total else limits.response_head + 1)
 
     world = run_fast_and_slow(
@@ -85,7 +85,7 @@ def test_a_clock_that_runs_out_is_a_504_and_told_to_health(listeners, total):
 def test_a_pump_that_ends_settles_what_was_asked_once(listeners):
     def script(world, client):
         send_request(world, client)
-        for task in list(world.door.loop.tasks):
+        for task in list(world.dataplane.loop.tasks):
             task.close_coroutine()
         world.turn()
 
@@ -105,16 +105,19 @@ def test_a_fault_of_ours_ends_its_connection_and_no_other(world, place, monkeypa
     if place == "_on_response":
         send_request(world, client)
         for worker in world.fleet.workers:
-            monkeypatch.setattr(world.door.pools.of(worker), "response_template", None)
+            monkeypatch.setattr(world.dataplane.pools.of(worker), "response_template", None)
         world.answer(WHOLE)
     else:
-        monkeypatch.setattr(world.door.pools, "of", broken)
+        monkeypatch.setattr(world.dataplane.pools, "of", broken)
         world.ask(client, chat_request())
     monkeypatch.undo()
     world.turn()
-    assert (client.end, other.end, world.door.loop.failures) == ("closed", "open", 1)
+    assert (client.end, other.end, world.dataplane.loop.failures) == ("closed", "open", 1)
     assert [each["outcome"] for each in world.log[before:]] == ["cut_by_proxy"]
-    assert (world.door.in_flight, [each.in_flight for each in world.fleet.workers]) == (0, [0, 0])
+    assert (world.dataplane.in_flight, [each.in_flight for each in world.fleet.workers]) == (
+        0,
+        [0, 0],
+    )
     exchange_once(world, other)
     assert world.log[-1]["status"] == 200
     assert caplog.records[0].levelno == logging.ERROR
@@ -152,7 +155,7 @@ def test_a_way_that_was_given_up_reads_no_more_of_its_client(listeners, monkeypa
     monkeypatch.setattr(stream, "MAX_PENDING_WRITERS", 1)
 
     def script(world, client):
-        loop = world.door.loop
+        loop = world.dataplane.loop
         client.sock.sendall(chat_request())
         for end in world.idle_ends():
             end.close()
@@ -173,7 +176,7 @@ def test_a_way_that_was_given_up_reads_no_more_of_its_client(listeners, monkeypa
 def test_a_drain_while_it_waits_closes_behind_the_answer(listeners):
     def script(world, client):
         send_request(world, client)
-        world.door.begin_drain()
+        world.dataplane.begin_drain()
         world.answer(WHOLE)
 
     world = run_fast_and_slow(listeners, script, began=1, handed_over=1)
@@ -210,7 +213,7 @@ def test_a_client_that_does_not_read_keeps_its_exchange(listeners):
 def test_a_drain_closes_behind_an_answer_that_was_read_late(listeners):
     def script(world, client):
         reads_late(world, client)
-        world.door.begin_drain()
+        world.dataplane.begin_drain()
         client.slow = False
         for _ in range(5):
             world.turn()

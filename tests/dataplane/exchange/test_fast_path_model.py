@@ -224,7 +224,7 @@ class Course:
         self.world.turn()
 
     def drain(self):
-        self.world.door.begin_drain()
+        self.world.dataplane.begin_drain()
         self.world.turn()
 
     def disable(self, at, how):
@@ -234,7 +234,7 @@ class Course:
         self.change(at, max_inflight=bound)
 
     def key(self, at):
-        if not self.world.door.in_flight:  # else one sent anew may have it or not
+        if not self.world.dataplane.in_flight:  # else one sent anew may have it or not
             self.change(at, api_key_env="KEY_OF_A_WORKER")
 
     def change(self, at, **fields):
@@ -260,7 +260,7 @@ class Course:
         self.world.wait(secs)
 
     def config(self, more):
-        self.world.door.configure(parse(configured(self.server + more, self.routing)))
+        self.world.dataplane.configure(parse(configured(self.server + more, self.routing)))
         self.world.turn()
 
 
@@ -279,9 +279,9 @@ def course(listeners, told, *, short):
         with made.at_work() as world:
             made = Course(world, server, routing, ids=ids, traced=traced)
             made.go(slow, steps)
-            assert not world.door.loop.tasks
-            assert world.door.in_flight == 0
-            assert len(world.log) == sum(world.door.services.totals.ended.values())
+            assert not world.dataplane.loop.tasks
+            assert world.dataplane.in_flight == 0
+            assert len(world.log) == sum(world.dataplane.services.totals.ended.values())
     return made
 
 

@@ -26,38 +26,42 @@ def front(tmp_path):
 
 
 def test_a_body_for_the_control_routes_is_held_no_longer_than_its_request(manual_loop, front):
-    door = manual_loop()
-    door.door.pools.admin_api = AdminApiPool(door.door.loop, front.getsockname(), "front")
-    client = door.client(b"POST /nowhere HTTP/1.1\r\nhost: door\r\ncontent-length: 6\r\n\r\nabc")
-    assert door.door.inflight.held_bytes == 3
-    door.tell(client, b"def")
+    dataplane = manual_loop()
+    dataplane.dataplane.pools.admin_api = AdminApiPool(
+        dataplane.dataplane.loop, front.getsockname(), "front"
+    )
+    client = dataplane.client(
+        b"POST /nowhere HTTP/1.1\r\nhost: door\r\ncontent-length: 6\r\n\r\nabc"
+    )
+    assert dataplane.dataplane.inflight.held_bytes == 3
+    dataplane.tell(client, b"def")
     near, _ = front.accept()
     with near:
         assert near.recv(65536).endswith(b"\r\n\r\nabcdef")
-        door.tell(near, ANSWER)
+        dataplane.tell(near, ANSWER)
     assert received(client)[0].startswith(ANSWER[:12])
-    assert (door.phases, door.door.inflight.held_bytes) == (["idle"], 0)
-    door.door.pools.admin_api.close()
+    assert (dataplane.phases, dataplane.dataplane.inflight.held_bytes) == (["idle"], 0)
+    dataplane.dataplane.pools.admin_api.close()
 
 
 def test_a_client_that_waited_for_its_turn_and_takes_no_100_does_not_keep_it(manual_loop):
-    door = manual_loop("[server]\nmax_inflight = 1\nqueue_size = 1\n")
-    stuck = door.client()
-    (task,) = door.door.loop.tasks
+    dataplane = manual_loop("[server]\nmax_inflight = 1\nqueue_size = 1\n")
+    stuck = dataplane.client()
+    (task,) = dataplane.dataplane.loop.tasks
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    door.tell(stuck, chat())
-    worker = door.worker()
-    door.tell(worker, LONG)
+    dataplane.tell(stuck, chat())
+    worker = dataplane.worker()
+    dataplane.tell(worker, LONG)
     assert task.client.pending  # which it does not read either
-    door.client(chat())
-    door.tell(stuck, EXPECTING)
-    assert sorted(door.phases) == ["queue", "wait"]
-    door.tell(worker, ANSWER)
-    assert (sorted(door.phases), door.door.in_flight) == (["body", "idle"], 1)
-    door.wait(door.door.settings.limits.client_body + 1)
-    assert sorted(door.phases) == ["idle", "refuse"]  # it takes no 408 either
-    door.wait(door.door.settings.limits.idle + 1)
-    assert door.door.in_flight == 0
+    dataplane.client(chat())
+    dataplane.tell(stuck, EXPECTING)
+    assert sorted(dataplane.phases) == ["queue", "wait"]
+    dataplane.tell(worker, ANSWER)
+    assert (sorted(dataplane.phases), dataplane.dataplane.in_flight) == (["body", "idle"], 1)
+    dataplane.wait(dataplane.dataplane.settings.limits.client_body + 1)
+    assert sorted(dataplane.phases) == ["idle", "refuse"]  # it takes no 408 either
+    dataplane.wait(dataplane.dataplane.settings.limits.idle + 1)
+    assert dataplane.dataplane.in_flight == 0
 
 
 def asking(path):
@@ -66,8 +70,8 @@ def asking(path):
 
 
 def test_who_asks_before_a_body_for_no_path_of_ours_hears_404_at_once(manual_loop):
-    door = manual_loop()
-    client = door.client(asking(b"/nowhere"))
+    dataplane = manual_loop()
+    client = dataplane.client(asking(b"/nowhere"))
     head, _, body = received(client)[0].partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 404 ")
     assert b"Not Found: POST /nowhere" in body
@@ -76,14 +80,16 @@ def test_who_asks_before_a_body_for_no_path_of_ours_hears_404_at_once(manual_loo
 
 @pytest.mark.parametrize("path", [b"/workers", b"/%77orkers", b"/workers/x/drain", b"/flush_cache"])
 def test_for_a_path_of_the_control_routes_he_may_go_on(manual_loop, path):
-    door = manual_loop()
-    assert received(door.client(asking(path)))[0] == b"HTTP/1.1 100 Continue\r\n\r\n"
+    dataplane = manual_loop()
+    assert received(dataplane.client(asking(path)))[0] == b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def test_the_control_routes_hear_how_a_request_came_from_us_alone(manual_loop, front):
-    door = manual_loop()
-    door.door.pools.admin_api = AdminApiPool(door.door.loop, front.getsockname(), "front")
-    door.client(
+    dataplane = manual_loop()
+    dataplane.dataplane.pools.admin_api = AdminApiPool(
+        dataplane.dataplane.loop, front.getsockname(), "front"
+    )
+    dataplane.client(
         b"GET /config HTTP/1.1\r\nhost: evil.example:1\r\n"
         b"X-Omni-Received: unix http localhost\r\nx-omni-received: tcp http localhost\r\n\r\n"
     )
@@ -93,4 +99,4 @@ def test_the_control_routes_hear_how_a_request_came_from_us_alone(manual_loop, f
         told = [line for line in fields if line.startswith(b"x-omni-received")]
         assert len(told) == 1
         assert told[0].endswith(b" http evil.example:1")
-    door.door.pools.admin_api.close()
+    dataplane.dataplane.pools.admin_api.close()

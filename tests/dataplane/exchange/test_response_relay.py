@@ -26,7 +26,7 @@ def manual_loop():
 
 def narrow(manual_loop):
     """The client's socket takes little at a time."""
-    (task,) = manual_loop.door.loop.tasks
+    (task,) = manual_loop.dataplane.loop.tasks
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return task.client
 
@@ -49,7 +49,7 @@ def test_streams_that_move_in_one_turn_are_sent_at_its_end(manual_loop):
         manual_loop.tell(worker, SSE + EVENT)
     for worker in workers:
         worker.sendall(EVENT)
-    loop = manual_loop.door.loop
+    loop = manual_loop.dataplane.loop
     for fd, mask in loop._epoll.poll(1):
         loop._handlers[fd].on_event(mask)
     before = [received(client)[0] for client in clients]
@@ -215,7 +215,7 @@ def test_a_client_that_stays_stuck_is_cut_at_its_own_clock(manual_loop):
     narrow(manual_loop)
     manual_loop.tell(worker, SSE + LARGE)
     manual_loop.tell(worker, LARGE)
-    manual_loop.wait(manual_loop.door.settings.limits.idle + 1)
+    manual_loop.wait(manual_loop.dataplane.settings.limits.idle + 1)
     assert (manual_loop.log[-1]["outcome"], manual_loop.log[-1]["ended_by"]) == (
         "client_stalled",
         "client",

@@ -123,7 +123,7 @@ def manual_loop():
 def test_a_client_that_asks_no_more_still_gets_all_of_its_answer(manual_loop):
     body = bytes(12000)
     client = manual_loop.client()
-    (task,) = manual_loop.door.loop.tasks
+    (task,) = manual_loop.dataplane.loop.tasks
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     client.sendall(chat())
     client.shutdown(socket.SHUT_WR)

@@ -13,7 +13,7 @@ from tests.fleet.entries import entry, fleet_of
 
 
 @pytest.fixture
-async def door():
+async def dataplane():
     fleet = fleet_of(entry("a", max_inflight=2), entry("b", max_inflight=2))
     return DataPlane(
         fleet, parse("[server]\n"), admin_socket="/nowhere", sources=Sources(lambda n: 0)
@@ -38,32 +38,32 @@ def request():
     return mine
 
 
-async def test_a_place_that_another_door_took_is_given_back_and_another_one_taken(door):
-    asked = quicker(door.fleet, 1)
+async def test_a_place_that_another_door_took_is_given_back_and_another_one_taken(dataplane):
+    asked = quicker(dataplane.fleet, 1)
     mine = request()
-    worker = door.balancer.acquire(mine)
+    worker = dataplane.balancer.acquire(mine)
     assert (len(asked), asked[1]) == (2, worker)
-    counts = {each: (each.in_flight, each.peak_in_flight) for each in door.fleet.workers}
+    counts = {each: (each.in_flight, each.peak_in_flight) for each in dataplane.fleet.workers}
     assert counts.pop(worker) == (1, 1)
     assert list(counts.values()) == [(0, 0)]
     assert (mine.worker, mine.attempts) == (worker, 1)
-    door.balancer.release(mine, worker, SUCCEEDED)
-    assert [each.in_flight for each in door.fleet.workers] == [0, 0]
+    dataplane.balancer.release(mine, worker, SUCCEEDED)
+    assert [each.in_flight for each in dataplane.fleet.workers] == [0, 0]
 
 
-async def test_whoever_comes_too_late_each_time_has_taken_nothing_and_hears_why(door):
-    asked = quicker(door.fleet, CHOICES)
+async def test_whoever_comes_too_late_each_time_has_taken_nothing_and_hears_why(dataplane):
+    asked = quicker(dataplane.fleet, CHOICES)
     mine = request()
     with pytest.raises(HttpError, match="full a moment ago") as told:
-        door.balancer.acquire(mine)
+        dataplane.balancer.acquire(mine)
     assert told.value.code == "all_full"
     assert len(asked) == CHOICES
-    assert [(w.in_flight, w.peak_in_flight) for w in door.fleet.workers] == [(0, 0)] * 2
+    assert [(w.in_flight, w.peak_in_flight) for w in dataplane.fleet.workers] == [(0, 0)] * 2
     assert (mine.worker, mine.attempts) == (None, 0)
 
 
-async def test_where_no_worker_has_a_bound_nobody_looks_again(door):
-    asked = quicker(door.fleet, CHOICES)
-    door.fleet.has_inflight_limits = False
-    door.balancer.acquire(request())
+async def test_where_no_worker_has_a_bound_nobody_looks_again(dataplane):
+    asked = quicker(dataplane.fleet, CHOICES)
+    dataplane.fleet.has_inflight_limits = False
+    dataplane.balancer.acquire(request())
     assert asked == []

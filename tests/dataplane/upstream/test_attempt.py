@@ -12,28 +12,28 @@ ONE_TRY = "[routing]\nmax_total_retries = 1\n"
 
 
 @pytest.fixture
-def door():
+def dataplane():
     made = ManualLoop(ONE_TRY)
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("idle", [1, 2, 5])
-def test_a_request_that_comes_when_a_worker_closes_them_all_gets_a_new_one(door, idle):
-    clients = [door.client(chat()) for _ in range(idle)]
-    workers = [door.worker() for _ in clients]
+def test_a_request_that_comes_when_a_worker_closes_them_all_gets_a_new_one(dataplane, idle):
+    clients = [dataplane.client(chat()) for _ in range(idle)]
+    workers = [dataplane.worker() for _ in clients]
     for worker in workers:
         worker.recv(65536)
-        door.tell(worker, ANSWER)
+        dataplane.tell(worker, ANSWER)
     clients[0].sendall(chat())  # the events of one turn, this one the first
     for worker in reversed(workers):  # the one that it is given first
         worker.close()
-    door.turn()
-    door.tell(door.worker(), ANSWER)
+    dataplane.turn()
+    dataplane.tell(dataplane.worker(), ANSWER)
     answers, _ = received(clients[0])
     assert answers.count(ANSWER[:15]) == 2
-    assert [line["outcome"] for line in door.log] == ["completed"] * (idle + 1)
-    assert door.fleet.workers[0].health.consecutive_failures == 0
+    assert [line["outcome"] for line in dataplane.log] == ["completed"] * (idle + 1)
+    assert dataplane.fleet.workers[0].health.consecutive_failures == 0
 
 
 INTERIM = b"HTTP/1.1 102 Processing\r\n\r\n"
@@ -41,45 +41,45 @@ INTERIM = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 @pytest.mark.parametrize("count", [1, INTERIM_HEADS])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_interim_answers_of_a_worker_are_skipped(door, count, at_once):
-    client = door.client(chat())
-    worker = door.worker()
+def test_interim_answers_of_a_worker_are_skipped(dataplane, count, at_once):
+    client = dataplane.client(chat())
+    worker = dataplane.worker()
     for piece in [INTERIM * count] if at_once else [INTERIM] * count:
-        door.tell(worker, piece)
-    door.tell(worker, ANSWER)
+        dataplane.tell(worker, piece)
+    dataplane.tell(worker, ANSWER)
     assert received(client)[0].startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 40, 1000])
-def test_a_worker_that_floods_interim_answers_is_given_up(door, monkeypatch, at_once):
-    client = door.client(chat())
-    worker = door.worker()
+def test_a_worker_that_floods_interim_answers_is_given_up(dataplane, monkeypatch, at_once):
+    client = dataplane.client(chat())
+    worker = dataplane.worker()
     read = []
-    of_answers = door.door.services.response_heads.read
+    of_answers = dataplane.dataplane.services.response_heads.read
 
     def counted(head, *, to_head):
         read.append(head)
         return of_answers(head, to_head=to_head)
 
-    monkeypatch.setattr(door.door.services.response_heads, "read", counted)
+    monkeypatch.setattr(dataplane.dataplane.services.response_heads, "read", counted)
     for _ in range(1 + 2 * INTERIM_HEADS // at_once):
         with contextlib.suppress(OSError):  # it was given up
-            door.tell(worker, INTERIM * at_once)
+            dataplane.tell(worker, INTERIM * at_once)
     told, _ = received(client)
     assert told.startswith(b"HTTP/1.1 502 ")
     assert b"interim heads" in told
     assert len(read) <= INTERIM_HEADS + at_once % INTERIM_HEADS + 1
-    assert door.log[-1]["status"] == 502
+    assert dataplane.log[-1]["status"] == 502
 
 
-def test_the_ends_of_interim_heads_may_come_in_pieces(door):
-    client = door.client(chat())
-    worker = door.worker()
+def test_the_ends_of_interim_heads_may_come_in_pieces(dataplane):
+    client = dataplane.client(chat())
+    worker = dataplane.worker()
     for piece in (
         INTERIM[:-1],
         b"\n" + INTERIM + INTERIM[:-3],
         INTERIM[-3:] + ANSWER[:9],
         ANSWER[9:],
     ):
-        door.tell(worker, piece)
+        dataplane.tell(worker, piece)
     assert received(client)[0].endswith(b"{}")

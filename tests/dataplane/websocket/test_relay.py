@@ -43,7 +43,7 @@ async def test_a_session_passes_both_ways_and_ends_with_the_workers_own_words():
         assert await setting.settled() == {"completed": 1}
         assert setting.counts() == (1, 0)
         assert setting.machine().consecutive_failures == 0
-        assert setting.fleet.workers[0].in_flight == setting.door.in_flight == 0
+        assert setting.fleet.workers[0].in_flight == setting.dataplane.in_flight == 0
 
 
 async def test_the_handshake_keeps_the_clients_fields_and_the_query_and_offers_nothing():
@@ -137,7 +137,7 @@ async def test_a_config_with_references_needs_audio_input():
 async def test_an_uploaded_voice_stays_with_the_worker_that_keeps_it():
     one, two = Worker(narrate), Worker(narrate)
     async with running(one, two) as setting:
-        setting.door.voices.voices_changed(two.url)
+        setting.dataplane.voices.voices_changed(two.url)
         config = {"type": "session.config", "session": {"voice": "Ada"}}
         for _ in range(2):
             async with setting.client() as client:
@@ -181,7 +181,7 @@ async def test_beyond_the_admission_bound_the_session_is_told_so_and_closed():
                 error = await second.error()
                 assert (error["code"], error["error_type"]) == (503, "overloaded_error")
                 assert (await second.closed())[0] == 1013
-        assert setting.door.inflight.rejected == 1
+        assert setting.dataplane.inflight.rejected == 1
 
 
 async def test_with_a_queue_a_session_waits_for_a_worker():
@@ -190,7 +190,7 @@ async def test_with_a_queue_a_session_waits_for_a_worker():
         setting.fleet.cordon(worker, "launch")
         async with setting.client() as client, trio.open_nursery() as nursery:
             nursery.start_soon(speak, client)
-            await until(lambda: setting.door.queue.waiting)
+            await until(lambda: setting.dataplane.queue.waiting)
             setting.fleet.uncordon(worker, "launch")
         assert len(setting.workers[0].requests) == 1
 

@@ -282,7 +282,7 @@ async def test_draining_lets_a_session_come_to_its_end():
         async with setting.client() as client:
             await client.say(CONFIG)
             await client.text()
-            setting.door.begin_drain()
+            setting.dataplane.begin_drain()
             await client.say('{"type":"input.done"}')
             while isinstance(event := await client.event(), Message):
                 pass
@@ -296,4 +296,4 @@ async def test_ending_the_door_settles_the_accounts_of_its_sessions():
         await client.say(CONFIG)
         while not setting.workers[0].requests:
             await trio.testing.wait_all_tasks_blocked(0.001)
-    assert setting.fleet.workers[0].in_flight == setting.door.in_flight == 0
+    assert setting.fleet.workers[0].in_flight == setting.dataplane.in_flight == 0

@@ -88,7 +88,7 @@ async def test_much_audio_waits_for_a_slow_client():
     async with running(SecureWorker(sing), config=TLS, entries=TRUSTED) as setting:
         async with over_tls(setting).client() as client:
             await client.say(CONFIG)
-            await until(lambda: setting.door.loop.tasks)
+            await until(lambda: setting.dataplane.loop.tasks)
             for _ in range(60):
                 event = await client.event()
                 assert isinstance(event, BytesMessage)
