@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Final
 
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult
@@ -17,6 +18,8 @@ from omni_proxy.admin_ops.results import AdminResponse, WorkerResult
 OURS: Final = frozenset(
     ("success", "path", "worker_count", "results", "error", "seconds", "detail")
 )
+MAX_KEYS: Final = 64  # of a body that are looked at
+MAX_ITEMS: Final = 16
 DIFFERENT_WEIGHTS: Final = "the workers have different weights"
 
 
@@ -29,22 +32,36 @@ def as_one(path: str, response: AdminResponse, results: Sequence[WorkerResult]) 
     body = {**response.body, **(_agreed(bodies) if same_words else {})}
     if (merge := _MERGED.get(path)) is not None:
         body |= merge(bodies)
-    if path == "/weight_checker" and _differ(bodies):
-        top = {"success": False, "status": "error", "message": DIFFERENT_WEIGHTS}
-        return AdminResponse(409, {**response.body, **top})
+    if path == "/weight_checker":
+        checksums = [sums for each in bodies if isinstance(sums := each.get("checksums"), dict)]
+        if _differ(checksums):
+            top = {"success": False, "status": "error", "message": DIFFERENT_WEIGHTS}
+            return AdminResponse(409, {**response.body, **top})
+        if checksums and all(sums == checksums[0] for sums in checksums):
+            body["checksums"] = checksums[0]
     return replace(response, body=body)
 
 
 def _agreed(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Keys with the same value in all bodies, except those of the proxy's own response."""
+    """Short keys with the same value in all bodies, except those of the proxy's own response."""
     if not bodies:
         return {}
     first, *rest = bodies
+    words = {key: first[key] for key in islice(first, MAX_KEYS) if key not in OURS}
     return {
         key: value
-        for key, value in first.items()
-        if key not in OURS and all(key in body and body[key] == value for body in rest)
+        for key, value in words.items()
+        if _is_short(value) and all(key in body and body[key] == value for body in rest)
     }
+
+
+def _is_short(value: object) -> bool:
+    """What is long is not compared, nor said twice: it is in the results."""
+    if isinstance(value, dict):
+        return False
+    if not isinstance(value, list):
+        return True
+    return len(value) <= MAX_ITEMS and not any(isinstance(item, list | dict) for item in value)
 
 
 def _world_size(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
@@ -71,13 +88,10 @@ def _match(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
     return {"match": all(body["match"] is True for body in bodies), "mismatches": sorted(differing)}
 
 
-def _differ(bodies: Sequence[Mapping[str, object]]) -> bool:
+def _differ(checksums: Sequence[Mapping[str, object]]) -> bool:
     """Whether two workers with the same tensors and ranks name other checksums for them."""
-    sums_by_body = [sums for body in bodies if isinstance(sums := body.get("checksums"), dict)]
-    return any(
-        sums_by_body[0].keys() == sums.keys() and sums_by_body[0] != sums
-        for sums in sums_by_body[1:]
-    )
+    first = checksums[0] if checksums else {}
+    return any(first.keys() == sums.keys() and first != sums for sums in checksums[1:])
 
 
 _MERGED: Final[Mapping[str, Callable[[Sequence[Mapping[str, object]]], dict[str, object]]]] = {

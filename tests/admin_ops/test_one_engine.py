@@ -27,6 +27,13 @@ def test_a_worker_cannot_overwrite_our_own_keys():
     assert isinstance(told.body["results"], list)
 
 
+def test_what_is_long_is_in_the_results_alone():
+    long = {"status": "ok", "data": list(range(100)), "nested": [[1]], "tags": ["weights"]}
+    told = merged("/wake_up", long, dict(long))
+    assert told.body["tags"] == ["weights"]
+    assert not {"data", "nested"} & told.body.keys()
+
+
 def test_the_world_size_is_the_sum():
     assert merged("/get_world_size", {"world_size": 2}, {"world_size": 1}).body["world_size"] == 3
 
