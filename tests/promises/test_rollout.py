@@ -176,6 +176,28 @@ async def test_a_failure_after_the_canary_takes_the_canary_back(tmp_path, models
             assert weights["uncertain"] == {}
 
 
+async def test_a_replica_restarted_afterwards_never_serves_its_first_weights(tmp_path, models):
+    file, new = tmp_path / "proxy.toml", weights_in(tmp_path)
+    async with replicas(2) as (survivor, late):
+        file.write_text(toml([survivor, late]))
+        async with program("--config", file) as running:
+            await known(running, 2)
+            await begin(running, model_path=new.path, weight_version="v2")
+            assert (await ended(running))["state"] == "succeeded"
+            clients = Clients(running)
+            async with clients.asking(4):
+                await late.kill()
+                await running.until(
+                    "/workers", lambda told: record(told, late)["weight_version"] is None
+                )
+                await late.start()
+                told = await running.until("/workers", lambda told: record(told, late)["routable"])
+                assert record(told, late)["weight_version"] == "v2"
+                await clients.more()
+            assert list(clients.texts) == ["v2"]
+            assert len(clients.texts["v2"]) == 1
+
+
 async def test_engines_of_both_dialects_are_updated_and_taken_back(tmp_path, models):
     file, new = tmp_path / "proxy.toml", weights_in(tmp_path)
     newer = tmp_path / "newer.safetensors"

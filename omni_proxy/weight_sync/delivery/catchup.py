@@ -1,8 +1,8 @@
 """Brings workers that come up without the published version to it, before they get a request.
 
-    comes up ─cordon─> target version? ─none in the store────────────────────> uncordon
+    comes up ─cordon─> target version? ─neither stored nor of a path─────────> uncordon
                           └─> has it? ─its digests prove it──> recorded ───> uncordon
-                                └─> delivered from the store ─proven─> recorded ──> uncordon
+                                └─> delivered, or loaded ─proven─> recorded ──> uncordon
                                           └─failed repeatedly─> uncertain, uncordon
     the target leaves the store meanwhile ────> left to the version probe
 Invariant: from the moment it is healthy until its tensors are proven, it gets no request. A sync
@@ -22,11 +22,21 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.delivery.deliver import DeliveryOptions, VersionDeliverer
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
+from omni_proxy.weight_sync.rollout.worker_update import (
+    CannotUpdate,
+    UpdateSettings,
+    WeightSource,
+    WorkerUpdater,
+    check_label,
+    inspect,
+    read_digest,
+    warm_up,
+)
 from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.weight_sync.store.version_store import UnknownVersion
-from omni_proxy.weight_sync.worker_calls import read_labels
+from omni_proxy.weight_sync.worker_calls import limit_secs, read_labels
 
 CATCHING_UP: Final = "catching_up"
 RETRY_SECS: Final = (1.0, 5.0, 25.0)
@@ -34,11 +44,11 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredTarget:
-    """The version that a worker should have, and that is in the store."""
+class _ReachableTarget:
+    """The version that a worker should have; None: it is not stored, but loads from a path."""
 
     expected: TargetVersion
-    version: StoredVersion
+    version: StoredVersion | None
 
 
 class CatchUp:
@@ -98,13 +108,15 @@ class CatchUp:
         registered = self._fleet.find(worker.url) is worker
         return registered and worker.health.state is Health.HEALTHY
 
-    def _target(self, worker: Worker) -> _StoredTarget | None:
-        """None if the last update that targeted the worker is not in the store."""
+    def _target(self, worker: Worker) -> _ReachableTarget | None:
+        """None if the last update that targeted the worker is neither stored nor of a path."""
         target = self._journal.published.target_for(worker.url, worker.model)
         if target is None or target.waived:
             return None
         versions = [v for v in self._store_service.versions() if v.epoch == target.epoch]
-        return _StoredTarget(target, versions[0]) if versions else None
+        if not versions and not target.path:
+            return None
+        return _ReachableTarget(target, versions[0] if versions else None)
 
     async def _run(self, worker: Worker, token: object) -> None:
         decided = False
@@ -143,10 +155,18 @@ class CatchUp:
             await trio.sleep(pause)
         return False
 
-    async def _has_version(self, worker: Worker, target: _StoredTarget) -> bool:
+    async def _has_version(self, worker: Worker, target: _ReachableTarget) -> bool:
         """Whether the worker is proven to have the version already; it is recorded then."""
         expected = target.expected
         label = (await read_labels([worker], {}))[worker]
+        if target.version is None:
+            digest_differs = label == expected.label and await self._has_other_digest(
+                worker, expected
+            )
+            if label != expected.label or digest_differs or self._target(worker) != target:
+                return False
+            await self._record(worker, expected)
+            return True
         proof = await self._deliverer.prove(target.version, worker, {}, self._limit)
         # A worker without digests may still report a label that only this version has.
         proven = label == expected.label if proof.proven else expected.is_proven_by(label)
@@ -155,9 +175,48 @@ class CatchUp:
         await self._record(worker, expected)
         return True
 
-    async def _deliver(self, worker: Worker, target: _StoredTarget) -> str:
+    async def _has_other_digest(self, worker: Worker, expected: TargetVersion) -> bool:
+        """Where its label alone is no proof."""
+        if expected.named or not expected.digest:
+            return False
+        digest = await read_digest(worker, self._settings)
+        return digest is not None and bool(digest.whole) and digest.whole != expected.digest
+
+    async def _load(self, worker: Worker, expected: TargetVersion) -> str:
+        """From the path of the rollout. Return why the worker could not take it, or ""."""
+        source = WeightSource(expected.label or "", expected.path)
+        try:
+            facts = await inspect(worker, {})
+        except CannotUpdate as error:
+            return str(error)
+        updater = WorkerUpdater(self._deliverer)
+        result = await updater.load(worker, facts.dialect, source, self._settings)
+        if not result.success:
+            return result.why
+        problem = await check_label(worker, source.label, self._settings)
+        if not problem and expected.digest and self._settings.verify:
+            digest = await read_digest(worker, self._settings)
+            if digest is not None and digest.whole and digest.whole != expected.digest:
+                problem = f"its checksum is {digest.whole}, not {expected.digest}"
+        problem = problem or await warm_up(worker, self._settings)
+        if problem:
+            return problem
+        self.caught_up += 1
+        _log.info("worker_caught_up worker=%s version=%r", worker.url, expected.label)
+        await self._record(worker, expected)
+        self._fleet.cache_cleared(worker)
+        return ""
+
+    @property
+    def _settings(self) -> UpdateSettings:
+        config = self._config_store.config
+        return UpdateSettings(limit_secs(self._limit), config.weight_sync.verify == "checksum")
+
+    async def _deliver(self, worker: Worker, target: _ReachableTarget) -> str:
         """Return why the worker could not take the version, "" if it has it now."""
         expected, version = target.expected, target.version
+        if version is None:
+            return await self._load(worker, expected)
         options = DeliveryOptions(expected.label, self._journal.all_paused, limit=self._limit)
         try:
             (result,) = await self._deliverer.deliver(version, [worker], options)
@@ -181,7 +240,7 @@ class CatchUp:
             self._journal.clear_uncertain([worker.url])
             await self._journal.save()
 
-    async def _give_up(self, worker: Worker, target: _StoredTarget, why: str) -> None:
+    async def _give_up(self, worker: Worker, target: _ReachableTarget, why: str) -> None:
         self.failed += 1
         epoch = target.expected.epoch
         reason = f"missed the update of epoch {epoch} and did not catch up: {why}"

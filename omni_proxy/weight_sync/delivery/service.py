@@ -1,7 +1,7 @@
 """The versions that the proxy keeps itself: store, own rank, delivery, prefetch, catch-up.
 
 Invariant: unless [weight_sync] mode enables it, none of them touches a disk, starts a process or
-cordons a worker.
+cordons a worker, except catch-up after a rollout from a path.
 """
 
 from __future__ import annotations
