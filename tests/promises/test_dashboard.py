@@ -7,6 +7,7 @@ import pytest
 import trio
 
 from tests.ports import free_port
+from tests.promises.engines import engines
 from tests.promises.fleet_program import Worker, program, put, record, toml, workers
 from tools.screenshots.chromium import chromium, find_chromium
 
@@ -121,6 +122,21 @@ async def test_a_paused_fleet_is_no_serving_fleet(page, tmp_path):
         await running.client.post("/continue_generation", json={})
         await shows(page, "#state", "Serving with all 2 workers")
         await shows(page, "#alerts", "No problems")
+
+
+async def test_a_rollout_is_seen_until_it_has_ended(page, tmp_path):
+    async with engines(2) as fleet, dashboard(page, tmp_path, fleet) as running:
+        body = {"model_path": "/m", "weight_version": "v2", "pause_after_canary": True}
+        headers = {"User-Agent": "operator-3"}
+        await running.client.post("/weights/rollout", json=body, headers=headers)
+        told = ("Rollout to v2: paused", "1 of 2 workers updated", "resume continues")
+        await shows(page, "#alerts", *told)
+        rows = (f"{address(fleet[0])} updated", f"{address(fleet[1])} pending", "operator-3")
+        await shows(page, "#weights-now", "Rollout to v2 is paused", *rows)
+        assert "different weights" not in await page.text("#alerts")
+        await running.client.post("/weights/rollout/resume")
+        await shows(page, "#alerts", "No problems")
+        await shows(page, "#weights-says", "published: v2, epoch 1")
 
 
 async def test_for_how_long_it_is_switched_off_is_told_not_how_long_it_is_well(page, tmp_path):
