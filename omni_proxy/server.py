@@ -239,7 +239,7 @@ class Server:
 
     async def _open_when_ready(self) -> int:
         """Open the listeners once the replicas of the command line are ready; 0, or the exit status
-        where that fails."""
+        if that fails."""
         launch = self.config_store.startup.launch
         longest = max(entry.ready_timeout_secs or math.inf for entry in launch)
         launcher = self.launcher

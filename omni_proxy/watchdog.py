@@ -30,7 +30,7 @@ STALL_EVENT: Final = "event_loop_stalled"  # in the log
 
 @dataclass(slots=True)
 class StallTimer:
-    """Measures for how long no heartbeat has come; `secs` is by the watchdog's own count."""
+    """Measures the time since the last heartbeat; `secs` is on the watchdog's own clock."""
 
     now: float
     cpu: float  # of the loop's thread

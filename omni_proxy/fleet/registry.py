@@ -259,7 +259,7 @@ class Fleet:
         self._cache_watchers.append(callback)
 
     def cache_cleared(self, worker: Worker) -> None:
-        """Its prefix cache is gone: removed, restarted or flushed."""
+        """Its prefix cache was lost: removed, restarted or flushed."""
         for callback in self._cache_watchers:
             callback(worker)
 

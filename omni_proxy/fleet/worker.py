@@ -182,7 +182,7 @@ class Worker(_RequestFields):
 
     @property
     def succeeded(self) -> dict[str, int]:
-        """Attempts that ended well, by traffic class."""
+        """Successful attempts, by traffic class."""
         return counts_by_class(self.counts, SUCCEEDED)
 
     @property

@@ -1,11 +1,9 @@
-"""Choosing a worker: routable, capable, right model, with room, not tried yet; then the policy.
+"""Picks a worker: routable, capable, right model, below its limit, not tried yet; then the policy.
 
-Also the error that says why no worker can take a request. Invariant: `ineligibility_reasons` is
-empty for a worker exactly when `pick_worker` can choose it.
-
-Why a request goes where it goes: the verdict on each worker, and the pick the policy would make.
-
-Must change nothing: no request is sent, no turn of the policy is used, nothing is remembered.
+Also builds the error with the reason why no worker is eligible, and explains a pick: the reasons
+for each worker, and the policy's choice. Invariant: `ineligibility_reasons` is empty for a worker
+exactly when `pick_worker` can choose it. `explain` must change nothing: it sends no request and
+leaves the policy's state.
 """
 
 from __future__ import annotations
@@ -45,10 +43,10 @@ def pick_worker(
     tried: Collection[Worker] = (),
     owner: str = "",
 ) -> Worker:
-    """The worker for this try; one that was not tried yet where there is any.
+    """The worker for this attempt; one that was not tried yet if there is any.
 
     `owner` is the URL of the worker that keeps the voices, "" while none does.
-    Raises HttpError 503 that says why nobody can take it.
+    Raises HttpError 503 with the reason why no worker is eligible.
     """
     candidates = eligible_workers(fleet, requirements, owner)
     if tried and len(candidates) > 1:
@@ -83,7 +81,7 @@ def _placed(
 def ineligibility_reasons(
     fleet: Fleet, worker: Worker, requirements: Requirements, owner: str = ""
 ) -> list[str]:
-    """Why this worker can't take it, in the order an operator would ask; empty when it can."""
+    """Why this worker is not eligible, the most important reason first; empty if it is."""
     reasons = []
     if worker.disabled:
         reasons.append("disabled")
@@ -91,7 +89,7 @@ def ineligibility_reasons(
         error = worker.health.last_error
         reasons.append(f"{worker.health.state.value}" + (f" ({error})" if error else ""))
     elif worker.health.half_open_id:
-        reasons.append("on trial: one request at a time until one succeeds")
+        reasons.append("half-open: one request at a time until one succeeds")
     reasons += [f"held: {hold}" for hold in sorted(worker.cordon_reasons)]
     missing = capability_names(requirements.mask & ~worker.mask)
     if missing:
@@ -132,7 +130,7 @@ def _reasons_against_voice_owner(
 
 
 def _model_counts(fleet: Fleet, requirements: Requirements) -> bool:
-    """A request's model matters once one of those who could take it names a model."""
+    """Whether the model counts: only if one of the other eligible workers names a model."""
     return any(
         worker.model
         for worker in fleet.workers
@@ -154,8 +152,8 @@ def no_worker_error(fleet: Fleet, requirements: Requirements, owner: str = "") -
 def workers_held_for_update(
     fleet: Fleet, requirements: Requirements, owner: str = ""
 ) -> list[Worker]:
-    """Those that could take it but for an operation on weights; none where somebody else could, or
-    where that is not what is in the way."""
+    """Workers that only a weight operation makes ineligible; [] if another worker is eligible or
+    that is not the cause."""
     remaining = _meant(fleet, requirements, owner)
     for code, _, narrow in _steps(requirements):
         if code == "all_held":
@@ -168,7 +166,7 @@ def workers_held_for_update(
 
 
 def _meant(fleet: Fleet, requirements: Requirements, owner: str) -> list[Worker]:
-    """Whom its place leaves: one worker, where it names one or the voices are kept."""
+    """The workers that its pinning leaves: one if it names a worker or uses a stored voice."""
     if requirements.pinning is NAMED:
         pinned = fleet.get(requirements.named_worker)
         return [pinned] if pinned else []
@@ -192,7 +190,7 @@ def _by_weights(held_workers: Iterable[Worker]) -> tuple[str, str]:
 
 
 def _first_cause(fleet: Fleet, requirements: Requirements, owner: str) -> tuple[str, str]:
-    """Narrow the fleet as the pick does, and name the step that leaves nobody."""
+    """Narrow the fleet as the pick does, and name the step that leaves no worker."""
     remaining = fleet.workers
     if not remaining:
         return "no_workers", "no worker is registered"
@@ -209,7 +207,7 @@ def _first_cause(fleet: Fleet, requirements: Requirements, owner: str) -> tuple[
     if requirements.model and all(worker.model != requirements.model for worker in remaining):
         return "model_not_found", f"no routable worker serves the model {requirements.model!r}"
     # Of the steps only this one can look otherwise than a moment ago: others take and give back.
-    return "all_full", "whoever could take it was full a moment ago"
+    return "all_full", "every eligible worker was at its limit a moment ago"
 
 
 _HELD_WORDS = {
@@ -217,7 +215,7 @@ _HELD_WORDS = {
     "paused": "paused by a trainer",
     "uncertain": "uncertain since a weight update",
     "catching_up": "being brought up to the version of the others",
-    "unproven": "asked for the version of its weights",
+    "unproven": "being queried for its weight version",
 }
 _Workers = list[Worker]
 _Step = tuple[str, Callable[[_Workers], str], Callable[[_Workers], _Workers]]
@@ -271,11 +269,11 @@ def _steps(requirements: Requirements) -> Iterator[_Step]:
 
 
 def _standing(worker: Worker) -> str:
-    return "on trial" if worker.health.is_half_open else worker.health.state.value
+    return "half-open" if worker.health.is_half_open else worker.health.state.value
 
 
 def _missing(workers: list[Worker], requirements: Requirements) -> str:
-    """What nobody has; else all that is wanted, which nobody has together."""
+    """The capabilities that no worker has; else all of them, which no worker has together."""
     had = 0
     for worker in workers:
         had |= worker.mask

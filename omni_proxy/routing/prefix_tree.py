@@ -32,7 +32,7 @@ NARROW = 64  # bytes from which on an XOR finds the difference sooner than more 
 
 
 def common_length(label: bytes, text: bytes, at: int) -> int:
-    """How many bytes of `label` stand in `text` from `at` on."""
+    """How many bytes of `label` match `text` from `at` on."""
     low, high = 0, min(len(label), len(text) - at)
     while high - low > NARROW:
         middle = (low + high) >> 1
@@ -49,13 +49,13 @@ def common_length(label: bytes, text: bytes, at: int) -> int:
 
 
 class PrefixTree(Generic[Holder]):
-    """Holders are told apart by bits, so that sets of them are plain integers (masks)."""
+    """Each holder is a bit, so that sets of them are plain integers (masks)."""
 
     def __init__(self, max_size: int) -> None:
         self.max_size = max_size
         self.size = 0
         self.nodes = 0
-        self.membership = 0  # another number whenever a holder has come or gone
+        self.membership = 0  # changes whenever a holder is added or removed
         self._bits: dict[Holder, int] = {}
         self._names: list[Holder | None] = []  # by place of the bit
         self._sizes: dict[int, int] = {}
@@ -79,7 +79,7 @@ class PrefixTree(Generic[Holder]):
         self._free = array("I")
 
     def _replant(self) -> None:
-        """What the columns had grown to is given back in pieces: all at once takes milliseconds."""
+        """Memory of the columns is freed in steps: at once it takes milliseconds."""
         columns = (self._labels, self._masks, self._parents, self._kids, self._older, self._newer)
         self._waste += [*columns, *self._edges, self._free]
         self._plant()
@@ -114,8 +114,8 @@ class PrefixTree(Generic[Holder]):
         return [name for name in compress(self._names, digits) if name is not None]
 
     def match(self, text: bytes, among: int = -1) -> tuple[int, int]:
-        """How far the text is held by anyone of the mask `among`, and the mask of all who hold it
-        so far. Changes nothing; `insert` is what counts as a use."""
+        """The length of the text that any holder of the mask `among` has, and the mask of all
+        holders of that much. Changes nothing; only `insert` counts as a use."""
         edges, labels, masks = self._edges, self._labels, self._masks
         among &= self._live
         node, at, end, holders = ROOT, 0, len(text), 0
@@ -136,7 +136,7 @@ class PrefixTree(Generic[Holder]):
         return at, holders
 
     def depths(self, text: bytes) -> dict[Holder, int]:
-        """How far each holder holds the text, for those who hold any of it."""
+        """The matching length of each holder that has any of the text."""
         lengths: dict[Holder, int] = {}
         among = -1
         while True:
@@ -178,7 +178,7 @@ class PrefixTree(Generic[Holder]):
         self._use(path)
 
     def forget(self, holder: Holder) -> None:
-        """At once nothing is held by it; the memory comes back in pieces."""
+        """It holds nothing from now on; the memory is freed in steps."""
         bit = self._bits.pop(holder, 0)
         if bit:
             del self._sizes[bit]
@@ -314,7 +314,7 @@ class PrefixTree(Generic[Holder]):
         self.nodes -= 1
 
     def _sweep(self, budget: int) -> None:
-        """Wipe forgotten holders off the nodes, and nodes that nobody else holds off the tree."""
+        """Remove dropped holders from the nodes, and nodes without holders from the tree."""
         if not self._sweeping:
             self._sweeping, self._cursor = self._dead, 1
         sweeping, masks, count = self._sweeping, self._masks, len(self._labels)
@@ -335,6 +335,6 @@ class PrefixTree(Generic[Holder]):
                 self._replant()
 
     def _abandoned(self, node: int) -> bool:
-        """A leaf that nobody holds. (The root and vacant numbers have no label.)"""
+        """A leaf without holders. (The root and vacant numbers have no label.)"""
         holders = self._masks[node] & ~self._sweeping
         return not holders and not self._kids[node] and bool(self._labels[node])

@@ -1,9 +1,9 @@
-"""The routes of /v1/responses: a stored response is known to its owner alone, who has made it.
+"""The routes of /v1/responses: only the worker that made a response has stored it.
 
-Pure. Invariant: the id of a response is noted, with its worker, before the client can have seen it;
-its bytes are not changed. So many are kept as `MAX_RESPONSES` says, the longest unused go first. A
-request that names a response whose worker is not known goes to any worker, and gets that one's own
-answer. Source: features.md 4 (contracts).
+Pure. Invariant: the id of a response is recorded, with its worker, before the client can see it;
+its bytes are not changed. At most `MAX_RESPONSES` are kept, the least recently used are dropped. A
+request for a response of an unknown worker goes to any worker, which answers it. Source:
+features.md 4 (contracts).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def own_response_owners() -> ResponseOwners:
 
 
 def named_response(path: str, body: bytes) -> str:
-    """The response that a request is about: that of its path, or the one that it continues; "" for
-    none."""
+    """The response id in a request: that of its path, or the one that it continues; "" without
+    one."""
     if path.startswith(STEM):
         return unquote(path.removeprefix(STEM).partition("/")[0])
     return read_text(keyed_value(body, "previous_response_id")) or ""
@@ -61,7 +61,7 @@ def pin_to_response_owner(
 
 
 class ResponseIdScanner:
-    """Finds the id at the beginning of a response, and tells it once."""
+    """Finds the id at the beginning of a response, and reports it once."""
 
     __slots__ = ("_found", "_head", "done")
 

@@ -17,7 +17,7 @@ from omni_proxy.fleet.worker import capability_mask, counter_offset
 class BodyKind(Enum):
     """How the inspection reads a body."""
 
-    JSON = "json"  # where the content type says so
+    JSON = "json"  # if the content type is that
     ALWAYS_JSON = "always_json"
     FORM = "form"
     OPAQUE = "opaque"
@@ -129,7 +129,7 @@ MODEL_PATHS = tuple(_EXACT)  # those that are spelled out
 
 
 class MethodNotAllowed(Exception):
-    """The path is model traffic, the method isn't one of its own."""
+    """The path is a model route, the method is not one of it."""
 
     def __init__(self, allowed: frozenset[str]) -> None:
         super().__init__("Method Not Allowed")

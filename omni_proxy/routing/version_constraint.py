@@ -31,7 +31,7 @@ class VersionConstraint:
         return label and version.epoch >= self.min_epoch
 
     def reason_against(self, version: WeightVersion) -> str:
-        """Why these weights won't do; "" where they do."""
+        """Why these weights don't satisfy it, else ""."""
         return "" if self.is_met_by(version) else f"has weights {version}, not {self}"
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class VersionConstraint:
 
 
 def parse_version_constraint(hints: Mapping[bytes, bytes]) -> VersionConstraint | None:
-    """None where the hints ask for no weights. Raises HttpError 400 for what can't be read."""
+    """None if the hints have no constraint. Raises HttpError 400 for an invalid one."""
     label, epoch = hints.get(LABEL_HINT), hints.get(EPOCH_HINT)
     if label is None and epoch is None:
         return None

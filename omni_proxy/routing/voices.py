@@ -44,7 +44,7 @@ def pin_to_voice_owner(registry: VoiceRegistry, traffic: str, requirements: Requ
     if not registry.owner or traffic not in SPEECH_TRAFFIC:
         return
     payload = requirements.body_fields
-    # A session whose first message tells nothing is for any worker to refuse.
+    # A session without a valid first message: any worker refuses it.
     unread = (payload is None or bool(requirements.large_body_class)) and traffic != "tts_websocket"
     if unread or (payload is not None and registry.requires_owner(voice_names(payload))):
         requirements.pinning = VOICE_OWNER

@@ -106,7 +106,7 @@ class ConfigStore:
 
     @property
     def state_error(self) -> str:
-        """Why the state could not be saved; "" where it was."""
+        """Why the state could not be saved, else ""."""
         return self._state_writer.error
 
     def add_prepare(self, prepare: Prepare) -> None:
@@ -231,7 +231,7 @@ class ConfigStore:
     async def _change(self, source: str, new: Config, state: SavedState) -> ChangeResult:
         changes = diff(self.config, new)
         if new == self.config and state == self.state and not self._failures:
-            # The file watcher reads again what a request has applied: that is no news.
+            # The file watcher reloads what a request has applied already: not logged.
             is_repeat = source == "file" and "error" not in self.last_reload
             self._note("unchanged", source, keep=is_repeat or source == "api")
             await self._state_writer.save(self.state_file, state)

@@ -23,7 +23,7 @@ POLL_MILLIS: Final = 500  # for files without inotify: network file systems, tar
 
 
 class Reloader:
-    """Requests that come before a reload begins are joined into one."""
+    """Requests that arrive before a reload begins are merged into one."""
 
     def __init__(self, config_store: ConfigStore) -> None:
         self._config_store = config_store

@@ -47,7 +47,7 @@ def load_state(path: Path | None) -> SavedState:
 
 def _hint_problem(path: Path) -> Problem:
     reason = "holds what was set over HTTP"
-    return Problem("", None, reason, "mend it, or delete it to forget that", str(path))
+    return Problem("", None, reason, "fix it, or delete it to discard that state", str(path))
 
 
 class StateFile:

@@ -1,6 +1,7 @@
 """The limit of file descriptors: raised at the start, with a reserve that clients don't get.
 
-Invariant: an error that comes from our own want of descriptors or memory counts against no worker.
+Invariant: an error caused by the proxy's own lack of descriptors or memory counts against no
+worker.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
         self._queue_bytes += len(line)
 
     def _write_queue(self, fd: int) -> None:
-        """In the thread. What was taken from the queue is lost where the reader is gone."""
+        """Runs in the thread. Lines taken from the queue are lost if the reader is gone."""
         while (lines := self._take_queue()) is not None:
             try:
                 while lines:
@@ -100,7 +100,7 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
 
 def _write_at_once(fd: int, line: bytes) -> bool:
     """Write the line, unless the write might block. An error of a file or pipe loses the line."""
-    if len(line) > _ATOMIC_BYTES or os.isatty(fd):  # a terminal doesn't say how much it takes
+    if len(line) > _ATOMIC_BYTES or os.isatty(fd):  # a terminal doesn't report how much it accepts
         return False
     poll = select.poll()
     poll.register(fd, select.POLLOUT)

@@ -61,7 +61,7 @@ class Histogram:
         values.clear()
 
     def clear(self) -> None:
-        """In place: whoever counts here goes on."""
+        """In place: counting continues."""
         self.counts[:] = [0] * len(self.counts)
         self.sum = 0.0
 
@@ -81,8 +81,8 @@ class Histogram:
 
 
 class LateHistogram(Histogram):
-    """Whoever counts puts values into `late`, always the same list, and has them sorted in when
-    there are many; whoever reads finds all of them."""
+    """Writers append values to `late`, always the same list, and merge them when there are many;
+    readers merge first."""
 
     __slots__ = ("_counts", "_sum", "late")
 
@@ -121,7 +121,7 @@ class LateHistogram(Histogram):
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
-    """Of values that were counted by their place in FINE; None where there are none."""
+    """Of values counted by their index in FINE; None without values."""
     target = sum(counts) * share
     below = 0
     for index, count in enumerate(counts):

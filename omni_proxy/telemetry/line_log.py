@@ -41,7 +41,7 @@ class LineLog:
 
     @property
     def on(self) -> bool:
-        """False: nobody wants the lines, so they need not be made."""
+        """False: the log is off, so lines need not be built."""
         return self._target != OFF
 
     def retarget(self, target: str) -> None:
@@ -88,7 +88,7 @@ class LineLog:
         if target == OFF:
             return
         try:
-            # Abandoned when a pipe behind stdout is full: nobody waits for its reader at the end.
+            # Abandoned if a pipe behind stdout is full: the shutdown must not wait for its reader.
             await trio.to_thread.run_sync(
                 _put, target, blob, target == self._torn,
                 limiter=self._thread, abandon_on_cancel=True,

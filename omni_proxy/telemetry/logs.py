@@ -19,12 +19,12 @@ from omni_proxy.telemetry import line_log
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.wire.log_text import ascii_json, escape_unprintable, mask_secrets_in_text
 
-# They tell each request, or each touch of a watched folder, at level info.
+# They log each request, or each event of a watched folder, at level info.
 CHATTY = ("httpx", "httpcore", "hpack", "watchfiles")
 
 
 class _Writer(NonBlockingHandler):
-    """Ours, to be told from others."""
+    """Marks the program's own handler."""
 
 
 class _Copier(logging.Handler):
@@ -35,7 +35,7 @@ class _Copier(logging.Handler):
         self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        # What it says of itself when it can't write would go the same way.
+        # Its own error message would go to the same handler.
         if self._lines.on and record.name != line_log.__name__:
             self._lines.write(self.format(record).encode(errors="backslashreplace"))
 

@@ -4,9 +4,8 @@ Invariant: `record` is cheap, and neither waits nor fails. Its labels are bounde
 of the route table, workers those of the fleet, and a model that no worker names is "other". Nothing
 here reads a body, except the last chunk of one if its `usage` is wanted.
 
-Where exchanges are counted: one `RouteSeries` per route and worker, one `RoutePhases` per route.
-
-Invariant: a response that came whole in one chunk is counted in `SingleChunkCounts` alone, at the
+Exchanges are counted in one `RouteSeries` per route and worker and one `RoutePhases` per route.
+Invariant: a response of a single chunk is counted in `SingleChunkCounts` alone, at the
 cost of one index and three sums, until `gather` distributes it to the histograms that are read. So
 every reader of a series gathers it first.
 """
@@ -69,10 +68,10 @@ class RoutePhases:
 
 
 class SingleChunkCounts:
-    """What every request touches, close together: with many workers none of it is in a cache.
+    """Counters of every request, in one object: with many workers none of it is in a CPU cache.
 
-    `single_chunk_counts`: how many lie at each place of FINE, by their time. All of them ended as
-    2xx, for one model: `model_key` as the client wrote it, `model` as it is told.
+    `single_chunk_counts`: requests at each index of FINE, by their time. All of them ended with
+    2xx, for one model: `model_key` as the client wrote it, `model` as its label.
     """
 
     __slots__ = (
@@ -95,7 +94,7 @@ class SingleChunkCounts:
 
 
 class RouteSeries(SingleChunkCounts):
-    """One route on one worker; no worker where nobody was tried."""
+    """One route on one worker; no worker if none was tried."""
 
     __slots__ = ("between", "chunks", "ends", "first", "tokens", "total")
 
@@ -109,8 +108,8 @@ class RouteSeries(SingleChunkCounts):
         self.tokens: Counter[tuple[str | None, str]] = Counter()  # model, type
 
     def gather(self, recent: WindowCounts) -> None:
-        """Spread what came whole, over the worker's slot as well. As little as can be for each
-        place: it is done for whole fleets at once."""
+        """Distribute single-chunk responses to the histograms, and to the worker's slot. Cheap per
+        index: it runs for all workers at once."""
         counts = list(compress(self.single_chunk_counts, self.single_chunk_counts))
         indices = list(compress(_PLACES, self.single_chunk_counts))
         total, first, head = self.total, self.first, self.phases.head
@@ -139,8 +138,7 @@ K = TypeVar("K")
 
 
 class Metrics:
-    """Of the running program, for as long as it runs; whoever is removed from the fleet is
-    forgotten."""
+    """Since the start of the program; series of removed workers are dropped."""
 
     def __init__(
         self, fleet: Fleet, recent: RecentWindow, clock: Callable[[], float] = monotonic
@@ -202,7 +200,7 @@ class Metrics:
         )
 
     def count_gaps(self, worker: Worker) -> int:
-        """How many there have been in its streams, those that go on included."""
+        """The count over its streams, running ones included."""
         cells = (cells[worker] for cells in self._series.values() if worker in cells)
         return sum(sum(cell.between.counts) for cell in cells)
 
@@ -226,10 +224,10 @@ class Metrics:
             cell.gather(self._recent.sums[worker])
 
     def record(self, exchange: Exchange, worker: Worker | None) -> None:
-        """`exchange` has ended; nothing of it is kept.
+        """Record an ended exchange; keeps no reference to it.
 
-        Most responses are handled first: whole in one chunk, of a request that was sent in
-        the moment it came. All that they took is then one time, but for a head that came earlier.
+        The most frequent case comes first: a response in one chunk, to a request that was sent at
+        once. All its phases are then one time, except for a head that came earlier.
         """
         route = exchange.route
         if route is None:
@@ -269,7 +267,7 @@ class Metrics:
             cell.phases.gather()
 
     def _counts_for(self, cell: RouteSeries, requested: str | None) -> bool:
-        """Whether what comes whole for this model may be counted with what is there already."""
+        """Whether a single-chunk response of this model may be added to the current counts."""
         model = requested if requested is None or requested in self._models else OTHER
         if model != cell.model:
             if any(cell.single_chunk_counts):
@@ -319,7 +317,7 @@ class Metrics:
         self._count_recent(exchange, worker, index)
 
     def _count_recent(self, exchange: Exchange, worker: Worker | None, index: int) -> None:
-        """`place` in FINE: when the first chunk came for the client; -1 where none did."""
+        """`place` in FINE: time to the client's first chunk; -1 without one."""
         recent = self._recent
         second = recent.second
         second.requests += 1
@@ -327,7 +325,7 @@ class Metrics:
         slot.requests += 1
         if index >= 0:
             second.firsts[index] += 1
-            if exchange.sent_at != exchange.started_at:  # what came before is not the worker's
+            if exchange.sent_at != exchange.started_at:  # earlier time is not the worker's
                 index = bisect_left(FINE, exchange.first_at - exchange.sent_at)
             slot.firsts[index] += 1
         if exchange.status >= 400 or exchange.outcome != "completed" or exchange.attempts > 1:
@@ -400,15 +398,15 @@ def _keep(counted: Counter[K], keys: set[K]) -> None:
         del counted[key]
 
 
-# What grouped weight syncs came to: their steps, the time of these, aborts, and bytes.
+# Results of weight syncs over a group: steps, their time, aborts, and bytes.
 #
-# Invariant: every label is a word of this program; nothing that a trainer says becomes one.
+# Invariant: every label value is one of this program; nothing from a trainer becomes one.
 
 
 class SyncMetrics:
     """`ended`: phase and "ok" or "failed"; `secs`: by phase; `aborts`: by what ended a sync.
 
-    `nbytes`: what members received, by what they say of it, else by what was announced.
+    `nbytes`: bytes received by members, as they report it, else as announced.
     """
 
     def __init__(self) -> None:

@@ -4,9 +4,8 @@ Invariant: each label is bounded by the route table, the fleet, or a list in the
 family is yielded in parts, one right after the other, so that the caller can yield to the event
 loop in between; counting may go on meanwhile.
 
-The request times again, under OpenTelemetry's names for clients of generative AI.
-
-Over all workers, by operation and model, as dashboards for those names expect. Invariant: a few
+Also the request times under OpenTelemetry's names for generative AI clients: over all workers, by
+operation and model, as dashboards for those names expect. Invariant: a few
 series for each model that a worker names, whatever the size of the fleet.
 """
 
@@ -51,7 +50,7 @@ NAMES: Final[tuple[tuple[str, str, Callable[[RouteSeries], Histogram]], ...]] = 
 
 
 def otel_families(cells: list[tuple[str, Worker | None, RouteSeries]]) -> Iterator[Metric]:
-    """Empty parts come in between, so that whoever takes them may do other things there."""
+    """Yields empty parts in between, so that the caller can yield to the event loop."""
     present = [
         ((OPERATIONS[route], worker.model or ""), cell)
         for route, worker, cell in cells

@@ -101,7 +101,7 @@ class RecentWindow:
         self.second = WindowCounts()
         self.single_chunk_counts = [0] * (len(FINE) + 1)
         self.completed_left = ENDS_PER_SECOND
-        self.sums: dict[Worker | None, WindowCounts] = {}  # of each worker, since it came
+        self.sums: dict[Worker | None, WindowCounts] = {}  # of each worker, since it was added
         self.gather: Callable[[Worker | None], None] = _gather_nothing
         self._began = 0.0  # Unix time, as all here
         # How much it was at which times; the oldest is the one that `worker_window` needs, or soon
@@ -187,7 +187,7 @@ class RecentWindow:
         start = max(self._began or at - 1, at - WINDOW_SECS)
         marks = self._marks.get(worker, ())
         if marks and at - marks[0][0] > WINDOW_SECS:
-            # Never more than the minute of `points`, which is shown beside it.
+            # Never more than the minute of `points`, shown on the same screen.
             inside = (mark for mark in marks if at - mark[0] <= WINDOW_SECS)
             start, then = next(inside, marks[-1])
         recent = WindowCounts(

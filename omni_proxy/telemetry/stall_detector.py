@@ -31,7 +31,7 @@ class EngineStallDetector:
         self._meters = meters
         self._recent = recent
         self._part = 0
-        # How much had come when it was looked at, and since when no more has.
+        # Progress at the last check, and since when it is unchanged.
         self._progress: dict[Worker, tuple[int, float]] = {}
 
     def tick(self, at: float) -> None:
@@ -52,7 +52,7 @@ class EngineStallDetector:
             }
 
     def silent_secs(self, worker: Worker, at: float) -> float | None:
-        """For how many seconds it has been silent, where that is longer than is usual for it."""
+        """Seconds without a response byte, if that is longer than usual for this worker."""
         if worker not in self._progress or not _busy(worker):
             return None
         progress, since = self._progress[worker]

@@ -129,7 +129,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """The response of one worker; without a response `status` is None and `error` says why."""
+    """The response of one worker; without a response `status` is None and `error` the reason."""
 
     worker: Worker
     status: int | None
@@ -149,7 +149,7 @@ class CallResult:
         return self.error or f"status={self.status}"
 
     def json(self) -> object:
-        """The parsed body; None for what is no JSON, or has more values than `read_json` reads."""
+        """The parsed body; None if it is not JSON, or has more values than `read_json` reads."""
         try:
             return read_json(self.body)
         except ValueError:

@@ -1,7 +1,7 @@
-"""What engines of several kinds do under names of their own: flush the cache, generate a token.
+"""Operations that engines have under different paths: flush the cache, generate a token.
 
-Invariant: a success is the engine's own word for the thing that was asked, never another route's
-200. Sources: routers.md 1.6, real-engines.md 5.
+Invariant: success is the engine's confirmation of the operation, never another route's 200.
+Sources: routers.md 1.6, real-engines.md 5.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def generate_token(
 
 
 async def _first_of(worker: Worker, calls: list[Call]) -> CallResult:
-    """That of the first route that the worker has; of the last one where it has none."""
+    """The response of the first route that the worker has; of the last one if it has none."""
     for call in calls[:-1]:
         outcome = await call_worker(worker, call)
         if outcome.status not in ROUTE_ABSENT:

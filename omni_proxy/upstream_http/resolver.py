@@ -1,13 +1,12 @@
-"""Host names to addresses, none of which leads to a machine's metadata service.
+"""Resolves host names to addresses, none of which is a cloud metadata service.
 
-Invariant: what comes out is a literal address that `refused_address` lets pass; one bad address
-among several refuses the name as a whole. Nothing is kept: a name is asked for anew each time.
+Invariant: the result is a literal address that `refused_address` accepts; one bad address among
+several refuses the whole name. Nothing is cached: a name is resolved each time.
 
-Whether a worker's address is one that this proxy listens on: each request would come back to it.
-
-Invariant: a name that can't be resolved in time is no error here; a loop that comes by a way which
-addresses don't show (a forwarded port, another proxy) ends by its mark, see `wire.proxy_headers`.
-Blocking: call it in a thread, but for `is_own_address`.
+Also checks whether a worker's address is one that this proxy listens on: its requests would loop.
+Invariant: a name that can't be resolved in time is no error here; a loop that addresses don't show
+(a forwarded port, another proxy) is ended by the hop header, see `wire.proxy_headers`. Blocking:
+call it in a thread, except for `is_own_address`.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _is_literal(host: str) -> bool:
 
 
 RESOLVE_SECS: Final = 2.0  # for all names together
-REASON: Final = "is an address of this proxy itself: its requests would come back to it for ever"
+REASON: Final = "is an address of this proxy itself: its requests would loop"
 
 _Ip = IPv4Address | IPv6Address
 
@@ -93,7 +92,7 @@ def _reaches(ip: _Ip, listener: _Ip) -> bool:
         return listener.is_unspecified or listener.is_loopback
     if not listener.is_unspecified:
         return ip == listener
-    # The unspecified IPv6 address stands for IPv4, too.
+    # The unspecified IPv6 address includes IPv4.
     return (listener.version == 6 or ip.version == 4) and (ip.is_loopback or _of_this_machine(ip))
 
 
@@ -143,7 +142,7 @@ def reject_own_addresses(config: Config, flag_urls: Sequence[str], file: str) ->
 
 
 def _configured(config: Config) -> list[Address]:
-    """Where a port is chosen at the start nothing can be said yet."""
+    """The listeners with a fixed port; port 0 is unknown until the start."""
     server, admin = config.server, config.admin
     listeners = [] if server.host.startswith("unix:") else [(server.host, server.port)]
     if admin.listen and not admin.listen.startswith("unix:"):

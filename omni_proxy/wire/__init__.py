@@ -1,5 +1,5 @@
-"""HTTP/1.1 on the wire: heads judged and cleaned, bodies measured, answers of our own rendered.
+"""HTTP/1.1 on the wire: heads parsed and cleaned, bodies framed, local replies rendered.
 
-Pure: bytes in, values out. llhttp (httptools) is the judge of what is well-formed; the rooms here
-add what a proxy must refuse beyond that. Nothing unparsed leaves this room for a worker.
+Pure: bytes in, values out. llhttp (httptools) decides what is well-formed; the modules here add
+what a proxy must refuse beyond that. Nothing unparsed is sent to a worker.
 """

@@ -165,7 +165,7 @@ async def test_a_trial_that_says_503_or_loses_its_client_is_made_again():
             await leaving.send(post(CHAT))
             await asked.wait()
             refused = await ask(client)
-            assert (refused.status, b"on trial" in refused.body) == (503, True)
+            assert (refused.status, b"half-open" in refused.body) == (503, True)
         with trio.fail_after(30):
             while not worker.routable:
                 await trio.sleep(0.001)

@@ -60,7 +60,7 @@ def in_flight(told: dict) -> list[int]:
 
 
 async def on_trial(running, ill: ResetsUntilHealthy, clients: AsyncExitStack, count: int) -> None:
-    """Ask until one request, the only one under way, waits at the worker that is on trial."""
+    """Ask until one request, the only one in flight, waits at the half-open worker."""
     with trio.fail_after(PATIENCE_SECS):
         while ill.now < count:
             client = await clients.enter_async_context(client_of(address(running)))

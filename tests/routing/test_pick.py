@@ -202,7 +202,7 @@ def test_nobody_free_of_holds_names_them():
             "weights_uncertain",
             "is being brought up to the version of the others",
         ),
-        ([{"unproven"}] * 2, "weights_uncertain", "is asked for the version of its weights"),
+        ([{"unproven"}] * 2, "weights_uncertain", "is being queried for its weight version"),
         ([{"paused"}, {"updating"}], "weights_updating", "is being updated or paused by a trainer"),
         (
             [{"uncertain", "paused"}] * 2,
@@ -338,12 +338,12 @@ def test_while_a_trial_runs_nobody_else_is_sent_there_and_all_say_why():
     assert chosen(fleet, Requirements(CHAT)) == "a:1"
     fleet.begin_half_open(worker)
     assert ineligibility_reasons(fleet, worker, Requirements(CHAT)) == [
-        "on trial: one request at a time until one succeeds"
+        "half-open: one request at a time until one succeeds"
     ]
     refused = refusal(fleet, Requirements(CHAT))
-    assert (refused.code, refused.message.endswith("healthy: on trial")) == ("none_healthy", True)
+    assert (refused.code, refused.message.endswith("healthy: half-open")) == ("none_healthy", True)
     [(_, reasons)] = explain(fleet, Requirements(CHAT), policy()).reasons
-    assert reasons[0].startswith("on trial")
+    assert reasons[0].startswith("half-open")
 
 
 def test_without_a_model_in_question_no_refusal_speaks_of_one():

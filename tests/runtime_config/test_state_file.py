@@ -48,7 +48,9 @@ async def test_what_is_state_file_is_found_again(path):
     ("place", "why"), [("", "Is a directory"), ("n" * 300, "File name too long")]
 )
 def test_one_that_cannot_be_read_is_refused_with_its_cure(tmp_path, place, why):
-    with pytest.raises(ConfigError, match=f"(?s)delete it to forget that.*cannot be read: {why}"):
+    with pytest.raises(
+        ConfigError, match=f"(?s)delete it to discard that state.*cannot be read: {why}"
+    ):
         load_state(tmp_path / place)
 
 

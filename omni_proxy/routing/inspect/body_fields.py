@@ -1,8 +1,8 @@
 """The fields of a request body that routing reads, as raw JSON values or form fields.
 
-Invariant: `BodyFields` refers to the bytes that it was read from and holds almost nothing beside
-them; a value is decoded when it is used. Any body is read in time linear in its length. Accepts
-what Python's own JSON reader accepts (NaN, UTF-16), as workers do. Source: omni-router.md 7.
+Invariant: `BodyFields` refers to the bytes that it was read from and holds almost nothing else; a
+value is decoded when it is used. Any body is read in time linear in its length. Accepts what
+Python's JSON reader accepts (NaN, UTF-16), as workers do. Source: omni-router.md 7.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def restore_constants(text: bytes) -> bytes:
 
 
 def read_value(raw: msgspec.Raw) -> Any:
-    """None where it can't be read, too: nested too deeply, say."""
+    """None if it can't be read, for example because it is nested too deeply."""
     try:
         return _decode_any(raw)
     except _MALFORMED:
@@ -266,7 +266,7 @@ _NAME = re.compile(rb'[;\s]name="?([^";\r\n]+)"?', re.IGNORECASE)
 
 
 def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
-    """The wanted fields that are there; the first of each wins."""
+    """The requested fields that are present; the first of each wins."""
     if not content_type.lower().startswith(b"multipart/form-data"):
         return {}
     match = _BOUNDARY.search(content_type)

@@ -29,12 +29,12 @@ class KeyedBodyFields(BodyFields, gc=False):
 
 
 def keyed_fields(body: bytes, keys: Sequence[str]) -> KeyedBodyFields:
-    """Refers to `body`; empty where that is no JSON object in UTF-8."""
+    """Refers to `body`; empty if that is not a JSON object in UTF-8."""
     return KeyedBodyFields(keyed=tuple(_values(body, tuple(keys))))
 
 
 def keyed_value(body: bytes, key: str) -> msgspec.Raw:
-    """The value of one key, of no length where there is none."""
+    """The value of one key, empty if it is missing."""
     return next((value for _, value in _values(body, (key,))), ABSENT)
 
 

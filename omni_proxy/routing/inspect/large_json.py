@@ -19,13 +19,13 @@ from omni_proxy.routing.inspect.body_fields import invalid_json
 from omni_proxy.wire.errors import HttpError
 
 LARGE_BYTES = 1024 * 1024
-ONE_PASS_BYTES = 8 * 1024 * 1024  # a walk over more would keep everybody else waiting
+ONE_PASS_BYTES = 8 * 1024 * 1024  # a walk over more would block the event loop
 PREFIX_BYTES = 64 * 1024
 _UNSAID = msgspec.Raw()
 
 
 class LargeJsonFields(msgspec.Struct):
-    """The fields that are read; texts stay as they are spelled, which does for a prefix."""
+    """The fields that are read; strings stay undecoded, which is sufficient for a prefix."""
 
     model: msgspec.Raw = _UNSAID
     stream: msgspec.Raw = _UNSAID
@@ -54,7 +54,7 @@ _decode = msgspec.json.Decoder(LargeJsonFields).decode
 
 
 def read_large_json(body: bytes) -> LargeJsonFields:
-    """Raises HttpError 400 for what is no JSON object; other spellings than UTF-8 are none here."""
+    """Raises HttpError 400 for anything but a JSON object in UTF-8."""
     try:
         return _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -90,7 +90,7 @@ Walk = Generator[None, None, int]
 
 
 def walk_large_json(body: bytes) -> Generator[None, None, LargeJsonFields]:
-    """Raises HttpError 400 for what is no JSON object."""
+    """Raises HttpError 400 for anything but a JSON object."""
     values: dict[str, msgspec.Raw] = {}
     keys, at = 0, (yield from _blanks(body, 0))
     at = yield from _blanks(body, _past(body, at, _OPEN))
@@ -179,7 +179,7 @@ def _nested(body: bytes, at: int) -> Walk:
         cut = min(len(body), at + size)
         match = _WHOLE_STRINGS.match(body, at, cut)
         assert match is not None
-        end = match.end()  # or the beginning of a string that goes on behind the slice
+        end = match.end()  # or the beginning of a string that continues after the slice
         after = _depth_after(body[at:end], depth)
         if after is None and size > FIRST_BYTES:
             size //= 2
@@ -201,7 +201,7 @@ def _nested(body: bytes, at: int) -> Walk:
 def _depth_after(block: bytes, depth: int) -> int | None:
     """None where the outermost bracket closes in it. `piece` has no half of a string."""
     brackets = _STRING.sub(b"", block).translate(None, _NO_BRACKETS)
-    if depth:  # what opens and closes at once matters to nobody outside
+    if depth:  # brackets that open and close within it don't change the depth outside
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
     closing = brackets.count(b"]") + brackets.count(b"}")
     if closing >= depth and brackets:

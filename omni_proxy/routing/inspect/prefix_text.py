@@ -1,8 +1,8 @@
-"""The text of a request by which prefixes are compared: what a worker would read first, first.
+"""The text of a request for prefix matching, in the order in which a worker reads it.
 
 Invariant: any decoded body gives bytes, in time bounded by `limit` and not by the body. Texts are
-UTF-8 with lone surrogates as they are, and between them stand bytes that UTF-8 never has, so that
-different structures give different texts. Same body, same text, in every process.
+UTF-8 with lone surrogates unchanged, separated by bytes that UTF-8 never has, so that different
+structures give different texts. Same body, same text, in every process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from omni_proxy.routing.inspect.body_fields import (
 )
 from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
 
-LIMIT = 64 * 1024  # bytes; what comes later hardly changes where a prefix is cached
+LIMIT = 64 * 1024  # bytes; later text hardly changes where a prefix is cached
 MAX_NAME_CHARS = 32
 MAX_PIECES = 8192  # roles, parts, prompts: a body of a million empty ones is not read whole
 # One byte each: were they longer, short texts would be alike by their marks alone.
@@ -160,7 +160,7 @@ def _pieces(payload: BodyFields, limit: int) -> Iterator[bytes]:
         if is_given(value):
             yield from _script(value, limit)
     for ids in (payload.input_ids, payload.token_ids):
-        if is_given(ids):  # as it is spelled: that does for a prefix
+        if is_given(ids):  # undecoded: sufficient for a prefix
             yield TOKENS + bytes(memoryview(ids)[:limit])
 
 
@@ -185,14 +185,14 @@ def _keyed(key: str, value: msgspec.Raw, limit: int) -> Iterator[bytes]:
 
 
 def _item(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
-    """A message where it has a role, else a part."""
+    """A message if it has a role, else a part."""
     item = _read(raw)
     says_role = item is not None and is_given(item.role)
     yield from _message(raw, limit) if says_role else _part(raw, limit)
 
 
 def _read(raw: msgspec.Raw) -> _Piece | None:
-    """None for what is no object."""
+    """None for anything but an object."""
     if not starts_with(raw, b"{"):
         return None
     try:
@@ -202,7 +202,7 @@ def _read(raw: msgspec.Raw) -> _Piece | None:
 
 
 def _text(raw: msgspec.Raw) -> str | None:
-    """None for what is no string."""
+    """None for anything but a string."""
     value = read_value(raw) if starts_with(raw, b'"') else None
     return value if isinstance(value, str) else None
 
@@ -222,7 +222,7 @@ def _message(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
 
 
 def _part(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
-    """A part's text, or only its kind: of a picture the address says little and its bytes a lot."""
+    """A part's text, or only its kind: a picture's URL is no prefix, and its bytes are too long."""
     spoken = _text(raw)
     if spoken is not None:
         yield PART + _utf8(spoken, limit)

@@ -48,7 +48,7 @@ _SPELLED = {f'"{kind}"'.encode(): bit for kind, bit in _KINDS.items()}
 
 
 class HeadFacts(Protocol):
-    """What a request's head says that matters here. Hints are keyed without their common prefix."""
+    """The fields of a request's head that routing reads. Hints are keyed without their prefix."""
 
     @property
     def content_type(self) -> bytes: ...
@@ -65,7 +65,7 @@ class VoiceReferenceFields(Protocol):
 
 @dataclass(slots=True)
 class RequestFacts:
-    """`HeadFacts` for a request that has no head of its own."""
+    """`HeadFacts` for a request without its own head."""
 
     content_type: bytes = b""
     hints: dict[bytes, bytes] = field(default_factory=dict)
@@ -81,11 +81,11 @@ class Requirements(msgspec.Struct, gc=False):
     pinning: Pinning = UNPINNED
     named_worker: str = ""  # id or URL, for Pinning.NAMED
     body_fields: BodyFields | None = None  # its fields, for policies that read the prompt
-    affinity_key: str = ""  # what keeps a client with its worker, for policies that want it
+    affinity_key: str = ""  # keeps a session on its worker, for policies that use it
     version_constraint: VersionConstraint | None = None  # which weights it accepts; None: any
     rids: tuple[str, ...] = ()  # its names at the engine, where the body gives them (SGLang)
     large_body_class: str = ""  # the traffic class of a body that was too large to be read whole
-    given_hints: frozenset[bytes] = frozenset()  # of such a one: which hints came with it
+    given_hints: frozenset[bytes] = frozenset()  # of such a request: its hints
 
     @property
     def capabilities(self) -> list[str]:
@@ -160,12 +160,12 @@ def inspect_request(route: Route, body: bytes, facts: HeadFacts) -> Requirements
 
 
 def requirements_of_json(route: Route, body: bytes) -> Requirements:
-    """What a JSON body says that is small enough to be read whole. Raises HttpError 400."""
+    """The requirements of a small JSON body, which is parsed at once. Raises HttpError 400."""
     return _read(route, decode_body(body))
 
 
 def requirements_of_hints(route: Route, facts: HeadFacts, model: str | None = None) -> Requirements:
-    """What the hints alone say, beside a `model` that the body has told. Raises HttpError 400."""
+    """The requirements of the hints alone, and of the body's `model`. Raises HttpError 400."""
     requirements = Requirements(route.mask, model, pinning=route.pinning)
     if route.traffic.startswith("speech") and has_json_body(route, facts):
         requirements.mask |= AUDIO  # as for any large body of speech
@@ -178,7 +178,7 @@ def requirements_of_hints(route: Route, facts: HeadFacts, model: str | None = No
 def requirements_of_large_json(
     route: Route, top: LargeJsonFields, facts: HeadFacts
 ) -> Requirements:
-    """What a large JSON body says. Raises HttpError 400."""
+    """The requirements of a large JSON body. Raises HttpError 400."""
     requirements = _read(route, BodyFields(
         model=read_text(top.model), stream=bytes(top.stream) == b"true",
         stream_format=msgspec.Raw(bytes(top.stream_format)),
@@ -195,8 +195,8 @@ def requirements_of_large_json(
 
 
 def inspect_session(route: Route, first: str | bytes, facts: HeadFacts) -> Requirements:
-    """What a speech session needs. A first message that is no session.config tells nothing, which
-    is for the worker to refuse (omni-router.md 12). Raises HttpError 400 for hints only."""
+    """The requirements of a speech session. A first message that is not session.config has none;
+    the worker refuses it (omni-router.md 12). Raises HttpError 400 for hints only."""
     fields = _session_fields(first)
     if fields is None:
         requirements = Requirements(route.mask)
@@ -264,9 +264,9 @@ def _read_speech(route: Route, payload: BodyFields, requirements: Requirements) 
 
 
 def _named(model: str | None) -> str | None:
-    """A model's name. JSON can spell lone surrogates, which no log and no answer could hold.
+    """A model's name without lone surrogates, which no log and no response can hold.
 
-    Nobody serves a name of such a length, and it would be told in every one of them: it is cut.
+    A longer name is truncated: no worker serves it, and logs and responses would repeat it.
     """
     if not model:
         return None
@@ -344,7 +344,7 @@ def _read_batch(payload: BodyFields, requirements: Requirements) -> None:
 
 
 def _read_form(body: bytes, content_type: bytes, requirements: Requirements) -> bool:
-    """Whether the form told anything."""
+    """Whether the form had any of the fields."""
     texts = form_fields(body, content_type)
     requirements.model = texts.get("model") or None
     if texts.get("stream", "").strip().lower() in ("true", "1", "yes", "on"):
@@ -456,5 +456,5 @@ def requirements_of_beginning(
 
 
 def _all_stream(fleet: Fleet, mask: int) -> bool:
-    """Whether nobody would be left out if the rest of the form asked for a stream."""
+    """Whether the same workers are eligible if the rest of the form requests a stream."""
     return len(fleet.candidates(None, mask)) == len(fleet.candidates(None, mask | STREAMING))

@@ -55,7 +55,7 @@ class _Choice(NamedTuple):
     matched: int = 0
     holders: tuple[Worker, ...] = ()
     spared: tuple[Worker, ...] = ()
-    sizes: Sequence[float] = ()  # of the trees, where they were looked at
+    sizes: Sequence[float] = ()  # of the trees, if they were compared
     ranked: Sequence[_Rank] = ()
 
 
@@ -290,7 +290,7 @@ class CacheAware(Policy):
             case "imbalanced":
                 return f"loads differ beyond the balance thresholds, {queue}"
             case "spilled":
-                return f"{share}, but who holds them has too much in flight; {queue}"
+                return f"{share}, but its holders have too much in flight; {queue}"
             case "matched":
                 names = ", ".join(holder.display_id for holder in choice.holders)
                 return f"{share}, held by {names}"
@@ -313,7 +313,7 @@ def _good_for(candidates: Sequence[Worker], candidate: int) -> int:
 def _small_alike(
     candidates: Sequence[Worker], sizes: Sequence[float], spared: Collection[Worker], more: int
 ) -> list[_Rank]:
-    """Those with the smallest tree, or one hardly larger, now that `more` bytes come."""
+    """Workers with the smallest tree, or one hardly larger, before `more` bytes are added."""
     out = set(spared)
     rest = [
         (size, index, worker)
@@ -352,7 +352,7 @@ _WHOLE = 1.0 - 1e-9  # 1/n summed n times
 
 
 class SlowStart:
-    """Young workers earn `share` of a turn per choice and save up one turn at most. 0 is off."""
+    """New workers earn `share` of a pick per choice and save at most one. 0: off."""
 
     __slots__ = ("_saved", "share")
 

@@ -26,7 +26,7 @@ PLACES = 150  # of a worker of weight 1
 MAX_PLACES = 1 << 15  # of a ring, as far as lower weights can help it
 RINGS = 32
 WORKERS_REMEMBERED = 1024
-WIDER = 4  # a ring of so many times the candidates is still walked rather than built anew
+WIDER = 4  # a ring of up to this many times the candidates is walked rather than rebuilt
 
 
 def point(key: bytes) -> int:
@@ -72,7 +72,7 @@ class Ring:
 
 
 class Rings:
-    """The rings of late, by who is on them."""
+    """The recent rings, by their members."""
 
     __slots__ = ("_last", "_of_last", "_places", "_rings")
 
@@ -196,10 +196,10 @@ class ConsistentHashing(Policy):
 
 
 class PrefixHash(Policy):
-    """The worker of the text's beginning on a ring, walking on past those above their bound.
+    """The worker of the text's prefix on a ring, skipping workers above their bound.
 
-    The bound is a share of all in flight, by weight, times `load_factor`; somebody is always below
-    it. A request without text goes to the least loaded.
+    The bound is a worker's share of all requests in flight, by weight, times `load_factor`; at
+    least one worker is below it. A request without text goes to the least loaded.
     """
 
     __slots__ = ("_factor", "_length", "_passed_over", "_rings", "_textless", "name")

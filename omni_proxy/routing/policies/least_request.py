@@ -18,7 +18,7 @@ from omni_proxy.routing.policies.policy import Policy, RandomBelow
 
 
 class CandidateWeights:
-    """The weights of the candidates that were last asked about."""
+    """The weights of the last candidates."""
 
     __slots__ = ("_of", "even", "mean", "total")
 
@@ -53,7 +53,7 @@ def least(candidates: Sequence[Worker], offset: int) -> tuple[Worker, int]:
 
 
 def load_word(worker: Worker) -> str:
-    """`2 in flight`, with the weight where it has one of its own."""
+    """`2 in flight`, with the weight if it is not 1."""
     weight = f", weight {worker.weight}" if worker.weight != 1 else ""
     return f"{worker.in_flight} in flight{weight}"
 

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class PolicyLoadError(Exception):
-    """`reason` says why there is no such policy, `hint` what to do."""
+    """`reason`: why there is no such policy; `hint`: what to do."""
 
     def __init__(self, reason: str, hint: str) -> None:
         super().__init__(reason)
@@ -39,7 +39,7 @@ class PolicyLoadError(Exception):
 
 
 def load_policy_class(name: str) -> type[Policy]:
-    """The class that a name of the configuration stands for. Raises PolicyLoadError."""
+    """The class of a policy's name in the configuration. Raises PolicyLoadError."""
     loaded: object
     path = name
     if ":" not in name:
@@ -93,7 +93,7 @@ def _create(policy_class: type[Policy], name: str, routing: RoutingConfig) -> No
     except Exception as error:
         raise PolicyLoadError(
             f"the policy {name} can't be created: {_error_text(error)}",
-            "mend its create or __init__, which take no arguments of their own",
+            "fix its create or __init__, which must take no further arguments",
         ) from None
 
 

@@ -42,7 +42,7 @@ class Policy(ABC):
         """A policy for this configuration. `now` is monotonic seconds, as in `maintain`.
 
         Also called to check a configuration, so it must have no effect outside the new object.
-        Raises whatever tells that the policy can't work; the configuration is refused then.
+        Raises any exception if the policy can't work; the configuration is then refused.
         """
         return cls()
 

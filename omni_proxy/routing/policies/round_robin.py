@@ -14,8 +14,8 @@ from omni_proxy.routing.policies.policy import Policy, RandomBelow
 class RoundRobin(Policy):
     """One counter over all requests, taken modulo this request's candidates (omni-router.md 8).
 
-    Candidates of unlike weight take smooth turns: each earns its weight per request, the richest
-    goes and pays what all earned, so that heavy workers are not picked in bursts.
+    Candidates of different weight: smooth weighted round robin. Each gains its weight per request,
+    the one with the most is picked and loses the sum of all weights: no bursts on heavy workers.
     """
 
     __slots__ = ("_earned", "_even", "_turn", "_weights", "name")

@@ -54,7 +54,7 @@ async def test_a_place_that_another_door_took_is_given_back_and_another_one_take
 async def test_whoever_comes_too_late_each_time_has_taken_nothing_and_hears_why(dataplane):
     asked = quicker(dataplane.fleet, CHOICES)
     mine = request()
-    with pytest.raises(HttpError, match="full a moment ago") as told:
+    with pytest.raises(HttpError, match="at its limit a moment ago") as told:
         dataplane.balancer.acquire(mine)
     assert told.value.code == "all_full"
     assert len(asked) == CHOICES
