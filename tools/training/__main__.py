@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"tools/trainer: {error}", file=sys.stderr)
         return FAILED
-    return GOOD if _train(training, arguments) else FAILED
+    good = _train(training, arguments)
+    training.close()
+    return GOOD if good else FAILED
 
 
 def _endpoint(arguments: argparse.Namespace) -> Endpoint:

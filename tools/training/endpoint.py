@@ -24,7 +24,7 @@ from omni_proxy.cli.client.tls_options import (
 from omni_proxy.weight_sync.checksum import roll_up
 
 SHORT_SECS = 60.0
-ABSENT = 404
+ABSENT = (404, 502)  # of a vLLM engine, and of a proxy where no engine has the route
 UNAUTHORIZED = 401  # nothing that could be a key was sent; a wrong one gets 403, in clear words
 
 
@@ -131,7 +131,7 @@ class Endpoint:
         """How many ranks of a group the endpoint stands for; ValueError where it does not tell."""
         told = self.call("/server_info")
         size = told.body.get("tp_size")
-        if told.status == ABSENT:  # vLLM tells it elsewhere
+        if told.status in ABSENT:  # vLLM tells it elsewhere
             size = self.call("/get_world_size").body.get("world_size")
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{self.url}/server_info tells no tp_size: {told.status} {told.why}")
@@ -153,26 +153,29 @@ class Endpoint:
         # A proxy tells it with each answer, a replica only when asked.
         version = came.headers.get("x-omni-weight-version")
         told = self.call("/model_info")
-        if told.status == ABSENT:
+        if told.status in ABSENT:
             told = self.call("/weight_info")
         return text, version or str(told.body.get("weight_version") or "")
 
     def checksums(self) -> dict[str, str]:
         """The digest over whole tensors of each replica behind the endpoint, by its name."""
         told = self.call("/weights_checker", {"action": "checksum"})
-        if told.status == ABSENT:
-            return {self.url: self._vllm_checksum()}
+        if told.status in ABSENT:
+            return self._vllm_checksums()
         replicas = [each for each in _rows(told.body.get("results")) if "worker" in each]
         if not replicas:
             return {self.url: next(_digests(told.body), "")}
-        return {str(each["worker"]): next(_digests(each), "") for each in replicas}
+        return {
+            str(each["worker"]): next(_digests(each), "") or _vllm_digest(each.get("body"))
+            for each in replicas
+        }
 
-    def _vllm_checksum(self) -> str:
-        """Of an engine of one rank: there the parts that are hashed are whole tensors."""
-        told = self.call("/weight_checker", {"action": "checksum"})
-        found = told.body.get("checksums")
-        named = found.items() if isinstance(found, dict) else ()
-        return roll_up({str(name).rpartition(":")[2]: str(digest) for name, digest in named})
+    def _vllm_checksums(self) -> dict[str, str]:
+        """Of engines of one rank: there the parts that are hashed are whole tensors."""
+        told = self.call("/weight_checker", {"action": "checksum"}).body
+        rows = [each for each in _rows(told.get("results")) if "worker" in each]
+        found = {str(each["worker"]): each.get("body") for each in rows} or {self.url: told}
+        return {worker: _vllm_digest(body) for worker, body in found.items()}
 
     def close(self) -> None:
         self._client.close()
@@ -180,6 +183,12 @@ class Endpoint:
     def _named(self, error: Exception) -> str:
         told = f"{type(error).__name__}: {error}".rstrip(": ")
         return explain_tls_error(self.url, told, self._papers) or told
+
+
+def _vllm_digest(body: object) -> str:
+    found = body.get("checksums") if isinstance(body, dict) else None
+    named = found.items() if isinstance(found, dict) else ()
+    return roll_up({str(name).rpartition(":")[2]: str(digest) for name, digest in named})
 
 
 def _cause(body: dict[str, Any]) -> str:

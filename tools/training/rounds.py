@@ -79,6 +79,10 @@ class Training:
         self._wishes = wishes
         self._transfer = Transfer(endpoint, _transfer_wishes(wishes))
 
+    def close(self) -> None:
+        """Leaves a group that was kept from round to round."""
+        self._transfer.close()
+
     def before(self) -> Round:
         """What the endpoint says before it has learnt anything."""
         answer, version = self._endpoint.ask(QUESTION, BEFORE_SECS)
