@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
 
 from omni_proxy.replica.models.text_model import load_text_model  # noqa: E402
+from omni_proxy.weight_sync.checksum import roll_up  # noqa: E402
 from tools.training.arguments import deadline_of, parser, understood, wishes_of  # noqa: E402
 from tools.training.buckets import FLATTENED, buckets_of  # noqa: E402
 from tools.training.endpoint import Answer, Endpoint  # noqa: E402
@@ -279,3 +280,29 @@ def test_an_engine_that_is_not_there_ends_the_sync_with_a_reason(tensors):
     endpoint.close()
     assert not done.ok
     assert done.why.startswith("/get_world_size said 0: ")
+
+
+def vllm_engines(words):
+    """What engines with vLLM's routes alone answer, through a proxy or not; by path."""
+    digests = {"dp0:pp0:pcp0:tp0:a": "1", "dp0:pp0:pcp0:tp0:b": "2"}
+    alone = {"/get_world_size": {"world_size": 3}, "/weight_checker": {"checksums": digests}}
+    rows = [{"worker": f"w{n}", "body": {"checksums": digests}} for n in range(2)]
+    return alone if words == "alone" else alone | {"/weight_checker": {"results": rows}}
+
+
+@pytest.mark.parametrize(("words", "status"), [("alone", 404), ("proxy", 502)])
+def test_engines_that_speak_vllm_alone_are_asked_in_vllms_words(monkeypatch, words, status):
+    answers = vllm_engines(words)
+
+    def look(endpoint, path, body=None):
+        found = answers.get(path)
+        return Answer(path, status if found is None else 200, found or {}, 0.0)
+
+    monkeypatch.setattr(Endpoint, "look", look)
+    endpoint = Endpoint("http://127.0.0.1:9", 5.0)
+    assert endpoint.ranks() == 3
+    found = endpoint.checksums()
+    endpoint.close()
+    expected = roll_up({"a": "1", "b": "2"})
+    names = [endpoint.url] if words == "alone" else ["w0", "w1"]
+    assert found == dict.fromkeys(names, expected)
