@@ -1,10 +1,10 @@
-"""What stickiness does to agents: mean session time while one of four replicas slows down.
+"""What stickiness does to agents: session times while one of four replicas gets slow.
 
-`python -m tools.bench.sessions`: each way of placing sessions gets the same sessions, one after the
-other, on loopback. An agent sends a turn, waits for its answer, thinks (a tool runs), and sends the
-next with all that came before; its last turn is followed by `POST /finish_session` and a new
-session. The replicas are simulated (`simulated_engine`): the figures are of the routing, not of any
-engine.
+`python -m tools.bench.sessions`: each way of placing sessions gets the same ones, on loopback. An
+agent sends a turn, waits for its answer, thinks (a tool runs), and sends the next with all that
+came before; its last turn is followed by `POST /finish_session` and its next session. The replicas
+are simulated (`simulated_engine`): the figures are of the routing, not of any engine. All
+placements run at the same time, each with a proxy and replicas of its own: they mostly wait.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, quantiles
@@ -29,7 +30,6 @@ from tools.bench.proxies import free_port, omni_command
 from tools.bench.simulated_engine import SimulatedEngine
 
 REPLICAS = 4
-SLOWDOWN = 3.0
 SLOW_AFTER_SECS = 3.0
 FIRST_PROMPT = (600, 1200)  # tokens
 TURNS = (4, 10)
@@ -38,6 +38,7 @@ TOOL_TOKENS = (100, 300)  # what a tool adds to the prompt of the next turn
 THINK_SECS = 0.5  # mean of an exponential distribution
 START_SPREAD_SECS = 2.0  # agents start one after the other
 READY_SECS = 30.0
+MAX_LATENESS = 1.25
 
 CONFIG = """\
 [server]
@@ -53,15 +54,16 @@ interval_secs = 600
 success_threshold = 1
 {workers}"""
 
+STICKY = 'policy = "least_request"\nsticky_sessions = true\n'
+BY_SESSIONS = f'{STICKY}sticky_load = "sessions"\n'
+GATE = "sticky_rebalance_abs = 6\nsticky_rebalance_rel = 3.0\n"
 PLACEMENTS = {
     "least_request": 'policy = "least_request"',
     "consistent_hashing": 'policy = "consistent_hashing"',
-    "sticky": 'policy = "least_request"\nsticky_sessions = true',
-    "sessions": 'policy = "least_request"\nsticky_sessions = true\nsticky_load = "sessions"',
-    "sessions, gate": (
-        'policy = "least_request"\nsticky_sessions = true\nsticky_load = "sessions"\n'
-        "sticky_rebalance_abs = 4\nsticky_rebalance_rel = 1.5"
-    ),
+    "sticky": STICKY,
+    "sticky, gate": STICKY + GATE,
+    "sessions": BY_SESSIONS,
+    "sessions, gate": BY_SESSIONS + GATE,
 }
 
 
@@ -73,14 +75,27 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """What is measured: `routing` is the text of the table in the configuration."""
+
+    routing: str
+    sessions: list[list[Turn]]
+    agents: int
+    slowdown: float
+    pace: float
+    processes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
-    """Of one placement; `slow_share` is the share of turns that the slow replica got after it had
-    slowed down."""
+    """Of one placement. `slow_share`: of the turns that began after one replica had slowed down,
+    those that it got. `lateness`: how many times as long as simulated a step took."""
 
     session_secs: list[float]
     hit_rate: float
     slow_share: float
     moves: int
+    lateness: float
 
 
 class BenchError(Exception):
@@ -104,15 +119,18 @@ def _session(chance: random.Random) -> list[Turn]:
 class Agents:
     """They share a pile of sessions; each takes the next one when it has finished its last."""
 
-    def __init__(self, port: int, sessions: Sequence[list[Turn]]) -> None:
+    def __init__(self, port: int, run: Run) -> None:
         self._port = port
-        self._pile = list(enumerate(sessions))[::-1]
+        self._count = run.agents
+        self._pace = run.pace
+        self._pile = list(enumerate(run.sessions))[::-1]
         self.session_secs: list[float] = []
 
-    async def run(self, count: int) -> None:
+    async def run(self) -> None:
         async with trio.open_nursery() as nursery:
-            for number in range(count):
-                nursery.start_soon(self._agent, START_SPREAD_SECS * number / count)
+            for number in range(self._count):
+                delay_secs = START_SPREAD_SECS * number / self._count
+                nursery.start_soon(self._agent, delay_secs * self._pace)
 
     async def _agent(self, delay_secs: float) -> None:
         await trio.sleep(delay_secs)
@@ -123,8 +141,8 @@ class Agents:
                 for turn in turns:
                     await self._turn(stream, f"session-{number}", turn)
                     if turn is not turns[-1]:
-                        await trio.sleep(turn.think_secs)
-                self.session_secs.append(time.monotonic() - began_at)
+                        await trio.sleep(turn.think_secs * self._pace)
+                self.session_secs.append((time.monotonic() - began_at) / self._pace)
                 await _post(stream, f"/finish_session?session_id=session-{number}")
 
     async def _turn(self, stream: trio.SocketStream, session: str, turn: Turn) -> None:
@@ -167,11 +185,20 @@ async def _receive(stream: trio.SocketStream) -> bytes:
     return piece
 
 
-async def measure(
-    routing: str, sessions: Sequence[list[Turn]], agents: int, processes: int
-) -> Result:
+def measure(run: Run) -> Result:
     """Raises BenchError."""
-    engines = [SimulatedEngine() for _ in range(REPLICAS)]
+    try:
+        return trio.run(_measure, run)
+    except* BenchError as errors:
+        found: BaseException = errors
+        while isinstance(found, BaseExceptionGroup):
+            found = found.exceptions[0]
+        error = found
+    raise error
+
+
+async def _measure(run: Run) -> Result:
+    engines = [SimulatedEngine(run.pace) for _ in range(REPLICAS)]
     with tempfile.TemporaryDirectory() as folder:
         async with trio.open_nursery() as nursery:
             for engine in engines:
@@ -180,30 +207,30 @@ async def measure(
             workers = "".join(f'[[workers]]\nurl = "{engine.url}"\n' for engine in engines)
             config = Path(folder) / "omni-proxy.toml"
             config.write_text(
-                CONFIG.format(port=port, processes=processes, routing=routing, workers=workers)
+                CONFIG.format(
+                    port=port, processes=run.processes, routing=run.routing, workers=workers
+                )
             )
             argv = shlex.split(omni_command().format(config=config))
             with running(argv, subprocess.DEVNULL):
-                result = await _run(port, sessions, agents, engines)
+                result = await _drive(port, run, engines)
             nursery.cancel_scope.cancel()
     return result
 
 
-async def _run(
-    port: int, sessions: Sequence[list[Turn]], agents: int, engines: Sequence[SimulatedEngine]
-) -> Result:
-    crowd, before = Agents(port, sessions), [0] * len(engines)
+async def _drive(port: int, run: Run, engines: Sequence[SimulatedEngine]) -> Result:
+    crowd, before = Agents(port, run), [0] * len(engines)
 
     async def slow_down() -> None:
-        await trio.sleep(SLOW_AFTER_SECS)
+        await trio.sleep(SLOW_AFTER_SECS * run.pace)
         before[:] = [engine.turns for engine in engines]
-        engines[0].slowdown = SLOWDOWN
+        engines[0].slowdown = run.slowdown
 
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
         await _until_ready(client)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(slow_down)
-            await crowd.run(agents)
+            await crowd.run()
             nursery.cancel_scope.cancel()
         policy = (await client.get("/status")).json()["data_plane"]["policy"]
     after = [engine.turns - turns for engine, turns in zip(engines, before, strict=True)]
@@ -211,7 +238,10 @@ async def _run(
     prompts = sum(engine.prompt_tokens for engine in engines)
     sticky = policy.get("sticky", {})
     moves = sticky.get("moved", 0) + sticky.get("rebalanced", 0)
-    return Result(crowd.session_secs, cached / prompts, after[0] / max(1, sum(after)), moves)
+    return Result(
+        crowd.session_secs, cached / prompts, after[0] / max(1, sum(after)), moves,
+        max(engine.lateness for engine in engines),
+    )  # fmt: skip
 
 
 async def _until_ready(client: httpx.AsyncClient) -> None:
@@ -248,8 +278,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.sessions", description=__doc__)
     parser.add_argument("--agents", type=int, default=64)
     parser.add_argument("--sessions", type=int, default=128, help="of all agents together (128)")
+    slowdown = "how many times slower one replica gets; 1 is not at all (5)"
+    parser.add_argument("--slowdown", type=float, default=5.0, help=slowdown)
     parser.add_argument("--rounds", type=int, choices=range(1, 31), metavar="1..30", default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the first round (0)")
+    pace = "real seconds for each simulated one; more on a busy machine (1)"
+    parser.add_argument("--pace", type=float, default=1.0, help=pace)
     parser.add_argument("--processes", type=int, default=1, help="data-plane processes (1)")
     parser.add_argument(
         "--only", choices=PLACEMENTS, action="append", help="may be repeated; default all"
@@ -259,21 +293,26 @@ def main() -> int:
     names = arguments.only or list(PLACEMENTS)
     results: dict[str, list[Result]] = {name: [] for name in names}
     try:
-        for number in range(arguments.rounds):
-            sessions = make_sessions(arguments.sessions, arguments.seed + number)
-            for name in names:
-                results[name].append(
-                    trio.run(
-                        measure, PLACEMENTS[name], sessions, arguments.agents, arguments.processes
-                    )
-                )
-                print(f"  round {number + 1}: {_row(name, results[name][-1:])}", file=sys.stderr)
+        with ProcessPoolExecutor(len(names)) as pool:
+            for number in range(arguments.rounds):
+                sessions = make_sessions(arguments.sessions, arguments.seed + number)
+                runs = [
+                    Run(PLACEMENTS[name], sessions, arguments.agents, arguments.slowdown,
+                        arguments.pace, arguments.processes)
+                    for name in names
+                ]  # fmt: skip
+                for name, result in zip(names, pool.map(measure, runs), strict=True):
+                    results[name].append(result)
     except (BenchError, NotInstalled) as error:
         print(f"tools.bench.sessions: {error}", file=sys.stderr)
         return 1
     print(HEAD)
     for name in names:
         print(_row(name, results[name]))
+    latest = max(each.lateness for told in results.values() for each in told)
+    if latest > MAX_LATENESS:
+        print(f"worth nothing: a simulated step took {latest:.2f} times its time", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -31,9 +31,11 @@ class _Generation:
 
 
 class SimulatedEngine:
-    """`slowdown`: how many times as long as usual a step takes."""
+    """`slowdown`: how many times as long as usual a step takes. `pace`: real seconds for each
+    simulated one, so that a busy machine is in time."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: float = 1.0) -> None:
+        self.pace = pace
         self.url = ""
         self.slowdown = 1.0
         self.turns = 0
@@ -42,6 +44,12 @@ class SimulatedEngine:
         self._waiting: deque[_Generation] = deque()  # for the rest of their prefill
         self._running: list[_Generation] = []
         self._work = trio.Event()
+        self._simulated_secs = self._slept_secs = 0.0
+
+    @property
+    def lateness(self) -> float:
+        """How many times as long as simulated the steps took: above 1 on a busy machine."""
+        return self._slept_secs / self._simulated_secs if self._simulated_secs else 1.0
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled; `url` is known when it has started."""
@@ -80,7 +88,11 @@ class SimulatedEngine:
             await self._work.wait()
             prefilled = self._prefill()
             secs = STEP_SECS + SECS_PER_RUNNING * len(self._running)
-            await trio.sleep((secs + SECS_PER_PREFILL_TOKEN * prefilled) * self.slowdown)
+            secs = (secs + SECS_PER_PREFILL_TOKEN * prefilled) * self.slowdown * self.pace
+            began_at = trio.current_time()
+            await trio.sleep(secs)
+            self._simulated_secs += secs
+            self._slept_secs += trio.current_time() - began_at
             self._decode()
             if not self._waiting and not self._running:
                 self._work = trio.Event()
