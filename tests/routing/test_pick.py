@@ -20,7 +20,7 @@ from omni_proxy.routing.pick import (
     workers_held_for_update,
 )
 from omni_proxy.routing.policies import build_policy
-from omni_proxy.routing.routes import Pinning
+from omni_proxy.routing.routes import RESPONSE_OWNER, Pinning
 from omni_proxy.routing.version_constraint import VersionConstraint
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import NOW, entry, fleet_of, heal
@@ -62,7 +62,8 @@ needs = st.builds(
     Requirements,
     mask=st.sets(st.sampled_from(["chat", *SOUND])).map(capability_mask),
     model=st.sampled_from([None, "m", "n", "other"]),
-    pinning=st.sampled_from(Pinning),
+    # A response's owner is one of the others before a pick, see `pin_to_response_owner`.
+    pinning=st.sampled_from([pinning for pinning in Pinning if pinning is not RESPONSE_OWNER]),
     named_worker=st.sampled_from(["http://w0:1", "http://w1:1"]),
     version_constraint=st.none()
     | st.builds(VersionConstraint, st.sampled_from([None, "v1", "v3"]), st.integers(0, 2)),
