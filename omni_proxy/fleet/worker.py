@@ -49,7 +49,9 @@ def _sorted_names(mask: int) -> tuple[str, ...]:
 
 
 # With only these cordon reasons a worker is healthy: just its weights are in question.
-WEIGHT_CORDONS: Final = frozenset(("updating", "paused", "uncertain", "catching_up", "unproven"))
+WEIGHT_CORDONS: Final = frozenset(
+    ("updating", "paused", "uncertain", "catching_up", "unproven", "rollout")
+)
 LAUNCH_CORDON: Final = "launch"  # the process that the proxy starts for it is not ready
 
 CLASSES: Final = 16  # at most so many traffic classes

@@ -282,13 +282,14 @@ def test_a_session_of_a_paused_or_updating_worker_waits_for_it(reasons, code):
     "change",
     [
         lambda home: home.cordon_reasons.add("uncertain"),
+        lambda home: home.cordon_reasons.add("rollout"),
         lambda home: setattr(home, "disabled", True),
         lambda home: setattr(home.health, "state", Health.DEAD),
         lambda home: setattr(home, "model", "another"),
         lambda home: setattr(home, "mask", 0),
         lambda home: home.cordon_reasons.clear(),
     ],
-    ids=["uncertain", "disabled", "dead", "another model", "unable", "full"],
+    ids=["uncertain", "in a rollout", "disabled", "dead", "another model", "unable", "full"],
 )
 def test_a_session_moves_where_its_worker_is_out_for_more_than_that(change):
     policy, home, others = holding("paused", "updating")

@@ -105,7 +105,7 @@ async def test_one_worker_after_the_other_gets_it_while_the_other_serves(settled
     answer = await begin(house)
     assert (answer.status, answer.body["rollout"]["state"]) == (202, "running")
     await engines.arrived[A, UPDATE].wait()
-    assert cordon_reasons_of(house) == [["updating"], []]
+    assert cordon_reasons_of(house) == [["rollout", "updating"], []]
     assert engines.loaded(B) == []
     engines.open_gate(UPDATE, A)
     told = await ended(house)
