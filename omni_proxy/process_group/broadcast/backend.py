@@ -40,6 +40,8 @@ NCCL_ENVIRONMENT: Final = {
 # Where a vLLM trainer puts the id of a bare NCCL communicator, and how long a gloo one may take to
 # put its own address there before it is taken for one.
 NCCL_ID_KEY: Final = "broadcast_from/0/0"
+GLOO_KEY: Final = "/0/0"  # of rank 0
+_STATELESS_KEY: Final = re.compile(r"tcp://.+:\d+/0/0")
 GLOO_KEY_SECS: Final = 2.0
 GLOO_POLL_SECS: Final = 0.01
 # How long an NCCL trainer may take from joining to its first broadcast.
@@ -190,7 +192,10 @@ def _make_stateless_group(
     host, port = address
     prefix = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     deadline, pause = time.monotonic() + min(timeout_secs, GLOO_KEY_SECS), threading.Event()
-    while not store.check([f"{prefix}/0/0"]) and time.monotonic() < deadline:
+    while not store.check([f"{prefix}{GLOO_KEY}"]) and time.monotonic() < deadline:
+        if (found := _other_prefix(store)) is not None:
+            prefix = found
+            break
         if store.check([NCCL_ID_KEY]):
             raise GroupError(
                 "the trainer makes a bare NCCL communicator, and this engine computes on CPUs: let "
@@ -198,6 +203,13 @@ def _make_stateless_group(
             )
         pause.wait(GLOO_POLL_SECS)
     return GlooBackend(rendezvous, PrefixStore(prefix, store), timeout_secs)
+
+
+def _other_prefix(store: TCPStore) -> str | None:
+    """Where the trainer keeps its keys if it knows its own address by another name than we do."""
+    list_keys = getattr(store, "list_keys", None)  # of newer versions of torch
+    keys = list_keys() if list_keys is not None else ()
+    return next((key[: -len(GLOO_KEY)] for key in keys if _STATELESS_KEY.fullmatch(key)), None)
 
 
 class GlooBackend:

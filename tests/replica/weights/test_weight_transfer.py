@@ -129,9 +129,9 @@ class Met:
     wait = refused
 
 
-def joined(stage):
+def joined(stage, host="127.0.0.1"):
     group = StatelessGroup(2, "127.0.0.1", 30.0)
-    info = {"master_address": "127.0.0.1", "master_port": group.port, "rank_offset": 1}
+    info = {"master_address": host, "master_port": group.port, "rank_offset": 1}
     init = stage.send("init_weight_transfer_engine", init_info=info | {"world_size": 2})
     group.join(Met())
     answer = stage.answer(init)
@@ -210,3 +210,16 @@ def test_a_trainer_that_goes_away_ends_the_session_and_leaves_the_old_weights():
         assert stage.answer(update).success
         assert stage.admin("finish_weight_update").success
         assert stage.checksum() == checksum_of(weights_of(1))
+
+
+def test_a_trainer_that_has_another_name_for_its_own_address_is_found():
+    new = weights_of(1)
+    with running() as stage:
+        group = joined(stage, host="localhost")
+        assert stage.admin("start_weight_update").success
+        update = receiving(stage, new)
+        for tensor in new.values():
+            group.broadcast(tensor)
+        assert stage.answer(update).success
+        assert stage.admin("finish_weight_update").success
+        assert stage.checksum() == checksum_of(new)
