@@ -8,6 +8,7 @@ dialect, which its answer to the first call shows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -15,7 +16,7 @@ import trio
 from quart import Quart, Response
 
 from omni_proxy.admin_api.responses import body_bytes, json_response
-from omni_proxy.admin_api.routes.broadcast_routes import target_of, worker_headers
+from omni_proxy.admin_api.routes.broadcast_routes import caller, target_of, worker_headers
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops.abort import (
     AbortDialect,
@@ -31,6 +32,8 @@ from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import MAX_PARALLEL_CALLS, ROUTE_ABSENT, Call
 from omni_proxy.weight_sync.worker_calls import request_worker
+
+_log = logging.getLogger(__name__)
 
 ABORT_SECS: Final = 30.0  # a busy engine's own loop may take seconds over it
 
@@ -87,12 +90,20 @@ class FleetAbortRoutes:
         results = await self._ask(workers, abort)
         sent_ids = len(abort.target.ids)
         response = abort_response(dialect, results, sent_ids, abort.findings.waiting)
+        _log.info(
+            "requests_aborted path=%s by=%r workers=%d ended_in_queue=%d status=%d",
+            dialect.value, caller(), len(workers), abort.findings.waiting, response.status,
+        )  # fmt: skip
         return json_response(response.body, response.status)
 
     def _to_ask(self, urls: Collection[str] | None) -> list[Worker]:
-        alive = [w for w in self._services.fleet.workers if w.health.state is not Health.DEAD]
-        self._dialects = {w.url: self._dialects[w.url] for w in alive if w.url in self._dialects}
-        return alive if urls is None else [w for w in alive if w.url in urls]
+        """All that are not dead, or those that have the requests, dead or not: one that can't be
+        reached must show in the response."""
+        workers = self._services.fleet.workers
+        self._dialects = {w.url: self._dialects[w.url] for w in workers if w.url in self._dialects}
+        if urls is not None:
+            return [worker for worker in workers if worker.url in urls]
+        return [worker for worker in workers if worker.health.state is not Health.DEAD]
 
     async def _ask(self, workers: Sequence[Worker], abort: _Abort) -> list[WorkerResult]:
         """All at the same moment; the results are in the order of the workers."""

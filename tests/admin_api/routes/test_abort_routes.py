@@ -1,5 +1,6 @@
 import json
 
+import httpx
 import pytest
 
 from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget, as_vllm_writes
@@ -45,6 +46,14 @@ async def test_who_has_it_is_asked_alone(house, engines):
     status, told = await aborted(house, rid="r1")
     assert (status, [each["worker"] for each in told["results"]]) == (200, [B])
     assert calls(engines) == [(B, {"rid": "r1"})]
+
+
+async def test_a_dead_worker_that_has_it_is_asked_all_the_same(house, engines):
+    house.fleet.mark_dead(house.worker(B), house.worker(B).registered_at)
+    house.door.found = AbortFindings(known=("r1",), running={B: ("r1",)})
+    engines.says[B, SGLANG] = httpx.ConnectError("nobody is there")
+    status, told = await aborted(house, rid="r1")
+    assert (status, [each["worker"] for each in told["results"]]) == (502, [B])
 
 
 async def test_what_waited_here_costs_no_call(house, engines):
