@@ -120,6 +120,8 @@ def _fsync_folder(folder: Path) -> None:
 UNCERTAIN: Final = "uncertain"
 UPDATING: Final = "updating"
 PAUSED: Final = "paused"
+# Beside UPDATING: sticky sessions move away. Others serve meanwhile, and a drain may take minutes.
+ROLLOUT_BATCH: Final = "rollout"
 _log = logging.getLogger(__name__)
 
 
@@ -218,8 +220,8 @@ class StateJournal:
             self.mark_uncertain(cut_short.uncertain_at_start())
             self._sync = None
         for worker in self._fleet.workers:
-            if UPDATING in worker.cordon_reasons:
-                self._fleet.uncordon(worker, UPDATING)
+            for reason in worker.cordon_reasons & {UPDATING, ROLLOUT_BATCH}:
+                self._fleet.uncordon(worker, reason)
         await self.finish_operation()
 
     async def begin_operation(self, entry: JournalEntry) -> None:

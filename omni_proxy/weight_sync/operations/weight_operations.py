@@ -149,7 +149,7 @@ class WeightOperations:
         self.sync = SyncEndpoint(self._context, versions)
         self.sync.lifecycle.on_left = self._probe_again
         self.rollouts = RolloutService(
-            self._context, self._queue, self.rollback_source, self.sync.check_conflict
+            self._context, self._queue, self.rollback_source, self._check_no_group
         )
         self._deferred: set[str] = set()  # URLs to probe after the current operation
         self._calls = DetachedCalls(self.sync.store_response)
@@ -230,6 +230,13 @@ class WeightOperations:
             return await self._runner(call, operation).run(workers)
 
         return await self._queue.run(operation, perform)
+
+    def _check_no_group(self, route: AdminRoute) -> None:
+        """Raises HttpError 409: a trainer that has a group is about to change the weights."""
+        self.sync.check_conflict(route)
+        if self.journal.in_group:
+            message = f"a trainer has a group with the workers: {self.sync.lifecycle.describe()}"
+            raise HttpError(409, message, "sync_in_progress", detail=message)
 
     def _runner(self, call: AdminCall, operation: Operation) -> OperationRunner:
         if call.route is ROLLBACK:

@@ -35,13 +35,11 @@ from omni_proxy.weight_sync.rollout.worker_update import (
     read_digest,
     warm_up,
 )
-from omni_proxy.weight_sync.state_journal import UPDATING, OperationContext
+from omni_proxy.weight_sync.state_journal import ROLLOUT_BATCH, UPDATING, OperationContext
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.worker_calls import limit_secs
 
 DRAIN_POLL_SECS: Final = 0.05
-# Beside UPDATING: sticky sessions move away. Others serve meanwhile, and a drain may take minutes.
-ROLLOUT: Final = "rollout"
 _log = logging.getLogger(__name__)
 
 
@@ -90,7 +88,7 @@ class BatchChange:
         """Never raises for what workers do."""
         started = False
         for worker in self._workers:
-            self._fleet.cordon(worker, ROLLOUT)
+            self._fleet.cordon(worker, ROLLOUT_BATCH)
             if UPDATING not in worker.cordon_reasons:
                 self._fleet.cordon(worker, UPDATING)
         try:
@@ -326,6 +324,6 @@ class BatchChange:
     def _release(self, worker: Worker) -> None:
         """Back into rotation, unless something else keeps it out: it is uncertain, say."""
         self._enter(worker, "")
-        for reason in (ROLLOUT, UPDATING):
+        for reason in (ROLLOUT_BATCH, UPDATING):
             if reason in worker.cordon_reasons:
                 self._fleet.uncordon(worker, reason)

@@ -7,7 +7,7 @@ from omni_proxy.weight_sync.rollout.request import parse_rollout
 from omni_proxy.weight_sync.rollout.service import RolloutCall
 from omni_proxy.wire.errors import HttpError
 from tests.admin_api.house import A, B
-from tests.weight_sync.version_holders import VersionEngines
+from tests.weight_sync.version_holders import DESTROY, INIT, VersionEngines
 
 pytest.importorskip("torch")
 ENGINES = VersionEngines
@@ -59,6 +59,22 @@ async def test_a_version_that_is_not_there_is_named_with_those_that_are(running)
         await running.desk.rollouts.start(RolloutCall(parse_rollout({"version": 9})))
     assert (refusal.value.status, refusal.value.code) == (404, "unknown_version")
     assert [version["version"] for version in refusal.value.extra["versions"]] == ["v1"]
+
+
+async def test_while_a_trainer_has_a_group_it_is_refused(running, pool):
+    trainer = pool.trainer()
+    trainer.order("open", group="g")
+    port = (await trio.to_thread.run_sync(trainer.reply))["port"]
+    place = {"master_address": "127.0.0.1", "master_port": port, "backend": "gloo"}
+    assert (await running.ask(INIT, **place, rank_offset=1, world_size=2)).ok
+    assert trainer.reply() == {"joined": True}
+    with pytest.raises(HttpError, match="a trainer has a group with the workers") as refusal:
+        await running.desk.rollouts.start(
+            RolloutCall(parse_rollout({"model_path": "/m", "weight_version": "v9"}))
+        )
+    assert (refusal.value.status, refusal.value.code) == (409, "sync_in_progress")
+    assert (await running.ask(DESTROY)).ok
+    trainer.tell("destroy", group="g")
 
 
 async def test_another_label_may_be_given(running):
