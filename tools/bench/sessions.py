@@ -227,7 +227,7 @@ async def _drive(port: int, run: Run, engines: Sequence[SimulatedEngine]) -> Res
         engines[0].slowdown = run.slowdown
 
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-        await _until_ready(client)
+        await _until_ready(client, run.processes)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(slow_down)
             await crowd.run()
@@ -244,13 +244,18 @@ async def _drive(port: int, run: Run, engines: Sequence[SimulatedEngine]) -> Res
     )  # fmt: skip
 
 
-async def _until_ready(client: httpx.AsyncClient) -> None:
-    """All replicas are in rotation. Raises BenchError."""
+async def _until_ready(client: httpx.AsyncClient, processes: int) -> None:
+    """All replicas are in rotation, and all processes accept. Raises BenchError."""
     deadline = time.monotonic() + READY_SECS
     while time.monotonic() < deadline:
         try:
-            told = (await client.get("/workers")).json()
-            if told["routable_workers"] == REPLICAS:
+            fleet = (await client.get("/workers")).json()
+            rows = (await client.get("/status")).json()["data_plane"]["processes"]
+            serving = [row["state"] for row in rows].count("serving")
+            # One process alone is the main process, which has no row.
+            if fleet["routable_workers"] == REPLICAS and serving == (
+                processes if processes > 1 else 0
+            ):
                 return
         except httpx.TransportError:
             pass  # it starts up
