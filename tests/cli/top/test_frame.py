@@ -128,6 +128,19 @@ def test_the_sorted_column_is_marked():
     assert "BUSY▲" in drawn(FLEET, keys=[*["right"] * 3, "r"])[7]
 
 
+def test_sessions_have_a_column_while_there_are_any_or_when_it_is_sorted_by():
+    with_sessions = feed_of(feed(row("a:1", sessions=3), row("b:1", sessions=12), row("c:1")))
+    lines = drawn(with_sessions)
+    (head,) = (line for line in lines if line.startswith("WORKER"))
+    column = head.index("SESS") + len("SESS")
+    counts = {line[:3]: line[:column].split()[-1] for line in lines if line[1:3] == ":1"}
+    assert counts == {"a:1": "3", "b:1": "12", "c:1": "0"}
+    assert not any("SESS" in line for line in drawn(FLEET))
+    ordered = drawn(with_sessions, keys=["right"] * 4)
+    assert any("SESS▼" in line for line in ordered)
+    assert [line[:3] for line in ordered if line[1:3] == ":1"] == ["b:1", "a:1", "c:1"]
+
+
 def test_a_spark_line_has_a_bar_for_each_value():
     assert sparkline([None, 0.0, 0.1, 100.0]) == "·▁▂█"
     assert sparkline([0.0, 0.0]) == "▁▁"
