@@ -26,7 +26,14 @@ def has_room(worker: Worker) -> bool:
 
 def eligible_workers(fleet: Fleet, requirements: Requirements, owner: str = "") -> Sequence[Worker]:
     """Who could take it now, in registration order. Raises HttpError 404 for an unknown name."""
-    candidates: Sequence[Worker] = fleet.candidates(requirements.model, requirements.mask)
+    return _narrowed(
+        fleet, requirements, fleet.candidates(requirements.model, requirements.mask), owner
+    )
+
+
+def _narrowed(
+    fleet: Fleet, requirements: Requirements, candidates: Sequence[Worker], owner: str
+) -> Sequence[Worker]:
     if requirements.version_constraint is not None:
         candidates = filter_by_version(requirements, candidates)
     if requirements.pinning is not UNPINNED:
@@ -48,7 +55,13 @@ def pick_worker(
     `owner` is the URL of the worker that keeps the voices, "" while none does.
     Raises HttpError 503 with the reason why no worker is eligible.
     """
-    candidates = eligible_workers(fleet, requirements, owner)
+    candidates: Sequence[Worker] = fleet.candidates(requirements.model, requirements.mask)
+    if (
+        fleet.has_inflight_limits
+        or requirements.pinning is not UNPINNED
+        or requirements.version_constraint is not None
+    ):  # else nothing is narrowed, and a call is saved
+        candidates = _narrowed(fleet, requirements, candidates, owner)
     if tried and len(candidates) > 1:
         candidates = [worker for worker in candidates if worker not in tried] or candidates
     if not candidates:

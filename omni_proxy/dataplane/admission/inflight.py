@@ -2,7 +2,8 @@
 
 Invariant: `in_flight` is never above `[server] max_inflight`, where that is set, and `held_bytes`
 grows only up to `[server] max_held_bytes`. An exchange is counted once: its `admitted` and
-`held_bytes` say what of these counts is its own, and only this file writes them.
+`held_bytes` say what of these counts is its own; only this file writes them, and
+`exchange_io.finalize`, which gives both up.
 """
 
 from __future__ import annotations
@@ -56,14 +57,6 @@ class InFlight:
         if exchange.admitted:
             exchange.admitted = False
             self.in_flight -= 1
-
-    def leave(self, exchange: Exchange) -> None:
-        """It is over: neither it nor its bytes count any more."""
-        if exchange.admitted:
-            exchange.admitted = False
-            self.in_flight -= 1
-        self.held_bytes -= exchange.held_bytes
-        exchange.held_bytes = 0
 
     def hold(self, exchange: Exchange, size: int) -> None:
         """So many bytes more of its request stay in memory. Raises HttpError 503."""

@@ -143,7 +143,13 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
     totals, recorders = services.totals, services.recorders
     if worker is not None and worker.version is not exchange.version:
         totals.across_versions += exchange.spans_versions(worker)
-    services.inflight.leave(exchange)
+    inflight = services.inflight  # in this frame: it is the last of each request
+    if exchange.admitted:
+        exchange.admitted = False
+        inflight.in_flight -= 1
+    if exchange.held_bytes:
+        inflight.held_bytes -= exchange.held_bytes
+        exchange.held_bytes = 0
     if services.queue.waiting:
         services.queue.serve()
     totals.ended[outcome] += 1

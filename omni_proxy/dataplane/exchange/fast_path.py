@@ -31,7 +31,8 @@ from omni_proxy.dataplane.upstream.attempt import (
     start_waiting,
 )
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
-from omni_proxy.routing.inspect.requirements import requirements_of_json
+from omni_proxy.routing.inspect.body_fields import decode_body
+from omni_proxy.routing.inspect.requirements import requirements_of_fields
 from omni_proxy.wire.errors import HttpError
 
 _BLANK: Final = b"\r\n\r\n"
@@ -146,7 +147,7 @@ class FastPath:
         if lines is None or not blank or cached.source is not io.settings.fast_path_cache:
             return False
         try:
-            need = requirements_of_json(cached.route, body)
+            need = requirements_of_fields(cached.route, decode_body(body))
             exchange = self._spare or self._new_exchange()
             exchange.recycle(io.loop.now)
             exchange.bytes_in = size

@@ -161,7 +161,7 @@ def inspect_request(route: Route, body: bytes, facts: HeadFacts) -> Requirements
 
 def requirements_of_json(route: Route, body: bytes) -> Requirements:
     """The requirements of a small JSON body, which is parsed at once. Raises HttpError 400."""
-    return _read(route, decode_body(body))
+    return requirements_of_fields(route, decode_body(body))
 
 
 def requirements_of_hints(route: Route, facts: HeadFacts, model: str | None = None) -> Requirements:
@@ -179,7 +179,7 @@ def requirements_of_large_json(
     route: Route, top: LargeJsonFields, facts: HeadFacts
 ) -> Requirements:
     """The requirements of a large JSON body. Raises HttpError 400."""
-    requirements = _read(route, BodyFields(
+    requirements = requirements_of_fields(route, BodyFields(
         model=read_text(top.model), stream=bytes(top.stream) == b"true",
         stream_format=msgspec.Raw(bytes(top.stream_format)),
         request_id=read_text(top.request_id), rid=msgspec.Raw(bytes(top.rid)),
@@ -202,7 +202,7 @@ def inspect_session(route: Route, first: str | bytes, facts: HeadFacts) -> Requi
         requirements = Requirements(route.mask)
     else:
         payload = body_fields_of(fields)
-        requirements = _read(route, payload)
+        requirements = requirements_of_fields(route, payload)
         if has_voice_reference(payload):
             requirements.mask |= AUDIO
     requirements.stream = True
@@ -233,7 +233,8 @@ def has_json_body(route: Route, facts: HeadFacts) -> bool:
     return complete == b"application/json" or b"json" in complete.lower()
 
 
-def _read(route: Route, payload: BodyFields) -> Requirements:
+def requirements_of_fields(route: Route, payload: BodyFields) -> Requirements:
+    """The requirements of the fields of a JSON body. Raises HttpError 400."""
     model, mask, stream = payload.model, route.mask, payload.stream is True
     if model is None or not model.isascii() or not 0 < len(model) <= MAX_MODEL_CHARS:
         model, payload.model = _named(model), None
