@@ -18,8 +18,8 @@ TEXT_MODELS = (TINY, "smollm2-135m")
 def serve_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="omni-proxy replica",
-        description="Serve models over the OpenAI and SGLang-Omni HTTP API; files are fetched "
-        "first.",
+        description="Serve models over the HTTP APIs of OpenAI, SGLang-Omni, SGLang and vLLM; "
+        "files are fetched first.",
         epilog="`omni-proxy replica fetch MODEL` only puts a model's file into the cache folder; "
         "`omni-proxy replica profile SOURCE` reports on recorded events.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -302,14 +302,14 @@ class TextScheduler:
         sequence = self.batch_queue.find(request_id)
         if sequence is not None:
             self._metrics.aborted += 1
-            sequence.finish_reason = "abort"
+            sequence.end_early()
             self._finish(sequence)
             return
         for prompt in [*self._held, *self._compiling.prompts]:
             if prompt.request_id == request_id and not prompt.embedded:
                 self._metrics.aborted += self._forget(request_id)
                 unbegun = Sequence(prompt, self.worker.tokenizer)
-                unbegun.finish_reason = "abort"
+                unbegun.end_early()
                 data = unbegun.result(self.weight_version, self._clock())
                 self.emit(Result(request_id, self._stage, data))
                 return

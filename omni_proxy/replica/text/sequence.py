@@ -180,6 +180,11 @@ class Sequence:
         """Text that was held back: an incomplete character, or the start of a stop string."""
         return self._stops.feed(self._characters.flush()) + self._stops.flush()
 
+    def end_early(self) -> None:
+        """No more tokens follow: text that was held back for one is part of the answer now."""
+        self._text.append(self._flush_text())
+        self.finish_reason = "abort"
+
     def end_version(self, label: str) -> None:
         """The tokens up to here were made by weights of this version, later ones are not."""
         self._versions.append((label, self.completion_tokens))

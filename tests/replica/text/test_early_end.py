@@ -57,6 +57,20 @@ def test_it_ends_while_paused_with_all_that_it_had(mode):
     assert not desk.scheduler.active_ids()
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_text_that_was_held_back_for_a_stop_string_is_told(streamed):
+    whole = undisturbed(**GREEDY)
+    for count in range(1, 9):
+        desk = Desk()
+        desk.submit("one", stop=[whole["text"] + "!"], stream=streamed, **GREEDY)
+        desk.step(count)
+        end(desk, "one")
+        told = desk.result("one")
+        assert desk.streamed("one") == ""  # all of it may be the start of the stop string
+        assert told["text"] == desk.worker.tokenizer.decode(told["token_ids"])
+        assert whole["text"].startswith(told["text"])
+
+
 def test_its_keys_are_kept_for_the_next_prompt():
     desk = Desk(cache_entries=4)
     prompt = list(range(300, 340))
