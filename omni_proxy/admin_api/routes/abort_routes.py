@@ -31,7 +31,7 @@ from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.health import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import MAX_PARALLEL_CALLS, ROUTE_ABSENT, Call
-from omni_proxy.weight_sync.worker_calls import request_worker
+from omni_proxy.weight_sync.worker_calls import limit_secs, request_worker
 
 _log = logging.getLogger(__name__)
 
@@ -39,11 +39,12 @@ ABORT_SECS: Final = 30.0  # a busy engine's own loop may take seconds over it
 
 
 class _Abort:
-    """One abort request. `dialect`: that of the caller."""
+    """One abort request. `dialect`: that of the caller; `secs`: bounds each call."""
 
-    def __init__(self, dialect: AbortDialect, body: bytes) -> None:
+    def __init__(self, dialect: AbortDialect, body: bytes, secs: float) -> None:
         self.dialect = dialect
         self.body = body
+        self.secs = secs
         self.target: AbortTarget = read_target(dialect, body)
         self.request_target = target_of(dialect.value)
         self.headers = worker_headers(body)
@@ -57,7 +58,7 @@ class _Abort:
             running = self.findings.running.get(worker.url, ())
             targets, bodies = dialect.value, call_bodies(dialect, self.target, running)
         return [
-            Call("POST", targets, body, self.headers, timeout_secs=ABORT_SECS) for body in bodies
+            Call("POST", targets, body, self.headers, timeout_secs=self.secs) for body in bodies
         ]
 
 
@@ -84,7 +85,8 @@ class FleetAbortRoutes:
 
     async def _abort(self, dialect: AbortDialect) -> Response:
         """Raises HttpError 400."""
-        abort = _Abort(dialect, await body_bytes())
+        configured = limit_secs(self._services.config_store.config.admin.worker_timeout_secs)
+        abort = _Abort(dialect, await body_bytes(), min(ABORT_SECS, configured))
         abort.findings = await self._services.data_plane.abort(abort.target)
         workers = self._to_ask(urls_to_ask(abort.target, abort.findings))
         results = await self._ask(workers, abort)
