@@ -148,6 +148,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     log_format: Literal["text", "json"] = "text"
     # `off`, `-` for stdout, or a path: the program's own log goes there as well as to stderr.
+    # Lines of data-plane processes go to stderr only.
     log_file: Name = "off"
     # `off`, `-` for stdout, or a path.
     access_log: Name = "off"

@@ -43,6 +43,10 @@ async def test_only_who_presents_it_reaches_a_worker():
             streamed = await running.client.post(CHAT, json=chat(stream=True), headers=WRONG[1])
             assert streamed.status_code == 401
             assert worker.requests == reached
+            key = {"Authorization": f"Bearer {KEY}"}
+            metrics = (await running.client.get("/metrics", headers=key)).text
+            refused = 'end="refused",model="",route="/v1/chat/completions",status="4xx"'
+            assert refused in metrics
             # Control routes have no key of their own, so this one is theirs; reading is open.
             body = {"url": "http://127.0.0.1:1"}
             assert (await running.client.post("/workers", json=body)).status_code == 401

@@ -90,10 +90,10 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
     if route is None:
         exchange.cors = b""  # those routes have rules of their own
         return _respond_by_admin_api(io, exchange, head)
-    if settings.api_key:
-        _check_api_key(head, settings.api_key)
     exchange.route = route
     exchange.idempotency_key = head.idempotency_key
+    if settings.api_key:
+        _check_api_key(head, settings.api_key)
     if route.websocket:
         check_websocket_origin(io, head)
         return websocket_relay.session(io, exchange, head)  # admits when it can reply in its way
