@@ -261,6 +261,14 @@ async def test_a_trainer_that_dies_keeps_both_out_until_the_next(seen, vllm):
     assert (await seen.told("/weight_info"))["weight_version"] == "good"
 
 
+async def test_a_chunk_that_fails_costs_the_next_round_nothing(seen, vllm):
+    before = await text_of(seen)
+    done = await vllm.train(("wrong", 1, "!name"), ("right", 0))
+    assert ("bogus" in done["wrong"], done["right"]) == (True, ""), done
+    await seen.ready()
+    assert {await text_of(seen) for _ in range(4)} == {before}
+
+
 async def test_weights_from_disk_reach_vllm_in_its_own_words(seen, vllm):
     before = await text_of(seen)
     body = {"model_path": str(vllm.models[1]), "weight_version": "disk-1"}

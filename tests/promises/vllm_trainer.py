@@ -1,10 +1,11 @@
 """A trainer that has vLLM: its own HTTP client for the calls, gloo for the bytes.
 
-    python vllm_trainer.py URL VERSION=FOLDER[!dies] …
+    python vllm_trainer.py URL VERSION=FOLDER[!dies|!name] …
 
 Run by vLLM's own Python. Each argument is a round: the weights of that folder, under that label, in
-two chunks that divide a layer which vLLM fuses. With `!dies` this process ends between them. One
-line of JSON per round: why it failed, or "".
+two chunks that divide a layer which vLLM fuses. With `!dies` this process ends between them, with
+`!name` the second one begins with a tensor that the model does not have. One line of JSON per
+round: why it failed, or "".
 """
 
 import json
@@ -64,6 +65,8 @@ def send(client, group, tensors, version, fault):
     middle = 1 + next(at for at, name in enumerate(names) if name.endswith("k_proj.weight"))
     for chunk in (names[:middle], names[middle:]):
         told = [tensors[name] for name in chunk]
+        if fault == "name" and chunk[0] != names[0]:
+            chunk, told = ["bogus"], told[:1]
         info = {
             "names": chunk,
             "dtype_names": [str(each.dtype).removeprefix("torch.") for each in told],

@@ -2,10 +2,10 @@
 
 The group is the engines' and the trainer's: the proxy is no rank of it, and only gives each member
 its ranks. Invariant: an engine that leaves keeps nothing of an update that was not finished. vLLM
-0.32.0 collects the tensors of a fused layer until it has as many bytes as the layer takes, also
-over a failed update: the next one would be taken for its rest, and end in a layer of both, with no
-error. So such an update is started again and finished first, which empties what was collected.
-What the engine then holds is unknown, and the caller has marked it so.
+0.32.0 collects the tensors of a layer until it has as many bytes as the layer takes, and keeps them
+after a failed chunk: every later update fails on them. One that is started and finished empties
+what was collected, and the next one succeeds (both run). What the engine holds in between is
+unknown, and the caller has marked it so.
 """
 
 from __future__ import annotations
