@@ -67,6 +67,9 @@ def test_two_processes_agree_with_a_plain_table(row, steps):
         if wanted is None:
             processes[1 - dataplane].keep(key, workers[serial], now)
             table[key] = (workers[serial], now)
+        recount(processes[0], now)
+        live = [worker for worker, used in table.values() if now - used <= 60]
+        assert counts(processes[1], workers) == [live.count(each) for each in workers.values()]
 
 
 def test_above_the_limit_the_sessions_used_last_stay(row):
