@@ -18,7 +18,7 @@ def has_ended(rollout: dict[str, Any]) -> bool:
 
 
 def describe_rollout(rollout: object) -> str:
-    """`v2: running, 1 of 3 updated, loading at URL`; "" where there is none that has not ended."""
+    """`v2: running, 1 of 3 updated, loading URL`; "" where there is none that has not ended."""
     if not isinstance(rollout, dict) or has_ended(rollout):
         return ""
     return progress_line(rollout)
