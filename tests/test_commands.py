@@ -20,6 +20,6 @@ def test_a_script_can_be_read_by_its_shell_and_stops_at_the_first_failure(script
     assert "set -euo pipefail" in script.read_text()
 
 
-def test_the_commands_that_people_are_told_of_are_there_and_may_be_run():
+def test_the_commands_that_people_are_reported_are_there_and_may_be_run():
     named = {path.relative_to(ROOT).as_posix() for path in SCRIPTS if os.access(path, os.X_OK)}
     assert named >= {"tools/run", "tools/test", "tools/check", ".ci/run"}

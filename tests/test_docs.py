@@ -33,7 +33,7 @@ from omni_proxy.replica.pipeline.hosting.runtime import Runtime
 from omni_proxy.replica.pipeline.launch import _app
 from omni_proxy.replica.profiling import report as profile
 from omni_proxy.routing import routes
-from tests.admin_api.house import A, build_house, entry
+from tests.admin_api.api_fixture import A, build_api, entry
 from tests.tree import PACKAGE
 
 ROOT = Path(__file__).parent.parent
@@ -271,9 +271,9 @@ def documented_routes():
 @pytest.mark.parametrize(("method", "path"), documented_routes())
 async def test_every_documented_route_is_served(method, path):
     if routes.match_route(method, filled(path)) is None:
-        house = build_house(entry(A))
-        house.door.draining = True  # the feed ends then
-        answer = await house.client().open(filled(path), method=method)
+        api = build_api(entry(A))
+        api.data_plane.draining = True  # the feed ends then
+        answer = await api.client().open(filled(path), method=method)
         if path == "/weights/rollback":  # it is there, and no version is
             assert (await answer.get_json())["error"]["code"] == "no_versions"
             return
@@ -287,7 +287,7 @@ def test_every_route_is_documented():
         for row in (*routes._ROWS, *templates, routes._CANCEL)
         for method in row.methods
     }
-    rules = build_house().app.url_map.iter_rules()
+    rules = build_api().app.url_map.iter_rules()
     for rule in (each for each in rules if each.rule != CONFIGURED):
         path = rule.rule.replace("<path:path>", "{path}").replace("<path:model>", "{model}")
         path = re.sub(r"<[^>]+>", "{worker_id}", path)

@@ -5,14 +5,14 @@ import trio
 import trio.testing
 
 from omni_proxy.admin_api.hypercorn_server import serve
-from tests.admin_api.house import A, build_house, entry
+from tests.admin_api.api_fixture import A, build_api, entry
 from tests.processes import open_sockets
 
 
 @pytest.fixture
 async def socket_path(nursery, tmp_path):
     path = tmp_path / "front.sock"
-    await nursery.start(serve, build_house(entry(A)).app, path)
+    await nursery.start(serve, build_api(entry(A)).app, path)
     yield path
     nursery.cancel_scope.cancel()
 
@@ -35,7 +35,7 @@ async def exchange(stream, request):
 async def test_the_socket_is_private_and_gone_afterwards(nursery, tmp_path):
     path = tmp_path / "front.sock"
     path.write_text("left behind")
-    scope = await nursery.start(_served, build_house(entry(A)).app, path)
+    scope = await nursery.start(_served, build_api(entry(A)).app, path)
     assert path.is_socket()
     assert path.stat().st_mode & 0o777 == 0o600
     scope.cancel()
@@ -92,12 +92,12 @@ async def test_an_early_answer_to_an_unread_upload_leaves_no_wedged_connection(s
                 assert rest == b"" or rest.startswith(b"HTTP/1.1 200")
 
 
-async def test_when_told_to_stop_it_ends_with_idle_connections_open(nursery, tmp_path):
+async def test_on_request_stop_it_ends_with_idle_connections_open(nursery, tmp_path):
     path, stop = tmp_path / "front.sock", trio.Event()
     ended = trio.Event()
 
     async def until_stopped(*, task_status):
-        app = build_house(entry(A)).app
+        app = build_api(entry(A)).app
         await serve(app, path, stop=stop.wait, task_status=task_status)
         ended.set()
 

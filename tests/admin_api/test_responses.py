@@ -1,7 +1,7 @@
 import pytest
 
 from omni_proxy.admin_api.responses import MAX_PATH_CHARS, closest_path
-from tests.admin_api.house import build_house
+from tests.admin_api.api_fixture import build_api
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_long_path_is_compared_with_none():
 
 
 async def test_a_404_names_the_path_that_was_meant():
-    client = build_house().client()
+    client = build_api().client()
     told = await (await client.post("/v1/chat/completion")).get_json()
     assert told["error"]["message"] == (
         "Not Found: POST /v1/chat/completion; did you mean /v1/chat/completions?"

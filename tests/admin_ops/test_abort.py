@@ -133,7 +133,7 @@ def test_what_several_processes_know_is_one():
         (SGLANG, AbortTarget(("a",), prefix=True), [{"rid": "a", "prefix": True}]),
     ],
 )
-def test_the_other_engine_is_told_in_its_own_words(dialect, meant, bodies):
+def test_the_other_engine_is_reported_in_its_own_words(dialect, meant, bodies):
     assert list(map(json.loads, call_bodies(dialect, meant, ["a1", "a2"]))) == bodies
 
 

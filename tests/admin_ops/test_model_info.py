@@ -46,7 +46,7 @@ def test_other_facts_that_disagree_are_null():
     assert (found["model_path"], found["load_format"]) == (None, "auto")
 
 
-def test_skipped_stages_tell_nothing():
+def test_skipped_stages_report_nothing():
     told = {"results": [
         {"data": {"weight_version": "v1", "skipped": True}},
         {"data": {"weight_version": "v2", "unsupported": True}},

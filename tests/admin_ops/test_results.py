@@ -80,7 +80,7 @@ def test_an_answer_that_was_cut_keeps_its_status_but_no_body():
         ({"detail": "d"}, "status 400: d"),
     ],
 )
-def test_a_refusal_is_told_in_the_workers_words(body, words):
+def test_a_refusal_is_reported_in_the_workers_words(body, words):
     assert WorkerResult("http://a", 400, body).why == words
 
 
@@ -114,7 +114,7 @@ def test_a_body_is_json_or_text(raw):
         (400, "weights updated, cache not flushed", False),
     ],
 )
-def test_a_refusal_tells_whether_anything_was_changed(status, body, unchanged):
+def test_a_refusal_reports_whether_anything_was_changed(status, body, unchanged):
     assert WorkerResult("http://a", status, body).unchanged is unchanged
 
 

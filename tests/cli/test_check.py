@@ -28,7 +28,7 @@ def test_a_fine_file_is_summed_up(file, capsys):
     )
 
 
-def test_a_refused_file_is_told_line_by_line(file, capsys):
+def test_a_refused_file_is_reported_line_by_line(file, capsys):
     file.write_text("server.prot = 1\n[[workers]]\nurl = 'h'\n")
     assert main(["check", str(file)]) == 2
     said = capsys.readouterr()

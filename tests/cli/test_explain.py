@@ -51,7 +51,7 @@ def test_a_reason_comes_without_the_systems_numbers():
     )
 
 
-def test_a_refusal_is_told_where_the_pick_would_stand():
+def test_a_refusal_is_reported_where_the_pick_would_stand():
     lines = render_explanation(told(refusal=REFUSAL, workers=[]))
     assert lines[2] == "no worker 503 no_capable_worker: nobody can"
     assert lines[-1] == "there are no workers"
@@ -75,7 +75,7 @@ def test_without_a_file_the_body_is_what_comes_in(proxy, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["refusal"] == REFUSAL
 
 
-def test_what_is_wrong_with_the_request_is_told(proxy, tmp_path, monkeypatch, capsys):
+def test_what_is_wrong_with_the_request_is_reported(proxy, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{")))
     proxy.says["/explain"] = (400, {"error": {"message": "invalid JSON body"}})
     proxy.asked.clear()

@@ -230,7 +230,7 @@ def test_help_shows_how_to_pass_engine_flags(capsys):
     assert "go to the engine" in capsys.readouterr().out
 
 
-def test_without_a_file_failures_are_retried_and_overload_is_told_as_the_peers_do(
+def test_without_a_file_failures_are_retried_and_overload_is_reported_as_the_peers_do(
     started, tmp_path
 ):
     file = tmp_path / "proxy.toml"

@@ -153,7 +153,7 @@ def test_a_long_file_is_read_from_its_end(file):
         assert tail.first == lines[-BLOCK_BYTES // 8 :]
 
 
-def test_a_line_is_told_once_it_is_whole(file):
+def test_a_line_is_reported_once_it_is_whole(file):
     file.write_bytes(b"one\nha")
     with Tail(file, 1, 0.001) as tail:
         assert tail.first == [b"one"]

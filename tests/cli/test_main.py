@@ -109,7 +109,7 @@ def test_without_file_and_workers_there_is_nothing_to_serve(refused):
 
 
 @pytest.mark.parametrize("words", [[], ["serve"]])
-def test_the_programs_name_alone_tells_its_commands(refused, words):
+def test_the_programs_name_alone_reports_its_commands(refused, words):
     said = refused(*words)
     assert said.startswith("usage: omni-proxy [COMMAND] [FLAGS]\n")
     assert "omni-proxy launch " in said
@@ -135,7 +135,7 @@ def test_help_begins_with_the_commands(capsys):
 @pytest.mark.parametrize(
     ("words", "meant"), [(["workers", "drian", "a"], "drain"), (["weights", "paus"], "pause")]
 )
-def test_a_near_miss_of_a_command_below_another_is_told_what_was_meant(refused, words, meant):
+def test_a_near_miss_of_a_command_below_another_is_informed_what_was_meant(refused, words, meant):
     assert refused(*words).splitlines()[-1] == f"  did you mean `{meant}`?"
 
 
@@ -184,7 +184,7 @@ def test_each_command_explains_itself(capsys, command):
     )
 
 
-def test_the_version_is_told(capsys):
+def test_the_version_is_reported(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
@@ -267,7 +267,7 @@ def test_the_help_does_not_name_what_the_program_starts_of_itself(word, capsys):
         ("xyzzy", "commands: check, completion"),
     ],
 )
-def test_what_is_no_command_is_told_from_those_that_are(refused, word, told):
+def test_what_is_no_command_is_distinguished_from_those_that_are(refused, word, told):
     said = refused(word, "--json")
     assert f'unknown command "{word}"' in said
     assert told in said

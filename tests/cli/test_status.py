@@ -26,7 +26,7 @@ PICTURE = feed(
 )  # fmt: skip
 
 
-def test_one_screen_tells_who_is_slow_who_is_out_and_what_the_reload_did(proxy, capsys):
+def test_one_screen_reports_who_is_slow_who_is_out_and_what_the_reload_did(proxy, capsys):
     proxy.says["/feed"] = (200, PICTURE)
     assert main(["status", "--url", proxy.url]) == 0
     assert proxy.asked[-1][0] == "/feed?once=true"
@@ -95,7 +95,7 @@ def test_what_can_not_be_asked_is_status_2(proxy, capsys, answer, said):
     assert said in capsys.readouterr().err
 
 
-def test_what_is_wrong_with_the_proxy_itself_is_told():
+def test_what_is_wrong_with_the_proxy_itself_is_reported():
     picture = feed(
         row(), leaving=True, metrics=False,
         last_reload={"outcome": "refused", "source": "file", "at": AT, "error": {"message": "x"}},

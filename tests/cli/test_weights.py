@@ -52,13 +52,13 @@ def test_status_is_a_table_of_the_workers_and_what_runs(proxy, capsys):
     assert lines[7] == "2026-11-21T10:00:00 /pause_generation 0.5 s: 200 ok"
 
 
-def test_without_a_command_it_tells_how_they_stand(proxy, capsys):
+def test_without_a_command_it_reports_how_they_stand(proxy, capsys):
     proxy.says["/weights"] = (200, WEIGHTS)
     assert main(["weights", "--url", proxy.url]) == 0
     assert "newest: epoch 3, version v3" in capsys.readouterr().out
 
 
-def test_status_tells_whose_sync_is_there(proxy, capsys):
+def test_status_reports_whose_sync_is_there(proxy, capsys):
     owner = {"group_name": "g", "master": "h:1", "caller": "", "age_secs": 9.0}
     sync = {"state": "arming", "owner": owner, "step_secs": 1.0,
             "members": [{"member": A, "progress": "asked"}]}  # fmt: skip
@@ -120,13 +120,13 @@ def test_checksums_are_compared(proxy, capsys, sums, status, words, standings):
     assert tuple(line.split()[1] for line in lines[2:]) == standings
 
 
-def test_a_refusal_is_told_and_is_a_failure(proxy, capsys):
+def test_a_refusal_is_reported_and_is_a_failure(proxy, capsys):
     proxy.says["/weights/resolve"] = (401, {"error": {"message": "Admin API key required"}})
     assert main(["weights", "resolve", "--url", proxy.url]) == 1
     assert "status 401: Admin API key required" in capsys.readouterr().err
 
 
-def test_who_stays_out_is_told(proxy, capsys):
+def test_who_stays_out_is_reported(proxy, capsys):
     told = {"resolved_worker_ids": ["a"], "unresolved": {B: "ReadError"}}
     proxy.says["/weights/resolve"] = (502, told)
     assert main(["weights", "resolve", "--url", proxy.url]) == 1
@@ -199,7 +199,7 @@ def test_versions_are_a_table_with_their_state(kept, capsys):
         ({"store": "p", "error": "disk full"}, "can't be stored: disk full"),
     ],
 )
-def test_why_there_are_no_versions_is_told(proxy, capsys, told, words):
+def test_why_there_are_no_versions_is_reported(proxy, capsys, told, words):
     proxy.says["/weights/versions"] = (200, {"versions": [], "error": None} | told)
     assert main(["weights", "versions", "--url", proxy.url]) == 0
     assert words in capsys.readouterr().out
@@ -245,7 +245,7 @@ def test_a_version_that_is_not_there_is_refused_with_those_that_are(kept, capsys
         ("", "a", 1, "cancelled"),
     ],
 )
-def test_somebody_who_sits_there_is_asked_first(
+def test_a_client_who_sits_there_is_asked_first(
     kept, capsys, monkeypatch, typed, wanted, status, words
 ):
     terminal = io.StringIO(typed)

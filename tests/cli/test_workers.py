@@ -108,7 +108,7 @@ def test_the_list_may_be_narrowed_and_read_by_a_machine(fleet, capsys):
          "drained, 0 in flight"),
     ],
 )  # fmt: skip
-def test_a_state_tells_why_no_requests_come(fields, words):
+def test_a_state_reports_why_no_requests_come(fields, words):
     assert describe_state(record(A, **fields)) == words
 
 
@@ -148,7 +148,7 @@ def test_removing_may_wait_for_what_is_in_flight(fleet, capsys):
 
 
 @pytest.mark.parametrize(("end", "status"), [("drained", 0), ("overdue", 1)])
-def test_draining_is_waited_for_and_its_end_told(fleet, capsys, end, status):
+def test_draining_is_waited_for_and_its_end_reported(fleet, capsys, end, status):
     begun = record(A, draining={"state": "draining", "in_flight": 2})
     done = record(A, draining={"state": end, "in_flight": int(status)})
     fleet.says[f"{ONE}/drain"] = (202, {"status": "draining", "worker": begun})

@@ -62,7 +62,7 @@ def test_the_versions_choose_the_routes_that_are_served():
     assert release(versions["vllm_router"]) >= (0, 1, 17)
 
 
-def test_an_image_that_asserts_a_forks_name_can_be_told_it():
+def test_an_image_that_asserts_a_forks_name_can_be_reported_it():
     told = {"OMNI_PROXY_SGLANG_ROUTER_VERSION": "0.3.2+slime"}
     seen = looked_at("sglang_router", [ROOT, PACKAGES / "sglang_router"], **told)
     assert "slime" in seen["version"]

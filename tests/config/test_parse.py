@@ -123,7 +123,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text():
         ("server.half_close = true", "true is not one of abort, answer"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_told_what_was_expected(text, problem):
+def test_a_value_of_the_wrong_type_is_informed_what_was_expected(text, problem):
     (said,) = problems(text)
     assert problem in said
 

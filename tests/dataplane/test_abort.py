@@ -42,7 +42,7 @@ async def test_who_has_a_request_is_known_while_it_runs(script):
             assert "r1" in found.running[worker.url]
             assert (await opened.door.abort(one("r2"))).running == {}
             assert (await opened.door.abort(ALL)).running == {}  # all are asked anyway
-        await until(opened.at_rest)
+        await until(opened.wait_until_idle)
         assert (await opened.door.abort(one("r1"))).known == ()
 
 
@@ -113,7 +113,7 @@ async def test_a_request_that_waits_for_a_slot_ends_whatever_its_body_will_say()
             closed = await sender.answer()
             assert (closed.status, closed.one("connection")) == (200, "close")
             assert opened.door.queue.waiting == 0
-        await until(opened.at_rest)
+        await until(opened.wait_until_idle)
         assert len(made[0].requests) == 1
 
 
@@ -166,7 +166,7 @@ async def test_between_two_attempts_a_request_ends_and_is_not_sent_again():
             assert (await opened.door.abort(one("r1"))).waiting == 1
             answer = await client.answer()
             assert json.loads(answer.body)["meta_info"]["finish_reason"]["type"] == "abort"
-        await until(opened.at_rest)
+        await until(opened.wait_until_idle)
 
 
 async def test_a_stream_that_was_kept_alive_meanwhile_ends_regularly():

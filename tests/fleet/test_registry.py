@@ -229,7 +229,7 @@ def test_watchers_hear_of_health_once_per_change():
     assert heard == [Health.HEALTHY]
 
 
-def test_a_change_is_told_of_one_worker_or_of_all_and_never_both():
+def test_a_change_is_reported_one_worker_or_of_all_and_never_both():
     fleet = fleet_of(entry("a"), entry("b"))
     a, b = fleet.workers
     of_all, of_one = [], []
@@ -253,7 +253,7 @@ def test_a_failed_request_counts_like_a_failed_probe_but_ejects():
     assert worker.health.state is fleet.thresholds.eject is Health.UNHEALTHY
 
 
-def test_ejection_is_told_once_and_a_threshold_of_probes_is_none():
+def test_ejection_is_reported_once_and_a_threshold_of_probes_is_none():
     fleet = fleet_of(entry("a"), entry("b"))
     heard = []
     fleet.watch_ejected(heard.append)

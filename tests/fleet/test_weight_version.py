@@ -40,7 +40,7 @@ def test_a_label_is_shown_as_a_head_can_hold_it(label, shown):
     assert fields(version.lines) == {**wanted, b"x-omni-weight-epoch": b"3"}
 
 
-def test_what_is_not_known_is_not_told():
+def test_what_is_not_known_is_not_reported():
     assert UNKNOWN_VERSION.lines == b""
     assert WeightVersion("v1").lines == b"x-omni-weight-version: v1\r\n"
 

@@ -163,7 +163,7 @@ def test_a_port_that_accepts_and_says_nothing_holds_no_thread(listener):
     wait_until(lambda: threading.active_count() <= before)
 
 
-def test_a_service_of_another_kind_is_told_from_a_store(groups, listener):
+def test_a_service_of_another_kind_is_distinguished_from_a_store(groups, listener):
     listener.settimeout(10)
 
     def answer():
@@ -282,7 +282,7 @@ def test_a_name_used_again_and_again_leaves_no_file_and_no_thread_behind(groups,
     assert groups.status()["abandoned_threads"] == []
 
 
-def test_a_rank_without_a_gpu_of_its_own_is_told_so(groups, monkeypatch):
+def test_a_rank_without_a_gpu_of_its_own_gets_that_reason(groups, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)

@@ -136,7 +136,7 @@ def test_buckets_in_one_block_never_overlap(buckets, dense):
     ]
 
 
-def test_buckets_lie_where_they_are_told_to():
+def test_buckets_lie_where_they_are_reported_to():
     whole = merge_plans(
         [*parse_plans(BUCKET, dense=True), *parse_plans(OTHER, dense=True)], (100, 7)
     )

@@ -4,7 +4,7 @@ import trio
 from omni_proxy.dataplane.loop import timeouts
 from tests.promises.early_readers import EarlyReaders
 from tests.promises.fakes import answering, counted, fake_workers
-from tests.promises.program_nest import close_nests
+from tests.promises.program_forkserver import close_nests
 from tests.promises.replica_program import PATIENCE_SECS, healthy, program
 from tests.promises.sync_program import Fleets
 from tests.promises.sync_steps import repaired_fleet

@@ -63,7 +63,7 @@ class RunningDataPlane:
         """What health has counted against each worker."""
         return [worker.health.consecutive_failures for worker in self.fleet.workers]
 
-    def at_rest(self) -> bool:
+    def wait_until_idle(self) -> bool:
         return not self.door.in_flight and not any(w.in_flight for w in self.fleet.workers)
 
 
@@ -96,7 +96,7 @@ async def run_dataplane(
         yield opened
         nursery.cancel_scope.cancel()
     assert door.loop.failures == 0, "a connection of the door broke on an unexpected error"
-    assert opened.at_rest()
+    assert opened.wait_until_idle()
 
 
 @asynccontextmanager

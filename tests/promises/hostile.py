@@ -15,7 +15,7 @@ from tests.promises.clients import STREAMED, Client, post
 from tests.promises.dataplane_fixture import RunningDataPlane
 from tests.promises.early_readers import BOUNDARY, FILE, FORM, HINTS, MIB, SPOKEN, head
 from tests.promises.fakes import PATIENCE_SECS, SSE_HEAD, Call, chunk, counted
-from tests.promises.secure import believing
+from tests.promises.tls_helpers import believing
 
 Hostile = Callable[[RunningDataPlane, Client], Awaitable[None]]
 

@@ -16,7 +16,7 @@ from functools import cache
 
 import trio
 
-from tests.promises.trainer_nest import Nest
+from tests.promises.trainer_forkserver import Nest
 
 
 class Trainer:

@@ -143,7 +143,7 @@ async def test_a_prefix_is_asked_of_all(tmp_path, soon):
         assert {rid for engine in engines for rid in engine.running} == {"b::1", "b::2"}
 
 
-async def test_a_worker_that_cannot_be_reached_is_told_of(tmp_path, soon):
+async def test_a_worker_that_cannot_be_reached_is_reported(tmp_path, soon):
     engines = Engine(), Engine()
     more = "failure_threshold = 1000"
     async with fleet(tmp_path, *engines, more=more) as running:
@@ -225,7 +225,7 @@ async def waiting(running, count):
     await running.until("/status", lambda told: told["data_plane"]["waiting"] == count)
 
 
-async def test_an_engine_of_the_other_kind_is_told_in_its_own_words(tmp_path, soon):
+async def test_an_engine_of_the_other_kind_is_reported_in_its_own_words(tmp_path, soon):
     sglang, vllm = Engine(), Engine(VLLM)
     async with fleet(tmp_path, sglang, vllm) as running, streams(running) as made:
         for number in range(6):

@@ -66,7 +66,7 @@ async def test_a_bad_file_stops_the_start_and_binds_nothing(tmp_path, worker, na
     check(await refused_start("--config", file), file, text, BAD_ENDS[name])
 
 
-async def test_every_problem_is_told_at_once(tmp_path, worker):
+async def test_every_problem_is_notified_at_once(tmp_path, worker):
     file = tmp_path / "proxy.toml"
     put(file, toml([worker]) + "[routing]\npolcy = 1\nmodel = 2\n[admin]\nkey = 3\n")
     said = await refused_start("--config", file)

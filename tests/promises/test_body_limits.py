@@ -100,7 +100,7 @@ async def test_a_client_that_leaves_in_its_body_costs_nothing(worker):
             await client.send(BARE + b"content-length: 20\r\n\r\n{")
         with trio.fail_after(30):
             await opened.door.drained()
-        assert opened.at_rest()
+        assert opened.wait_until_idle()
         assert opened.last["outcome"] == "client_disconnected"
     assert worker.requests == []
 

@@ -64,7 +64,7 @@ async def test_status_says_how_it_is_and_its_exit_status_too(place):
     assert "2 disabled" in out
 
 
-async def test_a_wrong_key_and_a_refused_file_are_told(place):
+async def test_a_wrong_key_and_a_refused_file_are_reported(place):
     status, _, err = await ask("status", "--url", place.at[1])
     assert (status, "requires the admin key" in err) == (2, True)
     status, _, err = await ask("status", "--url", place.at[1], "--api-key", "no")

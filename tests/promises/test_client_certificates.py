@@ -11,7 +11,7 @@ import trio
 from omni_proxy.cli.client.tls_options import ClientCert
 from tests.ports import free_port
 from tests.promises.fleet_program import put, starting, toml, workers
-from tests.promises.secure import AUTHORITY, FILES
+from tests.promises.tls_helpers import AUTHORITY, FILES
 from tools.training.endpoint import Endpoint
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -69,7 +69,7 @@ async def test_without_one_they_say_what_is_missing(place):
     assert (status, "pass --client-cert" in said) == (2, True), said
 
 
-async def test_one_that_is_not_believed_is_told_and_so_is_a_proxy_that_is_not(place):
+async def test_one_that_is_not_believed_is_reported_and_so_is_a_proxy_that_is_not(place):
     _, url, _ = place
     status, said = await asked("status", "--url", url, *CA, *STRANGERS)
     assert (status, "does not accept the certificate" in said) == (2, True), said

@@ -54,7 +54,7 @@ async def test_a_client_that_leaves_before_the_answer_frees_the_worker_at_once(h
             assert (opened.door.in_flight, opened.fleet.workers[0].in_flight) == (1, 1)
             await leave(client, how)
             await until(script.left)
-        assert opened.at_rest()
+        assert opened.wait_until_idle()
         assert opened.failures() == [0]
         assert opened.last["outcome"] == "client_disconnected"
         assert (opened.last["ended_by"], opened.last["phase"]) == ("client", "wait")
@@ -70,7 +70,7 @@ async def test_a_client_that_leaves_mid_stream_frees_the_worker_at_once(how):
             await client.until(b"data: one\n\n")
             await leave(client, how)
             await until(script.left)
-        assert opened.at_rest()
+        assert opened.wait_until_idle()
         assert opened.failures() == [0]
         assert opened.last["outcome"] == "stream_cancelled"
         assert (opened.last["ended_by"], opened.last["phase"]) == ("client", "relay")
@@ -83,7 +83,7 @@ async def test_a_client_that_leaves_is_not_tried_again_elsewhere():
             await client.send(post())
             await until(first.asked)
         await until(first.left)
-        assert opened.at_rest()
+        assert opened.wait_until_idle()
     assert not second.asked.is_set()
 
 
@@ -94,7 +94,7 @@ async def test_a_client_that_leaves_with_requests_in_the_pipe_frees_the_worker()
             await client.send(post(), post())
             await until(script.asked)
         await until(script.left)
-        assert opened.at_rest()
+        assert opened.wait_until_idle()
     assert len(worker.requests) == 1
 
 
@@ -160,7 +160,7 @@ async def test_a_broken_client_frees_the_worker_even_where_a_half_closed_one_is_
             await until(script.asked)
             client.reset()
             await until(script.left)
-        assert opened.at_rest()
+        assert opened.wait_until_idle()
 
 
 async def test_a_broken_client_mid_stream_frees_the_worker_even_where_half_closed_is_served():
@@ -174,4 +174,4 @@ async def test_a_broken_client_mid_stream_frees_the_worker_even_where_half_close
             await client.until(b"data: one\n\n")
             client.reset()
             await until(script.left)
-        assert opened.at_rest()
+        assert opened.wait_until_idle()

@@ -69,7 +69,7 @@ async def push(page, worker, word):
 SWITCH, DRAIN, REVIVE, REMOVE = 1, 2, 3, 4
 
 
-async def test_somebody_on_call_sees_the_fleet_and_switches_workers(page, tmp_path):
+async def test_a_client_on_call_sees_the_fleet_and_switches_workers(page, tmp_path):
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet) as running:
         one, two = fleet
         await shows(page, "#state", "Serving with all 2 workers")
@@ -139,7 +139,7 @@ async def test_a_rollout_is_seen_until_it_has_ended(page, tmp_path):
         await shows(page, "#weights-says", "published: v2, epoch 1")
 
 
-async def test_for_how_long_it_is_switched_off_is_told_not_how_long_it_is_well(page, tmp_path):
+async def test_for_how_long_it_is_switched_off_is_reported_not_how_long_it_is_well(page, tmp_path):
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet):
         later = "seconds(last.fleet[0].state_since) > seconds(last.fleet[0].since)"
         await push(page, fleet[0], DRAIN)
@@ -211,7 +211,7 @@ async def test_everything_can_be_done_with_the_keyboard(page, tmp_path):
         await shows(page, row(one), "takes requests")
 
 
-async def test_without_the_key_nothing_is_told(page, tmp_path):
+async def test_without_the_key_nothing_is_reported(page, tmp_path):
     settings = f'[admin]\napi_key = "{KEY}"\n'
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet, more=settings) as running:
         (one,) = fleet

@@ -45,7 +45,7 @@ WAYS = ("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "via")
         ),
     ],
 )  # fmt: skip
-async def test_a_worker_is_told_of_the_way_as_configured(mode, wanted):
+async def test_a_worker_is_reported_the_way_as_configured(mode, wanted):
     async with dataplane_before(WELL, config=f"[server]\nforwarded = '{mode}'") as (opened, client):
         for _ in range(3):  # from memory too
             await client.send(post(CHAT, *CLAIMS))
@@ -118,7 +118,7 @@ async def test_an_introduction_without_an_address_leaves_the_balancers_own():
 @pytest.mark.parametrize(
     "sent", [post(), b"PROXY TCP4 nonsense\r\n" + post(), V2[:12] + b"\x99" + V2[13:], V1[:20]]
 )
-async def test_whoever_does_not_introduce_itself_is_cut_without_a_word(sent):
+async def test_a_caller_that_does_not_introduce_itself_is_cut_without_a_word(sent):
     config = BALANCED + "[server.timeouts]\nclient_head_secs = 0.1"
     async with dataplane_before(WELL, config=config) as (opened, client):
         await client.send(sent)

@@ -105,7 +105,7 @@ async def test_a_queue_that_is_full_refuses_at_once():
     [("max_inflight = 1\n", "queue_timeout"), ("", "none_healthy")],
     ids=["no slot", "no worker"],
 )
-async def test_who_waited_for_too_long_is_told_so(more, reason):
+async def test_who_waited_for_too_long_gets_that_reason(more, reason):
     gate = Gate()
     config = f"{QUEUED}{more}queue_timeout_secs = 0.05"
     async with fake_workers(gate) as made, run_dataplane(*made, config=config) as opened:

@@ -22,7 +22,7 @@ from tests.promises.fakes import (
     fake_workers,
     silent,
 )
-from tests.promises.secure import AUTHORITY, FILES, SecureWorker, TwoEvents, secure_workers
+from tests.promises.tls_helpers import AUTHORITY, FILES, SecureWorker, TwoEvents, secure_workers
 
 BELIEVING = f"[server]\ntls_worker_ca = '{AUTHORITY}'\n"
 OK = answering(counted(b"{}"))
@@ -268,7 +268,7 @@ async def test_a_body_that_the_worker_reads_slowly_is_sent_whole():
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
-async def test_a_worker_that_wants_another_handshake_is_told_at_once_that_there_is_none():
+async def test_a_worker_that_wants_another_handshake_is_notified_at_once_that_there_is_none():
     port = free_port()
     async with openssl_server(port) as server:
         config = f"{BELIEVING}[routing]\nmax_total_retries = 0\n"

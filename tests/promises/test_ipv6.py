@@ -28,7 +28,7 @@ async def status_of(file):
     return json.loads(done.stdout)
 
 
-async def test_a_listener_named_in_brackets_is_found_moved_and_tells_its_clients(tmp_path):
+async def test_a_listener_named_in_brackets_is_found_moved_and_reports_its_clients(tmp_path):
     file, log = tmp_path / "proxy.toml", tmp_path / "access.log"
     more = f"access_log = '{log}'\nlog_format = 'json'\nhost = "
     async with workers("w") as fleet:

@@ -156,7 +156,7 @@ async def test_an_http_1_0_client_may_keep_its_connection():
             assert (answer.body, answer.one("connection")) == (b"hello", "keep-alive")
 
 
-async def test_an_http_1_0_client_that_keeps_alive_is_told_of_the_end_of_a_chunked_answer():
+async def test_an_http_1_0_client_that_keeps_alive_is_reported_the_end_of_a_chunked_answer():
     async with dataplane_before(answering(CHUNKED)) as (_, client):
         await client.send(old(CHAT, "connection: keep-alive"))
         answer = await client.answer()

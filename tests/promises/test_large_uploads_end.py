@@ -117,7 +117,7 @@ async def test_a_client_that_dies_in_its_upload_ends_its_workers_connection(taki
         with trio.fail_after(PATIENCE_SECS):
             await left.wait()
             await opened.door.drained()
-        assert opened.at_rest()
+        assert opened.wait_until_idle()
         assert opened.last["outcome"] == "client_disconnected"
         assert opened.failures() == [0]
 

@@ -30,7 +30,7 @@ from tests.promises.hostile import (
     Hostile,
     worker,
 )
-from tests.promises.secure import listening
+from tests.promises.tls_helpers import listening
 
 FIRST = 5  # of a kind: fills what is kept for good, such as templates of heads
 CROWD = 50  # of a kind

@@ -64,7 +64,7 @@ async def test_each_phase_of_a_real_stream_is_measured():
     assert cell.first.sum < cell.total.sum
 
 
-async def test_a_stream_tells_its_gaps_before_it_ends_and_one_that_breaks_has_told_them():
+async def test_a_stream_reports_its_gaps_before_it_ends_and_one_that_breaks_has_reported_them():
     waiting, going = trio.Event(), trio.Event()
 
     async def breaking(call):
@@ -109,7 +109,7 @@ async def test_what_is_no_stream_has_no_gaps_however_many_pieces_it_comes_in():
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_the_running_program_tells_the_gaps_of_a_stream_that_goes_on(tmp_path, processes):
+async def test_the_running_program_reports_the_gaps_of_a_stream_that_goes_on(tmp_path, processes):
     file, enough = tmp_path / "proxy.toml", trio.Event()
 
     async def going_on(call):
@@ -159,7 +159,7 @@ async def test_every_end_is_counted_once(script, request_, end):
     assert end[2] == "refused" or (PATH, worker) in meters.series
 
 
-async def test_tries_that_fail_are_told_by_worker_and_cause():
+async def test_tries_that_fail_are_reported_by_worker_and_cause():
     config = "[routing]\nmax_total_retries = 2\nmax_worker_retries = 0\n[health]\n"
     meters, worker = await metered(resetting, post(), config=config + "failure_threshold = 9\n")
     assert meters.failed_attempts == {(worker, "reset_before_response"): 2}

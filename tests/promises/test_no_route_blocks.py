@@ -16,7 +16,7 @@ import trio
 from omni_proxy.admin_api.routes.broadcast_routes import CONFIGURED
 from omni_proxy.admin_ops.results import MAX_ANSWER_VALUES
 from omni_proxy.wire.bounded_json import MAX_VALUES
-from tests.admin_api.house import A, build_house, entry
+from tests.admin_api.api_fixture import A, build_api, entry
 from tests.promises.fakes import Call, counted
 from tests.promises.fleet_program import PATIENCE_SECS, program
 
@@ -139,7 +139,7 @@ def lie(line: str) -> bytes:
 
 def routes() -> list[tuple[str, str]]:
     """All of the app's, so that a new one is asked too."""
-    rules = build_house(entry(A)).app.url_map.iter_rules()
+    rules = build_api(entry(A)).app.url_map.iter_rules()
     rules = [rule for rule in rules if rule.rule != CONFIGURED]  # those are tried as what they are
     return [(method, rule.rule) for rule in rules for method in rule.methods - {"HEAD", "OPTIONS"}]
 

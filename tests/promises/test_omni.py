@@ -181,7 +181,7 @@ def test_curl_does_all_of_it(url, tmp_path):
     assert plain(told["text"]) == plain(QUESTION)
 
 
-def test_models_and_capabilities_tell_what_is_really_there(client, url):
+def test_models_and_capabilities_report_what_is_really_there(client, url):
     assert [model.id for model in client.models.list()] == [MODEL]
     with pytest.raises(openai.APIStatusError) as refused:
         chat(client, [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}])

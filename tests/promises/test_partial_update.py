@@ -51,7 +51,7 @@ async def test_an_update_that_all_refuse_changes_nothing(tmp_path):
             assert (await running.told("/weights"))["weight_epoch"] == 0
 
 
-async def test_replicas_that_differ_afterwards_are_out_and_one_that_cannot_tell_is_not(tmp_path):
+async def test_replicas_that_differ_afterwards_are_out_and_one_that_cannot_report_is_not(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(4) as (one, two, odd, mute):
         sums = {"per_gpu_checksum": "f" * 64}

@@ -90,7 +90,7 @@ async def test_a_worker_that_fails_goes_out_and_comes_back():
     ("flags", "seen"),
     [("--disable-circuit-breaker", [500] * 8), ("--cb-failure-threshold 6", [500] * 6 + [503] * 2)],
 )
-async def test_the_breaker_opens_when_it_is_told_to(flags, seen):
+async def test_the_breaker_opens_on_request(flags, seen):
     async with router(saying(500), flags=f"--disable-retries {flags}") as (running, _):
         assert await asked(running, 8) == seen
 

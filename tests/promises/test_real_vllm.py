@@ -168,7 +168,7 @@ async def test_pause_and_sleep_hold_a_request_until_the_engines_go_on(seen, vllm
     assert await text_of(seen) == answers[0]
 
 
-async def test_what_one_engine_tells_the_fleet_tells(seen, vllm):
+async def test_what_one_engine_reports_the_fleet_reports(seen, vllm):
     assert (await seen.told("/get_world_size"))["world_size"] == 2
     status, told = await post(seen, "/pause?mode=bogus")
     assert (status, "'abort', 'wait' or 'keep'" in told["message"]) == (400, True)

@@ -146,7 +146,7 @@ def children_of(pid):
         ),
     ],
 )
-async def test_what_keeps_it_from_starting_is_told(tmp_path, text, told):
+async def test_what_keeps_it_from_starting_is_reported(tmp_path, text, told):
     (tmp_path / "p.toml").write_text(text)
     async with replica("--pipeline", str(tmp_path / "p.toml")) as (process, _):
         words = b""

@@ -100,7 +100,7 @@ async def test_what_a_trainer_sends_is_what_the_replica_holds(client, trainer, r
         assert (await client.get("/is_paused")).json() == {"is_paused": False}
 
 
-async def test_under_traffic_each_token_is_that_of_the_version_that_is_told(
+async def test_under_traffic_each_token_is_that_of_the_version_that_is_reported(
     client, trainer, replica
 ):
     seen, ended = [], trio.Event()

@@ -150,7 +150,7 @@ async def test_every_try_is_counted_and_none_stays_in_flight():
         bad, good = opened.fleet.workers
         assert (bad.routed["generation"], bad.failed["generation"]) == (1, 1)
         assert (good.routed["generation"], good.succeeded["generation"]) == (1, 1)
-        assert opened.at_rest()
+        assert opened.wait_until_idle()
 
 
 BUSY = counted(b"busy", "Retry-After: 7", "x-mine: a", "x-mine: b", status="503 Over Full")
@@ -315,7 +315,7 @@ async def test_retry_on_is_read_anew_with_the_file():
         assert [(await ask(client)).status for _ in range(4)] == [200] * 4
 
 
-async def test_a_failure_after_failed_tries_tells_what_was_tried():
+async def test_a_failure_after_failed_tries_reports_what_was_tried():
     config = "[routing]\nmax_total_retries = 2"
     async with (
         refusing_url() as gone,
@@ -330,7 +330,7 @@ async def test_a_failure_after_failed_tries_tells_what_was_tried():
         assert answer.one("x-omni-attempts") == told
 
 
-async def test_a_body_above_retry_body_bytes_is_tried_once_and_the_client_is_told_why():
+async def test_a_body_above_retry_body_bytes_is_tried_once_and_the_client_is_informed_why():
     config = '[routing]\nretry_body_bytes = "1KiB"'
     body = b'{"messages": [], "pad": "%b"}' % (b"x" * 1024)
     async with dataplane_before(resetting, answering(BUSY), config=config) as (opened, client):

@@ -255,7 +255,7 @@ async def test_a_session_moves_where_requests_do_not_wait(config):
         assert await home_of(opened, "mine") is new
 
 
-async def test_a_session_that_waited_for_too_long_is_told_for_what():
+async def test_a_session_that_waited_for_too_long_is_reported_for_what():
     config = "[server]\nqueue_size = 5\nqueue_timeout_secs = 0.05\n" + BY_SESSIONS
     async with fleet_of(2, config) as opened:
         home = await home_of(opened, "mine")

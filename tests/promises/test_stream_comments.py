@@ -162,7 +162,7 @@ async def test_a_worker_that_dies_behind_comments_is_tried_elsewhere():
         assert opened.last["attempts"] == 2
 
 
-async def test_when_all_have_failed_the_client_is_told_in_the_stream():
+async def test_when_all_have_failed_the_client_is_reported_in_the_stream():
     event = trio.Event()
 
     async def dying(call):

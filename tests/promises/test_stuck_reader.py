@@ -48,7 +48,7 @@ async def test_a_client_that_never_reads_is_cut_and_never_fills_our_memory(head)
         with trio.fail_after(PATIENCE_SECS):
             await flood.cut.wait()
         assert flood.sent < MOST_IN_TRANSIT
-        assert opened.at_rest()
+        assert opened.wait_until_idle()
         assert (opened.last["outcome"], opened.last["ended_by"]) == ("client_stalled", "client")
         assert opened.last["bytes_out"] < MOST_IN_TRANSIT
         assert opened.failures() == [0]

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import trio
 
-from tests.promises.held import tree
+from tests.promises.process_resources import tree
 from tests.promises.sync_program import DESTROY, INIT, PREPARE, init_body
 from tests.promises.sync_steps import (
     ManualSync,

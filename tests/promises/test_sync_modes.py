@@ -7,7 +7,7 @@ import trio
 
 from tests.promises.engines import engines
 from tests.promises.fleet_program import program, put, toml
-from tests.promises.held import tree
+from tests.promises.process_resources import tree
 
 pytest.importorskip("torch")
 

@@ -6,7 +6,7 @@ from itertools import cycle
 import pytest
 import trio
 
-from tests.promises.held import Held
+from tests.promises.process_resources import ProcessResources
 from tests.promises.sync_program import PATIENCE_SECS
 from tests.promises.sync_steps import (
     ManualSync,
@@ -42,7 +42,7 @@ async def test_a_hundred_syncs_under_traffic_cause_no_error_and_no_leak(seen, tr
     assert (await seen.told("/server_info"))["tp_size"] == 4
     async with Traffic(seen, clients=1).keep_asking():
         await spell(seen, trainers, "die-before", rounds=1)  # fills caches
-    before = Held(seen.fleet.processes())
+    before = ProcessResources(seen.fleet.processes())
     traffic = Traffic(seen, clients=2)
     async with traffic.keep_asking():
         for fault in COSTLY:
@@ -89,6 +89,6 @@ async def aborted(seen, trainers, fault):
 async def back_to(before, seen):
     """Resources of ended tasks are freed a little later; leaks stay."""
     with trio.move_on_after(PATIENCE_SECS):
-        while (after := Held(seen.fleet.processes())).beyond(before, SLACK):
+        while (after := ProcessResources(seen.fleet.processes())).beyond(before, SLACK):
             await trio.sleep(0.5)
     assert not after.beyond(before, SLACK), (before, after)

@@ -24,7 +24,7 @@ from tests.promises.fakes import (
     hanging_up_after,
     silent,
 )
-from tests.promises.secure import FILES, TwoEvents, believing, listening, secure_client
+from tests.promises.tls_helpers import FILES, TwoEvents, believing, listening, secure_client
 
 
 @asynccontextmanager
@@ -202,7 +202,7 @@ async def test_a_client_that_closes_its_side_early_is_served_where_that_is_allow
         assert (await client.answer()).status == 200
 
 
-async def test_plain_http_on_the_port_is_told_to_use_https():
+async def test_plain_http_on_the_port_is_asked_to_use_https():
     async with secure_door(silent) as opened, client_of(opened.address) as client:
         await client.send(post())
         answer = await client.answer()
@@ -212,7 +212,7 @@ async def test_plain_http_on_the_port_is_told_to_use_https():
     assert opened.workers[0].requests == []
 
 
-async def test_who_leaves_while_he_is_told_so_is_no_failure_of_ours():
+async def test_who_leaves_while_he_gets_that_reason_is_no_failure_of_ours():
     async with secure_door(silent) as opened, client_of(opened.address) as client:
         await client.send(post())
         await client.answer()

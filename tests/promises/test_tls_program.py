@@ -13,7 +13,7 @@ import trio
 from tests.ports import free_port
 from tests.promises.fakes import answering, counted
 from tests.promises.fleet_program import PATIENCE_SECS, PROBES, chat, put, starting, toml, workers
-from tests.promises.secure import AUTHORITY, FILES, SecureWorker, believing, secure_workers
+from tests.promises.tls_helpers import AUTHORITY, FILES, SecureWorker, believing, secure_workers
 
 pytestmark = pytest.mark.usefixtures("soon")
 CERT, KEY = FILES / "server.pem", FILES / "server-key.pem"
@@ -112,7 +112,7 @@ async def test_commands_find_it_by_its_file(tmp_path):
         ("server", "locked-key", "is encrypted"),
     ],
 )
-async def test_a_pair_that_can_not_be_used_is_told_by_check_and_at_the_start(
+async def test_a_pair_that_can_not_be_used_is_reported_by_check_and_at_the_start(
     tmp_path, cert, key, words
 ):
     file = tmp_path / "proxy.toml"

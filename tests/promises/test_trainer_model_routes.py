@@ -243,7 +243,7 @@ async def test_the_text_of_a_configured_route_is_that_of_its_keys(text):
             spelled = str([family] * 60)[:-1].encode()
             holders = [w for w in made if any(spelled in body for _, body in w.requests)]
             assert len(holders) == 1
-        await until(lambda: opened.at_rest())
+        await until(lambda: opened.wait_until_idle())
 
 
 KINDS = """

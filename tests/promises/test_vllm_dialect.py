@@ -177,7 +177,7 @@ async def test_a_trainer_that_dies_in_the_middle_leaves_the_fleet_to_the_next(se
     await other.tell("leave_engines")
 
 
-async def test_a_fleet_of_both_kinds_is_paused_and_told_in_the_words_of_each(mixed, trainers):
+async def test_a_fleet_of_both_kinds_is_paused_and_reported_in_the_words_of_each(mixed, trainers):
     async with mixed.client() as seen:
         await seen.ready()
         status, told = await seen.post("/pause?mode=keep")

@@ -183,7 +183,7 @@ async def test_with_a_queue_a_request_waits_until_a_worker_has_the_weights():
         assert (answer.status, answer.one("x-omni-weight-epoch")) == (200, "3")
 
 
-async def test_a_request_that_waited_too_long_is_told_which_weights_were_missing():
+async def test_a_request_that_waited_too_long_is_informed_which_weights_were_missing():
     config = f"{QUEUED}queue_timeout_secs = 0.05"
     async with dataplane_before(GOOD, config=config) as (_, client):
         answer = await ask(client, f"{VERSION}: =v2")

@@ -162,7 +162,7 @@ async def test_too_few_bytes_are_never_a_clean_end(name, how):
         assert len(made[0].requests) == 1
 
 
-async def test_a_broken_sse_stream_tells_its_reader_before_it_is_cut():
+async def test_a_broken_sse_stream_reports_its_reader_before_it_is_cut():
     async with dataplane_before(hanging_up_after(SSE_HEAD + EVENT)) as (opened, client):
         with pytest.raises(Truncated) as broken:
             await ask(client, STREAMED)
@@ -173,7 +173,7 @@ async def test_a_broken_sse_stream_tells_its_reader_before_it_is_cut():
         assert opened.last["outcome"] == "stream_error"
 
 
-async def test_a_stream_that_falls_silent_is_told_and_cut():
+async def test_a_stream_that_falls_silent_is_reported_and_cut():
     async def script(call):
         await call.send(SSE_HEAD, EVENT)
         await call.until_left()

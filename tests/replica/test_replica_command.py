@@ -56,7 +56,7 @@ def test_an_ipv6_address_may_be_typed_as_in_a_url(monkeypatch, host):
     assert served[0].host == "::1"
 
 
-def test_the_model_is_served_under_its_own_name_unless_told_otherwise(monkeypatch):
+def test_the_model_is_served_under_its_own_name_unless_requested_otherwise(monkeypatch):
     served = []
     monkeypatch.setattr(llamacpp, "serve", served.append)
     command.main(LLAMACPP)
@@ -106,7 +106,7 @@ def test_a_ctrl_c_while_fetching_ends_without_a_traceback(monkeypatch):
     assert command.main(["fetch", "smollm2-135m"]) == command.INTERRUPTED
 
 
-def test_a_missing_engine_is_told_with_the_cure(monkeypatch, capsys):
+def test_a_missing_engine_is_reported_with_the_cure(monkeypatch, capsys):
     monkeypatch.setitem(command.sys.modules, "xllamacpp", None)
     assert command.main(LLAMACPP) == 1
     assert "pip install 'omni-proxy[replica]'" in capsys.readouterr().err
@@ -290,7 +290,7 @@ def test_a_wrong_pipeline_ends_with_2_and_one_line_for_each_problem(launched, tm
     ]
 
 
-def test_missing_packages_are_told_with_the_cure(monkeypatch, capsys):
+def test_missing_packages_are_reported_with_the_cure(monkeypatch, capsys):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(command.MissingPackageError, match=r"torch, .*omni-proxy\[replica\]"):
         command._check_installed(command.REQUIRED_PACKAGES)
@@ -334,7 +334,7 @@ def test_a_report_is_asked_for_through_the_same_command(tmp_path, capsys):
     assert "# Requests: 0" in capsys.readouterr().out
 
 
-def test_what_nobody_foresaw_ends_with_1_and_is_told(launched, monkeypatch, caplog):
+def test_what_nobody_foresaw_ends_with_1_and_is_reported(launched, monkeypatch, caplog):
     async def launch_server(*_, **__):
         raise RuntimeError("a bug")
 

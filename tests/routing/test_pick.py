@@ -271,7 +271,7 @@ def test_nobody_with_room_says_so():
     assert refusal(fleet, Requirements(CHAT)).code == "all_full"
 
 
-def test_a_model_that_only_an_unroutable_worker_serves_is_told_apart():
+def test_a_model_that_only_an_unroutable_worker_serves_is_distinguished():
     fleet = fleet_of(entry("a", model="m"), entry("b", model="n", disabled=True))
     assert refusal(fleet, Requirements(CHAT, "n")).code == "all_disabled"
 

@@ -56,7 +56,7 @@ def test_least_request_gives_equals_their_turn(count, load, rounds):
 
 
 @given(loads, st.integers(0, 9), st.integers(1, 5))
-def test_least_request_takes_turns_among_ties_whoever_else_is_busy(counts, before, rounds):
+def test_least_request_takes_turns_among_ties_a_caller_that_else_is_busy(counts, before, rounds):
     """The naive one: the group of the least loaded, and each of it once in every round."""
     policy = build("least_request", random.randrange)
     idle = loaded(*[0] * len(counts))

@@ -52,7 +52,7 @@ def test_a_model_route_has_its_class_its_need_and_its_place(method, path, traffi
 
 
 @pytest.mark.parametrize("path", sorted({row[1] for row in ROWS}))
-def test_another_method_is_told_what_is_allowed(path):
+def test_another_method_is_informed_what_is_allowed(path):
     own = {row[0] for row in ROWS if row[1] == path}
     for method in METHODS:
         if method in own:

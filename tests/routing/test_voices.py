@@ -78,7 +78,7 @@ def test_a_body_that_was_not_read_whole_goes_to_the_owner():
     assert need.pinning is VOICE_OWNER
 
 
-def test_a_session_that_tells_nothing_goes_to_any_worker():
+def test_a_session_that_reports_nothing_goes_to_any_worker():
     registry = VoiceRegistry()
     registry.voices_changed(OWNER)
     need = Requirements(0)

@@ -42,7 +42,7 @@ def urls(config_store) -> list[str]:
     return [worker.url for worker in config_store.fleet.workers]
 
 
-async def test_a_reload_applies_and_tells_what_changed(file, config_store):
+async def test_a_reload_applies_and_reports_what_changed(file, config_store):
     heard = []
     config_store.subscribe(lambda old, new: heard.append((old.health, new.health)))
     file.write_text(toml(B, more="[health]\ninterval_secs = 7\n"))
@@ -285,7 +285,9 @@ async def test_changes_wait_for_the_turn_in_their_order_and_those_at_once_do_not
     assert config_store.operation_lock.locked() is False
 
 
-async def test_what_a_reload_did_is_still_told_after_the_watcher_has_read_again(file, config_store):
+async def test_what_a_reload_did_is_still_reported_after_the_watcher_has_read_again(
+    file, config_store
+):
     file.write_text("[health]\ninterval_secs = 7\n")
     assert (await config_store.reload("http")).outcome == "applied"
     told = config_store.last_reload

@@ -50,7 +50,7 @@ def test_many_at_once_are_counted_as_each_of_them(values, bounds):
 
 
 @given(st.lists(st.one_of(SECS, st.sampled_from(["counts", "sum", "buckets", "sort in", "clear"]))))
-def test_what_waits_is_there_for_whoever_reads(steps):
+def test_what_waits_is_there_for_a_caller_that_reads(steps):
     held, plain = LateHistogram(FIRST_CHUNK), Histogram(FIRST_CHUNK)
     late = held.late
     for step in steps:
@@ -74,7 +74,7 @@ def test_what_waits_is_there_for_whoever_reads(steps):
 
 
 @given(st.lists(SECS | st.sampled_from(DURATION)))
-def test_what_is_counted_finely_can_be_told_coarsely(values):
+def test_what_is_counted_finely_can_be_reported_coarsely(values):
     coarse, spread = Histogram(DURATION), Histogram(DURATION)
     for value in values:
         coarse.observe(value)
@@ -84,7 +84,7 @@ def test_what_is_counted_finely_can_be_told_coarsely(values):
 
 
 @given(st.lists(SECS))
-def test_fewer_buckets_are_told_as_if_only_those_had_been_counted(values):
+def test_fewer_buckets_are_reported_as_if_only_those_had_been_counted(values):
     coarse = Histogram(FIRST_CHUNK)
     for value in values:
         coarse.observe(value)
@@ -104,5 +104,5 @@ def test_of_nothing_there_is_no_quantile():
     assert quantile(Histogram(FINE).counts, 0.5) is None
 
 
-def test_what_lies_above_all_bounds_is_told_as_the_last():
+def test_what_lies_above_all_bounds_is_reported_as_the_last():
     assert quantile(fine([5000.0]).counts, 0.5) == FINE[-1]

@@ -92,7 +92,7 @@ def test_a_file_gets_the_same_lines_from_when_it_is_named_on(capsys):
     assert len(lines.kept) == 2
 
 
-def test_a_file_that_cannot_be_written_is_not_told_of_itself():
+def test_a_file_that_cannot_be_written_is_not_reported_of_itself():
     lines = Lines()
     configure("info", "text", lines)
     logging.getLogger("omni_proxy.telemetry.line_log").warning("cannot write")

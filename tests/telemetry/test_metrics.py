@@ -84,7 +84,7 @@ def test_the_front_has_no_gaps(meters):
     assert meters.gap_histogram(ended(route=None, requirements=None, method="GET")) is None
 
 
-def test_only_a_stream_tells_its_longest_gap(fleet, meters):
+def test_only_a_stream_reports_its_longest_gap(fleet, meters):
     a, _ = fleet.workers
     meters.record(ended(a, stream=False), a)
     meters.record(ended(a, chunks=1, longest_gap=0.0), a)
@@ -102,7 +102,7 @@ def test_tries_count_by_worker_and_cause(fleet, meters):
     assert meters.failed_attempts == {(a, "connect_failure"): 2, (a, "503"): 1}
 
 
-def test_tokens_count_where_the_last_piece_tells_them(fleet, meters):
+def test_tokens_count_where_the_last_piece_reports_them(fleet, meters):
     a, _ = fleet.workers
     tail = b'data: {"usage":{"prompt_tokens":7,"completion_tokens":9}}\n\n'
     meters.record(ended(a, model="m", last_chunk=b"x" * 20_000 + tail), a)
@@ -167,7 +167,7 @@ def test_workers_that_come_and_go_leave_nothing(fleet, meters):
     assert len(meters.health_changes) == 1
 
 
-def test_ejections_and_states_are_heard_of(fleet, meters):
+def test_ejections_and_states_are_reported(fleet, meters):
     a, _ = fleet.workers
     for _ in range(fleet.thresholds.fall):
         fleet.observe_request_failure(a, status=None, error="ConnectError", at=NOW)

@@ -118,7 +118,7 @@ def totals(ends: Counter[tuple[Worker, object]]) -> Counter[Worker]:
     return summed
 
 
-def test_a_name_that_a_worker_takes_on_is_told_from_then_on():
+def test_a_name_that_a_worker_takes_on_is_distinguished_from_then_on():
     fleet = fleet_of(entry("a", model="m"))
     (a,) = fleet.workers
     meters = Metrics(fleet, RecentWindow())

@@ -38,7 +38,9 @@ def answered(meters, worker):
     worker.add_counts("generation", succeeded=1)
 
 
-def test_one_with_requests_that_says_nothing_is_told_after_a_while(fleet, meters, stall_detector):
+def test_one_with_requests_that_says_nothing_is_reported_after_a_while(
+    fleet, meters, stall_detector
+):
     for worker in fleet.workers:
         answered(meters, worker)
     stuck, idle, *_ = fleet.workers

@@ -34,7 +34,7 @@ def test_the_last_usage_counts_whatever_is_around_it(tail):
         b'{"usage":7}',
     ],
 )
-def test_what_tells_no_counts_tells_none(tail):
+def test_what_reports_no_counts_reports_none(tail):
     assert tokens_in(tail) == {}
 
 

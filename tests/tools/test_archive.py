@@ -72,7 +72,7 @@ def test_without_a_home_it_is_unpacked_for_this_run(run, tmp_path):
     assert told.stdout == f"omni-proxy {__version__}\n"
 
 
-def test_another_python_is_told_which_one_it_was_made_for(run, archive, tmp_path):
+def test_another_python_is_informed_which_one_it_was_made_for(run, archive, tmp_path):
     rewritten = tmp_path / "other.pyz"
     with zipfile.ZipFile(archive) as old, zipfile.ZipFile(rewritten, "w") as new:
         new.writestr("__main__.py", old.read("__main__.py"))

@@ -52,7 +52,7 @@ def test_each_peer_has_a_ratio_of_its_own() -> None:
     assert rows[1].split()[-4:] == ["1.50", "(1.50..1.50)", "0.30", "(0.30..0.30)"]
 
 
-def test_what_a_side_adds_is_told_where_the_worker_was_measured_alone() -> None:
+def test_what_a_side_adds_is_reported_where_the_worker_was_measured_alone() -> None:
     rounds = [a_round(30, 20), a_round(40, 20)]
     assert report.added_us(rounds, "ours", "bare") == [30, 40]
     rows = report.added_table({"unary c=1": rounds}, ["peer", "ours"], "bare")
@@ -103,7 +103,10 @@ def test_a_crowd_shrinks_to_the_descriptors_and_says_so(
 
 
 def test_bytes_of_each_are_those_that_came_with_the_crowd() -> None:
-    assert connection_memory.Held("idle", "door", 1_000, 10_000_000, 12_000_000).each_bytes == 2_000
+    assert (
+        connection_memory.ProcessResources("idle", "door", 1_000, 10_000_000, 12_000_000).each_bytes
+        == 2_000
+    )
 
 
 @needs_cc

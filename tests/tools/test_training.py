@@ -35,7 +35,7 @@ def tensors():
     return {f"t{n}": torch.arange(n, dtype=torch.float32) for n in (2, 3, 4, 100, 1)}
 
 
-def test_its_help_tells_every_fault_and_every_form():
+def test_its_help_reports_every_fault_and_every_form():
     told = parser().format_help()
     for name, fault in FAULTS.items():
         assert name in told
@@ -153,7 +153,7 @@ def test_an_answer_is_judged_by_its_body_alone(body, ok):
     assert Answer("/x", 500, body, 0.0).ok is ok
 
 
-def test_the_first_cause_is_told_wherever_it_stands():
+def test_the_first_cause_is_reported_wherever_it_stands():
     assert Answer("/x", 400, {"message": "why"}, 0.0).why == "why"
     assert Answer("/x", 404, {"detail": "Not Found"}, 0.0).why == "Not Found"
     assert Answer("/x", 503, {"error": {"message": "busy"}}, 0.0).why == "busy"
@@ -221,7 +221,7 @@ def answering(status, told):
             thread.join()
 
 
-def test_who_wants_a_key_is_told_of_with_the_ways_to_give_it():
+def test_who_wants_a_key_is_reported_with_the_ways_to_give_it():
     with answering(401, {"detail": "Admin API key required"}) as url:
         endpoint = Endpoint(url, 5.0)
         with pytest.raises(ValueError, match="required; give it by --api-key KEY, or by SGLANG_"):

@@ -51,7 +51,7 @@ def asked():
         endpoint.close()
 
 
-def test_it_waits_for_somebody_who_serves_and_for_all_to_be_judged(asked):
+def test_it_waits_for_a_client_who_serves_and_for_all_to_be_judged(asked):
     told = []
     none = {"reason": "no_routable_worker", "unknown_workers": 0, "total_workers": 2}
     some = {**UP, "unknown_workers": 1}
@@ -80,7 +80,7 @@ def test_it_waits_for_an_endpoint_that_does_not_listen_yet(asked):
     assert "refused" in told[0]
 
 
-def test_an_endpoint_without_that_path_is_ready_once_it_tells_its_facts(asked):
+def test_an_endpoint_without_that_path_is_ready_once_it_reports_its_facts(asked):
     with answering(0, (404, {})) as url:
         wait_ready(asked(url), 60, pytest.fail)
 

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from omni_proxy.upstream_http.engine_calls import flush_cache, generate_token
-from tests.admin_api.engines_at_hand import Engines
-from tests.admin_api.house import A, build_house, entry
+from tests.admin_api.api_fixture import A, build_api, entry
+from tests.admin_api.fake_engines import Engines
 
 
 @pytest.fixture
@@ -14,33 +14,36 @@ def engine(monkeypatch):
 
 @pytest.fixture
 def worker():
-    return build_house(entry(A, model="m")).worker(A)
+    return build_api(entry(A, model="m")).worker(A)
 
 
 async def test_a_flush_takes_the_route_that_the_engine_has(engine, worker):
-    engine.tell(A, "/reset_prefix_cache", {"success": True})
+    engine.set_reply(A, "/reset_prefix_cache", {"success": True})
     outcome = await flush_cache(worker, {}, 5)
     assert outcome.ok
-    assert [request.url.path for request in engine.asked] == ["/flush_cache", "/reset_prefix_cache"]
+    assert [request.url.path for request in engine.requests] == [
+        "/flush_cache",
+        "/reset_prefix_cache",
+    ]
 
 
 async def test_a_flush_that_is_refused_is_not_tried_under_another_name(engine, worker):
-    engine.tell(A, "/flush_cache", {}, status=400)
-    engine.tell(A, "/reset_prefix_cache", {"success": True})
+    engine.set_reply(A, "/flush_cache", {}, status=400)
+    engine.set_reply(A, "/reset_prefix_cache", {"success": True})
     assert (await flush_cache(worker, {}, 5)).status == 400
 
 
 async def test_an_engine_that_has_no_health_check_of_that_kind_generates_a_token(engine, worker):
-    engine.tell(A, "/health", {})
-    engine.tell(A, "/v1/completions", {"choices": []})
+    engine.set_reply(A, "/health", {})
+    engine.set_reply(A, "/v1/completions", {"choices": []})
     assert (await generate_token(worker, {"authorization": "Bearer k"}, 5)).ok
-    sent = json.loads(engine.asked[-1].content)
+    sent = json.loads(engine.requests[-1].content)
     assert (sent["model"], sent["max_tokens"]) == ("m", 1)
-    assert engine.asked[-1].headers["authorization"] == "Bearer k"
+    assert engine.requests[-1].headers["authorization"] == "Bearer k"
 
 
 async def test_health_alone_does_not_count_as_generated(engine, worker):
-    engine.tell(A, "/health", {})
+    engine.set_reply(A, "/health", {})
     outcome = await generate_token(worker, {}, 5)
     assert outcome.status == 404
-    assert "/health" not in [request.url.path for request in engine.asked]
+    assert "/health" not in [request.url.path for request in engine.requests]

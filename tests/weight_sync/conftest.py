@@ -6,10 +6,10 @@ import trio
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.upstream_http import client
 from omni_proxy.weight_sync.session import watchdog
-from tests.admin_api.house import A, B
+from tests.admin_api.api_fixture import A, B
 from tests.process_group.trainer_pool import pool
-from tests.weight_sync.operation_fixture import GatedEngines, house_with
-from tests.weight_sync.trainer_fixture import Trainer, open_trainer_store, sync_house
+from tests.weight_sync.operation_fixture import GatedEngines, api_with
+from tests.weight_sync.trainer_fixture import Trainer, open_trainer_store, sync_api
 from tests.weight_sync.version_holders import ReceiveHarness
 
 __all__ = ["pool"]
@@ -27,19 +27,19 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-async def house(engines, folder, nursery):
+async def api(engines, folder, nursery):
     """Two healthy workers and a running service."""
     assert client.open_client.__name__ == "open_client"
-    made = house_with(folder)
-    await nursery.start(made.desk.run)
+    made = api_with(folder)
+    await nursery.start(made.operations.run)
     return made
 
 
 @pytest.fixture
 async def plain(engines, folder, nursery):
     """As `house`, in mode "off": group calls are forwarded unchanged."""
-    made = house_with(folder, weight_sync=WeightSyncConfig(mode="off"))
-    await nursery.start(made.desk.run)
+    made = api_with(folder, weight_sync=WeightSyncConfig(mode="off"))
+    await nursery.start(made.operations.run)
     return made
 
 
@@ -68,9 +68,9 @@ def trainer_with(engines, folder, nursery, store, listening):
     """Returns a function that starts a proxy with these settings, and a trainer."""
 
     async def begin(**settings):
-        house = sync_house(folder, **settings)
-        await nursery.start(house.desk.run)
-        return Trainer(house, store)
+        api = sync_api(folder, **settings)
+        await nursery.start(api.operations.run)
+        return Trainer(api, store)
 
     return begin
 

@@ -11,15 +11,15 @@ from trio.testing import wait_all_tasks_blocked
 from omni_proxy.admin_ops.routes import BY_PATH
 from omni_proxy.weight_sync.protocol.journal import Journal, decode
 from omni_proxy.weight_sync.worker_calls import AdminCall
-from tests.admin_api.engines_at_hand import Engines
-from tests.admin_api.house import A, B, build_house, entry
+from tests.admin_api.api_fixture import A, B, build_api, entry
+from tests.admin_api.fake_engines import Engines
 
 UPDATE, PAUSE = "/update_weights_from_disk", "/pause_generation"
 LOST = httpx.ReadError("gone")
 
 
 class GatedEngines(Engines):
-    """A call without a row in `says` succeeds; `gates[url, path]` delays its response."""
+    """A call without a row in `replies` succeeds; `gates[url, path]` delays its response."""
 
     def __init__(self):
         super().__init__()
@@ -37,15 +37,15 @@ class GatedEngines(Engines):
 
     def paths(self, url=A):
         port = int(url.rpartition(":")[2])
-        return [r.url.path for r in self.asked if r.url.port == port]
+        return [r.url.path for r in self.requests if r.url.port == port]
 
     async def answer(self, request):
         url = str(request.url.copy_with(raw_path=b"/")).rstrip("/")
         path = request.url.path
-        if (url, path) not in self.says:
-            self.tell(url, path, self.default_response(url, path))
+        if (url, path) not in self.replies:
+            self.set_reply(url, path, self.default_response(url, path))
             found = await self.keep(request, url, path)
-            del self.says[url, path]
+            del self.replies[url, path]
             return found
         return await self.keep(request, url, path)
 
@@ -71,22 +71,22 @@ def admin_call(path=UPDATE, body=None, **fields):
     return AdminCall(BY_PATH[path], "POST", path, raw, **fields)
 
 
-def house_with(folder, **tables):
-    house = build_house(entry(A), entry(B), folder=folder, **tables)
-    house.healthy(A, B)
-    return house
+def api_with(folder, **tables):
+    api = build_api(entry(A), entry(B), folder=folder, **tables)
+    api.healthy(A, B)
+    return api
 
 
-def cordon_reasons_of(house):
-    return [sorted(worker.cordon_reasons) for worker in house.fleet.workers]
+def cordon_reasons_of(api):
+    return [sorted(worker.cordon_reasons) for worker in api.fleet.workers]
 
 
-async def submit_all(house, *calls):
+async def submit_all(api, *calls):
     """Submit several calls in this order; return their responses."""
     responses = [None] * len(calls)
 
     async def one(at):
-        responses[at] = await house.desk.submit(calls[at])
+        responses[at] = await api.operations.submit(calls[at])
 
     async with trio.open_nursery() as nursery:
         for at in range(len(calls)):
@@ -95,10 +95,10 @@ async def submit_all(house, *calls):
     return responses
 
 
-async def start_operation(engines, nursery, house, call, *urls):
+async def start_operation(engines, nursery, api, call, *urls):
     """Submit a call in the background; return when these workers have received it."""
     engines.close_gate(call.route.path, *urls)
-    nursery.start_soon(house.desk.submit, call)
+    nursery.start_soon(api.operations.submit, call)
     for url in urls or (A, B):
         await engines.arrived[url, call.route.path].wait()
 

@@ -13,8 +13,8 @@ from omni_proxy.weight_sync.worker_calls import (
     limit_secs,
     read_labels,
 )
-from tests.admin_api.house import A, B, build_house
-from tests.weight_sync.operation_fixture import LOST, house_with
+from tests.admin_api.api_fixture import A, B, build_api
+from tests.weight_sync.operation_fixture import LOST, api_with
 
 
 async def test_all_workers_are_called_before_any_answers(monkeypatch):
@@ -38,7 +38,7 @@ async def test_all_workers_are_called_before_any_answers(monkeypatch):
         lambda worker: httpx.AsyncClient(transport=httpx.MockTransport(answer_together)),
     )
     entries = [WorkerEntry(url=f"http://127.0.0.1:{9000 + at}") for at in range(count)]
-    workers = build_house(*entries).fleet.workers
+    workers = build_api(*entries).fleet.workers
     results = []
     with trio.fail_after(30):
         answers = await call_all(workers, Call("POST", "/x", timeout_secs=15), results.append)
@@ -52,39 +52,39 @@ def test_a_configured_zero_is_no_limit():
 
 
 async def test_a_worker_that_refuses_the_first_label_path_is_asked_on_the_second(engines, folder):
-    house = house_with(folder)
-    engines.tell(A, "/model_info", {"detail": "key"}, status=401)
-    engines.tell(A, "/get_model_info", {"weight_version": "v9"})
-    labels = await read_labels(house.fleet.workers, {"authorization": "Bearer t"})
+    api = api_with(folder)
+    engines.set_reply(A, "/model_info", {"detail": "key"}, status=401)
+    engines.set_reply(A, "/get_model_info", {"weight_version": "v9"})
+    labels = await read_labels(api.fleet.workers, {"authorization": "Bearer t"})
     assert {worker.url: label for worker, label in labels.items()} == {A: "v9", B: "v1"}
     assert engines.paths(B) == ["/model_info"]
-    assert {request.headers["authorization"] for request in engines.asked} == {"Bearer t"}
+    assert {request.headers["authorization"] for request in engines.requests} == {"Bearer t"}
 
 
 async def test_a_worker_that_is_lost_or_reports_several_labels_has_none(engines, folder):
-    house = house_with(folder)
-    engines.says[A, "/model_info"] = LOST
+    api = api_with(folder)
+    engines.replies[A, "/model_info"] = LOST
     stages = [{"data": {"weight_version": label}} for label in ("v1", "v2")]
-    engines.tell(B, "/model_info", {"results": stages})
-    labels = await read_labels(house.fleet.workers, {})
+    engines.set_reply(B, "/model_info", {"results": stages})
+    labels = await read_labels(api.fleet.workers, {})
     assert list(labels.values()) == [None, None]
     assert engines.paths(A) == ["/model_info"]
 
 
 async def test_checksums_are_requested_as_the_contract_says(engines, folder):
-    house = house_with(folder)
-    verdict = await compare_checksums(house.fleet.workers, {}, 5.0)
+    api = api_with(folder)
+    verdict = await compare_checksums(api.fleet.workers, {}, 5.0)
     assert (verdict.checked, verdict.checksums) == ((A, B), {A: "s", B: "s"})
-    for request in engines.asked:
+    for request in engines.requests:
         assert (request.method, request.url.path) == ("POST", "/weights_checker")
         assert request.content == b'{"action": "checksum"}'
         assert request.headers["content-type"] == "application/json"
 
 
 async def test_the_label_of_vllm_is_read_from_weight_info(engines, folder):
-    house = house_with(folder)
+    api = api_with(folder)
     for path in ("/model_info", "/get_model_info"):
-        engines.tell(A, path, {}, status=404)
-    engines.tell(A, "/weight_info", {"weight_version": "step-7"})
-    labels = await read_labels(house.fleet.workers, {})
+        engines.set_reply(A, path, {}, status=404)
+    engines.set_reply(A, "/weight_info", {"weight_version": "step-7"})
+    labels = await read_labels(api.fleet.workers, {})
     assert list(labels.values()) == ["step-7", "v1"]

@@ -11,8 +11,8 @@ import trio
 from omni_proxy.admin_ops.routes import BY_PATH
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.weight_sync.worker_calls import AdminCall
-from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import GatedEngines, house_with
+from tests.admin_api.api_fixture import A, B
+from tests.weight_sync.operation_fixture import GatedEngines, api_with
 
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 PREPARE, COMPLETE = "/prepare_weights_update", "/complete_weights_update"
@@ -51,7 +51,7 @@ class SyncEngines(GatedEngines):
 
     def bodies(self, path, url=A):
         port = int(url.rpartition(":")[2])
-        found = [r for r in self.asked if r.url.port == port and r.url.path == path]
+        found = [r for r in self.requests if r.url.port == port and r.url.path == path]
         return [json.loads(r.content) for r in found]
 
 
@@ -110,27 +110,27 @@ def trainer_call(path, **body):
     return AdminCall(BY_PATH[path], "POST", path, raw, caller="trainer")
 
 
-def sync_house(folder, **fields):
+def sync_api(folder, **fields):
     fields = {"mode": "coordinate", "stall_timeout_secs": 20.0, **fields}
-    return house_with(folder, weight_sync=WeightSyncConfig(**fields))
+    return api_with(folder, weight_sync=WeightSyncConfig(**fields))
 
 
-def versions_by_url(house):
-    return {w.url: (w.weight_version, w.weight_epoch) for w in house.fleet.workers}
+def versions_by_url(api):
+    return {w.url: (w.weight_version, w.weight_epoch) for w in api.fleet.workers}
 
 
-def uncertain_workers(house):
-    return sorted(house.desk.journal.uncertain)
+def uncertain_workers(api):
+    return sorted(api.operations.journal.uncertain)
 
 
 class Trainer:
     """Submits calls, and checks that each response is consistent."""
 
-    def __init__(self, house, store):
-        self.house, self.store = house, store
+    def __init__(self, api, store):
+        self.api, self.store = api, store
 
     async def ask(self, path, **body):
-        answer = await self.house.desk.submit(trainer_call(path, **body))
+        answer = await self.api.operations.submit(trainer_call(path, **body))
         top = (answer.body["success"], answer.body["status"])
         assert top in ((True, "ok"), (True, "ready"), (False, "error")), answer.body
         assert answer.ok is answer.body["success"], answer
@@ -154,11 +154,11 @@ class Trainer:
 
     @property
     def state(self):
-        return self.house.desk.sync.status()["state"]
+        return self.api.operations.sync.status()["state"]
 
     async def until(self, state):
         with trio.fail_after(30):
             while self.state != state:  # noqa: ASYNC110  # nothing rings for a state
                 await trio.sleep(0.01)
             if state == "idle":
-                await self.house.desk.sync.lifecycle.wait_settled()
+                await self.api.operations.sync.lifecycle.wait_settled()

@@ -11,7 +11,7 @@ from omni_proxy.admin_ops.routes import BY_PATH
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.weight_sync.checksum import roll_up
 from omni_proxy.weight_sync.worker_calls import AdminCall
-from tests.admin_api.house import A, B, build_house, entry
+from tests.admin_api.api_fixture import A, B, build_api, entry
 from tests.weight_sync.operation_fixture import GatedEngines
 from tests.weight_sync.store.drafts import delete_store
 
@@ -41,10 +41,10 @@ class VersionEngines(GatedEngines):
 
     def load(self, url, body):
         if self.refuses:
-            self.tell(url, DISK, {"success": False, "message": "the model has no tensor"}, 400)
+            self.set_reply(url, DISK, {"success": False, "message": "the model has no tensor"}, 400)
         elif self.failing_loads[url]:
             self.failing_loads[url] -= 1
-            self.tell(url, DISK, {"success": False, "message": "out of memory"}, 500)
+            self.set_reply(url, DISK, {"success": False, "message": "out of memory"}, 500)
         else:
             record = json.loads((Path(body["model_path"]) / "record.json").read_bytes())
             self.holds[url] = {n: row["sha256"] for n, row in record["tensors"].items()}
@@ -70,21 +70,21 @@ class ReceiveHarness:
             mode="receive", isolation="thread", init_timeout_secs=20, **fields
         )
         entries = (entry(A), entry(B))
-        self.house = build_house(*entries, folder=folder, weight_sync=self.settings)
-        self.desk = self.house.desk
+        self.api = build_api(*entries, folder=folder, weight_sync=self.settings)
+        self.operations = self.api.operations
         self.store = None
 
     async def start(self, nursery):
-        await nursery.start(self.desk.run)
-        self.store = self.desk.version_service.store_service.store
-        self.house.healthy(A, B)
+        await nursery.start(self.operations.run)
+        self.store = self.operations.version_service.store_service.store
+        self.api.healthy(A, B)
 
     def close(self):
         delete_store(self.store)
 
     async def ask(self, path, **body):
         raw = json.dumps({"group_name": "g", **body}).encode()
-        return await self.desk.submit(AdminCall(BY_PATH[path], "POST", path, raw))
+        return await self.operations.submit(AdminCall(BY_PATH[path], "POST", path, raw))
 
     async def sync(self, seed, label=None):
         """Run a whole two-phase sync; return the response to its complete."""
@@ -107,10 +107,10 @@ class ReceiveHarness:
         return done
 
     def versions(self):
-        return [(w.weight_version, w.weight_epoch) for w in self.house.fleet.workers]
+        return [(w.weight_version, w.weight_epoch) for w in self.api.fleet.workers]
 
     def held(self):
-        return [sorted(w.cordon_reasons) for w in self.house.fleet.workers]
+        return [sorted(w.cordon_reasons) for w in self.api.fleet.workers]
 
     async def until(self, holds):
         with trio.fail_after(10):

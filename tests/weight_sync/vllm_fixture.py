@@ -9,7 +9,7 @@ import httpx
 
 from omni_proxy.admin_ops.routes import BY_PATH
 from omni_proxy.weight_sync.worker_calls import AdminCall
-from tests.admin_api.house import A, B
+from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.operation_fixture import GatedEngines
 from tests.weight_sync.trainer_fixture import Trainer
 
@@ -53,14 +53,14 @@ class VllmEngines(GatedEngines):
         self.paused, self.asleep, self.open, self.collected = set(), set(), set(), set()
         self.checker_needs_running = False
 
-    def tell(self, url, path, body, status=200):
+    def set_reply(self, url, path, body, status=200):
         if isinstance(body, tuple):  # a refusal by default
             status, body = body
-        super().tell(url, path, body, status)
+        super().set_reply(url, path, body, status)
 
     def tell_vllm(self, url, path, words):
         status, body = rpc_error(words)
-        self.tell(url, path, body, status)
+        self.set_reply(url, path, body, status)
 
     async def keep(self, request, url, path):
         answer = await super().keep(request, url, path)
@@ -146,12 +146,12 @@ class VllmEngines(GatedEngines):
     def targets(self, path, url=A):
         """Path and query of the calls of this path."""
         port = int(url.rpartition(":")[2])
-        found = [r for r in self.asked if r.url.port == port and r.url.path == path]
+        found = [r for r in self.requests if r.url.port == port and r.url.path == path]
         return [r.url.raw_path.decode() for r in found]
 
     def bodies(self, path, url=A):
         port = int(url.rpartition(":")[2])
-        found = [r for r in self.asked if r.url.port == port and r.url.path == path]
+        found = [r for r in self.requests if r.url.port == port and r.url.path == path]
         return [json.loads(r.content) if r.content else None for r in found]
 
 
@@ -175,7 +175,7 @@ class VllmTrainer(Trainer):
     """In vLLM's words. `ask` and the others check that each response is consistent."""
 
     async def ask(self, path, body=None, **fields):
-        answer = await self.house.desk.submit(vllm_call(path, body, **fields))
+        answer = await self.api.operations.submit(vllm_call(path, body, **fields))
         assert answer.ok is answer.body["success"], answer
         return answer
 

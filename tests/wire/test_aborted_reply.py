@@ -37,7 +37,7 @@ def test_a_batch_gets_one_for_each_of_its_ids():
     assert [each["meta_info"]["id"] for each in unary("/generate", ids=("a", "b"))] == ["a", "b"]
 
 
-def test_without_an_id_of_the_body_the_heads_is_told():
+def test_without_an_id_of_the_body_the_heads_is_reported():
     assert unary("/v1/completions", ids=())["id"] == "head-id"
 
 

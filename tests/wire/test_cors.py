@@ -14,7 +14,7 @@ def test_any_origin_is_allowed_without_credentials():
     )
 
 
-def test_a_listed_origin_is_named_and_caches_are_told():
+def test_a_listed_origin_is_named_and_caches_are_reported():
     fields = dict(Cors([PAGE], ["X-My-Id"]).fields(PAGE))
     assert fields["access-control-allow-origin"] == PAGE
     assert fields["vary"] == "Origin"

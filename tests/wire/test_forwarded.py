@@ -63,7 +63,7 @@ def test_replace_drops_what_clients_claim():
     ]  # fmt: skip
 
 
-def test_an_http_1_0_request_without_a_host_is_told_as_such():
+def test_an_http_1_0_request_without_a_host_is_reported_as_such():
     told = prepared(ForwardedHeaders("append"), request(line=b"GET / HTTP/1.0\r\n", host=b""))
     assert fields_of(told.lines) == [b"x-forwarded-proto: http", b"via: 1.0 omni-proxy"]
 

@@ -192,7 +192,7 @@ def test_the_connection_is_kept_as_the_client_asks(line, fields, kept):
         (b"Transfer-Encoding: Chunked", CHUNKED),
     ],
 )
-def test_the_length_of_the_body_is_told_once(field, length):
+def test_the_length_of_the_body_is_reported_once(field, length):
     assert parse_request_head(request(field)).length == length
 
 

@@ -160,7 +160,7 @@ def test_a_body_is_followed_to_its_end_and_not_changed(raw, body):
     assert (single.whole, single.excess) == (True, False)
 
 
-def test_bytes_past_a_length_are_cut_off_and_told():
+def test_bytes_past_a_length_are_cut_off_and_reported():
     answer = read(head(b"content-length: 5"))
     assert answer.feed(b"helloHTTP/1.1 200 OK\r\n\r\n") == b"hello"
     assert (answer.whole, answer.excess) == (True, True)
@@ -172,7 +172,7 @@ def test_another_answer_behind_the_last_chunk_is_garbage():
 
 
 @pytest.mark.parametrize("stray", [b"\r\n", b"\n", b"\r\n\r\n"])
-def test_empty_lines_behind_the_last_chunk_are_cut_off_and_told(stray):
+def test_empty_lines_behind_the_last_chunk_are_cut_off_and_reported(stray):
     answer = read(CHUNKED)
     assert answer.feed(b"1\r\na\r\n0\r\n\r\n" + stray) == b"1\r\na\r\n0\r\n\r\n"
     assert (answer.whole, answer.excess) == (True, True)
@@ -294,7 +294,7 @@ def test_an_upgrade_behind_the_end_is_garbage_like_anything_else_there():
 
 
 @pytest.mark.parametrize("name", DIAGNOSTICS)
-def test_what_only_the_proxy_may_tell_of_an_answer_is_dropped_from_a_workers(name):
+def test_what_only_the_proxy_may_report_of_an_answer_is_dropped_from_a_workers(name):
     told = [b"a: 1", name + b": spoofed", name.title() + b":", name.upper() + b": \t", b"b: 2"]
     answer = read(head(*told, b"content-length: 0"))
     assert answer.lines == OK + b"a: 1\r\nb: 2\r\ncontent-length: 0\r\n"

@@ -202,7 +202,7 @@ def test_messages_of_both_kinds_keep_their_kind():
     assert [type(event) for event in carry(client, server)] == [TextMessage, BytesMessage]
 
 
-def test_an_error_event_tells_the_number_and_the_reason_beside_it():
+def test_an_error_event_reports_the_number_and_the_reason_beside_it():
     refusal = HttpError(503, "no eligible upstream", "none_healthy")
     assert json.loads(error_event(refusal)) == {
         "type": "error", "message": "no eligible upstream", "error_type": "server_error",

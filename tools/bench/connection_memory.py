@@ -33,7 +33,7 @@ SLOW = Crowd("slow stream", Load("slow", "stream", 2_000, gap_ms=1000, warm_ms=1
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ProcessResources:
     """Bytes are of resident memory."""
 
     crowd: str
@@ -63,7 +63,7 @@ def fitting(crowd: Crowd, limit: int) -> Crowd:
     return replace(crowd, load=replace(crowd.load, connections=most))
 
 
-def held(side: Side, crowd: Crowd) -> Held:
+def held(side: Side, crowd: Crowd) -> ProcessResources:
     """Raises LegError where a connection of the crowd was refused, cut or answered wrongly."""
     with fake_worker() as workers, started(side, workers) as (port, pid):
         if pid is None:
@@ -82,10 +82,10 @@ def held(side: Side, crowd: Crowd) -> Held:
                     beside = rss_bytes(pid)
         if process.returncode:
             raise LegError(f"{crowd.name} through {side.name}: {last[last.find('first_error') :]}")
-    return Held(crowd.name, side.name, crowd.load.connections, before, beside)
+    return ProcessResources(crowd.name, side.name, crowd.load.connections, before, beside)
 
 
-def crowds(sides: Sequence[Side], kinds: Sequence[Crowd] = (IDLE, SLOW)) -> list[Held]:
+def crowds(sides: Sequence[Side], kinds: Sequence[Crowd] = (IDLE, SLOW)) -> list[ProcessResources]:
     """Raises LegError."""
     limit = raise_descriptor_limit()
     found = []
@@ -98,7 +98,7 @@ def crowds(sides: Sequence[Side], kinds: Sequence[Crowd] = (IDLE, SLOW)) -> list
     return found
 
 
-def table(found: Sequence[Held]) -> list[list[str]]:
+def table(found: Sequence[ProcessResources]) -> list[list[str]]:
     rows = [["what", "through", "count", "bytes each", "MiB before", "MiB with them"]]
     rows += [
         [

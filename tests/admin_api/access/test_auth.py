@@ -2,7 +2,7 @@ import pytest
 
 from omni_proxy.admin_api.access.auth import needs_key
 from omni_proxy.config.schema import AdminConfig, Config
-from tests.admin_api.house import A, build_house, entry
+from tests.admin_api.api_fixture import A, build_api, entry
 
 CLOSED = """
 GET /status  GET /config  POST /reload  POST /explain  GET /explain  GET /engine_metrics
@@ -38,14 +38,14 @@ def test_metrics_can_be_opened():
     assert not needs_key("GET", "/metrics", AdminConfig(api_key="k", open_metrics=True))
 
 
-async def test_without_a_key_everything_is_open(house):
-    assert (await house.client().get("/config")).status_code == 200
+async def test_without_a_key_everything_is_open(api):
+    assert (await api.client().get("/config")).status_code == 200
 
 
 @pytest.mark.parametrize("sent", [None, "", "Bearer", "Bearer ", "Basic s3cret", "s3cret"])
 async def test_a_missing_or_malformed_key_is_a_401_that_says_how(sent):
     headers = {} if sent is None else {"Authorization": sent}
-    answer = await build_house(entry(A), key="s3cret").client().get("/config", headers=headers)
+    answer = await build_api(entry(A), key="s3cret").client().get("/config", headers=headers)
     assert answer.status_code == 401
     assert answer.headers["WWW-Authenticate"] == "Bearer"
     detail = (await answer.get_json())["detail"]
@@ -53,7 +53,7 @@ async def test_a_missing_or_malformed_key_is_a_401_that_says_how(sent):
 
 
 async def test_a_wrong_key_is_a_403():
-    client = build_house(entry(A), key="s3cret").client()
+    client = build_api(entry(A), key="s3cret").client()
     answer = await client.get("/config", headers={"Authorization": "Bearer s3cre"})
     assert answer.status_code == 403
     assert (await answer.get_json())["detail"] == "Invalid admin API key"
@@ -61,43 +61,43 @@ async def test_a_wrong_key_is_a_403():
 
 @pytest.mark.parametrize("sent", ["Bearer s3cret", "bearer s3cret", "BEARER  s3cret "])
 async def test_the_right_key_opens_whatever_the_case_of_its_scheme(sent):
-    client = build_house(entry(A), key="s3cret").client()
+    client = build_api(entry(A), key="s3cret").client()
     assert (await client.get("/config", headers={"Authorization": sent})).status_code == 200
 
 
 async def test_a_key_beyond_ascii_is_compared_as_bytes():
-    client = build_house(entry(A), key="schlüssel").client()
+    client = build_api(entry(A), key="schlüssel").client()
     sent = {"Authorization": "Bearer schlüssel"}  # the test client sends UTF-8
     assert (await client.get("/config", headers=sent)).status_code == 200
 
 
 async def test_the_key_is_hot():
-    house = build_house(entry(A))
-    house.config_store.config = Config(admin=AdminConfig(api_key="new"))
-    assert (await house.client().get("/config")).status_code == 401
-    house.config_store.config = Config()
-    assert (await house.client().get("/config")).status_code == 200
+    api = build_api(entry(A))
+    api.config_store.config = Config(admin=AdminConfig(api_key="new"))
+    assert (await api.client().get("/config")).status_code == 401
+    api.config_store.config = Config()
+    assert (await api.client().get("/config")).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"), [("GET", "/nope", 404), ("PUT", "/live", 405)]
 )
 async def test_what_does_not_exist_asks_for_no_key(method, path, status):
-    client = build_house(entry(A), key="s3cret").client()
+    client = build_api(entry(A), key="s3cret").client()
     assert (await client.open(path, method=method)).status_code == status
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
 async def test_changing_workers_needs_the_key(method):
-    house = build_house(entry(A), key="s3cret")
+    api = build_api(entry(A), key="s3cret")
     path = "/workers" if method == "POST" else f"/workers/{A}"
-    assert (await house.client().open(path, method=method, data=b"{}")).status_code == 401
-    assert house.config_store.revision == 1
+    assert (await api.client().open(path, method=method, data=b"{}")).status_code == 401
+    assert api.config_store.revision == 1
 
 
 async def test_who_shows_the_key_may_come_from_anywhere():
-    house = build_house(entry(A), key="s3cret")
+    api = build_api(entry(A), key="s3cret")
     headers = {"Sec-Fetch-Site": "cross-site", "Authorization": "Bearer s3cret"}
-    path = f"/workers/{house.worker(A).id}"
-    answer = await house.client().put(path, json={"disabled": True}, headers=headers)
+    path = f"/workers/{api.worker(A).id}"
+    answer = await api.client().put(path, json={"disabled": True}, headers=headers)
     assert answer.status_code == 200

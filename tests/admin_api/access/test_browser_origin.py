@@ -6,7 +6,7 @@ from omni_proxy.admin_api.access.browser_origin import ANY_HOST, ANY_HOST_POST, 
 from omni_proxy.admin_api.routes.broadcast_routes import CONFIGURED
 from omni_proxy.config.schema import AdminConfig, ServerConfig
 from omni_proxy.origins import hostname_of, is_local_name, parse_origin
-from tests.admin_api.house import A, build_house, entry
+from tests.admin_api.api_fixture import A, build_api, entry
 
 HOST = "10.0.0.5:30000"
 OWN = f"http://{HOST}"
@@ -56,10 +56,10 @@ def rows(table):
     return set(zip(words[::2], words[1::2], strict=True))
 
 
-def test_every_route_is_listed_as_reading_or_as_changing(house):
+def test_every_route_is_listed_as_reading_or_as_changing(api):
     served = {
         (method, rule.rule)
-        for rule in house.app.url_map.iter_rules()
+        for rule in api.app.url_map.iter_rules()
         if rule.rule != CONFIGURED  # which changes something, like any that is not listed
         for method in rule.methods - {"OPTIONS", "HEAD"}
     }
@@ -78,28 +78,28 @@ def code_of(answer):
 
 
 @pytest.mark.parametrize("page", FOREIGN, ids=str)
-async def test_a_page_of_another_origin_adds_no_worker(house, page):
+async def test_a_page_of_another_origin_adds_no_worker(api, page):
     sent = {"Content-Type": "text/plain;charset=UTF-8", **received(), **page}
-    answer = await house.client().post("/workers", data=b'{"url":"http://c:1"}', headers=sent)
+    answer = await api.client().post("/workers", data=b'{"url":"http://c:1"}', headers=sent)
     assert answer.status_code == 403
     assert code_of(await answer.get_json()) == ("cross_site", True)
-    assert len(house.fleet.workers) == 2
+    assert len(api.fleet.workers) == 2
 
 
 @pytest.mark.parametrize("page", FOREIGN, ids=str)
-async def test_it_changes_nothing_by_any_route(house, page):
+async def test_it_changes_nothing_by_any_route(api, page):
     changing = rows(CHANGING) | {(method, rule) for rule in ENGINE for method in ENGINE_METHODS}
     for method, rule in sorted(changing):
-        answer = await house.client().open(
+        answer = await api.client().open(
             path_of(rule), method=method, headers={**received(), **page}
         )
         assert answer.status_code == 403, (method, rule)
         assert (await answer.get_json())["error"]["code"] == "cross_site"
 
 
-async def test_a_head_flushes_as_a_get_does_and_is_refused_as_one(house):
+async def test_a_head_flushes_as_a_get_does_and_is_refused_as_one(api):
     sent = {**received(), "Sec-Fetch-Site": "cross-site"}
-    assert (await house.client().head("/flush_cache", headers=sent)).status_code == 403
+    assert (await api.client().head("/flush_cache", headers=sent)).status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -114,17 +114,17 @@ async def test_a_head_flushes_as_a_get_does_and_is_refused_as_one(house):
     ],
     ids=str,
 )
-async def test_nothing_is_changed_by_a_browsers_get(house, signs):
+async def test_nothing_is_changed_by_a_browsers_get(api, signs):
     for path in ("/flush_cache", "/v1/rl/engine/start_profile?selector=x!%3Dy"):
-        answer = await house.client().get(path, headers={**received(), **signs})
+        answer = await api.client().get(path, headers={**received(), **signs})
         assert answer.status_code == 403
         assert (await answer.get_json())["error"]["code"] == "browser_get"
 
 
 @pytest.mark.parametrize("page", FOREIGN, ids=str)
-async def test_a_page_may_be_followed_to_what_only_reads(house, page):
+async def test_a_page_may_be_followed_to_what_only_reads(api, page):
     for path in ("/config", "/dashboard", "/workers", "/live"):
-        answer = await house.client().get(path, headers={**received(), **page})
+        answer = await api.client().get(path, headers={**received(), **page})
         assert answer.status_code == 200
         assert "Access-Control-Allow-Credentials" not in answer.headers
 
@@ -152,11 +152,11 @@ async def test_a_page_may_be_followed_to_what_only_reads(house, page):
     ],
 )
 async def test_the_dashboard_and_commands_may_change_workers(own, headers, server):
-    house = build_house(entry(A), server=server)
-    path = f"/workers/{house.worker(A).id}"
-    answer = await house.client().put(path, json={"disabled": True}, headers={**own, **headers})
+    api = build_api(entry(A), server=server)
+    path = f"/workers/{api.worker(A).id}"
+    answer = await api.client().put(path, json={"disabled": True}, headers={**own, **headers})
     assert answer.status_code == 200
-    assert house.worker(A).disabled
+    assert api.worker(A).disabled
 
 
 async def test_what_a_client_says_was_forwarded_is_believed_only_where_the_file_says_so():
@@ -164,24 +164,24 @@ async def test_what_a_client_says_was_forwarded_is_believed_only_where_the_file_
     for forwarded, code in {
         "off": "cross_site", "replace": "cross_site", "append": "host_not_allowed",
     }.items():  # fmt: skip
-        house = build_house(entry(A), server=ServerConfig(forwarded=forwarded))
-        answer = await house.client().post("/reload", headers={**received(), **claims})
+        api = build_api(entry(A), server=ServerConfig(forwarded=forwarded))
+        answer = await api.client().post("/reload", headers={**received(), **claims})
         assert answer.status_code == 403
         assert (await answer.get_json())["error"]["code"] == code
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-async def test_a_browsers_body_must_say_that_it_is_json(house, kind):
+async def test_a_browsers_body_must_say_that_it_is_json(api, kind):
     sent = {**received(), "Origin": OWN, **({"Content-Type": kind} if kind else {})}
     body = b'{"url":"http://c.test:1"}'
     sent["Content-Length"] = str(len(body))
-    answer = await house.client().post("/workers", data=body, headers=sent)
+    answer = await api.client().post("/workers", data=body, headers=sent)
     assert answer.status_code == 415
     assert (await answer.get_json())["error"]["code"] == "unsupported_media_type"
 
 
-async def test_a_command_need_not_say_of_what_type_its_body_is(house):
-    answer = await house.client().post(
+async def test_a_command_need_not_say_of_what_type_its_body_is(api):
+    answer = await api.client().post(
         "/workers",
         data=b'{"url":"http://c.test:1"}',
         headers={**received(), "Content-Type": "application/x-www-form-urlencoded"},
@@ -190,10 +190,10 @@ async def test_a_command_need_not_say_of_what_type_its_body_is(house):
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:30000", "localhost.evil", "1.2.3"])
-async def test_without_a_key_a_strangers_name_is_answered_by_no_control_route(house, host):
+async def test_without_a_key_a_strangers_name_is_answered_by_no_control_route(api, host):
     routes = {("GET", rule) for rule in READING - ANY_HOST} | rows(CHANGING)
     for method, rule in sorted(routes - {("POST", rule) for rule in ANY_HOST_POST}):
-        answer = await house.client().open(path_of(rule), method=method, headers=received(host))
+        answer = await api.client().open(path_of(rule), method=method, headers=received(host))
         assert answer.status_code == 403, (method, rule)
         told = (await answer.get_json())["error"]
         assert told["code"] == "host_not_allowed"
@@ -201,12 +201,12 @@ async def test_without_a_key_a_strangers_name_is_answered_by_no_control_route(ho
         assert repr(hostname_of(host)) in told["message"]
 
 
-async def test_health_is_told_under_any_name_and_no_address_with_it(house):
+async def test_health_is_reported_under_any_name_and_no_address_with_it(api):
     for path in ("/live", "/ready", "/health", "/liveness", "/readiness", "/dashboard"):
-        answer = await house.client().get(path, headers=received("omni-proxy.default.svc"))
+        answer = await api.client().get(path, headers=received("omni-proxy.default.svc"))
         assert answer.status_code in (200, 503)
         assert A not in await answer.get_data(as_text=True)
-    answer = await house.client().get("/health", headers=received())
+    answer = await api.client().get("/health", headers=received())
     assert A in await answer.get_data(as_text=True)
 
 
@@ -221,51 +221,51 @@ async def test_health_is_told_under_any_name_and_no_address_with_it(house):
     ids=str,
 )  # fmt: skip
 async def test_addresses_localhost_and_listed_names_are_answered(own):
-    house = build_house(entry(A), admin=AdminConfig(allowed_hosts=("proxy.internal",)))
-    assert (await house.client().get("/config", headers=own)).status_code == 200
+    api = build_api(entry(A), admin=AdminConfig(allowed_hosts=("proxy.internal",)))
+    assert (await api.client().get("/config", headers=own)).status_code == 200
 
 
-async def test_a_name_that_a_trusted_proxy_tells_of_is_judged_too():
+async def test_a_name_that_a_trusted_proxy_reports_of_is_judged_too():
     claims = {"X-Forwarded-Host": "evil.example"}
-    house = build_house(entry(A), server=ServerConfig(forwarded="append"))
+    api = build_api(entry(A), server=ServerConfig(forwarded="append"))
     for own in (received(), received("proxy", listener="unix")):
-        answer = await house.client().get("/config", headers={**own, **claims})
+        answer = await api.client().get("/config", headers={**own, **claims})
         assert answer.status_code == 403
     stamped = {**received("admin", listener="unix"), "X-Forwarded-Host": "admin"}
-    assert (await house.client().get("/config", headers=stamped)).status_code == 200
+    assert (await api.client().get("/config", headers=stamped)).status_code == 200
 
 
 async def test_open_metrics_are_scraped_under_any_name():
-    house = build_house(entry(A), admin=AdminConfig(open_metrics=True))
+    api = build_api(entry(A), admin=AdminConfig(open_metrics=True))
     sent = received("omni-proxy:30000")
-    assert (await house.client().get("/metrics", headers=sent)).status_code == 200
+    assert (await api.client().get("/metrics", headers=sent)).status_code == 200
 
 
 async def test_a_valid_key_may_come_from_anywhere_and_under_any_name():
-    house = build_house(entry(A), key="s3cret")
-    path = f"/workers/{house.worker(A).id}"
+    api = build_api(entry(A), key="s3cret")
+    path = f"/workers/{api.worker(A).id}"
     for page in FOREIGN:
         sent = {**received("evil.example"), **page, "Authorization": "Bearer s3cret"}
-        answer = await house.client().put(path, json={"disabled": True}, headers=sent)
+        answer = await api.client().put(path, json={"disabled": True}, headers=sent)
         assert answer.status_code == 200
 
 
 async def test_what_needs_no_key_beside_one_is_answered_under_any_name():
-    client = build_house(entry(A), key="s3cret").client()
+    client = build_api(entry(A), key="s3cret").client()
     assert (await client.get("/workers", headers=received("proxy"))).status_code == 200
     assert (await client.get("/config", headers=received("proxy"))).status_code == 401
 
 
 async def test_a_page_reaches_a_listener_without_a_key_as_little():
     admin = AdminConfig(api_key="s3cret", listen="127.0.0.1:1", listen_key=False)
-    house = build_house(entry(A), admin=admin)
+    api = build_api(entry(A), admin=admin)
     there = {"Host": "admin", **received()}
-    assert (await house.client().post("/reload", headers=there)).status_code == 200
+    assert (await api.client().post("/reload", headers=there)).status_code == 200
     for page in FOREIGN:
-        answer = await house.client().post("/reload", headers={**there, **page})
+        answer = await api.client().post("/reload", headers={**there, **page})
         assert answer.status_code == 403
     rebound = {"Host": "admin", **received("evil.example")}
-    assert (await house.client().get("/config", headers=rebound)).status_code == 403
+    assert (await api.client().get("/config", headers=rebound)).status_code == 403
 
 
 @pytest.mark.parametrize(

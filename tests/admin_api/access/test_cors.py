@@ -3,7 +3,7 @@
 import pytest
 
 from omni_proxy.config.schema import ServerConfig
-from tests.admin_api.house import A, build_house, entry
+from tests.admin_api.api_fixture import A, build_api, entry
 
 PAGE = {"Origin": "https://app.example"}
 ALLOW = "Access-Control-Allow-Origin"
@@ -14,27 +14,27 @@ def preflight(method):
 
 
 @pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/workers", "/list_workers"])
-async def test_what_is_open_may_be_read(house, path):
-    answer = await house.client().get(path, headers=PAGE)
+async def test_what_is_open_may_be_read(api, path):
+    answer = await api.client().get(path, headers=PAGE)
     assert answer.headers[ALLOW] == "*"
-    asked = await house.client().options(path, headers=preflight("GET"))
+    asked = await api.client().options(path, headers=preflight("GET"))
     assert (asked.status_code, asked.headers[ALLOW]) == (200, "*")
     assert asked.headers["Access-Control-Allow-Methods"] == "GET, HEAD"
-    assert ALLOW not in (await house.client().get(path)).headers
+    assert ALLOW not in (await api.client().get(path)).headers
 
 
 @pytest.mark.parametrize("path", ["/config", "/status", "/metrics", "/weights", "/nowhere"])
-async def test_what_needs_a_key_where_one_is_set_may_not(house, path):
-    assert ALLOW not in (await house.client().get(path, headers=PAGE)).headers
-    assert ALLOW not in (await house.client().options(path, headers=preflight("GET"))).headers
+async def test_what_needs_a_key_where_one_is_set_may_not(api, path):
+    assert ALLOW not in (await api.client().get(path, headers=PAGE)).headers
+    assert ALLOW not in (await api.client().options(path, headers=preflight("GET"))).headers
 
 
 @pytest.mark.parametrize(
     ("path", "method"),
     [("/workers", "POST"), ("/workers/x", "DELETE"), ("/reload", "POST"), ("/flush_cache", "GET")],
 )
-async def test_no_preflight_lets_a_page_change_something(house, path, method):
-    asked = await house.client().options(path, headers=preflight(method))
+async def test_no_preflight_lets_a_page_change_something(api, path, method):
+    asked = await api.client().options(path, headers=preflight(method))
     assert not [name for name, _ in asked.headers if name.lower().startswith("access-control")]
 
 
@@ -43,7 +43,7 @@ async def test_no_preflight_lets_a_page_change_something(house, path, method):
     [((), None), (("https://other.example",), None), (("https://app.example",), PAGE["Origin"])],
 )
 async def test_the_file_says_whose_pages(origins, allowed):
-    house = build_house(entry(A), server=ServerConfig(cors_allow_origins=origins))
-    answer = await house.client().get("/workers", headers=PAGE)
+    api = build_api(entry(A), server=ServerConfig(cors_allow_origins=origins))
+    answer = await api.client().get("/workers", headers=PAGE)
     assert (answer.status_code, answer.headers.get(ALLOW)) == (200, allowed)
     assert ("Origin" in answer.vary) is bool(allowed)

@@ -8,7 +8,7 @@ from omni_proxy.admin_api.openapi.document import description
 from omni_proxy.admin_api.openapi.routes import TABLE
 from omni_proxy.admin_api.routes.broadcast_routes import CONFIGURED
 from omni_proxy.config.schema import AdminConfig
-from tests.admin_api.house import A, B, build_house, entry
+from tests.admin_api.api_fixture import A, B, build_api, entry
 
 
 def operations():
@@ -19,7 +19,7 @@ def operations():
 
 def test_it_describes_every_route_of_the_front_and_nothing_else():
     served = set()
-    for rule in build_house().app.url_map.iter_rules():
+    for rule in build_api().app.url_map.iter_rules():
         path = (
             rule.rule.replace("<path:path>", "{path}")
             .replace("<path:model>", "{model}")
@@ -36,7 +36,7 @@ def test_no_route_is_described_twice():
     assert len(set(names)) == len(names)
 
 
-def test_each_route_tells_whether_it_needs_the_key():
+def test_each_route_reports_whether_it_needs_the_key():
     for method, path, told in operations():
         closed = needs_key(method, path, AdminConfig(api_key="k"))
         assert told.get("security") == ([{"key": []}] if closed else None), (method, path)
@@ -68,7 +68,7 @@ def test_every_place_in_a_path_is_a_parameter():
 
 
 async def test_it_is_answered_without_the_key_and_names_the_version():
-    answer = await build_house(key="secret").client().get("/openapi.json")
+    answer = await build_api(key="secret").client().get("/openapi.json")
     assert answer.status_code == 200
     assert answer.content_type == "application/json"
     told = await answer.get_json()
@@ -78,6 +78,6 @@ async def test_it_is_answered_without_the_key_and_names_the_version():
 
 @pytest.mark.parametrize(("schema", "path"), [("Worker", f"/workers/{A}"), ("Pool", "/health")])
 async def test_every_key_of_an_answer_is_described(schema, path):
-    house = build_house(entry(A), entry(B))
-    told = await (await house.client().get(path)).get_json()
+    api = build_api(entry(A), entry(B))
+    told = await (await api.client().get(path)).get_json()
     assert told.keys() <= description()["components"]["schemas"][schema]["properties"].keys()

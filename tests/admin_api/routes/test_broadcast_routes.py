@@ -5,7 +5,7 @@ import pytest
 from omni_proxy.admin_api.routes.broadcast_routes import NO_TENSORS
 from omni_proxy.admin_ops.routes import ROUTES
 from omni_proxy.config.schema import WeightSyncConfig
-from tests.admin_api.house import A, B, build_house, entry
+from tests.admin_api.api_fixture import A, B, build_api, entry
 from tests.weight_sync.operation_fixture import GatedEngines
 
 ENGINES = GatedEngines
@@ -14,23 +14,23 @@ PARTS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
 
 
 @pytest.fixture
-def house(settled):
+def api(settled):
     return settled
 
 
-async def said(house, path, method="post", **how):
-    answer = await getattr(house.client(), method)(path, **how)
+async def said(api, path, method="post", **how):
+    answer = await getattr(api.client(), method)(path, **how)
     return answer.status_code, await answer.get_json(), answer
 
 
-async def test_the_callers_own_bytes_query_and_key_go_to_every_worker(house, engines):
+async def test_the_callers_own_bytes_query_and_key_go_to_every_worker(api, engines):
     body = b'{"model_path":  "/m", "weight_version": "v1"}'
     status, told, _ = await said(
-        house, f"{UPDATE}?a=1&selector=model!=x&b=%20", data=body,
+        api, f"{UPDATE}?a=1&selector=model!=x&b=%20", data=body,
         headers={"Authorization": "Bearer t", "Connection": "close", "X-Own": "1"},
     )  # fmt: skip
     assert (status, told["path"], told["worker_count"]) == (200, UPDATE, 2)
-    sent = [r for r in engines.asked if r.url.path == UPDATE]
+    sent = [r for r in engines.requests if r.url.path == UPDATE]
     assert sorted(r.url.port for r in sent) == [8011, 8012]
     for request in sent:
         assert request.content == body
@@ -42,30 +42,30 @@ async def test_the_callers_own_bytes_query_and_key_go_to_every_worker(house, eng
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
-async def test_every_route_of_the_table_is_served_by_its_methods_alone(house, route):
+async def test_every_route_of_the_table_is_served_by_its_methods_alone(api, route):
     served = {
-        rule.rule: rule.methods - {"HEAD", "OPTIONS"} for rule in house.app.url_map.iter_rules()
+        rule.rule: rule.methods - {"HEAD", "OPTIONS"} for rule in api.app.url_map.iter_rules()
     }
     assert served[route.path] == set(route.methods)
 
 
-async def test_a_selector_narrows_it(house, engines):
-    status, told, _ = await said(house, "/pause_generation?selector=model=n", json={})
+async def test_a_selector_narrows_it(api, engines):
+    status, told, _ = await said(api, "/pause_generation?selector=model=n", json={})
     assert (status, [each["worker"] for each in told["results"]]) == (200, [B])
-    assert {r.url.port for r in engines.asked} == {8012}
+    assert {r.url.port for r in engines.requests} == {8012}
 
 
-async def test_a_selector_may_speak_of_what_engines_tell(house, engines):
-    engines.tell(A, "/server_info", {"tp_size": 2, "version": "0.5"})
-    engines.tell(B, "/server_info", {"tp_size": 1})
-    status, told, _ = await said(house, "/pause_generation?selector=tp_size=2", json={})
+async def test_a_selector_may_speak_of_what_engines_report(api, engines):
+    engines.set_reply(A, "/server_info", {"tp_size": 2, "version": "0.5"})
+    engines.set_reply(B, "/server_info", {"tp_size": 1})
+    status, told, _ = await said(api, "/pause_generation?selector=tp_size=2", json={})
     assert (status, [each["worker"] for each in told["results"]]) == (200, [A])
 
 
-async def test_tensors_are_a_501_and_nothing_is_sent(house, engines):
-    status, told, _ = await said(house, "/update_weights_from_tensor", data=b"\x80anything")
+async def test_tensors_are_a_501_and_nothing_is_sent(api, engines):
+    status, told, _ = await said(api, "/update_weights_from_tensor", data=b"\x80anything")
     assert (status, told["error"]) == (501, NO_TENSORS["error"])
-    assert engines.asked == []
+    assert engines.requests == []
 
 
 @pytest.mark.parametrize(
@@ -81,20 +81,20 @@ async def test_tensors_are_a_501_and_nothing_is_sent(house, engines):
     ],
 )
 async def test_what_cannot_be_meant_is_refused_before_anybody_hears_of_it(
-    house, engines, path, body, reason
+    api, engines, path, body, reason
 ):
-    status, told, _ = await said(house, path, data=body)
+    status, told, _ = await said(api, path, data=body)
     assert (status, told["success"], told["status"]) == (400, False, "error")
     assert reason in told["message"]
-    assert engines.asked == []
+    assert engines.requests == []
 
 
 async def test_in_mode_off_a_receive_that_is_whole_is_passed_on(engines, tmp_path, nursery):
     off = WeightSyncConfig(mode="off")
-    house = build_house(entry(A), entry(B), folder=tmp_path / "off", weight_sync=off)
-    house.healthy(A, B)
-    await nursery.start(house.desk.run)
-    status, told, _ = await said(house, "/update_weights_from_distributed", json=PARTS)
+    api = build_api(entry(A), entry(B), folder=tmp_path / "off", weight_sync=off)
+    api.healthy(A, B)
+    await nursery.start(api.operations.run)
+    status, told, _ = await said(api, "/update_weights_from_distributed", json=PARTS)
     assert (status, told["worker_count"]) == (200, 2)
 
 
@@ -109,51 +109,51 @@ async def test_in_mode_off_a_receive_that_is_whole_is_passed_on(engines, tmp_pat
     ],
 )
 async def test_refusals_of_others_have_the_top_keys_too(method, path, key, status):
-    house = build_house(entry(A), key="k")
+    api = build_api(entry(A), key="k")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    found, told, answer = await said(house, path, method, headers=headers)
+    found, told, answer = await said(api, path, method, headers=headers)
     assert (found, told["success"], told["status"]) == (status, False, "error")
     assert told["message"] == told["error"]["message"]
     assert "detail" in told
     assert ("WWW-Authenticate" in answer.headers) is (status == 401)
 
 
-async def test_the_answers_of_other_routes_are_left_alone(house):
-    _, told, _ = await said(house, "/workers", json={"url": "ftp://x"})
+async def test_the_answers_of_other_routes_are_left_alone(api):
+    _, told, _ = await said(api, "/workers", json={"url": "ftp://x"})
     assert "success" not in told
 
 
-async def test_model_info_of_all_is_one(house, engines):
-    status, told, _ = await said(house, "/model_info", "get")
+async def test_model_info_of_all_is_one(api, engines):
+    status, told, _ = await said(api, "/model_info", "get")
     assert (status, told["weight_version"], told["worker_count"]) == (200, "v1", 2)
     engines.labels[B] = "v2"
-    status, told, _ = await said(house, "/model_info", json={})
+    status, told, _ = await said(api, "/model_info", json={})
     assert (status, told["detail"]["message"]) == (409, "mixed worker weight_version")
 
 
-async def test_the_checker_of_a_get_has_its_query(house, engines):
-    status, told, _ = await said(house, "/weights_checker?action=checksum", "get")
+async def test_the_checker_of_a_get_has_its_query(api, engines):
+    status, told, _ = await said(api, "/weights_checker?action=checksum", "get")
     assert (status, told["worker_count"]) == (200, 2)
-    assert engines.asked[-1].url.query == b"action=checksum"
+    assert engines.requests[-1].url.query == b"action=checksum"
 
 
-async def test_rows_that_all_workers_have_are_told_as_one_engine_tells_them(house, engines):
+async def test_rows_that_all_workers_have_are_reported_as_one_engine_reports_them(api, engines):
     path = "/get_weights_by_name"
     for url in (A, B):
-        engines.tell(url, path, [[1.0, 2.0]])
+        engines.set_reply(url, path, [[1.0, 2.0]])
     asked = {"name": "w", "truncate_size": 1}
-    assert (await said(house, path, json=asked))[:2] == (200, [[1.0, 2.0]])
+    assert (await said(api, path, json=asked))[:2] == (200, [[1.0, 2.0]])
     status, told, _ = await said(
-        house, "/v1/rl/engine/get_weights_by_name?selector=id!=x", json=asked
+        api, "/v1/rl/engine/get_weights_by_name?selector=id!=x", json=asked
     )
     assert (status, told["succeeded"]) == (200, 2)
-    engines.tell(B, path, [[1.0, 2.5]])
-    status, told, _ = await said(house, path, json=asked)
+    engines.set_reply(B, path, [[1.0, 2.5]])
+    status, told, _ = await said(api, path, json=asked)
     assert (status, told["success"], len(told["results"])) == (409, False, 2)
     for url in (A, B):
-        engines.says[url, path] = (400, b'{"error": {"message": "no such tensor"}}')
-    status, told, _ = await said(house, path, json=asked)
+        engines.replies[url, path] = (400, b'{"error": {"message": "no such tensor"}}')
+    status, told, _ = await said(api, path, json=asked)
     assert (status, told["error"], told["status"]) == (400, {"message": "no such tensor"}, "error")
-    engines.tell(B, path, [[1.0, 2.5]])
-    status, told, _ = await said(house, path, json=asked)
+    engines.set_reply(B, path, [[1.0, 2.5]])
+    status, told, _ = await said(api, path, json=asked)
     assert (status, told["success"]) == (502, False)

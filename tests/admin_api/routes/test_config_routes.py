@@ -1,9 +1,9 @@
 from omni_proxy.config.problem import ConfigError, Problem
-from tests.admin_api.house import A, Outcome, build_house, entry
+from tests.admin_api.api_fixture import A, Outcome, build_api, entry
 
 
 async def test_the_configuration_is_shown_with_its_revision_and_without_keys():
-    client = build_house(entry(A), key="s3cret").client()
+    client = build_api(entry(A), key="s3cret").client()
     answer = await client.get("/config", headers={"Authorization": "Bearer s3cret"})
     body = await answer.get_json()
     assert answer.headers["ETag"] == '"1"'
@@ -12,11 +12,11 @@ async def test_the_configuration_is_shown_with_its_revision_and_without_keys():
     assert body["config"]["workers"][0]["url"] == A
 
 
-async def test_a_reload_tells_what_changed(house):
-    house.config_store.next_reload = Outcome(
+async def test_a_reload_reports_what_changed(api):
+    api.config_store.next_reload = Outcome(
         "applied", 2, {"changed": {"health.interval_secs": [10, 5]}}
     )
-    answer = await house.client().post("/reload")
+    answer = await api.client().post("/reload")
     assert (answer.status_code, answer.headers["ETag"]) == (200, '"2"')
     assert await answer.get_json() == {
         "outcome": "applied",
@@ -25,11 +25,11 @@ async def test_a_reload_tells_what_changed(house):
     }
 
 
-async def test_a_refused_file_is_a_422_that_names_the_place(house):
+async def test_a_refused_file_is_a_422_that_names_the_place(api):
     problem = Problem("server.prot", 12, "unknown key", "did you mean `port`?", "proxy.toml")
     error = ConfigError([problem], "proxy.toml")
-    house.config_store.next_reload = Outcome("refused", 1, error=error)
-    answer = await house.client().post("/reload")
+    api.config_store.next_reload = Outcome("refused", 1, error=error)
+    answer = await api.client().post("/reload")
     body = await answer.get_json()
     assert (answer.status_code, body["error"]["code"]) == (422, "config_refused")
     assert "proxy.toml:12: server.prot: unknown key" in body["error"]["message"]
@@ -37,8 +37,8 @@ async def test_a_refused_file_is_a_422_that_names_the_place(house):
     assert body["revision"] == 1
 
 
-async def test_a_reload_for_another_revision_is_a_412(house):
-    answer = await house.client().post("/reload", headers={"If-Match": '"9"'})
+async def test_a_reload_for_another_revision_is_a_412(api):
+    answer = await api.client().post("/reload", headers={"If-Match": '"9"'})
     assert answer.status_code == 412
-    answer = await house.client().post("/reload", headers={"If-Match": '"1"'})
+    answer = await api.client().post("/reload", headers={"If-Match": '"1"'})
     assert answer.status_code == 200

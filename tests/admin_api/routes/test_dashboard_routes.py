@@ -5,7 +5,7 @@ from importlib.resources import files
 import pytest
 
 from omni_proxy.admin_api.routes.dashboard_routes import policy
-from tests.admin_api.house import A, build_house, entry
+from tests.admin_api.api_fixture import A, build_api, entry
 
 PAGE = (files("omni_proxy.admin_api") / "pages" / "dashboard.html").read_text()
 MOST_BYTES = 80_000
@@ -32,21 +32,21 @@ def rules(answer):
     return dict(rule.strip().split(" ", 1) for rule in told.split(";"))
 
 
-async def test_the_page_is_served_whole(house):
-    answer = await house.client().get("/dashboard")
+async def test_the_page_is_served_whole(api):
+    answer = await api.client().get("/dashboard")
     assert answer.status_code == 200
     assert answer.content_type == "text/html; charset=utf-8"
     assert await answer.get_data(as_text=True) == PAGE
 
 
-async def test_the_page_is_the_same_without_a_key_and_tells_nothing():
-    house = build_house(entry(A, model="secret-model"), key="hunter2")
-    answer = await house.client().get("/dashboard")
+async def test_the_page_is_the_same_without_a_key_and_reports_nothing():
+    api = build_api(entry(A, model="secret-model"), key="hunter2")
+    answer = await api.client().get("/dashboard")
     assert (answer.status_code, await answer.get_data(as_text=True)) == (200, PAGE)
 
 
-async def test_only_what_stands_in_the_page_may_run_and_only_our_api_be_asked(house):
-    told = rules(await house.client().get("/dashboard"))
+async def test_only_what_stands_in_the_page_may_run_and_only_our_api_be_asked(api):
+    told = rules(await api.client().get("/dashboard"))
     assert told["default-src"] == "'none'"
     assert told["connect-src"] == "'self'"
     for kind in ("script-src", "style-src"):
@@ -61,16 +61,16 @@ def test_another_script_has_another_hash():
     assert one != other
 
 
-async def test_nobody_may_frame_sniff_or_keep_it(house):
-    headers = (await house.client().get("/dashboard")).headers
+async def test_nobody_may_frame_sniff_or_keep_it(api):
+    headers = (await api.client().get("/dashboard")).headers
     assert headers["X-Frame-Options"] == "DENY"
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert headers["Referrer-Policy"] == "no-referrer"
     assert headers["Cache-Control"] == "no-cache"
 
 
-async def test_an_unchanged_page_is_not_sent_again(house):
-    client = house.client()
+async def test_an_unchanged_page_is_not_sent_again(api):
+    client = api.client()
     tag = (await client.get("/dashboard")).headers["ETag"]
     again = await client.get("/dashboard", headers={"If-None-Match": tag})
     assert (again.status_code, await again.get_data()) == (304, b"")
@@ -123,8 +123,8 @@ def test_the_page_is_small():
     ("accept", "status"),
     [("text/html,application/xhtml+xml,*/*;q=0.8", 302), ("*/*", 404), ("application/json", 404)],
 )
-async def test_a_browser_at_the_root_is_led_to_it_and_a_program_gets_a_404(house, accept, status):
-    answer = await house.client().get("/", headers={"Accept": accept})
+async def test_a_browser_at_the_root_is_led_to_it_and_a_program_gets_a_404(api, accept, status):
+    answer = await api.client().get("/", headers={"Accept": accept})
     assert answer.status_code == status
     if status == 302:
         assert answer.headers["Location"].endswith("dashboard")

@@ -2,30 +2,30 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from tests.admin_api.house import A, B
+from tests.admin_api.api_fixture import A, B
 
 AT = f"/workers/{A}"
 
 
 @pytest.fixture
-async def running(house, nursery):
-    """The house with somebody who looks after its drains; A is busy."""
-    house.healthy(A, B)
-    house.worker(A).in_flight = 1
-    await nursery.start(house.drains.run)
-    return house
+async def running(api, nursery):
+    """The API with its drain service running; A is busy."""
+    api.healthy(A, B)
+    api.worker(A).in_flight = 1
+    await nursery.start(api.drains.run)
+    return api
 
 
-async def draining(house):
-    return (await (await house.client().get(AT)).get_json())["draining"]
+async def draining(api):
+    return (await (await api.client().get(AT)).get_json())["draining"]
 
 
-async def drain(house, **body):
-    answer = await house.client().post(f"{AT}/drain", json=body)
+async def drain(api, **body):
+    answer = await api.client().post(f"{AT}/drain", json=body)
     return answer.status_code, await answer.get_json()
 
 
-async def test_it_stops_new_requests_and_tells_how_the_running_ones_go(running):
+async def test_it_stops_new_requests_and_reports_how_the_running_ones_go(running):
     status, told = await drain(running, timeout_secs=60)
     assert (status, told["status"]) == (202, "draining")
     assert (told["worker"]["disabled"], told["worker"]["routable"]) == (True, False)
@@ -131,7 +131,7 @@ async def test_who_enables_it_meanwhile_keeps_it(running, nursery):
     assert running.worker(A).routable
 
 
-async def test_whoever_asked_for_the_removal_may_leave(running):
+async def test_a_caller_that_asked_for_the_removal_may_leave(running):
     async with trio.open_nursery() as callers:
         callers.start_soon(running.client().delete, f"{AT}?drain=true")
         await wait_all_tasks_blocked(0.01)

@@ -9,28 +9,28 @@ from omni_proxy.admin_api.serializers.load_report import MAX_RANKS, MAX_RECORDS,
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.wire.bounded_json import MAX_VALUES
-from tests.admin_api.house import A, B, build_house, entry
+from tests.admin_api.api_fixture import A, B, build_api, entry
 
 RANKS = json.dumps({"loads": [{"dp_rank": 0}] * MAX_RANKS}).encode()
 
 
-async def got(house, path, method="get", **headers):
-    answer = await getattr(house.client(), method)(path, headers=headers)
+async def got(api, path, method="get", **headers):
+    answer = await getattr(api.client(), method)(path, headers=headers)
     return answer.status_code, await answer.get_json()
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-async def test_server_info_shows_every_rank_behind_us(house, engines, path):
-    house.healthy(A, B)
-    engines.tell(A, "/server_info", {
+async def test_server_info_shows_every_rank_behind_us(api, engines, path):
+    api.healthy(A, B)
+    engines.set_reply(A, "/server_info", {
         "tp_size": 2, "model_path": "m", "radix_cache": True, "port": 1, "version": "1",
         "internal_states": [{"a": 1}], "max_total_num_tokens": 100,
     })  # fmt: skip
-    engines.tell(B, "/get_server_info", {
+    engines.set_reply(B, "/get_server_info", {
         "model_path": "m", "radix_cache": False, "port": 2, "version": "2",
         "internal_states": [{"b": 1}], "max_total_num_tokens": 50,
     })  # fmt: skip
-    status, told = await got(house, path)
+    status, told = await got(api, path)
     assert status == 200
     assert told["tp_size"] == 3
     assert (told["model_path"], told["version"]) == ("m", None)
@@ -43,97 +43,99 @@ async def test_server_info_shows_every_rank_behind_us(house, engines, path):
 
 @pytest.mark.parametrize(("mode", "ranks"), [("coordinate", 3), ("receive", 1), ("both", 4)])
 async def test_a_trainers_group_has_the_ranks_of_all_that_live_or_ours(engines, mode, ranks):
-    house = build_house(entry(A), entry(B), weight_sync=WeightSyncConfig(mode=mode))
-    house.healthy(A, B)
-    house.fleet.cordon(house.worker(A), "uncertain")
-    engines.tell(A, "/server_info", {"tp_size": 2, "radix_cache_enabled": True})
-    engines.tell(B, "/server_info", {"tp_size": 1, "radix_cache_enabled": False})
-    _, told = await got(house, "/server_info")
+    api = build_api(entry(A), entry(B), weight_sync=WeightSyncConfig(mode=mode))
+    api.healthy(A, B)
+    api.fleet.cordon(api.worker(A), "uncertain")
+    engines.set_reply(A, "/server_info", {"tp_size": 2, "radix_cache_enabled": True})
+    engines.set_reply(B, "/server_info", {"tp_size": 1, "radix_cache_enabled": False})
+    _, told = await got(api, "/server_info")
     assert told["tp_size"] == ranks
     assert told["radix_cache_enabled"] is True
 
 
-async def test_one_silent_worker_costs_only_its_own_info(house, engines):
-    house.healthy(A, B)
-    engines.says[A, "/server_info"] = httpx.ConnectError("refused")
-    engines.tell(B, "/server_info", {"tp_size": 4})
-    status, told = await got(house, "/server_info")
+async def test_one_silent_worker_costs_only_its_own_info(api, engines):
+    api.healthy(A, B)
+    engines.replies[A, "/server_info"] = httpx.ConnectError("refused")
+    engines.set_reply(B, "/server_info", {"tp_size": 4})
+    status, told = await got(api, "/server_info")
     assert (status, told["tp_size"]) == (200, 4)
     assert told["workers"][0] == {"url": A, "info": None, "error": "ConnectError"}
 
 
-async def test_no_info_at_all_is_a_502_that_names_each_reason(house, engines):
-    house.healthy(A)
-    status, told = await got(house, "/server_info")
+async def test_no_info_at_all_is_a_502_that_names_each_reason(api, engines):
+    api.healthy(A)
+    status, told = await got(api, "/server_info")
     assert status == 502
     assert told["details"] == {A: "status=404", B: "status=404"}
     assert told["error"]["code"] == "server_info_unavailable"
 
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/health_generate"])
-async def test_without_a_routable_worker_there_is_nobody_to_ask(house, engines, path):
-    assert (await got(house, path))[0] == 503
+async def test_without_a_routable_worker_there_is_nobody_to_ask(api, engines, path):
+    assert (await got(api, path))[0] == 503
 
 
 async def test_in_mode_off_the_ranks_of_nobody_but_routable_workers_count(engines):
-    house = build_house(entry(A), entry(B), weight_sync=WeightSyncConfig(mode="off"))
-    assert (await got(house, "/server_info"))[0] == 503
-    house.healthy(A)
+    api = build_api(entry(A), entry(B), weight_sync=WeightSyncConfig(mode="off"))
+    assert (await got(api, "/server_info"))[0] == 503
+    api.healthy(A)
     for url, size in ((A, 2), (B, 4)):
-        engines.tell(url, "/server_info", {"tp_size": size})
-    assert (await got(house, "/server_info"))[1]["tp_size"] == 2
+        engines.set_reply(url, "/server_info", {"tp_size": size})
+    assert (await got(api, "/server_info"))[1]["tp_size"] == 2
 
 
-async def test_model_info_is_the_first_routable_workers_own(house, engines):
-    house.healthy(A, B)
-    engines.says[A, "/get_model_info"] = httpx.ConnectError("refused")
-    engines.tell(B, "/model_info", {"model_path": "m", "weight_version": "7"})
-    assert await got(house, "/get_model_info") == (200, {"model_path": "m", "weight_version": "7"})
-    assert [r.url.path for r in engines.asked][-2:] == ["/get_model_info", "/model_info"]
+async def test_model_info_is_the_first_routable_workers_own(api, engines):
+    api.healthy(A, B)
+    engines.replies[A, "/get_model_info"] = httpx.ConnectError("refused")
+    engines.set_reply(B, "/model_info", {"model_path": "m", "weight_version": "7"})
+    assert await got(api, "/get_model_info") == (200, {"model_path": "m", "weight_version": "7"})
+    assert [r.url.path for r in engines.requests][-2:] == ["/get_model_info", "/model_info"]
 
 
 @pytest.mark.parametrize(
     "junk", [b"", b"{", b"[1]", b"[" * 90_000, b'{"x": [' + b"{}," * MAX_VALUES + b"{}]}"]
 )
-async def test_model_info_is_json_whatever_a_worker_says(house, engines, junk):
-    house.healthy(A, B)
-    engines.tell(A, "/get_model_info", junk)
-    engines.tell(B, "/get_model_info", b'{"model_path": "m", "x": NaN, "y": -Infinity}')
+async def test_model_info_is_json_whatever_a_worker_says(api, engines, junk):
+    api.healthy(A, B)
+    engines.set_reply(A, "/get_model_info", junk)
+    engines.set_reply(B, "/get_model_info", b'{"model_path": "m", "x": NaN, "y": -Infinity}')
     told = {"model_path": "m", "x": None, "y": None}
-    assert await got(house, "/get_model_info") == (200, told)
-    engines.tell(B, "/get_model_info", junk)
-    status, told = await got(house, "/get_model_info")
+    assert await got(api, "/get_model_info") == (200, told)
+    engines.set_reply(B, "/get_model_info", junk)
+    status, told = await got(api, "/get_model_info")
     assert (status, told["details"]) == (502, {A: "no JSON object", B: "no JSON object"})
 
 
 @pytest.mark.parametrize("ranks", [MAX_RANKS + 1, MAX_VALUES])
 @pytest.mark.parametrize("rank", [b"{}", b'{"dp_rank": 0}'])
-async def test_of_an_engine_with_too_many_ranks_our_own_count_is_told(house, engines, ranks, rank):
-    engines.tell(A, "/v1/loads", b'{"loads": [' + b",".join([rank] * ranks) + b"]}")
-    engines.tell(B, "/v1/loads", {"loads": [{"dp_rank": 7}]})
-    _, told = await got(house, "/get_loads")
+async def test_of_an_engine_with_too_many_ranks_our_own_count_is_reported(
+    api, engines, ranks, rank
+):
+    engines.set_reply(A, "/v1/loads", b'{"loads": [' + b",".join([rank] * ranks) + b"]}")
+    engines.set_reply(B, "/v1/loads", {"loads": [{"dp_rank": 7}]})
+    _, told = await got(api, "/get_loads")
     assert [(each["worker"], each["dp_rank"]) for each in told["loads"]] == [(A, 0), (B, 7)]
 
 
-async def test_all_engines_together_fill_no_more_than_one_bounded_answer(house):
+async def test_all_engines_together_fill_no_more_than_one_bounded_answer(api):
     engines = 2 * MAX_RECORDS // MAX_RANKS
-    told = [CallResult(house.worker(), 200, RANKS, "", 0.0)] * engines
+    told = [CallResult(api.worker(), 200, RANKS, "", 0.0)] * engines
     answer = await loads_answer(told)
     assert len(answer["loads"]) == MAX_RECORDS + engines // 2
 
 
-async def test_a_rank_that_is_no_number_is_not_passed_on(house, engines):
-    engines.tell(A, "/v1/loads", {"loads": [{"dp_rank": {"much": [1] * 1000}, "x": 1}]})
-    _, told = await got(house, "/get_loads")
+async def test_a_rank_that_is_no_number_is_not_passed_on(api, engines):
+    engines.set_reply(A, "/v1/loads", {"loads": [{"dp_rank": {"much": [1] * 1000}, "x": 1}]})
+    _, told = await got(api, "/get_loads")
     assert told["loads"][0]["dp_rank"] == 0
 
 
-async def test_loads_speak_both_dialects(house, engines):
-    house.healthy(A, B)
-    house.worker(B).in_flight = 3
+async def test_loads_speak_both_dialects(api, engines):
+    api.healthy(A, B)
+    api.worker(B).in_flight = 3
     rank = {"num_running_reqs": 2, "num_waiting_reqs": 5, "num_total_reqs": 7, "token_usage": 0.5}
-    engines.tell(A, "/v1/loads", {"loads": [rank, {"dp_rank": 1, "num_running_reqs": 1}]})
-    status, told = await got(house, "/get_loads")
+    engines.set_reply(A, "/v1/loads", {"loads": [rank, {"dp_rank": 1, "num_running_reqs": 1}]})
+    status, told = await got(api, "/get_loads")
     assert status == 200
     assert told["workers"] == [{"worker": A, "load": 0}, {"worker": B, "load": 3}]
     shown = [
@@ -145,16 +147,16 @@ async def test_loads_speak_both_dialects(house, engines):
     assert told["aggregate"]["total_waiting_reqs"] == 5
 
 
-async def test_a_worker_that_cannot_be_reached_has_load_minus_one(house, engines):
-    engines.says[A, "/v1/loads"] = httpx.ConnectError("refused")
-    _, told = await got(house, "/v1/loads")
+async def test_a_worker_that_cannot_be_reached_has_load_minus_one(api, engines):
+    engines.replies[A, "/v1/loads"] = httpx.ConnectError("refused")
+    _, told = await got(api, "/v1/loads")
     assert told["workers"][0] == {"worker": A, "load": -1}
 
 
 @pytest.mark.parametrize("junk", [[], {"loads": 7}, {"loads": ["x"]}, b"\xff", {"loads": None}])
-async def test_junk_loads_count_as_none(house, engines, junk):
-    engines.tell(A, "/v1/loads", junk)
-    status, told = await got(house, "/get_loads")
+async def test_junk_loads_count_as_none(api, engines, junk):
+    engines.set_reply(A, "/v1/loads", junk)
+    status, told = await got(api, "/get_loads")
     assert status == 200
     assert told["loads"][0]["source"] == "proxy"
 
@@ -163,65 +165,63 @@ async def test_junk_loads_count_as_none(house, engines, junk):
     "odd",
     [b'{"dp_rank": "\\ud800"}', b'{"token_usage": 1%b}' % (b"0" * 400), b'{"token_usage": NaN}'],
 )
-async def test_loads_that_json_can_spell_and_nothing_else_can_hold_do_no_harm(house, engines, odd):
-    engines.tell(A, "/v1/loads", b'{"loads": [%b]}' % odd)
-    engines.tell(B, "/v1/loads", {"loads": [{"num_running_reqs": 3}]})
-    status, told = await got(house, "/get_loads")
+async def test_loads_that_json_can_spell_and_nothing_else_can_hold_do_no_harm(api, engines, odd):
+    engines.set_reply(A, "/v1/loads", b'{"loads": [%b]}' % odd)
+    engines.set_reply(B, "/v1/loads", {"loads": [{"num_running_reqs": 3}]})
+    status, told = await got(api, "/get_loads")
     assert (status, told["aggregate"]["total_running_reqs"]) == (200, 3)
     assert told["loads"][0]["token_usage"] == 0
 
 
-async def test_a_flush_reaches_every_living_worker_and_its_prefixes_are_forgotten(house, engines):
-    house.healthy(A, B)
+async def test_a_flush_reaches_every_living_worker_and_its_prefixes_are_forgotten(api, engines):
+    api.healthy(A, B)
     forgotten = []
-    house.fleet.watch_cache_cleared(forgotten.append)
-    engines.tell(A, "/flush_cache", b"flushed")
-    engines.tell(B, "/flush_cache", b"busy", status=400)
-    status, told = await got(house, "/flush_cache", "post", Authorization="Bearer w")
+    api.fleet.watch_cache_cleared(forgotten.append)
+    engines.set_reply(A, "/flush_cache", b"flushed")
+    engines.set_reply(B, "/flush_cache", b"busy", status=400)
+    status, told = await got(api, "/flush_cache", "post", Authorization="Bearer w")
     assert (status, told["status"], told["workers_flushed"]) == (502, "partial", 1)
     assert told["failed"] == {B: "status=400"}
-    assert forgotten == [house.worker(A)]
-    assert {r.headers["authorization"] for r in engines.asked} == {"Bearer w"}
-    engines.tell(B, "/flush_cache", b"flushed")
-    assert (await got(house, "/flush_cache", "post"))[0] == 200
-    asked = len(engines.asked)
-    status, told = await got(house, f"/flush_cache?selector=url={B}", "post")
-    assert (status, told["workers_flushed"], len(engines.asked)) == (200, 1, asked + 1)
-    assert (await got(house, "/flush_cache?selector=id=nobody", "post"))[0] == 404
+    assert forgotten == [api.worker(A)]
+    assert {r.headers["authorization"] for r in engines.requests} == {"Bearer w"}
+    engines.set_reply(B, "/flush_cache", b"flushed")
+    assert (await got(api, "/flush_cache", "post"))[0] == 200
+    asked = len(engines.requests)
+    status, told = await got(api, f"/flush_cache?selector=url={B}", "post")
+    assert (status, told["workers_flushed"], len(engines.requests)) == (200, 1, asked + 1)
+    assert (await got(api, "/flush_cache?selector=id=nobody", "post"))[0] == 404
 
 
-async def test_generation_is_tried_on_the_idlest_first_and_on_the_next_where_it_fails(
-    house, engines
-):
-    house.healthy(A, B)
-    house.worker(A).in_flight = 1
-    engines.tell(B, "/health_generate", b"", status=503)
-    engines.tell(A, "/health_generate", b"")
-    assert await got(house, "/health_generate") == (200, {"status": "ok", "worker": A})
-    assert engines.asked[0].url.port == 8012
-    engines.tell(A, "/health_generate", b"", status=500)
-    status, told = await got(house, "/health_generate")
+async def test_generation_is_tried_on_the_idlest_first_and_on_the_next_where_it_fails(api, engines):
+    api.healthy(A, B)
+    api.worker(A).in_flight = 1
+    engines.set_reply(B, "/health_generate", b"", status=503)
+    engines.set_reply(A, "/health_generate", b"")
+    assert await got(api, "/health_generate") == (200, {"status": "ok", "worker": A})
+    assert engines.requests[0].url.port == 8012
+    engines.set_reply(A, "/health_generate", b"", status=500)
+    status, told = await got(api, "/health_generate")
     assert status == 503
     assert "status=500" in told["error"]["message"]
 
 
-async def test_a_worker_without_that_route_is_asked_for_a_token(house, engines):
-    house.healthy(A)
-    engines.tell(A, "/health", {"status": "ok"})
-    assert (await got(house, "/health_generate"))[0] == 503
-    engines.tell(A, "/v1/completions", {"choices": []})
-    assert (await got(house, "/health_generate"))[0] == 200
+async def test_a_worker_without_that_route_is_asked_for_a_token(api, engines):
+    api.healthy(A)
+    engines.set_reply(A, "/health", {"status": "ok"})
+    assert (await got(api, "/health_generate"))[0] == 503
+    engines.set_reply(A, "/v1/completions", {"choices": []})
+    assert (await got(api, "/health_generate"))[0] == 200
 
 
-async def test_metrics_of_all_workers_become_one_text(house, engines):
+async def test_metrics_of_all_workers_become_one_text(api, engines):
     text = (
         b"# HELP sglang:num_running_reqs running\n# TYPE sglang:num_running_reqs gauge\n"
         b'sglang:num_running_reqs{model_name="m"} %d\n'
         b"# TYPE seen counter\nseen_total 4\n"
     )
-    engines.tell(A, "/metrics", text % 1)
-    engines.tell(B, "/metrics", text % 2)
-    answer = await house.client().get("/engine_metrics")
+    engines.set_reply(A, "/metrics", text % 1)
+    engines.set_reply(B, "/metrics", text % 2)
+    answer = await api.client().get("/engine_metrics")
     told = (await answer.get_data()).decode()
     assert answer.content_type.startswith("text/plain; version=0.0.4")
     assert told.count("# TYPE sglang:num_running_reqs gauge") == 1
@@ -230,18 +230,18 @@ async def test_metrics_of_all_workers_become_one_text(house, engines):
     assert f'seen_total{{worker="{A}"}} 4.0' in told
 
 
-async def test_the_workers_names_of_metrics_stay_and_no_family_is_declared_twice(house, engines):
-    engines.tell(
+async def test_the_workers_names_of_metrics_stay_and_no_family_is_declared_twice(api, engines):
+    engines.set_reply(
         A, "/metrics",
         b"# TYPE kept counter\nkept 1\n# TYPE seen counter\nseen_total 2\n"
         b'# TYPE of info\nof_info{v="1"} 1\n# TYPE both_total counter\nboth_total 3\n',
     )  # fmt: skip
-    engines.tell(
+    engines.set_reply(
         B, "/metrics",
         b"# TYPE seen_total counter\nseen_total 4\n# TYPE kept gauge\nkept 5\n"
         b"# TYPE both_total counter\r\nboth_total 6\r\n",
     )  # fmt: skip
-    lines = (await (await house.client().get("/engine_metrics")).get_data()).decode().splitlines()
+    lines = (await (await api.client().get("/engine_metrics")).get_data()).decode().splitlines()
     for sample in (
         f'kept{{worker="{A}"}} 1.0', f'kept{{worker="{B}"}} 5.0',
         f'seen_total{{worker="{A}"}} 2.0', f'seen_total{{worker="{B}"}} 4.0',
@@ -270,28 +270,28 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-async def test_metrics_that_are_made_to_take_long_end_soon(house, engines, text):
-    engines.tell(A, "/metrics", text)
-    engines.tell(B, "/metrics", b"x 1\n")
+async def test_metrics_that_are_made_to_take_long_end_soon(api, engines, text):
+    engines.set_reply(A, "/metrics", text)
+    engines.set_reply(B, "/metrics", b"x 1\n")
     began = time.process_time()
-    told = (await (await house.client().get("/engine_metrics")).get_data()).decode()
+    told = (await (await api.client().get("/engine_metrics")).get_data()).decode()
     assert time.process_time() - began < 3 * READ_SECS
     assert f'x{{worker="{B}"}} 1.0' in told
 
 
 @pytest.mark.parametrize("junk", [b"\xff\xfe", b"{", b"# TYPE\nx y z\n", b'x{a="', b"x 1 inf\n"])
-async def test_metrics_that_cannot_be_read_cost_that_worker_only(house, engines, junk):
-    engines.tell(A, "/metrics", junk)
-    engines.tell(B, "/metrics", b"x 1\n")
-    told = (await (await house.client().get("/engine_metrics")).get_data()).decode()
+async def test_metrics_that_cannot_be_read_cost_that_worker_only(api, engines, junk):
+    engines.set_reply(A, "/metrics", junk)
+    engines.set_reply(B, "/metrics", b"x 1\n")
+    told = (await (await api.client().get("/engine_metrics")).get_data()).decode()
     assert f'omni_proxy_engine_metrics_up{{worker="{A}"}} 0.0' in told
     assert f'x{{worker="{B}"}} 1.0' in told
 
 
-async def test_a_label_of_ours_that_a_worker_has_too_goes_by_another_name(house, engines):
-    engines.tell(A, "/metrics", b'x{worker="v"} 1\nx{worker="w"} 2\n')
-    engines.tell(B, "/metrics", b"omni_proxy_engine_metrics_up 7\n")
-    told = (await (await house.client().get("/engine_metrics")).get_data()).decode()
+async def test_a_label_of_ours_that_a_worker_has_too_goes_by_another_name(api, engines):
+    engines.set_reply(A, "/metrics", b'x{worker="v"} 1\nx{worker="w"} 2\n')
+    engines.set_reply(B, "/metrics", b"omni_proxy_engine_metrics_up 7\n")
+    told = (await (await api.client().get("/engine_metrics")).get_data()).decode()
     assert f'x{{exported_worker="v",worker="{A}"}} 1.0' in told
     assert f'x{{exported_worker="w",worker="{A}"}} 2.0' in told
     assert told.count("\nomni_proxy_engine_metrics_up{") == 2
@@ -299,9 +299,9 @@ async def test_a_label_of_ours_that_a_worker_has_too_goes_by_another_name(house,
 
 
 async def test_who_needs_the_key():
-    house = build_house(entry(A), key="k")
+    api = build_api(entry(A), key="k")
     for path in ("/flush_cache", "/engine_metrics"):
-        assert (await got(house, path))[0] == 401
+        assert (await got(api, path))[0] == 401
     for path in ("/get_loads", "/liveness"):
-        assert (await got(house, path))[0] == 200
-    assert (await got(house, "/readiness"))[0] == 503
+        assert (await got(api, path))[0] == 200
+    assert (await got(api, "/readiness"))[0] == 503

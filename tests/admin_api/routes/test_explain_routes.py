@@ -6,25 +6,25 @@ from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, SLICE_BYTES
 from omni_proxy.routing.policies import build_policy
-from tests.admin_api.house import A, B, build_house, entry
+from tests.admin_api.api_fixture import A, B, build_api, entry
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
 
 
-async def test_every_worker_has_a_verdict_and_nothing_is_sent(house):
-    house.healthy(A)
-    answer = await house.client().post("/explain", data=CHAT)
+async def test_every_worker_has_a_verdict_and_nothing_is_sent(api):
+    api.healthy(A)
+    answer = await api.client().post("/explain", data=CHAT)
     body = await answer.get_json()
     assert answer.status_code == 200
     assert [(row["url"], row["eligible"]) for row in body["workers"]] == [(A, True), (B, False)]
     assert body["workers"][1]["reasons"]
     assert body["pick"]["url"] == A
     assert body["need"]["capabilities"] == ["chat", "streaming"]
-    assert sum(house.worker().routed.values()) == 0
+    assert sum(api.worker().routed.values()) == 0
 
 
-async def test_the_path_chooses_the_route_and_hints_count(house):
-    answer = await house.client().post(
+async def test_the_path_chooses_the_route_and_hints_count(api):
+    answer = await api.client().post(
         "/explain?path=/v1/audio/speech",
         data=b"{}",
         headers={"x-sglang-omni-route-capabilities": "speech"},
@@ -33,28 +33,30 @@ async def test_the_path_chooses_the_route_and_hints_count(house):
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/workers", "/v1/audio/voices/x", ""])
-async def test_a_path_that_is_no_model_route_is_refused(house, path):
-    answer = await house.client().post(f"/explain?path={path}", data=CHAT)
+async def test_a_path_that_is_no_model_route_is_refused(api, path):
+    answer = await api.client().post(f"/explain?path={path}", data=CHAT)
     assert answer.status_code == 400
     assert (await answer.get_json())["error"]["code"] == "unknown_path"
 
 
-async def test_a_body_that_a_worker_would_not_get_is_refused_alike(house):
-    answer = await house.client().post("/explain", data=b"{not json")
+async def test_a_body_that_a_worker_would_not_get_is_refused_alike(api):
+    answer = await api.client().post("/explain", data=b"{not json")
     assert answer.status_code == 400
     assert "invalid JSON body" in (await answer.get_json())["error"]["message"]
 
 
-async def test_what_curl_calls_a_form_is_read_as_json(house):
+async def test_what_curl_calls_a_form_is_read_as_json(api):
     kind = {"Content-Type": "application/x-www-form-urlencoded"}
-    answer = await house.client().post("/explain", data=CHAT, headers=kind)
+    answer = await api.client().post("/explain", data=CHAT, headers=kind)
     assert (await answer.get_json())["need"]["model"] == "m"
 
 
-async def test_a_policy_that_goes_by_a_key_is_shown_with_the_requests_own(house):
-    house.healthy(A, B)
-    house.door.policy = build_policy(RoutingConfig(policy="consistent_hashing"), lambda n: 0, 0.0)
-    client = house.client()
+async def test_a_policy_that_goes_by_a_key_is_shown_with_the_requests_own(api):
+    api.healthy(A, B)
+    api.data_plane.policy = build_policy(
+        RoutingConfig(policy="consistent_hashing"), lambda n: 0, 0.0
+    )
+    client = api.client()
 
     async def picked(key):
         answer = await client.post("/explain", data=CHAT, headers={"X-Session-Id": key})
@@ -68,13 +70,13 @@ async def test_a_policy_that_goes_by_a_key_is_shown_with_the_requests_own(house)
 LARGE = b'{"messages": [' + b'{"role": "user"},' * (ONE_PASS_BYTES // 16) + b'{}], "model": "m"}'
 
 
-async def test_a_large_body_is_explained_as_a_small_one(house):
-    house.healthy(A)
-    answer = await house.client().post("/explain", data=LARGE)
+async def test_a_large_body_is_explained_as_a_small_one(api):
+    api.healthy(A)
+    answer = await api.client().post("/explain", data=LARGE)
     body = await answer.get_json()
     assert answer.status_code == 200
     assert (body["need"]["model"], body["pick"]["url"]) == ("m", A)
-    answer = await house.client().post("/explain", data=LARGE[:-1])
+    answer = await api.client().post("/explain", data=LARGE[:-1])
     assert (answer.status_code, (await answer.get_json())["error"]["code"]) == (400, "invalid_json")
 
 
@@ -94,17 +96,17 @@ async def test_others_have_their_turns_while_a_large_body_is_walked_over():
     assert turns >= len(LARGE) // SLICE_BYTES // 2
 
 
-async def test_a_stored_response_is_explained_by_its_owner(house):
-    house.healthy(A, B)
-    house.door.response_owners.keep("resp_1", house.worker(B), 0.0)
+async def test_a_stored_response_is_explained_by_its_owner(api):
+    api.healthy(A, B)
+    api.data_plane.response_owners.keep("resp_1", api.worker(B), 0.0)
     for body, url in ((b'{"previous_response_id": "resp_1"}', B), (b'{"input": "a"}', A)):
-        answer = await house.client().post("/explain?path=/v1/responses", data=body)
+        answer = await api.client().post("/explain?path=/v1/responses", data=body)
         assert (await answer.get_json())["pick"]["url"] == url
 
 
 async def test_a_configured_route_is_explained_like_a_built_in_one():
     config = parse('[[routes]]\npath = "/own"\ncapability = "speech"\ntext = ["x"]')
-    house = build_house(entry(A), routes=config.routes)
-    house.healthy(A)
-    answer = await house.client().post("/explain?path=/own", data=b'{"x": [1, 2]}')
+    api = build_api(entry(A), routes=config.routes)
+    api.healthy(A)
+    answer = await api.client().post("/explain?path=/own", data=b'{"x": [1, 2]}')
     assert (await answer.get_json())["need"]["capabilities"] == ["speech"]

@@ -7,29 +7,29 @@ import trio
 
 from omni_proxy.admin_api.routes import dashboard_routes
 from omni_proxy.admin_api.serializers.worker_records import reasons
-from tests.admin_api.house import NOW, SCOPE, A, B, build_house, entry
+from tests.admin_api.api_fixture import NOW, SCOPE, A, B, build_api, entry
 from tests.telemetry.ends import ended
 
 
-async def snapshot(house):
-    answer = await house.client().get("/feed?once=true")
+async def snapshot(api):
+    answer = await api.client().get("/feed?once=true")
     assert (answer.status_code, answer.mimetype) == (200, "application/json")
     return await answer.get_json()
 
 
-def work(house):
+def work(api):
     """A stream of A that went well, and one that did not; then the second is over."""
-    worker = house.worker(A)
-    house.instruments.metrics.record(ended(worker), worker)
+    worker = api.worker(A)
+    api.instruments.metrics.record(ended(worker), worker)
     broken = ended(worker, outcome="stream_error", ended_by="worker", error="reset")
-    house.instruments.metrics.record(broken, worker)
-    house.instruments.recent.tick(time.time(), 3, 1)
+    api.instruments.metrics.record(broken, worker)
+    api.instruments.recent.tick(time.time(), 3, 1)
 
 
-async def test_one_look_tells_fleet_history_ends_and_what_runs(house):
-    house.healthy(A)
-    work(house)
-    told = await snapshot(house)
+async def test_one_look_reports_fleet_history_ends_and_what_runs(api):
+    api.healthy(A)
+    work(api)
+    told = await snapshot(api)
     assert told["ready"] is True
     assert told["leaving"] is False
     assert (told["revision"], told["policy"]["name"]) == (1, "round_robin")
@@ -50,34 +50,34 @@ async def test_one_look_tells_fleet_history_ends_and_what_runs(house):
     assert told["weights"]["workers"][0]["worker"] == A
 
 
-async def test_the_last_minute_of_the_fleet_has_the_running_second_of_its_workers(house):
-    house.healthy(A)
-    worker = house.worker(A)
-    house.instruments.metrics.record(ended(worker), worker)
-    told = await snapshot(house)
+async def test_the_last_minute_of_the_fleet_has_the_running_second_of_its_workers(api):
+    api.healthy(A)
+    worker = api.worker(A)
+    api.instruments.metrics.record(ended(worker), worker)
+    told = await snapshot(api)
     assert told["last_minute"] == {"requests": 1, "errors": 0}
     assert told["fleet"][0]["answers"] == 1
     assert told["history"] == []
 
 
-async def test_a_worker_that_has_requests_and_says_nothing_is_told(house):
-    house.healthy(A)
-    worker = house.worker(A)
-    house.instruments.metrics.record(ended(worker), worker)
+async def test_a_worker_that_has_requests_and_says_nothing_is_reported(api):
+    api.healthy(A)
+    worker = api.worker(A)
+    api.instruments.metrics.record(ended(worker), worker)
     worker.in_flight = 2
     for second in range(30, 20, -1):
-        house.instruments.stall_detector.tick(time.time() - second)
-    a, b = (await snapshot(house))["fleet"]
+        api.instruments.stall_detector.tick(time.time() - second)
+    a, b = (await snapshot(api))["fleet"]
     assert a["silent_secs"] == pytest.approx(28, abs=4)
     assert b["silent_secs"] is None
 
 
 async def test_nothing_of_it_is_shown_without_the_key():
-    house = build_house(entry(A), key="k")
+    api = build_api(entry(A), key="k")
     for path in ("/feed", "/feed?once=true", "/metrics"):
-        assert (await house.client().get(path)).status_code == 401
+        assert (await api.client().get(path)).status_code == 401
         wrong = {"Authorization": "Bearer x"}
-        assert (await house.client().get(path, headers=wrong)).status_code == 403
+        assert (await api.client().get(path, headers=wrong)).status_code == 403
 
 
 class Reader:
@@ -113,25 +113,25 @@ class Reader:
 
 
 @asynccontextmanager
-async def reading(house):
+async def reading(api):
     reader = Reader()
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(reader.run, house.app)
+            nursery.start_soon(reader.run, api.app)
             yield reader
             reader.left.set()
             await reader.ended.wait()
 
 
-async def test_a_reader_gets_all_the_history_once_then_only_what_is_new(house):
+async def test_a_reader_gets_all_the_history_once_then_only_what_is_new(api):
     at = iter(range(1001, 1009))
     for _ in range(3):
-        house.instruments.recent.tick(next(at), 0, 0)
+        api.instruments.recent.tick(next(at), 0, 0)
     told = []
-    async with reading(house) as reader:
+    async with reading(api) as reader:
         for _ in range(3):
             told.append(await reader.event())
-            house.instruments.recent.tick(next(at), 0, 0)
+            api.instruments.recent.tick(next(at), 0, 0)
     assert [[point["at"] for point in event["history"]] for event in told] == [
         [1001, 1002, 1003],
         [1004],
@@ -141,49 +141,49 @@ async def test_a_reader_gets_all_the_history_once_then_only_what_is_new(house):
 
 async def test_a_reader_that_leaves_frees_its_place(monkeypatch):
     monkeypatch.setattr(dashboard_routes, "READERS", 1)
-    house = build_house(entry(A))
+    api = build_api(entry(A))
     for _ in range(2):
-        async with reading(house) as reader:
+        async with reading(api) as reader:
             await reader.event()
             assert reader.status == 200
-            refused = await house.client().get("/feed")
+            refused = await api.client().get("/feed")
             assert refused.status_code == 503
             assert (await refused.get_json())["error"]["code"] == "too_many_readers"
-            assert (await house.client().get("/feed?once=true")).status_code == 200
+            assert (await api.client().get("/feed?once=true")).status_code == 200
 
 
-async def test_readers_are_let_go_when_the_door_drains(house):
-    async with reading(house) as reader:
+async def test_readers_are_let_go_when_the_door_drains(api):
+    async with reading(api) as reader:
         await reader.event()
-        house.door.draining = True
+        api.data_plane.draining = True
         await reader.ended.wait()
-    assert (await snapshot(house))["ready"] is False
+    assert (await snapshot(api))["ready"] is False
 
 
-def why(house, url=A):
-    return reasons(house.rooms, house.desk.journal.pauses())(house.worker(url))
+def why(api, url=A):
+    return reasons(api.services, api.operations.journal.pauses())(api.worker(url))
 
 
-def test_one_sentence_says_why_a_worker_gets_nothing(house):
-    assert why(house) == "waiting for its first probe"
+def test_one_sentence_says_why_a_worker_gets_nothing(api):
+    assert why(api) == "waiting for its first probe"
     failed = {"status": None, "error": "connection refused", "at": NOW, "epoch": 0}
-    house.fleet.observe_probe(house.worker(A), **failed)
-    assert why(house) == "not up yet: connection refused"
-    house.healthy(A)
-    worker = house.worker(A)
-    assert why(house) is None
-    house.fleet.cordon(worker, "updating")
-    assert why(house) == "held: updating"
+    api.fleet.observe_probe(api.worker(A), **failed)
+    assert why(api) == "not up yet: connection refused"
+    api.healthy(A)
+    worker = api.worker(A)
+    assert why(api) is None
+    api.fleet.cordon(worker, "updating")
+    assert why(api) == "held: updating"
     worker.disabled = True
-    assert why(house) == "disabled by an operator"
+    assert why(api) == "disabled by an operator"
     worker.in_flight = 2
-    assert why(house) == "draining: 2 in flight"
+    assert why(api) == "draining: 2 in flight"
     worker.disabled = False
-    house.fleet.uncordon(worker, "updating")
+    api.fleet.uncordon(worker, "updating")
     worker.health.half_open_id = 1
-    assert why(house).startswith("half-open")
-    house.fleet.mark_dead(worker, NOW)
-    assert why(house) == "dead: no reason known"
-    house.fleet.mark_dead(worker, NOW, declared=True)
-    assert why(house) == "dead: declared so by an operator"
-    assert why(house, B).startswith("waiting")
+    assert why(api).startswith("half-open")
+    api.fleet.mark_dead(worker, NOW)
+    assert why(api) == "dead: no reason known"
+    api.fleet.mark_dead(worker, NOW, declared=True)
+    assert why(api) == "dead: declared so by an operator"
+    assert why(api, B).startswith("waiting")

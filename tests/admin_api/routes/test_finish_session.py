@@ -1,36 +1,36 @@
 import pytest
 
 from omni_proxy.routing.inspect.affinity_key import AffinityKeyReader
-from tests.admin_api.house import A, B, build_house, entry
+from tests.admin_api.api_fixture import A, B, build_api, entry
 
 
 @pytest.fixture
-def house():
-    house = build_house(entry(A), entry(B), key="s3cret")
-    house.door.sessions = {"me": A, "you": A}
-    return house
+def api():
+    api = build_api(entry(A), entry(B), key="s3cret")
+    api.data_plane.sessions = {"me": A, "you": A}
+    return api
 
 
-async def finish(house, query, **more):
-    answer = await house.client().post(f"/finish_session{query}", **more)
+async def finish(api, query, **more):
+    answer = await api.client().post(f"/finish_session{query}", **more)
     return answer.status_code, await answer.get_json()
 
 
-async def test_finishing_is_answered_with_200_whether_or_not_it_was_known(house):
+async def test_finishing_is_answered_with_200_whether_or_not_it_was_known(api):
     told = {"session_id": "me", "finished": True}
-    assert await finish(house, "?session_id=me") == (200, told)
-    assert await finish(house, "?session_id=they") == (
+    assert await finish(api, "?session_id=me") == (200, told)
+    assert await finish(api, "?session_id=they") == (
         200,
         {"session_id": "they", "finished": False},
     )
-    assert house.door.finished == ["me", "they"]
+    assert api.data_plane.finished == ["me", "they"]
 
 
 @pytest.mark.parametrize("query", ["", "?session_id=", "?session_id=%20", "?id=me"])
-async def test_a_request_that_names_no_session_is_told_how(house, query):
-    status, told = await finish(house, query)
+async def test_a_request_that_names_no_session_is_informed_how(api, query):
+    status, told = await finish(api, query)
     assert (status, "?session_id=" in told["error"]["message"]) == (400, True)
-    assert house.door.finished == []
+    assert api.data_plane.finished == []
 
 
 @pytest.mark.parametrize(
@@ -42,28 +42,28 @@ async def test_a_request_that_names_no_session_is_told_how(house, query):
         ("?x=1&session_id=" + "c" * 2000, b"c" * 2000),
     ],
 )
-async def test_the_id_is_the_key_that_a_header_with_the_same_bytes_is(house, query, sent):
-    assert (await finish(house, query))[0] == 200
+async def test_the_id_is_the_key_that_a_header_with_the_same_bytes_is(api, query, sent):
+    assert (await finish(api, query))[0] == 200
     read = AffinityKeyReader(("x-session-id",)).read
-    assert house.door.finished == [read(b"x-session-id: " + sent + b"\r\n")]
+    assert api.data_plane.finished == [read(b"x-session-id: " + sent + b"\r\n")]
 
 
-async def test_it_needs_no_key_and_answers_under_any_name(house):
-    open_house = build_house(entry(A))
-    for each in (house, open_house):
+async def test_it_needs_no_key_and_answers_under_any_name(api):
+    open_api = build_api(entry(A))
+    for each in (api, open_api):
         received = {"X-Omni-Received": "tcp http router.svc.cluster.local:30000"}
         assert (await finish(each, "?session_id=me", headers=received))[0] == 200
 
 
 async def test_a_page_of_another_origin_finishes_none():
-    house = build_house(entry(A))
+    api = build_api(entry(A))
     received = {"X-Omni-Received": "tcp http router.svc:30000", "Origin": "http://evil.example"}
-    assert (await finish(house, "?session_id=me", headers=received))[0] == 403
-    assert house.door.finished == []
+    assert (await finish(api, "?session_id=me", headers=received))[0] == 403
+    assert api.data_plane.finished == []
 
 
-async def test_the_records_of_workers_say_how_many_sessions_they_have(house):
-    told = await (await house.client().get("/workers")).get_json()
+async def test_the_records_of_workers_say_how_many_sessions_they_have(api):
+    told = await (await api.client().get("/workers")).get_json()
     assert {row["url"]: row["sessions"] for row in told["workers"]} == {A: 2, B: 0}
-    feed = await house.client().get("/feed?once=true", headers={"Authorization": "Bearer s3cret"})
+    feed = await api.client().get("/feed?once=true", headers={"Authorization": "Bearer s3cret"})
     assert [row["sessions"] for row in (await feed.get_json())["fleet"]] == [2, 0]

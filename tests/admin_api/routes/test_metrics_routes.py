@@ -15,7 +15,7 @@ from omni_proxy.routing.policies import build_policy
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.metrics import RoutePhases, RouteSeries
 from omni_proxy.telemetry.prometheus import CELLS_AT_ONCE, PART, gauges, otel_families
-from tests.admin_api.house import NOW, SCOPE, A, B, build_house, entry
+from tests.admin_api.api_fixture import NOW, SCOPE, A, B, build_api, entry
 from tests.telemetry.ends import ended, refused
 from tests.telemetry.lint import names, problems
 
@@ -27,48 +27,48 @@ OPERATIONS = (ROOT / "docs/operations.md").read_text()
 
 @pytest.fixture
 def busy():
-    """A house in which everything that can be counted has happened once."""
-    house = build_house(entry(A, model="m"), entry(B), routing=RoutingConfig(sticky_sessions=True))
-    house.healthy(A, B)
-    house.door.sessions = {"one": A, "two": A}
-    a, b = house.worker(A), house.worker(B)
-    count = house.instruments.metrics.record
+    """An API in which everything that is counted has happened once."""
+    api = build_api(entry(A, model="m"), entry(B), routing=RoutingConfig(sticky_sessions=True))
+    api.healthy(A, B)
+    api.data_plane.sessions = {"one": A, "two": A}
+    a, b = api.worker(A), api.worker(B)
+    count = api.instruments.metrics.record
     usage = b'{"usage":{"prompt_tokens":3,"completion_tokens":4}}'
-    count(ended(a, model="m", tail=usage, queued_secs=0.1, connect_secs=0.01), a)
+    count(ended(a, model="m", last_chunk=usage, queued_secs=0.1, connect_secs=0.01), a)
     count(ended(b, model="x", attempts=2, tried=[(a, "503")]), b)
     count(refused(model="y"), None)
-    count(ended(route=None, need=None), None)
-    for _ in range(house.fleet.thresholds.fall):
-        house.fleet.observe_request_failure(b, status=None, error="gone", at=NOW)
-    house.fleet.cordon(a, "updating")
-    house.fleet.set_version(a, 'odd "label" \\ \u2028', 3)
-    house.door.policy = build_policy(
+    count(ended(route=None, requirements=None), None)
+    for _ in range(api.fleet.thresholds.fall):
+        api.fleet.observe_request_failure(b, status=None, error="gone", at=NOW)
+    api.fleet.cordon(a, "updating")
+    api.fleet.set_version(a, 'odd "label" \\ \u2028', 3)
+    api.data_plane.policy = build_policy(
         RoutingConfig(policy="cache_aware", sticky_sessions=True), lambda _: 0, 0
     )
-    house.door.policy.inner._branches["hit"] += 1
-    house.config_store.reloads["refused", "SIGHUP"] += 1
-    house.config_store.last_reload = {"outcome": "refused", "at": NOW.isoformat()}
-    house.desk.history.ended["/update_weights_from_disk", False] += 1
-    house.desk.history.spent_secs["/update_weights_from_disk"] = 2.5
-    house.instruments.logs["access_log"] = LineLog()
+    api.data_plane.policy.inner._branches["hit"] += 1
+    api.config_store.reloads["refused", "SIGHUP"] += 1
+    api.config_store.last_reload = {"outcome": "refused", "at": NOW.isoformat()}
+    api.operations.history.ended["/update_weights_from_disk", False] += 1
+    api.operations.history.spent_secs["/update_weights_from_disk"] = 2.5
+    api.instruments.logs["access_log"] = LineLog()
     held = {"connections": 3, "restarts": 1}
-    house.door.door_rows = [
+    api.data_plane.process_rows = [
         {"process": 0, "state": "serving", "in_flight": 2, **held},
         {"process": 1, "state": "starting", "in_flight": 0, **held},
     ]
-    return house
+    return api
 
 
-async def scrape(house):
-    answer = await house.client().get("/metrics")
+async def scrape(api):
+    answer = await api.client().get("/metrics")
     assert answer.status_code == 200
     assert answer.headers["Content-Type"] == metrics_routes.CONTENT_TYPE
     return (await answer.get_data()).decode()
 
 
-async def values(house, name):
+async def values(api, name):
     """The samples of that name, by their labels' values in the labels' order."""
-    text = await scrape(house)
+    text = await scrape(api)
     return {
         tuple(sample.labels[label] for label in sorted(sample.labels)): sample.value
         for family in text_string_to_metric_families(text)
@@ -77,9 +77,9 @@ async def values(house, name):
     }
 
 
-async def test_the_exposition_passes_the_lint(busy, house):
+async def test_the_exposition_passes_the_lint(busy, api):
     assert problems(await scrape(busy)) == []
-    assert problems(await scrape(house)) == []
+    assert problems(await scrape(api)) == []
 
 
 def test_the_lint_would_see_what_is_wrong():
@@ -128,11 +128,11 @@ async def test_requests_count_by_route_model_worker_status_and_end(busy):
         ("omni_proxy_queue_seconds_count", {("/v1/chat/completions",): 1}),
     ],
 )
-async def test_what_has_happened_is_told(busy, name, told):
+async def test_what_has_happened_is_reported(busy, name, told):
     assert await values(busy, name) == told
 
 
-async def test_opentelemetrys_names_tell_the_same_over_all_workers(busy):
+async def test_opentelemetrys_names_report_the_same_over_all_workers(busy):
     name = "gen_ai_client_operation_{}_seconds_{}"
     by_model = {("chat", ""): 1, ("chat", "m"): 1}
     for kind, ours in (
@@ -148,7 +148,7 @@ async def test_opentelemetrys_names_tell_the_same_over_all_workers(busy):
 def test_a_large_fleet_is_added_up_in_parts():
     cell = RouteSeries(RoutePhases())
     cell.total.observe(0.5)
-    worker = build_house(entry(A, model="m")).worker(A)
+    worker = build_api(entry(A, model="m")).worker(A)
     parts = list(otel_families([("/generate", worker, cell)] * (3 * CELLS_AT_ONCE + 1)))
     assert len(parts) == 3 * 4
     (told,) = (
@@ -171,15 +171,15 @@ async def test_the_policy_of_a_door_behind_sticky_sessions_is_seen(busy):
     assert await values(busy, "omni_proxy_sticky_picks_total") == {(each,): 0 for each in results}
 
 
-async def test_sessions_are_told_by_worker_while_they_are_sticky(busy, house):
+async def test_sessions_are_reported_by_worker_while_they_are_sticky(busy, api):
     assert await values(busy, "omni_proxy_worker_sessions") == {(A,): 2, (B,): 0}
-    assert await values(house, "omni_proxy_worker_sessions") == {}
+    assert await values(api, "omni_proxy_worker_sessions") == {}
 
 
 async def test_open_metrics_needs_no_key():
-    house = build_house(entry(A), admin=AdminConfig(api_key="k", open_metrics=True))
-    assert problems(await scrape(house)) == []
-    assert (await house.client().get("/feed")).status_code == 401
+    api = build_api(entry(A), admin=AdminConfig(api_key="k", open_metrics=True))
+    assert problems(await scrape(api)) == []
+    assert (await api.client().get("/feed")).status_code == 401
 
 
 def test_a_family_that_is_written_in_slices_is_the_same():
@@ -208,30 +208,30 @@ def test_a_family_that_comes_in_parts_is_one():
     assert [sample.value for sample in family.samples] == list(range(3 * PART))
 
 
-async def test_those_that_scrape_at_once_share_their_text(house, monkeypatch):
+async def test_those_that_scrape_at_once_share_their_text(api, monkeypatch):
     made = []
     families = metrics_routes.of_program
     monkeypatch.setattr(
-        metrics_routes, "of_program", lambda rooms: made.append(1) or families(rooms)
+        metrics_routes, "of_program", lambda services: made.append(1) or families(services)
     )
     async with trio.open_nursery() as nursery:
         for _ in range(5):
-            nursery.start_soon(scrape, house)
+            nursery.start_soon(scrape, api)
     assert len(made) <= 2  # one for the first, and one that all others had asked for by then
 
 
 async def test_scrapers_are_bounded_and_leave_their_place(monkeypatch):
     monkeypatch.setattr(metrics_routes, "SCRAPES", 0)
-    refused = await build_house().client().get("/metrics")
+    refused = await build_api().client().get("/metrics")
     assert refused.status_code == 503
     assert (await refused.get_json())["error"]["code"] == "too_many_scrapes"
     monkeypatch.setattr(metrics_routes, "SCRAPES", 1)
-    house = build_house()
+    api = build_api()
     for _ in range(3):
-        await scrape(house)
+        await scrape(api)
 
 
-async def test_a_scraper_that_never_reads_is_let_go(autojump_clock, house):
+async def test_a_scraper_that_never_reads_is_let_go(autojump_clock, api):
     asked = [{"type": "http.request", "body": b""}]
     ended = trio.Event()
 
@@ -245,7 +245,7 @@ async def test_a_scraper_that_never_reads_is_let_go(autojump_clock, house):
             await trio.sleep_forever()
 
     async def scraper():
-        await house.app({**SCOPE, "path": "/metrics", "raw_path": b"/metrics"}, receive, send)
+        await api.app({**SCOPE, "path": "/metrics", "raw_path": b"/metrics"}, receive, send)
         ended.set()
 
     async with trio.open_nursery() as nursery:
@@ -296,7 +296,7 @@ async def test_every_metric_is_in_the_guide_and_no_other(busy):
 
 
 def door_says(pattern):
-    """The words that the door's code gives its exchanges and connections."""
+    """The outcomes that the data plane's code gives its exchanges and connections."""
     texts = [path.read_text() for path in sorted((ROOT / "omni_proxy/dataplane").rglob("*.py"))]
     return {word for text in texts for found in re.findall(pattern, text) for word in found if word}
 

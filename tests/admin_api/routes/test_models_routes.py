@@ -10,7 +10,7 @@ from omni_proxy.config.schema import HealthConfig
 from omni_proxy.upstream_http import client
 from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.wire.bounded_json import MAX_VALUES
-from tests.admin_api.house import A, B, build_house, entry
+from tests.admin_api.api_fixture import A, B, build_api, entry
 
 
 @pytest.fixture
@@ -46,21 +46,21 @@ def cards(*cards):
     return sent(json.dumps({"object": "list", "data": list(cards)}))
 
 
-async def listed(house, query="", **headers):
-    answer = await house.client().get(f"/v1/models{query}", headers=headers)
+async def listed(api, query="", **headers):
+    answer = await api.client().get(f"/v1/models{query}", headers=headers)
     return answer.status_code, await answer.get_json()
 
 
-async def test_nobody_routable_is_a_503(house):
-    status, body = await listed(house)
+async def test_nobody_routable_is_a_503(api):
+    status, body = await listed(api)
     assert (status, body["error"]["message"]) == (503, "no routable upstream")
 
 
-async def test_lists_are_merged_in_registration_order_and_the_first_card_wins(house, replies):
-    house.healthy(A, B)
+async def test_lists_are_merged_in_registration_order_and_the_first_card_wins(api, replies):
+    api.healthy(A, B)
     replies[A] = cards({"id": "m", "owned_by": "a"}, "no card", {"model": "n"})
     replies[B] = cards({"id": "m", "owned_by": "b"}, {"id": "o"}, {"id": "", "model": "n", "x": 1})
-    status, body = await listed(house)
+    status, body = await listed(api)
     assert status == 200
     assert body == {
         "object": "list",
@@ -68,18 +68,18 @@ async def test_lists_are_merged_in_registration_order_and_the_first_card_wins(ho
     }
 
 
-async def test_nameless_cards_are_told_apart_by_their_content(house, replies):
-    house.healthy(A, B)
+async def test_nameless_cards_are_distinguished_by_their_content(api, replies):
+    api.healthy(A, B)
     replies[A] = cards({"a": 1, "b": 2}, {"id": 7})
     replies[B] = cards({"b": 2, "a": 1}, {"id": 8})
-    assert (await listed(house))[1]["data"] == [{"a": 1, "b": 2}, {"id": 7}, {"id": 8}]
+    assert (await listed(api))[1]["data"] == [{"a": 1, "b": 2}, {"id": 7}, {"id": 8}]
 
 
-async def test_one_working_worker_is_enough(house, replies):
-    house.healthy(A, B)
+async def test_one_working_worker_is_enough(api, replies):
+    api.healthy(A, B)
     replies[A] = httpx.ConnectError("refused")
     replies[B] = cards({"id": "m"})
-    assert await listed(house) == (200, {"object": "list", "data": [{"id": "m"}]})
+    assert await listed(api) == (200, {"object": "list", "data": [{"id": "m"}]})
 
 
 @pytest.mark.parametrize(
@@ -98,18 +98,18 @@ async def test_one_working_worker_is_enough(house, replies):
         (httpx.RemoteProtocolError("garbage"), "RemoteProtocolError"),
     ],
 )
-async def test_when_no_card_was_found_each_failure_is_named(house, replies, reply, reason):
-    house.healthy(A)
+async def test_when_no_card_was_found_each_failure_is_named(api, replies, reply, reason):
+    api.healthy(A)
     replies[A] = reply
-    status, body = await listed(house)
+    status, body = await listed(api)
     assert (status, body["error"]["message"]) == (502, "failed to fetch models from workers")
     assert body["error"]["details"] == {A: reason}
 
 
-async def test_an_empty_list_is_no_failure_and_no_card(house, replies):
-    house.healthy(A)
+async def test_an_empty_list_is_no_failure_and_no_card(api, replies):
+    api.healthy(A)
     replies[A] = cards()
-    status, body = await listed(house)
+    status, body = await listed(api)
     assert (status, body["error"]["details"]) == (502, {})
 
 
@@ -123,16 +123,16 @@ async def test_a_worker_that_never_answers_costs_no_more_than_the_probes_timeout
         return httpx.AsyncClient(transport=httpx.MockTransport(never), timeout=None)
 
     monkeypatch.setattr(client, "open_client", open_client)
-    house = build_house(entry(A), health=HealthConfig(timeout_secs=7))
-    house.healthy(A)
+    api = build_api(entry(A), health=HealthConfig(timeout_secs=7))
+    api.healthy(A)
     before = trio.current_time()
-    status, body = await listed(house)
+    status, body = await listed(api)
     assert (status, body["error"]["details"]) == (502, {A: "ReadTimeout"})
     assert trio.current_time() - before == 7
 
 
-async def test_query_and_client_headers_pass_but_hints_and_hop_by_hop_do_not(house, replies):
-    house.healthy(A)
+async def test_query_and_client_headers_pass_but_hints_and_hop_by_hop_do_not(api, replies):
+    api.healthy(A)
     replies[A] = cards({"id": "m"})
     headers = {
         "Authorization": "Bearer mine",
@@ -142,7 +142,7 @@ async def test_query_and_client_headers_pass_but_hints_and_hop_by_hop_do_not(hou
         "x-sglang-omni-route-model": "m",
         "Accept-Encoding": "br",
     }
-    await listed(house, "?limit=%20x", **headers)
+    await listed(api, "?limit=%20x", **headers)
     (request,) = replies["asked"]
     assert request.url.raw_path == b"/v1/models?limit=%20x"
     assert request.headers["authorization"] == "Bearer mine"
@@ -153,57 +153,55 @@ async def test_query_and_client_headers_pass_but_hints_and_hop_by_hop_do_not(hou
     assert request.headers["accept-encoding"] != "br"
 
 
-async def test_asking_leaves_no_trace_on_the_worker(house, replies):
-    house.healthy(A)
+async def test_asking_leaves_no_trace_on_the_worker(api, replies):
+    api.healthy(A)
     replies[A] = httpx.ConnectError("refused")
-    before = worker_record(house.worker())
-    await listed(house)
-    assert worker_record(house.worker()) == before
+    before = worker_record(api.worker())
+    await listed(api)
+    assert worker_record(api.worker()) == before
 
 
-async def test_one_model_is_the_record_of_the_merged_list(house, replies):
-    house.healthy(A, B)
+async def test_one_model_is_the_record_of_the_merged_list(api, replies):
+    api.healthy(A, B)
     replies[A] = cards({"id": "org/m", "owned_by": "a"})
     replies[B] = httpx.ConnectError("refused")
-    answer = await house.client().get("/v1/models/org/m")
+    answer = await api.client().get("/v1/models/org/m")
     assert (answer.status_code, await answer.get_json()) == (
         200, {"id": "org/m", "owned_by": "a"},
     )  # fmt: skip
 
 
-async def test_a_model_that_nobody_serves_is_a_404(house, replies):
-    house.healthy(A)
+async def test_a_model_that_nobody_serves_is_a_404(api, replies):
+    api.healthy(A)
     replies[A] = cards({"id": "m"})
-    answer = await house.client().get("/v1/models/n")
+    answer = await api.client().get("/v1/models/n")
     told = await answer.get_json()
     assert (answer.status_code, told["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_without_any_list_one_model_is_a_502(house, replies):
-    house.healthy(A)
+async def test_without_any_list_one_model_is_a_502(api, replies):
+    api.healthy(A)
     replies[A] = httpx.ConnectError("refused")
-    assert (await house.client().get("/v1/models/m")).status_code == 502
+    assert (await api.client().get("/v1/models/m")).status_code == 502
 
 
 @pytest.mark.parametrize("count", [MAX_CARDS + 1, MAX_VALUES])
 @pytest.mark.parametrize("card", [b"{}", b'{"x":1}', b'{"id":"m"}'])
-async def test_a_list_with_too_many_cards_costs_that_workers_cards_only(
-    house, replies, count, card
-):
-    house.healthy(A, B)
+async def test_a_list_with_too_many_cards_costs_that_workers_cards_only(api, replies, count, card):
+    api.healthy(A, B)
     many = b'{"data": [' + b",".join([card] * count) + b"]}"
     replies[A], replies[B] = sent(many), cards({"id": "n"})
-    assert await listed(house) == (200, {"object": "list", "data": [{"id": "n"}]})
+    assert await listed(api) == (200, {"object": "list", "data": [{"id": "n"}]})
     replies[A], replies[B] = sent(many), sent(b"", 500)
-    status, told = await listed(house)
+    status, told = await listed(api)
     why = "more than 1000 models" if count * card.count(b"{") < 2000 else "invalid models payload"
     assert (status, told["error"]["details"][A]) == (502, why)
 
 
-async def test_lists_that_are_too_long_together_are_left_out(house):
+async def test_lists_that_are_too_long_together_are_left_out(api):
     card = json.dumps({"data": [{"id": "m", "text": "x" * (LIST_BYTES - 100)}]}).encode()
-    outcome = CallResult(house.worker(A), 200, card, "", 0.0)
-    other = CallResult(house.worker(B), 200, card, "", 0.0)
+    outcome = CallResult(api.worker(A), 200, card, "", 0.0)
+    other = CallResult(api.worker(B), 200, card, "", 0.0)
     merged, reasons = await merge([outcome] * (ALL_LISTS_BYTES // len(card)) + [other])
     assert [card["id"] for card in merged] == ["m"]
     assert reasons == {B: "the other workers' lists are too long"}

@@ -2,29 +2,29 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.admin_api.house import A, B
+from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.operation_fixture import LOST, UPDATE, GatedEngines
 
 ENGINES = GatedEngines
 
 
 @pytest.fixture
-def house(settled):
+def api(settled):
     return settled
 
 
-async def said(house, path, method="get", **how):
-    answer = await getattr(house.client(), method)(path, **how)
+async def said(api, path, method="get", **how):
+    answer = await getattr(api.client(), method)(path, **how)
     return answer.status_code, await answer.get_json()
 
 
-async def test_the_list_names_every_worker_and_what_its_engine_tells(house, engines):
-    engines.tell(A, "/server_info", {"version": "0.5", "tp_size": 2, "dp_size": 1})
-    engines.says[B, "/server_info"] = LOST
-    status, told = await said(house, "/v1/rl/workers")
+async def test_the_list_names_every_worker_and_what_its_engine_reports(api, engines):
+    engines.set_reply(A, "/server_info", {"version": "0.5", "tp_size": 2, "dp_size": 1})
+    engines.replies[B, "/server_info"] = LOST
+    status, told = await said(api, "/v1/rl/workers")
     assert (status, told["protocol_version"]) == (200, 1)
     one, two = told["workers"]
-    assert (one["id"], one["url"], one["base_url"]) == (house.worker(A).id, A, A)
+    assert (one["id"], one["url"], one["base_url"]) == (api.worker(A).id, A, A)
     assert (one["engine"], one["engine_version"], one["tp_size"]) == ("sglang", "0.5", 2)
     assert (one["model_id"], one["health"], one["weight_version"]) == ("m", "ready", "v1")
     assert one["capabilities"]["pause_modes"] == ["abort", "retract", "in_place"]
@@ -32,76 +32,76 @@ async def test_the_list_names_every_worker_and_what_its_engine_tells(house, engi
 
 
 @pytest.mark.parametrize("silent", [LOST, (500, b"{}"), (200, b"hello"), (200, b"[1]")], ids=repr)
-async def test_of_an_engine_that_tells_nothing_no_engine_is_assumed(house, engines, silent):
-    engines.tell(A, "/server_info", {"version": "0.5"})
-    engines.says[B, "/server_info"] = silent
-    engines.tell(A, "/version", {})
-    engines.tell(B, "/version", {})
-    _, told = await said(house, "/v1/rl/workers")
+async def test_of_an_engine_that_reports_nothing_no_engine_is_assumed(api, engines, silent):
+    engines.set_reply(A, "/server_info", {"version": "0.5"})
+    engines.replies[B, "/server_info"] = silent
+    engines.set_reply(A, "/version", {})
+    engines.set_reply(B, "/version", {})
+    _, told = await said(api, "/v1/rl/workers")
     assert [row["engine"] for row in told["workers"]] == ["sglang", None]
     for selector, chosen in (("engine=sglang", A), ("engine!=sglang", B)):
-        _, told = await said(house, f"/v1/rl/engine/version?selector={quote(selector)}")
-        assert list(told["results"]) == [house.worker(chosen).id]
+        _, told = await said(api, f"/v1/rl/engine/version?selector={quote(selector)}")
+        assert list(told["results"]) == [api.worker(chosen).id]
 
 
-async def test_one_is_found_by_url_or_id(house):
-    for name in (A, house.worker(A).id):
-        status, told = await said(house, f"/v1/rl/workers/{name}")
+async def test_one_is_found_by_url_or_id(api):
+    for name in (A, api.worker(A).id):
+        status, told = await said(api, f"/v1/rl/workers/{name}")
         assert (status, told["url"]) == (200, A)
     for name in ("HTTP://127.0.0.1:8011", f"{A}/", "http%3A%2F%2F127.0.0.1%3A8011%2F"):
-        status, told = await said(house, f"/v1/rl/workers/{name}")
+        status, told = await said(api, f"/v1/rl/workers/{name}")
         assert (status, told.get("url")) == (200, A)
-    status, told = await said(house, "/v1/rl/workers/http://nobody:1")
+    status, told = await said(api, "/v1/rl/workers/http://nobody:1")
     assert (status, told["error"]["code"]) == (404, "worker_not_found")
 
 
-async def test_one_engine_is_asked_and_its_answer_wrapped(house, engines):
-    engines.tell(A, "/version", {"v": 1})
-    name = house.worker(A).id
-    status, told = await said(house, f"/v1/rl/workers/{name}/engine/version?x=1")
+async def test_one_engine_is_asked_and_its_answer_wrapped(api, engines):
+    engines.set_reply(A, "/version", {"v": 1})
+    name = api.worker(A).id
+    status, told = await said(api, f"/v1/rl/workers/{name}/engine/version?x=1")
     assert status == 200
     assert told.pop("latency_ms") >= 0
     assert told == {"worker_id": name, "url": A, "status": 200, "body": {"v": 1}}
-    assert engines.asked[-1].url.raw_path == b"/version?x=1"
+    assert engines.requests[-1].url.raw_path == b"/version?x=1"
 
 
-async def test_one_engine_that_refuses_or_is_lost_is_told_so(house, engines):
-    name = house.worker(A).id
-    engines.tell(A, "/version", {"detail": "no"}, status=404)
-    status, told = await said(house, f"/v1/rl/workers/{name}/engine/version")
+async def test_one_engine_that_refuses_or_is_lost_gets_that_reason(api, engines):
+    name = api.worker(A).id
+    engines.set_reply(A, "/version", {"detail": "no"}, status=404)
+    status, told = await said(api, f"/v1/rl/workers/{name}/engine/version")
     assert (status, told["status"], told["body"]) == (404, 404, {"detail": "no"})
     assert told["error"]["code"] == "upstream_error"
-    engines.says[A, "/version"] = LOST
-    status, told = await said(house, f"/v1/rl/workers/{name}/engine/version")
+    engines.replies[A, "/version"] = LOST
+    status, told = await said(api, f"/v1/rl/workers/{name}/engine/version")
     assert (status, told["error"]["code"]) == (502, "upstream_unreachable")
 
 
-async def test_a_fan_out_is_200_where_all_did_it_and_207_else(house, engines):
+async def test_a_fan_out_is_200_where_all_did_it_and_207_else(api, engines):
     path = "/v1/rl/engine/flush_cache?selector=model in (m,n)"
-    status, told = await said(house, path, "post", json={})
+    status, told = await said(api, path, "post", json={})
     assert (status, told["total"], told["succeeded"], told["failed"]) == (200, 2, 2, [])
-    assert set(told["results"]) == {house.worker(A).id, house.worker(B).id}
-    engines.tell(B, "/flush_cache", b"busy", status=400)
-    status, told = await said(house, path, "post", json={})
+    assert set(told["results"]) == {api.worker(A).id, api.worker(B).id}
+    engines.set_reply(B, "/flush_cache", b"busy", status=400)
+    status, told = await said(api, path, "post", json={})
     assert (status, told["total"], told["succeeded"]) == (207, 2, 1)
     (failed,) = told["failed"]
     assert (failed["url"], failed["error"], failed["status"]) == (B, "upstream_error", 400)
 
 
-async def test_an_admin_route_goes_over_the_desk(house, engines):
-    engines.says[B, UPDATE] = LOST
+async def test_an_admin_route_is_a_queued_operation(api, engines):
+    engines.replies[B, UPDATE] = LOST
     path = f"/v1/rl/engine{UPDATE}?selector=worker_type=regular"
-    status, told = await said(house, path, "post", json={"model_path": "/m"})
+    status, told = await said(api, path, "post", json={"model_path": "/m"})
     assert (status, told["succeeded"]) == (207, 1)
     assert told["failed"][0]["error"] == "upstream_unreachable"
-    assert [sorted(w.cordon_reasons) for w in house.fleet.workers] == [[], ["uncertain"]]
-    assert house.desk.status()["history"][-1]["path"] == UPDATE
+    assert [sorted(w.cordon_reasons) for w in api.fleet.workers] == [[], ["uncertain"]]
+    assert api.operations.status()["history"][-1]["path"] == UPDATE
 
 
-async def test_versions_that_differ_are_still_told_one_by_one(house, engines):
+async def test_versions_that_differ_are_still_reported_one_by_one(api, engines):
     engines.labels[B] = "v2"
     path = "/v1/rl/engine/model_info?selector=worker_type=regular"
-    status, told = await said(house, path)
+    status, told = await said(api, path)
     assert (status, told["succeeded"]) == (200, 2)
 
 
@@ -116,9 +116,9 @@ async def test_versions_that_differ_are_still_told_one_by_one(house, engines):
         ("/v1/rl/workers/http://127.0.0.1:8011/engine/a/%2e%2e/b", 400, "invalid_engine_path"),
     ],
 )
-async def test_what_is_refused(house, engines, path, status, code):
-    found, told = await said(house, path, "post", json={})
+async def test_what_is_refused(api, engines, path, status, code):
+    found, told = await said(api, path, "post", json={})
     assert (found, told["error"]["code"]) == (status, code)
-    assert engines.asked == []
+    assert engines.requests == []
     if code == "invalid_selector":
         assert told["offset"] == 1

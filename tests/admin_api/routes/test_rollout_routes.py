@@ -3,8 +3,8 @@ import json
 import pytest
 import trio
 
-from tests.admin_api.engines_at_hand import Engines
-from tests.admin_api.house import A, B, build_house, entry
+from tests.admin_api.api_fixture import A, B, build_api, entry
+from tests.admin_api.fake_engines import Engines
 
 PATH = "/weights/rollout"
 BODY = {"model_path": "/m", "weight_version": "v2"}
@@ -26,7 +26,7 @@ class LoadingEngines(Engines):
             await self.gate.wait()
             self.labels[url] = json.loads(request.content)["weight_version"]
         told = {"weight_version": self.labels[url], "model_path": "/m/v1", "success": True}
-        self.tell(url, path, told)
+        self.set_reply(url, path, told)
         return await super().answer(request)
 
 
@@ -36,10 +36,10 @@ def engines(monkeypatch):
 
 
 @pytest.fixture
-async def house(engines, tmp_path, nursery):
-    made = build_house(entry(A), entry(B), folder=tmp_path / "weights")
+async def api(engines, tmp_path, nursery):
+    made = build_api(entry(A), entry(B), folder=tmp_path / "weights")
     made.healthy(A, B)
-    await nursery.start(made.desk.run)
+    await nursery.start(made.operations.run)
     return made
 
 
@@ -48,90 +48,88 @@ def events_in(raw):
     return [json.loads(line.removeprefix("data:")) for line in lines]
 
 
-async def until(house, state):
-    progress = house.desk.rollouts.progress
+async def until(api, state):
+    progress = api.operations.rollouts.progress
     with trio.fail_after(30):
         while (progress.to_dict() or {}).get("state") != state:
             await progress.changed.wait()
 
 
-async def test_without_one_its_state_is_none(house):
-    answer = await house.client().get(PATH)
+async def test_without_one_its_state_is_none(api):
+    answer = await api.client().get(PATH)
     told = {"id": None, "state": "none", "workers": []}
     assert (answer.status_code, await answer.get_json()) == (200, told)
-    answer = await house.client().get(f"{PATH}?follow=true")
+    answer = await api.client().get(f"{PATH}?follow=true")
     assert events_in(await answer.get_data()) == [told]
 
 
-async def test_it_is_accepted_with_a_location_and_seen_there_and_at_weights(house):
-    answer = await house.client().post(PATH, json=BODY)
+async def test_it_is_accepted_with_a_location_and_seen_there_and_at_weights(api):
+    answer = await api.client().post(PATH, json=BODY)
     assert (answer.status_code, answer.headers["location"]) == (202, PATH)
     told = await answer.get_json()
     assert (told["success"], told["rollout"]["state"], told["rollout"]["total"]) == (
         True, "running", 2,
     )  # fmt: skip
-    await until(house, "succeeded")
-    seen = await (await house.client().get(PATH)).get_json()
+    await until(api, "succeeded")
+    seen = await (await api.client().get(PATH)).get_json()
     assert (seen["state"], seen["updated"], seen["id"]) == ("succeeded", 2, told["rollout"]["id"])
-    assert (await (await house.client().get("/weights")).get_json())["rollout"] == seen
-    feed = json.loads(await (await house.client().get("/feed?once=true")).get_data())
+    assert (await (await api.client().get("/weights")).get_json())["rollout"] == seen
+    feed = json.loads(await (await api.client().get("/feed?once=true")).get_data())
     assert feed["weights"]["rollout"]["id"] == seen["id"]
 
 
 @pytest.mark.parametrize(
     ("path", "headers"), [(PATH, {"accept": "text/event-stream"}), (f"{PATH}?follow=true", {})]
 )
-async def test_with_events_the_answer_lasts_until_its_end(house, path, headers):
-    answer = await house.client().post(path, json=BODY, headers=headers)
+async def test_with_events_the_answer_lasts_until_its_end(api, path, headers):
+    answer = await api.client().post(path, json=BODY, headers=headers)
     assert (answer.status_code, answer.content_type) == (200, "text/event-stream")
     events = events_in(await answer.get_data())
     assert (events[0]["state"], events[-1]["state"]) == ("running", "succeeded")
     assert events[-1]["updated"] == 2
 
 
-async def test_pause_resume_and_cancel(house, engines):
+async def test_pause_resume_and_cancel(api, engines):
     engines.gate = trio.Event()
     for step in ("pause", "resume", "cancel"):
-        answer = await house.client().post(f"{PATH}/{step}")
+        answer = await api.client().post(f"{PATH}/{step}")
         told = await answer.get_json()
         assert (answer.status_code, told["error"]["code"], told["success"]) == (
             409, "no_rollout", False,
         )  # fmt: skip
-    await house.client().post(PATH, json=BODY)
-    answer = await house.client().post(f"{PATH}/pause")
+    await api.client().post(PATH, json=BODY)
+    answer = await api.client().post(f"{PATH}/pause")
     assert (await answer.get_json())["rollout"]["state"] in ("paused", "pausing")
     engines.gate.set()
-    await until(house, "paused")
-    assert (await house.client().post(f"{PATH}/resume")).status_code == 200
-    await until(house, "succeeded")
-    await house.client().post(
-        PATH, json={**BODY, "weight_version": "v3", "pause_after_canary": True}
-    )
-    await until(house, "paused")
-    answer = await house.client().post(f"{PATH}/cancel", headers={"user-agent": "me"})
+    await until(api, "paused")
+    assert (await api.client().post(f"{PATH}/resume")).status_code == 200
+    await until(api, "succeeded")
+    await api.client().post(PATH, json={**BODY, "weight_version": "v3", "pause_after_canary": True})
+    await until(api, "paused")
+    answer = await api.client().post(f"{PATH}/cancel", headers={"user-agent": "me"})
     assert (await answer.get_json())["rollout"]["cause"] == "cancelled by me"
-    await until(house, "cancelled")
+    await until(api, "cancelled")
 
 
-async def test_a_selector_narrows_it(house):
-    answer = await house.client().post(f"{PATH}?selector=url={B}", json=BODY)
+async def test_a_selector_narrows_it(api):
+    answer = await api.client().post(f"{PATH}?selector=url={B}", json=BODY)
     assert [row["worker"] for row in (await answer.get_json())["rollout"]["workers"]] == [B]
-    await until(house, "succeeded")
-    nobody = await house.client().post(f"{PATH}?selector=model=zzz", json=BODY)
+    await until(api, "succeeded")
+    nobody = await api.client().post(f"{PATH}?selector=model=zzz", json=BODY)
     assert (await nobody.get_json())["error"]["code"] == "no_workers_match"
 
 
 async def test_all_of_it_needs_the_key(tmp_path):
-    house = build_house(entry(A), key="k", folder=tmp_path / "weights")
+    api = build_api(entry(A), key="k", folder=tmp_path / "weights")
     for method, path in (("get", PATH), ("post", PATH), ("post", f"{PATH}/cancel")):
-        assert (await getattr(house.client(), method)(path)).status_code == 401
+        assert (await getattr(api.client(), method)(path)).status_code == 401
     given = {"authorization": "Bearer k"}
-    assert (await house.client().get(PATH, headers=given)).status_code == 200
+    assert (await api.client().get(PATH, headers=given)).status_code == 200
 
 
-async def test_a_reader_ends_when_the_proxy_leaves(house, engines, autojump_clock):
+async def test_a_reader_ends_when_the_proxy_leaves(api, engines, autojump_clock):
     engines.gate = trio.Event()
-    await house.client().post(PATH, json=BODY)
-    house.door.draining = True
-    answer = await house.client().get(f"{PATH}?follow=true")
+    await api.client().post(PATH, json=BODY)
+    api.data_plane.draining = True
+    answer = await api.client().get(f"{PATH}?follow=true")
     assert events_in(await answer.get_data())[-1]["state"] == "running"

@@ -1,28 +1,28 @@
 import pytest
 from trio.testing import wait_all_tasks_blocked
 
-from tests.admin_api.house import A, B, build_house, entry
+from tests.admin_api.api_fixture import A, B, build_api, entry
 from tests.weight_sync.operation_fixture import LOST, UPDATE, GatedEngines, admin_call
 
 ENGINES = GatedEngines
 
 
 @pytest.fixture
-async def house(engines, tmp_path, nursery):
-    made = build_house(entry(A), entry(B), folder=tmp_path / "w")
+async def api(engines, tmp_path, nursery):
+    made = build_api(entry(A), entry(B), folder=tmp_path / "w")
     made.healthy(A, B)
-    await nursery.start(made.desk.run)
+    await nursery.start(made.operations.run)
     return made
 
 
-async def test_the_page_shows_holder_progress_versions_and_history(house, engines, nursery):
-    await house.desk.submit(admin_call(caller="before"))
+async def test_the_page_shows_holder_progress_versions_and_history(api, engines, nursery):
+    await api.operations.submit(admin_call(caller="before"))
     engines.close_gate(UPDATE, A)
-    nursery.start_soon(house.desk.submit, admin_call(caller="trainer"))
+    nursery.start_soon(api.operations.submit, admin_call(caller="trainer"))
     await engines.arrived[A, UPDATE].wait()
-    nursery.start_soon(house.desk.submit, admin_call("/pause_generation", caller="next"))
+    nursery.start_soon(api.operations.submit, admin_call("/pause_generation", caller="next"))
     await wait_all_tasks_blocked()
-    answer = await house.client().get("/weights")
+    answer = await api.client().get("/weights")
     told = await answer.get_json()
     running = told["operation"]
     assert (running["path"], running["caller"], running["step"]) == (UPDATE, "trainer", "calling")
@@ -39,26 +39,26 @@ async def test_the_page_shows_holder_progress_versions_and_history(house, engine
 
 
 @pytest.mark.parametrize("path", ["/weights/resolve", "/weight_update_journal/resolve"])
-async def test_resolving_needs_an_acknowledgement(house, engines, path):
-    engines.says[B, UPDATE] = LOST
-    await house.desk.submit(admin_call())
+async def test_resolving_needs_an_acknowledgement(api, engines, path):
+    engines.replies[B, UPDATE] = LOST
+    await api.operations.submit(admin_call())
     for body in ({}, {"acknowledge": False}, {"acknowledge": "yes"}):
-        answer = await house.client().post(path, json=body)
+        answer = await api.client().post(path, json=body)
         told = await answer.get_json()
         assert (answer.status_code, told["success"], told["status"]) == (422, False, "error")
-        assert house.worker(B).cordon_reasons == {"uncertain"}
+        assert api.worker(B).cordon_reasons == {"uncertain"}
     headers = {"Authorization": "Bearer t"}
-    answer = await house.client().post(path, json={"acknowledge": True}, headers=headers)
+    answer = await api.client().post(path, json={"acknowledge": True}, headers=headers)
     told = await answer.get_json()
     assert (answer.status_code, told["status"]) == (200, "ok")
-    assert told["resolved_worker_ids"] == [house.worker(B).id]
-    continued = [r for r in engines.asked if r.url.path == "/continue_generation"]
+    assert told["resolved_worker_ids"] == [api.worker(B).id]
+    continued = [r for r in engines.requests if r.url.path == "/continue_generation"]
     assert [(r.url.port, r.headers["authorization"]) for r in continued] == [(8012, "Bearer t")]
-    assert house.worker(B).cordon_reasons == set()
+    assert api.worker(B).cordon_reasons == set()
 
 
-async def test_a_record_shows_version_and_epoch(house):
-    await house.desk.submit(admin_call())
-    answer = await house.client().get(f"/workers/{house.worker(A).id}")
+async def test_a_record_shows_version_and_epoch(api):
+    await api.operations.submit(admin_call())
+    answer = await api.client().get(f"/workers/{api.worker(A).id}")
     told = await answer.get_json()
     assert (told["weight_version"], told["weight_epoch"]) == ("v1", 1)

@@ -7,53 +7,53 @@ import pytest
 from omni_proxy.admin_api import fleet_changes
 from omni_proxy.config.schema import HealthConfig
 from omni_proxy.upstream_http.resolver import RefusedAddress
-from tests.admin_api.house import NOW, A, B, build_house, entry
+from tests.admin_api.api_fixture import NOW, A, B, build_api, entry
 
 C = "http://127.0.0.1:8013"
 ID_A = quote(A, safe="")
 
 
-async def call(house, method, path, body=None, **headers):
+async def call(api, method, path, body=None, **headers):
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    answer = await house.client().open(path, method=method, data=data, headers=headers)
+    answer = await api.client().open(path, method=method, data=data, headers=headers)
     return answer.status_code, await answer.get_json(), answer.headers
 
 
-async def message(house, method, path, body=None, **headers):
-    status, told, _ = await call(house, method, path, body, **headers)
+async def message(api, method, path, body=None, **headers):
+    status, told, _ = await call(api, method, path, body, **headers)
     return status, told["error"]["message"]
 
 
-async def test_the_list_is_the_pool_summary_in_order(house):
-    status, body, _ = await call(house, "GET", "/workers")
+async def test_the_list_is_the_pool_summary_in_order(api):
+    status, body, _ = await call(api, "GET", "/workers")
     assert (status, body["status"], body["total"]) == (200, "ok", 2)
     assert [record["url"] for record in body["workers"]] == [A, B]
     assert body["stats"] == {"prefill_count": 0, "decode_count": 0, "regular_count": 2}
 
 
 async def test_the_list_can_be_narrowed_to_a_model():
-    house = build_house(entry(A, model="m"), entry(B, model="n"))
-    _, body, _ = await call(house, "GET", "/workers?model=n")
+    api = build_api(entry(A, model="m"), entry(B, model="n"))
+    _, body, _ = await call(api, "GET", "/workers?model=n")
     assert [record["url"] for record in body["workers"]] == [B]
 
 
 @pytest.mark.parametrize("name", [ID_A, A, quote(ID_A, safe=""), quote(A, safe=":/")])
-async def test_a_worker_is_found_by_id_or_url_encoded_or_not(house, name):
-    status, body, _ = await call(house, "GET", f"/workers/{name}")
+async def test_a_worker_is_found_by_id_or_url_encoded_or_not(api, name):
+    status, body, _ = await call(api, "GET", f"/workers/{name}")
     assert (status, body["worker_id"], body["id"], body["url"]) == (200, ID_A, ID_A, A)
 
 
 @pytest.mark.parametrize("name", [f"HTTP{A[4:]}", f"{A}/", quote(f"HTTP{A[4:]}/", safe="")])
-async def test_a_worker_is_found_in_every_spelling_that_would_add_it(house, name):
-    status, body, _ = await call(house, "GET", f"/workers/{name}")
+async def test_a_worker_is_found_in_every_spelling_that_would_add_it(api, name):
+    status, body, _ = await call(api, "GET", f"/workers/{name}")
     assert (status, body["url"]) == (200, A)
-    status, body, _ = await call(house, "DELETE", f"/workers/{name}")
+    status, body, _ = await call(api, "DELETE", f"/workers/{name}")
     assert (status, body["worker_id"]) == (200, ID_A)
 
 
-async def test_a_record_speaks_both_dialects(house):
-    house.healthy(A)
-    _, body, _ = await call(house, "GET", f"/workers/{ID_A}")
+async def test_a_record_speaks_both_dialects(api):
+    api.healthy(A)
+    _, body, _ = await call(api, "GET", f"/workers/{ID_A}")
     assert (body["health_state"], body["routable"]) == ("healthy", True)
     assert (body["is_healthy"], body["status"], body["worker_type"]) == (True, "ready", "regular")
     assert (body["priority"], body["cost"], body["labels"]) == (50, 1.0, {})
@@ -63,13 +63,13 @@ async def test_a_record_speaks_both_dialects(house):
     ("method", "body"),
     [("GET", None), ("PUT", {"disabled": True}), ("PATCH", {"cost": 2}), ("DELETE", None)],
 )
-async def test_an_unknown_worker_is_a_404(house, method, body):
-    assert await message(house, method, f"/workers/{C}", body) == (404, "worker not found")
+async def test_an_unknown_worker_is_a_404(api, method, body):
+    assert await message(api, method, f"/workers/{C}", body) == (404, "worker not found")
 
 
-async def test_an_added_worker_is_probed_once_and_shown(house):
+async def test_an_added_worker_is_probed_once_and_shown(api):
     status, body, headers = await call(
-        house, "POST", "/workers", {"url": "HTTP://127.0.0.1:8013/", "capabilities": ["chat"]}
+        api, "POST", "/workers", {"url": "HTTP://127.0.0.1:8013/", "capabilities": ["chat"]}
     )
     assert (status, body["status"]) == (200, "ok")
     assert body["worker"]["url"] == C
@@ -79,27 +79,27 @@ async def test_an_added_worker_is_probed_once_and_shown(house):
         1,
         "unknown",
     )
-    assert house.prober.probed == [C]
+    assert api.prober.probed == [C]
     assert headers["ETag"] == '"2"'
 
 
-async def test_a_worker_that_the_prober_saw_already_is_not_probed_again(house, monkeypatch):
-    change = house.config_store.change
+async def test_a_worker_that_the_prober_saw_already_is_not_probed_again(api, monkeypatch):
+    change = api.config_store.change
 
     async def change_slowly(edit, if_match=None, **how):
         changed = await change(edit, if_match)
-        await house.prober.probe_once(house.worker(C))
+        await api.prober.probe_once(api.worker(C))
         return changed
 
-    monkeypatch.setattr(house.config_store, "change", change_slowly)
-    _, body, _ = await call(house, "POST", "/workers", {"url": C})
+    monkeypatch.setattr(api.config_store, "change", change_slowly)
+    _, body, _ = await call(api, "POST", "/workers", {"url": C})
     assert body["worker"]["consecutive_successes"] == 1
 
 
-async def test_the_url_of_the_query_wins(house):
-    status, body, _ = await call(house, "POST", f"/workers?url={C}", {"url": A})
+async def test_the_url_of_the_query_wins(api):
+    status, body, _ = await call(api, "POST", f"/workers?url={C}", {"url": A})
     assert (status, body["worker"]["url"]) == (200, C)
-    status, body, _ = await call(house, "POST", "/workers?worker_url=http://127.0.0.1:9")
+    status, body, _ = await call(api, "POST", "/workers?worker_url=http://127.0.0.1:9")
     assert (status, body["worker"]["url"]) == (200, "http://127.0.0.1:9")
 
 
@@ -114,9 +114,9 @@ async def test_the_url_of_the_query_wins(house):
         ({"zebra": 1, "ant": 2}, "unsupported fields: ant, zebra"),
     ],
 )
-async def test_a_post_is_judged_in_the_contracts_order(house, body, said):
-    assert await message(house, "POST", "/workers", body) == (400, said)
-    assert house.config_store.revision == 1
+async def test_a_post_is_judged_in_the_contracts_order(api, body, said):
+    assert await message(api, "POST", "/workers", body) == (400, said)
+    assert api.config_store.revision == 1
 
 
 @pytest.mark.parametrize(
@@ -126,40 +126,40 @@ async def test_a_post_is_judged_in_the_contracts_order(house, body, said):
         "http://[::ffff:169.254.169.254]", "http://2852039166", "unix:/run/w.sock",
     ],
 )  # fmt: skip
-async def test_a_bad_url_is_refused(house, url):
-    status, said = await message(house, "POST", "/workers", {"url": url})
+async def test_a_bad_url_is_refused(api, url):
+    status, said = await message(api, "POST", "/workers", {"url": url})
     assert status == 400
     assert said.startswith("url ")
 
 
-async def test_a_name_that_leads_to_a_refused_address_is_refused(house, monkeypatch):
+async def test_a_name_that_leads_to_a_refused_address_is_refused(api, monkeypatch):
     async def leads_astray(host, port):
         raise RefusedAddress(f"{host}: link-local address 169.254.0.1 is not allowed")
 
     monkeypatch.setattr(fleet_changes, "addresses", leads_astray)
-    status, said = await message(house, "POST", "/workers", {"url": "http://sly.example:1"})
+    status, said = await message(api, "POST", "/workers", {"url": "http://sly.example:1"})
     assert (status, "169.254.0.1" in said) == (400, True)
-    assert house.config_store.revision == 1
+    assert api.config_store.revision == 1
 
 
-async def test_a_name_that_nobody_knows_yet_is_kept(house, monkeypatch):
+async def test_a_name_that_nobody_knows_yet_is_kept(api, monkeypatch):
     async def knows_nothing(host, port):
         raise OSError("Name or service not known")
 
     monkeypatch.setattr(fleet_changes, "addresses", knows_nothing)
-    status, body, _ = await call(house, "POST", "/workers", {"url": "http://later.example:1"})
+    status, body, _ = await call(api, "POST", "/workers", {"url": "http://later.example:1"})
     assert (status, body["worker"]["url"]) == (200, "http://later.example:1")
 
 
-async def test_a_known_url_is_a_409_however_it_is_spelled(house):
+async def test_a_known_url_is_a_409_however_it_is_spelled(api):
     said = (409, "worker already registered")
-    assert await message(house, "POST", "/workers", {"url": A}) == said
-    assert await message(house, "POST", "/workers", {"url": A + "/"}) == said
+    assert await message(api, "POST", "/workers", {"url": A}) == said
+    assert await message(api, "POST", "/workers", {"url": A + "/"}) == said
 
 
-async def test_smgs_dialect_is_accepted_at_once(house):
+async def test_smgs_dialect_is_accepted_at_once(api):
     status, body, headers = await call(
-        house,
+        api,
         "POST",
         "/workers",
         {"url": C, "priority": 9, "labels": {"zone": "a"}, "api_key": "k"},
@@ -167,53 +167,53 @@ async def test_smgs_dialect_is_accepted_at_once(house):
     assert (status, body["status"], body["worker_id"]) == (202, "accepted", quote(C, safe=""))
     assert headers["Location"] == body["location"] == f"/workers/{quote(C, safe='')}"
     assert body["ignored"] == ["api_key"]
-    assert house.prober.probed == []
-    _, record, _ = await call(house, "GET", headers["Location"])
+    assert api.prober.probed == []
+    _, record, _ = await call(api, "GET", headers["Location"])
     assert (record["priority"], record["labels"]) == (9, {"zone": "a"})
 
 
-async def test_a_client_may_prefer_not_to_wait(house):
+async def test_a_client_may_prefer_not_to_wait(api):
     headers = {"Prefer": "wait=1, respond-async"}
-    assert (await call(house, "POST", "/workers", {"url": C}, **headers))[0] == 202
-    status, _, answered = await call(house, "PUT", f"/workers/{C}", {"disabled": True}, **headers)
+    assert (await call(api, "POST", "/workers", {"url": C}, **headers))[0] == 202
+    status, _, answered = await call(api, "PUT", f"/workers/{C}", {"disabled": True}, **headers)
     assert (status, answered["Location"]) == (202, f"/workers/{quote(C, safe='')}")
-    assert house.worker(C).disabled
+    assert api.worker(C).disabled
 
 
-async def test_every_answer_names_the_worker_at_the_top(house):
+async def test_every_answer_names_the_worker_at_the_top(api):
     named = {"worker_id": ID_A, "url": A, "location": f"/workers/{ID_A}"}
-    await call(house, "DELETE", f"/workers/{A}")
+    await call(api, "DELETE", f"/workers/{A}")
     for method, path, body in (
         ("POST", "/workers", {"url": A}),
         ("PUT", f"/workers/{ID_A}", {"disabled": False}),
         ("PUT", f"/workers/{ID_A}", {"url": A}),
         ("PATCH", f"/workers/{ID_A}", {"cost": 1}),
     ):
-        status, told, _ = await call(house, method, path, body)
+        status, told, _ = await call(api, method, path, body)
         assert (status, {key: told[key] for key in named}) == (
             202 if method == "PATCH" else 200, named,
         )  # fmt: skip
         assert told["worker"]["url"] == A
 
 
-async def test_another_url_in_a_put_is_refused_in_either_dialect(house):
-    status, said = await message(house, "PUT", f"/workers/{ID_A}", {"url": B})
+async def test_another_url_in_a_put_is_refused_in_either_dialect(api):
+    status, said = await message(api, "PUT", f"/workers/{ID_A}", {"url": B})
     assert (status, said) == (400, "url must stay the same; add a worker for another url")
 
 
 async def test_a_router_answers_at_once_unless_the_client_waits():
-    house = build_house(entry(A), rooms={"dialect": "sglang"})
-    status, told, headers = await call(house, "POST", "/workers", {"url": C})
+    api = build_api(entry(A), services={"dialect": "sglang"})
+    status, told, headers = await call(api, "POST", "/workers", {"url": C})
     assert (status, told["status"], told["url"]) == (202, "accepted", C)
     assert headers["Location"] == told["location"]
-    assert house.prober.probed == []
-    assert (await call(house, "PUT", told["location"], {"url": C}))[0] == 202
-    assert (await call(house, "DELETE", told["location"]))[0] == 202
-    assert house.fleet.find(C) is None
+    assert api.prober.probed == []
+    assert (await call(api, "PUT", told["location"], {"url": C}))[0] == 202
+    assert (await call(api, "DELETE", told["location"]))[0] == 202
+    assert api.fleet.find(C) is None
     waits = {"Prefer": "wait=1"}
-    status, told, _ = await call(house, "POST", "/workers", {"url": C}, **waits)
+    status, told, _ = await call(api, "POST", "/workers", {"url": C}, **waits)
     assert (status, told["error"]["code"]) == (400, "worker_not_healthy")
-    assert house.fleet.find(C) is None
+    assert api.fleet.find(C) is None
 
 
 @pytest.mark.parametrize(
@@ -223,25 +223,25 @@ async def test_a_router_answers_at_once_unless_the_client_waits():
 async def test_a_200_means_registered_and_routable_to_who_waits(
     engines, autojump_clock, dialect, headers
 ):
-    engines.says[C, "/health"] = [(503, b"loading"), (200, b"{}")]
-    house = build_house(entry(A), rooms={"dialect": dialect})
+    engines.replies[C, "/health"] = [(503, b"loading"), (200, b"{}")]
+    api = build_api(entry(A), services={"dialect": dialect})
     body = {"url": C, "worker_type": "regular", "bootstrap_host": "x"}
-    status, told, _ = await call(house, "POST", "/workers", body, **headers)
+    status, told, _ = await call(api, "POST", "/workers", body, **headers)
     assert (status, told["status"], told["success"], told["url"]) == (200, "ok", True, C)
     assert told["worker"]["routable"] is True
     assert told["ignored"] == ["bootstrap_host"]
-    status, told, _ = await call(house, "POST", "/workers", body, **headers)
+    status, told, _ = await call(api, "POST", "/workers", body, **headers)
     assert (status, told["code"]) == (409, "WORKER_ALREADY_EXISTS")
 
 
 async def test_who_wants_its_answer_at_once_gets_it_in_every_dialect():
-    house = build_house(entry(A), rooms={"dialect": "vllm"})
+    api = build_api(entry(A), services={"dialect": "vllm"})
     at_once = {"Prefer": "respond-async"}
-    assert (await call(house, "POST", "/workers", {"url": C}, **at_once))[0] == 202
+    assert (await call(api, "POST", "/workers", {"url": C}, **at_once))[0] == 202
 
 
-async def test_a_wait_that_is_no_number_is_refused(house):
-    status, told, _ = await call(house, "POST", "/workers", {"url": C}, Prefer="wait=long")
+async def test_a_wait_that_is_no_number_is_refused(api):
+    status, told, _ = await call(api, "POST", "/workers", {"url": C}, Prefer="wait=long")
     assert (status, told["error"]["message"]) == (
         400,
         "Prefer: wait=long: write seconds, up to 7200",
@@ -249,37 +249,37 @@ async def test_a_wait_that_is_no_number_is_refused(house):
 
 
 @pytest.mark.parametrize("key", ["PUT", "PATCH"])
-async def test_smgs_put_and_patch_leave_notes(house, key):
+async def test_smgs_put_and_patch_leave_notes(api, key):
     body = {"cost": 2.5} if key == "PATCH" else {"cost": 2.5, "url": A, "worker_type": "regular"}
-    assert (await call(house, key, f"/workers/{ID_A}", body))[0] == 202
-    assert (await call(house, "GET", f"/workers/{ID_A}"))[1]["cost"] == 2.5
+    assert (await call(api, key, f"/workers/{ID_A}", body))[0] == 202
+    assert (await call(api, "GET", f"/workers/{ID_A}"))[1]["cost"] == 2.5
 
 
-async def test_a_patch_takes_smgs_keys_only(house):
-    said = await message(house, "PATCH", f"/workers/{ID_A}", {"disabled": True})
+async def test_a_patch_takes_smgs_keys_only(api):
+    said = await message(api, "PATCH", f"/workers/{ID_A}", {"disabled": True})
     assert said == (400, "unsupported fields: disabled")
 
 
-async def test_notes_go_with_their_worker(house):
-    await call(house, "POST", "/workers", {"url": C, "cost": 9})
-    await call(house, "DELETE", f"/workers/{C}")
-    await call(house, "POST", "/workers", {"url": C, "priority": 1})
-    assert (await call(house, "GET", f"/workers/{C}"))[1]["cost"] == 1.0
+async def test_notes_go_with_their_worker(api):
+    await call(api, "POST", "/workers", {"url": C, "cost": 9})
+    await call(api, "DELETE", f"/workers/{C}")
+    await call(api, "POST", "/workers", {"url": C, "priority": 1})
+    assert (await call(api, "GET", f"/workers/{C}"))[1]["cost"] == 1.0
 
 
-async def test_switches_take_effect_and_health_stays(house):
-    house.healthy(A)
+async def test_switches_take_effect_and_health_stays(api):
+    api.healthy(A)
     status, body, headers = await call(
-        house, "PUT", f"/workers/{ID_A}", {"disabled": True, "model": "m", "capabilities": ["chat"]}
+        api, "PUT", f"/workers/{ID_A}", {"disabled": True, "model": "m", "capabilities": ["chat"]}
     )
     record = body["worker"]
     assert (status, body["status"], headers["ETag"]) == (200, "ok", '"2"')
     assert (record["disabled"], record["routable"]) == (True, False)
     assert (record["health_state"], record["model"]) == ("healthy", "m")
     assert record["capabilities"] == ["chat"]
-    _, body, _ = await call(house, "PUT", f"/workers/{ID_A}", {"disabled": False, "model": None})
+    _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"disabled": False, "model": None})
     assert (body["worker"]["routable"], body["worker"]["model"]) == (True, None)
-    assert house.prober.probed == []
+    assert api.prober.probed == []
 
 
 @pytest.mark.parametrize(
@@ -292,59 +292,59 @@ async def test_switches_take_effect_and_health_stays(house):
         ({"disabled": 1}, "disabled must be a boolean"),
     ],
 )
-async def test_a_put_is_judged_before_its_worker_is_looked_up(house, body, said):
-    assert await message(house, "PUT", f"/workers/{ID_A}", body) == (400, said)
-    assert await message(house, "PUT", "/workers/nobody", body) == (400, said)
+async def test_a_put_is_judged_before_its_worker_is_looked_up(api, body, said):
+    assert await message(api, "PUT", f"/workers/{ID_A}", body) == (400, said)
+    assert await message(api, "PUT", "/workers/nobody", body) == (400, said)
 
 
-async def test_a_refused_put_changes_nothing(house):
+async def test_a_refused_put_changes_nothing(api):
     body = {"disabled": True, "is_dead": True, "capabilities": ["fly"]}
-    assert (await message(house, "PUT", f"/workers/{ID_A}", body))[0] == 400
-    assert not house.worker().disabled
-    assert house.worker().health.state == "unknown"
+    assert (await message(api, "PUT", f"/workers/{ID_A}", body))[0] == 400
+    assert not api.worker().disabled
+    assert api.worker().health.state == "unknown"
 
 
-async def test_dead_is_dead_until_revived_with_one_probe(house):
-    house.healthy(A)
-    _, body, _ = await call(house, "PUT", f"/workers/{ID_A}", {"is_dead": True})
+async def test_dead_is_dead_until_revived_with_one_probe(api):
+    api.healthy(A)
+    _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"is_dead": True})
     assert (body["worker"]["health_state"], body["worker"]["status"]) == ("dead", "failed")
-    assert house.prober.probed == []
-    _, body, _ = await call(house, "PUT", f"/workers/{ID_A}", {"is_dead": False})
+    assert api.prober.probed == []
+    _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"is_dead": False})
     record = body["worker"]
     assert (record["health_state"], record["consecutive_successes"]) == ("unknown", 1)
-    assert house.prober.probed == [A]
+    assert api.prober.probed == [A]
 
 
-async def test_reviving_a_living_worker_resets_its_counters_and_probes_it(house):
-    worker = house.worker()
-    house.fleet.observe_probe(worker, status=500, error="x", at=NOW, epoch=worker.health.epoch)
-    _, body, _ = await call(house, "PUT", f"/workers/{ID_A}", {"is_dead": False})
+async def test_reviving_a_living_worker_resets_its_counters_and_probes_it(api):
+    worker = api.worker()
+    api.fleet.observe_probe(worker, status=500, error="x", at=NOW, epoch=worker.health.epoch)
+    _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"is_dead": False})
     assert body["worker"]["consecutive_failures"] == 0
-    assert house.prober.probed == [A]
+    assert api.prober.probed == [A]
 
 
-async def test_a_deleted_worker_is_gone_and_comes_back_fresh(house):
-    house.healthy(A)
-    status, body, headers = await call(house, "DELETE", f"/workers/{ID_A}")
+async def test_a_deleted_worker_is_gone_and_comes_back_fresh(api):
+    api.healthy(A)
+    status, body, headers = await call(api, "DELETE", f"/workers/{ID_A}")
     assert (status, body) == (200, {"status": "ok", "worker_id": ID_A})
     assert headers["ETag"] == '"2"'
-    assert house.fleet.find(A) is None
-    _, body, _ = await call(house, "POST", "/workers", {"url": A})
+    assert api.fleet.find(A) is None
+    _, body, _ = await call(api, "POST", "/workers", {"url": A})
     assert (body["worker"]["health_state"], body["worker"]["origin"]) == ("unknown", "file")
 
 
-async def test_who_prefers_not_to_wait_for_a_removal_gets_a_202(house):
+async def test_who_prefers_not_to_wait_for_a_removal_gets_a_202(api):
     prefer = {"Prefer": "respond-async"}
-    status, told, headers = await call(house, "DELETE", f"/workers/{ID_A}", **prefer)
+    status, told, headers = await call(api, "DELETE", f"/workers/{ID_A}", **prefer)
     assert (status, told["status"], told["url"]) == (202, "accepted", A)
     assert headers["Location"] == told["location"] == f"/workers/{ID_A}"
-    assert (await call(house, "GET", told["location"]))[0] == 404
+    assert (await call(api, "GET", told["location"]))[0] == 404
 
 
-async def test_the_last_worker_may_be_deleted(house):
+async def test_the_last_worker_may_be_deleted(api):
     for url in (A, B):
-        assert (await call(house, "DELETE", f"/workers/{url}"))[0] == 200
-    assert (await call(house, "GET", "/workers"))[1]["total_workers"] == 0
+        assert (await call(api, "DELETE", f"/workers/{url}"))[0] == 200
+    assert (await call(api, "GET", "/workers"))[1]["total_workers"] == 0
 
 
 @pytest.mark.parametrize(
@@ -357,36 +357,36 @@ async def test_the_last_worker_may_be_deleted(house):
         ("DELETE", f"/workers/{A}", None),
     ],
 )
-async def test_a_change_for_another_revision_is_a_412(house, method, path, body):
-    status, told, headers = await call(house, method, path, body, **{"If-Match": '"7"'})
+async def test_a_change_for_another_revision_is_a_412(api, method, path, body):
+    status, told, headers = await call(api, method, path, body, **{"If-Match": '"7"'})
     assert (status, told["error"]["code"]) == (412, "precondition_failed")
     assert headers["ETag"] == '"1"'
-    assert (house.fleet.find(C), house.worker().disabled) == (None, False)
-    assert house.worker().health.state == "unknown"
-    assert (await call(house, method, path, body, **{"If-Match": "1"}))[0] in (200, 202)
+    assert (api.fleet.find(C), api.worker().disabled) == (None, False)
+    assert api.worker().health.state == "unknown"
+    assert (await call(api, method, path, body, **{"If-Match": "1"}))[0] in (200, 202)
 
 
-async def test_an_addition_in_the_background_has_a_job_until_it_is_seen_well(house):
-    client = house.client()
+async def test_an_addition_in_the_background_has_a_job_until_it_is_seen_well(api):
+    client = api.client()
     added = await client.post("/workers", json={"url": C, "priority": 3})
     assert added.status_code == 202
     place = added.headers["Location"]
     job = (await (await client.get(place)).get_json())["job_status"]
     assert (job["job_type"], job["worker_url"], job["status"]) == ("AddWorker", C, "pending")
-    worker = house.worker(C)
-    house.fleet.observe_probe(worker, status=None, error="refused", at=NOW, epoch=0)
+    worker = api.worker(C)
+    api.fleet.observe_probe(worker, status=None, error="refused", at=NOW, epoch=0)
     job = (await (await client.get(place)).get_json())["job_status"]
     assert (job["status"], job["message"]) == ("processing", "refused")
-    house.healthy(C)
+    api.healthy(C)
     assert "job_status" not in await (await client.get(place)).get_json()
-    house.fleet.mark_dead(worker, NOW)
+    api.fleet.mark_dead(worker, NOW)
     assert "job_status" not in await (await client.get(place)).get_json()
 
 
-async def test_a_job_whose_worker_died_has_failed(house):
-    client = house.client()
+async def test_a_job_whose_worker_died_has_failed(api):
+    client = api.client()
     place = (await client.post("/workers", json={"url": C, "cost": 1})).headers["Location"]
-    house.fleet.mark_dead(house.worker(C), NOW)
+    api.fleet.mark_dead(api.worker(C), NOW)
     assert (await (await client.get(place)).get_json())["job_status"]["status"] == "failed"
 
 
@@ -407,8 +407,8 @@ async def test_a_job_whose_worker_died_has_failed(house):
         ("DELETE", "/workers/none", None, "WORKER_NOT_FOUND"),
     ],
 )
-async def test_refusals_carry_the_other_dialects_code_too(house, method, path, body, code):
-    _, told, headers = await call(house, method, path, body)
+async def test_refusals_carry_the_other_dialects_code_too(api, method, path, body, code):
+    _, told, headers = await call(api, method, path, body)
     assert (told["code"], headers["X-SMG-Error-Code"]) == (code, code)
     assert headers.getlist("X-SMG-Error-Code") == [code]
 
@@ -417,45 +417,45 @@ HALF = "\ud800"
 
 
 @pytest.mark.parametrize("body", [{"model": HALF}, {"labels": {"a": HALF}}, {HALF: 1}])
-async def test_half_a_character_is_refused_and_the_lists_stay_readable(house, body):
-    status, told, _ = await call(house, "POST", "/workers", {"url": C, **body})
+async def test_half_a_character_is_refused_and_the_lists_stay_readable(api, body):
+    status, told, _ = await call(api, "POST", "/workers", {"url": C, **body})
     assert (status, told["error"]["code"]) == (400, "invalid_json")
-    assert (await call(house, "GET", "/workers"))[0] == 200
+    assert (await call(api, "GET", "/workers"))[0] == 200
 
 
-async def test_a_health_body_with_half_a_character_does_not_hide_the_fleet(house):
-    house.worker(A).health_body = {"name": HALF}
-    status, told, _ = await call(house, "GET", "/workers")
+async def test_a_health_body_with_half_a_character_does_not_hide_the_fleet(api):
+    api.worker(A).health_body = {"name": HALF}
+    status, told, _ = await call(api, "GET", "/workers")
     assert (status, told["workers"][0]["health"]) == (200, {"name": HALF})
 
 
 async def test_an_addition_that_takes_too_long_has_failed_until_it_is_well():
-    house = build_house(entry(A), health=HealthConfig(startup_timeout_secs=1e-9))
-    client = house.client()
+    api = build_api(entry(A), health=HealthConfig(startup_timeout_secs=1e-9))
+    client = api.client()
     place = (await client.post("/workers", json={"url": C, "priority": 3})).headers["Location"]
     assert (await (await client.get(place)).get_json())["job_status"]["status"] == "failed"
-    house.healthy(C)
+    api.healthy(C)
     assert "job_status" not in await (await client.get(place)).get_json()
 
 
 async def test_clients_of_sglang_router_find_the_ids_that_they_check():
     """miles reads each as a UUID, and the location as made of it."""
-    house = build_house(entry(A), rooms={"dialect": "sglang"})
-    status, told, headers = await call(house, "POST", "/workers", {"url": C})
+    api = build_api(entry(A), services={"dialect": "sglang"})
+    status, told, headers = await call(api, "POST", "/workers", {"url": C})
     name = told["worker_id"]
     assert (status, told["url"]) == (202, C)
     assert str(UUID(name)) == name
     assert told["location"] == headers["Location"] == f"/workers/{name}"
-    listed = (await call(house, "GET", "/workers"))[1]["workers"]
+    listed = (await call(api, "GET", "/workers"))[1]["workers"]
     assert {each["id"] for each in listed if each["url"] == C} == {name}
     assert len({UUID(each["id"]) for each in listed}) == 2
-    status, one, _ = await call(house, "GET", f"/workers/{name}")
+    status, one, _ = await call(api, "GET", f"/workers/{name}")
     assert (status, one["id"], one["url"]) == (200, name, C)
-    status, gone, _ = await call(house, "DELETE", f"/workers/{name}")
+    status, gone, _ = await call(api, "DELETE", f"/workers/{name}")
     assert (status, gone["worker_id"], gone["status"]) == (202, name, "accepted")
-    assert (await call(house, "GET", f"/workers/{name}"))[0] == 404
+    assert (await call(api, "GET", f"/workers/{name}"))[0] == 404
     # Ours are known as well, and theirs in every dialect.
-    assert (await call(house, "GET", f"/workers/{ID_A}"))[0] == 200
-    plain = build_house(entry(A))
+    assert (await call(api, "GET", f"/workers/{ID_A}"))[0] == 200
+    plain = build_api(entry(A))
     theirs = next(each["id"] for each in listed if each["url"] == A)
     assert (await call(plain, "GET", f"/workers/{theirs}"))[1]["id"] == ID_A

@@ -2,7 +2,7 @@ import pytest
 
 from omni_proxy.config.schema import AdminConfig, RoutingConfig
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
-from tests.admin_api.house import NOW, A, B, build_house, entry
+from tests.admin_api.api_fixture import NOW, A, B, build_api, entry
 
 PAUSE = PauseRecord(
     at="2026-11-21T05:44:28+00:00", by="trainer from 10.0.0.3", path="/pause_generation",
@@ -11,19 +11,19 @@ PAUSE = PauseRecord(
 TOLD = {"at": PAUSE.at, "by": PAUSE.by, "path": PAUSE.path, "mode": "retract"}
 
 
-async def get(house, path):
-    answer = await house.client().get(path)
+async def get(api, path):
+    answer = await api.client().get(path)
     return answer.status_code, await answer.get_json()
 
 
 @pytest.fixture
 def paused():
     """Both workers are routable, and their engines stand still."""
-    house = build_house(entry(A), entry(B))
-    house.healthy(A, B)
+    api = build_api(entry(A), entry(B))
+    api.healthy(A, B)
     for url in (A, B):
-        house.desk.journal.record_pause(url, PAUSE)
-    return house
+        api.operations.journal.record_pause(url, PAUSE)
+    return api
 
 
 async def test_a_fleet_that_is_paused_is_not_ready_and_says_what_ends_it(paused):
@@ -35,7 +35,7 @@ async def test_a_fleet_that_is_paused_is_not_ready_and_says_what_ends_it(paused)
     assert (await get(paused, "/health"))[0] == 200
 
 
-async def test_every_page_for_programs_tells_the_pause(paused):
+async def test_every_page_for_programs_reports_the_pause(paused):
     _, status = await get(paused, "/status")
     assert (status["ready"], status["reason"]) == (False, "paused")
     assert status["paused"] == {A: TOLD, B: TOLD}
@@ -51,19 +51,19 @@ async def test_every_page_for_programs_tells_the_pause(paused):
 
 
 async def test_one_worker_that_goes_on_makes_it_ready(paused):
-    assert paused.desk.journal.forget_pauses([A])
+    assert paused.operations.journal.forget_pauses([A])
     assert (await get(paused, "/ready"))[0] == 200
     _, feed = await get(paused, "/feed?once=true")
     assert [row["paused"] for row in feed["fleet"]] == [None, TOLD]
 
 
-async def test_workers_that_are_held_for_the_pause_are_told_alike():
-    house = build_house(entry(A), routing=RoutingConfig(while_paused="hold"))
-    house.healthy(A)
-    house.desk.journal.record_pause(A, PAUSE)
-    house.desk.journal.cordon_paused(A)
-    assert (await get(house, "/ready"))[1]["reason"] == "paused"
-    _, told = await get(house, "/workers")
+async def test_workers_that_are_held_for_the_pause_are_reported_alike():
+    api = build_api(entry(A), routing=RoutingConfig(while_paused="hold"))
+    api.healthy(A)
+    api.operations.journal.record_pause(A, PAUSE)
+    api.operations.journal.cordon_paused(A)
+    assert (await get(api, "/ready"))[1]["reason"] == "paused"
+    _, told = await get(api, "/workers")
     why = told["workers"][0]["why"]
     assert why.startswith(f"paused since {PAUSE.at} by trainer from 10.0.0.3")
     assert "omni-proxy weights continue" in why
@@ -75,14 +75,14 @@ async def test_a_paused_worker_that_is_out_anyway_is_not_the_cause(paused):
     assert (await get(paused, "/ready"))[1]["reason"] == "no_routable_worker"
 
 
-async def test_who_has_no_key_is_not_told_who_paused(paused):
-    keyed = build_house(entry(A), admin=AdminConfig(api_key="sesame"))
+async def test_who_has_no_key_is_not_reported_who_paused(paused):
+    keyed = build_api(entry(A), admin=AdminConfig(api_key="sesame"))
     keyed.healthy(A)
-    keyed.desk.journal.record_pause(A, PAUSE)
+    keyed.operations.journal.record_pause(A, PAUSE)
     _, told = await get(keyed, "/ready")
     assert told["reason"] == "paused"
     assert "10.0.0.3" not in str(told)
-    keyed.desk.journal.cordon_paused(A)
+    keyed.operations.journal.cordon_paused(A)
     paths = ("/workers", f"/workers/{keyed.worker().id}")
     for path in paths:
         _, told = await get(keyed, path)

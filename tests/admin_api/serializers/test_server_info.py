@@ -4,17 +4,17 @@ import pytest
 
 from omni_proxy.admin_api.serializers.load_report import MAX_FIELDS, merge_server_info
 from omni_proxy.upstream_http.client import CallResult
-from tests.admin_api.house import A, B, build_house, entry
+from tests.admin_api.api_fixture import A, B, build_api, entry
 
 
 async def merged(*infos, **fields):
-    workers = build_house(entry(A), entry(B)).fleet.workers
+    workers = build_api(entry(A), entry(B)).fleet.workers
     told = zip(workers, infos, strict=True)
     outcomes = [CallResult(w, 200, json.dumps(info).encode(), "", 0.0) for w, info in told]
     return await merge_server_info(outcomes, **fields)
 
 
-async def test_ranks_are_added_and_what_differs_is_not_told():
+async def test_ranks_are_added_and_what_differs_is_not_reported():
     found = await merged(
         {"tp_size": 2, "dtype": "bf16", "version": "1"}, {"dtype": "bf16", "version": 2}
     )
@@ -40,7 +40,7 @@ async def test_a_flag_of_one_worker_asks_for_care_and_never_for_less(name, told,
     assert (await merged(*infos)).get(name) is expected
 
 
-async def test_a_path_in_our_own_store_is_none_that_others_are_told_to_read():
+async def test_a_path_in_our_own_store_is_none_that_others_are_asked_to_read():
     ours = {"model_path": "/dev/shm/ours/v2", "served_model_name": "m"}
     theirs = {"model_path": "/models/m", "served_model_name": "m"}
 

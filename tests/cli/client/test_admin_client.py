@@ -103,7 +103,7 @@ def test_a_file_that_names_no_port_can_not_be_asked_by(place, file):
         place("--config", file)
 
 
-def test_a_broken_file_tells_its_problems(place, file):
+def test_a_broken_file_reports_its_problems(place, file):
     file.write_text("[server]\nprot = 1\n")
     with pytest.raises(AdminClientError, match=r"proxy.toml:2: server.prot: unknown key"):
         place("--config", file)
@@ -124,7 +124,7 @@ def asked(url, key=""):
         return proxy.get("/feed")
 
 
-def test_an_answer_is_told_with_its_refusal(proxy):
+def test_an_answer_is_reported_with_its_refusal(proxy):
     proxy.says["/feed"] = (200, {"ready": True})
     assert asked(proxy.url) == AdminReply(200, {"ready": True})
     assert asked(proxy.url).refusal == ""
@@ -134,7 +134,7 @@ def test_an_answer_is_told_with_its_refusal(proxy):
     assert asked(proxy.url).refusal == "status 502"
 
 
-def test_a_missing_or_wrong_key_is_told_with_its_cure(proxy):
+def test_a_missing_or_wrong_key_is_reported_with_its_cure(proxy):
     proxy.says["/feed"] = (401, {"error": {"message": "m", "code": "admin_key_required"}})
     with pytest.raises(AdminClientError, match="requires the admin key: pass --api-key"):
         asked(proxy.url)
@@ -148,7 +148,7 @@ def test_a_missing_or_wrong_key_is_told_with_its_cure(proxy):
     "answer",
     [(200, b"<html>"), (404, {"detail": "Not Found"}), (200, []), (404, b"")],
 )
-def test_what_is_no_omni_proxy_is_told_from_one(proxy, answer):
+def test_what_is_no_omni_proxy_is_distinguished_from_one(proxy, answer):
     proxy.says["/feed"] = answer
     with pytest.raises(AdminClientError, match="is not an omni-proxy"):
         asked(proxy.url)
@@ -165,7 +165,7 @@ def test_where_nobody_listens_it_says_how_to_name_another():
 
 
 @pytest.mark.parametrize("url", ["http://h:99999999", "http://[::1", "ftp://h:1", "http://a b"])
-def test_what_is_no_url_is_told(url):
+def test_what_is_no_url_is_reported(url):
     with pytest.raises(AdminClientError):
         asked(url)
 
@@ -198,7 +198,7 @@ def test_a_unix_socket_is_asked_like_a_port(tmp_path):
         thread.join()
 
 
-def test_an_answer_that_breaks_off_while_it_is_followed_is_told(proxy):
+def test_an_answer_that_breaks_off_while_it_is_followed_is_reported(proxy):
     proxy.says["/feed"] = (200, b"data: 1\n\ndata: 2\n")
     with AdminClient(AdminTarget(proxy.url)) as at, at.lines("/feed") as lines:
         assert [line for line in lines if line] == ["data: 1", "data: 2"]

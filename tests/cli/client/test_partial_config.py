@@ -74,7 +74,7 @@ def test_where_it_is_is_never_guessed(place, tmp_path, text):
         place("--config", file)
 
 
-def test_a_file_that_is_not_there_is_told(place, tmp_path):
+def test_a_file_that_is_not_there_is_reported(place, tmp_path):
     with pytest.raises(AdminClientError, match="cannot be read"):
         place("--config", tmp_path / "none.toml")
 

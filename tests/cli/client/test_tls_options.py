@@ -11,7 +11,7 @@ from omni_proxy.cli.client.tls_options import (
     create_tls_context,
     explain_tls_error,
 )
-from tests.promises.secure import AUTHORITY, FILES
+from tests.promises.tls_helpers import AUTHORITY, FILES
 
 CLIENT = ClientCert(str(AUTHORITY), str(FILES / "client.pem"), str(FILES / "client-key.pem"))
 
@@ -56,7 +56,7 @@ def test_a_key_may_be_in_the_file_of_its_certificate(tmp_path):
         (replace(CLIENT, cert=CLIENT.key), "--client-cert .* can't be used"),
     ],
 )
-def test_a_file_that_can_not_be_used_is_told_with_its_flag(client_cert, words):
+def test_a_file_that_can_not_be_used_is_reported_with_its_flag(client_cert, words):
     with pytest.raises(ClientCertError, match=words):
         create_tls_context(client_cert)
 
@@ -119,5 +119,5 @@ def test_a_fault_of_the_papers_keeps_a_command_from_asking(place):
         ("Connection refused", "^$"),
     ],
 )  # fmt: skip
-def test_what_openssl_says_is_told_with_its_cure(said, words):
+def test_what_openssl_says_is_reported_with_its_cure(said, words):
     assert re.search(words, explain_tls_error("https://h", said, ClientCert()))

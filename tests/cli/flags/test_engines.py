@@ -79,7 +79,7 @@ def test_every_engine_has_its_words():
     ("model", "engine"),
     [("tiny", "replica"), ("/m/a.gguf", "replica"), ("meta-llama/Llama-3.1-8B", "sglang")],
 )
-def test_where_nobody_says_the_model_tells_the_engine(model, engine):
+def test_where_nobody_says_the_model_reports_the_engine(model, engine):
     assert engine_for(model) == engine
 
 

@@ -188,7 +188,7 @@ def test_what_is_not_served_is_refused_with_what_to_use_instead(started, capsys,
     assert len(said.splitlines()) == 3
 
 
-def test_a_family_is_told_by_its_beginning():
+def test_a_family_is_reported_by_its_beginning():
     assert (
         explain_missing_flag("--postgres-pool-max")
         == explain_missing_flag("--history-backend")

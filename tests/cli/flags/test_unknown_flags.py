@@ -19,7 +19,7 @@ def refused(capsys, parser, *words):
     return capsys.readouterr().err.partition("error: ")[2].splitlines()
 
 
-def test_a_near_miss_is_told_the_flag_that_was_meant(capsys):
+def test_a_near_miss_is_reported_the_flag_that_was_meant(capsys):
     said = refused(capsys, serve_parser(), "--prot", "8080")
     assert said == ["unrecognized arguments: --prot 8080", "  --prot: did you mean `--port`?"]
 
@@ -30,7 +30,7 @@ def test_a_word_that_resembles_nothing_gets_no_advice(capsys):
 
 
 @pytest.mark.parametrize("flag", THEIRS)
-def test_another_routers_flag_is_told_by_what_is_here_with_its_value_or_without(capsys, flag):
+def test_another_routers_flag_is_reported_by_what_is_here_with_its_value_or_without(capsys, flag):
     for words in ([flag, "3"], [f"{flag}=3"]):
         said = refused(capsys, router_parser(), *words)
         assert said[1:] == [f"  {flag}: use {THEIRS[flag]} (docs/migration.md)"]

@@ -75,7 +75,7 @@ def test_who_takes_no_request_is_out_or_leaving(fields, kind, state):
     assert judged(row(routable=False, **fields)) == [(kind, state)]
 
 
-def test_a_reason_tells_for_how_long_where_it_is_known():
+def test_a_reason_reports_for_how_long_where_it_is_known():
     out = row(routable=False, health="dead", why="dead: gone", since="2026-11-21T18:48:00+00:00")
     assert diagnose(feed_of(feed(out)))[out["id"]].problem == "dead: gone (for 12 min)"
 
@@ -85,7 +85,7 @@ def test_a_twentieth_of_errors_is_failing():
     assert judged(row(rate=10.0, errors=30)) == [("failing", "failing")]
 
 
-def test_one_that_has_requests_and_says_nothing_is_told_ahead_of_its_times():
+def test_one_that_has_requests_and_says_nothing_is_reported_ahead_of_its_times():
     silent = row("a:1", in_flight=6, silent_secs=31.0, first_p50_ms=10.0, model="m")
     picture = feed_of(feed(silent, row("b:1", first_p50_ms=900.0, model="m")))
     first, second = diagnose(picture).values()
@@ -110,7 +110,7 @@ def test_the_last_minute_is_what_ended_in_it():
     assert last_minute(()) == (0, 0)
 
 
-def test_a_reload_is_told_with_what_it_changed():
+def test_a_reload_is_reported_with_what_it_changed():
     diff = {
         "changed": {"routing.policy": ["random", "least_request"], "x": [1, 2], "y": [1, 2]},
         "workers": {"added": ["http://b"], "removed": [], "changed": {}},
@@ -128,7 +128,7 @@ def test_a_reload_is_told_with_what_it_changed():
     )
 
 
-def test_a_refused_file_is_told_with_its_first_problem():
+def test_a_refused_file_is_reported_with_its_first_problem():
     hint = "did you mean `port`?"
     first = {"path": "server.prot", "line": 2, "reason": "unknown key", "hint": hint}
     problems = [first, {"path": "x"}]
@@ -151,7 +151,7 @@ SYNC = {
 }
 
 
-def test_a_sync_is_told_with_its_owner_its_step_and_who_is_waited_for():
+def test_a_sync_is_reported_with_its_owner_its_step_and_who_is_waited_for():
     told = describe_weights(feed_of(feed(weights={"sync": SYNC})))
     assert told == (
         "sync: g at h:1 of trl, committing for 3 s, begun 12 s ago, waiting for http://b"
@@ -163,7 +163,7 @@ def test_a_sync_is_told_with_its_owner_its_step_and_who_is_waited_for():
     assert describe_weights(feed_of(feed(weights={"sync": {"state": "idle", "owner": None}}))) == ""
 
 
-def test_weights_are_told_by_their_versions():
+def test_weights_are_reported_by_their_versions():
     rows = [row("a:1", weight_version="v2", weight_epoch=2), row("b:1", weight_version="v1")]
     assert describe_weights(feed_of(feed(*rows[:1]))) == "v2 (epoch 2) on 1"
     weights = {"operation": {"path": "/update", "step": "calling"}, "uncertain": {"http://b": "x"}}

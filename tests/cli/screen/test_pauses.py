@@ -16,7 +16,7 @@ ALL = feed(row("a:1", paused=PAUSED), row("b:1", paused=PAUSED), ready=False, re
 LINE = f"2 of 2 workers, end it with: omni-proxy weights continue; {WORDS}"
 
 
-def test_a_pause_is_told_with_what_is_known_of_it():
+def test_a_pause_is_reported_with_what_is_known_of_it():
     assert describe_pause(PausedWorker(**PAUSED), parse_time(AT)) == WORDS
     assert describe_pause(PausedWorker(), parse_time(AT)) == "paused"
     assert describe_pause(PausedWorker(by="\x1b[2J"), None) == "paused by \\x1b[2J"
@@ -41,7 +41,7 @@ def test_status_says_that_all_is_paused_and_ends_with_1(proxy, capsys):
     assert [line.split()[1] for line in lines if line.startswith(("a:1", "b:1"))] == ["PAUSED"] * 2
 
 
-def test_a_pause_of_some_is_told_of_a_proxy_that_is_ready(proxy, capsys):
+def test_a_pause_of_some_is_reported_a_proxy_that_is_ready(proxy, capsys):
     proxy.says["/feed"] = (200, feed(row("a:1"), row("b:1", paused=PAUSED)))
     assert main(["status", "--url", proxy.url]) == 0
     said = " ".join(capsys.readouterr().out.split())

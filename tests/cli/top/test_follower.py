@@ -6,7 +6,7 @@ import pytest
 from omni_proxy.cli.client.admin_client import AdminTarget
 from omni_proxy.cli.top import follower
 from omni_proxy.cli.top.follower import FeedFollower
-from tests.cli.answering import Quiet, served
+from tests.cli.admin_server import Quiet, served
 from tests.cli.feeds import feed, point, row
 
 PATIENCE_SECS = 60
@@ -68,7 +68,7 @@ def test_pictures_are_kept_with_the_history_of_all_of_them(stream, listening):
     assert [each.at for each in heard.history] == [1, 2, 3]
 
 
-def test_a_lost_feed_is_told_and_followed_again_with_its_whole_history(stream, listening):
+def test_a_lost_feed_is_reported_and_followed_again_with_its_whole_history(stream, listening):
     stream.connections = [
         [feed(row(), history=[point(1)])],
         [feed(row(), revision=9, history=[point(7)])],

@@ -39,7 +39,7 @@ FLEET = feed_of(
 )  # fmt: skip
 
 
-def test_one_look_tells_who_is_slow_who_is_out_and_why():
+def test_one_look_reports_who_is_slow_who_is_out_and_why():
     lines = drawn(FLEET)
     assert len(lines) == 24
     text = "\n".join(lines)
@@ -58,7 +58,7 @@ def test_one_look_tells_who_is_slow_who_is_out_and_why():
     assert lines[-2].startswith("q quit")
 
 
-def test_all_reasons_are_told_where_there_is_no_foot_and_none_where_there_is_no_room():
+def test_all_reasons_are_reported_where_there_is_no_foot_and_none_where_there_is_no_room():
     text = "\n".join(drawn(FLEET, 120, None))
     assert "first chunk after 900 ms, the others' after 100 ms" in text
     assert "Connection refused" in text
@@ -67,7 +67,7 @@ def test_all_reasons_are_told_where_there_is_no_foot_and_none_where_there_is_no_
     assert not any("WHY" in line for line in drawn(feed_of(feed(row("good:1"))), 200))
 
 
-def test_the_chosen_one_is_told_of_and_a_question_stands_at_the_foot():
+def test_the_chosen_one_is_reported_and_a_question_stands_at_the_foot():
     lines = drawn(FLEET, keys=["down"])
     assert "> slow:1 is slow: first chunk after 900 ms, the others' after 100 ms" in lines
     lines = drawn(FLEET, keys=["down", "d"])
@@ -96,7 +96,7 @@ def test_on_a_small_screen_what_matters_most_is_left():
     assert drawn(FLEET, 12, 4)[0].startswith("ready: p:1")
 
 
-def test_a_lost_connection_is_told_over_the_old_picture():
+def test_a_lost_connection_is_reported_over_the_old_picture():
     lines = drawn(FLEET, lost="nobody listens at x")
     assert lines[1].startswith("STALE, 12 s. NOT CONNECTED, retrying: nobody listens at x")
     first = render_frame(TopView(), FeedStatus(None, (), "why\x1b", 0.0), URL, 80, 24).plain
@@ -106,7 +106,7 @@ def test_a_lost_connection_is_told_over_the_old_picture():
     assert " ".join(narrow.splitlines()[1:]) == f"NOT CONNECTED, retrying: {why} q quit"
 
 
-def test_a_pause_is_told_with_who_ends_it_and_by_whom_on_a_usual_screen():
+def test_a_pause_is_reported_with_who_ends_it_and_by_whom_on_a_usual_screen():
     paused = {
         "at": "2026-11-21T18:55:00+00:00", "by": "python-httpx/0.28.1 from 127.0.0.1",
         "path": "/pause_generation", "mode": "retract",

@@ -9,7 +9,7 @@ from omni_proxy.config.schema import ServerConfig
 from omni_proxy.dataplane.accept import certificates
 from omni_proxy.dataplane.accept.certificates import Certificates
 from tests.dataplane.loop_script import until
-from tests.promises.secure import FILES
+from tests.promises.tls_helpers import FILES
 
 PAIR = ServerConfig(tls_cert=str(FILES / "server.pem"), tls_key=str(FILES / "server-key.pem"))
 

@@ -19,7 +19,7 @@ from omni_proxy.dataplane.loop.tls_stream import (
     TlsHandshake,
     TlsStream,
 )
-from tests.promises.secure import believing, showing
+from tests.promises.tls_helpers import believing, showing
 
 
 class Far:

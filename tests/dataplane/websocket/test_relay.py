@@ -21,7 +21,7 @@ from wsproto.events import (
 
 from omni_proxy.dataplane.websocket import relay
 from tests.dataplane.loop_script import until
-from tests.dataplane.speech_world import (
+from tests.dataplane.speech_fixture import (
     CONFIG,
     DONE,
     PATH,

@@ -13,7 +13,7 @@ from wsproto.events import (
     Message,
 )
 
-from tests.dataplane.speech_world import (
+from tests.dataplane.speech_fixture import (
     CONFIG,
     DONE,
     Worker,

@@ -4,7 +4,7 @@ import trio
 from wsproto.events import BytesMessage
 
 from tests.dataplane.loop_script import until
-from tests.dataplane.speech_world import (
+from tests.dataplane.speech_fixture import (
     CONFIG,
     DONE,
     Worker,
@@ -14,7 +14,7 @@ from tests.dataplane.speech_world import (
     running,
     speak,
 )
-from tests.promises.secure import AUTHORITY, believing, listening, showing
+from tests.promises.tls_helpers import AUTHORITY, believing, listening, showing
 
 TLS = listening().removeprefix("[server]\n")
 TRUSTED = [{"tls_ca": str(AUTHORITY)}]

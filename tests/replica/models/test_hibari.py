@@ -59,7 +59,7 @@ def test_a_speed_out_of_bounds_is_refused(speed):
         check_speed(speed)
 
 
-def test_a_missing_package_is_told_with_the_cure(monkeypatch):
+def test_a_missing_package_is_reported_with_the_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "hibari", None)
     with pytest.raises(MissingVoiceError, match=r"omni-proxy\[replica\]"):
         HibariVoice.load()

@@ -105,13 +105,13 @@ def test_a_file_that_claims_to_be_huge_is_refused(size):
 
 
 @pytest.mark.parametrize("data", [b"", b"no image", b"<svg/>", b"BM" + b"\0" * 60])
-def test_what_is_no_image_is_told_with_what_can_be_read(data):
+def test_what_is_no_image_is_reported_with_what_can_be_read(data):
     pytest.importorskip("PIL")
     with pytest.raises(ImageError, match="no image of a known form: PNG, JPEG, WEBP, GIF"):
         decode_image(data)
 
 
-def test_a_damaged_image_is_told_or_read_but_never_anything_else():
+def test_a_damaged_image_is_reported_or_read_but_never_anything_else():
     chance = random.Random(1)
     files = [file_of(drawn("Hi"), form) for form in FORMATS]
     refused = 0
@@ -128,7 +128,7 @@ def test_a_damaged_image_is_told_or_read_but_never_anything_else():
     assert 100 < refused < 400
 
 
-def test_a_missing_package_is_told_with_the_cure(monkeypatch):
+def test_a_missing_package_is_reported_with_the_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
     with pytest.raises(MissingOcrError, match=r"pip install 'omni-proxy\[ocr\]'.*headless"):
         OcrReader()

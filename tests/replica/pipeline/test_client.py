@@ -103,7 +103,7 @@ async def test_an_abort_from_elsewhere_ends_the_reader_after_its_pieces():
     assert board.aborts == ["r"]
 
 
-async def test_entering_submits_so_that_a_full_queue_is_told_before_any_answer():
+async def test_entering_submits_so_that_a_full_queue_is_reported_before_any_answer():
     board = Board()
     board.hub = Coordinator(
         compile_plan(pipeline(stage("a", terminal=True), max_in_flight=1)), board

@@ -39,7 +39,7 @@ def test_a_wrong_stage_is_named_with_its_key(keys, problem):
     assert any(told.startswith(problem) for told in problems(only))
 
 
-def test_every_problem_is_told_at_once():
+def test_every_problem_is_notified_at_once():
     told = problems(
         stage("a", next=("b", "x")),
         stage("b", terminal=True, stream_to=("y",)),
@@ -55,7 +55,7 @@ def test_every_problem_is_told_at_once():
 
 
 @pytest.mark.parametrize("task", ["chat+images", "chat+image+audio", "chat+", "chat+audio+audio"])
-def test_an_entry_for_media_that_no_request_brings_is_told(task):
+def test_an_entry_for_media_that_no_request_brings_is_reported(task):
     (told,) = problems(stage("a", terminal=True), entries={"chat+audio+image": "a", task: "a"})
     assert told == f"entries.{task}: a task and its media are written TASK[+audio][+image][+video]"
 

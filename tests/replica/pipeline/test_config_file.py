@@ -53,7 +53,7 @@ def test_what_is_wrong_is_named(tmp_path, old, new, problem):
     assert any(told.startswith(problem) for told in refused.value.problems)
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path):
+def test_all_that_is_wrong_is_notified_at_once(tmp_path):
     (tmp_path / "p.toml").write_text(GOOD.replace("factory", "factry").replace("model_path", "x"))
     with pytest.raises(PipelineConfigError) as refused:
         load_pipeline(tmp_path / "p.toml")
@@ -61,7 +61,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "reason"), [("a = ", "not a TOML file"), (None, "No such file")])
-def test_a_file_that_is_none_is_told_with_its_path(tmp_path, text, reason):
+def test_a_file_that_is_none_is_reported_with_its_path(tmp_path, text, reason):
     path = tmp_path / "p.toml"
     if text is not None:
         path.write_text(text)
@@ -70,7 +70,7 @@ def test_a_file_that_is_none_is_told_with_its_path(tmp_path, text, reason):
     assert str(path) in str(refused.value)
 
 
-def test_stages_that_are_no_tables_are_told(tmp_path):
+def test_stages_that_are_no_tables_are_reported(tmp_path):
     (tmp_path / "p.toml").write_text('name = "x"\nstages = ["a"]')
     with pytest.raises(PipelineConfigError, match=r"stages\[0\]: expected a table"):
         load_pipeline(tmp_path / "p.toml")

@@ -143,13 +143,13 @@ async def test_a_client_that_keeps_its_connection_may_ask_on_it_again():
         await server.drain(0)
 
 
-def test_an_address_that_is_taken_is_told_with_the_cure():
+def test_an_address_that_is_taken_is_reported_with_the_cure():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ListenError, match=f"cannot listen on 127.0.0.1 port {port}.*--port"):
             bind_listener("127.0.0.1", port)
 
 
-def test_an_address_that_is_none_is_told():
+def test_an_address_that_is_none_is_reported():
     with pytest.raises(ListenError, match=r"cannot listen on nowhere\.invalid port 1"):
         bind_listener("nowhere.invalid", 1)

@@ -37,7 +37,7 @@ def test_the_task_and_its_media_choose_the_entry(task, inputs, entry):
     assert plan.entry_for(OmniRequest(inputs, {}, {"task": task} if task else {})) == entry
 
 
-def test_functions_that_cannot_be_imported_are_all_told():
+def test_functions_that_cannot_be_imported_are_all_reported():
     with pytest.raises(PipelineConfigError) as refused:
         compile_plan(
             pipeline(

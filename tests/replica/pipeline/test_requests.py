@@ -66,7 +66,7 @@ def test_only_what_is_set_reaches_the_stages():
     }
 
 
-def test_metadata_tell_the_task_and_what_is_wanted():
+def test_metadata_report_the_task_and_what_is_wanted():
     request = GenerateRequest(
         "hi", model="m", task="tts", output_modalities=("audio",), metadata={"a": 1}
     )

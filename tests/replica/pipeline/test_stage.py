@@ -88,7 +88,7 @@ def test_a_fault_is_that_requests_alone(run):
     assert running.next() == Result("c", "s", {"x": 0.5})
 
 
-def test_after_an_abort_nothing_is_emitted_and_the_function_is_told(run):
+def test_after_an_abort_nothing_is_emitted_and_the_function_is_reported(run):
     begun, told, leave = threading.Event(), threading.Event(), threading.Event()
 
     def work(payload, emit_chunk, aborted):
@@ -180,7 +180,7 @@ def test_what_means_nothing_to_a_function_is_left_alone(run):
     assert running.next() == Result("r", "s", {"ok": True})
 
 
-def test_shutdown_tells_what_still_runs():
+def test_shutdown_reports_what_still_runs():
     begun, leave = threading.Event(), threading.Event()
 
     def work(payload, emit_chunk, aborted):
@@ -195,7 +195,7 @@ def test_shutdown_tells_what_still_runs():
     assert running.stop()
 
 
-def test_its_gauges_tell_who_runs_and_who_waits():
+def test_its_gauges_report_who_runs_and_who_waits():
     seen = []
     go = threading.Event()
     outlet = queue.SimpleQueue()

@@ -46,7 +46,7 @@ def test_the_page_stands_alone_and_escapes_what_events_say(source, capsys):
     assert page.count('class="lane"') == 2
 
 
-def test_a_missing_source_is_told_and_still_a_report(tmp_path, capsys):
+def test_a_missing_source_is_reported_and_still_a_report(tmp_path, capsys):
     assert main([str(tmp_path / "none")]) == 0
     captured = capsys.readouterr()
     assert "# Requests: 0" in captured.out

@@ -44,7 +44,7 @@ def recorded(request, tmp_path_factory):
     return folder, trio.run(record)
 
 
-def test_the_routes_tell_the_run(recorded):
+def test_the_routes_report_the_run(recorded):
     folder, (started, stopped) = recorded
     assert started == {"run_id": "r1", "event_dir": str(folder)}
     assert stopped == {"run_id": "r1"}
@@ -98,7 +98,7 @@ def test_each_chunk_is_received_under_both_names_and_is_one_hop(recorded, capsys
     assert hops["decode", "coordinator"] == len(received)
 
 
-def test_a_completed_stage_tells_whether_it_was_the_last_and_what_follows(recorded, capsys):
+def test_a_completed_stage_reports_whether_it_was_the_last_and_what_follows(recorded, capsys):
     folder, _ = recorded
     main([str(folder), "--format", "json"])
     ((_, events),) = json.loads(capsys.readouterr().out)["timelines"].items()

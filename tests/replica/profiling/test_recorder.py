@@ -77,7 +77,7 @@ def test_another_run_takes_over_and_only_its_own_id_ends_it(tmp_path):
     ]
 
 
-def test_tensors_are_summarised_and_scalars_told(tmp_path):
+def test_tensors_are_summarised_and_scalars_reported(tmp_path):
     recorder = EventRecorder("s")
     recorder.start("run", str(tmp_path))
     recorder.record(

@@ -130,7 +130,7 @@ def test_the_table_is_padded_to_its_columns():
     ]
 
 
-def test_lines_that_are_no_events_are_told_and_skipped(tmp_path):
+def test_lines_that_are_no_events_are_reported_and_skipped(tmp_path):
     good = json.dumps(event("a", 1))
     no_time = json.dumps({**event("a", 1), "timestamp_ns": True})
     path = tmp_path / "events_s_1.jsonl"
@@ -141,7 +141,7 @@ def test_lines_that_are_no_events_are_told_and_skipped(tmp_path):
     assert [each.split(": ")[0] for each in told] == [f"{path}:{n}" for n in (2, 3, 5, 6)]
 
 
-def test_a_source_that_is_not_there_is_told(tmp_path):
+def test_a_source_that_is_not_there_is_reported(tmp_path):
     told = []
     assert read_events(tmp_path / "no", told.append) == []
     assert "no such file" in told[0]

@@ -112,7 +112,7 @@ def test_what_cannot_be_a_prompt_is_the_callers_fault(inputs, reason):
         prepared(inputs)
 
 
-def test_an_unknown_model_is_told_with_those_there_are():
+def test_an_unknown_model_is_reported_with_those_there_are():
     with pytest.raises(ValueError, match="no text model is called 'gpt': tiny, smollm2-135m"):
         load_prompt_builder("gpt")
 

@@ -75,7 +75,7 @@ def test_the_audios_of_a_chat_become_transcripts_in_their_order(stage, whisper):
     assert end.data["raw_inputs"] == inputs
 
 
-def test_a_bound_on_the_tokens_is_kept_and_told(stage):
+def test_a_bound_on_the_tokens_is_kept_and_reported(stage):
     _, whole = stage.ask(WAV, **ASR)
     chunks, end = stage.ask(WAV, params={"max_new_tokens": 3}, **ASR)
     assert end.data["text"] == " ".join(whole.data["text"].split()[:3])
@@ -109,7 +109,7 @@ def test_what_cannot_be_transcribed_is_the_callers_fault(stage, inputs, asked, r
     assert reason in error
 
 
-class Held:
+class ProcessResources:
     """The model, held after its first piece of text until it is let go."""
 
     def __init__(self, whisper):
@@ -130,7 +130,7 @@ class Held:
 
 
 def test_an_aborted_transcription_says_no_more_and_the_next_one_comes(whisper):
-    held = Held(whisper)
+    held = ProcessResources(whisper)
     with running(FunctionScheduler("transcribe", TranscribeStage(held))) as stage:
         stage.submit("gone", {"audio": as_media(np.tile(NOISE, 60))}, **ASR)
         assert stage.next().request_id == "gone"
@@ -143,7 +143,7 @@ def test_an_aborted_transcription_says_no_more_and_the_next_one_comes(whisper):
     assert held.asked[:4] == [False, False, True, True]
 
 
-def test_a_model_that_was_not_fetched_is_told_with_the_cure(tmp_path):
+def test_a_model_that_was_not_fetched_is_reported_with_the_cure(tmp_path):
     with pytest.raises(WhisperFileError, match="omni-proxy replica fetch whisper-tiny"):
         transcribe.build("transcribe", path=str(tmp_path / "model.bin"))
 

@@ -192,7 +192,7 @@ def test_the_loop_waits_for_a_constraint_and_goes_on():
         assert fits(PERSON, loop.next(Result).data["text"])
 
 
-def test_a_token_told_of_is_spelled_with_its_likeliest_rivals():
+def test_a_token_reported_of_is_spelled_with_its_likeliest_rivals():
     result = undisturbed(temperature=0, max_new_tokens=3, logprobs=True, top_logprobs=2)
     for logprob, token, spelled, likeliest in result["output_token_logprobs"]:
         assert isinstance(spelled, bytes)

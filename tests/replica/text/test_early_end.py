@@ -58,7 +58,7 @@ def test_it_ends_while_paused_with_all_that_it_had(mode):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_text_that_was_held_back_for_a_stop_string_is_told(streamed):
+def test_text_that_was_held_back_for_a_stop_string_is_reported(streamed):
     whole = undisturbed(**GREEDY)
     for count in range(1, 9):
         desk = Desk()
@@ -99,7 +99,7 @@ def test_a_schema_that_is_still_compiled_ends_without_tokens():
     assert desk.scheduler.active_ids() == []
 
 
-def test_a_first_chunk_tells_how_long_the_prompt_is():
+def test_a_first_chunk_reports_how_long_the_prompt_is():
     desk = Desk()
     desk.submit("one", stream=True, **GREEDY)
     desk.finish()

@@ -43,7 +43,7 @@ def test_biases_are_added_and_leave_the_logits_alone():
     assert LOGITS.tolist() == [3.0, 2.0, 1.0, 0.0]
 
 
-def test_a_bias_changes_the_log_probability_that_is_told():
+def test_a_bias_changes_the_log_probability_that_is_reported():
     chooser = make_sampler(greedy(logit_bias={3: 100}, logprobs=True, top_logprobs=2), None)
     token, logprob = chooser.choose(LOGITS, [])
     assert (token, round(logprob, 6)) == (3, 0)

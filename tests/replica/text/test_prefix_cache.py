@@ -13,7 +13,7 @@ token_lists = st.lists(st.integers(0, 1), max_size=14)
 
 
 @dataclass(frozen=True)
-class Held:
+class ProcessResources:
     tokens: tuple[int, ...]
 
     @property
@@ -26,7 +26,7 @@ class Held:
 
     def fork(self, length):
         assert length <= self.length
-        return Held(self.tokens[:length])
+        return ProcessResources(self.tokens[:length])
 
 
 def shared(left, right):
@@ -50,7 +50,7 @@ class AgainstADict(RuleBasedStateMachine):
     @rule(tokens=token_lists)
     def keep(self, tokens):
         key = tuple(tokens)
-        took = self.cache.keep(tokens, Held(key), self.cache.epoch)
+        took = self.cache.keep(tokens, ProcessResources(key), self.cache.epoch)
         covering = [known for known in self.known if known[: len(key)] == key]
         if len(key) < MIN_TOKENS or BYTES_PER_TOKEN * len(key) > MAX_BYTES:
             assert not took
@@ -87,7 +87,7 @@ class AgainstADict(RuleBasedStateMachine):
 
     @rule(tokens=token_lists)
     def keep_what_was_begun_before_the_last_flush(self, tokens):
-        assert not self.cache.keep(tokens, Held(tuple(tokens)), self.cache.epoch - 1)
+        assert not self.cache.keep(tokens, ProcessResources(tuple(tokens)), self.cache.epoch - 1)
 
     @invariant()
     def holds_the_same(self):
@@ -101,12 +101,12 @@ TestAgainstADict.settings = settings(max_examples=60, stateful_step_count=30, de
 
 def test_no_entries_turn_it_off():
     cache = PrefixCache(0, 1000, 2)
-    assert not cache.keep([1, 2, 3], Held((1, 2, 3)), 0)
+    assert not cache.keep([1, 2, 3], ProcessResources((1, 2, 3)), 0)
     assert cache.lend([1, 2, 3, 4]) is None
 
 
 def test_the_last_token_is_never_covered():
     cache = PrefixCache(4, 1000, 2)
-    cache.keep([1, 2, 3, 4], Held((1, 2, 3, 4)), 0)
+    cache.keep([1, 2, 3, 4], ProcessResources((1, 2, 3, 4)), 0)
     assert cache.lend([1, 2, 3, 4]).tokens == (1, 2, 3)
     assert cache.lend([1, 2]) is None

@@ -66,7 +66,7 @@ def test_log_probabilities_come_one_for_each_token():
     assert streamed == rows
 
 
-def test_what_is_told_survives_the_wire():
+def test_what_is_reported_survives_the_wire():
     desk = Desk()
     desk.submit("a", stream=True, logprobs=True, max_new_tokens=3)
     desk.finish()
@@ -172,7 +172,7 @@ def test_a_chunked_prompt_says_what_a_whole_one_says():
     assert desk.result("a")["text"] == undisturbed(prompt, **GREEDY)["text"]
 
 
-def test_an_abort_frees_everything_before_the_next_step_and_nothing_more_is_told():
+def test_an_abort_frees_everything_before_the_next_step_and_nothing_more_is_reported():
     desk = Desk(cache_entries=4)
     desk.submit("gone", long_prompt(40), stream=True, max_new_tokens=100)
     desk.submit("stays", max_new_tokens=12)
@@ -277,7 +277,7 @@ def test_logits_that_are_no_numbers_fail_the_request(monkeypatch):
     assert "not finite" in desk.failure("a").error
 
 
-def test_an_embedding_has_length_one_and_tells_texts_apart():
+def test_an_embedding_has_length_one_and_distinguishes_texts():
     desk = Desk()
     desk.submit("a", "The sea is wide", task="embed")
     desk.submit("b", "The sea is wide", task="embed")
@@ -325,7 +325,7 @@ def test_the_profiler_hears_of_every_turn_in_a_requests_life():
     ]
 
 
-def test_gauges_are_told_twice_a_second_while_busy():
+def test_gauges_are_reported_twice_a_second_while_busy():
     desk = Desk(max_running=1, max_total_tokens=1000)
     desk.submit("a", long_prompt(20), max_new_tokens=40)
     desk.submit("b", long_prompt(20), max_new_tokens=40)

@@ -23,7 +23,7 @@ def test_the_loop_serves_those_who_come_while_it_computes():
         assert third.data["text"] == alone["text"]
 
 
-def test_an_idle_loop_tells_that_nothing_runs():
+def test_an_idle_loop_reports_that_nothing_runs():
     with Loop(Desk().scheduler) as loop:
         loop.inbox.put(submission("a", max_new_tokens=5))
         loop.next(Result)

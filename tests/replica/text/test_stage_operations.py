@@ -125,7 +125,7 @@ def test_a_flush_forgets_what_is_kept_and_what_is_being_computed():
     assert desk.result("three")["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-def test_model_info_tells_every_fact():
+def test_model_info_reports_every_fact():
     desk = running_desk(max_running=1)
     desk.admin("pause_generation", mode="in_place")
     assert desk.admin("model_info").data == {

@@ -86,7 +86,7 @@ def test_a_peer_that_parts_is_noticed_and_breaks_the_group():
             ranks.groups[1].add_up(torch.ones(1))
 
 
-def test_a_rank_that_does_not_come_is_told(monkeypatch):
+def test_a_rank_that_does_not_come_is_reported(monkeypatch):
     monkeypatch.setattr(module, "MEET_SECS", 0.2)
     monkeypatch.setattr(module, "STEP_SECS", 0.2)
     store, _ = open_store(2)

@@ -83,7 +83,7 @@ async def test_the_followers_end_with_the_pipeline():
     assert not alive(follower)
 
 
-def test_a_follower_that_cannot_start_is_told_with_its_reason(monkeypatch):
+def test_a_follower_that_cannot_start_is_reported_with_its_reason(monkeypatch):
     monkeypatch.setattr(leader, "FOLLOWER", "omni_proxy.replica.tp.shard:Shard")
     told = "rank 1 of stage decode is lost: TypeError: .*unexpected keyword argument"
     with pytest.raises(RankLost, match=told):

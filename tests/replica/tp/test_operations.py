@@ -80,7 +80,7 @@ def test_the_checksums_are_those_of_each_rank_and_of_the_whole(stage):
         assert one.admin("weights_checker").data["full_checksum"] == answer.data["full_checksum"]
 
 
-def test_every_rank_tells_its_place_in_the_model_info(stage):
+def test_every_rank_reports_its_place_in_the_model_info(stage):
     data = stage.facts()
     places = [(each["data"]["tp_rank"], each["data"]["tp_size"]) for each in data["rank_results"]]
     assert places == [(0, 2), (1, 2)]
@@ -121,7 +121,7 @@ def test_what_one_rank_cannot_read_no_rank_takes(stage):
     checked(stage, weights_of(0))
 
 
-def test_a_weight_is_told_whole(stage):
+def test_a_weight_is_reported_whole(stage):
     answer = stage.admin("get_weights_by_name", name=OUT, truncate_size=2)
     assert answer.data["parameter"] == weights_of(0)[OUT][:2].tolist()
 

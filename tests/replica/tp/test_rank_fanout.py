@@ -84,7 +84,7 @@ class Leader:
         self.answers.append(message)
 
 
-def test_a_follower_that_could_not_undo_its_swap_is_told_of_and_nothing_is_computed_any_more():
+def test_a_follower_that_could_not_undo_its_swap_is_reported_and_nothing_is_computed_any_more():
     leader = Leader(steps=1)
     leader.start()
     leader.fan_out.heard(1, Vote("op", 1, "RuntimeError: no memory", damaged=True))
@@ -100,7 +100,7 @@ def test_a_follower_that_could_not_undo_its_swap_is_told_of_and_nothing_is_compu
     assert (answer.data[DAMAGED], answer.data["engine_paused"]) == (True, True)
 
 
-def test_an_undo_that_fails_after_the_last_verdict_is_told_of_as_well():
+def test_an_undo_that_fails_after_the_last_verdict_is_reported_as_well():
     leader = Leader(ends=result(False, "The swap failed and was undone"))
     leader.steps = 1
     leader.start()
@@ -231,7 +231,7 @@ def test_a_step_that_failed_elsewhere_has_failed_here_as_well():
     assert leader.only_answer().message == "rank 2: no room"
 
 
-def test_a_step_that_failed_here_is_told_to_the_others_and_keeps_its_own_error():
+def test_a_step_that_failed_here_is_asked_to_the_others_and_keeps_its_own_error():
     leader = Leader(steps=2)
     leader.start()
     leader.vote(1)

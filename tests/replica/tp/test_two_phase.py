@@ -140,7 +140,7 @@ def receivers(pid, but):
     return [child for child in children if child != but and b"receiver-process" in words[child]]
 
 
-def test_a_receiver_that_is_killed_is_told_by_all_ranks_at_once(sync, pool):
+def test_a_receiver_that_is_killed_is_reported_by_all_ranks_at_once(sync, pool):
     assert sync.prepare(many(A)).success
     (follower,) = sync.stage.scheduler.info["follower_pids"]
     completing = sync.stage.send("complete_weights_update", {"group_name": "g"})

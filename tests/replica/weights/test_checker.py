@@ -49,7 +49,7 @@ def test_the_half_precision_scalar_has_the_digest_that_others_compute():
     assert digest_of("s", scalar).startswith("876272530fc6b3130d68567368489a5a")
 
 
-def test_a_checksum_tells_every_tensor_and_how_long_it_took():
+def test_a_checksum_reports_every_tensor_and_how_long_it_took():
     seconds = count(5)
     data = checker_of(tiny.build(0), clock=lambda: next(seconds)).check("checksum")
     weights = weights_of(0)

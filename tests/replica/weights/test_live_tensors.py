@@ -100,7 +100,7 @@ def test_nothing_shows_before_it_is_applied():
     assert torch.equal(model.model.norm.weight, tiny.build(0).model.norm.weight)
 
 
-def test_what_is_missing_of_a_whole_model_is_told():
+def test_what_is_missing_of_a_whole_model_is_reported():
     target = LiveTensors(tiny.build(0))
     target.require_all([*target.names, "more"])
     names = [name for name in target.names if name != EMBEDDING]

@@ -30,7 +30,7 @@ def test_every_byte_comes_to_its_place(file):
     assert whole.tolist() == wanted
 
 
-def test_a_file_that_is_too_short_is_told_of(file):
+def test_a_file_that_is_too_short_is_reported(file):
     with pytest.raises(TruncatedFile):
         read_pieces([(file, 990, tensor_memory(allocate_read_buffer(11)))], 1)
 

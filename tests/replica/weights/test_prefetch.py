@@ -110,7 +110,7 @@ def test_the_next_version_takes_the_place_of_one_that_never_became_whole(
     assert applied(folder, target, tmp_path / "v2.safetensors")["b"] == {2.0}
 
 
-def test_who_is_told_of_a_file_that_was_sealed_meanwhile_begins_nothing(folder, target, coming):
+def test_who_is_reported_a_file_that_was_sealed_meanwhile_begins_nothing(folder, target, coming):
     told(folder, target, coming, half(coming))
     assert applied(folder, target, sealed(coming))["c"] == {1.0}
     with pytest.raises(WeightsError, match="does not exist"):
@@ -145,7 +145,7 @@ def test_what_has_to_become_another_type_is_left_to_the_update(folder, target, c
     assert applied(folder, target, sealed(coming)) == {"a": {1.0}, "b": {1.0}, "c": {1.0}}
 
 
-def test_a_file_that_was_cut_short_is_told_of_and_not_kept(folder, target, coming):
+def test_a_file_that_was_cut_short_is_reported_and_not_kept(folder, target, coming):
     whole = os.path.getsize(coming)
     told(folder, target, coming, 8)
     os.truncate(coming, whole - 4)

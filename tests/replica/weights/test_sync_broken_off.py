@@ -96,14 +96,14 @@ def test_a_call_at_the_wrong_time_breaks_nothing_off(sync):
     assert sync.complete(weight_version="v1").data["weights"] == "whole"
 
 
-def test_whoever_mends_the_refused_bucket_may_still_make_it_whole(sync):
+def test_a_caller_that_mends_the_refused_bucket_may_still_make_it_whole(sync):
     refused(sync)
     assert sync.prepare(one(B)).success
     sync.send(B)
     assert sync.complete(weight_version="v1").data["weights"] == "whole"
 
 
-def test_a_failed_completion_tells_how_much_came(sync):
+def test_a_failed_completion_reports_how_much_came(sync):
     assert sync.prepare(many(B, A)).success
     completing = sync.stage.send("complete_weights_update", BODY)
     sync.send(B)

@@ -19,7 +19,7 @@ class Slow:
         raise GroupError("The group to be destroyed does not exist.")
 
 
-def test_whoever_is_ended_before_it_began_to_join_does_not_wait_for_its_deadline():
+def test_a_caller_that_is_ended_before_it_began_to_join_does_not_wait_for_its_deadline():
     sync = TrainerGroups("stage", target=None, terms=DEFAULT_RECEIVE_SETTINGS)
     sync._receiver = Slow()
     joining = sync.join(Rendezvous("127.0.0.1", 1, 1, 2, "g", "gloo"))

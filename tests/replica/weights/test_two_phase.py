@@ -336,7 +336,7 @@ def test_calls_out_of_place_get_a_sentence_and_change_nothing(sync, tmp_path):
     assert holds(stage, A)
 
 
-def test_a_group_that_is_not_there_is_told_apart_from_one_that_is_gone(stage):
+def test_a_group_that_is_not_there_is_distinguished_from_one_that_is_gone(stage):
     answer = stage.admin("prepare_weights_update", announced(A) | {"group_name": "none"})
     assert not answer.success
     assert "group 'none' is not initialized: call init_weights_update_group" in answer.message

@@ -174,7 +174,7 @@ def test_a_peer_that_sends_too_much_ends_no_replica(sync, pool, phases):
     untouched_and_ready_for_the_next(sync, pool)
 
 
-def test_a_peer_that_sends_too_little_is_told_so(sync, pool):
+def test_a_peer_that_sends_too_little_gets_that_reason(sync, pool):
     sync.prepare(one(B))
     sync.trainer.tell("big", group="g", nbytes=SHAPES[DOWN][0] * SHAPES[DOWN][1])
     failed(sync, f"tensor '{DOWN}'", "the trainer sent fewer")

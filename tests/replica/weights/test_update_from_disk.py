@@ -235,7 +235,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("told", BAD, ids=lambda told: told.replace(" ", "-"))
-def test_what_cannot_be_loaded_is_told_and_changes_nothing(stage, tmp_path, told):
+def test_what_cannot_be_loaded_is_reported_and_changes_nothing(stage, tmp_path, told):
     before, text = stage.checksum(), stage.generate()["text"]
     answer = stage.update(BAD[told](tmp_path), weight_version="v9")
     assert not answer.success

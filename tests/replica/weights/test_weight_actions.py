@@ -342,7 +342,7 @@ def test_whole_weights_from_disk_end_a_session_that_was_left_open(stage, tmp_pat
 # Names and looks
 
 
-def test_a_version_is_named_and_aborts_all_unless_told_not_to(stage):
+def test_a_version_is_named_and_aborts_all_unless_requested_not_to(stage):
     assert stage.facts()["weight_version"] == "default"
     request_id = stage.submit(max_new_tokens=4000, stream=True)
     stage.next(ResultChunk)

@@ -260,7 +260,7 @@ def test_hints_against_a_form_are_refused():
         assert refused(FORM, body, content_type=MULTIPART, **hints).endswith(said)
 
 
-def test_hints_complete_a_form_that_tells_nothing():
+def test_hints_complete_a_form_that_reports_nothing():
     need = look(FORM, b"rubbish", content_type=MULTIPART, model="w", stream="true")
     assert (need.model, need.stream) == ("w", True)
     assert need.capabilities == ["audio_input", "streaming"]

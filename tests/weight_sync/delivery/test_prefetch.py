@@ -6,7 +6,7 @@ import trio
 from omni_proxy.process_group.receiver import FileRegion
 from omni_proxy.process_group.tensor_plan import parse_plans
 from omni_proxy.weight_sync.delivery.prefetch import PREFETCH_PATH, IncomingVersion
-from tests.admin_api.house import A, B
+from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.version_holders import COMPLETE, DESTROY, DISK, INIT, PREPARE, VersionEngines
 
 torch = pytest.importorskip("torch")
@@ -47,9 +47,9 @@ class Loaders(VersionEngines):
         if url in self.reads:
             nbytes = self.folders[url].read_ahead(body, self.targets[url])
             data = {"results": [{"stage": "t", "data": {"ahead_bytes": nbytes}}]}
-            self.tell(url, PREFETCH_PATH, {"success": True, **data})
+            self.set_reply(url, PREFETCH_PATH, {"success": True, **data})
         else:
-            self.tell(url, PREFETCH_PATH, {"detail": "Not Found"}, 404)
+            self.set_reply(url, PREFETCH_PATH, {"detail": "Not Found"}, 404)
 
     def load(self, url, body):
         super().load(url, body)
@@ -59,7 +59,7 @@ class Loaders(VersionEngines):
 
     def sizes(self, url):
         port = int(url.rpartition(":")[2])
-        asked = [r for r in self.asked if (r.url.port, r.url.path) == (port, PREFETCH_PATH)]
+        asked = [r for r in self.requests if (r.url.port, r.url.path) == (port, PREFETCH_PATH)]
         return [json.loads(r.content)["nbytes"] for r in asked]
 
     def untouched(self, url):
@@ -135,7 +135,7 @@ async def test_a_failed_receive_leaves_the_old_version_and_the_next_sync_succeed
     assert engines.untouched(A)
     assert engines.untouched(B)
     assert running.versions() == [("default", 0), ("default", 0)]
-    await running.house.desk.sync.lifecycle.wait_settled()
+    await running.api.operations.sync.lifecycle.wait_settled()
     other = [["float32", [500], 7], ["bfloat16", [30, 2], 8]]
     trainer = await armed(running, pool)
     await send(trainer, other)

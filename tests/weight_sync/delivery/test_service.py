@@ -8,7 +8,7 @@ from omni_proxy.admin_ops.routes import BY_PATH
 from omni_proxy.weight_sync.delivery import catchup
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
 from omni_proxy.weight_sync.worker_calls import AdminCall
-from tests.admin_api.house import NOW, A, B, build_house
+from tests.admin_api.api_fixture import NOW, A, B, build_api
 from tests.weight_sync.version_holders import CHECKER, DISK, FIRST_DIGESTS, VersionEngines
 
 pytest.importorskip("torch")
@@ -16,18 +16,18 @@ ENGINES = VersionEngines
 
 
 def down(running, url):
-    worker = running.house.worker(url)
-    for _ in range(running.house.fleet.thresholds.fall):
+    worker = running.api.worker(url)
+    for _ in range(running.api.fleet.thresholds.fall):
         epoch = worker.health.epoch
-        running.house.fleet.observe_probe(worker, status=None, error="gone", at=NOW, epoch=epoch)
-    running.house.fleet.revive(worker, NOW)
+        running.api.fleet.observe_probe(worker, status=None, error="gone", at=NOW, epoch=epoch)
+    running.api.fleet.revive(worker, NOW)
 
 
 def restarted(running, url):
     """The process restarted, with its first weights."""
     down(running, url)
     running.engines.restart(url)
-    running.house.fleet.set_version(running.house.worker(url), None, 0)
+    running.api.fleet.set_version(running.api.worker(url), None, 0)
 
 
 # A sync that all workers take
@@ -120,23 +120,23 @@ async def test_a_restarted_worker_is_held_until_it_has_caught_up(running):
     await running.sync(1)
     restarted(running, B)
     running.engines.close_gate(DISK, B)
-    running.house.healthy(B)
-    assert (running.held()[1], running.house.worker(B).routable) == (["catching_up"], False)
+    running.api.healthy(B)
+    assert (running.held()[1], running.api.worker(B).routable) == (["catching_up"], False)
     await running.engines.arrived[B, DISK].wait()
-    assert not running.house.worker(B).routable
+    assert not running.api.worker(B).routable
     running.engines.open_gate(DISK, B)
-    await running.until(lambda: running.house.worker(B).routable)
+    await running.until(lambda: running.api.worker(B).routable)
     assert running.versions() == [("v1", 1), ("v1", 1)]
     assert running.engines.holds[B] == running.store.current.digests
-    assert running.desk.version_service.catch_up.caught_up == 1
+    assert running.operations.version_service.catch_up.caught_up == 1
 
 
 async def test_a_worker_that_has_the_version_gets_no_delivery(running):
     await running.sync(1)
     down(running, B)
-    running.house.healthy(B)
+    running.api.healthy(B)
     assert running.held()[1] == ["catching_up"]
-    await running.until(lambda: running.house.worker(B).routable)
+    await running.until(lambda: running.api.worker(B).routable)
     assert (running.engines.loads(B), running.versions()[1]) == (1, ("v1", 1))
 
 
@@ -144,8 +144,8 @@ async def test_a_worker_that_reports_the_label_but_holds_other_tensors_is_detect
     await running.sync(1)
     down(running, B)
     running.engines.holds[B] = FIRST_DIGESTS
-    running.house.healthy(B)
-    await running.until(lambda: running.house.worker(B).routable)
+    running.api.healthy(B)
+    await running.until(lambda: running.api.worker(B).routable)
     assert running.engines.holds[B] == running.store.current.digests
 
 
@@ -153,9 +153,9 @@ async def test_a_worker_left_out_recovers_after_a_restart(running):
     running.engines.failing_loads[B] = 1
     await running.sync(1)
     restarted(running, B)
-    running.house.healthy(B)
-    await running.until(lambda: running.house.worker(B).routable)
-    assert (running.versions()[1], running.desk.journal.uncertain) == (("v1", 1), {})
+    running.api.healthy(B)
+    await running.until(lambda: running.api.worker(B).routable)
+    assert (running.versions()[1], running.operations.journal.uncertain) == (("v1", 1), {})
 
 
 async def test_a_worker_that_cannot_catch_up_becomes_uncertain(running, monkeypatch):
@@ -163,10 +163,10 @@ async def test_a_worker_that_cannot_catch_up_becomes_uncertain(running, monkeypa
     await running.sync(1)
     restarted(running, B)
     running.engines.failing_loads[B] = 99
-    running.house.healthy(B)
+    running.api.healthy(B)
     await running.until(lambda: running.held()[1] == ["uncertain"])
     assert running.engines.loads(B) == 1 + 3
-    reason = running.desk.journal.uncertain[B]
+    reason = running.operations.journal.uncertain[B]
     assert "did not catch up: status 500: out of memory" in reason
 
 
@@ -180,13 +180,14 @@ async def test_a_worker_whose_target_version_vanished_is_not_released_with_older
         for root in running.store.roots:
             shutil.rmtree(root / version.folder.name, ignore_errors=True)
     restarted(running, B)
-    running.house.healthy(B)
+    running.api.healthy(B)
     with trio.fail_after(10):
         while running.held()[1] != ["uncertain"]:
-            assert not running.house.worker(B).routable
+            assert not running.api.worker(B).routable
             await trio.lowlevel.checkpoint()
     assert (
-        "missed the update to 'v1': it came up with 'default'" in running.desk.journal.uncertain[B]
+        "missed the update to 'v1': it came up with 'default'"
+        in running.operations.journal.uncertain[B]
     )
     assert (await running.sync(2)).ok
     assert (running.versions(), running.held()) == ([("v2", 2), ("v2", 2)], [[], []])
@@ -196,22 +197,20 @@ async def test_a_worker_whose_target_is_not_in_the_store_is_checked_by_its_label
     """A version of another update was published while the worker waited to catch up."""
     await running.sync(1)
     restarted(running, B)
-    async with running.house.config_store.operation_lock:
-        running.house.healthy(B)
+    async with running.api.config_store.operation_lock:
+        running.api.healthy(B)
         await running.until(lambda: running.engines.paths(B).count(CHECKER) > 1)
-        target = TargetVersion(
-            label="elsewhere", named=True, models=(running.house.worker(B).model,)
-        )
-        await running.desk.journal.publish(target, None)
+        target = TargetVersion(label="elsewhere", named=True, models=(running.api.worker(B).model,))
+        await running.operations.journal.publish(target, None)
     await running.until(lambda: running.held()[1] == ["uncertain"])
-    assert "missed the update to 'elsewhere'" in running.desk.journal.uncertain[B]
+    assert "missed the update to 'elsewhere'" in running.operations.journal.uncertain[B]
 
 
 # Listing versions, and rolling back
 
 
 async def test_versions_are_listed_newest_first(running):
-    client = running.house.client()
+    client = running.api.client()
     assert (await (await client.get("/weights/versions")).get_json())["versions"] == []
     await running.sync(1)
     await running.sync(2)
@@ -227,17 +226,17 @@ async def test_a_rollback_delivers_an_older_version_under_a_new_epoch(running, w
     await running.sync(1)
     first = dict(running.engines.holds)
     await running.sync(2)
-    client = running.house.client()
+    client = running.api.client()
     response = await client.post("/weights/rollback", json=wanted)
     body = await response.get_json()
     assert (response.status_code, body["success"], body["weight_epoch"]) == (200, True, 3), body
     assert running.engines.holds == first
     assert running.versions() == [("v1", 3), ("v1", 3)]
     assert (running.store.current.number, running.store.current.epoch) == (1, 3)
-    assert running.desk.history.rows[-1]["path"] == "/weights/rollback"
+    assert running.operations.history.rows[-1]["path"] == "/weights/rollback"
     restarted(running, B)
-    running.house.healthy(B)
-    await running.until(lambda: running.house.worker(B).routable)
+    running.api.healthy(B)
+    await running.until(lambda: running.api.worker(B).routable)
     assert running.versions()[1] == ("v1", 3)
 
 
@@ -249,18 +248,18 @@ async def test_engines_that_a_caller_paused_stay_paused(running, way):
     await running.sync(1)
     await running.sync(2)
     pause = AdminCall(BY_PATH[PAUSE], "POST", PAUSE, b"{}")
-    assert (await running.desk.submit(pause)).ok
-    running.engines.asked.clear()
+    assert (await running.operations.submit(pause)).ok
+    running.engines.requests.clear()
     if way == "sync":
         assert (await running.sync(3)).ok
     elif way == "rollback":
-        response = await running.house.client().post("/weights/rollback", json={"version": "v1"})
+        response = await running.api.client().post("/weights/rollback", json={"version": "v1"})
         assert response.status_code == 200
     else:
         down(running, B)
         running.engines.holds[B] = FIRST_DIGESTS  # and it is the same process
-        running.house.healthy(B)
-        await running.until(lambda: running.desk.version_service.catch_up.caught_up == 1)
+        running.api.healthy(B)
+        await running.until(lambda: running.operations.version_service.catch_up.caught_up == 1)
     assert DISK in running.engines.paths(B)
     assert CONTINUE not in [*running.engines.paths(A), *running.engines.paths(B)]
 
@@ -279,7 +278,7 @@ async def test_a_rollback_to_an_unknown_version_is_refused_before_any_call(
     running, body_sent, status, message
 ):
     await running.sync(1)
-    response = await running.house.client().post("/weights/rollback", json=body_sent)
+    response = await running.api.client().post("/weights/rollback", json=body_sent)
     body = await response.get_json()
     assert (response.status_code, body["success"], body["status"]) == (status, False, "error")
     assert message in body["message"]
@@ -287,7 +286,7 @@ async def test_a_rollback_to_an_unknown_version_is_refused_before_any_call(
 
 
 async def test_a_rollback_without_a_store_is_refused():
-    client = build_house().client()
+    client = build_api().client()
     body = json.loads(await (await client.get("/weights/versions")).get_data())
     assert (body["store"], body["versions"]) == (None, [])
     response = await client.post("/weights/rollback", json={"version": "v1"})

@@ -4,8 +4,8 @@ import pytest
 from trio.testing import wait_all_tasks_blocked
 
 from omni_proxy.config.schema import RoutingConfig
-from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import admin_call, cordon_reasons_of, house_with
+from tests.admin_api.api_fixture import A, B
+from tests.weight_sync.operation_fixture import admin_call, api_with, cordon_reasons_of
 from tests.weight_sync.trainer_fixture import uncertain_workers, versions_by_url
 from tests.weight_sync.vllm_fixture import (
     INIT,
@@ -27,8 +27,8 @@ def mixed(engines):
     return engines
 
 
-async def ask(house, path, body=None, **fields):
-    answer = await house.desk.submit(vllm_call(path, body, **fields))
+async def ask(api, path, body=None, **fields):
+    answer = await api.operations.submit(vllm_call(path, body, **fields))
     assert answer.ok is answer.body["success"], answer
     return answer
 
@@ -36,67 +36,69 @@ async def ask(house, path, body=None, **fields):
 # Pauses
 
 
-async def test_a_pause_is_that_of_one_engine(house, engines):
-    told = await ask(house, PAUSE, query="mode=keep&clear_cache=false")
+async def test_a_pause_is_that_of_one_engine(api, engines):
+    told = await ask(api, PAUSE, query="mode=keep&clear_cache=false")
     assert (told.status, told.body["status"]) == (200, "paused")
     assert engines.targets(PAUSE, B) == ["/pause?mode=keep&clear_cache=false"]
-    assert house.desk.journal.pauses()[A].mode == "keep"
-    paused = (await ask(house, "/is_paused", method="GET")).body["is_paused"]
+    assert api.operations.journal.pauses()[A].mode == "keep"
+    paused = (await ask(api, "/is_paused", method="GET")).body["is_paused"]
     assert paused is True
-    assert (await ask(house, RESUME)).body["status"] == "resumed"
-    assert house.desk.journal.pauses() == {}
+    assert (await ask(api, RESUME)).body["status"] == "resumed"
+    assert api.operations.journal.pauses() == {}
 
 
-async def test_each_kind_of_engine_gets_its_own_words(house, mixed):
-    told = await ask(house, PAUSE, query="mode=keep")
+async def test_each_kind_of_engine_gets_its_own_words(api, mixed):
+    told = await ask(api, PAUSE, query="mode=keep")
     assert told.status == 200
     assert mixed.targets(PAUSE) == ["/pause?mode=keep"]
     assert mixed.bodies("/pause_generation", B) == [{"mode": "in_place"}]
     assert [each.get("sent_to") for each in told.body["results"]] == [None, "/pause_generation"]
-    assert (await ask(house, "/is_paused", method="GET")).body["is_paused"] is True
-    await ask(house, RESUME)
+    assert (await ask(api, "/is_paused", method="GET")).body["is_paused"] is True
+    await ask(api, RESUME)
     assert mixed.bodies("/continue_generation", B) == [{}]
-    assert (await ask(house, "/is_paused", method="GET")).body["is_paused"] is False
+    assert (await ask(api, "/is_paused", method="GET")).body["is_paused"] is False
 
 
-async def test_calls_in_words_of_sglang_reach_vllm_too(house, mixed):
-    told = await house.desk.submit(admin_call("/pause_generation", {"mode": "retract"}))
+async def test_calls_in_words_of_sglang_reach_vllm_too(api, mixed):
+    told = await api.operations.submit(admin_call("/pause_generation", {"mode": "retract"}))
     assert told.ok
     assert mixed.targets(PAUSE) == ["/pause?mode=keep"]
-    assert (await house.desk.submit(admin_call("/continue_generation"))).ok
+    assert (await api.operations.submit(admin_call("/continue_generation"))).ok
     assert mixed.targets(RESUME) == ["/resume"]
     mixed.labels[B] = "v1"
-    assert (await house.desk.submit(admin_call("/model_info"))).status == 409
+    assert (await api.operations.submit(admin_call("/model_info"))).status == 409
     mixed.labels[B] = "default"
-    assert (await house.desk.submit(admin_call("/model_info"))).body["weight_version"] == "default"
+    assert (await api.operations.submit(admin_call("/model_info"))).body[
+        "weight_version"
+    ] == "default"
 
 
-async def test_a_bad_mode_is_refused_as_one_engine_refuses_it(house, engines):
+async def test_a_bad_mode_is_refused_as_one_engine_refuses_it(api, engines):
     error = {"error": {"message": "Input should be 'abort', 'wait' or 'keep'", "code": 400}}
     for url in (A, B):
-        engines.tell(url, PAUSE, error, 400)
-    told = await ask(house, PAUSE, query="mode=bogus")
+        engines.set_reply(url, PAUSE, error, 400)
+    told = await ask(api, PAUSE, query="mode=bogus")
     assert (told.status, "Input should be" in told.body["message"]) == (400, True)
-    assert house.desk.journal.pauses() == {}
-    assert cordon_reasons_of(house) == [[], []]
+    assert api.operations.journal.pauses() == {}
+    assert cordon_reasons_of(api) == [[], []]
 
 
 @pytest.mark.parametrize(
     ("mode", "cleared"), [("keep", []), ("abort", [A, B]), ("wait", [A, B]), ("", [A, B])]
 )
-async def test_what_was_cached_is_forgotten_where_the_engine_forgets_it(house, mode, cleared):
-    await ask(house, "/weight_info", method="GET")
+async def test_what_was_cached_is_forgotten_where_the_engine_forgets_it(api, mode, cleared):
+    await ask(api, "/weight_info", method="GET")
     found = []
-    house.fleet.watch_cache_cleared(lambda worker: found.append(worker.url))
-    await ask(house, PAUSE, query=f"mode={mode}" if mode else "")
+    api.fleet.watch_cache_cleared(lambda worker: found.append(worker.url))
+    await ask(api, PAUSE, query=f"mode={mode}" if mode else "")
     assert found == cleared
-    assert set(house.desk.journal.pauses()) == {A, B}
+    assert set(api.operations.journal.pauses()) == {A, B}
 
 
-async def test_what_an_uncertain_engine_kept_is_aborted_before_it_resumes(house, engines):
-    await ask(house, PAUSE, query="mode=keep")
-    house.desk.journal.mark_uncertain({A: "half an update"})
-    await ask(house, RESUME)
+async def test_what_an_uncertain_engine_kept_is_aborted_before_it_resumes(api, engines):
+    await ask(api, PAUSE, query="mode=keep")
+    api.operations.journal.mark_uncertain({A: "half an update"})
+    await ask(api, RESUME)
     assert engines.bodies("/abort_requests", A) == [{}]
     assert engines.bodies("/abort_requests", B) == []
     assert engines.paths(A).index("/abort_requests") < engines.paths(A).index(RESUME)
@@ -106,100 +108,102 @@ async def test_what_an_uncertain_engine_kept_is_aborted_before_it_resumes(house,
 
 
 async def test_a_sleeping_engine_holds_requests_as_a_paused_one(engines, folder, nursery):
-    house = house_with(folder, routing=RoutingConfig(while_paused="hold"))
-    await nursery.start(house.desk.run)
-    told = await ask(house, "/sleep", query="level=1")
+    api = api_with(folder, routing=RoutingConfig(while_paused="hold"))
+    await nursery.start(api.operations.run)
+    told = await ask(api, "/sleep", query="level=1")
     assert (told.body["status"], told.body["level"]) == ("sleeping", 1)
-    assert cordon_reasons_of(house) == [["paused"], ["paused"]]
-    assert (await ask(house, "/is_sleeping", method="GET")).body["is_sleeping"] is True
+    assert cordon_reasons_of(api) == [["paused"], ["paused"]]
+    assert (await ask(api, "/is_sleeping", method="GET")).body["is_sleeping"] is True
     # vLLM answers that it resumed, and sleeps on (run with 0.32.0).
-    await ask(house, RESUME)
-    assert cordon_reasons_of(house) == [["paused"], ["paused"]]
-    assert (await ask(house, "/wake_up")).body["status"] == "awake"
-    assert cordon_reasons_of(house) == [[], []]
-    assert uncertain_workers(house) == []
+    await ask(api, RESUME)
+    assert cordon_reasons_of(api) == [["paused"], ["paused"]]
+    assert (await ask(api, "/wake_up")).body["status"] == "awake"
+    assert cordon_reasons_of(api) == [[], []]
+    assert uncertain_workers(api) == []
 
 
-async def test_weights_that_a_sleep_discarded_have_to_come_back(house, engines):
-    told = await ask(house, "/sleep", query="level=2")
+async def test_weights_that_a_sleep_discarded_have_to_come_back(api, engines):
+    told = await ask(api, "/sleep", query="level=2")
     assert [each["standing"] for each in told.body["results"]] == ["uncertain"] * 2
-    await ask(house, "/wake_up")
-    assert uncertain_workers(house) == [A, B]
-    assert versions_by_url(house) == {A: (None, 0), B: (None, 0)}
+    await ask(api, "/wake_up")
+    assert uncertain_workers(api) == [A, B]
+    assert versions_by_url(api) == {A: (None, 0), B: (None, 0)}
     body = {"method": "reload_weights"}
-    assert (await ask(house, "/collective_rpc", body)).body["weight_epoch"] == 1
-    assert uncertain_workers(house) == []
+    assert (await ask(api, "/collective_rpc", body)).body["weight_epoch"] == 1
+    assert uncertain_workers(api) == []
 
 
 # Other calls
 
 
-async def test_the_world_size_is_the_sum_over_both_kinds(house, mixed):
+async def test_the_world_size_is_the_sum_over_both_kinds(api, mixed):
     mixed.ranks = {A: 2, B: 3}
-    told = await ask(house, "/get_world_size", method="GET")
+    told = await ask(api, "/get_world_size", method="GET")
     assert told.body["world_size"] == 5
 
 
-async def test_a_label_is_given_to_all(house, engines):
-    told = await ask(house, "/update_weight_version", {"new_version": "step-7"})
+async def test_a_label_is_given_to_all(api, engines):
+    told = await ask(api, "/update_weight_version", {"new_version": "step-7"})
     assert told.body["weight_versions"] == {A: "step-7", B: "step-7"}
-    assert (await ask(house, "/weight_info", method="GET")).body["weight_version"] == "step-7"
+    assert (await ask(api, "/weight_info", method="GET")).body["weight_version"] == "step-7"
 
 
 async def test_a_call_to_all_processes_that_touches_no_weights_costs_nobody_its_routing(
-    house, engines
+    api, engines
 ):
     for url in (A, B):
-        engines.tell(url, "/collective_rpc", *reversed(rpc_error("no attribute 'nope'")))
-    told = await ask(house, "/collective_rpc", {"method": "nope"})
+        engines.set_reply(url, "/collective_rpc", *reversed(rpc_error("no attribute 'nope'")))
+    told = await ask(api, "/collective_rpc", {"method": "nope"})
     assert told.status == 502
-    assert uncertain_workers(house) == []
+    assert uncertain_workers(api) == []
 
 
-async def test_a_reload_that_fails_keeps_its_engine_out(house, engines):
-    engines.tell(B, "/collective_rpc", *reversed(rpc_error("no such file")))
+async def test_a_reload_that_fails_keeps_its_engine_out(api, engines):
+    engines.set_reply(B, "/collective_rpc", *reversed(rpc_error("no such file")))
     body = {"method": "reload_weights", "kwargs": {"weights_path": "/w"}}
-    told = await ask(house, "/collective_rpc", body)
+    told = await ask(api, "/collective_rpc", body)
     assert (told.status, told.body["weight_epoch"]) == (502, 1)
-    assert uncertain_workers(house) == [B]
+    assert uncertain_workers(api) == [B]
 
 
-async def test_an_update_from_disk_reaches_both_kinds(house, mixed):
+async def test_an_update_from_disk_reaches_both_kinds(api, mixed):
     body = {"model_path": "/w", "weight_version": "v2"}
     mixed.labels[B] = "v2"
-    told = await house.desk.submit(admin_call("/update_weights_from_disk", body))
+    told = await api.operations.submit(admin_call("/update_weights_from_disk", body))
     assert told.ok, told.body
     assert mixed.bodies("/collective_rpc", A) == [
         {"method": "reload_weights", "kwargs": {"weights_path": "/w"}}
     ]
     assert mixed.bodies("/update_weights_from_disk", B) == [body]
-    assert versions_by_url(house) == {A: ("v2", 1), B: ("v2", 1)}
+    assert versions_by_url(api) == {A: ("v2", 1), B: ("v2", 1)}
 
 
-async def test_a_cache_that_vllm_did_not_flush_after_a_reload_keeps_it_out(house, engines):
-    engines.tell(A, "/reset_prefix_cache", {"success": False})
+async def test_a_cache_that_vllm_did_not_flush_after_a_reload_keeps_it_out(api, engines):
+    engines.set_reply(A, "/reset_prefix_cache", {"success": False})
     body = {"model_path": "/w", "weight_version": "v2"}
-    assert (await house.desk.submit(admin_call("/update_weights_from_disk", body))).status == 502
-    assert uncertain_workers(house) == [A]
+    assert (
+        await api.operations.submit(admin_call("/update_weights_from_disk", body))
+    ).status == 502
+    assert uncertain_workers(api) == [A]
 
 
-async def test_a_checksum_is_compared_in_words_of_either(house, engines):
+async def test_a_checksum_is_compared_in_words_of_either(api, engines):
     engines.ranks = {A: 1, B: 1}
-    assert (await ask(house, "/weight_checker", {"action": "checksum"})).body["checksums"]
+    assert (await ask(api, "/weight_checker", {"action": "checksum"})).body["checksums"]
     engines.sums[B] = "other"
-    assert (await ask(house, "/weight_checker", {"action": "checksum"})).status == 409
-    assert (await house.desk.submit(admin_call("/weights_checker"))).ok
+    assert (await ask(api, "/weight_checker", {"action": "checksum"})).status == 409
+    assert (await api.operations.submit(admin_call("/weights_checker"))).ok
 
 
-async def test_a_reset_of_weights_keeps_everybody_out(house, engines):
-    await ask(house, "/weight_checker", {"action": "reset"})
-    assert uncertain_workers(house) == [A, B]
+async def test_a_reset_of_weights_keeps_everybody_out(api, engines):
+    await ask(api, "/weight_checker", {"action": "reset"})
+    assert uncertain_workers(api) == [A, B]
 
 
-async def test_an_adapter_is_loaded_where_the_engine_has_it(house, mixed):
+async def test_an_adapter_is_loaded_where_the_engine_has_it(api, mixed):
     body = {"lora_name": "a", "lora_path": "/a"}
-    mixed.tell(A, "/v1/load_lora_adapter", {"message": "ok"})
-    assert (await ask(house, "/load_lora_adapter", body)).ok
+    mixed.set_reply(A, "/v1/load_lora_adapter", {"message": "ok"})
+    assert (await ask(api, "/load_lora_adapter", body)).ok
     assert mixed.bodies("/v1/load_lora_adapter", A) == [body]
     assert mixed.bodies("/load_lora_adapter", B) == [body]
 
@@ -207,13 +211,13 @@ async def test_an_adapter_is_loaded_where_the_engine_has_it(house, mixed):
 # A restarted engine
 
 
-async def test_an_engine_that_came_up_with_its_first_weights_gets_no_request(house, engines):
-    assert (await ask(house, "/update_weight_version", {"new_version": "v2"})).ok
+async def test_an_engine_that_came_up_with_its_first_weights_gets_no_request(api, engines):
+    assert (await ask(api, "/update_weight_version", {"new_version": "v2"})).ok
     engines.labels[B] = "default"  # it has restarted
-    house.desk._probe.probe_soon(house.worker(B), came_up=True)
+    api.operations._probe.probe_soon(api.worker(B), came_up=True)
     await wait_all_tasks_blocked(0.05)
-    assert uncertain_workers(house) == [B]
-    assert "came up with 'default'" in house.desk.journal.uncertain[B]
+    assert uncertain_workers(api) == [B]
+    assert "came up with 'default'" in api.operations.journal.uncertain[B]
 
 
 # Without a session
@@ -231,9 +235,9 @@ async def test_with_the_mode_off_one_engine_gets_the_calls_unchanged(plain, engi
     )
 
 
-async def test_an_engine_that_cannot_be_reached_is_told_apart(house, engines):
-    engines.says[B, PAUSE] = LOST
-    told = await ask(house, PAUSE)
+async def test_an_engine_that_cannot_be_reached_is_distinguished(api, engines):
+    engines.replies[B, PAUSE] = LOST
+    told = await ask(api, PAUSE)
     assert told.status == 502
     assert [each["success"] for each in told.body["results"]] == [True, False]
-    assert set(house.desk.journal.pauses()) == {A}
+    assert set(api.operations.journal.pauses()) == {A}

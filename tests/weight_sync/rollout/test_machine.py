@@ -300,7 +300,7 @@ def test_a_worker_that_never_served_costs_no_budget():
     assert machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == NextBatch(("a",))
 
 
-def test_it_pauses_after_the_canary_if_told_so():
+def test_it_pauses_after_the_canary_on_request():
     state = updated(rollout("a", "b", pause_after_canary=True), "a")
     assert state.phase is RolloutPhase.PAUSED
     assert isinstance(all_of(state), Waiting)

@@ -12,15 +12,15 @@ from omni_proxy.weight_sync.operations.weight_operations import RESOLVE
 from omni_proxy.weight_sync.rollout.request import parse_rollout
 from omni_proxy.weight_sync.rollout.service import RolloutCall
 from omni_proxy.wire.errors import HttpError
-from tests.admin_api.house import A, B, build_house, entry
-from tests.rest import at_rest
+from tests.admin_api.api_fixture import A, B, build_api, entry
+from tests.idle import wait_until_idle
 from tests.weight_sync.operation_fixture import (
     PAUSE,
     UPDATE,
     GatedEngines,
     admin_call,
+    api_with,
     cordon_reasons_of,
-    house_with,
     read_journal,
 )
 
@@ -39,7 +39,7 @@ class LoadingEngines(GatedEngines):
 
     async def answer(self, request):
         url = str(request.url.copy_with(raw_path=b"/")).rstrip("/")
-        if request.url.path == UPDATE and (url, UPDATE) not in self.says:
+        if request.url.path == UPDATE and (url, UPDATE) not in self.replies:
             body = json.loads(request.content)
             self.paths_held[url], self.labels[url] = body["model_path"], body["weight_version"]
             self.sums[url] = body["model_path"]
@@ -54,31 +54,31 @@ class LoadingEngines(GatedEngines):
 
     def loaded(self, url):
         port = int(url.rpartition(":")[2])
-        sent = [r for r in self.asked if r.url.path == UPDATE and r.url.port == port]
+        sent = [r for r in self.requests if r.url.path == UPDATE and r.url.port == port]
         return [json.loads(request.content)["model_path"] for request in sent]
 
 
 ENGINES = LoadingEngines
 
 
-async def begin(house, **fields):
-    return await house.desk.start_rollout(
+async def begin(api, **fields):
+    return await api.operations.start_rollout(
         RolloutCall(parse_rollout({**BODY, **fields}), None, "me")
     )
 
 
-async def ended(house):
+async def ended(api):
     """The rollout, once it has ended."""
-    progress = house.desk.rollouts.progress
+    progress = api.operations.rollouts.progress
     with trio.fail_after(20):
         while progress.active is not None:
             await progress.changed.wait()
     return progress.to_dict()
 
 
-async def stands(house, holds):
+async def stands(api, holds):
     """The rollout, once `holds(rollout)`."""
-    progress = house.desk.rollouts.progress
+    progress = api.operations.rollouts.progress
     with trio.fail_after(20):
         while not holds(progress.to_dict()):
             await progress.changed.wait()
@@ -89,32 +89,32 @@ def states(told):
     return [row["state"] for row in told["workers"]]
 
 
-def versions(house):
-    return [(worker.weight_version, worker.weight_epoch) for worker in house.fleet.workers]
+def versions(api):
+    return [(worker.weight_version, worker.weight_epoch) for worker in api.fleet.workers]
 
 
 @pytest.fixture
-async def settled(house):
-    await house.settle()
-    return house
+async def settled(api):
+    await api.settle()
+    return api
 
 
 async def test_one_worker_after_the_other_gets_it_while_the_other_serves(settled, engines):
-    house = settled
+    api = settled
     engines.close_gate(UPDATE, A)
-    answer = await begin(house)
+    answer = await begin(api)
     assert (answer.status, answer.body["rollout"]["state"]) == (202, "running")
     await engines.arrived[A, UPDATE].wait()
-    assert cordon_reasons_of(house) == [["rollout", "updating"], []]
+    assert cordon_reasons_of(api) == [["rollout", "updating"], []]
     assert engines.loaded(B) == []
     engines.open_gate(UPDATE, A)
-    told = await ended(house)
+    told = await ended(api)
     assert (told["state"], told["updated"], told["weight_epoch"]) == ("succeeded", 2, 1)
-    assert versions(house) == [("v2", 1), ("v2", 1)]
-    assert cordon_reasons_of(house) == [[], []]
+    assert versions(api) == [("v2", 1), ("v2", 1)]
+    assert cordon_reasons_of(api) == [[], []]
     calls = [path for path in engines.paths(B) if path not in (INFO, "/get_model_info")]
     assert calls == [CHECKER, UPDATE, CHECKER, PROBE]
-    published = house.desk.journal.published
+    published = api.operations.journal.published
     assert (published.epoch, published.label, list(published.targets)) == (1, "v2", ["*"])
 
 
@@ -137,7 +137,7 @@ async def test_nothing_is_sent_before_a_worker_is_idle(settled, engines):
     await begin(settled)
     told = await stands(settled, lambda told: told["workers"][0]["step"] == "draining")
     assert (told["state"], engines.loaded(A)) == ("running", [])
-    assert settled.desk.status()["operation"]["step"] == "draining"
+    assert settled.operations.status()["operation"]["step"] == "draining"
     settled.worker(A).in_flight = 0
     assert (await ended(settled))["state"] == "succeeded"
 
@@ -154,27 +154,27 @@ async def test_a_worker_that_is_not_idle_in_time_ends_it_untouched(settled, engi
 
 
 async def test_a_refused_file_stops_after_the_canary_and_nothing_changed(settled, engines):
-    engines.tell(A, UPDATE, {"success": False, "message": "no such file"}, 400)
+    engines.set_reply(A, UPDATE, {"success": False, "message": "no such file"}, 400)
     await begin(settled)
     told = await ended(settled)
     assert (told["state"], states(told)) == ("failed", ["restored", "pending"])
     assert told["cause"] == f"{A}: status 400: no such file"
     assert engines.loaded(B) == []
     assert versions(settled) == [("v1", 0), ("v1", 0)]
-    assert (cordon_reasons_of(settled), settled.desk.journal.uncertain) == ([[], []], {})
-    assert settled.desk.journal.published.epoch == 0
+    assert (cordon_reasons_of(settled), settled.operations.journal.uncertain) == ([[], []], {})
+    assert settled.operations.journal.published.epoch == 0
 
 
 async def test_what_was_updated_goes_back_where_a_later_worker_fails(settled, engines):
-    engines.tell(B, UPDATE, {"success": False, "message": "no such file"}, 400)
+    engines.set_reply(B, UPDATE, {"success": False, "message": "no such file"}, 400)
     await begin(settled)
     told = await ended(settled)
     assert (told["state"], states(told)) == ("failed", ["restored", "restored"])
     assert engines.loaded(A) == ["/m/v2", "/m/v1"]
     assert versions(settled) == [("v1", 0), ("v1", 0)]
-    published = settled.desk.journal.published
+    published = settled.operations.journal.published
     assert (published.epoch, published.label, published.targets) == (0, None, {})
-    del engines.says[B, UPDATE]
+    del engines.replies[B, UPDATE]
     await begin(settled)
     assert (await ended(settled))["weight_epoch"] == 2  # no number is given twice
     assert versions(settled) == [("v2", 2), ("v2", 2)]
@@ -190,7 +190,7 @@ async def test_what_was_updated_goes_back_where_a_later_worker_fails(settled, en
 )
 async def test_a_worker_with_unknown_weights_is_taken_back(settled, engines, path, says, said):
     """It is its former weights that prove it, so it serves again."""
-    engines.says[A, path] = [says, (200, b'{"success": true}')]
+    engines.replies[A, path] = [says, (200, b'{"success": true}')]
     if path == UPDATE:
         engines.paths_held[A] = "/m/v1"
     await begin(settled)
@@ -198,15 +198,15 @@ async def test_a_worker_with_unknown_weights_is_taken_back(settled, engines, pat
     assert (told["state"], states(told)) == ("failed", ["restored", "pending"])
     assert said in told["cause"]
     assert versions(settled) == [("v1", 0), ("v1", 0)]
-    assert (cordon_reasons_of(settled), settled.desk.journal.uncertain) == ([[], []], {})
+    assert (cordon_reasons_of(settled), settled.operations.journal.uncertain) == ([[], []], {})
 
 
 async def test_a_worker_that_cannot_be_taken_back_stays_out_and_names_the_rollout(settled, engines):
-    engines.says[A, UPDATE] = (500, b'{"message": "out of memory"}')
+    engines.replies[A, UPDATE] = (500, b'{"message": "out of memory"}')
     await begin(settled)
     told = await ended(settled)
     assert (told["state"], states(told)) == ("failed", ["lost", "pending"])
-    reason = settled.desk.status()["uncertain"][A]
+    reason = settled.operations.status()["uncertain"][A]
     name = f"rollout {told['id'][:8]} to 'v2'"
     assert reason == f"{name}: it could not be taken back: status 500: out of memory"
     assert cordon_reasons_of(settled) == [["uncertain"], []]
@@ -214,7 +214,7 @@ async def test_a_worker_that_cannot_be_taken_back_stays_out_and_names_the_rollou
 
 
 async def test_a_label_that_is_not_reported_is_a_failure(settled, engines):
-    engines.says[A, UPDATE] = (200, b'{"success": true}')  # it loads nothing
+    engines.replies[A, UPDATE] = (200, b'{"success": true}')  # it loads nothing
     await begin(settled)
     told = await ended(settled)
     assert "it reports the weight version 'v1' after loading 'v2'" in told["cause"]
@@ -232,19 +232,21 @@ async def test_another_checksum_than_that_of_the_first_is_a_failure(settled, eng
 async def test_former_weights_that_come_back_as_others_stay_out(settled, engines):
     """After an update over a process group `model_path` is not where the weights came from."""
     engines.broken_loads |= {(A, "/m/v1")}
-    engines.tell(B, UPDATE, {"success": False, "message": "no such file"}, 400)
+    engines.set_reply(B, UPDATE, {"success": False, "message": "no such file"}, 400)
     await begin(settled)
     told = await ended(settled)
     assert states(told) == ["lost", "restored"]
-    assert "its checksum differs from the one of 'v1'" in settled.desk.status()["uncertain"][A]
+    assert (
+        "its checksum differs from the one of 'v1'" in settled.operations.status()["uncertain"][A]
+    )
 
 
 async def test_with_verify_off_no_checksum_is_asked_for(engines, folder, nursery):
-    house = house_with(folder, weight_sync=WeightSyncConfig(verify="off"))
-    await nursery.start(house.desk.run)
-    await house.settle()
-    await begin(house)
-    assert (await ended(house))["state"] == "succeeded"
+    api = api_with(folder, weight_sync=WeightSyncConfig(verify="off"))
+    await nursery.start(api.operations.run)
+    await api.settle()
+    await begin(api)
+    assert (await ended(api))["state"] == "succeeded"
     assert CHECKER not in engines.paths(A)
 
 
@@ -253,12 +255,12 @@ async def test_while_it_runs_nothing_else_changes_weights_or_pauses(settled, eng
     await begin(settled)
     await engines.arrived[A, UPDATE].wait()
     for call in (admin_call(PAUSE), admin_call(UPDATE), admin_call("/init_weights_update_group")):
-        refused = await settled.desk.submit(call)
+        refused = await settled.operations.submit(call)
         assert (refused.status, refused.body["error"]["code"]) == (409, "rollout_in_progress")
         assert "/weights/rollout/cancel" in refused.body["message"]
     again = await begin(settled, weight_version="v3")
     assert again.body["error"]["code"] == "rollout_in_progress"
-    assert (await settled.desk.submit(admin_call("/continue_generation"))).ok
+    assert (await settled.operations.submit(admin_call("/continue_generation"))).ok
     engines.open_gate(UPDATE, A)
     assert (await ended(settled))["state"] == "succeeded"
 
@@ -271,7 +273,7 @@ async def test_an_operation_that_already_waits_for_its_turn_is_refused_then(
 
     async def update():
         first.append(
-            await settled.desk.submit(admin_call(UPDATE, {**BODY, "weight_version": "v0"}))
+            await settled.operations.submit(admin_call(UPDATE, {**BODY, "weight_version": "v0"}))
         )
 
     nursery.start_soon(update)
@@ -279,12 +281,12 @@ async def test_an_operation_that_already_waits_for_its_turn_is_refused_then(
     refused = []
 
     async def wait():
-        refused.append(await settled.desk.submit(admin_call(UPDATE, {"model_path": "/m/v9"})))
+        refused.append(await settled.operations.submit(admin_call(UPDATE, {"model_path": "/m/v9"})))
 
     nursery.start_soon(begin, settled)
-    await at_rest()
+    await wait_until_idle()
     nursery.start_soon(wait)
-    await at_rest()
+    await wait_until_idle()
     engines.open_gate(UPDATE, A)
     told = await stands(settled, lambda told: told is not None and told["state"] == "succeeded")
     assert told["updated"] == 2
@@ -293,7 +295,7 @@ async def test_an_operation_that_already_waits_for_its_turn_is_refused_then(
 
 
 async def test_a_pause_takes_effect_after_the_batch_and_resume_goes_on(settled, engines):
-    rollouts = settled.desk.rollouts
+    rollouts = settled.operations.rollouts
     engines.close_gate(UPDATE, A)
     await begin(settled)
     await engines.arrived[A, UPDATE].wait()
@@ -312,7 +314,7 @@ async def test_a_pause_takes_effect_after_the_batch_and_resume_goes_on(settled, 
 
 async def test_a_pause_while_the_journal_is_written_is_not_lost(settled, monkeypatch):
     """The batch that has begun is completed, and the next one waits."""
-    journal, rollouts = settled.desk.journal, settled.desk.rollouts
+    journal, rollouts = settled.operations.journal, settled.operations.rollouts
     record = journal.record_rollout
 
     async def recording(state):
@@ -327,7 +329,7 @@ async def test_a_pause_while_the_journal_is_written_is_not_lost(settled, monkeyp
 
 
 async def test_a_disk_that_fails_in_the_middle_ends_it_untouched(settled, engines, monkeypatch):
-    journal = settled.desk.journal
+    journal = settled.operations.journal
     record = journal.record_rollout
 
     async def recording(state):
@@ -346,7 +348,7 @@ async def test_a_disk_that_fails_in_the_middle_ends_it_untouched(settled, engine
 
 
 async def test_a_cancel_while_its_end_is_written_comes_too_late(settled, monkeypatch):
-    journal, rollouts = settled.desk.journal, settled.desk.rollouts
+    journal, rollouts = settled.operations.journal, settled.operations.rollouts
     save, refusals = journal.save_rollout, []
 
     async def saving(state):
@@ -366,7 +368,7 @@ async def test_a_cancel_while_draining_gives_the_worker_back(settled, engines):
     settled.worker(A).in_flight = 1
     await begin(settled)
     await stands(settled, lambda told: told["workers"][0]["step"] == "draining")
-    assert (await settled.desk.rollouts.cancel("an operator")).ok
+    assert (await settled.operations.rollouts.cancel("an operator")).ok
     told = await ended(settled)
     assert (told["state"], told["cause"]) == ("cancelled", "cancelled by an operator")
     assert states(told) == ["pending", "pending"]
@@ -377,99 +379,99 @@ async def test_a_cancel_while_draining_gives_the_worker_back(settled, engines):
 async def test_a_cancel_takes_back_what_was_updated(settled, engines):
     await begin(settled, pause_after_canary=True)
     await stands(settled, lambda told: told["state"] == "paused")
-    await settled.desk.rollouts.cancel("")
+    await settled.operations.rollouts.cancel("")
     told = await ended(settled)
     assert (told["state"], states(told)) == ("cancelled", ["restored", "pending"])
     assert versions(settled) == [("v1", 0), ("v1", 0)]
 
 
 async def test_after_a_restart_the_worker_is_done_again_and_it_ends_whole(engines, folder, nursery):
-    house = house_with(folder)
+    api = api_with(folder)
     async with trio.open_nursery() as first:
-        await first.start(house.desk.run)
-        await house.settle()
+        await first.start(api.operations.run)
+        await api.settle()
         engines.close_gate(UPDATE, A)
-        await begin(house)
+        await begin(api)
         await engines.arrived[A, UPDATE].wait()
         first.cancel_scope.cancel()
     del engines.gates[A, UPDATE], engines.arrived[A, UPDATE]
-    engines.asked.clear()
-    again = build_house(entry(A), entry(B), folder=folder)
-    assert list(again.desk.journal.uncertain) == [A]
-    await nursery.start(again.desk.run)
+    engines.requests.clear()
+    again = build_api(entry(A), entry(B), folder=folder)
+    assert list(again.operations.journal.uncertain) == [A]
+    await nursery.start(again.operations.run)
     again.healthy(A, B)
     told = await ended(again)
     assert (told["state"], told["updated"]) == ("succeeded", 2)
     assert (engines.loaded(A), engines.loaded(B)) == (["/m/v2"], ["/m/v2"])
     assert [label for label, _ in versions(again)] == ["v2", "v2"]
-    assert again.desk.journal.uncertain == {}
+    assert again.operations.journal.uncertain == {}
 
 
 async def test_after_a_restart_a_paused_one_stays_paused(engines, folder, nursery):
-    house = house_with(folder)
+    api = api_with(folder)
     async with trio.open_nursery() as first:
-        await first.start(house.desk.run)
-        await house.settle()
-        await begin(house, pause_after_canary=True)
-        await stands(house, lambda told: told["state"] == "paused")
+        await first.start(api.operations.run)
+        await api.settle()
+        await begin(api, pause_after_canary=True)
+        await stands(api, lambda told: told["state"] == "paused")
         first.cancel_scope.cancel()
-    again = build_house(entry(A), entry(B), folder=folder)
-    await nursery.start(again.desk.run)
+    again = build_api(entry(A), entry(B), folder=folder)
+    await nursery.start(again.operations.run)
     again.healthy(A, B)
-    await at_rest()
-    assert again.desk.rollouts.status()["state"] == "paused"
-    await again.desk.rollouts.resume()
+    await wait_until_idle()
+    assert again.operations.rollouts.status()["state"] == "paused"
+    await again.operations.rollouts.resume()
     assert (await ended(again))["state"] == "succeeded"
 
 
 async def test_a_worker_that_joins_in_the_middle_is_updated_too(engines, folder, nursery):
     engines.labels = {A: "v1", B: "v1"}
-    house = build_house(entry(A), folder=folder)
-    house.healthy(A)
-    await nursery.start(house.desk.run)
-    await house.settle()
-    await begin(house, pause_after_canary=False)
-    house.config_store.config = build_house(entry(A), entry(B)).config_store.config
-    house.config_store.apply()
-    house.healthy(B)
-    told = await ended(house)
+    api = build_api(entry(A), folder=folder)
+    api.healthy(A)
+    await nursery.start(api.operations.run)
+    await api.settle()
+    await begin(api, pause_after_canary=False)
+    api.config_store.config = build_api(entry(A), entry(B)).config_store.config
+    api.config_store.apply()
+    api.healthy(B)
+    told = await ended(api)
     assert states(told) in (["updated"], ["updated", "updated"])
-    await caught_up(house, B)  # by the rollout, or after it
+    await caught_up(api, B)  # by the rollout, or after it
 
 
 async def test_bad_plans_are_refused_before_anything_is_changed(settled, engines):
-    journal = settled.desk.journal
+    journal = settled.operations.journal
     in_use = await begin(settled, weight_version="v1")
     assert (in_use.status, in_use.body["error"]["code"]) == (409, "label_in_use")
     assert A in in_use.body["message"]
-    await settled.desk.submit(admin_call(PAUSE))
+    await settled.operations.submit(admin_call(PAUSE))
     paused = await begin(settled)
     assert (paused.status, paused.body["error"]["code"]) == (409, "workers_paused")
-    await settled.desk.submit(admin_call("/continue_generation"))
+    await settled.operations.submit(admin_call("/continue_generation"))
     for path in (INFO, "/get_model_info", "/weight_info"):
-        engines.tell(B, path, {"detail": "Not Found"}, 404)
+        engines.set_reply(B, path, {"detail": "Not Found"}, 404)
     lacking = await begin(settled)
     assert (lacking.status, lacking.body["error"]["code"]) == (422, "not_updatable")
     assert list(lacking.body["workers"]) == [B]
     assert "VLLM_SERVER_DEV_MODE=1" in lacking.body["message"]
     assert engines.loaded(A) == []
-    assert (journal.rollout, settled.desk.rollouts.status()) == (None, None)
+    assert (journal.rollout, settled.operations.rollouts.status()) == (None, None)
 
 
 async def test_of_several_models_one_must_be_named(engines, folder, nursery):
-    house = build_house(entry(A, model="a"), entry(B, model="b"), folder=folder)
-    house.healthy(A, B)
-    await nursery.start(house.desk.run)
-    await house.settle()
-    refused = await begin(house)
+    api = build_api(entry(A, model="a"), entry(B, model="b"), folder=folder)
+    api.healthy(A, B)
+    await nursery.start(api.operations.run)
+    await api.settle()
+    refused = await begin(api)
     assert (refused.status, refused.body["error"]["code"]) == (400, "invalid_rollout")
     assert "several models: a, b" in refused.body["message"]
     call = RolloutCall(parse_rollout(BODY), frozenset({B}), "me")
-    assert (await house.desk.start_rollout(call)).status == 202
-    told = await ended(house)
+    assert (await api.operations.start_rollout(call)).status == 202
+    told = await ended(api)
     assert [row["worker"] for row in told["workers"]] == [B]
     assert engines.loaded(A) == []
-    assert list(house.desk.journal.published.targets) == [B]
+    assert list(api.operations.journal.published.targets) == [B]
 
 
 async def test_a_plan_that_cannot_be_recorded_is_refused(settled, folder):
@@ -477,32 +479,32 @@ async def test_a_plan_that_cannot_be_recorded_is_refused(settled, folder):
     (folder / "journal.json").mkdir()
     refused = await begin(settled)
     assert (refused.status, refused.body["error"]["code"]) == (503, "journal_unwritable")
-    assert settled.desk.rollouts.status() is None
+    assert settled.operations.rollouts.status() is None
 
 
 async def test_a_worker_that_is_not_healthy_is_left_out_and_held_afterwards(
     engines, folder, nursery
 ):
-    house = build_house(entry(A), entry(B), folder=folder)
-    house.healthy(A)
-    await nursery.start(house.desk.run)
-    house.fleet.cache_cleared(house.worker(A))
-    await at_rest()
-    await begin(house)
-    told = await ended(house)
+    api = build_api(entry(A), entry(B), folder=folder)
+    api.healthy(A)
+    await nursery.start(api.operations.run)
+    api.fleet.cache_cleared(api.worker(A))
+    await wait_until_idle()
+    await begin(api)
+    told = await ended(api)
     assert (told["state"], states(told)) == ("succeeded", ["updated", "skipped"])
-    house.healthy(B)
-    await caught_up(house, B)
+    api.healthy(B)
+    await caught_up(api, B)
     assert engines.loaded(B) == ["/m/v2"]
 
 
-async def caught_up(house, url):
+async def caught_up(api, url):
     """Until the worker is in rotation with the version of the rollout."""
     with trio.fail_after(30):
-        while not house.worker(url).routable or house.worker(url).weight_version != "v2":  # noqa: ASYNC110
+        while not api.worker(url).routable or api.worker(url).weight_version != "v2":  # noqa: ASYNC110
             await trio.sleep(0.01)
-    assert house.worker(url).weight_epoch == house.desk.journal.published.epoch
-    assert url not in house.desk.journal.uncertain
+    assert api.worker(url).weight_epoch == api.operations.journal.published.epoch
+    assert url not in api.operations.journal.uncertain
 
 
 async def test_a_worker_that_restarts_afterwards_gets_the_version_before_any_request(
@@ -526,13 +528,13 @@ async def test_a_path_that_is_gone_keeps_a_worker_that_restarted_out(settled, en
     await begin(settled)
     await ended(settled)
     restart(engines, B)
-    engines.tell(B, UPDATE, {"success": False, "message": "no such file"}, 400)
+    engines.set_reply(B, UPDATE, {"success": False, "message": "no such file"}, 400)
     settled.fleet.set_version(settled.worker(B), None, 0)
     settled.fleet.cache_cleared(settled.worker(B))
     with trio.fail_after(30):
-        while B not in settled.desk.journal.uncertain:  # noqa: ASYNC110
+        while B not in settled.operations.journal.uncertain:  # noqa: ASYNC110
             await trio.sleep(0.01)
-    reason = settled.desk.journal.uncertain[B]
+    reason = settled.operations.journal.uncertain[B]
     assert reason == ("missed the update of epoch 1 and did not catch up: status 400: no such file")
 
 
@@ -565,61 +567,61 @@ class VllmEngines(GatedEngines):
 
     async def keep(self, request, url, path):
         if path in (INFO, "/get_model_info", CHECKER, PROBE, UPDATE, "/flush_cache"):
-            self.tell(url, path, {"detail": "Not Found"}, 404)
+            self.set_reply(url, path, {"detail": "Not Found"}, 404)
         return await super().keep(request, url, path)
 
     def reloads(self, url):
         port = int(url.rpartition(":")[2])
-        sent = [r for r in self.asked if r.url.path == "/collective_rpc" and r.url.port == port]
+        sent = [r for r in self.requests if r.url.path == "/collective_rpc" and r.url.port == port]
         return [json.loads(request.content)["kwargs"]["weights_path"] for request in sent]
 
 
 @pytest.fixture
 async def vllm(monkeypatch, folder, nursery):
     engines = VllmEngines().install(monkeypatch)
-    house = house_with(folder)
-    await nursery.start(house.desk.run)
-    await house.settle()
-    return house, engines
+    api = api_with(folder)
+    await nursery.start(api.operations.run)
+    await api.settle()
+    return api, engines
 
 
 async def test_vllm_workers_reload_by_collective_rpc_and_go_back_to_their_root(vllm):
-    house, engines = vllm
-    await begin(house)
-    assert (await ended(house))["state"] == "succeeded"
+    api, engines = vllm
+    await begin(api)
+    assert (await ended(api))["state"] == "succeeded"
     assert (engines.reloads(A), engines.labels) == (["/m/v2"], {A: "v2", B: "v2"})
     assert "/reset_prefix_cache" in engines.paths(A)
-    assert versions(house) == [("v2", 1), ("v2", 1)]
+    assert versions(api) == [("v2", 1), ("v2", 1)]
     # `root` is still the first path: what counts is what the last rollout loaded.
-    engines.says[B, "/collective_rpc"] = [(500, b'{"error": {"message": "bad"}}'), (200, b"{}")]
-    await begin(house, model_path="/m/v3", weight_version="v3")
-    told = await ended(house)
+    engines.replies[B, "/collective_rpc"] = [(500, b'{"error": {"message": "bad"}}'), (200, b"{}")]
+    await begin(api, model_path="/m/v3", weight_version="v3")
+    told = await ended(api)
     assert (told["state"], states(told)) == ("failed", ["restored", "restored"])
     assert engines.reloads(A) == ["/m/v2", "/m/v3", "/m/v2"]
-    assert versions(house) == [("v2", 1), ("v2", 1)]
+    assert versions(api) == [("v2", 1), ("v2", 1)]
 
 
 async def test_a_vllm_worker_without_the_call_has_what_it_had(vllm):
-    house, engines = vllm
+    api, engines = vllm
     why = b'{"error": {"message": "reload_weights() got an unexpected keyword argument"}}'
-    engines.says[A, "/collective_rpc"] = (500, why)
-    await begin(house)
-    told = await ended(house)
+    engines.replies[A, "/collective_rpc"] = (500, why)
+    await begin(api)
+    told = await ended(api)
     assert (told["state"], states(told)) == ("failed", ["restored", "pending"])
     assert "it can't reload weights from a path" in told["cause"]
-    assert house.desk.journal.uncertain == {}
+    assert api.operations.journal.uncertain == {}
 
 
 async def test_a_vllm_worker_whose_weights_a_trainer_sent_is_refused(vllm):
-    house, engines = vllm
+    api, engines = vllm
     engines.labels = {A: "step-3", B: "step-3"}
-    await house.settle()
-    engines.says[A, "/update_weight_version"] = engines.says[B, "/update_weight_version"] = (
+    await api.settle()
+    engines.replies[A, "/update_weight_version"] = engines.replies[B, "/update_weight_version"] = (
         200, b'{"success": true}'
     )  # fmt: skip
     update = admin_call("/update_weight_version", {"new_version": "step-3"})
-    assert (await house.desk.submit(update)).ok
-    refused = await begin(house)
+    assert (await api.operations.submit(update)).ok
+    refused = await begin(api)
     assert refused.body["error"]["code"] == "not_updatable"
     assert "no way back" in refused.body["message"]
 

@@ -6,7 +6,7 @@ import trio
 from omni_proxy.weight_sync.rollout.request import parse_rollout
 from omni_proxy.weight_sync.rollout.service import RolloutCall
 from omni_proxy.wire.errors import HttpError
-from tests.admin_api.house import A, B
+from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.version_holders import DESTROY, INIT, VersionEngines
 
 pytest.importorskip("torch")
@@ -16,9 +16,9 @@ ENGINES = VersionEngines
 async def rolled(running, **body):
     """The rollout, once it has ended."""
     call = RolloutCall(parse_rollout(body), None, "me")
-    answer = await running.desk.start_rollout(call)
+    answer = await running.operations.start_rollout(call)
     assert answer.status == 202, answer.body
-    progress = running.desk.rollouts.progress
+    progress = running.operations.rollouts.progress
     with trio.fail_after(30):
         while progress.active is not None:
             await progress.changed.wait()
@@ -56,7 +56,7 @@ async def test_where_a_worker_fails_all_go_back_to_the_stored_version_that_they_
 async def test_a_version_that_is_not_there_is_named_with_those_that_are(running):
     await running.sync(1)
     with pytest.raises(HttpError) as refusal:
-        await running.desk.rollouts.start(RolloutCall(parse_rollout({"version": 9})))
+        await running.operations.rollouts.start(RolloutCall(parse_rollout({"version": 9})))
     assert (refusal.value.status, refusal.value.code) == (404, "unknown_version")
     assert [version["version"] for version in refusal.value.extra["versions"]] == ["v1"]
 
@@ -69,7 +69,7 @@ async def test_while_a_trainer_has_a_group_it_is_refused(running, pool):
     assert (await running.ask(INIT, **place, rank_offset=1, world_size=2)).ok
     assert trainer.reply() == {"joined": True}
     with pytest.raises(HttpError, match="a trainer has a group with the workers") as refusal:
-        await running.desk.rollouts.start(
+        await running.operations.rollouts.start(
             RolloutCall(parse_rollout({"model_path": "/m", "weight_version": "v9"}))
         )
     assert (refusal.value.status, refusal.value.code) == (409, "sync_in_progress")

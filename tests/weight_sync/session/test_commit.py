@@ -1,7 +1,7 @@
 import pytest
 import trio
 
-from tests.admin_api.house import A, B
+from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.operation_fixture import PAUSE, admin_call, cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
@@ -31,23 +31,23 @@ async def test_parts_are_published_together_when_the_group_is_destroyed(trainer,
         await trainer.expect_ok(PREPARE, **TENSORS)
         body = await trainer.expect_ok(COMPLETE, flush_cache=False)
         assert "weight_epoch" not in body
-        assert cordon_reasons_of(trainer.house) == [["updating"], ["updating"]]
-        assert set(versions_by_url(trainer.house).values()) == {(None, 0)}
+        assert cordon_reasons_of(trainer.api) == [["updating"], ["updating"]]
+        assert set(versions_by_url(trainer.api).values()) == {(None, 0)}
     engines.labels.update({A: "v2", B: "v2"})
     body = await trainer.expect_ok(DESTROY)
     assert (body["weight_epoch"], body["weight_version"]) == (1, "v2")
-    assert cordon_reasons_of(trainer.house) == [[], []]
-    assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
+    assert cordon_reasons_of(trainer.api) == [[], []]
+    assert versions_by_url(trainer.api) == {A: ("v2", 1), B: ("v2", 1)}
 
 
 async def test_a_marked_last_part_is_published_at_continue(trainer):
     await trainer.join()
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=True, weight_version="v2")
-    assert trainer.house.desk.sync.status()["open"]
+    assert trainer.api.operations.sync.status()["open"]
     body = await trainer.expect_ok(CONTINUE)
     assert body["weight_version"] == "v2"
-    assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
+    assert versions_by_url(trainer.api) == {A: ("v2", 1), B: ("v2", 1)}
     assert trainer.state == "grouped"
 
 
@@ -55,26 +55,26 @@ async def test_continue_between_parts_leaves_all_workers_uncertain(trainer):
     await trainer.join()
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
     body = await trainer.expect_ok(CONTINUE)
-    assert sorted(body["uncertain"]) == [A, B] == uncertain_workers(trainer.house)
-    assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert sorted(body["uncertain"]) == [A, B] == uncertain_workers(trainer.api)
+    assert cordon_reasons_of(trainer.api) == [["uncertain"], ["uncertain"]]
 
 
 async def test_end_weight_update_ends_the_round(trainer):
     await trainer.join()
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False, weight_version="v2")
     body = await trainer.expect_ok(END)
-    assert (body["weight_epoch"], versions_by_url(trainer.house)[A]) == (1, ("v2", 1))
+    assert (body["weight_epoch"], versions_by_url(trainer.api)[A]) == (1, ("v2", 1))
 
 
 async def test_a_part_that_one_member_refuses_leaves_all_workers_uncertain(trainer, engines):
     await trainer.join()
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
-    engines.tell(B, UPDATE, {"success": False, "message": "no"}, 400)
+    engines.set_reply(B, UPDATE, {"success": False, "message": "no"}, 400)
     response = await trainer.ask(UPDATE, **TENSORS, flush_cache=False)
     assert response.body["message"] == f"{B}: status 400: no"
     await trainer.until("idle")
-    assert uncertain_workers(trainer.house) == [A, B]
-    assert trainer.house.desk.journal.published.epoch == 0
+    assert uncertain_workers(trainer.api) == [A, B]
+    assert trainer.api.operations.journal.published.epoch == 0
 
 
 async def test_other_updates_are_refused_while_a_sync_is_open(trainer, engines):
@@ -109,12 +109,12 @@ async def test_an_uncertain_worker_recovers_when_all_failed_tensors_are_sent_aga
     part = {"names": ["a"], "dtypes": ["uint8"], "shapes": [[1]]}
     await trainer.expect_ok(PREPARE, num_buckets=1, buckets=[part])
     await trainer.expect_ok(COMPLETE, weight_version="v3")
-    assert uncertain_workers(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.api) == [A, B]
     await trainer.expect_ok(PREPARE, **BUCKETS)
     assert not engines.bodies(CONTINUE, A)
     await trainer.expect_ok(COMPLETE, weight_version="v4")
-    assert uncertain_workers(trainer.house) == []
-    assert cordon_reasons_of(trainer.house) == [[], []]
+    assert uncertain_workers(trainer.api) == []
+    assert cordon_reasons_of(trainer.api) == [[], []]
     # A failed call may have left its engine paused.
     assert engines.bodies(CONTINUE, A) == engines.bodies(CONTINUE, B) == [{}]
 
@@ -126,12 +126,12 @@ async def test_an_engine_left_paused_by_a_failed_part_continues_before_it_gets_r
     await trainer.arm()
     await trainer.expect_ok(COMPLETE, weight_version="v2")
     if paused:
-        await trainer.house.desk.submit(admin_call(PAUSE))
-    engines.tell(B, UPDATE, {"success": False, "message": "the trainer is gone"}, 400)
+        await trainer.api.operations.submit(admin_call(PAUSE))
+    engines.set_reply(B, UPDATE, {"success": False, "message": "the trainer is gone"}, 400)
     assert not (await trainer.ask(UPDATE, **TENSORS)).ok
     await trainer.until("idle")
     with trio.fail_after(30):
-        while uncertain_workers(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
+        while uncertain_workers(trainer.api):  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
     # A caller requested that pause, so only a caller ends it.
     body = [] if paused else [{}]
@@ -139,14 +139,14 @@ async def test_an_engine_left_paused_by_a_failed_part_continues_before_it_gets_r
 
 
 async def test_a_part_recovers_no_worker_whose_failed_tensors_it_lacks(trainer, engines):
-    engines.tell(A, DISK, {}, 500)
-    engines.tell(B, DISK, {}, 500)
+    engines.set_reply(A, DISK, {}, 500)
+    engines.set_reply(B, DISK, {}, 500)
     assert not (await trainer.ask(DISK, model_path="m")).ok
     engines.tensors = ("a", "b", "c")
     await trainer.arm()
     await trainer.expect_ok(COMPLETE, weight_version="v2")
-    assert uncertain_workers(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.api) == [A, B]
     engines.tensors = ("a", "b")
     await trainer.expect_ok(PREPARE, **BUCKETS)
     await trainer.expect_ok(COMPLETE, weight_version="v3")
-    assert uncertain_workers(trainer.house) == []
+    assert uncertain_workers(trainer.api) == []

@@ -5,7 +5,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from tests.admin_api.house import A, B
+from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.operation_fixture import cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
@@ -68,7 +68,7 @@ async def test_an_init_with_force_takes_the_group_over(trainer, engines):
         body = init_body(other, group_name="mine", force=True)
         assert (await trainer.ask(INIT, **body)).ok
         assert engines.bodies(DESTROY, A) == [{"group_name": "g"}]
-        assert trainer.house.desk.sync.status()["owner"]["group_name"] == "mine"
+        assert trainer.api.operations.sync.status()["owner"]["group_name"] == "mine"
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -76,7 +76,7 @@ async def test_a_new_trainer_replaces_a_dead_one_before_the_watchdog_noticed(
     trainer, engines, caplog, same
 ):
     await trainer.arm()
-    trainer.house.desk.sync.lifecycle._watching.cancel()  # disable the watchdog
+    trainer.api.operations.sync.lifecycle._watching.cancel()  # disable the watchdog
     trainer.store.die()
     port = trainer.store.port if same else 0
     async with open_trainer_store(port) as other:
@@ -84,7 +84,7 @@ async def test_a_new_trainer_replaces_a_dead_one_before_the_watchdog_noticed(
         assert (await trainer.ask(INIT, **init_body(other))).ok
         assert "stale_group_replaced sync=\"group 'g'" in caplog.text
         assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
-        assert trainer.house.desk.sync.status()["owner"]["master"] == f"127.0.0.1:{other.port}"
+        assert trainer.api.operations.sync.status()["owner"]["master"] == f"127.0.0.1:{other.port}"
         await trainer.expect_ok(PREPARE, **BUCKETS)
 
 
@@ -96,7 +96,7 @@ async def test_a_dead_trainer_ends_the_sync(trainer, engines):
     response = await trainer.ask(COMPLETE)
     assert response.status == 400
     assert "the trainer is gone" in response.body["message"]
-    assert uncertain_workers(trainer.house) == []
+    assert uncertain_workers(trainer.api) == []
     async with open_trainer_store() as other:
         assert (await trainer.ask(INIT, **init_body(other))).ok
 
@@ -106,7 +106,7 @@ async def test_a_stopped_trainer_is_given_up_after_the_stall_timeout(trainer_wit
     await trainer.arm()
     store.silent = True
     await trainer.until("idle")
-    assert "has not answered for 1 s" in trainer.house.desk.sync.status()["last_cause"]
+    assert "has not answered for 1 s" in trainer.api.operations.sync.status()["last_cause"]
 
 
 async def test_a_trainer_that_dies_between_parts_leaves_workers_uncertain(trainer):
@@ -114,14 +114,14 @@ async def test_a_trainer_that_dies_between_parts_leaves_workers_uncertain(traine
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
     trainer.store.die()
     await trainer.until("idle")
-    assert uncertain_workers(trainer.house) == [A, B]
-    assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert uncertain_workers(trainer.api) == [A, B]
+    assert cordon_reasons_of(trainer.api) == [["uncertain"], ["uncertain"]]
 
 
 async def test_a_destroy_interrupts_the_running_step(trainer, engines, nursery):
     await trainer.arm()
     engines.close_gate(COMPLETE)
-    nursery.start_soon(trainer.house.desk.submit, trainer_call(COMPLETE))
+    nursery.start_soon(trainer.api.operations.submit, trainer_call(COMPLETE))
     await engines.arrived[A, COMPLETE].wait()
     with trio.fail_after(30):
         asked = await trainer.ask(DESTROY)
@@ -132,7 +132,7 @@ async def test_a_destroy_interrupts_the_running_step(trainer, engines, nursery):
 async def test_a_destroy_disarms_armed_members(trainer, engines):
     await trainer.arm()
     await trainer.expect_ok(DESTROY)
-    assert (trainer.state, uncertain_workers(trainer.house)) == ("idle", [])
+    assert (trainer.state, uncertain_workers(trainer.api)) == ("idle", [])
     assert not engines.bodies(COMPLETE, A)
     await trainer.join()
 

@@ -5,8 +5,8 @@ import trio
 
 from omni_proxy.config.schema import RoutingConfig, ServerConfig, WeightSyncConfig
 from omni_proxy.weight_sync.session import lifecycle
-from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import PAUSE, cordon_reasons_of, house_with
+from tests.admin_api.api_fixture import A, B
+from tests.weight_sync.operation_fixture import PAUSE, api_with, cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -21,7 +21,7 @@ from tests.weight_sync.trainer_fixture import (
     Trainer,
     init_body,
     open_trainer_store,
-    sync_house,
+    sync_api,
     trainer_call,
     uncertain_workers,
 )
@@ -53,9 +53,9 @@ async def test_of_two_simultaneous_trainers_the_second_is_refused(trainer, engin
 
 
 async def test_an_init_that_fails_early_does_not_block_the_next_one(trainer, engines):
-    engines.tell(B, "/server_info", {}, 500)
+    engines.set_reply(B, "/server_info", {}, 500)
     assert (await trainer.init()).status == 502
-    del engines.says[B, "/server_info"]
+    del engines.replies[B, "/server_info"]
     await trainer.join()
 
 
@@ -72,7 +72,7 @@ async def test_two_simultaneous_completes_get_the_same_response(trainer, engines
         await engines.arrived[B, COMPLETE].wait()
         nursery.start_soon(complete)
         with trio.fail_after(30):
-            while not trainer.house.desk.waiting:  # noqa: ASYNC110  # nothing rings for it
+            while not trainer.api.operations.waiting:  # noqa: ASYNC110  # nothing rings for it
                 await trio.sleep(0.01)
         engines.open_gate(COMPLETE, B)
     assert [(a.status, a.body["weight_version"]) for a in responses] == [(200, "v2")] * 2
@@ -83,9 +83,11 @@ async def test_a_destroy_succeeds_if_members_had_left_by_themselves(trainer, eng
     await trainer.arm()
     engines.close_gate(COMPLETE)
     for url in (A, B):
-        engines.tell(url, DESTROY, {"success": False, "message": "there is no such group"}, 400)
+        engines.set_reply(
+            url, DESTROY, {"success": False, "message": "there is no such group"}, 400
+        )
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(trainer.house.desk.submit, trainer_call(COMPLETE))
+        nursery.start_soon(trainer.api.operations.submit, trainer_call(COMPLETE))
         await engines.arrived[A, COMPLETE].wait()
         response = await trainer.ask(DESTROY)
         engines.open_gate(COMPLETE)
@@ -98,7 +100,7 @@ async def test_bytes_are_counted_for_each_member_that_took_them(trainer):
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
     await trainer.expect_ok(PREPARE, **TENSORS)
     await trainer.expect_ok(COMPLETE)
-    assert trainer.house.desk.sync.lifecycle.meters.nbytes == 2 * 2 * (4 * 2 + 3 * 4)
+    assert trainer.api.operations.sync.lifecycle.meters.nbytes == 2 * 2 * (4 * 2 + 3 * 4)
 
 
 # Stalls
@@ -123,9 +125,9 @@ async def test_a_live_trainer_that_sends_nothing_is_given_up(trainer_with, engin
     await trainer.arm()
     report_progress(engines, "receiving", 7)
     await trainer.until("idle")
-    assert "nothing has come for 1 s" in trainer.house.desk.sync.status()["last_cause"]
+    assert "nothing has come for 1 s" in trainer.api.operations.sync.status()["last_cause"]
     assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
-    assert uncertain_workers(trainer.house) == []
+    assert uncertain_workers(trainer.api) == []
     response = await trainer.ask(COMPLETE)
     assert response.status == 400
     assert "nothing has come" in response.body["message"]
@@ -135,16 +137,16 @@ async def test_a_failed_receive_ends_the_sync_before_a_complete(trainer, engines
     await trainer.arm()
     report_progress(engines, "failed", 7, "the peer sent more than it announced")
     await trainer.until("idle")
-    cause = trainer.house.desk.sync.status()["last_cause"]
+    cause = trainer.api.operations.sync.status()["last_cause"]
     assert "its receive ended: the peer sent more than it announced" in cause
-    assert uncertain_workers(trainer.house) == []
+    assert uncertain_workers(trainer.api) == []
 
 
 async def test_only_the_first_cause_decides_the_status_code(trainer, engines):
     await trainer.arm()
-    engines.says[B, COMPLETE] = LOST
+    engines.replies[B, COMPLETE] = LOST
     engines.close_gate(COMPLETE, A)
-    engines.tell(A, COMPLETE, {"success": False, "message": "a peer has gone"}, 400)
+    engines.set_reply(A, COMPLETE, {"success": False, "message": "a peer has gone"}, 400)
     responses = []
     async with trio.open_nursery() as nursery:
 
@@ -171,15 +173,15 @@ async def test_a_member_that_received_everything_does_not_stall(trainer, engines
 async def test_continue_after_the_trainer_died_publishes_nothing(trainer):
     await trainer.join()
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=True, weight_version="v2")
-    trainer.house.desk.sync.lifecycle._watching.cancel()  # disable the watchdog
+    trainer.api.operations.sync.lifecycle._watching.cancel()  # disable the watchdog
     trainer.store.die()
     await trainer.expect_ok(CONTINUE)
     await trainer.until("idle")
-    assert trainer.house.desk.journal.published.epoch == 0
-    assert uncertain_workers(trainer.house) == [A, B]
+    assert trainer.api.operations.journal.published.epoch == 0
+    assert uncertain_workers(trainer.api) == [A, B]
 
 
-async def test_a_member_left_in_an_old_group_is_told_to_leave_it(trainer, engines, monkeypatch):
+async def test_a_member_left_in_an_old_group_is_asked_to_leave_it(trainer, engines, monkeypatch):
     monkeypatch.setattr(lifecycle, "DESTROY_TIMEOUT_SECS", 0.1)
     await trainer.join()
     engines.close_gate(DESTROY, B)
@@ -199,16 +201,16 @@ async def test_after_a_restart_workers_with_the_published_weights_recover(
     await trainer.expect_ok(COMPLETE, weight_version="v2")
     await trainer.expect_ok(PREPARE, **BUCKETS)
     engines.sums[B] = "new"  # it completed after the proxy ended
-    later = sync_house(folder)
+    later = sync_api(folder)
     assert uncertain_workers(later) == [A, B]
-    await nursery.start(later.desk.run)
+    await nursery.start(later.operations.run)
     with trio.fail_after(30):
         while uncertain_workers(later) != [B]:  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
     assert engines.paths(A).index(DESTROY) < len(engines.paths(A)) - 1
     assert cordon_reasons_of(later) == [[], ["uncertain"]]
     assert [w.weight_epoch for w in later.fleet.workers] == [1, 0]
-    assert later.desk.journal.published.epoch == 1
+    assert later.operations.journal.published.epoch == 1
 
 
 async def test_workers_that_a_failed_sync_did_not_change_recover(trainer, engines):
@@ -218,10 +220,10 @@ async def test_workers_that_a_failed_sync_did_not_change_recover(trainer, engine
     trainer.store.die()  # every worker discarded what it had received
     await trainer.until("idle")
     with trio.fail_after(30):
-        while uncertain_workers(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
+        while uncertain_workers(trainer.api):  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
-    assert cordon_reasons_of(trainer.house) == [[], []]
-    assert {(w.weight_version, w.weight_epoch) for w in trainer.house.fleet.workers} == {("v2", 1)}
+    assert cordon_reasons_of(trainer.api) == [[], []]
+    assert {(w.weight_version, w.weight_epoch) for w in trainer.api.fleet.workers} == {("v2", 1)}
 
 
 # A full disk, or a failing service
@@ -246,27 +248,27 @@ async def test_a_full_disk_after_the_calls_is_only_reported(trainer, engines, mo
 
         nursery.start_soon(ask)
         await next(event for (url, _), event in engines.arrived.items() if url == B).wait()
-        monkeypatch.setattr(trainer.house.desk.journal._file, "write", full)
+        monkeypatch.setattr(trainer.api.operations.journal._file, "write", full)
         for event in engines.gates.values():
             event.set()
     assert responses[0].status == 200, responses[0].body
-    assert "No space left" in trainer.house.desk.status()["journal"]["error"]
-    assert uncertain_workers(trainer.house) == []
+    assert "No space left" in trainer.api.operations.status()["journal"]["error"]
+    assert uncertain_workers(trainer.api) == []
 
 
 async def test_a_failure_of_the_service_ends_the_sync_and_unlocks_the_fleet(engines, folder, store):
-    house = sync_house(folder)
-    trainer = Trainer(house, store)
+    api = sync_api(folder)
+    trainer = Trainer(api, store)
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
-            await nursery.start(house.desk.run)
+            await nursery.start(api.operations.run)
             await trainer.arm()
             scope.cancel()
-    assert house.config_store.membership_lock.held
+    assert api.config_store.membership_lock.held
     async with trio.open_nursery() as nursery:
-        await nursery.start(house.desk.run)
+        await nursery.start(api.operations.run)
         await trainer.until("idle")
-        assert not house.config_store.membership_lock.held
+        assert not api.config_store.membership_lock.held
         assert engines.bodies(DESTROY, A)
         await trainer.join()
         nursery.cancel_scope.cancel()
@@ -278,29 +280,29 @@ async def test_a_failure_of_the_service_ends_the_sync_and_unlocks_the_fleet(engi
 async def paused_house(folder, nursery, store, **fields):
     fields = {"mode": "coordinate", "drain_secs": 60.0, **fields}
     sync = WeightSyncConfig(**fields)
-    house = house_with(
+    api = api_with(
         folder, weight_sync=sync, server=ServerConfig(queue_size=5), routing=RoutingConfig()
     )
-    await nursery.start(house.desk.run)
-    return Trainer(house, store)
+    await nursery.start(api.operations.run)
+    return Trainer(api, store)
 
 
 async def test_in_a_group_a_pause_holds_requests_and_skips_the_drain(
     engines, folder, nursery, store
 ):
     trainer = await paused_house(folder, nursery, store)
-    house = trainer.house
+    api = trainer.api
     await trainer.join()
     await trainer.expect_ok(PAUSE, mode="retract")
-    assert cordon_reasons_of(house) == [["paused"], ["paused"]]
-    house.worker(A).in_flight = 1  # retracted requests wait until generation continues
+    assert cordon_reasons_of(api) == [["paused"], ["paused"]]
+    api.worker(A).in_flight = 1  # retracted requests wait until generation continues
     await trainer.expect_ok(PREPARE, **BUCKETS)
     await trainer.expect_ok(COMPLETE, weight_version="v2")
-    assert cordon_reasons_of(house) == [["paused"], ["paused"]]
+    assert cordon_reasons_of(api) == [["paused"], ["paused"]]
     await trainer.expect_ok(DESTROY)
     await trainer.expect_ok(CONTINUE)
-    assert cordon_reasons_of(house) == [[], []]
-    assert house.desk.journal.paused_engines == set()
+    assert cordon_reasons_of(api) == [[], []]
+    assert api.operations.journal.paused_engines == set()
 
 
 @pytest.mark.parametrize("fields", [{"while_updating": "pass"}, {"mode": "off"}])
@@ -311,8 +313,8 @@ async def test_with_pass_or_without_a_group_a_pause_holds_no_worker(
     if fields.get("mode") != "off":
         await trainer.join()
     await trainer.expect_ok(PAUSE)
-    assert cordon_reasons_of(trainer.house) == [[], []]
-    assert trainer.house.desk.journal.paused_engines == {A, B}
+    assert cordon_reasons_of(trainer.api) == [[], []]
+    assert trainer.api.operations.journal.paused_engines == {A, B}
 
 
 async def test_a_worker_that_comes_up_before_the_service_runs_is_held(
@@ -321,10 +323,10 @@ async def test_a_worker_that_comes_up_before_the_service_runs_is_held(
     await trainer.arm()
     await trainer.expect_ok(COMPLETE, weight_version="v2")
     await trainer.expect_ok(DESTROY)
-    later = sync_house(folder)
+    later = sync_api(folder)
     # The prober was quicker than the service.
     assert cordon_reasons_of(later) == [["unproven"], ["unproven"]]
-    await nursery.start(later.desk.run)
+    await nursery.start(later.operations.run)
     with trio.fail_after(30):
         while cordon_reasons_of(later) != [[], []]:
             await trio.sleep(0.01)

@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from tests.admin_api.house import A, B
+from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.operation_fixture import cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
@@ -28,13 +28,13 @@ ENGINES = SyncEngines
 async def test_requests_in_flight_are_drained_before_a_complete_is_forwarded(trainer_with, engines):
     trainer = await trainer_with(drain_secs=60.0)
     await trainer.arm()
-    worker = trainer.house.worker(B)
+    worker = trainer.api.worker(B)
     worker.in_flight = 1
     engines.close_gate(COMPLETE)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trainer.ask, COMPLETE)
         with trio.fail_after(20):
-            while cordon_reasons_of(trainer.house) != [["updating"], ["updating"]]:  # noqa: ASYNC110  # no bell
+            while cordon_reasons_of(trainer.api) != [["updating"], ["updating"]]:  # noqa: ASYNC110  # no bell
                 await trio.sleep(0.01)
         await trio.sleep(0.2)  # several polls of the drain
         assert not engines.bodies(COMPLETE, A) + engines.bodies(COMPLETE, B)
@@ -42,7 +42,7 @@ async def test_requests_in_flight_are_drained_before_a_complete_is_forwarded(tra
         worker.in_flight = 0
         await engines.arrived[B, COMPLETE].wait()
         engines.open_gate(COMPLETE)
-    assert uncertain_workers(trainer.house) == []
+    assert uncertain_workers(trainer.api) == []
 
 
 async def test_with_while_updating_pass_no_worker_is_held_and_versions_are_unknown(
@@ -51,14 +51,14 @@ async def test_with_while_updating_pass_no_worker_is_held_and_versions_are_unkno
     trainer = await trainer_with(while_updating="pass")
     await trainer.arm()
     await trainer.expect_ok(COMPLETE, weight_version="v2")
-    assert set(versions_by_url(trainer.house).values()) == {("v2", 1)}
+    assert set(versions_by_url(trainer.api).values()) == {("v2", 1)}
     await trainer.expect_ok(PREPARE, **BUCKETS)
     engines.close_gate(COMPLETE)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trainer.ask, COMPLETE)
         await engines.arrived[A, COMPLETE].wait()
-        assert cordon_reasons_of(trainer.house) == [[], []]
-        assert set(versions_by_url(trainer.house).values()) == {(None, 0)}
+        assert cordon_reasons_of(trainer.api) == [[], []]
+        assert set(versions_by_url(trainer.api).values()) == {(None, 0)}
         engines.open_gate(COMPLETE)
 
 
@@ -69,7 +69,7 @@ async def test_with_verify_off_no_checksums_are_requested(trainer_with, engines)
     body = await trainer.expect_ok(COMPLETE, weight_version="v2")
     assert "/weights_checker" not in engines.paths(A) + engines.paths(B)
     assert body["verification"]["checked"] == []
-    assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
+    assert versions_by_url(trainer.api) == {A: ("v2", 1), B: ("v2", 1)}
 
 
 async def test_every_call_to_a_replica_has_the_credentials_of_the_caller(trainer_with, engines):
@@ -81,7 +81,7 @@ async def test_every_call_to_a_replica_has_the_credentials_of_the_caller(trainer
         (DESTROY, {}),
     ):
         call = replace(trainer_call(path, **body), headers={"authorization": f"Bearer {path}"})
-        assert (await trainer.house.desk.submit(call)).ok
+        assert (await trainer.api.operations.submit(call)).ok
     expected = {
         INIT: ("/server_info", INIT),
         PREPARE: (PREPARE,),
@@ -91,7 +91,7 @@ async def test_every_call_to_a_replica_has_the_credentials_of_the_caller(trainer
     looks = ("/server_info", "/model_info")  # the proxy also calls these on its own
     for asked_for, paths in expected.items():
         for path in paths:
-            found = [r for r in engines.asked if r.url.path == path]
+            found = [r for r in engines.requests if r.url.path == path]
             keys = {r.headers.get("authorization") for r in found}
             assert f"Bearer {asked_for}" in keys, (path, keys)
             assert None not in keys or path in looks, path
@@ -108,13 +108,13 @@ async def test_no_weights_change_before_every_process_knows_that_a_replica_is_he
         asked.set()
         await all_know.wait()
 
-    trainer.house.fleet.await_replicated = agreed
+    trainer.api.fleet.await_replicated = agreed
     engines.close_gate(COMPLETE)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trainer.ask, COMPLETE)
         await asked.wait()
         await wait_all_tasks_blocked(0.01)
-        assert cordon_reasons_of(trainer.house) == [["updating"], ["updating"]]
+        assert cordon_reasons_of(trainer.api) == [["updating"], ["updating"]]
         assert not engines.bodies(COMPLETE, A) + engines.bodies(COMPLETE, B)
         all_know.set()
         await engines.arrived[A, COMPLETE].wait()

@@ -5,8 +5,8 @@ import trio
 
 from omni_proxy.config.schema import AdminConfig
 from omni_proxy.weight_sync.session import steps
-from tests.admin_api.house import A, B
-from tests.weight_sync.operation_fixture import cordon_reasons_of, house_with
+from tests.admin_api.api_fixture import A, B
+from tests.weight_sync.operation_fixture import api_with, cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -16,7 +16,7 @@ from tests.weight_sync.trainer_fixture import (
     UPDATE,
     SyncEngines,
     Trainer,
-    sync_house,
+    sync_api,
     uncertain_workers,
     versions_by_url,
 )
@@ -38,7 +38,7 @@ async def test_a_member_that_is_not_ready_in_time_is_named_and_all_are_disarmed(
     await trainer.until("idle")
     assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
     assert len(engines.bodies(PREPARE, B)) == 1
-    assert uncertain_workers(trainer.house) == []
+    assert uncertain_workers(trainer.api) == []
     del engines.gates[B, PREPARE], engines.arrived[B, PREPARE]
     await trainer.arm()
 
@@ -56,8 +56,8 @@ async def test_weights_that_do_not_arrive_in_time_end_the_step_once(trainer_with
     assert engines.bodies(DESTROY, A)
     assert [len(engines.bodies(path, url)) for url in (A, B)] == [1, 1]
     # Its weights are unknown.
-    assert uncertain_workers(trainer.house) == [A, B]
-    assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert uncertain_workers(trainer.api) == [A, B]
+    assert cordon_reasons_of(trainer.api) == [["uncertain"], ["uncertain"]]
 
 
 async def test_a_refusal_after_the_timeout_leaves_no_worker_uncertain(trainer_with, engines):
@@ -65,9 +65,9 @@ async def test_a_refusal_after_the_timeout_leaves_no_worker_uncertain(trainer_wi
     trainer = await trainer_with(receive_timeout_secs=SHORT_SECS)
     await trainer.arm()
     engines.close_gate(COMPLETE)
-    before = versions_by_url(trainer.house)
+    before = versions_by_url(trainer.api)
     for url in (A, B):
-        engines.tell(url, COMPLETE, {"success": False, "message": "the group is gone"}, 400)
+        engines.set_reply(url, COMPLETE, {"success": False, "message": "the group is gone"}, 400)
     leaving = engines.keep
 
     async def keep(request, url, path):
@@ -80,19 +80,19 @@ async def test_a_refusal_after_the_timeout_leaves_no_worker_uncertain(trainer_wi
     assert response.status in (400, 502)
     assert f"no answer within {SHORT_SECS:g} s" in response.body["message"]
     await trainer.until("idle")
-    assert (uncertain_workers(trainer.house), versions_by_url(trainer.house)) == ([], before)
+    assert (uncertain_workers(trainer.api), versions_by_url(trainer.api)) == ([], before)
 
 
 async def test_a_timeout_of_zero_never_ends_a_step(folder, nursery, store, engines, monkeypatch):
     monkeypatch.setattr(steps, "GRACE_SECS", 0.05)
-    sync = sync_house(folder, receive_timeout_secs=0, ready_timeout_secs=0, init_timeout_secs=0)
-    house = house_with(
+    sync = sync_api(folder, receive_timeout_secs=0, ready_timeout_secs=0, init_timeout_secs=0)
+    api = api_with(
         folder / "own",
         weight_sync=sync.config_store.config.weight_sync,
         admin=AdminConfig(worker_timeout_secs=0.05),
     )
-    await nursery.start(house.desk.run)
-    trainer = Trainer(house, store)
+    await nursery.start(api.operations.run)
+    trainer = Trainer(api, store)
     for path, body in (
         ("/init_weights_update_group", None),
         (PREPARE, BUCKETS),

@@ -3,7 +3,7 @@
 import pytest
 import trio
 
-from tests.admin_api.house import A, B
+from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.operation_fixture import admin_call, cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
@@ -29,7 +29,7 @@ DAMAGED = {"success": False, "detail": {"message": "The weights are damaged: upd
 @pytest.fixture
 def forgotten(trainer):
     found = []
-    trainer.house.fleet.watch_cache_cleared(lambda worker: found.append(worker.url))
+    trainer.api.fleet.watch_cache_cleared(lambda worker: found.append(worker.url))
     return found
 
 
@@ -42,41 +42,41 @@ async def test_a_refusal_that_reports_changed_weights_leaves_the_worker_uncertai
 ):
     await trainer.arm()
     for url in (A, B):
-        engines.tell(url, COMPLETE, said, 400)
+        engines.set_reply(url, COMPLETE, said, 400)
     response = await trainer.ask(COMPLETE, weight_version="v2")
     assert response.status in (400, 502)
-    assert uncertain_workers(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.api) == [A, B]
     await trainer.until("idle")
-    assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert cordon_reasons_of(trainer.api) == [["uncertain"], ["uncertain"]]
 
 
 async def test_new_weights_with_an_old_cache_stay_out_until_that_is_flushed(trainer, engines):
     await trainer.arm()
-    engines.tell(B, COMPLETE, STALE, 400)
+    engines.set_reply(B, COMPLETE, STALE, 400)
     engines.labels[B] = "v2"  # the weights are there
-    engines.tell(B, FLUSH, {"success": False}, 400)
+    engines.set_reply(B, FLUSH, {"success": False}, 400)
     response = await trainer.ask(COMPLETE, weight_version="v2")
     assert response.status == 400
     assert "the cache was not flushed" in response.body["message"]
-    assert versions_by_url(trainer.house)[A] == ("v2", 1)
+    assert versions_by_url(trainer.api)[A] == ("v2", 1)
     await trainer.until("idle")
     with trio.fail_after(5):
         while FLUSH not in engines.paths(B):  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
-    assert cordon_reasons_of(trainer.house) == [[], ["uncertain"]]
-    del engines.says[B, FLUSH]
-    assert (await trainer.house.desk.submit(admin_call(FLUSH))).ok
+    assert cordon_reasons_of(trainer.api) == [[], ["uncertain"]]
+    del engines.replies[B, FLUSH]
+    assert (await trainer.api.operations.submit(admin_call(FLUSH))).ok
     with trio.fail_after(5):
-        while uncertain_workers(trainer.house):  # noqa: ASYNC110  # nobody is asked for it
+        while uncertain_workers(trainer.api):  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
-    assert cordon_reasons_of(trainer.house) == [[], []]
+    assert cordon_reasons_of(trainer.api) == [[], []]
 
 
 async def test_a_disk_load_without_a_flush_leaves_the_worker_uncertain(trainer, engines):
     for url in (A, B):
-        engines.tell(url, DISK, STALE, 400)
+        engines.set_reply(url, DISK, STALE, 400)
     assert not (await trainer.ask(DISK, model_path="m")).ok
-    assert uncertain_workers(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.api) == [A, B]
 
 
 # Labels
@@ -94,8 +94,8 @@ async def test_a_worker_with_another_label_than_the_others_is_left_out(trainer, 
     response = await trainer.ask(COMPLETE, weight_version="v2")
     assert response.status == 502
     assert "it calls its weights 'v0', and others theirs 'v2'" in response.body["uncertain"][B]
-    assert uncertain_workers(trainer.house) == [B]
-    assert (response.body["weight_version"], versions_by_url(trainer.house)[A]) == ("v2", ("v2", 1))
+    assert uncertain_workers(trainer.api) == [B]
+    assert (response.body["weight_version"], versions_by_url(trainer.api)[A]) == ("v2", ("v2", 1))
 
 
 @pytest.mark.parametrize("label", ["v0", None])
@@ -109,7 +109,7 @@ async def test_engines_that_take_no_label_are_not_left_out(trainer, engines, lab
 
     engines.keep = keep
     assert (await trainer.ask(COMPLETE, weight_version="v2")).ok
-    assert uncertain_workers(trainer.house) == []
+    assert uncertain_workers(trainer.api) == []
 
 
 async def test_a_repeated_label_is_a_new_epoch(trainer):
@@ -117,7 +117,7 @@ async def test_a_repeated_label_is_a_new_epoch(trainer):
     for epoch in (1, 2):
         body = await trainer.expect_ok(COMPLETE, weight_version="v2", epoch=epoch)
         assert (body["weight_epoch"], body["weight_version"]) == (epoch, "v2")
-        assert set(versions_by_url(trainer.house).values()) == {("v2", epoch)}
+        assert set(versions_by_url(trainer.api).values()) == {("v2", epoch)}
         await trainer.expect_ok(PREPARE, **BUCKETS)
 
 
@@ -152,5 +152,5 @@ async def test_continue_keeps_uncertain_workers_out_and_names_them(trainer, engi
     for _ in range(2):
         body = await trainer.expect_ok(CONTINUE)
         assert sorted(body["uncertain"]) == [A, B]
-        assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
-    assert "uncertain" not in (await trainer.house.desk.submit(admin_call("/model_info"))).body
+        assert cordon_reasons_of(trainer.api) == [["uncertain"], ["uncertain"]]
+    assert "uncertain" not in (await trainer.api.operations.submit(admin_call("/model_info"))).body

@@ -8,7 +8,7 @@ from trio.testing import wait_all_tasks_blocked
 from omni_proxy.fleet.health import Health
 from omni_proxy.weight_sync.protocol.journal import decode
 from omni_proxy.weight_sync.session import lifecycle
-from tests.admin_api.house import NOW, A, B
+from tests.admin_api.api_fixture import NOW, A, B
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
     COMPLETE,
@@ -19,7 +19,7 @@ from tests.weight_sync.trainer_fixture import (
     UPDATE,
     SyncEngines,
     Trainer,
-    sync_house,
+    sync_api,
     uncertain_workers,
     versions_by_url,
 )
@@ -43,13 +43,13 @@ async def test_a_member_that_is_gone_ends_the_sync_and_is_named(trainer, listeni
 
 async def test_a_member_that_fails_its_probes_ends_the_sync(trainer):
     await trainer.arm()
-    trainer.house.fleet.mark_dead(trainer.house.worker(B), NOW)
-    assert trainer.house.worker(B).health.state is Health.DEAD
+    trainer.api.fleet.mark_dead(trainer.api.worker(B), NOW)
+    assert trainer.api.worker(B).health.state is Health.DEAD
     await trainer.until("idle")
-    assert B in trainer.house.desk.sync.status()["last_cause"]
+    assert B in trainer.api.operations.sync.status()["last_cause"]
 
 
-async def test_a_member_that_did_not_leave_is_told_again_before_it_joins(
+async def test_a_member_that_did_not_leave_is_notified_again_before_it_joins(
     trainer, engines, monkeypatch
 ):
     monkeypatch.setattr(lifecycle, "DESTROY_TIMEOUT_SECS", 0.1)
@@ -74,9 +74,9 @@ async def test_armed_members_are_recorded_and_uncertain_after_a_restart(
     assert (sync.sync.step, sync.sync.targets, sync.uncertain_at_start()) == ("grouped", (A, B), {})
     await trainer.expect_ok(PREPARE, **BUCKETS)
     assert decode((folder / "journal.json").read_bytes()).sync.step == "arming"
-    later = sync_house(folder)
+    later = sync_api(folder)
     assert uncertain_workers(later) == [A, B]
-    await nursery.start(later.desk.run)
+    await nursery.start(later.operations.run)
     with trio.fail_after(30):
         while not engines.bodies(DESTROY, B):  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
@@ -90,7 +90,7 @@ async def test_a_call_that_changes_weights_is_recorded_before_it_is_sent(trainer
         nursery.start_soon(partial(trainer.ask, UPDATE, **TENSORS))
         await engines.arrived[A, UPDATE].wait()
         assert decode((folder / "journal.json").read_bytes()).sync.step == "committing"
-        assert uncertain_workers(sync_house(folder)) == [A, B]
+        assert uncertain_workers(sync_api(folder)) == [A, B]
         engines.open_gate(UPDATE)
 
 
@@ -98,9 +98,9 @@ async def test_members_of_a_cut_short_group_leave_before_the_next_init(
     trainer, folder, engines, nursery
 ):
     await trainer.arm()
-    later = Trainer(sync_house(folder), trainer.store)
+    later = Trainer(sync_api(folder), trainer.store)
     engines.close_gate(DESTROY, B)
-    await nursery.start(later.house.desk.run)
+    await nursery.start(later.api.operations.run)
     responses = []
 
     async def init():
@@ -122,7 +122,7 @@ async def test_nothing_is_sent_if_the_journal_cannot_be_written(trainer, engines
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer.house.desk.journal._file, "write", full)
+    monkeypatch.setattr(trainer.api.operations.journal._file, "write", full)
     response = await trainer.ask(PREPARE, **BUCKETS)
     assert (response.status, response.body["error"]["code"]) == (503, "journal_unwritable")
     assert not engines.bodies(PREPARE, A)
@@ -143,7 +143,7 @@ async def test_a_worker_that_comes_up_after_a_sync_is_held_until_its_version_is_
     await trainer.arm()
     await trainer.expect_ok(COMPLETE, weight_version="v2")
     await trainer.expect_ok(DESTROY)
-    worker, fleet = trainer.house.worker(B), trainer.house.fleet
+    worker, fleet = trainer.api.worker(B), trainer.api.fleet
     engines.labels[B] = "default"
     engines.close_gate("/model_info", B)
     fleet.set_version(worker, None, 0)  # its restart was noticed
@@ -155,16 +155,16 @@ async def test_a_worker_that_comes_up_after_a_sync_is_held_until_its_version_is_
         while "uncertain" not in worker.cordon_reasons:
             await trio.sleep(0.01)
             assert not worker.routable
-    assert "missed the update to 'v2'" in trainer.house.desk.journal.uncertain[B]
+    assert "missed the update to 'v2'" in trainer.api.operations.journal.uncertain[B]
 
 
 async def test_a_worker_that_comes_up_with_the_synced_weights_is_released(trainer, engines):
     await trainer.arm()
     await trainer.expect_ok(COMPLETE, weight_version="v2")
-    worker, fleet = trainer.house.worker(B), trainer.house.fleet
+    worker, fleet = trainer.api.worker(B), trainer.api.fleet
     fleet.set_version(worker, None, 0)
     fleet.cache_cleared(worker)
     with trio.fail_after(30):
         while worker.cordon_reasons:  # noqa: ASYNC110  # nobody is asked for it
             await trio.sleep(0.01)
-    assert versions_by_url(trainer.house)[B] == ("v2", 1)
+    assert versions_by_url(trainer.api)[B] == ("v2", 1)

@@ -3,7 +3,7 @@
 import pytest
 import trio
 
-from tests.admin_api.house import NOW, A, B
+from tests.admin_api.api_fixture import NOW, A, B
 from tests.weight_sync.version_holders import DISK, VersionEngines
 
 pytest.importorskip("torch")
@@ -28,23 +28,23 @@ async def test_workers_get_the_version_at_the_same_time(running):
 
 
 async def test_a_worker_that_comes_up_during_a_delivery_is_held_before_the_others_continue(running):
-    house, engines, seen = running.house, running.engines, []
-    late, publish = house.worker(B), running.desk.journal.publish
-    for _ in range(house.fleet.thresholds.fall):
+    api, engines, seen = running.api, running.engines, []
+    late, publish = api.worker(B), running.operations.journal.publish
+    for _ in range(api.fleet.thresholds.fall):
         epoch = late.health.epoch
-        house.fleet.observe_probe(late, status=None, error="gone", at=NOW, epoch=epoch)
+        api.fleet.observe_probe(late, status=None, error="gone", at=NOW, epoch=epoch)
 
     async def publishing(*arguments):
         seen.append(sorted(late.cordon_reasons))
         return await publish(*arguments)
 
-    running.desk.journal.publish = publishing
+    running.operations.journal.publish = publishing
     engines.close_gate(DISK, A)
     async with trio.open_nursery() as asking:
         asking.start_soon(running.sync, 1)
         await engines.arrived[A, DISK].wait()
-        house.fleet.revive(late, NOW)
-        house.healthy(B)
+        api.fleet.revive(late, NOW)
+        api.healthy(B)
         engines.open_gate(DISK, A)
     assert seen == [["catching_up"]]
     await running.until(lambda: running.versions() == [("v1", 1), ("v1", 1)])
@@ -55,7 +55,7 @@ async def test_a_worker_that_comes_up_during_a_delivery_is_held_before_the_other
 async def test_a_rollback_needs_a_previous_version_in_the_store(running):
     await running.sync(1)
     renamed = await running.ask("/update_weight_version", new_version="of somebody else")
-    assert (renamed.ok, running.desk.journal.published.epoch) == (True, 2)
+    assert (renamed.ok, running.operations.journal.published.epoch) == (True, 2)
     running.engines.failing_loads[B] = 1
     done = await running.sync(2)
     assert done.status == 502

@@ -1,7 +1,7 @@
 import pytest
 import trio
 
-from tests.admin_api.house import A, B
+from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.operation_fixture import cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,
@@ -13,7 +13,7 @@ from tests.weight_sync.trainer_fixture import (
     TENSORS,
     UPDATE,
     SyncEngines,
-    sync_house,
+    sync_api,
     trainer_call,
     uncertain_workers,
     versions_by_url,
@@ -33,9 +33,9 @@ async def test_each_replica_gets_its_own_ranks_and_keeps_serving(trainer, engine
     assert engines.bodies(INIT, B)[0]["rank_offset"] == 3
     assert {b["world_size"] for b in engines.bodies(INIT, A) + engines.bodies(INIT, B)} == {4}
     assert [seat["ranks"] for seat in response.body["layout"]] == [2, 1]
-    assert cordon_reasons_of(trainer.house) == [[], []]
-    assert trainer.house.config_store.membership_lock.held
-    assert "group 'g' at 127.0.0.1" in trainer.house.config_store.membership_lock.reason()
+    assert cordon_reasons_of(trainer.api) == [[], []]
+    assert trainer.api.config_store.membership_lock.held
+    assert "group 'g' at 127.0.0.1" in trainer.api.config_store.membership_lock.reason()
 
 
 async def test_ranks_are_counted_anew_for_each_group(trainer, engines):
@@ -59,11 +59,11 @@ async def test_ranks_that_do_not_fit_are_refused_before_any_call(trainer, engine
     assert response.status == 400
     assert f"rank_offset {offset}" in response.body["message"]
     assert not engines.bodies(INIT, A) + engines.bodies(INIT, B)
-    assert (trainer.state, trainer.house.config_store.membership_lock.held) == ("idle", False)
+    assert (trainer.state, trainer.api.config_store.membership_lock.held) == ("idle", False)
 
 
 async def test_a_replica_that_does_not_report_its_ranks_is_named(trainer, engines):
-    engines.tell(B, "/server_info", {}, 500)
+    engines.set_reply(B, "/server_info", {}, 500)
     response = await trainer.init()
     assert response.status == 502
     assert B in response.body["message"]
@@ -72,15 +72,15 @@ async def test_a_replica_that_does_not_report_its_ranks_is_named(trainer, engine
 
 async def test_a_partial_join_is_answered_at_once_and_undone(trainer, engines):
     engines.close_gate(INIT, A)  # it waits for the other one, as in a real rendezvous
-    engines.tell(B, INIT, {"success": False, "message": "no room"}, 400)
+    engines.set_reply(B, INIT, {"success": False, "message": "no room"}, 400)
     response = await trainer.init()
     assert response.status == 400
     assert response.body["message"] == f"{B}: status 400: no room"
     await trainer.until("idle")
     for url in (A, B):
         assert engines.bodies(DESTROY, url) == [{"group_name": "g"}]
-    assert not trainer.house.config_store.membership_lock.held
-    del engines.gates[A, INIT], engines.arrived[A, INIT], engines.says[B, INIT]
+    assert not trainer.api.config_store.membership_lock.held
+    del engines.gates[A, INIT], engines.arrived[A, INIT], engines.replies[B, INIT]
     await trainer.join()
 
 
@@ -100,12 +100,12 @@ async def test_a_server_that_is_no_store_is_an_error(engines, folder, nursery):
 
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     nursery.start_soon(trio.serve_listeners, talk, [listener])
-    house = sync_house(folder)
-    await nursery.start(house.desk.run)
+    api = sync_api(folder)
+    await nursery.start(api.operations.run)
     engines.close_gate(INIT)
     port = listener.socket.getsockname()[1]
     with trio.fail_after(30):
-        response = await house.desk.submit(
+        response = await api.operations.submit(
             trainer_call(
                 INIT, master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=4
             )
@@ -119,10 +119,10 @@ async def test_a_server_that_is_no_store_is_an_error(engines, folder, nursery):
 
 async def test_a_whole_sync_is_published_only_when_all_have_it(trainer, engines):
     body = await trainer.arm()
-    assert (body["status"], cordon_reasons_of(trainer.house)) == ("ready", [[], []])
+    assert (body["status"], cordon_reasons_of(trainer.api)) == ("ready", [[], []])
     engines.close_gate(COMPLETE, B)
     forgotten = []
-    trainer.house.fleet.watch_cache_cleared(lambda worker: forgotten.append(worker.url))
+    trainer.api.fleet.watch_cache_cleared(lambda worker: forgotten.append(worker.url))
     async with trio.open_nursery() as nursery:
         responses = []
 
@@ -131,19 +131,19 @@ async def test_a_whole_sync_is_published_only_when_all_have_it(trainer, engines)
 
         nursery.start_soon(complete)
         await engines.arrived[B, COMPLETE].wait()
-        assert cordon_reasons_of(trainer.house) == [["updating"], ["updating"]]
-        assert set(versions_by_url(trainer.house).values()) == {(None, 0)}
-        assert trainer.house.desk.sync.status()["members"][0]["standing"] == "updating"
+        assert cordon_reasons_of(trainer.api) == [["updating"], ["updating"]]
+        assert set(versions_by_url(trainer.api).values()) == {(None, 0)}
+        assert trainer.api.operations.sync.status()["members"][0]["standing"] == "updating"
         engines.open_gate(COMPLETE, B)
     (response,) = responses
     assert response.status == 200, response.body
     assert (response.body["num_buckets_received"], response.body["weight_version"]) == (1, "v2")
     assert response.body["verification"]["checked"] == [A, B]
-    assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
-    assert cordon_reasons_of(trainer.house) == [[], []]
+    assert versions_by_url(trainer.api) == {A: ("v2", 1), B: ("v2", 1)}
+    assert cordon_reasons_of(trainer.api) == [[], []]
     assert sorted(forgotten) == [A, B]
     await trainer.expect_ok(DESTROY)
-    assert (trainer.state, trainer.house.config_store.membership_lock.held) == ("idle", False)
+    assert (trainer.state, trainer.api.config_store.membership_lock.held) == ("idle", False)
 
 
 async def test_a_malformed_call_arms_no_member_and_keeps_the_group(trainer, engines):
@@ -156,7 +156,7 @@ async def test_a_malformed_call_arms_no_member_and_keeps_the_group(trainer, engi
 
 async def test_a_refused_prepare_disarms_all_and_names_the_member(trainer, engines):
     await trainer.join()
-    engines.tell(B, PREPARE, {"success": False, "message": "armed already"}, 409)
+    engines.set_reply(B, PREPARE, {"success": False, "message": "armed already"}, 409)
     response = await trainer.ask(PREPARE, **BUCKETS)
     assert response.body["message"] == f"{B}: status 409: armed already"
     await trainer.until("idle")
@@ -165,7 +165,7 @@ async def test_a_refused_prepare_disarms_all_and_names_the_member(trainer, engin
     later = await trainer.ask(COMPLETE)
     assert later.status == 400
     assert B in later.body["message"]
-    assert uncertain_workers(trainer.house) == []
+    assert uncertain_workers(trainer.api) == []
 
 
 @pytest.mark.parametrize(
@@ -199,45 +199,45 @@ async def test_replicas_that_differ_are_left_out_and_the_sync_fails(trainer, eng
     response = await trainer.ask(COMPLETE, weight_version="v2")
     assert response.status == 502
     assert "checksums differ" in response.body["message"]
-    assert uncertain_workers(trainer.house) == [A, B]
-    assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert uncertain_workers(trainer.api) == [A, B]
+    assert cordon_reasons_of(trainer.api) == [["uncertain"], ["uncertain"]]
 
 
 async def test_a_lost_replica_is_left_out_and_the_other_serves_the_new_version(trainer, engines):
     await trainer.arm()
-    engines.says[B, COMPLETE] = LOST
+    engines.replies[B, COMPLETE] = LOST
     response = await trainer.ask(COMPLETE, weight_version="v2")
     assert (response.status, response.body["weight_version"]) == (502, "v2")
-    assert uncertain_workers(trainer.house) == [B]
-    assert versions_by_url(trainer.house)[A] == ("v2", 1)
+    assert uncertain_workers(trainer.api) == [B]
+    assert versions_by_url(trainer.api)[A] == ("v2", 1)
     await trainer.until("idle")
-    assert cordon_reasons_of(trainer.house) == [[], ["uncertain"]]
+    assert cordon_reasons_of(trainer.api) == [[], ["uncertain"]]
 
 
 async def test_weights_that_one_replica_refused_are_not_published_for_a_single_other(
     trainer, engines
 ):
     await trainer.arm()
-    engines.tell(B, COMPLETE, {"success": False, "message": "the trainer sent fewer"}, 400)
+    engines.set_reply(B, COMPLETE, {"success": False, "message": "the trainer sent fewer"}, 400)
     response = await trainer.ask(COMPLETE, weight_version="v2")
     assert response.status == 400
-    assert uncertain_workers(trainer.house) == [A, B]
-    assert trainer.house.desk.journal.published.epoch == 0
+    assert uncertain_workers(trainer.api) == [A, B]
+    assert trainer.api.operations.journal.published.epoch == 0
 
 
 async def test_weights_that_all_refuse_leave_no_worker_uncertain(trainer, engines):
-    before = versions_by_url(trainer.house)
+    before = versions_by_url(trainer.api)
     await trainer.arm()
     for url in (A, B):
-        engines.tell(url, COMPLETE, {"success": False, "message": "the trainer is gone"}, 400)
+        engines.set_reply(url, COMPLETE, {"success": False, "message": "the trainer is gone"}, 400)
     response = await trainer.ask(COMPLETE)
-    assert (response.status, uncertain_workers(trainer.house)) == (400, [])
+    assert (response.status, uncertain_workers(trainer.api)) == (400, [])
     await trainer.until("idle")
-    assert (cordon_reasons_of(trainer.house), versions_by_url(trainer.house)) == ([[], []], before)
+    assert (cordon_reasons_of(trainer.api), versions_by_url(trainer.api)) == ([[], []], before)
 
 
 async def test_a_member_without_a_readable_checksum_is_left_out(trainer, engines):
     await trainer.arm()
-    engines.says[B, "/weights_checker"] = LOST
+    engines.replies[B, "/weights_checker"] = LOST
     response = await trainer.ask(COMPLETE, weight_version="v2")
-    assert (response.status, uncertain_workers(trainer.house)) == (502, [B])
+    assert (response.status, uncertain_workers(trainer.api)) == (502, [B])

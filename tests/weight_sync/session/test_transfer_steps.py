@@ -4,11 +4,11 @@ import pytest
 import trio
 
 from omni_proxy.weight_sync.state_journal import UPDATING
-from tests.admin_api.house import A, B
+from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.operation_fixture import cordon_reasons_of, read_journal
 from tests.weight_sync.trainer_fixture import (
     open_trainer_store,
-    sync_house,
+    sync_api,
     uncertain_workers,
     versions_by_url,
 )
@@ -36,9 +36,9 @@ CHUNK = {"update_info": TENSORS}
 @pytest.fixture
 def trainer_with(engines, folder, nursery, store, listening):
     async def begin(**settings):
-        house = sync_house(folder, **settings)
-        await nursery.start(house.desk.run)
-        return VllmTrainer(house, store)
+        api = sync_api(folder, **settings)
+        await nursery.start(api.operations.run)
+        return VllmTrainer(api, store)
 
     return begin
 
@@ -60,16 +60,16 @@ async def test_every_engine_gets_its_ranks_and_its_trainer_one_answer(trainer, e
 
 async def test_finish_publishes_what_all_have_and_nothing_before_does(trainer, engines):
     await trainer.started()
-    assert cordon_reasons_of(trainer.house) == [["updating"], ["updating"]]
+    assert cordon_reasons_of(trainer.api) == [["updating"], ["updating"]]
     await trainer.expect_ok(UPDATE, CHUNK)
     await trainer.expect_ok(UPDATE, CHUNK)
-    assert cordon_reasons_of(trainer.house) == [["updating"], ["updating"]]
-    assert versions_by_url(trainer.house) == {A: (None, 0), B: (None, 0)}
+    assert cordon_reasons_of(trainer.api) == [["updating"], ["updating"]]
+    assert versions_by_url(trainer.api) == {A: (None, 0), B: (None, 0)}
     done = await trainer.expect_ok(FINISH, {"weight_version": "v2"})
     assert (done["message"], done["weight_epoch"]) == ("Weight update finished", 1)
     assert done["weight_versions"] == {A: "v2", B: "v2"}
-    assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
-    assert cordon_reasons_of(trainer.house) == [[], []]
+    assert versions_by_url(trainer.api) == {A: ("v2", 1), B: ("v2", 1)}
+    assert cordon_reasons_of(trainer.api) == [[], []]
 
 
 async def test_a_group_serves_many_rounds(trainer, engines):
@@ -89,14 +89,14 @@ async def test_a_list_of_updates_is_divided_by_ranks(trainer, engines):
 async def test_a_backend_without_ranks_and_without_a_store_works_too(trainer, engines):
     assert (await trainer.ask(INIT, {"init_info": {}})).ok
     assert engines.bodies(INIT, A) == [{"init_info": {}}]
-    assert not trainer.house.config_store.membership_lock.held
+    assert not trainer.api.config_store.membership_lock.held
     assert (await trainer.round())["weight_epoch"] == 1
 
 
 async def test_a_finish_without_a_label_leaves_that_of_the_engines(trainer):
     await trainer.started()
     assert (await trainer.expect_ok(FINISH))["weight_versions"] == {A: "default", B: "default"}
-    assert versions_by_url(trainer.house) == {A: ("default", 1), B: ("default", 1)}
+    assert versions_by_url(trainer.api) == {A: ("default", 1), B: ("default", 1)}
 
 
 async def test_a_repeated_finish_gets_the_answer_of_the_first(trainer, engines):
@@ -120,13 +120,13 @@ async def test_an_engine_that_nobody_paused_is_paused_for_the_update(trainer, en
     await trainer.started()
     assert engines.targets(PAUSE) == ["/pause?mode=keep"]
     assert engines.paused == {A, B}
-    assert read_journal(trainer.house.desk.journal._file.folder).pauses[A].by == "the proxy"
+    assert read_journal(trainer.api.operations.journal._file.folder).pauses[A].by == "the proxy"
     await trainer.expect_ok(FINISH, {"weight_version": "v2"})
     assert engines.targets("/reset_prefix_cache") == [
         "/reset_prefix_cache?reset_running_requests=true"
     ]
     assert engines.paused == set()
-    assert not trainer.house.desk.journal.all_paused
+    assert not trainer.api.operations.journal.all_paused
 
 
 async def test_an_engine_that_its_trainer_paused_stays_paused(trainer, engines):
@@ -148,7 +148,7 @@ async def test_a_resume_before_the_finish_ends_the_update_before_it_resumes(trai
     assert set(told["uncertain"]) == {A, B}
     paths = engines.paths(A)
     assert paths.index(FINISH) < paths.index("/abort_requests") < paths.index(RESUME)
-    assert uncertain_workers(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.api) == [A, B]
     assert (
         "resumed before the update was finished"
         in (await trainer.ask(UPDATE, CHUNK)).body["message"]
@@ -164,8 +164,8 @@ async def test_a_chunk_that_one_engine_refuses_keeps_everybody_out(trainer, engi
     answer = await trainer.ask(UPDATE, CHUNK)
     assert (answer.status, "no such shape" in answer.body["message"]) == (502, True)
     await trainer.until("idle")
-    assert uncertain_workers(trainer.house) == [A, B]
-    assert cordon_reasons_of(trainer.house) == [["uncertain"], ["uncertain"]]
+    assert uncertain_workers(trainer.api) == [A, B]
+    assert cordon_reasons_of(trainer.api) == [["uncertain"], ["uncertain"]]
     # Else the next update would be taken for the rest of this one.
     assert [path for path in engines.paths(B) if path in (START, FINISH, SHUTDOWN)][-3:] == [
         START, FINISH, SHUTDOWN
@@ -175,25 +175,25 @@ async def test_a_chunk_that_one_engine_refuses_keeps_everybody_out(trainer, engi
 
 async def test_the_next_whole_round_brings_everybody_back(trainer, engines):
     await trainer.started()
-    engines.says[B, UPDATE] = LOST
+    engines.replies[B, UPDATE] = LOST
     assert not (await trainer.ask(UPDATE, CHUNK)).ok
     await trainer.until("idle")
-    del engines.says[B, UPDATE]
+    del engines.replies[B, UPDATE]
     await trainer.join()
     assert (await trainer.round("v3"))["weight_epoch"] == 1
-    assert uncertain_workers(trainer.house) == []
-    assert versions_by_url(trainer.house) == {A: ("v3", 1), B: ("v3", 1)}
+    assert uncertain_workers(trainer.api) == []
+    assert versions_by_url(trainer.api) == {A: ("v3", 1), B: ("v3", 1)}
     assert engines.paused == set()
 
 
 async def test_a_draft_update_brings_nobody_back(trainer, engines):
-    trainer.house.desk.journal.mark_uncertain({A: "it was damaged"})
+    trainer.api.operations.journal.mark_uncertain({A: "it was damaged"})
     await trainer.join()
     await trainer.expect_ok(DRAFT)
     await trainer.expect_ok(UPDATE, CHUNK)
     engines.sums[A] = "other"
     await trainer.expect_ok(FINISH)
-    assert uncertain_workers(trainer.house) == [A]
+    assert uncertain_workers(trainer.api) == [A]
 
 
 async def test_a_start_that_all_refuse_changes_nobody(trainer, engines):
@@ -203,8 +203,8 @@ async def test_a_start_that_all_refuse_changes_nobody(trainer, engines):
     answer = await trainer.ask(START)
     assert (answer.status, "not configured" in answer.body["message"]) == (502, True)
     await trainer.until("idle")
-    assert uncertain_workers(trainer.house) == []
-    assert cordon_reasons_of(trainer.house) == [[], []]
+    assert uncertain_workers(trainer.api) == []
+    assert cordon_reasons_of(trainer.api) == [[], []]
     assert engines.paused == set()
 
 
@@ -213,7 +213,7 @@ async def test_a_start_that_one_takes_leaves_both_uncertain(trainer, engines):
     engines.tell_vllm(B, START, "out of memory")
     assert (await trainer.ask(START)).status == 502
     await trainer.until("idle")
-    assert uncertain_workers(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.api) == [A, B]
 
 
 async def test_an_update_that_was_open_before_is_no_plain_refusal(trainer, engines):
@@ -221,18 +221,18 @@ async def test_an_update_that_was_open_before_is_no_plain_refusal(trainer, engin
     engines.open |= {A, B}
     assert not (await trainer.ask(START)).ok
     await trainer.until("idle")
-    assert uncertain_workers(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.api) == [A, B]
     assert engines.open == engines.collected == set()
 
 
 async def test_a_finish_that_one_misses_publishes_for_the_other(trainer, engines):
     await trainer.started()
-    engines.says[B, FINISH] = LOST
+    engines.replies[B, FINISH] = LOST
     answer = await trainer.ask(FINISH, {"weight_version": "v2"})
     assert (answer.status, answer.body["weight_epoch"]) == (502, 1)
     await trainer.until("idle")
-    assert versions_by_url(trainer.house)[A] == ("v2", 1)
-    assert uncertain_workers(trainer.house) == [B]
+    assert versions_by_url(trainer.api)[A] == ("v2", 1)
+    assert uncertain_workers(trainer.api) == [B]
 
 
 async def test_engines_that_disagree_are_not_published(trainer, engines):
@@ -241,7 +241,7 @@ async def test_engines_that_disagree_are_not_published(trainer, engines):
     await trainer.started()
     answer = await trainer.ask(FINISH, {"weight_version": "v2"})
     assert answer.status == 502
-    assert uncertain_workers(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.api) == [A, B]
 
 
 async def test_a_dead_trainer_ends_an_open_update(trainer, engines):
@@ -249,7 +249,7 @@ async def test_a_dead_trainer_ends_an_open_update(trainer, engines):
     await trainer.expect_ok(UPDATE, CHUNK)
     trainer.store.die()
     await trainer.until("idle")
-    assert uncertain_workers(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.api) == [A, B]
     assert engines.open == engines.collected == set()
 
 
@@ -271,7 +271,7 @@ async def test_a_member_that_dies_in_the_middle_ends_the_round(trainer, engines,
         engines.open_gate(UPDATE, A)
     assert A in answers[0].body["message"]
     await trainer.until("idle")
-    assert uncertain_workers(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.api) == [A, B]
 
 
 # Who may call
@@ -281,7 +281,7 @@ async def test_calls_without_an_init_say_what_is_missing(trainer, engines):
     for path, body in ((START, None), (UPDATE, CHUNK), (FINISH, None), (SHUTDOWN, None)):
         answer = await trainer.ask(path, body)
         assert (answer.status, INIT in answer.body["message"]) == (400, True), path
-    assert engines.asked == []
+    assert engines.requests == []
 
 
 async def test_calls_without_a_start_say_what_is_missing(trainer, engines):
@@ -307,7 +307,7 @@ async def test_an_init_is_refused_while_an_update_of_another_is_open(trainer):
         assert answer.status == 409
         forced = await trainer.ask(INIT, {"init_info": init_info(other), "force": True})
         assert forced.ok, forced.body
-    assert uncertain_workers(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.api) == [A, B]
 
 
 async def test_an_init_while_nothing_is_open_joins_anew(trainer, engines):
@@ -315,8 +315,8 @@ async def test_an_init_while_nothing_is_open_joins_anew(trainer, engines):
     async with open_trainer_store() as other:
         assert (await trainer.ask(INIT, {"init_info": init_info(other)})).ok
         assert engines.paths(A).count(SHUTDOWN) == 1
-        assert trainer.house.desk.sync.status()["owner"]["master"] == f"127.0.0.1:{other.port}"
-    assert trainer.house.desk.sync.lifecycle.meters.aborts == {}
+        assert trainer.api.operations.sync.status()["owner"]["master"] == f"127.0.0.1:{other.port}"
+    assert trainer.api.operations.sync.lifecycle.meters.aborts == {}
 
 
 async def test_a_trainer_does_not_leave_while_its_update_is_open(trainer):
@@ -339,7 +339,7 @@ async def test_chosen_engines_are_updated_alone_and_the_others_miss_nothing(
     chosen = frozenset((A,))
     assert (await trainer.ask(INIT, {"init_info": init_info(trainer.store)}, chosen=chosen)).ok
     await trainer.round()
-    published = trainer.house.desk.journal.published
+    published = trainer.api.operations.journal.published
     assert (published.target_for(A, None).label, published.target_for(B, None)) == ("v2", None)
 
 
@@ -368,11 +368,11 @@ async def test_a_checker_that_needs_running_engines_is_asked_after_the_resume(tr
     await trainer.join()
     done = await trainer.round()
     assert set(done["verification"]["unverified"]) == {A, B}
-    assert versions_by_url(trainer.house) == {A: ("v2", 1), B: ("v2", 1)}
+    assert versions_by_url(trainer.api) == {A: ("v2", 1), B: ("v2", 1)}
     told = await trainer.expect_ok(RESUME)
     assert set(told["verification"]["checked"]) == {A, B}
-    assert trainer.house.desk.journal.published.target_for(A, None).digest
-    assert uncertain_workers(trainer.house) == []
+    assert trainer.api.operations.journal.published.target_for(A, None).digest
+    assert uncertain_workers(trainer.api) == []
 
 
 async def test_what_differs_after_the_resume_is_out(trainer, engines):
@@ -382,7 +382,7 @@ async def test_what_differs_after_the_resume_is_out(trainer, engines):
     await trainer.round()
     engines.sums[B] = "other"
     await trainer.expect_ok(RESUME)
-    assert uncertain_workers(trainer.house) == [A, B]
+    assert uncertain_workers(trainer.api) == [A, B]
 
 
 # Crashes of the proxy
@@ -397,17 +397,17 @@ async def test_an_open_update_is_in_the_journal_between_its_calls(trainer, folde
     assert read_journal(folder).uncertain_at_start() == {}
 
 
-async def test_after_a_crash_the_engines_are_told_to_leave_and_to_go_on(
+async def test_after_a_crash_the_engines_are_asked_to_leave_and_to_go_on(
     trainer, engines, folder, nursery
 ):
     await trainer.started()
     before = read_journal(folder)
-    again = sync_house(folder / "again")
-    again.desk.journal._file.write(before)
-    again = sync_house(folder / "again")
+    again = sync_api(folder / "again")
+    again.operations.journal._file.write(before)
+    again = sync_api(folder / "again")
     assert [sorted(w.cordon_reasons) for w in again.fleet.workers] == [["uncertain"]] * 2
-    await nursery.start(again.desk.run)
-    await again.desk.sync.lifecycle.wait_settled()
+    await nursery.start(again.operations.run)
+    await again.operations.sync.lifecycle.wait_settled()
     assert engines.open == engines.paused == set()
     assert uncertain_workers(again) == [A, B]
     assert UPDATING not in again.fleet.workers[0].cordon_reasons

@@ -7,7 +7,7 @@ from omni_proxy.weight_sync.checksum import roll_up
 from omni_proxy.weight_sync.session.verification import cached_proof
 from omni_proxy.weight_sync.store.manifest import Manifest, StoredVersion
 from omni_proxy.weight_sync.store.safetensors_header import HeaderRow
-from tests.admin_api.house import A, B
+from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.version_holders import CHECKER, DISK, VersionEngines
 
 pytest.importorskip("torch")
@@ -50,7 +50,7 @@ async def test_a_proof_from_the_delivery_is_reused(running, engines):
     assert done.body["verification"]["checked"] == [A, B]
     whole = roll_up(running.store.current.digests)
     assert done.body["verification"]["checksums"] == {A: whole, B: whole}
-    assert running.desk.journal.published.targets["*"].digest == whole
+    assert running.operations.journal.published.targets["*"].digest == whole
     assert running.versions() == [("v1", 1), ("v1", 1)]
 
 

@@ -24,7 +24,7 @@ def test_the_least_recently_used_entry_goes(steps, most):
 
 
 @given(st.lists(st.integers(0, 6), max_size=60), st.integers(1, 4))
-def test_the_doorkeeper_admits_whoever_comes_again_soon(keys, most):
+def test_the_doorkeeper_admits_a_caller_that_comes_again_soon(keys, most):
     doorkeeper = Doorkeeper(most)
     waiting = []  # the latest last
     for key in keys:

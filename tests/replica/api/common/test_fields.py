@@ -121,7 +121,7 @@ async def test_bytes_that_are_no_json_name_where_they_stop_being_it(world):
         assert item["ctx"]["error"].startswith(reason)
 
 
-def test_of_very_many_problems_the_first_are_told():
+def test_of_very_many_problems_the_first_are_reported():
     for many in ([1] * 1000, [{}] * 1000):
         with pytest.raises(InvalidBody) as refused:
             validate(Body, {"messages": many, "stop": [1] * 1000})

@@ -103,7 +103,7 @@ async def test_redirects_end():
         (answer(b"sound").replace(b"Content-Length: 5", b"Content-Length: 9"), "could not be"),
     ],
 )
-async def test_an_answer_that_is_no_audio_is_told(sent, told):
+async def test_an_answer_that_is_no_audio_is_reported(sent, told):
     async with server(sent) as (port, _):
         with pytest.raises(FetchError, match=told):
             await fetch_url(f"http://{HOST}:{port}/a", OPEN, 10, allow_private=True)

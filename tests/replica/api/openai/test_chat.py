@@ -54,11 +54,11 @@ async def test_ids_are_made_where_none_is_given(world):
     assert first["id"] != second["id"]
 
 
-async def test_usage_is_null_when_the_pipeline_tells_none(world):
+async def test_usage_is_null_when_the_pipeline_reports_none(world):
     assert (await world.chat_json({"result": {"text": "x"}}))["usage"] is None
 
 
-async def test_cached_tokens_are_told_where_they_are_known(world):
+async def test_cached_tokens_are_reported_where_they_are_known(world):
     usage = USAGE | {"prompt_tokens_details": {"cached_tokens": 1}, "engine_time_s": 0.1}
     body = await world.chat_json({"result": {"text": "x", "usage": usage}})
     assert body["usage"] == USAGE | {"prompt_tokens_details": {"cached_tokens": 1}}
@@ -359,7 +359,7 @@ async def test_a_failure_within_a_stream_is_an_event_before_done(world):
     )
 
 
-async def test_a_server_fault_within_a_stream_is_told_as_ours(world):
+async def test_a_server_fault_within_a_stream_is_reported_as_ours(world):
     error = (await world.chat_events({"bug": "oops"}))[0]["error"]
     assert (error["type"], error["code"]) == ("server_error", 500)
 

@@ -81,7 +81,7 @@ async def test_a_stream_ends_with_a_finish_event_that_alone_has_the_usage(world)
     assert {each["id"] for each in told} == {"cmpl-R"}
 
 
-async def test_streams_of_several_prompts_are_braided_and_told_apart_by_index(world):
+async def test_streams_of_several_prompts_are_braided_and_distinguished_by_index(world):
     *told, done = await events(world, prompt=["a", "b", "c"])
     assert done == "[DONE]"
     texts = {0: "", 1: "", 2: ""}
@@ -127,7 +127,7 @@ async def test_logprobs_have_openais_four_lists(world):
     }
 
 
-async def test_tokens_whose_text_is_not_known_are_told_by_id(world):
+async def test_tokens_whose_text_is_not_known_are_reported_by_id(world):
     script = {"result": {"text": "ab", "output_token_logprobs": [[-0.5, 7, None]]}}
     told = (await complete_json(world, script, logprobs=1))["choices"][0]["logprobs"]
     assert (told["tokens"], told["text_offset"]) == (["token_id:7"], [])

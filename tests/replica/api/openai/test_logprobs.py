@@ -16,19 +16,19 @@ def told(feeds):
     return [[each[1] for each in tokens.feed(items, text)] for items, text in feeds]
 
 
-def test_a_token_is_told_of_with_the_text_it_begins():
+def test_a_token_is_reported_with_the_text_it_begins():
     assert told([([HE], "H"), ([LLO], "e"), ([], "l"), ([END], "lo")]) == [[7], [], [8], []]
 
 
-def test_what_stands_behind_a_stop_string_is_never_told():
+def test_what_stands_behind_a_stop_string_is_never_reported():
     assert told([([HE, LLO], "He"), ([HE], "")]) == [[7], []]
 
 
-def test_tokens_of_which_nobody_knows_the_text_are_told_at_once():
+def test_tokens_of_which_nobody_knows_the_text_are_notified_at_once():
     assert told([([[-0.5, 7], [-0.5, 8, None]], "")]) == [[7, 8]]
 
 
-def test_half_a_character_is_told_of_with_the_whole_one():
+def test_half_a_character_is_reported_with_the_whole_one():
     first, second = [-1.0, 1, b"\xc3", []], [-1.0, 2, b"\xa4", []]
     assert told([([first], ""), ([second], "ä")]) == [[], [1, 2]]
     (whole, half) = chat_logprobs([HE, first])["content"]
@@ -72,7 +72,7 @@ async def test_a_streams_tokens_are_those_of_the_whole_answer(tiny):
         assert names[0] == names[1]
 
 
-async def test_without_a_number_only_the_chosen_tokens_are_told(tiny):
+async def test_without_a_number_only_the_chosen_tokens_are_reported(tiny):
     body = await tiny.chat_json(**ASK, logprobs=True)
     content = body["choices"][0]["logprobs"]["content"]
     assert [each["top_logprobs"] for each in content] == [[]] * 8
@@ -85,7 +85,7 @@ async def test_a_pipeline_without_log_probabilities_says_so(world, stream):
     assert answer.status_code == (200 if stream else 501)
 
 
-async def test_completions_tell_the_likeliest_by_name(tiny):
+async def test_completions_report_the_likeliest_by_name(tiny):
     ask = {"prompt": "a", "max_tokens": 3, "temperature": 0, "logprobs": 2}
     (choice,) = (await (await tiny.post("/v1/completions", ask)).get_json())["choices"]
     lists = choice["logprobs"]

@@ -34,7 +34,7 @@ async def test_several_choices_of_a_chat_have_an_index_each_and_one_usage(world)
     assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
 
 
-async def test_several_streamed_choices_are_told_apart_and_the_last_end_has_the_usage(world):
+async def test_several_streamed_choices_are_distinguished_and_the_last_end_has_the_usage(world):
     *events, done = await world.chat_events(HELLO, n=2)
     assert done == "[DONE]"
     for index in (0, 1):

@@ -43,7 +43,7 @@ async def test_a_chat_with_all_that_the_client_likes_to_send(using):
     await using(use)
 
 
-async def test_a_streamed_chat_is_the_same_text_and_tells_its_usage(using):
+async def test_a_streamed_chat_is_the_same_text_and_reports_its_usage(using):
     def use(client):
         whole = client.chat.completions.create(**ASK)
         chunks = list(

@@ -41,7 +41,7 @@ async def test_text_is_plain():
     assert call.headers["content-type"] == "text/plain; charset=utf-8"
 
 
-async def test_verbose_json_tells_all():
+async def test_verbose_json_reports_all():
     async with replica() as it:
         call = await transcribe(it, response_format="verbose_json", prompt="UNTIMED")
     assert json.loads(call.body) == {
@@ -54,7 +54,7 @@ async def test_verbose_json_tells_all():
     }
 
 
-async def test_subtitles_need_a_model_that_tells_times():
+async def test_subtitles_need_a_model_that_reports_times():
     async with replica() as it:
         refused = [await transcribe(it, response_format=kind) for kind in ("srt", "vtt")]
     assert [call.status for call in refused] == [400, 400]

@@ -144,7 +144,7 @@ async def test_a_session_speaks_and_closes(wire):
     assert closing.code == 1000
 
 
-async def test_a_session_that_is_refused_tells_why_in_its_closing(wire):
+async def test_a_session_that_is_refused_reports_why_in_its_closing(wire):
     _, dial = wire
     socket = Socket(await dial())
     await socket.open()

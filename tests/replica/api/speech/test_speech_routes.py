@@ -189,7 +189,7 @@ async def test_the_input_may_be_as_long_as_the_operator_says():
     assert "6 characters" in error["message"]
 
 
-async def test_openai_voice_names_are_the_one_voice_and_others_are_told_so():
+async def test_openai_voice_names_are_the_one_voice_and_others_gets_that_reason():
     async with replica() as it:
         for voice in ("default", "heart", "Heart", "alloy", "shimmer"):
             assert (await it.speech(input="x", voice=voice)).status_code == 200
@@ -225,7 +225,7 @@ async def test_a_replica_without_a_voice_says_how_to_start_one():
         ("SILENT", 500, "No audio output generated from the pipeline.", "server_error"),
     ],
 )
-async def test_a_failure_in_the_pipeline_is_told_in_the_envelope(text, status, message, kind):
+async def test_a_failure_in_the_pipeline_is_reported_in_the_envelope(text, status, message, kind):
     async with replica() as it:
         error = await error_of(await it.speech(input=text), status)
     assert (error["message"], error["type"]) == (message, kind)

@@ -144,7 +144,9 @@ async def test_the_settings_may_stand_beside_the_type_and_wav_files_come_whole(m
         ("One 1.2 BROKEN.", ["One 1"], "RuntimeError: the voice broke", "server_error"),
     ],
 )
-async def test_a_sentence_that_fails_is_told_and_the_session_goes_on(text, before, message, kind):
+async def test_a_sentence_that_fails_is_reported_and_the_session_goes_on(
+    text, before, message, kind
+):
     async with replica() as it, talk(it) as socket:
         session = Talk(socket)
         await session.configure(stream_audio=True)
@@ -173,7 +175,7 @@ async def test_a_sentence_that_fails_is_told_and_the_session_goes_on(text, befor
         ("[]", None),
     ],
 )
-async def test_a_message_that_means_nothing_is_told_and_forgiven(frame, param):
+async def test_a_message_that_means_nothing_is_reported_and_forgiven(frame, param):
     async with replica() as it, talk(it) as socket:
         session = Talk(socket)
         await session.configure()

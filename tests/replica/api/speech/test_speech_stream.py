@@ -92,7 +92,7 @@ async def test_the_first_form_sends_whole_files_then_the_end_and_done():
     assert SEEN[0].params["stream"] is True
 
 
-async def test_the_second_form_is_bare_samples_told_in_the_head():
+async def test_the_second_form_is_bare_samples_reported_in_the_head():
     asked = {"input": "Hello there. Good day.", "stream": True, "response_format": "pcm"}
     async with replica(stream_speech_as="pcm") as it:
         call = await it.post(PATH, body(**asked))

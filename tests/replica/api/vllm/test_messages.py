@@ -95,7 +95,7 @@ async def test_sampling_and_stops_are_those_of_the_request(world):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_why_it_ended_is_told_in_anthropics_words(engine, streamed):
+async def test_why_it_ended_is_reported_in_anthropics_words(engine, streamed):
     async def ended(**body):
         answer = await engine.post(PATH, ASK | {"stream": streamed, "temperature": 0} | body)
         data = await answer.get_data()
@@ -115,7 +115,7 @@ async def test_why_it_ended_is_told_in_anthropics_words(engine, streamed):
     assert cut == ("stop_sequence", word, text[: text.index(word)])
 
 
-async def test_what_is_read_from_the_cache_is_told_apart(engine):
+async def test_what_is_read_from_the_cache_is_distinguished(engine):
     ask = ASK | {"messages": [{"role": "user", "content": "hi " * 40}], "max_tokens": 2}
     _, first = await told(await engine.post(PATH, ask))
     _, second = await told(await engine.post(PATH, ask))

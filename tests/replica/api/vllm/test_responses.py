@@ -213,7 +213,7 @@ async def test_a_background_response_that_is_cancelled_leaves_the_engine_free(us
         await trio.lowlevel.checkpoint()
 
 
-async def test_an_abort_from_outside_is_told_as_cancelled(using):
+async def test_an_abort_from_outside_is_reported_as_cancelled(using):
     answers = []
 
     async def ask():

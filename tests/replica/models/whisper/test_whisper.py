@@ -156,7 +156,7 @@ def test_words_that_do_not_fit_the_model_are_refused():
         Whisper(WhisperFile(variables(), renamed, (), ()))
 
 
-def test_a_file_that_was_not_fetched_is_told_with_the_cure(tmp_path):
+def test_a_file_that_was_not_fetched_is_reported_with_the_cure(tmp_path):
     with pytest.raises(WhisperFileError, match="omni-proxy replica fetch whisper-tiny"):
         Whisper.load(tmp_path / "model.bin")
 

@@ -63,7 +63,7 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(place, change):
         (FILE.replace(b"flag", b"\xfflag"), "unreadable name"),
     ],
 )
-def test_a_file_of_another_kind_is_told_by_what_is_wrong(data, reason):
+def test_a_file_of_another_kind_is_reported_by_what_is_wrong(data, reason):
     assert data != FILE
     with pytest.raises(WhisperFileError, match=reason):
         read(data)
@@ -88,7 +88,7 @@ def test_vocabulary_and_suppressed_ids_come_from_beside_it(folder):
 
 @pytest.mark.parametrize("name", ["model.bin", "vocabulary.txt", "config.json"])
 @pytest.mark.parametrize("content", [None, b"", b"\xff"])
-def test_a_lost_or_damaged_file_is_told_by_the_models_path(folder, name, content):
+def test_a_lost_or_damaged_file_is_reported_by_the_models_path(folder, name, content):
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)

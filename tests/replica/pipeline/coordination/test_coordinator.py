@@ -273,7 +273,7 @@ async def test_only_terminal_stages_are_heard_by_the_reader():
     assert (await delivery.take()).chunk == {"text": "outer"}
 
 
-async def test_a_stage_that_is_down_refuses_at_once_and_is_told_of():
+async def test_a_stage_that_is_down_refuses_at_once_and_is_reported():
     hub = coordinator()
     for name in STAGES:
         hub.receive(StageReady(name, {}))
@@ -352,7 +352,7 @@ async def test_gauges_are_the_newest_of_each_stage_and_go_with_it():
     assert hub.stats() == {}
 
 
-async def test_the_profiler_is_told_to_every_stage_and_keeps_the_run_id(tmp_path):
+async def test_the_profiler_is_asked_to_every_stage_and_keeps_the_run_id(tmp_path):
     board = Board()
     hub = coordinator(board)
     hub.profiler_start(ProfilerStart("run", "", str(tmp_path), False))

@@ -46,7 +46,7 @@ async def test_an_error_comes_after_the_pieces_before_it():
         await delivery.take()
 
 
-async def test_counters_tell_what_waits_for_whom(autojump_clock):
+async def test_counters_report_what_waits_for_whom(autojump_clock):
     line, _ = backlog()
     slow, done = line.open("slow"), line.open("done")
     slow.put(DeliveredChunk("s", {"audio_data": b"x" * 1000}))

@@ -32,7 +32,7 @@ def told(board):
     return [(name, message) for name, message in board.sent if isinstance(message, EndEarly)]
 
 
-async def test_the_stage_that_generates_is_told_and_its_result_ends_the_request():
+async def test_the_stage_that_generates_is_reported_and_its_result_ends_the_request():
     coordinator, board, delivery = made()
     coordinator.receive(Result("r", "a", {}))
     assert coordinator.end_early(everyone) == ["r"]

@@ -40,7 +40,7 @@ def test_fan_in_waits_for_all_and_merges_them():
     assert submits(flow.finished("b", {"text": "one"})) == {"d": {"text": "one and two"}}
 
 
-def test_who_is_waited_for_in_vain_is_told():
+def test_who_is_waited_for_in_vain_is_reported():
     flow = flow_of(
         pipeline(
             stage("a", next=("b", "c", "d")),

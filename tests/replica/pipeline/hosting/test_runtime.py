@@ -53,7 +53,7 @@ async def test_a_stage_that_breaks_fails_its_requests_and_comes_back():
 
 
 @pytest.mark.parametrize(("caller", "status"), [(True, 400), (False, 500)])
-async def test_a_fault_of_a_function_is_told_with_whose_it_is(caller, status):
+async def test_a_fault_of_a_function_is_reported_with_whose_it_is(caller, status):
     config = pipeline(stage("a", "failing", terminal=True, params={"caller": caller}))
     async with open_pipeline(config) as (hub, runtime):
         await runtime.ready.wait()

@@ -1,8 +1,8 @@
 """`omni-proxy` as a fork of a process that has imported it: imports take seconds, a fork moments.
 
-A fork runs `python -m omni_proxy` from its first line on, with its own words, environment, folder
-and stderr. It is a child of the nest, which reports how it ended; signals reach it directly. What
-a nest has imported may have started no thread: no fork would have it.
+A fork runs `python -m omni_proxy` from its first line on, with its own arguments, environment,
+folder and stderr. It is a child of the fork server, which reports its exit status; signals reach it
+directly. Imported modules must not have started threads: a fork would not have them.
 """
 
 from __future__ import annotations

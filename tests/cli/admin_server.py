@@ -1,4 +1,4 @@
-"""A server in a thread, for commands that ask one."""
+"""An HTTP server in a thread, for commands that call the admin API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A door with speech workers over real loopback sockets: a client, the door, a scripted worker."""
+"""Speech over real loopback sockets: a client, the data plane, a scripted worker."""
 
 from __future__ import annotations
 

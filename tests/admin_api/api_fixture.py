@@ -1,4 +1,4 @@
-"""A real fleet and real overlays behind the front; keeper, prober and door are stand-ins."""
+"""An admin API over a real fleet and real overlays; store, prober and data plane are fakes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from omni_proxy.telemetry.instruments import Instruments
 from omni_proxy.watchdog import Watchdog
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.state_journal import JournalFile
-from tests.rest import at_rest
+from tests.idle import wait_until_idle
 
 NOW = datetime(2026, 11, 21, 5, 44, 28, tzinfo=UTC)
 A, B = "http://127.0.0.1:8011", "http://127.0.0.1:8012"
 NO_FOLDER = Path(tempfile.gettempdir(), "omni-proxy-tests", "there-is-no-such-folder")
 
-# As the server below the app has a request.
+# A request's scope as the server passes it.
 SCOPE = {
     "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
     "scheme": "http", "path": "/feed", "raw_path": b"/feed", "query_string": b"", "root_path": "",
@@ -50,8 +50,8 @@ class Outcome:
     error: Exception | None = None
 
 
-class KeeperStandIn:
-    """Applies edits to a fleet as the keeper does, in memory."""
+class FakeConfigStore:
+    """Applies edits to a fleet like the configuration store, in memory."""
 
     def __init__(self, fleet, config):
         self.fleet, self.config, self.state = fleet, config, SavedState()
@@ -90,7 +90,7 @@ class KeeperStandIn:
         pass
 
 
-class ProberStandIn:
+class FakeProber:
     def __init__(self, fleet):
         self.fleet, self.probed = fleet, []
 
@@ -100,12 +100,12 @@ class ProberStandIn:
         self.fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=epoch)
 
 
-class DoorStandIn:
+class FakeDataPlane:
     def __init__(self):
         self.policy = build_policy(RoutingConfig(), lambda _: 0, 0.0)
         self.draining = False
         self.voices = VoiceRegistry()
-        self.door_rows = []
+        self.process_rows = []
         self.sessions = {}  # URLs of workers by key
         self.finished = []
         self.watched = Watchdog()
@@ -131,7 +131,7 @@ class DoorStandIn:
         return self.watched.status()
 
     def rows(self):
-        return self.door_rows
+        return self.process_rows
 
     def finish_session(self, key):
         self.finished.append(key)
@@ -144,8 +144,8 @@ class DoorStandIn:
         return ["http://127.0.0.1:30000"]
 
 
-class House(SimpleNamespace):
-    """Everything behind one app."""
+class ApiFixture(SimpleNamespace):
+    """An admin API's app and the services behind it."""
 
     def client(self):
         return self.app.test_client()
@@ -156,11 +156,11 @@ class House(SimpleNamespace):
         return found
 
     async def settle(self):
-        """Wait for the label of every worker, which the desk asks for when one comes up."""
+        """Wait until the weight label of every worker is read, as after its start."""
         with trio.fail_after(30):
             for worker in self.fleet.workers:
                 self.fleet.cache_cleared(worker)
-            await at_rest()
+            await wait_until_idle()
 
     def healthy(self, *urls):
         for url in urls:
@@ -175,34 +175,34 @@ def entry(url, **fields):
     return WorkerEntry(url=url, capabilities=fields.pop("capabilities", CAPABILITIES), **fields)
 
 
-def build_house(*entries, key="", folder=NO_FOLDER, rooms=None, **tables):
-    """Whoever runs its `desk` gives it a `folder` to write to; `rooms` has further fields of the
+def build_api(*entries, key="", folder=NO_FOLDER, services=None, **tables):
+    """If its `operations` run, they need a `folder` to write to; `services` has further fields of
     Services."""
     fleet = Fleet()
     config = Config(workers=entries, **{"admin": AdminConfig(api_key=key), **tables})
-    config_store = KeeperStandIn(fleet, config)
-    house = House(
+    config_store = FakeConfigStore(fleet, config)
+    api = ApiFixture(
         fleet=fleet,
         config_store=config_store,
-        desk=WeightOperations(fleet, config_store, JournalFile(folder)),
-        prober=ProberStandIn(fleet),
-        door=DoorStandIn(),
+        operations=WeightOperations(fleet, config_store, JournalFile(folder)),
+        prober=FakeProber(fleet),
+        data_plane=FakeDataPlane(),
         drains=WorkerDrains(fleet, config_store),
         instruments=Instruments(fleet, lambda: (0, 0), {}),
         leaving=False,
     )
-    house.rooms = Services(
+    api.services = Services(
         fleet=fleet,
-        config_store=house.config_store,
-        prober=house.prober,
-        data_plane=house.door,
-        weight_operations=house.desk,
+        config_store=api.config_store,
+        prober=api.prober,
+        data_plane=api.data_plane,
+        weight_operations=api.operations,
         launcher=None,
-        instruments=house.instruments,
-        drains=house.drains,
+        instruments=api.instruments,
+        drains=api.drains,
         supervisors=lambda: [{"name": "door", "state": "running"}],
-        leaving=lambda: house.leaving,
-        **(rooms or {}),
+        leaving=lambda: api.leaving,
+        **(services or {}),
     )
-    house.app = create_app(house.rooms)
-    return house
+    api.app = create_app(api.services)
+    return api

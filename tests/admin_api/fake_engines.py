@@ -10,19 +10,19 @@ from omni_proxy.upstream_http import client
 
 
 class Engines:
-    """`says[(url, path)]` is a reply, an exception, or a list of such, one per call."""
+    """`replies[(url, path)]` is a reply, an exception, or a list of such, one per call."""
 
     def __init__(self):
-        self.says, self.asked = {}, []
+        self.replies, self.requests = {}, []
 
-    def tell(self, url, path, body, status=200):
+    def set_reply(self, url, path, body, status=200):
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.says[url, path] = (status, raw)
+        self.replies[url, path] = (status, raw)
 
     async def answer(self, request):
-        self.asked.append(request)
+        self.requests.append(request)
         base = str(request.url.copy_with(raw_path=b"/")).rstrip("/")
-        said = self.says.get((base, request.url.path), (404, b"{}"))
+        said = self.replies.get((base, request.url.path), (404, b"{}"))
         if isinstance(said, list):
             said = said.pop(0) if len(said) > 1 else said[0]
         if isinstance(said, Exception):

@@ -1,4 +1,4 @@
-"""When everything that a test has set going is over, or waits for the test.
+"""Waiting until everything that a test started has ended, or waits for the test.
 
 `wait_all_tasks_blocked` alone takes a task whose thread writes a file for one that waits, and a
 cushion is a guess at how long a disk takes.
@@ -10,7 +10,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 
-async def at_rest() -> None:
+async def wait_until_idle() -> None:
     """Returns once all tasks are blocked, and none of them on a thread of the default limiter."""
     threads = trio.to_thread.current_default_thread_limiter()
     await wait_all_tasks_blocked()

@@ -1,4 +1,4 @@
-"""What processes hold: files, threads, children and memory, as the kernel counts them."""
+"""Resources of processes: files, threads, children and memory, as the kernel counts them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 
-class Held:
-    """What processes and all below them hold: files, threads, children, memory of their own and
-    memory that they share."""
+class ProcessResources:
+    """Resources of processes and their descendants: files, threads, children, private and shared
+    memory."""
 
     def __init__(self, pids):
         every = [pid for root in pids for pid in tree(root)]
