@@ -117,7 +117,7 @@ def test_what_the_proxy_refuses_is_said(proxy, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--canary", "2"], "what is to be rolled out?"),
+        (["--canary", "2"], "nothing to roll out"),
         (["pause", "--model-path", "/m"], "pause goes without"),
     ],
 )
