@@ -112,7 +112,7 @@ class _Child:
     """The interpreter that runs the proxy."""
 
     def __init__(self, order: Order) -> None:
-        self._told = msgspec.json.encode(order)
+        self._order = msgspec.json.encode(order)
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []  # signals from before it ran
 
@@ -129,7 +129,7 @@ class _Child:
             )
             assert self._process.stdin is not None
             with self._process.stdin as stdin:
-                stdin.write(self._told)
+                stdin.write(self._order)
             for number in self._early:
                 self._process.send_signal(number)
             return self._process.wait()

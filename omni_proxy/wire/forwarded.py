@@ -110,8 +110,8 @@ def reject_loop(head: bytes, proxy_id: bytes) -> None:
     """Raises HttpError 508 for a request that has been here before. An id is random: it is looked
     for anywhere in the head."""
     if proxy_id and proxy_id in head:
-        told = "this request came back to the proxy: some worker leads to the proxy itself"
-        raise HttpError(508, told, "loop_detected", close=True)
+        message = "this request came back to the proxy: some worker leads to the proxy itself"
+        raise HttpError(508, message, "loop_detected", close=True)
 
 
 # How an admin request was received: scheme, Host and kind of listener. The admin API listens on a

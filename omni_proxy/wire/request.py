@@ -212,8 +212,8 @@ def _hints(fields: _Fields) -> dict[bytes, bytes]:
 
 def hint_lines(hints: Mapping[bytes, bytes]) -> bytes:
     """Hints as field lines again."""
-    told = {name: hints[key] for name, key in HINTS.items() if key in hints}
-    return b"".join(b"%b: %b\r\n" % field for field in told.items())
+    hint_values = {name: hints[key] for name, key in HINTS.items() if key in hints}
+    return b"".join(b"%b: %b\r\n" % field for field in hint_values.items())
 
 
 def _first(fields: _Fields, name: bytes) -> bytes:

@@ -198,7 +198,7 @@ def test_an_endpoint_that_is_not_there_or_speaks_no_json_is_a_refusal_in_words()
 def answering(status, told):
     """The URL of one that gives everybody this answer."""
 
-    class Told(BaseHTTPRequestHandler):
+    class PayloadFields(BaseHTTPRequestHandler):
         def do_GET(self):
             body = json.dumps(told).encode()
             self.send_response(status)
@@ -211,7 +211,7 @@ def answering(status, told):
         def log_message(self, *_):
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Told) as server:
+    with HTTPServer(("127.0.0.1", 0), PayloadFields) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

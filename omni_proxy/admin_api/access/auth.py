@@ -84,7 +84,7 @@ class KeyCheck:
             return
         unknown = request.routing_exception is not None
         if unknown:
-            _tell_model_traffic(request, self._config_store.config)
+            _refuse_model_traffic(request, self._config_store.config)
             return
         closed = needs_key(request.method, request.path, admin)
         if closed and admin.listen and request.path != ON_BOTH and request.host != ADMIN_HOST:
@@ -118,7 +118,7 @@ def _refuse_all_but_metrics(of: Request) -> None:
         raise HttpError(404, message, "metrics_listener", detail="Not Found")
 
 
-def _tell_model_traffic(of: Request, config: Config) -> None:
+def _refuse_model_traffic(of: Request, config: Config) -> None:
     """Raises HttpError 404 for what would be routed to a worker on the other listener."""
     if of.host != ADMIN_HOST:
         return

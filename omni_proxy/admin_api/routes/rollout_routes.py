@@ -37,7 +37,7 @@ class _RolloutEvents(Body):
         super().__init__(stream_slots)
         self._services, self._progress = services, progress
         self._seen: int | None = None
-        self._told_at = 0.0
+        self._sent_at = 0.0
         self._ended = False
 
     async def __anext__(self) -> bytes:
@@ -51,13 +51,13 @@ class _RolloutEvents(Body):
                 await self._progress.changed.wait()
             if self._services.data_plane.draining:
                 raise StopAsyncIteration
-            if trio.current_time() - self._told_at >= KEEP_ALIVE_SECS:
-                self._told_at = trio.current_time()
+            if trio.current_time() - self._sent_at >= KEEP_ALIVE_SECS:
+                self._sent_at = trio.current_time()
                 return b": keep-alive\n\n"
         return self._event()
 
     def _event(self) -> bytes:
-        self._seen, self._told_at = self._progress.revision, trio.current_time()
+        self._seen, self._sent_at = self._progress.revision, trio.current_time()
         self._ended = self._progress.active is None
         return b"data: %b\n\n" % to_json(self._progress.shown())
 

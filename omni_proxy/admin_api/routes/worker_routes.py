@@ -195,12 +195,12 @@ class WorkerRoutes:
     def _wait_secs(self) -> float | None:
         """How long the response waits for the worker's health, None for not at all. Without
         `Prefer` vllm-router's dialect waits. Raises HttpError 400."""
-        wishes = _wishes()
-        waits = "wait" in wishes or self._services.dialect == "vllm"
-        if not waits or "respond-async" in wishes:
+        preferences = _preferences()
+        waits = "wait" in preferences or self._services.dialect == "vllm"
+        if not waits or "respond-async" in preferences:
             return None
         limit = self._services.config_store.config.health.startup_timeout_secs or WAIT_SECS
-        extra = wishes.get("wait", "")
+        extra = preferences.get("wait", "")
         if not extra:
             return limit
         if not extra.isdigit() or int(extra) > MAX_WAIT_SECS:
@@ -256,10 +256,10 @@ class WorkerRoutes:
     def _is_async(self) -> bool:
         """Whether to answer before the change is done; by default in the dialects of sglang-router
         and smg."""
-        wishes = _wishes()
-        if "respond-async" in wishes:
+        preferences = _preferences()
+        if "respond-async" in preferences:
             return True
-        return self._services.dialect == "sglang" and "wait" not in wishes
+        return self._services.dialect == "sglang" and "wait" not in preferences
 
     def _switching(self, worker: Worker, switches: Mapping[str, object]) -> Edit:
         def edit(state: SavedState, _: Config) -> SavedState:
@@ -308,7 +308,7 @@ def _coded(view: View[Given]) -> View[Given]:
     return parsed
 
 
-def _wishes() -> dict[str, str]:
+def _preferences() -> dict[str, str]:
     """The preferences that the request names (RFC 7240), with their values."""
     named = request.headers.get("Prefer", "").lower().replace(";", ",").split(",")
     parts = (part.partition("=") for part in named)

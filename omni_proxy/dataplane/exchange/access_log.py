@@ -88,15 +88,15 @@ def access_text(line: bytes) -> bytes:
     tried = record.pop("tried")
     if len(tried) > 1:
         record["tried"] = ",".join(f"{each['worker']}={each['outcome']}" for each in tried)
-    said = [
+    fields_text = [
         f"{record.pop(key)}" for key in ("at", "client", "method", "target", "status", "outcome")
     ]
-    said += (
+    fields_text += (
         f"{key}={str(value).lower() if value is True else value}"
         for key, value in record.items()
         if value not in (None, "", 0)
     )
-    return " ".join(_UNSHOWN.sub(_escaped, each) for each in said).encode()
+    return " ".join(_UNSHOWN.sub(_escaped, each) for each in fields_text).encode()
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -78,7 +78,7 @@ class LeaderLlama(ShardedLlama):
         super().__init__(whole, shard, group.add_up)
         self._followers = followers
         self._journal = KVJournal()
-        self._told = False
+        self._announced = False
 
     def new_kv(self) -> SequenceKV:
         return MirroredKV(self.kv_shape, self.model.embed_tokens.weight.data, self._journal)
@@ -93,20 +93,20 @@ class LeaderLlama(ShardedLlama):
 
     def _batch(self, parts: Sequence[BatchPart]) -> Batch:
         batch = super()._batch(parts)  # what it refuses, the followers never hear of
-        told = [(cast("MirroredKV", kv).number, list(tokens)) for tokens, kv in parts]
-        self._told = True
-        self._followers.tell(step(self._journal.take(), told))
+        forked = [(cast("MirroredKV", kv).number, list(tokens)) for tokens, kv in parts]
+        self._announced = True
+        self._followers.tell(step(self._journal.take(), forked))
         return batch
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        self._told = False
+        self._announced = False
         try:
             yield
         except RankLost:
             raise
         except Exception as error:  # whatever it was: half a step cannot be taken back
-            if not self._told:
+            if not self._announced:
                 raise
             reason = f"it gave up in the middle of a step: {type(error).__name__}: {error}"
             raise self._followers.lose(0, reason) from error
@@ -166,8 +166,8 @@ class LeaderScheduler(TextScheduler):
                 self._fan_out.run(message, lambda: super(LeaderScheduler, self).take(message))
             case StepDone():
                 self._fan_out.own_step(message)
-            case RankMessage(rank, told):
-                self._fan_out.heard(rank, told)
+            case RankMessage(rank, reported):
+                self._fan_out.heard(rank, reported)
             case StepOverdue():
                 self._fan_out.overdue(message)
             case RankLost():

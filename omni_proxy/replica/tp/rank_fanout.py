@@ -63,7 +63,7 @@ class _Operation:
     """
 
     order: Admin
-    told: bool = False
+    announced: bool = False
     late: bool = False
     halting: bool = True
     answered: bool = False
@@ -88,7 +88,7 @@ class RankFanOut:
     @property
     def halting(self) -> bool:
         """Whether any follower runs a step during which nothing may be computed."""
-        return any(each.told and each.halting for each in self._live.values())
+        return any(each.announced and each.halting for each in self._live.values())
 
     def run(self, order: Admin, begin: Callable[[], None]) -> None:
         """Starts the operation at rank 0 and, unless that refuses at once, at all others."""
@@ -96,7 +96,7 @@ class RankFanOut:
         begin()
         self._note_halt(operation)
         if operation.own is None or operation.own.success:
-            operation.told = True
+            operation.announced = True
             self._leading.tell(order)
         self._go_on(operation)
 
@@ -157,7 +157,7 @@ class RankFanOut:
     def _give_up(self, operation: _Operation) -> None:
         """If a rank has failed the current step, aborts it at the others."""
         number = operation.judged + 1
-        if not operation.told or operation.own is not None or operation.given_up == number:
+        if not operation.announced or operation.own is not None or operation.given_up == number:
             return
         if fault := _fault_of(operation, number):
             operation.given_up = number
@@ -193,7 +193,9 @@ class RankFanOut:
             self._leading.tell(verdict(own.op_id, vote.number, fault))
             operation.judged = max(operation.judged, vote.number)
         operation.votes.clear()
-        missing = [r for r in self._ranks if r not in operation.results] if operation.told else []
+        missing = (
+            [r for r in self._ranks if r not in operation.results] if operation.announced else []
+        )
         if not operation.answered and (operation.late or not missing):
             operation.answered = True
             results = [operation.results[rank] for rank in sorted(operation.results)]
@@ -211,7 +213,7 @@ def _fault_of(operation: _Operation, number: int, missing: Iterable[int] = ()) -
         for rank, vote in operation.votes.items()
         if vote.fault and vote.number >= number
     )
-    faults += (_told(result) for result in operation.results.values() if not result.success)
+    faults += (_describe(result) for result in operation.results.values() if not result.success)
     if missing:
         faults.append(f"{NOT_COLLECTED}: {_named(missing)}")
     return "; ".join(faults)
@@ -221,7 +223,7 @@ def _damaged(message: Vote | AdminResult) -> bool:
     return message.damaged if isinstance(message, Vote) else bool(message.data.get(DAMAGED))
 
 
-def _told(result: AdminResult) -> str:
+def _describe(result: AdminResult) -> str:
     return f"rank {result.rank}: {result.error or result.message}"
 
 
@@ -236,16 +238,16 @@ def merged(
     if own.success and missing:
         message, error = NOT_COLLECTED, f"{NOT_COLLECTED}: {_named(missing)}"
     elif own.success and failed:
-        message = error = "; ".join(map(_told, failed))
-    told = {"tp_size": size, "rank_results": [msgspec.structs.asdict(each) for each in ranked]}
+        message = error = "; ".join(map(_describe, failed))
+    merged = {"tp_size": size, "rank_results": [msgspec.structs.asdict(each) for each in ranked]}
     if damaged := [each for each in ranked if _damaged(each)]:  # rank 0 holds its own for whole
-        message = error = "; ".join(map(_told, damaged))
-        told |= {DAMAGED: True, "engine_paused": True}
+        message = error = "; ".join(map(_describe, damaged))
+        merged |= {DAMAGED: True, "engine_paused": True}
     return msgspec.structs.replace(
         local,
         success=not failed and not missing,
         message=message,
-        data=own.data | told,
+        data=own.data | merged,
         error=error,
     )
 

@@ -76,7 +76,7 @@ class VersionIntegrity:
         """JSON-ready."""
         return {"weights": self.standing.value, "buckets_applied": self.buckets}
 
-    def told(self, version: str) -> str:
+    def describe(self, version: str) -> str:
         """The state of the weights in words, for error texts."""
         if self.standing is IntegrityState.WHOLE:
             return f"the weights of version {version!r} are whole"
@@ -99,11 +99,11 @@ ACTIVE = (
 )
 ACTIVE_ERROR = "active requests present during weight update"
 UPDATED = "Succeeded to update parameter online."
-IDS_TOLD = 16
+IDS_SHOWN = 16
 
 # Yields the steps that bring new values here, and returns them.
 StagingSteps: TypeAlias = Generator[Step, Any, StagedTensors]
-Told: TypeAlias = Mapping[str, Any]
+PayloadFields: TypeAlias = Mapping[str, Any]
 
 
 def stage_in_background(step: Callable[[], StagedTensors]) -> StagingSteps:
@@ -134,7 +134,12 @@ class UpdateOptions:
 
     @classmethod
     def of(
-        cls, payload: Told, *, pause_on_failure: bool, flush_cache: bool = True, whole: bool = True
+        cls,
+        payload: PayloadFields,
+        *,
+        pause_on_failure: bool,
+        flush_cache: bool = True,
+        whole: bool = True,
     ) -> UpdateOptions:
         """`flush_cache` where the caller does not say."""
         version = payload.get("weight_version")
@@ -181,44 +186,54 @@ class Lifecycle:
                 yield BackgroundStep(session.staged.forget)
 
     def update(
-        self, wish: UpdateOptions, bring: StagingSteps, told: Told, *, in_session: bool = True
+        self,
+        options: UpdateOptions,
+        bring: StagingSteps,
+        details: PayloadFields,
+        *,
+        in_session: bool = True,
     ) -> Generator[Step, Any, OperationOutcome]:
         """Run one update, which running requests refuse; `told` is in its answer's data.
 
         While a session is open it keeps the new weights, but for an update not `in_session`.
         """
         active = self._scheduler.active_ids()
-        if active and not (wish.abort_all_requests or self._retracted):
+        if active and not (options.abort_all_requests or self._retracted):
             bring.close()
-            return self._refuse(wish, active)
-        answer = yield from self.take_in(wish, bring, told, in_session=in_session)
+            return self._refuse(options, active)
+        answer = yield from self.take_in(options, bring, details, in_session=in_session)
         return answer
 
     def take_in(
-        self, wish: UpdateOptions, bring: StagingSteps, told: Told, *, in_session: bool = True
+        self,
+        options: UpdateOptions,
+        bring: StagingSteps,
+        details: PayloadFields,
+        *,
+        in_session: bool = True,
     ) -> Generator[Step, Any, OperationOutcome]:
         """The same whatever is running."""
         dropped, flushed = 0, None
         staged: StagedTensors | None = None
         try:
             staged = yield from bring
-            if wish.abort_all_requests:
+            if options.abort_all_requests:
                 dropped = self._scheduler.drop_all()
             if self.session is not None and in_session:
-                self._keep(self.session, staged, wish)
+                self._keep(self.session, staged, options)
             else:
-                yield from self.swap(staged, wish)
-                flushed = True if wish.flush_cache else None
+                yield from self.swap(staged, options)
+                flushed = True if options.flush_cache else None
         except Exception as error:  # whatever it was, the caller must learn what weights there are
             if staged is not None:
                 with suppress(PeerError):
                     yield BackgroundStep(staged.forget)
-            return self.failed(wish, error, {"num_paused_requests": dropped, **told})
-        if wish.keep_pause:
+            return self.failed(options, error, {"num_paused_requests": dropped, **details})
+        if options.keep_pause:
             self._hold()
-        return True, UPDATED, self._data(wish, dropped, flushed) | dict(told), None
+        return True, UPDATED, self._data(options, dropped, flushed) | dict(details), None
 
-    def swap(self, staged: StagedTensors, wish: UpdateOptions) -> Generator[Step, Any, None]:
+    def swap(self, staged: StagedTensors, options: UpdateOptions) -> Generator[Step, Any, None]:
         """Put new weights in place and forget what was computed with the old ones."""
         scheduler = self._scheduler
         # No request that goes on may mix the keys of two sets of weights.
@@ -234,10 +249,10 @@ class Lifecycle:
             yield staged.forget
         # Even where the caller wants no flush: what is kept there belongs to the old weights.
         scheduler.cache.flush()
-        self.integrity.bucket(last=wish.last)
-        if wish.weight_version is not None:
-            scheduler.weight_version = wish.weight_version
-        if wish.torch_empty_cache and torch.cuda.is_available():
+        self.integrity.bucket(last=options.last)
+        if options.weight_version is not None:
+            scheduler.weight_version = options.weight_version
+        if options.torch_empty_cache and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def end_session(self, *, running: bool = False) -> Generator[Step, Any, OperationOutcome]:
@@ -245,18 +260,18 @@ class Lifecycle:
         may be recomputed; else it is over then."""
         session, scheduler = self.session, self._scheduler
         if session is None:
-            told = "no weight-update session is open; call begin_weight_update() first"
-            return False, told, {}, told
+            details = "no weight-update session is open; call begin_weight_update() first"
+            return False, details, {}, details
         active = scheduler.active_ids()
         if active and not scheduler.paused and not running:
             return self._refuse(UpdateOptions(), active)
         count = len(session.staged)
-        wish = UpdateOptions(weight_version=session.weight_version, pause_on_failure=True)
+        options = UpdateOptions(weight_version=session.weight_version, pause_on_failure=True)
         try:
-            yield from self.swap(session.staged, wish)
+            yield from self.swap(session.staged, options)
         except Exception as error:  # as in an update
             yield from self.drop_session()
-            return self.failed(wish, error, {"tensors": count})
+            return self.failed(options, error, {"tensors": count})
         self.session = None
         data = {"tensors": count, "weight_version": scheduler.weight_version}
         return True, "Succeeded to end weight update.", data, None
@@ -284,35 +299,37 @@ class Lifecycle:
     def _retracted(self) -> bool:
         return self._scheduler.paused and self._scheduler.pause_mode == "retract"
 
-    def _keep(self, session: UpdateSession, staged: StagedTensors, wish: UpdateOptions) -> None:
+    def _keep(self, session: UpdateSession, staged: StagedTensors, options: UpdateOptions) -> None:
         session.staged.update(staged)
-        if wish.weight_version is not None:
-            session.weight_version = wish.weight_version
+        if options.weight_version is not None:
+            session.weight_version = options.weight_version
 
     def _hold(self) -> None:
         """Pause, in place unless it is paused already."""
         if not self._scheduler.paused:
             self._scheduler.pause("in_place")
 
-    def _refuse(self, wish: UpdateOptions, active: list[str]) -> OperationOutcome:
-        if wish.keep_pause or wish.pause_on_failure:
+    def _refuse(self, options: UpdateOptions, active: list[str]) -> OperationOutcome:
+        if options.keep_pause or options.pause_on_failure:
             self._hold()
         data = {
             "active_request_count": len(active),
-            "active_request_ids": active[:IDS_TOLD],
-            "abort_all_requests": wish.abort_all_requests,
+            "active_request_ids": active[:IDS_SHOWN],
+            "abort_all_requests": options.abort_all_requests,
             "pause_mode": self._scheduler.pause_mode,
             "engine_paused": self._scheduler.paused,
         }
         return False, ACTIVE, data, ACTIVE_ERROR
 
-    def failed(self, wish: UpdateOptions, error: Exception, told: Told) -> OperationOutcome:
+    def failed(
+        self, options: UpdateOptions, error: Exception, details: PayloadFields
+    ) -> OperationOutcome:
         """The answer for an update that did not come to its end."""
         if not isinstance(
             error, CallOutOfOrder
         ):  # that one came at the wrong time, and ended nothing
             self.integrity.broken()
-        held = self.integrity.told(self._scheduler.weight_version)
+        held = self.integrity.describe(self._scheduler.weight_version)
         match error:
             case WeightsError() | GroupError() | PeerError():
                 message = f"{str(error).rstrip('.')}. Nothing was changed: {held}"
@@ -320,22 +337,22 @@ class Lifecycle:
                 message = f"The swap failed and was undone: {held}. {error}"
             case DamagedWeightsError():
                 self.damaged()
-                told = {**told, DAMAGED: True}
+                details = {**details, DAMAGED: True}
                 message = f"The weights are damaged: update them before you continue. {error}"
             case _:
                 log.error("a weight update failed", exc_info=error)
                 message = f"{type(error).__name__}: {error}. Nothing was changed: {held}"
-        if wish.keep_pause or wish.pause_on_failure:
+        if options.keep_pause or options.pause_on_failure:
             self._hold()
         status = {"status_code": error.status} if isinstance(error, CallOutOfOrder) else {}
-        return False, message, self._data(wish, 0, None) | status | dict(told), message
+        return False, message, self._data(options, 0, None) | status | dict(details), message
 
-    def _data(self, wish: UpdateOptions, dropped: int, flushed: bool | None) -> dict[str, Any]:
+    def _data(self, options: UpdateOptions, dropped: int, flushed: bool | None) -> dict[str, Any]:
         return {
             "num_paused_requests": dropped,
-            "flush_cache": wish.flush_cache,
+            "flush_cache": options.flush_cache,
             "flush_success": flushed,
             "cache_epoch": self._scheduler.cache.epoch,
-            "keep_pause": wish.keep_pause,
+            "keep_pause": options.keep_pause,
             "engine_paused": self._scheduler.paused,
         }

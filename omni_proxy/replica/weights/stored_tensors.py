@@ -159,8 +159,8 @@ class StoredTensors:
         if place < data_bytes:
             raise self._fault(f"has {data_bytes - place} bytes that belong to no tensor")
 
-    def _fault(self, told: str) -> WeightsError:
-        return WeightsError(f"{self.title} {told}")
+    def _fault(self, reason: str) -> WeightsError:
+        return WeightsError(f"{self.title} {reason}")
 
 
 def stage_serialized(

@@ -51,7 +51,7 @@ class TwoPhase:
 
     def prepare_weights_update(self, order: Admin) -> Steps:
         payload, name = order.payload, group_name(order.payload)
-        told: dict[str, Any] = {"group_name": name}
+        response: dict[str, Any] = {"group_name": name}
         try:
             terms = self._sync.terms
             ready_secs = min(parse_deadline(payload, terms.ready_secs), terms.ready_secs)
@@ -60,16 +60,16 @@ class TwoPhase:
             current = yield from self._sync.arm(wanted, halting=False)
         except (WeightsError, GroupError, PeerError) as error:
             if isinstance(error, CallOutOfOrder):
-                return False, str(error), told | {"status_code": error.status}, str(error)
+                return False, str(error), response | {"status_code": error.status}, str(error)
             # Whoever is refused the next bucket of a sync has nothing to end it with.
             self._lifecycle.integrity.broken()
-            return False, str(error), told, str(error)
-        told |= _size(current)
+            return False, str(error), response, str(error)
+        response |= _size(current)
         message = (
-            f"ready for {told['num_tensors']} tensors, {told['num_bytes']} bytes, in "
-            f"{told['num_buckets']} buckets"
+            f"ready for {response['num_tensors']} tensors, {response['num_bytes']} bytes, in "
+            f"{response['num_buckets']} buckets"
         )
-        return True, message, told, None
+        return True, message, response, None
 
     def complete_weights_update(self, order: Admin) -> Steps:
         payload, name = order.payload, group_name(order.payload)
@@ -81,11 +81,11 @@ class TwoPhase:
             status = refusal.status if isinstance(refusal, CallOutOfOrder) else OUT_OF_ORDER_STATUS
             return False, str(refusal), {"group_name": name, "status_code": status}, str(refusal)
         # Whoever cannot say it means no flush: the seed's default, not SGLang's.
-        wish = UpdateOptions.of(
+        options = UpdateOptions.of(
             payload, pause_on_failure=False, flush_cache=False, whole=current.whole
         )
         bring = self._receive(current, secs, halting=False)
-        answer = yield from self._lifecycle.take_in(wish, bring, {"group_name": name})
+        answer = yield from self._lifecycle.take_in(options, bring, {"group_name": name})
         success, message, data, error = answer
         yield from self._sync.settle(current, kept=success)
         data |= {"num_buckets_received": len(current.plans) if success else current.buckets_come}
@@ -97,10 +97,10 @@ class TwoPhase:
     def update_weights_from_distributed(self, order: Admin) -> Steps:
         """Both phases at once, while nothing is computed."""
         payload = order.payload
-        wish = UpdateOptions.of(payload, pause_on_failure=True, whole=False)
-        told = {"group_name": group_name(payload), "names": payload.get("names")}
+        options = UpdateOptions.of(payload, pause_on_failure=True, whole=False)
+        response = {"group_name": group_name(payload), "names": payload.get("names")}
         box: list[PendingTransfer] = []
-        answer = yield from self._lifecycle.update(wish, self._both(payload, box), told)
+        answer = yield from self._lifecycle.update(options, self._both(payload, box), response)
         for current in box:
             yield from self._sync.settle(current, kept=answer[0])
         return answer

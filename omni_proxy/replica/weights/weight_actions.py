@@ -36,7 +36,7 @@ from omni_proxy.replica.weights.weight_transfer import WeightTransfer
 from omni_proxy.replica.weights.weights_folder import WeightsFolder
 
 SELECTORS = ("all", "target")
-ROWS_TOLD = 100
+ROWS_SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +136,12 @@ class WeightActions:
         payload, scheduler = order.payload, self._scheduler
         if (refusal := self._busy()) is not None:
             return refusal
-        wish = UpdateOptions.of(payload, pause_on_failure=False)
+        options = UpdateOptions.of(payload, pause_on_failure=False)
         bring = stage_in_background(partial(self._stage, payload))
         # Whoever calls as in vLLM has running requests recomputed.
         beside = payload.get("beside_requests", False)
         update = self._lifecycle.take_in if beside else self._lifecycle.update
-        answer = yield from update(wish, bring, {}, in_session=False)
+        answer = yield from update(options, bring, {}, in_session=False)
         success, message, data, error = answer
         if success:
             message = "Succeeded to update model weights."
@@ -149,12 +149,12 @@ class WeightActions:
             scheduler.load_format = payload.get("load_format") or scheduler.load_format
             # The whole model is new: what was gathered for the one before fits no more.
             yield from self._lifecycle.drop_session()
-        told = {
+        response = {
             "model_path": payload.get("model_path"),
             "weight_version": scheduler.weight_version,
             "token_step": payload.get("token_step", 0),
         }
-        return success, message, data | told, error
+        return success, message, data | response, error
 
     def _stage(self, payload: dict[str, Any]) -> StagedTensors:
         """Raises WeightsError."""
@@ -179,12 +179,12 @@ class WeightActions:
     def update_weights_from_tensor(self, order: Admin) -> Steps:
         if (refusal := self._busy()) is not None:
             return refusal
-        wish = UpdateOptions.of(order.payload, pause_on_failure=True, whole=False)
+        options = UpdateOptions.of(order.payload, pause_on_failure=True, whole=False)
         rank = self._rank
         bring = stage_in_background(
             partial(stage_serialized, order.payload, self._target, rank.rank, rank.size)
         )
-        answer = yield from self._lifecycle.update(wish, bring, {"metadata_only": False})
+        answer = yield from self._lifecycle.update(options, bring, {"metadata_only": False})
         return answer
 
     def _busy(self) -> OperationOutcome | None:
@@ -200,7 +200,7 @@ class WeightActions:
 
     def init_weights_update_group(self, order: Admin) -> Steps:
         payload, name = order.payload, group_name(order.payload)
-        told = {
+        response = {
             "group_name": name,
             "world_size": payload.get("world_size"),
             "rank_offset": payload.get("rank_offset", 0),
@@ -220,11 +220,11 @@ class WeightActions:
         except (WeightsError, GroupError, PeerError) as error:
             message = f"Failed to initialize custom process group: {error}"
             status = {"status_code": error.status} if isinstance(error, CallOutOfOrder) else {}
-            return False, message, told | status, message
+            return False, message, response | status, message
         # Whoever makes a group begins anew: nobody is left who would end an older sync.
         self._lifecycle.integrity.broken()
         yield from self._lifecycle.drop_session()
-        return True, "Succeeded to initialize custom process group.", told, None
+        return True, "Succeeded to initialize custom process group.", response, None
 
     def destroy_weights_update_group(self, order: Admin) -> Steps:
         name = group_name(order.payload)
@@ -273,7 +273,7 @@ class WeightActions:
     def get_weights_by_name(self, order: Admin) -> Steps:
         name = order.payload.get("name")
         try:
-            rows = _whole(order.payload, "truncate_size", 0, 2**40, ROWS_TOLD)
+            rows = _whole(order.payload, "truncate_size", 0, 2**40, ROWS_SHOWN)
             own = self._target.own_name(name if isinstance(name, str) else "")
         except WeightsError as error:
             return failure(str(error))

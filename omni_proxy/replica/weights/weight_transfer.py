@@ -150,8 +150,8 @@ class WeightTransfer:
         self._form, self._joined = form, True
         self._lifecycle.integrity.broken()
         yield from self._lifecycle.drop_session()
-        told = {"rank": rendezvous.rank, "world_size": rendezvous.world_size}
-        return True, "Weight transfer initialized", told, None
+        response = {"rank": rendezvous.rank, "world_size": rendezvous.world_size}
+        return True, "Weight transfer initialized", response, None
 
     def shutdown_weight_transfer_engine(self, order: Admin) -> Steps:
         if self._lifecycle.session is not None:
@@ -178,9 +178,9 @@ class WeightTransfer:
             yield from self._lifecycle.drop_session()
             return failure(NOT_JOINED)
         box: list[PendingTransfer] = []
-        wish = UpdateOptions(whole=False)
+        options = UpdateOptions(whole=False)
         bring = self._receive(order.payload.get("update_info"), session, box)
-        success, message, data, error = yield from self._lifecycle.take_in(wish, bring, {})
+        success, message, data, error = yield from self._lifecycle.take_in(options, bring, {})
         for current in box:
             yield from self._sync.settle(current, kept=success)
         if not success:

@@ -42,16 +42,16 @@ _LOOK_BYTES = 64
 NAME, NAME_END, PART, SCRIPT, TOKENS = b"\xfa", b"\xfb", b"\xfc", b"\xfd", b"\xfe"
 
 
-class _SaidPart(msgspec.Struct, gc=False):
+class _SpokenPart(msgspec.Struct, gc=False):
     text: str | None = None
     type: str | None = None
 
 
-class _Said(msgspec.Struct, gc=False):
+class _Spoken(msgspec.Struct, gc=False):
     """A message as nearly all are."""
 
     role: str
-    content: str | list[_SaidPart]
+    content: str | list[_SpokenPart]
 
 
 class _Piece(msgspec.Struct, gc=False):
@@ -63,7 +63,7 @@ class _Piece(msgspec.Struct, gc=False):
     type: msgspec.Raw = ABSENT
 
 
-_decode_talk = msgspec.json.Decoder(list[_Said]).decode
+_decode_talk = msgspec.json.Decoder(list[_Spoken]).decode
 _decode_piece = msgspec.json.Decoder(_Piece).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 
@@ -115,7 +115,7 @@ def _plain_talk(messages: msgspec.Raw, limit: int) -> bytes | None:
     return text if len(text) <= limit else None
 
 
-def _plain_parts(parts: list[_SaidPart], limit: int) -> bytes:
+def _plain_parts(parts: list[_SpokenPart], limit: int) -> bytes:
     is_given = [
         _name(part.type) if part.text is None else _utf8(part.text, limit) for part in parts
     ]

@@ -145,7 +145,7 @@ class _WorkerDelivery:
         if not result.success or not self.options.prove:
             return _with_fields(result, more)
         proof = await self.prove(worker)
-        result = _with_fields(result, {**more, **proof.told()})
+        result = _with_fields(result, {**more, **proof.to_dict()})
         if proof.differs:
             message = f"it took {self.version.name}, but {proof.differs}"
             failure = {"success": False, "status": "error", "message": message}

@@ -28,7 +28,7 @@ class WorkerProof:
     def proven(self) -> bool:
         return self.checked > 0 and not self.differs
 
-    def told(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
         reason = {"unverified": self.reason} if self.reason else {}
         return {"checked_tensors": self.checked, "checksum": self.whole or None, **reason}

@@ -164,8 +164,8 @@ class RequestHeadCache:
 
     def parse(self, head: bytes) -> RequestHead:
         """Raises Refusal for what must not pass."""
-        told = _LENGTH.search(head)
-        length = told[1] if told is not None else None
+        match = _LENGTH.search(head)
+        length = match[1] if match is not None else None
         last = self._last
         found = last.read(head, length) if last is not None else None
         return found if found is not None else self._looked_up(head, length)

@@ -79,8 +79,8 @@ class _Routes:
             spoken = await self._service.synthesize(ask, request_id)
         except SpeechError as refusal:
             error = refusal.under(f"items.{index}").error()
-            told = {name: value for name, value in error.items() if value is not None}
-            return {"index": index, "status": "error", "error": told}
+            error_fields = {name: value for name, value in error.items() if value is not None}
+            return {"index": index, "status": "error", "error": error_fields}
         return {
             "index": index,
             "status": "success",

@@ -90,8 +90,8 @@ class MessageRoutes:
         except (DetailError, VllmError) as error:
             return _refusal(to_vllm_error(error))
         count = len(tokens)
-        told = {"input_tokens": count, "context_management": {"original_input_tokens": count}}
-        return json_response(told)
+        response = {"input_tokens": count, "context_management": {"original_input_tokens": count}}
+        return json_response(response)
 
     async def _answer(self, body: MessagesBody) -> Response:
         request = await self._to_request(body)

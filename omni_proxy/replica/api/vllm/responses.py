@@ -161,8 +161,8 @@ class ResponseRoutes:
             try:
                 result = await self._context.client.completion(request, turn.request_id)
             except CLIENT_ERRORS as error:
-                told = {"code": "server_error", "message": str(error)}
-                stored.body = turn.response | {"status": "failed", "error": told}
+                failure = {"code": "server_error", "message": str(error)}
+                stored.body = turn.response | {"status": "failed", "error": failure}
             else:
                 if self._store.get(turn.request_id) is stored:
                     self._ended(turn, result)

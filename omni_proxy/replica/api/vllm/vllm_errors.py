@@ -29,7 +29,7 @@ from omni_proxy.replica.api.native.admin_operations import error_message
 P = ParamSpec("P")
 S = TypeVar("S", bound=msgspec.Struct)
 
-MAX_PROBLEMS_TOLD: Final = 10
+MAX_PROBLEMS_SHOWN: Final = 10
 MAX_INPUT_CHARS: Final = 200
 TYPES: Final[Mapping[int, str]] = {
     400: "BadRequestError",
@@ -100,14 +100,14 @@ def invalid(problems: list[dict[str, Any]]) -> VllmError:
     """The 400 for a body or a query whose fields are invalid."""
     count = len(problems)
     label = "error" if count == 1 else "errors"
-    lines = [f"  {_told(each)}" for each in problems[:MAX_PROBLEMS_TOLD]]
+    lines = [f"  {_describe(each)}" for each in problems[:MAX_PROBLEMS_SHOWN]]
     if count > len(lines):
         lines.append(f"  ...and {count - len(lines)} more {label}")
     message = "\n".join([f"{count} validation {label}:", *lines])
     return VllmError(400, message, kind=phrase(400), param=_path(problems[0]))
 
 
-def _told(item: Mapping[str, Any]) -> str:
+def _describe(item: Mapping[str, Any]) -> str:
     return str({**item, "loc": _path(item), "input": _summary(item.get("input"))})
 
 
@@ -169,8 +169,8 @@ def vllm_view(view: Callable[P, Awaitable[Response]]) -> Callable[P, Awaitable[R
         try:
             return await view(*args, **kwargs)
         except (DetailError, OpenAIError, VllmError, *CLIENT_ERRORS) as error:
-            told = to_vllm_error(error)
+            response = to_vllm_error(error)
             headers = error.headers if isinstance(error, DetailError) else {}
-            return json_response(told.body(), told.status, headers)
+            return json_response(response.body(), response.status, headers)
 
     return answer

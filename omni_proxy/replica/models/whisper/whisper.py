@@ -114,10 +114,10 @@ class Whisper:
         for start, end in windows(samples_16k):
             if aborted() or budget.spent:
                 break
-            told = len(pieces.text)
+            length = len(pieces.text)
             pieces.next_window()
             self._transcribe_window(samples_16k[start:end], pieces, aborted, budget)
-            if text := pieces.text[told:].strip():
+            if text := pieces.text[length:].strip():
                 segments.append(Segment(start / RATE, end / RATE, text))
         duration_secs = len(samples_16k) / RATE
         return Transcript(pieces.text, LANGUAGE, duration_secs, tuple(segments), budget.spent)
