@@ -63,11 +63,11 @@ class FastPathCache:
         template = head.template
         if template is None:
             return None
-        found = self._by_template.get(template)
-        if found is None:
-            found = self._cached(head, template) or _NEVER
-            self._by_template.put(template, found)
-        return found if isinstance(found, CachedRequest) else None
+        cached = self._by_template.get(template)
+        if cached is None:
+            cached = self._cached(head, template) or _NEVER
+            self._by_template.put(template, cached)
+        return cached if isinstance(cached, CachedRequest) else None
 
     def _cached(self, head: RequestHead, template: HeadTemplate) -> CachedRequest | None:
         if not template.counted:

@@ -73,13 +73,13 @@ class RetryState:
         self._release(worker)
         await self._back_off()
         try:
-            found = io.services.balancer.acquire(exchange, self._tried)
+            another = io.services.balancer.acquire(exchange, self._tried)
         except HttpError:
             return None
         self._note(worker, failure)
         io.upstream = None
         start.release()
-        return found
+        return another
 
     def _count(self, worker: Worker, status: int) -> None:
         """Report a status that counts against the worker (`counts_as_failed`).
