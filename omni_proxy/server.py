@@ -29,7 +29,7 @@ from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.outlier_ejector import OutlierEjector

@@ -25,7 +25,10 @@ from omni_proxy.admin_api.routes.models_routes import ExplainRoutes, MergedModel
 from omni_proxy.admin_api.routes.rl_routes import RlRoutes
 from omni_proxy.admin_api.routes.rollout_routes import RolloutRoutes
 from omni_proxy.admin_api.routes.sglang_routes import SessionRoutes, SglangRoutes
-from omni_proxy.admin_api.routes.weight_routes import WeightOperationRoutes, WeightVersionRoutes
+from omni_proxy.admin_api.routes.weight_status_routes import (
+    WeightOperationRoutes,
+    WeightVersionRoutes,
+)
 from omni_proxy.admin_api.routes.worker_routes import DrainRoutes, WorkerRoutes
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords, reasons

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops.selector import Selector, SelectorError, parse_selector
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import Call, broadcast
 from omni_proxy.wire.errors import HttpError

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
 
-from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget
+from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.config.flags import Dialect
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import Prober
 from omni_proxy.routing.policies import Policy
-from omni_proxy.routing.responses import ResponseOwners
+from omni_proxy.routing.stored_responses import ResponseOwners
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.telemetry.instruments import Instruments

@@ -15,7 +15,7 @@ from omni_proxy.admin_api.responses import bad_request
 from omni_proxy.admin_api.services import Services
 from omni_proxy.config.overlay import WorkerSpec, with_defaults
 from omni_proxy.config.url import dial_address
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import Call, call_worker
 from omni_proxy.upstream_http.resolver import RefusedAddress, resolve

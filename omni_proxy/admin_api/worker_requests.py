@@ -17,7 +17,7 @@ from omni_proxy.admin_api.fleet_changes import gateway_id
 from omni_proxy.admin_api.responses import bad_request
 from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.config.url import normalize_url
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 

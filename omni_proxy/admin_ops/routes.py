@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from omni_proxy.admin_ops.engine_words import EngineCall
+from omni_proxy.admin_ops.engine_dialects import EngineCall
 
 
 class Kind(StrEnum):

@@ -15,9 +15,9 @@ from time import monotonic, time
 
 import trio
 
-from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget
+from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.config.schema import Config, RoutingConfig
-from omni_proxy.dataplane.abort import abort_requests
+from omni_proxy.dataplane.abort_waiting import abort_requests
 from omni_proxy.dataplane.accept.listeners import Listeners, PreparedListeners
 from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
@@ -34,11 +34,11 @@ from omni_proxy.dataplane.status import admission_record, status_record, totals_
 from omni_proxy.dataplane.upstream.acquire import Balancer
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.policies import Policy, RandomBelow, build_policy
-from omni_proxy.routing.policies.sessions import Sessions
+from omni_proxy.routing.policies.session_load import Sessions
 from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 

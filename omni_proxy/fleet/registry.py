@@ -13,7 +13,7 @@ from datetime import datetime
 from urllib.parse import unquote
 
 from omni_proxy.config.overlay import WorkerSpec
-from omni_proxy.fleet.health import Health, Thresholds
+from omni_proxy.fleet.health_state import Health, Thresholds
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
 

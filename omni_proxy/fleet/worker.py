@@ -21,7 +21,7 @@ from msgspec import Struct
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.config.url import dial_address, display_id, worker_id
-from omni_proxy.fleet.health import Health, HealthMachine
+from omni_proxy.fleet.health_state import Health, HealthMachine
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 
 CAPABILITY_BITS: dict[str, int] = {

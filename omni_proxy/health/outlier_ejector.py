@@ -13,7 +13,7 @@ import trio
 
 from omni_proxy.config.overlay import SavedState, with_deleted
 from omni_proxy.config.schema import Config
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore

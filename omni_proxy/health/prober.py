@@ -27,7 +27,7 @@ import trio
 from omni_proxy.config.schema import Config
 from omni_proxy.config.schema import HealthConfig as HealthConfig
 from omni_proxy.config.url import dial_address
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker
 from omni_proxy.runtime_config.config_store import ConfigStore

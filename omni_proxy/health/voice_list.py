@@ -17,7 +17,7 @@ import trio
 from omni_proxy.backoff import Backoff
 from omni_proxy.config.state import SavedVoices
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, CallResult, call_worker
 

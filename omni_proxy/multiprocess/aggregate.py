@@ -11,16 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget
+from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.dataplane.status import MAX_CONNECTIONS
-from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.ipc import ProcessStats
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.multiprocess.process_slot import ProcessSlot
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies import Policy
-from omni_proxy.routing.responses import ResponseOwners
+from omni_proxy.routing.stored_responses import ResponseOwners
 from omni_proxy.watchdog import Watchdog
 
 COUNTS: Final = ("accepted", "failures", "failed_tls_handshakes", "answers_across_versions")

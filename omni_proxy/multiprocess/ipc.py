@@ -25,7 +25,7 @@ import msgspec
 import trio
 from msgspec import Struct
 
-from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget
+from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import WorkerState
 

@@ -17,7 +17,7 @@ import trio
 from msgspec import structs
 from msgspec.structs import replace
 
-from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget, merged
+from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget, merged
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.accept.listener import Listener
 from omni_proxy.dataplane.dataplane import DataPlane

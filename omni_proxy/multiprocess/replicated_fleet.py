@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Final
 
 from omni_proxy.config.overlay import WorkerSpec
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import HALF_OPEN_ELSEWHERE, Worker, WorkerState, apply_state
 from omni_proxy.multiprocess.ipc import (

@@ -19,7 +19,7 @@ from typing import Final
 
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker, WorkerState, worker_state
 
 ROWS: Final = 1025  # [server] processes has at most 1024

@@ -32,7 +32,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.ipc import StartCommand, VoiceListMessage, VoicesChangedEvent
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, SendEvent, SharedWorker
 from omni_proxy.multiprocess.shared_counters import CELLS, PROCESS_CELL, Cells, fence
-from omni_proxy.routing.responses import MAX_RESPONSES
+from omni_proxy.routing.stored_responses import MAX_RESPONSES
 
 
 class SharedInFlight(InFlight):

@@ -18,7 +18,7 @@ from typing import Final
 from msgspec import structs
 
 from omni_proxy.config.schema import Config
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import WorkerState
 from omni_proxy.multiprocess.ipc import StateSnapshot, VoiceListMessage

@@ -30,7 +30,7 @@ from omni_proxy.config.overlay import desired_workers, prune_state
 from omni_proxy.config.parse import ConfigError, Problem, parse
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import SavedState, SavedVoices
-from omni_proxy.fleet.health import thresholds_of
+from omni_proxy.fleet.health_state import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.policies.plugins import check_policy
 from omni_proxy.runtime_config.membership_lock import MembershipLock

@@ -20,7 +20,7 @@ from sys import intern
 from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.histogram import (

@@ -15,7 +15,7 @@ from typing import Final
 
 import trio
 
-from omni_proxy.admin_ops.engine_words import EngineCall, in_other_words
+from omni_proxy.admin_ops.engine_dialects import EngineCall, in_other_words
 from omni_proxy.admin_ops.results import WorkerResult, parsed, version_of
 from omni_proxy.admin_ops.routes import CONTINUE, AdminRoute
 from omni_proxy.fleet.worker import Worker

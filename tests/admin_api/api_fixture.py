@@ -13,14 +13,14 @@ import trio
 
 from omni_proxy.admin_api.app import create_app
 from omni_proxy.admin_api.services import Services
-from omni_proxy.admin_ops.abort import AbortFindings
+from omni_proxy.admin_ops.abort_requests import AbortFindings
 from omni_proxy.config.overlay import desired_workers
 from omni_proxy.config.schema import CAPABILITIES, AdminConfig, Config, RoutingConfig, WorkerEntry
 from omni_proxy.config.state import SavedState
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.routing.policies import build_policy
-from omni_proxy.routing.responses import own_response_owners
+from omni_proxy.routing.stored_responses import own_response_owners
 from omni_proxy.runtime_config.membership_lock import MembershipLock
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.telemetry.instruments import Instruments

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.admin_ops.abort import (
+from omni_proxy.admin_ops.abort_requests import (
     MAX_IDS,
     AbortDialect,
     AbortFindings,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.admin_ops.engine_words import EngineCall, in_other_words
+from omni_proxy.admin_ops.engine_dialects import EngineCall, in_other_words
 
 
 def post(target, **fields):

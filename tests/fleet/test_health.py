@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from omni_proxy.fleet.health import LAST_ERROR_CHARS, Health, HealthMachine, Thresholds
+from omni_proxy.fleet.health_state import LAST_ERROR_CHARS, Health, HealthMachine, Thresholds
 from tests.fleet.entries import NOW
 
 OUT = (Health.UNHEALTHY, Health.DEAD)

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.fleet.voice_registry import VoiceRegistry
 
 A, B = "http://a:1", "http://b:1"
 

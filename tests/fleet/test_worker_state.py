@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import WorkerState, apply_state, configured_entry, worker_state
 from tests.fleet.entries import NOW, entry, fleet_of
 

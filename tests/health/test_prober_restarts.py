@@ -5,7 +5,7 @@ import pytest
 import trio
 import trio.lowlevel
 
-from omni_proxy.fleet.health import Thresholds
+from omni_proxy.fleet.health_state import Thresholds
 from tests.health.prober_fixture import URL
 
 

@@ -2,7 +2,7 @@ import pytest
 import trio
 
 from omni_proxy.config.state import SavedVoices
-from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.health import voice_list
 from omni_proxy.health.voice_list import REFRESH_SECS, VoiceList, parse_voice_names
 from omni_proxy.upstream_http.client import CallResult

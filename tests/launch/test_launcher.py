@@ -12,7 +12,7 @@ import trio.testing
 
 from omni_proxy.config.overlay import SavedState, desired_workers, with_deleted
 from omni_proxy.config.schema import Config, LaunchEntry
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.launch import child_process, replica_process

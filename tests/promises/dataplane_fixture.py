@@ -18,7 +18,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import SavedState
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
-from omni_proxy.fleet.health import thresholds_of
+from omni_proxy.fleet.health_state import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from tests.promises.clients import Client, client_of
 from tests.promises.fakes import FakeWorker, Script, fake_workers

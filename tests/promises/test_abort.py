@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from omni_proxy.admin_ops.abort import as_vllm_writes
+from omni_proxy.admin_ops.abort_requests import as_vllm_writes
 from tests.dataplane.loop_script import until
 from tests.promises.abort_engines import VLLM, Engine
 from tests.promises.clients import client_of, post

@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from omni_proxy.admin_api.serializers.worker_records import worker_record
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from tests.promises.clients import CHAT, STREAMED, post
 from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import (

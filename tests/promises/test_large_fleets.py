@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from omni_proxy.config.flags import Startup
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.server import Server

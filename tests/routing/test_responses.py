@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 from omni_proxy.fleet.worker import Worker, capability_mask
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.responses import (
+from omni_proxy.routing.routes import NAMED, RESPONSE_OWNER, UNPINNED
+from omni_proxy.routing.stored_responses import (
     SCANNED_BYTES,
     ResponseIdScanner,
     named_response,
     own_response_owners,
     pin_to_response_owner,
 )
-from omni_proxy.routing.routes import NAMED, RESPONSE_OWNER, UNPINNED
 from tests.fleet.entries import NOW, entry
 
 

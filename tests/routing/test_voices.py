@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.routing.inspect.body_fields import decode_body
 from omni_proxy.routing.inspect.requirements import (
     AUDIO,
@@ -11,7 +11,7 @@ from omni_proxy.routing.inspect.requirements import (
     inspect_request,
 )
 from omni_proxy.routing.routes import UNPINNED, VOICE_OWNER, match_route
-from omni_proxy.routing.voices import pin_to_voice_owner, voice_names
+from omni_proxy.routing.voice_pinning import pin_to_voice_owner, voice_names
 
 OWNER = "http://a:1"
 

@@ -7,7 +7,7 @@ from trio.testing import wait_all_tasks_blocked
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import with_added, with_deleted, with_override
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError

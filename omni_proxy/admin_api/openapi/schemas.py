@@ -10,7 +10,7 @@ from typing import Final
 
 from omni_proxy.admin_api.worker_requests import SMG_PATCH, SMG_PREFIXES, SMG_SPEC
 from omni_proxy.config.schema import CAPABILITIES
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 
 Schema = dict[str, object]
 

@@ -18,7 +18,7 @@ from quart import Quart, Response
 from omni_proxy.admin_api.responses import body_bytes, json_response
 from omni_proxy.admin_api.routes.broadcast_routes import caller, target_of, worker_headers
 from omni_proxy.admin_api.services import Services
-from omni_proxy.admin_ops.abort import (
+from omni_proxy.admin_ops.abort_requests import (
     AbortDialect,
     AbortFindings,
     AbortTarget,
@@ -28,7 +28,7 @@ from omni_proxy.admin_ops.abort import (
     urls_to_ask,
 )
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import MAX_PARALLEL_CALLS, ROUTE_ABSENT, Call
 from omni_proxy.weight_sync.worker_calls import limit_secs, request_worker

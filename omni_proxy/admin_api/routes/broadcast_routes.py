@@ -22,7 +22,7 @@ from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops import results
 from omni_proxy.admin_ops.configured_routes import READ_METHODS, control_route
-from omni_proxy.admin_ops.engine_words import with_defaults
+from omni_proxy.admin_ops.engine_dialects import with_defaults
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import (
     FROM_DISTRIBUTED,

@@ -18,7 +18,7 @@ from omni_proxy.admin_api.serializers.readiness import describe_reason, is_openi
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.config.diff import redacted
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError

@@ -33,7 +33,6 @@ from omni_proxy.routing.inspect.requirements import (
 )
 from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
 from omni_proxy.routing.pick import explain
-from omni_proxy.routing.responses import named_response, pin_to_response_owner
 from omni_proxy.routing.routes import (
     RESPONSE_OWNER,
     MethodNotAllowed,
@@ -42,7 +41,8 @@ from omni_proxy.routing.routes import (
     match_configured,
     match_route,
 )
-from omni_proxy.routing.voices import pin_to_voice_owner
+from omni_proxy.routing.stored_responses import named_response, pin_to_response_owner
+from omni_proxy.routing.voice_pinning import pin_to_voice_owner
 from omni_proxy.upstream_http.client import Call, CallResult, broadcast
 from omni_proxy.wire.bounded_json import TooManyValues, read_json
 from omni_proxy.wire.errors import HttpError

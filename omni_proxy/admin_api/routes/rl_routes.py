@@ -23,7 +23,7 @@ from omni_proxy.admin_api.routes.broadcast_routes import (
 from omni_proxy.admin_api.selector_resolution import Facts, SelectorResolver
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
-from omni_proxy.admin_ops.engine_words import with_defaults
+from omni_proxy.admin_ops.engine_dialects import with_defaults
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import BY_PATH, AdminRoute, Kind
 from omni_proxy.fleet.worker import Worker

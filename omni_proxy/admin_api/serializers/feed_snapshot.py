@@ -15,7 +15,7 @@ from omni_proxy import __version__
 from omni_proxy.admin_api.serializers.readiness import unready
 from omni_proxy.admin_api.serializers.worker_records import Why, reasons
 from omni_proxy.admin_api.services import Services
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.telemetry.recent_window import FinishedExchange, Point

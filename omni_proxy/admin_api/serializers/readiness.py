@@ -10,7 +10,7 @@ import time
 from typing import Final
 
 from omni_proxy.admin_api.services import Services
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 

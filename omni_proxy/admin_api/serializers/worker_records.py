@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from omni_proxy.admin_api.serializers.readiness import HOW_TO_CONTINUE
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker, capability_names
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 

@@ -19,7 +19,7 @@ from omni_proxy.routing.routes import (
     match_configured,
     match_route,
 )
-from omni_proxy.routing.voices import SPEECH_TRAFFIC
+from omni_proxy.routing.voice_pinning import SPEECH_TRAFFIC
 from omni_proxy.wire.head_caching.lru import LruCache
 from omni_proxy.wire.head_caching.request_heads import TEMPLATES
 from omni_proxy.wire.head_caching.template import HeadTemplate

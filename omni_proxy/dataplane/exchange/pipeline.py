@@ -55,7 +55,7 @@ from omni_proxy.routing.routes import (
     match_configured,
     match_route,
 )
-from omni_proxy.routing.voices import pin_to_voice_owner
+from omni_proxy.routing.voice_pinning import pin_to_voice_owner
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.forwarded import field_value, with_received
 from omni_proxy.wire.proxy_protocol import peer_field

@@ -13,7 +13,7 @@ from typing import Final
 
 from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.affinity_key import AffinityKeyReader
 from omni_proxy.routing.inspect.requirements import Requirements
@@ -25,7 +25,7 @@ from omni_proxy.routing.pick import (
 )
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.policies.sticky import Sticky
-from omni_proxy.routing.responses import ResponseOwners, own_response_owners
+from omni_proxy.routing.stored_responses import ResponseOwners, own_response_owners
 
 # Two processes that both give up the same place find it free again at their next choice; that this
 # happens three times in a row is less likely than one in a million.

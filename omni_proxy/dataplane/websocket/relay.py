@@ -27,7 +27,7 @@ from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, Phase
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.websocket.connect import connect_worker
 from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_session
-from omni_proxy.routing.voices import pin_to_voice_owner
+from omni_proxy.routing.voice_pinning import pin_to_voice_owner
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.websocket import (

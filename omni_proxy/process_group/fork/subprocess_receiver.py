@@ -38,9 +38,9 @@ from omni_proxy.process_group.fork.ipc import (
     TransferEnded,
 )
 from omni_proxy.process_group.fork.subprocess_sender import SubprocessSender
-from omni_proxy.process_group.group import MAX_DROP_REASONS, GroupLimits, GroupState
 from omni_proxy.process_group.rendezvous import HostedRendezvous, Rendezvous, validated_address
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan
+from omni_proxy.process_group.trainer_group import MAX_DROP_REASONS, GroupLimits, GroupState
 
 if TYPE_CHECKING:
     import torch

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from omni_proxy.config.schema import RoutingConfig
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.least_request import load_word
 from omni_proxy.routing.policies.policy import Policy
-from omni_proxy.routing.policies.sessions import OwnSessions, Sessions, fewest_sessions
+from omni_proxy.routing.policies.session_load import OwnSessions, Sessions, fewest_sessions
 from omni_proxy.wire.errors import HttpError
 
 HOLDING_CORDONS = frozenset(("paused", "updating"))  # of a worker that comes back as it was

@@ -18,7 +18,7 @@ from typing import Final
 
 import trio
 
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.delivery.deliver import DeliveryOptions, VersionDeliverer
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion

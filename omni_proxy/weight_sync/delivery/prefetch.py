@@ -16,7 +16,7 @@ from typing import Any, Final
 import trio
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.receiver import FileRegion, PendingReceive, TensorPlan
 from omni_proxy.upstream_http.client import Call

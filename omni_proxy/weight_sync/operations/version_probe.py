@@ -14,7 +14,7 @@ from typing import Final
 import trio
 
 from omni_proxy.admin_ops.results import NOT_FLUSHED
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import StartThrottle

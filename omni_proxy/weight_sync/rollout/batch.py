@@ -23,9 +23,9 @@ from omni_proxy.admin_ops.operation import Operation, Step
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.protocol.checksum_agreement import Digest
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
-from omni_proxy.weight_sync.rollout import machine
-from omni_proxy.weight_sync.rollout.machine import FormerVersion, RolloutPhase, WorkerPhase
+from omni_proxy.weight_sync.rollout import state_machine
 from omni_proxy.weight_sync.rollout.progress import RolloutProgress
+from omni_proxy.weight_sync.rollout.state_machine import FormerVersion, RolloutPhase, WorkerPhase
 from omni_proxy.weight_sync.rollout.worker_update import (
     UpdateSettings,
     WeightSource,
@@ -134,7 +134,7 @@ class BatchChange:
         self._operation.enter(Step.RECORDING, trio.current_time())
         urls = [worker.url for worker in self._workers]
         if self._restores:
-            self._progress.put(machine.begin_restore(self._progress.now, urls))
+            self._progress.put(state_machine.begin_restore(self._progress.now, urls))
             await self._progress.save()
             return True
         await self._read_former()
@@ -144,11 +144,11 @@ class BatchChange:
         rows = [state.worker(url) for url in urls]
         self._redone = {row.url for row in rows if row.phase is not WorkerPhase.PENDING}
         # Taken before it is written: a pause or a cancel meanwhile must not be lost.
-        self._progress.put(machine.begin(state, urls))
+        self._progress.put(state_machine.begin(state, urls))
         try:
             await self._progress.record()
         except OSError as error:
-            self._progress.put(machine.give_back(self._progress.now, rows))
+            self._progress.put(state_machine.give_back(self._progress.now, rows))
             path, reason = self._journal.path, error.strerror or error
             await self._fail(f"nothing was sent: the journal {path} can't be written: {reason}")
             return False
@@ -171,7 +171,7 @@ class BatchChange:
         for url, digest in digests.items():
             former = state.worker(url).former
             if former is not None and digest is not None:
-                state = machine.remember(state, url, replace(former, digest=digest))
+                state = state_machine.remember(state, url, replace(former, digest=digest))
         self._progress.put(state)
 
     # One worker forward
@@ -192,7 +192,7 @@ class BatchChange:
         self._operation.hear(result)
         if result.unchanged and url not in self._redone:
             self._fleet.set_version(worker, before.label, before.epoch)
-            self._progress.put(machine.refuse(self._progress.now, url, result.why))
+            self._progress.put(state_machine.refuse(self._progress.now, url, result.why))
             await self._progress.save()
             _log.warning("rollout_refused worker=%s reason=%r", url, result.why)
             self._release(worker)
@@ -239,7 +239,7 @@ class BatchChange:
             self._fleet.set_version(worker, state.label, epoch)
             self._fleet.cache_cleared(worker)
             self._journal.clear_uncertain([url])
-            self._progress.put(machine.succeed(self._progress.now, url, epoch, digest))
+            self._progress.put(state_machine.succeed(self._progress.now, url, epoch, digest))
             await self._progress.save()
         _log.info("rollout_updated worker=%s version=%r epoch=%d", url, state.label, epoch)
         self._release(worker)
@@ -261,7 +261,7 @@ class BatchChange:
         """Its weights are unknown: it stays out, and the rollout goes back."""
         state = self._progress.now
         self._journal.mark_uncertain({worker.url: f"{state.name}: {why}"})
-        self._progress.put(machine.break_off(state, worker.url, why))
+        self._progress.put(state_machine.break_off(state, worker.url, why))
         await self._progress.save()
         self._release(worker)
 
@@ -297,7 +297,7 @@ class BatchChange:
         self._fleet.set_version(worker, former.label, former.epoch)
         self._fleet.cache_cleared(worker)
         self._journal.clear_uncertain([worker.url])
-        self._progress.put(machine.restore(self._progress.now, worker.url))
+        self._progress.put(state_machine.restore(self._progress.now, worker.url))
         await self._progress.save()
         _log.info("rollout_restored worker=%s version=%r", worker.url, former.label)
         self._release(worker)
@@ -309,12 +309,12 @@ class BatchChange:
         self._journal.mark_uncertain(
             {worker.url: f"{state.name}: {reason}it could not be taken back: {why}"}
         )
-        self._progress.put(machine.lose(state, worker.url, f"{reason}not taken back: {why}"))
+        self._progress.put(state_machine.lose(state, worker.url, f"{reason}not taken back: {why}"))
         await self._progress.save()
         self._release(worker)
 
     async def _fail(self, cause: str) -> None:
-        self._progress.put(machine.fail(self._progress.now, cause))
+        self._progress.put(state_machine.fail(self._progress.now, cause))
         await self._progress.save()
 
     def _enter(self, worker: Worker, step: str) -> None:

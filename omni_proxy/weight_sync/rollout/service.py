@@ -15,22 +15,22 @@ import trio
 from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import ROLLOUT, AdminRoute
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.operations.operation_queue import OperationQueue
 from omni_proxy.weight_sync.operations.rollback import RollbackSource, unknown_version
-from omni_proxy.weight_sync.rollout import machine
+from omni_proxy.weight_sync.rollout import state_machine
 from omni_proxy.weight_sync.rollout.batch import RolloutContext
 from omni_proxy.weight_sync.rollout.driver import FleetView, RolloutDriver
-from omni_proxy.weight_sync.rollout.machine import (
+from omni_proxy.weight_sync.rollout.progress import RolloutProgress, now_text
+from omni_proxy.weight_sync.rollout.request import RolloutRequest, invalid
+from omni_proxy.weight_sync.rollout.state_machine import (
     FormerVersion,
     InvalidStep,
     RolloutState,
     RolloutWorker,
     WorkerPhase,
 )
-from omni_proxy.weight_sync.rollout.progress import RolloutProgress, now_text
-from omni_proxy.weight_sync.rollout.request import RolloutRequest, invalid
 from omni_proxy.weight_sync.rollout.worker_update import BY_RPC, CannotUpdate, WorkerUpdater
 from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.store.manifest import StoredVersion
@@ -109,16 +109,16 @@ class RolloutService:
 
     async def pause(self) -> AdminResponse:
         """After the batch that runs. Raises HttpError 409."""
-        return await self._steer(machine.pause, "it is paused after the batch that runs")
+        return await self._steer(state_machine.pause, "it is paused after the batch that runs")
 
     async def resume(self) -> AdminResponse:
         """Raises HttpError 409."""
-        return await self._steer(machine.resume, "it continues")
+        return await self._steer(state_machine.resume, "it continues")
 
     async def cancel(self, caller: str) -> AdminResponse:
         """Raises HttpError 409."""
         effect = "it ends, and what it has updated goes back"
-        return await self._steer(lambda state: machine.cancel(state, caller), effect)
+        return await self._steer(lambda state: state_machine.cancel(state, caller), effect)
 
     async def _steer(
         self, step: Callable[[RolloutState], RolloutState], message: str

@@ -18,7 +18,7 @@ import msgspec
 import trio
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.metrics import SyncMetrics

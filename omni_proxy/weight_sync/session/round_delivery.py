@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.delivery.deliver import DeliveryOptions
 from omni_proxy.weight_sync.delivery.proxy_rank import NAME

@@ -3,7 +3,7 @@ import json
 import httpx
 import pytest
 
-from omni_proxy.admin_ops.abort import AbortFindings, AbortTarget, as_vllm_writes
+from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget, as_vllm_writes
 from tests.admin_api.api_fixture import A, B, build_api, entry
 
 SGLANG, VLLM = "/abort_request", "/abort_requests"

@@ -3,7 +3,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.routing.pick import eligible_workers
 from omni_proxy.routing.version_constraint import VersionConstraint
 from tests.dataplane.queue_fixture import Room

@@ -3,7 +3,7 @@ from collections import Counter, OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.policies.sessions import DROPPED_PER_SLICE, OwnSessions, fewest_sessions
+from omni_proxy.routing.policies.session_load import DROPPED_PER_SLICE, OwnSessions, fewest_sessions
 from tests.routing.policies.chats import weighing, workers
 
 MOST, IDLE_SECS = 4, 10.0

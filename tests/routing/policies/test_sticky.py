@@ -3,10 +3,10 @@ import random
 import pytest
 
 from omni_proxy.config.schema import CacheAwareConfig, RoutingConfig
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.routing import policies
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.sessions import DROPPED_PER_SLICE
+from omni_proxy.routing.policies.session_load import DROPPED_PER_SLICE
 from omni_proxy.wire.errors import HttpError
 from tests.routing.policies.chats import NEED, build, chat, first, weighing, workers
 

@@ -5,7 +5,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from omni_proxy.fleet.health import Health
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.weight_sync.protocol.journal import decode
 from omni_proxy.weight_sync.session import lifecycle
 from tests.admin_api.api_fixture import NOW, A, B

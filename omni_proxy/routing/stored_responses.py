@@ -17,7 +17,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.body_fields import read_text
 from omni_proxy.routing.inspect.keyed_text import keyed_value
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.sessions import OwnSessions
+from omni_proxy.routing.policies.session_load import OwnSessions
 from omni_proxy.routing.routes import NAMED, UNPINNED
 
 STEM: Final = "/v1/responses/"

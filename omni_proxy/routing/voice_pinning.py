@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from omni_proxy.fleet.voices import VoiceRegistry
+from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.routing.inspect.body_fields import (
     ABSENT,
     BodyFields,
