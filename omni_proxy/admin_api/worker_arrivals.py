@@ -25,6 +25,7 @@ WAIT_SECS = 30.0  # for a worker that is still starting, by default
 MAX_WAIT_SECS = 7200.0
 PAUSE_SECS = 0.25
 PROBE_PAUSE_SECS = 0.05
+NO_PROBE_ENDS = ("paused", "uncertain")  # cordons
 ROUTABLE_SECS = 5.0  # from registered to routable; past it the worker is in, only not believed yet
 
 
@@ -33,9 +34,14 @@ class WorkerArrivals:
         self._services = services
 
     async def until_routable(self, worker: Worker) -> None:
-        """Returns early for a worker that is not probed: dead, or removed in the meantime."""
+        """Returns early for a worker that is not probed (dead, or removed in the meantime), and for
+        one that only an operator or a trainer can bring back: paused, or with unknown weights."""
         with trio.move_on_after(ROUTABLE_SECS):
-            while not worker.routable and self._is_probed(worker):
+            while (
+                not worker.routable
+                and self._is_probed(worker)
+                and worker.cordon_reasons.isdisjoint(NO_PROBE_ENDS)
+            ):
                 await self._services.prober.probe_once(worker)
                 await trio.sleep(PROBE_PAUSE_SECS)
 
