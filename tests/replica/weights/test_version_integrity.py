@@ -38,5 +38,5 @@ def test_what_is_known_after(events, standing, buckets):
     found = after(*events)
     assert found.facts() == {"weights": standing, "buckets_applied": buckets}
     whole = found.standing is IntegrityState.WHOLE
-    assert ("are whole" in found.told("v1")) is whole
-    assert "'v1'" in found.told("v1")
+    assert ("are whole" in found.describe("v1")) is whole
+    assert "'v1'" in found.describe("v1")
