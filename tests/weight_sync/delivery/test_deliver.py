@@ -82,7 +82,7 @@ def test_a_tensor_that_was_not_sent_is_not_compared(tmp_path):
 def test_digests_that_cannot_be_compared_prove_nothing(tmp_path, answer, reason):
     proof = compare_checksums(answer, version_of(tmp_path, a="1"))
     assert (proof.proven, proof.differs) == (False, "")
-    assert reason in proof.told()["unverified"]
+    assert reason in proof.to_dict()["unverified"]
 
 
 def test_a_version_without_digests_proves_nothing(tmp_path):
