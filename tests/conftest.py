@@ -27,8 +27,13 @@ OUTSIDE_GLOO = ("weights-digest", "weights-pages")  # one that waits for bytes m
 
 @pytest.fixture
 def logging_as_it_was():
-    """Afterwards, whatever the program has set up meanwhile."""
+    """Afterwards, whatever the program has set up meanwhile; before, without what other tests left."""
     root = logging.getLogger()
+    root.handlers[:] = [
+        handler
+        for handler in root.handlers
+        if not type(handler).__module__.startswith("omni_proxy")
+    ]
     before, level = list(root.handlers), root.level
     yield
     root.handlers[:] = before

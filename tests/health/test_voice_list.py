@@ -76,13 +76,13 @@ class VoiceOwner:
 
 
 @pytest.fixture
-async def world(monkeypatch, nursery, autojump_clock):
+async def world(monkeypatch, nursery):
     made = VoiceOwner(monkeypatch)
     await nursery.start(VoiceList(made, made.registry, made.save).run)
     return made
 
 
-async def test_the_list_is_read_and_saved_after_an_upload(world):
+async def test_the_list_is_read_and_saved_after_an_upload(autojump_clock, world):
     await trio.sleep(5)
     assert world.calls == []
     world.registry.voices_changed(OWNER)
@@ -91,7 +91,7 @@ async def test_the_list_is_read_and_saved_after_an_upload(world):
     assert world.saved[-2:] == [SavedVoices(owner=OWNER), SavedVoices(owner=OWNER, names=("bob",))]
 
 
-async def test_the_list_is_read_again_each_refresh(world):
+async def test_the_list_is_read_again_each_refresh(autojump_clock, world):
     world.registry.voices_changed(OWNER)
     await trio.sleep(2)
     world.names = ["ann"]
@@ -100,7 +100,7 @@ async def test_the_list_is_read_again_each_refresh(world):
     assert len(world.calls) == 2
 
 
-async def test_an_upload_during_a_read_causes_another_read_at_once(world):
+async def test_an_upload_during_a_read_causes_another_read_at_once(autojump_clock, world):
     uploads = iter([lambda: world.registry.voices_changed(OWNER)])
     world.during_read = lambda: next(uploads, lambda: None)()
     world.registry.voices_changed(OWNER)
@@ -109,7 +109,7 @@ async def test_an_upload_during_a_read_causes_another_read_at_once(world):
     assert world.registry.state == "ready"
 
 
-async def test_failed_reads_are_retried_with_back_off(world):
+async def test_failed_reads_are_retried_with_back_off(autojump_clock, world):
     world.names = None
     world.registry.voices_changed(OWNER)
     await trio.sleep(15)
@@ -118,7 +118,7 @@ async def test_failed_reads_are_retried_with_back_off(world):
     assert world.registry.refresh_error == "status=500"
 
 
-async def test_an_owner_that_comes_late_is_called_once_it_is_there(world):
+async def test_an_owner_that_comes_late_is_called_once_it_is_there(autojump_clock, world):
     worker = world.fleet.pop(OWNER)
     world.registry.restore(OWNER, ["old"])
     world.registry.voices_changed(OWNER)

@@ -104,6 +104,7 @@ async def test_the_page_for_trainers_is_true_of_the_fleet_that_it_launches(tmp_p
     url = f"http://127.0.0.1:{port}"
     asked = ("pause", "continue", "checksum", "status", "resolve")
     places = {f"weights {each}": f"weights {each} --url {url}" for each in asked}
+    places["http://127.0.0.1:30000"] = url
     (text,) = blocks("docs/trainers.md", "toml")
     text = text.replace("[server]\n", f"[server]\nport = {port}\n")
     text = text.replace("replicas = 2\n", f"replicas = 2\nbase_port = {first}\n")
@@ -123,6 +124,11 @@ async def test_the_page_for_trainers_is_true_of_the_fleet_that_it_launches(tmp_p
             assert by == "step-1"
             for state in ("pause", "continue"):
                 assert await typing.type(page.next(f"omni-proxy weights {state}"))
+            for _ in ("a group by a prefix", "all"):
+                shown = await typing.type(page.next("curl -X POST"))
+                aborted = json.loads(shown[shown.index('{"') :])
+                assert [result["worker"] for result in aborted["results"]] == workers
+                assert aborted["success"]
             told = await typing.type(page.next("omni-proxy weights checksum"))
             assert told.splitlines()[0] == shown_sums.splitlines()[0]
             assert len({line.split()[-1] for line in told.splitlines()[2:]}) == 1

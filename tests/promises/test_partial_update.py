@@ -56,7 +56,8 @@ async def test_replicas_that_differ_afterwards_are_out_and_one_that_cannot_repor
     async with engines(4) as (one, two, odd, mute):
         sums = {"per_gpu_checksum": "f" * 64}
         odd.says["/weights_checker"] = (200, {"success": True, "results": [{"data": sums}]})
-        mute.says["/weights_checker"] = (404, {"detail": "Not Found"})
+        for path in ("/weights_checker", "/weight_checker"):  # SGLang's and vLLM's
+            mute.says[path] = (404, {"detail": "Not Found"})
         file.write_text(toml([one, two, odd, mute]))
         async with program("--config", file) as running:
             await running.until_routable(one, two, odd, mute)
