@@ -14,8 +14,9 @@ import json
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 from uuid import uuid4
 
 import trio
@@ -27,13 +28,37 @@ from omni_proxy.process_group.rendezvous import GLOO, HostedRendezvous
 from omni_proxy.process_group.sender import FileRegion, Sender
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, parse_plans
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
-from omni_proxy.weight_sync.delivery.blocking_calls import NO_LIMIT_SECS, BlockingCalls
-from omni_proxy.weight_sync.store.manifest import StoredVersion
+from omni_proxy.weight_sync.store.manifest import SafetensorsError, StoredVersion
 from omni_proxy.weight_sync.store.recovery import read_header_rows
-from omni_proxy.weight_sync.store.safetensors_header import SafetensorsError
 from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.weight_sync.store.worker_proof import WorkerProof, compare_checksums
 from omni_proxy.weight_sync.worker_calls import CHECKSUM, limit_secs, post_json, request_worker
+
+NO_LIMIT_SECS: Final = 86400.0  # for a timeout that is off: torch requires a number
+
+T = TypeVar("T")
+
+
+class BlockingCalls:
+    """At most `max_calls` at a time, and `max_ends` that end some; `name` is in thread names."""
+
+    def __init__(self, name: str, max_calls: int, *, max_ends: int) -> None:
+        self._name = name
+        self._call_limiter = trio.CapacityLimiter(max_calls)
+        self._end_limiter = trio.CapacityLimiter(max_ends)
+
+    async def run(self, what: str, call: Callable[..., T], *arguments: object) -> T:
+        return await self._run(self._call_limiter, what, partial(call, *arguments))
+
+    async def end(self, what: str, call: Callable[..., T], *arguments: object) -> T:
+        return await self._run(self._end_limiter, what, partial(call, *arguments))
+
+    async def _run(self, limiter: trio.CapacityLimiter, what: str, call: Callable[[], T]) -> T:
+        name = f"weights-{self._name}-{what}"
+        return await trio.to_thread.run_sync(
+            call, thread_name=name, limiter=limiter, abandon_on_cancel=True
+        )
+
 
 DISK: Final = "/update_weights_from_disk"
 # Messages of workers that cannot see a path, or that read no weights from disk.

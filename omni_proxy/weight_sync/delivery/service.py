@@ -18,7 +18,7 @@ from omni_proxy.weight_sync.delivery.deliver import ProcessGroupSender, VersionD
 from omni_proxy.weight_sync.delivery.prefetch import Prefetch
 from omni_proxy.weight_sync.delivery.proxy_rank import ProxyRank
 from omni_proxy.weight_sync.state_journal import OperationContext
-from omni_proxy.weight_sync.store import shm_cleanup
+from omni_proxy.weight_sync.store import recovery
 from omni_proxy.weight_sync.store.service import StoreService
 
 
@@ -75,7 +75,7 @@ class VersionService:
                 self.catch_up.start_all()
                 task_status.started()
                 if self.is_enabled:
-                    await self.store_service.run_in_thread(shm_cleanup.remove_stale_folders)
+                    await self.store_service.run_in_thread(recovery.remove_stale_folders)
                 await trio.sleep_forever()
         finally:
             self._nursery = self.catch_up.nursery = self.prefetch.nursery = None

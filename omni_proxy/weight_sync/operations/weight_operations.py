@@ -51,8 +51,7 @@ from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 from omni_proxy.weight_sync.delivery.catchup import CATCHING_UP
 from omni_proxy.weight_sync.delivery.service import VersionService
 from omni_proxy.weight_sync.operations.operation_queue import DetachedCalls, OperationQueue
-from omni_proxy.weight_sync.operations.rollback import Rollback, RollbackSource
-from omni_proxy.weight_sync.operations.runner import OperationRunner
+from omni_proxy.weight_sync.operations.runner import OperationRunner, Rollback, RollbackSource
 from omni_proxy.weight_sync.operations.version_probe import VersionProbe
 from omni_proxy.weight_sync.rollout.service import RolloutCall, RolloutService
 from omni_proxy.weight_sync.session.endpoint import INITS, SyncEndpoint

@@ -18,7 +18,7 @@ from omni_proxy.admin_ops.routes import ROLLOUT, AdminRoute
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.operations.operation_queue import OperationQueue
-from omni_proxy.weight_sync.operations.rollback import RollbackSource, unknown_version
+from omni_proxy.weight_sync.operations.runner import RollbackSource, unknown_version
 from omni_proxy.weight_sync.rollout import state_machine
 from omni_proxy.weight_sync.rollout.batch import RolloutContext
 from omni_proxy.weight_sync.rollout.driver import FleetView, RolloutDriver

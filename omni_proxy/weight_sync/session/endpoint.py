@@ -36,17 +36,17 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.weight_sync.delivery.service import VersionService
 from omni_proxy.weight_sync.protocol.requests import (
+    TRANSFER_GROUP,
     RankLayoutError,
     parse_group_name,
     parse_init,
     parse_object,
+    parse_transfer_init,
 )
 from omni_proxy.weight_sync.protocol.session import GroupOwner, InvalidTransition, SyncState
-from omni_proxy.weight_sync.protocol.transfer_requests import TRANSFER_GROUP, parse_transfer_init
-from omni_proxy.weight_sync.session.commit import RoundCommit
+from omni_proxy.weight_sync.session.commit import RoundCommit, RoundDelivery
 from omni_proxy.weight_sync.session.lifecycle import SessionLifecycle
 from omni_proxy.weight_sync.session.member import WorkerMember
-from omni_proxy.weight_sync.session.round_delivery import RoundDelivery
 from omni_proxy.weight_sync.session.transfer_steps import TransferSteps
 from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.worker_calls import AdminCall

@@ -23,15 +23,19 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.metrics import SyncMetrics
 from omni_proxy.weight_sync.protocol.journal import JournalEntry
-from omni_proxy.weight_sync.protocol.requests import RankRange
+from omni_proxy.weight_sync.protocol.requests import TRANSFER_GROUP, RankRange
 from omni_proxy.weight_sync.protocol.session import GroupOwner, SyncSession, SyncState
-from omni_proxy.weight_sync.protocol.transfer_requests import TRANSFER_GROUP
 from omni_proxy.weight_sync.session import watchdog
-from omni_proxy.weight_sync.session.member import FanOutTimeouts, GroupFanOut, Member, WorkerMember
+from omni_proxy.weight_sync.session.member import (
+    FanOutTimeouts,
+    GroupFanOut,
+    Member,
+    TransferMember,
+    WorkerMember,
+)
 from omni_proxy.weight_sync.session.own_pauses import OwnPauses
-from omni_proxy.weight_sync.session.trainer_link import TrainerLink, is_store_reachable
-from omni_proxy.weight_sync.session.transfer_member import TransferMember
 from omni_proxy.weight_sync.session.verification import VersionQuarantine
+from omni_proxy.weight_sync.session.watchdog import TrainerLink, is_store_reachable
 from omni_proxy.weight_sync.state_journal import OperationContext, StateJournal
 
 

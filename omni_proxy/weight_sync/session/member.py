@@ -1,12 +1,12 @@
-"""Members of a trainer's group behind the proxy: each worker, and the proxy's own rank.
+"""Members of a trainer's group behind the proxy: workers of both dialects, and the proxy's rank.
 
 Contract: a call ends with a result, never with a transport error, and has no timeout of its own.
 After a cancelled call the state of the member is unknown; the caller undoes it with `destroy`.
-
-One call to all members of a group at once, ended by the first failure.
-
-Invariant: no member waits for another one's result to be called. The first cause of failure is
-kept: a member's result, a timeout, or a report from outside that the group is lost.
+A vLLM engine that leaves keeps nothing of an unfinished update: vLLM 0.32.0 keeps the tensors of a
+layer that it has collected in part, and every later update fails on them; an update that is started
+and finished empties them (both run).
+`FanOut` calls all members at once. No member waits for the result of another one; the first cause
+of failure is kept: a member's result, a timeout, or a report that the group is lost.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ from typing import Any, Final, Protocol
 import trio
 
 from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.admin_ops.routes import (
+    FINISH_UPDATE,
+    START_DRAFT_UPDATE,
+    START_UPDATE,
+    TRANSFER_INIT,
+    TRANSFER_SHUTDOWN,
+)
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.client import Call, call_worker
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
 from omni_proxy.weight_sync.protocol.receive_progress import ReceiveProgress, parse_progress
 from omni_proxy.weight_sync.protocol.replies import NOT_AWAITED
+from omni_proxy.weight_sync.protocol.requests import RankRange, TransferInit, TransferUpdate
 from omni_proxy.weight_sync.worker_calls import post_json
 
 INIT_PATH: Final = "/init_weights_update_group"
@@ -174,3 +182,60 @@ class GroupFanOut:
             self._decided.set()
         if not result.success:
             self.fail(f"{member.name}: {result.why}")
+
+
+ACTIVE: Final = "already active"  # how vLLM words that an update is open
+STARTS: Final = (START_UPDATE, START_DRAFT_UPDATE)
+
+
+class TransferMember(WorkerMember):
+    """`ranks_at`: its ranks, once they are assigned. `opened`: an update may not be finished."""
+
+    ranks_at: RankRange | None = None
+    opened = False
+
+    async def join(self, request: TransferInit, ranks: RankRange) -> WorkerResult:
+        self.ranks_at = ranks
+        return await self.call(TRANSFER_INIT, request.body_for(ranks.offset))
+
+    async def receive(self, path: str, request: TransferUpdate, first_rank: int) -> WorkerResult:
+        assert self.ranks_at is not None
+        return await self.call(path, request.body_for(self.ranks_at, first_rank))
+
+    async def call(self, path: str, body: bytes) -> WorkerResult:
+        result = await super().call(path, body)
+        if path in STARTS:
+            self.opened = result.success or result.status is None or ACTIVE in result.why
+        elif path == FINISH_UPDATE and result.success:
+            self.opened = False
+        return result
+
+    async def destroy(self, body: bytes) -> WorkerResult:
+        """Leave. An engine older than the route has nothing to leave."""
+        if self.opened:
+            await self.call(START_UPDATE, b"")  # refused where it is still open
+            await self.call(FINISH_UPDATE, b"")
+        result = await self.call(TRANSFER_SHUTDOWN, b"")
+        if result.status in ROUTE_ABSENT:
+            return WorkerResult(self.name, 200, {"success": True, "message": "no such route"})
+        return result
+
+    async def init(
+        self, body: Mapping[str, Any], rank_offset: int, world_size: int
+    ) -> WorkerResult:
+        return self._not_of_this_kind()
+
+    async def prepare(self, body: bytes) -> WorkerResult:
+        return self._not_of_this_kind()
+
+    async def complete(self, body: bytes) -> WorkerResult:
+        return self._not_of_this_kind()
+
+    async def update(self, body: bytes) -> WorkerResult:
+        return self._not_of_this_kind()
+
+    async def read_progress(self) -> ReceiveProgress | None:
+        return None
+
+    def _not_of_this_kind(self) -> WorkerResult:
+        return WorkerResult(self.name, None, error="its group is of vLLM's kind")

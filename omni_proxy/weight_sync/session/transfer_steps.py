@@ -23,10 +23,15 @@ from omni_proxy.admin_ops.routes import (
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import Call
 from omni_proxy.weight_sync.protocol.requests import (
+    TRANSFER_GROUP,
     RankRange,
+    TransferInit,
     UpdateFlags,
     assign_ranks,
+    parse_finish,
     parse_object,
+    parse_transfer_init,
+    parse_transfer_update,
 )
 from omni_proxy.weight_sync.protocol.session import (
     GroupOwner,
@@ -34,16 +39,8 @@ from omni_proxy.weight_sync.protocol.session import (
     SyncEvent,
     SyncState,
 )
-from omni_proxy.weight_sync.protocol.transfer_requests import (
-    TRANSFER_GROUP,
-    TransferInit,
-    parse_finish,
-    parse_transfer_init,
-    parse_transfer_update,
-)
-from omni_proxy.weight_sync.session.member import FanOutTimeouts, Member
+from omni_proxy.weight_sync.session.member import ACTIVE, FanOutTimeouts, Member, TransferMember
 from omni_proxy.weight_sync.session.steps import GRACE_SECS, SessionSteps, parse_in_thread
-from omni_proxy.weight_sync.session.transfer_member import ACTIVE, TransferMember
 from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs
 from omni_proxy.wire.errors import HttpError
 

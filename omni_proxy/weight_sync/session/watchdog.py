@@ -1,25 +1,151 @@
 """Watches a sync for what should end it: the trainer, the members, a stalled transfer.
 
-Invariant: no watch waits for another one. A member that is slow to report its progress is ignored
-until it is found to be gone.
+The trainer is watched through a connection to its TCPStore. Invariants: blocking calls run in
+threads with a limiter of their own, at most one per connection at a time, so the event loop never
+waits for the network; no watch waits for another one. A member that is slow to report its progress
+is ignored until it is found to be gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import Final, Protocol
 
 import trio
 
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.process_group.rendezvous import StoreConnection, connect_store
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.weight_sync.protocol.receive_progress import ReceiveProgress, StallDetector
 from omni_proxy.weight_sync.protocol.session import SyncSession, SyncState
 from omni_proxy.weight_sync.session.member import Member
-from omni_proxy.weight_sync.session.trainer_link import TrainerLink
 from omni_proxy.weight_sync.worker_calls import wait_until_refused
+
+POLL_SECS: Final = 0.05
+PING_SECS: Final = 1.0
+PING_TIMEOUT_SECS: Final = 5.0  # of one ping; a busy machine is pinged again
+MAX_THREADS: Final = 8
+SILENT_SECS: Final = 10.0
+
+
+class TrainerLink:
+    """Call `open` once and `close` once; between them, check whether the trainer is alive."""
+
+    _threads: trio.CapacityLimiter | None = None
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = (host, port)
+        self._link: StoreConnection | None = None
+        self._closed = False
+        self._ping_lock = trio.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        return self._link is not None
+
+    async def open(self, silent_secs: float = SILENT_SECS) -> None:
+        """Wait until the store answers. Raises GroupError if something else listens there."""
+        await trio.to_thread.run_sync(
+            self._open, silent_secs, abandon_on_cancel=True, limiter=self._thread_limiter()
+        )
+
+    async def wait_gone(self, silent_secs: Callable[[], float]) -> str:
+        """Wait until the connection ends, or the trainer is silent for `silent_secs()`.
+
+        Return the reason why the trainer counts as dead.
+        """
+        answered_at = trio.current_time()
+        while True:
+            if await self.has_ended():
+                return "its connection has ended"
+            silent = trio.current_time() - answered_at
+            if silent >= PING_SECS:
+                # A ping notices the end of the connection too.
+                remaining = max(silent_secs(), PING_SECS) - silent
+                if await self.ping(min(max(remaining, POLL_SECS), PING_TIMEOUT_SECS)):
+                    answered_at = trio.current_time()
+                elif trio.current_time() - answered_at >= silent_secs():
+                    return f"its store has not answered for {silent_secs():g} s"
+            await trio.sleep(POLL_SECS)
+
+    async def ping(self, within_secs: float) -> bool:
+        """Whether its store answers; False if it never did."""
+        async with self._ping_lock:
+            link = self._link
+            if link is None:
+                return False
+            return await trio.to_thread.run_sync(
+                self._ping,
+                link,
+                within_secs,
+                abandon_on_cancel=True,
+                limiter=self._thread_limiter(),
+            )
+
+    def close(self) -> None:
+        """Return at once; a ping in progress may keep the connection open for a while."""
+        self._closed = True
+        if self._link is not None:
+            threading.Thread(
+                target=self._link.close, name="trainer-link-close", daemon=True
+            ).start()
+
+    async def has_ended(self) -> bool:
+        """Whether the trainer closed the connection; False if it is not open yet."""
+        async with self._ping_lock:
+            return self._link is not None and self._link.has_ended()
+
+    def _ping(self, link: StoreConnection, within_secs: float) -> bool:
+        """Ping, and once more on a new connection if the answer is late: a late answer would be
+        taken for the answer to the next ping. Both together take at most `within_secs`."""
+        each_secs = within_secs / 2
+        if link.answers(each_secs):
+            return True
+        ends_at = time.monotonic() + each_secs
+        if link.has_ended():
+            return False
+        try:
+            new_link = connect_store(
+                self._address, each_secs, lambda: self._closed or time.monotonic() >= ends_at
+            )
+        except GroupError:
+            return False
+        self._link = new_link
+        link.close()
+        if self._closed:
+            new_link.close()
+        return True
+
+    def _open(self, silent_secs: float) -> None:
+        link = connect_store(self._address, silent_secs, lambda: self._closed)
+        self._link = link
+        if self._closed:
+            link.close()
+
+    @classmethod
+    def _thread_limiter(cls) -> trio.CapacityLimiter:
+        if cls._threads is None:
+            cls._threads = trio.CapacityLimiter(MAX_THREADS)
+        return cls._threads
+
+
+async def is_store_reachable(host: str, port: int, within_secs: float) -> bool:
+    """Whether a store answers there now; for a trainer whose link never opened."""
+    link = TrainerLink(host, port)
+    try:
+        with trio.move_on_after(within_secs):
+            await link.open(within_secs)
+            return True
+    except GroupError:
+        return False
+    finally:
+        link.close()
+    return False
+
 
 PROGRESS_INTERVAL_SECS: Final = 0.5
 _MOVING: Final = (SyncState.ARMING, SyncState.ARMED, SyncState.COMMITTING)

@@ -16,8 +16,15 @@ from msgspec.structs import replace
 
 from omni_proxy.process_group.tensor_plan import TensorSpec
 from omni_proxy.weight_sync.store.filesystem import allocate
-from omni_proxy.weight_sync.store.manifest import INDEX_FILE, MANIFEST_FILE, Manifest, encode
-from omni_proxy.weight_sync.store.safetensors_header import HeaderRow, encode_header, encode_index
+from omni_proxy.weight_sync.store.manifest import (
+    INDEX_FILE,
+    MANIFEST_FILE,
+    HeaderRow,
+    Manifest,
+    encode,
+    encode_header,
+    encode_index,
+)
 
 ONLY_FILE: Final = "model.safetensors"
 PARTIAL: Final = ".partial"

@@ -23,7 +23,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from omni_proxy.weight_sync.store import filesystem, shm_cleanup
+from omni_proxy.weight_sync.store import filesystem, recovery
 from omni_proxy.weight_sync.store.draft import PARTIAL, Draft
 from omni_proxy.weight_sync.store.manifest import MANIFEST_FILE, Manifest, StoredVersion, encode
 from omni_proxy.weight_sync.store.recovery import compute_digests, recover_versions, set_aside
@@ -68,7 +68,7 @@ class VersionStore:
         self._disk_lock: int | None = filesystem.lock(disk)
         self._memory_lock: int | None = None
         try:
-            self._memory_lock = shm_cleanup.claim(memory, disk) if memory is not None else None
+            self._memory_lock = recovery.claim(memory, disk) if memory is not None else None
             self._recover()
             self._update_snapshot()
             self._update_current_link()
@@ -112,7 +112,7 @@ class VersionStore:
             try:
                 # Before the lock is released: the next program must not find a vanishing folder.
                 if self._memory is not None and not self._uses_memory:
-                    shm_cleanup.remove_empty(self._memory)
+                    recovery.remove_empty(self._memory)
             finally:
                 self.close()
 

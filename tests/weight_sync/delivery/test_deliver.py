@@ -1,16 +1,25 @@
 import socket
+import threading
 
 import pytest
+import trio
 
 from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.weight_sync.delivery.deliver import (
+    INIT,
+    BlockingCalls,
+    ProcessGroupSender,
     _with_fields,
     is_local_address,
     local_address_towards,
 )
-from omni_proxy.weight_sync.store.manifest import Manifest, StoredVersion
-from omni_proxy.weight_sync.store.safetensors_header import HeaderRow
+from omni_proxy.weight_sync.store.manifest import HeaderRow, Manifest, StoredVersion
+from omni_proxy.weight_sync.store.version_store import VersionStore
 from omni_proxy.weight_sync.store.worker_proof import compare_checksums
+from tests.admin_api.api_fixture import A
+from tests.weight_sync.operation_fixture import api_with
+from tests.weight_sync.store.drafts import delete_store, store_version
 
 
 @pytest.mark.parametrize(
@@ -92,3 +101,65 @@ def test_a_version_without_digests_proves_nothing(tmp_path):
 def test_a_text_response_is_kept_under_its_new_and_its_former_key():
     result = _with_fields(WorkerResult("w", 200, "done"), {"version": 1})
     assert result.body == {"response": "done", "said": "done", "version": 1}
+
+
+async def test_a_call_that_ends_another_does_not_wait_for_its_thread():
+    threads, over = BlockingCalls("test", 1, max_ends=1), threading.Event()
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(threads.run, "wait", over.wait, 30)
+            nursery.start_soon(threads.run, "wait too", over.wait, 30)
+            await threads.end("stop", over.set)
+
+
+async def test_a_cancelled_call_goes_on_in_its_thread():
+    threads, over = BlockingCalls("test", 1, max_ends=1), threading.Event()
+    with trio.fail_after(30):
+        with trio.move_on_after(0.01) as given_up:
+            await threads.run("wait", over.wait, 30)
+        assert given_up.cancelled_caught
+        assert await threads.end("name", lambda: threading.current_thread().name) == (
+            "weights-test-name"
+        )
+    over.set()
+
+
+PATIENCE_SECS = 60
+
+
+class Sender:
+    """A sender whose group never completes."""
+
+    port = 1
+
+    def __init__(self):
+        self.closed = threading.Event()
+
+    def wait_for_ranks(self):
+        self.closed.wait(PATIENCE_SECS)
+
+    def close(self):
+        self.closed.set()
+
+
+@pytest.fixture
+def version(tmp_path):
+    store = VersionStore(tmp_path / "versions")
+    yield store_version(store)
+    delete_store(store)
+
+
+async def test_a_group_can_be_ended_while_all_threads_are_busy(engines, folder, version):
+    senders = []
+
+    async def open_one(_):
+        senders.append(Sender())
+        return senders[-1]
+
+    engines.set_reply(A, INIT, {"success": False, "message": "no such group"}, status=400)
+    sends = ProcessGroupSender(WeightSyncConfig, open_one)
+    sends._threads._call_limiter.total_tokens = 1
+    with trio.fail_after(PATIENCE_SECS):
+        answer = await sends.send(version, api_with(folder).worker(A), {}, {})
+    assert (answer.status, answer.why) == (400, "status 400: no such group")
+    assert [each.closed.is_set() for each in senders] == [True]

@@ -5,8 +5,7 @@ import pytest
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.weight_sync.checksum import roll_up
 from omni_proxy.weight_sync.session.verification import cached_proof
-from omni_proxy.weight_sync.store.manifest import Manifest, StoredVersion
-from omni_proxy.weight_sync.store.safetensors_header import HeaderRow
+from omni_proxy.weight_sync.store.manifest import HeaderRow, Manifest, StoredVersion
 from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.version_holders import CHECKER, DISK, VersionEngines
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from omni_proxy.weight_sync.store import filesystem
-from omni_proxy.weight_sync.store.safetensors_header import SafetensorsError
+from omni_proxy.weight_sync.store.manifest import SafetensorsError
 from omni_proxy.weight_sync.store.version_store import (
     InsufficientSpace,
     UnknownVersion,

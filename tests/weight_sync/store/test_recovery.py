@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy.weight_sync.store import filesystem, shm_cleanup
-from omni_proxy.weight_sync.store.shm_cleanup import STORE_LINK, remove_stale_folders
+from omni_proxy.weight_sync.store import filesystem, recovery
+from omni_proxy.weight_sync.store.recovery import STORE_LINK, remove_stale_folders
 from omni_proxy.weight_sync.store.version_store import VersionStore
 from tests.tree import ROOT
 from tests.weight_sync.store.drafts import store_version
@@ -120,7 +120,7 @@ def test_an_empty_folder_goes_unless_a_program_has_it(shared, tmp_path):
 
 
 def test_a_folder_removed_before_its_lock_is_created_again(shared, tmp_path, monkeypatch):
-    real, tried = shm_cleanup._create_and_lock, threading.Event()
+    real, tried = recovery._create_and_lock, threading.Event()
 
     def try_once(memory):
         try:
@@ -128,7 +128,7 @@ def test_a_folder_removed_before_its_lock_is_created_again(shared, tmp_path, mon
         finally:
             tried.set()
 
-    monkeypatch.setattr(shm_cleanup, "_create_and_lock", try_once)
+    monkeypatch.setattr(recovery, "_create_and_lock", try_once)
     memory = shared / f"{filesystem.shared_memory_prefix()}one"
     memory.mkdir()
     sweeping = os.open(memory, os.O_RDONLY | os.O_DIRECTORY)
@@ -170,14 +170,14 @@ def test_a_store_is_free_for_the_next_one_only_when_its_folder_is_gone(
 ):
     memory = shared / f"{filesystem.shared_memory_prefix()}one"
     store = VersionStore(tmp_path / "one", memory=memory)
-    give_up = shm_cleanup.remove_empty
+    give_up = recovery.remove_empty
 
     def told(folder):
         with pytest.raises(filesystem.StoreBusy):
             VersionStore(tmp_path / "one", memory=memory)
         give_up(folder)
 
-    monkeypatch.setattr(shm_cleanup, "remove_empty", told)
+    monkeypatch.setattr(recovery, "remove_empty", told)
     store.leave()
     assert not memory.exists()
     VersionStore(tmp_path / "one", memory=memory).close()
