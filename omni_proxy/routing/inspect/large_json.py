@@ -68,9 +68,9 @@ FIRST_BYTES: Final = 512  # of what is nested; most of it is short
 KEYS_PER_SLICE: Final = 500
 MAX_KEYS: Final = 10_000
 MAX_SCALAR_BYTES: Final = 4096
-MAX_KEY_BYTES: Final = 128
+MAX_KEY_BYTES: Final = 256  # all of any key that is looked for, each character escaped
 _BLANKS: Final = re.compile(rb"[ \t\r\n]*+")
-_SCALAR: Final = re.compile(
+STANDARD_SCALAR: Final = re.compile(
     rb"(?:-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?|true|false|null)(?=[\s,}]|\Z)"
 )
 _IN_STRING: Final = re.compile(
@@ -86,27 +86,55 @@ _QUOTE, _COMMA, _COLON, _OPEN, _CLOSE = b'",:{}'
 _NESTS: Final = b"[{"
 _FIELDS: Final = frozenset(name.encode() for name in LargeJsonFields.__struct_fields__)
 
+# Also what Python's reader takes beside JSON.
+PYTHON_SCALAR: Final = re.compile(STANDARD_SCALAR.pattern + rb"|(?:NaN|-?Infinity)(?=[\s,}]|\Z)")
+
 Walk = Generator[None, None, int]
+
+
+class JsonMember(msgspec.Struct, frozen=True, gc=False):
+    """One member of the object on top, as offsets in the body: its key from the opening quote, its
+    value, and the end of both. `name`: the key without quotes, its escapes not decoded."""
+
+    name: bytes
+    key_at: int
+    value_at: int
+    end: int
 
 
 def walk_large_json(body: bytes) -> Generator[None, None, LargeJsonFields]:
     """Raises HttpError 400 for anything but a JSON object."""
     values: dict[str, msgspec.Raw] = {}
-    keys, at = 0, (yield from _blanks(body, 0))
+    for member in walk_members(body):
+        if member is None:
+            yield
+        elif member.name in _FIELDS:
+            end = min(member.end, member.value_at + PREFIX_BYTES)
+            values[member.name.decode()] = msgspec.Raw(bytes(body[member.value_at : end]))
+    return LargeJsonFields(**values)
+
+
+def walk_members(
+    body: bytes, start: int = 0, scalar: re.Pattern[bytes] = STANDARD_SCALAR
+) -> Generator[JsonMember | None, None, None]:
+    """The members on top in their order, and None between two slices. `start`: of the object.
+
+    Raises HttpError 400 for anything but a JSON object that ends the body.
+    """
+    keys, at = 0, (yield from _blanks(body, start))
     at = yield from _blanks(body, _past(body, at, _OPEN))
     more = _byte(body, at) != _CLOSE
     while more:
         if _byte(body, at) != _QUOTE:
             raise invalid_json()
-        start = at
+        key_at = at
         at = yield from _string(body, at)
-        name = bytes(body[start + 1 : min(at - 1, start + MAX_KEY_BYTES)])
+        name = bytes(body[key_at + 1 : min(at - 1, key_at + MAX_KEY_BYTES)])
         at = yield from _blanks(body, at)
         at = yield from _blanks(body, _past(body, at, _COLON))
-        start = at
-        at = yield from _value(body, at)
-        if name in _FIELDS:
-            values[name.decode()] = msgspec.Raw(bytes(body[start : min(at, start + PREFIX_BYTES)]))
+        value_at = at
+        at = yield from _value(body, at, scalar)
+        yield JsonMember(name, key_at, value_at, at)
         at = yield from _blanks(body, at)
         more = _byte(body, at) == _COMMA
         if more:
@@ -116,11 +144,10 @@ def walk_large_json(body: bytes) -> Generator[None, None, LargeJsonFields]:
             message = f"a large JSON request body may have {MAX_KEYS} fields and no more"
             raise HttpError(400, message, "invalid_json")
         if not keys % KEYS_PER_SLICE:
-            yield
+            yield None
     at = yield from _blanks(body, _past(body, at, _CLOSE))
     if at != len(body):
         raise invalid_json()
-    return LargeJsonFields(**values)
 
 
 def _byte(body: bytes, at: int) -> int:
@@ -147,13 +174,13 @@ def _blanks(body: bytes, at: int) -> Walk:
     return end
 
 
-def _value(body: bytes, at: int) -> Walk:
+def _value(body: bytes, at: int, scalar: re.Pattern[bytes]) -> Walk:
     first = _byte(body, at)
     if first == _QUOTE:
         return (yield from _string(body, at))
     if first in _NESTS:
         return (yield from _nested(body, at))
-    match = _SCALAR.match(body, at, at + MAX_SCALAR_BYTES)
+    match = scalar.match(body, at, at + MAX_SCALAR_BYTES)
     if match is None:
         raise invalid_json()
     return match.end()
