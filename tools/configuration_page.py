@@ -29,6 +29,7 @@ from omni_proxy.config.fields import (
     read_host_name,
     read_listen,
     read_mode,
+    read_optional_policy,
     read_optional_url,
     read_origin,
     read_policy,
@@ -56,6 +57,7 @@ READ_AS: Final = {
     read_host: "an address or a name, or unix:PATH",
     read_listen: "host:port, or unix:PATH",
     read_policy: ", ".join(f"`{name}`" for name in POLICIES) + ", or a policy of your own",
+    read_optional_policy: "a policy, or empty",
     read_mode: 'a file mode in octal, such as "0660"',
 }
 HEAD: Final = """# Configuration
@@ -114,7 +116,14 @@ def _tables(struct: type, path: str = "") -> Iterator[tuple[str, type, bool]]:
 
 def _keys(struct: type) -> list[types.Field]:
     fields = types.type_info(struct).fields  # type: ignore[attr-defined]
-    return [each for each in fields if not isinstance(each.type, types.StructType)]
+    return [each for each in fields if not _is_table(each.type)]
+
+
+def _is_table(kind: types.Type) -> bool:
+    """Also for a list of tables that have a header of their own."""
+    if isinstance(kind, types.VarTupleType) and kind.min_length is None:
+        kind = kind.item_type
+    return isinstance(kind, types.StructType)
 
 
 def _lead(struct: type, several: bool) -> str:
@@ -179,10 +188,11 @@ def _takes(struct: type, key: types.Field) -> str:
             unit = "seconds" if key.name.endswith("_secs") else "a number"
             kind = "a whole number" if isinstance(key.type, types.IntType) else unit
             return kind + _range(key.type)
-        case types.VarTupleType(item_type=types.LiteralType()):
-            return "a list of " + _choices(struct, key.name)
-        case types.VarTupleType(min_length=least):
-            return "a list of strings" + (", not empty" if least else "")
+        case types.UnionType(types=(of_values, types.LiteralType())):
+            kind = _takes_list(struct, key.name, of_values)
+            return kind + ', or `"auto"`'
+        case types.VarTupleType():
+            return _takes_list(struct, key.name, key.type)
         case types.DictType():
             return "a table of strings"
         case types.StrType(min_length=1):
@@ -192,13 +202,27 @@ def _takes(struct: type, key: types.Field) -> str:
     raise TypeError(f"{struct.__name__}.{key.name}: say here what {key.type} takes")
 
 
+def _takes_list(struct: type, name: str, kind: types.Type) -> str:
+    """A list; or a number, which is the other type that a word may stand for."""
+    match kind:
+        case types.IntType():
+            return "a whole number" + _range(kind)
+        case types.VarTupleType(item_type=types.StructType(cls=table)):
+            return "a list of tables of " + ", ".join(f"`{each.name}`" for each in _keys(table))
+        case types.VarTupleType(item_type=types.LiteralType()):
+            return "a list of " + _choices(struct, name)
+        case types.VarTupleType(min_length=least):
+            return "a list of strings" + (", not empty" if least else "")
+    raise TypeError(f"{struct.__name__}.{name}: say here what {kind} takes")
+
+
 def _choices(struct: type, name: str) -> str:
     """In the order of the schema, which is that of use; the type library would sort them."""
     hint = get_type_hints(struct)[name]
     choices = get_args(hint)
     if choices[-1] is Ellipsis:
         choices = get_args(choices[0])
-    return ", ".join(f"`{each}`" for each in choices)
+    return ", ".join(f"`{each}`" for each in choices if each != "")
 
 
 def _range(number: types.IntType | types.FloatType) -> str:

@@ -23,6 +23,8 @@ def redacted(config: Config) -> dict[str, Any]:
     tables = _tables(config)
     for table in ("server", "admin"):
         tables[table]["api_key"] = _hidden(tables[table]["api_key"])
+    for entry in tables["workers"]:
+        entry["role"] = entry["role"] or "regular"
     for entry in tables["launch"]:
         entry["env"] = {k: _hidden(v) if _SECRET.search(k) else v for k, v in entry["env"].items()}
         entry["command"] = list(_without_secrets(entry["command"]))

@@ -189,3 +189,8 @@ def read_policy(value: object) -> object:
         f'a policy of your own is "package.module:Class" or an entry point of {ENTRY_POINT_GROUP}'
     )
     raise ValueError(f'"{value}" is not one of {", ".join(names)}', hint)
+
+
+def read_optional_policy(value: object) -> object:
+    """As `read_policy`; empty for the policy of all requests."""
+    return read_policy(value) if value else value

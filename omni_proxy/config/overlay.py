@@ -7,12 +7,19 @@ returns a new value and changes nothing.
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import structs
 
-from omni_proxy.config.schema import CAPABILITIES, Capability, Config, LaunchEntry, WorkerEntry
+from omni_proxy.config.schema import (
+    CAPABILITIES,
+    Capability,
+    Config,
+    KvConnector,
+    LaunchEntry,
+    WorkerEntry,
+)
 from omni_proxy.config.state import (
     FLAG_FINGERPRINT,
     SavedState,
@@ -56,6 +63,11 @@ class WorkerSpec:
     api_key_env: str = ""
     tls_ca: str = ""
     tls_verify: bool = True
+    role: Literal["", "regular", "prefill", "decode"] = ""  # "": as the engine reports
+    kv_connector: KvConnector = "sglang"  # of prefill and decode workers
+    bootstrap_port: int | None = None  # of prefill workers; None while unknown
+    ranks: int | Literal["auto"] = 1
+    loras: tuple[str, ...] | Literal["auto"] = ()
 
 
 def desired_workers(
@@ -110,6 +122,11 @@ def with_added(state: SavedState, entry: WorkerSpec) -> SavedState:
         disabled=entry.disabled,
         weight=entry.weight,
         max_inflight=entry.max_inflight,
+        role=entry.role,
+        kv_connector=entry.kv_connector,
+        bootstrap_port=entry.bootstrap_port or 0,
+        ranks=entry.ranks,
+        loras=entry.loras,
     )
     cleared = _without(state, entry.url)
     return structs.replace(cleared, workers=(*cleared.workers, added))
@@ -164,8 +181,21 @@ def _named(config: Config, flag_urls: tuple[str, ...]) -> Iterator[tuple[WorkerE
         yield WorkerEntry(url=url), "flag", FLAG_FINGERPRINT
 
 
+# Keys that came after tombstones: with its default such a key leaves a fingerprint as it was, so
+# that a tombstone of an earlier release holds.
+_LATER_KEYS: Final = ("role", "kv_connector", "bootstrap_port", "ranks", "loras")
+
+
 def _fingerprint(entry: WorkerEntry | LaunchEntry) -> str:
-    return hashlib.sha256(msgspec.json.encode(entry, order="sorted")).hexdigest()[:16]
+    values = msgspec.to_builtins(entry)
+    if isinstance(entry, WorkerEntry):
+        plain = msgspec.to_builtins(WorkerEntry(url=entry.url))
+        values = {
+            key: value
+            for key, value in values.items()
+            if key not in _LATER_KEYS or value != plain[key]
+        }
+    return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()[:16]
 
 
 def _buried(state: SavedState, url: str, fingerprint: str) -> bool:
@@ -194,6 +224,11 @@ def _desired(
         api_key_env=base.api_key_env if base else "",
         tls_ca=base.tls_ca if base else "",
         tls_verify=base.tls_verify if base else True,
+        role=entry.role,
+        kv_connector=entry.kv_connector or "sglang",
+        bootstrap_port=entry.bootstrap_port or None,
+        ranks=entry.ranks,
+        loras=entry.loras,
     )
 
 

@@ -18,6 +18,7 @@ from omni_proxy.config.fields import (
     read_listen,
     read_mode,
     read_network_url,
+    read_optional_policy,
     read_optional_url,
     read_origin,
     read_policy,
@@ -65,12 +66,22 @@ Mode = Annotated[str, Meta(extra={"read": read_mode})]
 NetworkUrl = Annotated[str, Meta(extra={"read": read_network_url})]
 
 PolicyName = Annotated[str, Meta(extra={"read": read_policy})]
+PoolPolicyName = Annotated[str, Meta(extra={"read": read_optional_policy})]
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 OverloadStatus = Literal[429, 503]
 RetryCause = Literal[
     "connect_failure", "reset_before_response", "408", "429", "500", "502", "503", "504"
 ]
 Capabilities: TypeAlias = Annotated[tuple[Capability, ...], Meta(min_length=1)]
+
+
+# What a worker does of a request: the whole, the prompt alone, or all that follows the prompt.
+Role = Literal["regular", "prefill", "decode"]
+KvConnector = Literal["sglang", "nixl", "mooncake"]
+DEFAULT_BOOTSTRAP_PORT: Final = 8998  # SGLang's and vLLM's default
+BootstrapPort = Annotated[int, Meta(ge=0, le=65535)]
+Ranks: TypeAlias = Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"]
+Loras: TypeAlias = tuple[Name, ...] | Literal["auto"]
 
 
 class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -204,6 +215,41 @@ class PrefixHashConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     load_factor: Annotated[float, Meta(ge=1, le=1_000_000)] = 1.25
 
 
+class DisaggregationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Requests in two legs: a prefill worker computes the prompt's KV cache, a decode worker goes
+    on from it."""
+
+    # The policy that picks the prefill worker; empty: routing.policy.
+    prefill_policy: PoolPolicyName = ""
+    # The policy that picks the decode worker; empty: routing.policy.
+    decode_policy: PoolPolicyName = ""
+    # If the decode worker has to compute fewer tokens than this, it computes the prompt itself; 0:
+    # always two legs.
+    min_uncached_tokens: Count = 0
+    # Longest silence of both legs before the first byte; 0: only response_head_secs.
+    transfer_timeout_secs: Duration = 30.0
+    # Without a prefill worker, or if it failed: the decode worker computes the prompt (never with
+    # kv_connector sglang, whose engines can't), or 503.
+    fallback: Literal["decode", "refuse"] = "decode"
+
+
+class AliasTarget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # The model of some workers.
+    model: Name
+    # Share of the alias's requests relative to its other targets.
+    weight: Weight = 1
+
+
+class ModelAlias(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model name of the proxy's own: requests for it go to workers of other models, by weight."""
+
+    # What requests name.
+    name: Name
+    targets: Annotated[tuple[AliasTarget, ...], Meta(min_length=1)]
+    # true: the body's model becomes the target's; false: bodies stay unchanged.
+    rewrite: bool = True
+
+
 class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # The policy that picks one of the eligible workers.
     policy: PolicyName = "round_robin"
@@ -246,6 +292,8 @@ class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     session_body_keys: tuple[BodyKey, ...] = ()
     cache_aware: CacheAwareConfig = CacheAwareConfig()
     prefix_hash: PrefixHashConfig = PrefixHashConfig()
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
+    models: tuple[ModelAlias, ...] = ()
 
 
 class HealthConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -335,6 +383,17 @@ class WorkerEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_inflight: Count = 0
     # Environment variable with the bearer key for this worker. A name, so that FILE holds no key.
     api_key_env: str = ""
+    # Empty: as its /server_info reports, regular if it reports none.
+    role: Literal["", "regular", "prefill", "decode"] = ""
+    # How KV caches pass between prefill and decode workers; a pair has the same one. Empty: sglang.
+    kv_connector: Literal["", "sglang", "nixl", "mooncake"] = ""
+    # Of prefill workers of sglang and mooncake; 0: unknown.
+    bootstrap_port: BootstrapPort = DEFAULT_BOOTSTRAP_PORT
+    # Data-parallel ranks behind this URL; above 1 each is picked and counted separately; "auto":
+    # as the engine reports.
+    ranks: Ranks = 1
+    # Adapters that requests may name as their model; "auto": those of its /v1/models.
+    loras: Loras = ()
     # For https: PEM file of its CAs; empty: server.tls_worker_ca.
     tls_ca: str = ""
     # false: its certificate is not verified: any host at its address gets its requests and key.

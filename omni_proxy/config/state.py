@@ -5,7 +5,7 @@ for such workers that were deleted, workers to be deleted once they are drained 
 uploaded voices. Parsed as strictly as FILE: a text with a problem is refused as a whole.
 """
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import tomli_w
@@ -14,10 +14,13 @@ from msgspec import Struct
 from omni_proxy.config.parse import config_error, decode_text, parse_tables
 from omni_proxy.config.schema import (
     CAPABILITIES,
+    BootstrapPort,
     Capabilities,
     Count,
+    Loras,
     NetworkUrl,
     OptionalWorkerUrl,
+    Ranks,
     Weight,
 )
 from omni_proxy.config.validate import Finding, walk
@@ -41,6 +44,11 @@ class StateWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     disabled: bool = False
     weight: Weight = 1
     max_inflight: Count = 0
+    role: Literal["", "regular", "prefill", "decode"] = ""
+    kv_connector: Literal["", "sglang", "nixl", "mooncake"] = ""
+    bootstrap_port: BootstrapPort = 0
+    ranks: Ranks = 1
+    loras: Loras = ()
 
 
 class WorkerOverride(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +60,9 @@ class WorkerOverride(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     disabled: bool | None = None
     weight: Weight | None = None
     max_inflight: Count | None = None
+    role: Literal["regular", "prefill", "decode"] | None = None
+    kv_connector: Literal["sglang", "nixl", "mooncake"] | None = None
+    bootstrap_port: BootstrapPort | None = None
 
 
 class SavedVoices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

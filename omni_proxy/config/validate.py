@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 from msgspec import NODEFAULT, Struct, inspect
 
 from omni_proxy.config.problem import Path, did_you_mean, format_path, to_toml_literal
-from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.config.schema import DEFAULT_BOOTSTRAP_PORT, LaunchEntry
 
 # Where, why, and what may help.
 Finding: TypeAlias = tuple[Path, str, str]
@@ -40,6 +40,8 @@ class _Walker:
                 return self._spelled(value, kind, path)
             case inspect.UnionType(types=(only, inspect.NoneType())):
                 return self.read(value, only, path)
+            case inspect.UnionType(types=(of_values, inspect.LiteralType(values=words))):
+                return self._or_word(value, of_values, words, path)
             case inspect.StructType():
                 return self._struct(value, kind, path)
             case inspect.DictType():
@@ -107,6 +109,20 @@ class _Walker:
         hint = did_you_mean(value, quoted) if isinstance(value, str) else ""
         reason = f"{to_toml_literal(value)} is not one of {', '.join(quoted)}"
         return self._wrong(path, reason, hint)
+
+    def _or_word(
+        self, value: object, kind: inspect.Type, words: Sequence[object], path: Path
+    ) -> Any:
+        """A value of `kind`, or one of `words` in its place."""
+        if value in words:
+            return value
+        if isinstance(value, str):
+            expected = "a list" if isinstance(kind, inspect.VarTupleType) else _PLAIN[type(kind)][1]
+            quoted = " or ".join(map(to_toml_literal, words))
+            return self._wrong(
+                path, f"expected {expected} or {quoted}, got {to_toml_literal(value)}"
+            )
+        return self.read(value, kind, path)
 
     def _plain(self, value: Any, kind: inspect.Type, path: Path) -> Any:
         allowed, expected = _PLAIN[type(kind)]
@@ -176,6 +192,38 @@ def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _duplicates(_worker_urls(tables.get("workers", []), launch), "worker URL")
     yield from _duplicates(_paths(tables), "route")
     yield from _voice_owner_capabilities(tables)
+    for index, entry in enumerate(tables.get("workers", [])):
+        yield from _role_problems(entry, ("workers", index))
+    aliases = tables.get("routing", {}).get("models", [])
+    yield from _duplicates(_alias_names(aliases), "alias")
+    for index, alias in enumerate(aliases):
+        yield from _duplicates(_alias_targets(alias, index), "target")
+
+
+def _role_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
+    """Keys that the worker's role makes useless: their author expects what will not happen."""
+    role, connector = entry.get("role"), entry.get("kv_connector")
+    if role == "regular" and connector:
+        reason = "is for prefill and decode workers only"
+        yield (*path, "kv_connector"), reason, 'set role to "prefill" or "decode"'
+    if role in ("regular", "decode") and "bootstrap_port" in entry:
+        if entry["bootstrap_port"] != DEFAULT_BOOTSTRAP_PORT:
+            yield (*path, "bootstrap_port"), "is for prefill workers only", ""
+    elif connector == "nixl" and entry.get("bootstrap_port", 0) not in (0, DEFAULT_BOOTSTRAP_PORT):
+        reason = "does nothing with nixl, whose prefill response names the port"
+        yield (*path, "bootstrap_port"), reason, "drop it"
+
+
+def _alias_names(aliases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Path, str]]:
+    for index, alias in enumerate(aliases):
+        if "name" in alias:
+            yield ("routing", "models", index, "name"), alias["name"]
+
+
+def _alias_targets(alias: Mapping[str, Any], index: int) -> Iterator[tuple[Path, str]]:
+    for number, target in enumerate(alias.get("targets", [])):
+        if "model" in target:
+            yield ("routing", "models", index, "targets", number, "model"), target["model"]
 
 
 def _voice_owner_capabilities(tables: Mapping[str, Any]) -> Iterator[Finding]:

@@ -13,9 +13,10 @@ from datetime import datetime
 from urllib.parse import unquote
 
 from omni_proxy.config.overlay import WorkerSpec
+from omni_proxy.config.schema import Role
 from omni_proxy.fleet.health_state import Health, Thresholds
 from omni_proxy.fleet.weight_version import WeightVersion
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.fleet.worker import ReportedRole, Worker
 
 CANDIDATE_LISTS = 1024  # clients choose model names: a bound on memory
 
@@ -48,10 +49,12 @@ class Fleet:
             False  # some worker has a max_inflight: a pick looks at free slots
         )
         self.has_named_models = False  # some worker has a model: a request's model may matter
+        self.has_pools = False  # some worker is a prefill or decode worker
         self.had_workers = False  # a worker was registered at some time since the start
         self._by_url: dict[str, Worker] = {}
         self.models: set[str] = set()  # of all workers; replaced, never changed in place
         self._candidates: dict[tuple[str | None, int], list[Worker]] = {}
+        self._pools: dict[tuple[Role, str | None, int], list[Worker]] = {}
         self._watchers: list[Callable[[], None]] = []
         self._member_watchers: list[Callable[[], None]] = []
         self._worker_watchers: list[Callable[[Worker], None]] = []
@@ -117,6 +120,7 @@ class Fleet:
         if models != self.models:
             self.models = models
         self.has_named_models = bool(models)
+        self._note_roles()
         change = MembershipChange(tuple(added), removed, tuple(changed))
         if change or reordered:
             self._changed()
@@ -132,7 +136,7 @@ class Fleet:
         return False
 
     def candidates(self, model: str | None, mask: int) -> list[Worker]:
-        """Routable workers with every capability of `mask`, narrowed to the model.
+        """Routable regular workers with every capability of `mask`, narrowed to the model.
 
         Workers with another model drop out; if no candidate has a model, the request's model is
         ignored (omni-router.md 8). The list is cached until the fleet changes.
@@ -143,13 +147,36 @@ class Fleet:
         key = (model, mask)
         candidates = self._candidates.get(key)
         if candidates is None:
-            candidates = [w for w in self._by_url.values() if w.routable and w.mask & mask == mask]
-            if model is not None and any(w.model for w in candidates):
-                candidates = [w for w in candidates if w.model == model]
+            candidates = self._select("regular", model, mask)
             if len(self._candidates) >= CANDIDATE_LISTS:
                 self._candidates.clear()
             self._candidates[key] = candidates
         return candidates
+
+    def pool(self, role: Role, model: str | None, mask: int) -> list[Worker]:
+        """As `candidates`, of the workers with this role; cached as long."""
+        if role == "regular":
+            return self.candidates(model, mask)
+        if model is not None and model not in self.models:
+            model = "" if self.models else None
+        key = (role, model, mask)
+        workers = self._pools.get(key)
+        if workers is None:
+            workers = self._select(role, model, mask)
+            if len(self._pools) >= CANDIDATE_LISTS:
+                self._pools.clear()
+            self._pools[key] = workers
+        return workers
+
+    def _select(self, role: Role, model: str | None, mask: int) -> list[Worker]:
+        workers = [
+            w
+            for w in self._by_url.values()
+            if w.role == role and w.routable and w.mask & mask == mask
+        ]
+        if model is not None and any(w.model for w in workers):
+            workers = [w for w in workers if w.model == model]
+        return workers
 
     def observe_probe(
         self, worker: Worker, *, status: int | None, error: str | None, at: datetime, epoch: int
@@ -230,6 +257,12 @@ class Fleet:
             worker.version = version
             self._changed(worker)
 
+    def report_role(self, worker: Worker, role: ReportedRole) -> None:
+        """Take over the role that its engine reports; a configured one is stronger."""
+        if worker.report_role(role):
+            self._note_roles()
+            self._changed(worker)
+
     def set_hop_line(self, worker: Worker, hop_line: bytes) -> None:
         """Set the header line of its requests by which a proxy loop is detected."""
         if hop_line != worker.hop_line:
@@ -267,6 +300,9 @@ class Fleet:
         """`callback(worker, before)` after each change of a worker's state."""
         self._health_watchers.append(callback)
 
+    def _note_roles(self) -> None:
+        self.has_pools = any(worker.role != "regular" for worker in self._by_url.values())
+
     def _make(self, entry: WorkerSpec, now: datetime) -> Worker:
         return Worker(entry, now)
 
@@ -280,6 +316,7 @@ class Fleet:
         """Notify the watchers; `worker` if only that one changed."""
         self.revision += 1
         self._candidates.clear()
+        self._pools.clear()
         if worker is None:
             for callback in self._member_watchers:
                 callback()

@@ -14,16 +14,17 @@ from collections.abc import Iterable
 from dataclasses import fields
 from datetime import datetime
 from functools import lru_cache
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from msgspec import Struct
 
 from omni_proxy.config.overlay import WorkerSpec
-from omni_proxy.config.schema import CAPABILITIES
+from omni_proxy.config.schema import CAPABILITIES, Role
 from omni_proxy.config.url import dial_address, display_id, worker_id
 from omni_proxy.fleet.health_state import Health, HealthMachine
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 
+ReportedRole: TypeAlias = Literal["", "prefill", "decode"]
 CAPABILITY_BITS: dict[str, int] = {
     name: 1 << position for position, name in enumerate(CAPABILITIES)
 }
@@ -101,7 +102,9 @@ class Worker(_RequestFields):
 
     __slots__ = (
         "address",
+        "bootstrap_port",
         "capabilities",
+        "configured_role",
         "cordon_reasons",
         "disabled",
         "disabled_changed_at",
@@ -110,11 +113,16 @@ class Worker(_RequestFields):
         "hop_line",
         "id",
         "instance",
+        "kv_connector",
+        "loras",
         "mask",
         "max_inflight",
         "model",
         "origin",
+        "ranks",
         "registered_at",
+        "reported_role",
+        "role",
         "tls_ca",
         "tls_verify",
         "url",
@@ -137,6 +145,7 @@ class Worker(_RequestFields):
         self.instance = ""  # process identity from its last good probe
         self.hop_line = b""  # header line for a worker that is a proxy, see `wire.proxy_headers`
         self.version: WeightVersion = UNKNOWN_VERSION
+        self.reported_role: ReportedRole = ""  # by its engine; counts if none is configured
         self.counts = zero_counters()
         self.configure(spec)
 
@@ -153,6 +162,12 @@ class Worker(_RequestFields):
         self.api_key_env = spec.api_key_env
         self.tls_ca = spec.tls_ca
         self.tls_verify = spec.tls_verify
+        self.configured_role = spec.role
+        self.role: Role = spec.role or self.reported_role or "regular"
+        self.kv_connector = spec.kv_connector
+        self.bootstrap_port = spec.bootstrap_port
+        self.ranks = spec.ranks
+        self.loras = spec.loras
 
     def matches(self, spec: WorkerSpec) -> bool:
         """Whether `configure(spec)` would change nothing."""
@@ -166,7 +181,18 @@ class Worker(_RequestFields):
             and self.api_key_env == spec.api_key_env
             and self.tls_ca == spec.tls_ca
             and self.tls_verify == spec.tls_verify
+            and self.configured_role == spec.role
+            and self.kv_connector == spec.kv_connector
+            and self.bootstrap_port == spec.bootstrap_port
+            and self.ranks == spec.ranks
+            and self.loras == spec.loras
         )
+
+    def report_role(self, role: ReportedRole) -> bool:
+        """Take over what its engine reports, "" for nothing; whether its role changed."""
+        self.reported_role = role
+        before, self.role = self.role, self.configured_role or role or "regular"
+        return self.role != before
 
     def add_counts(
         self, traffic: str, *, routed: int = 0, succeeded: int = 0, failed: int = 0
@@ -230,6 +256,7 @@ class WorkerState(Struct, frozen=True, array_like=True):
     label: str | None
     epoch: int
     hop_line: bytes = b""
+    reported_role: ReportedRole = ""
 
 
 def worker_state(worker: Worker, serial: int, cell: int) -> WorkerState:
@@ -249,12 +276,14 @@ def worker_state(worker: Worker, serial: int, cell: int) -> WorkerState:
         label=worker.version.label,
         epoch=worker.version.epoch,
         hop_line=worker.hop_line,
+        reported_role=worker.reported_role,
     )
 
 
 def configured_entry(worker: Worker) -> WorkerSpec:
     """The spec that `worker.matches`."""
-    return WorkerSpec(**{field.name: getattr(worker, field.name) for field in fields(WorkerSpec)})
+    settings = {field.name: getattr(worker, field.name) for field in fields(WorkerSpec)}
+    return WorkerSpec(**settings | {"role": worker.configured_role})
 
 
 def apply_state(worker: Worker, state: WorkerState) -> bool:
@@ -267,6 +296,7 @@ def apply_state(worker: Worker, state: WorkerState) -> bool:
         worker.version,
         worker.hop_line,
     )
+    role_changed = worker.report_role(state.reported_role)
     worker.hop_line = state.hop_line
     worker.address = state.address
     worker.cordon_reasons = set(state.cordon_reasons)
@@ -283,4 +313,4 @@ def apply_state(worker: Worker, state: WorkerState) -> bool:
         worker.version,
         worker.hop_line,
     )
-    return before != now
+    return role_changed or before != now

@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Final
 
 from omni_proxy.config.overlay import WorkerSpec
+from omni_proxy.config.schema import Role
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import HALF_OPEN_ELSEWHERE, Worker, WorkerState, apply_state
@@ -115,6 +116,7 @@ class ReplicatedFleet(Fleet):
         fresh = {worker.url for worker in change.added}
         moved += [self._put(row) for row in rows if row.entry.url in fresh]
         if any(moved) or fresh or self.revision != before:
+            self._note_roles()
             self.recount()
             self._changed()
 
@@ -145,6 +147,11 @@ class ReplicatedFleet(Fleet):
         if self.has_inflight_limits or self._now() >= self._recount_at:
             self.recount()
         return super().candidates(model, mask)
+
+    def pool(self, role: Role, model: str | None, mask: int) -> list[Worker]:
+        if self.has_inflight_limits or self._now() >= self._recount_at:
+            self.recount()
+        return super().pool(role, model, mask)
 
     def is_over_limit(self, worker: Worker) -> bool:
         """Each process counts first and looks then, so of two at least one sees the other."""

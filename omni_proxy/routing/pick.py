@@ -96,14 +96,9 @@ def ineligibility_reasons(
 ) -> list[str]:
     """Why this worker is not eligible, the most important reason first; empty if it is."""
     reasons = []
-    if worker.disabled:
-        reasons.append("disabled")
-    if worker.health.state.value != "healthy":
-        error = worker.health.last_error
-        reasons.append(f"{worker.health.state.value}" + (f" ({error})" if error else ""))
-    elif worker.health.half_open_id:
-        reasons.append("half-open: one request at a time until one succeeds")
-    reasons += [f"held: {hold}" for hold in sorted(worker.cordon_reasons)]
+    if worker.role != "regular":
+        reasons.append(f"serves only the {worker.role} leg of requests")
+    reasons += _unroutable_reasons(worker)
     missing = capability_names(requirements.mask & ~worker.mask)
     if missing:
         reasons.append("lacks " + ", ".join(missing))
@@ -128,6 +123,19 @@ def ineligibility_reasons(
     return reasons
 
 
+def _unroutable_reasons(worker: Worker) -> list[str]:
+    """Why it is out of rotation, whatever the request; empty if it is routable."""
+    reasons = []
+    if worker.disabled:
+        reasons.append("disabled")
+    if worker.health.state.value != "healthy":
+        error = worker.health.last_error
+        reasons.append(f"{worker.health.state.value}" + (f" ({error})" if error else ""))
+    elif worker.health.half_open_id:
+        reasons.append("half-open: one request at a time until one succeeds")
+    return reasons + [f"held: {hold}" for hold in sorted(worker.cordon_reasons)]
+
+
 def _reasons_against_voice_owner(
     fleet: Fleet, worker: Worker, requirements: Requirements, owner: str
 ) -> list[str]:
@@ -147,7 +155,9 @@ def _model_counts(fleet: Fleet, requirements: Requirements) -> bool:
     return any(
         worker.model
         for worker in fleet.workers
-        if worker.routable and worker.mask & requirements.mask == requirements.mask
+        if worker.role == "regular"
+        and worker.routable
+        and worker.mask & requirements.mask == requirements.mask
     )
 
 
@@ -235,6 +245,11 @@ _Step = tuple[str, Callable[[_Workers], str], Callable[[_Workers], _Workers]]
 
 
 def _steps(requirements: Requirements) -> Iterator[_Step]:
+    yield (
+        "no_regular_worker",
+        lambda _: "every worker serves only the prefill or the decode leg of requests",
+        lambda remaining: [worker for worker in remaining if worker.role == "regular"],
+    )
     yield (
         "no_capable_worker",
         lambda remaining: "no worker can do " + _missing(remaining, requirements),

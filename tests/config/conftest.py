@@ -7,9 +7,11 @@ from msgspec import inspect
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.schema import (
     CAPABILITIES,
+    AliasTarget,
     Config,
     ControlRouteEntry,
     LaunchEntry,
+    ModelAlias,
     RouteEntry,
     WorkerEntry,
 )
@@ -31,6 +33,18 @@ SPELLED = {
     "server.request_id_header": st.sampled_from(["", "x-request-id", "X-Trace"]),
     "weight_sync.on_failure": st.just("quarantine"),  # the others need a mode
     "routing.policy": st.sampled_from([*POLICIES, "package.module:Class"]),
+    "routing.disaggregation.prefill_policy": st.sampled_from(["", *POLICIES]),
+    "routing.disaggregation.decode_policy": st.sampled_from(["", *POLICIES]),
+    "routing.models": st.lists(
+        st.builds(
+            ModelAlias,
+            name=NAMES,
+            targets=NAMES.map(lambda model: (AliasTarget(model=model, weight=2),)),
+            rewrite=st.booleans(),
+        ),
+        unique_by=lambda alias: alias.name,
+        max_size=3,
+    ).map(tuple),
     "routing.voice_owner": st.just("") | NAMES.map(lambda name: f"http://{name}.voices:80"),
     "health.endpoint": st.just("/health") | NAMES.map(lambda name: f"/{name}"),
 }
@@ -77,6 +91,10 @@ WORKERS = st.builds(
     capabilities=CAPABLE,
     disabled=st.booleans(),
     max_inflight=st.integers(0, 9),
+    role=st.sampled_from(["", "prefill", "decode"]),
+    kv_connector=st.sampled_from(["", "sglang", "mooncake"]),
+    ranks=st.sampled_from([1, 8, "auto"]),
+    loras=st.sampled_from([(), ("l", "k"), "auto"]),
 )
 GROUPS = st.builds(
     LaunchEntry,

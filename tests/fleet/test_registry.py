@@ -12,7 +12,7 @@ models = st.sampled_from([None, "m", "n"])
 abilities = st.sets(st.sampled_from(CAPABILITIES[:3]), min_size=1).map(frozenset)
 entries = st.builds(
     entry, names, model=models, capabilities=abilities, disabled=st.booleans(),
-    max_inflight=st.integers(0, 2),
+    max_inflight=st.integers(0, 2), role=st.sampled_from(["", "", "prefill", "decode"]),
 )  # fmt: skip
 fleets = st.lists(entries, max_size=5, unique_by=lambda wanted: wanted.url)
 
@@ -32,6 +32,7 @@ class FleetLife(RuleBasedStateMachine):
         self.trying = {}  # the trial that runs, by URL
         self.told = 0
         self.fleet.watch(self.hear)
+        self.reported = {}  # the role that its engine reported, by URL
 
     def hear(self):
         self.told += 1
@@ -58,6 +59,7 @@ class FleetLife(RuleBasedStateMachine):
         self.health = {url: self.health.get(url, Health.UNKNOWN) for url in after}
         self.holds = {url: self.holds.get(url, set()) for url in after}
         self.owing &= after.keys()
+        self.reported = {url: role for url, role in self.reported.items() if url in after}
         self.settle()
 
     def settle(self):
@@ -165,11 +167,22 @@ class FleetLife(RuleBasedStateMachine):
             self.fleet.uncordon(worker, reason)
             self.holds[worker.url].discard(reason)
 
-    def naive_candidates(self, model, needs):
+    @has_workers
+    @rule(data=st.data(), role=st.sampled_from(["", "prefill", "decode"]))
+    def an_engine_reports_its_role(self, data, role):
+        worker = self.some(data)
+        self.fleet.report_role(worker, role)
+        self.reported[worker.url] = role
+
+    def role(self, url):
+        return self.entries[url].role or self.reported.get(url) or "regular"
+
+    def naive_candidates(self, model, needs, role):
         able = [
             each
             for url, each in self.entries.items()
-            if self.health[url] is Health.HEALTHY
+            if self.role(url) == role
+            and self.health[url] is Health.HEALTHY
             and not each.disabled
             and not self.holds[url]
             and url not in self.trying
@@ -181,9 +194,14 @@ class FleetLife(RuleBasedStateMachine):
 
     @rule(model=st.sampled_from([None, "m", "n", "other"]), needs=abilities)
     def candidates_are_asked_for(self, model, needs):
+        mask = capability_mask(needs)
         for _ in range(2):  # the second answer comes out of what was kept
-            found = self.fleet.candidates(model, capability_mask(needs))
-            assert [worker.url for worker in found] == self.naive_candidates(model, needs)
+            found = self.fleet.candidates(model, mask)
+            assert [w.url for w in found] == self.naive_candidates(model, needs, "regular")
+            assert found is self.fleet.pool("regular", model, mask)
+            for role in ("prefill", "decode"):
+                found = self.fleet.pool(role, model, mask)
+                assert [w.url for w in found] == self.naive_candidates(model, needs, role)
 
     @invariant()
     def workers_stand_in_order_and_keep_their_objects(self):
@@ -206,6 +224,8 @@ class FleetLife(RuleBasedStateMachine):
         assert self.fleet.has_inflight_limits == any(
             each.max_inflight for each in self.entries.values()
         )
+        roles = {self.role(url) for url in self.entries}
+        assert self.fleet.has_pools == bool(roles - {"regular"})
         assert self.fleet.has_named_models == any(each.model for each in self.entries.values())
 
 
@@ -280,3 +300,22 @@ def test_names_that_no_worker_has_take_no_memory():
         for number in range(100):
             fleet.candidates(f"no such model {number}", 0)
         assert len(fleet._candidates) == 1
+
+
+def test_models_that_clients_name_do_not_fill_the_memory_of_a_pool():
+    fleet = fleet_of(entry("a", role="decode"))
+    for number in range(CANDIDATE_LISTS * 2):
+        fleet.pool("decode", None, number)
+    assert len(fleet._pools) <= CANDIDATE_LISTS
+
+
+def test_a_configured_role_is_stronger_than_what_the_engine_reports():
+    fleet = fleet_of(entry("a", role="regular"), entry("b"))
+    a, b = fleet.workers
+    revision = fleet.revision
+    fleet.report_role(a, "prefill")
+    assert (a.role, fleet.has_pools, fleet.revision) == ("regular", False, revision)
+    fleet.report_role(b, "prefill")
+    assert (b.role, fleet.has_pools) == ("prefill", True)
+    fleet.apply([entry("a"), entry("b", role="decode")], NOW)
+    assert (a.role, b.role) == ("prefill", "decode")

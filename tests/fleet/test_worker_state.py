@@ -5,7 +5,17 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import WorkerState, apply_state, configured_entry, worker_state
 from tests.fleet.entries import NOW, entry, fleet_of
 
-SETTINGS = {"model": "m", "weight": 3, "max_inflight": 7, "capabilities": frozenset(["chat"])}
+SETTINGS = {
+    "model": "m",
+    "weight": 3,
+    "max_inflight": 7,
+    "capabilities": frozenset(["chat"]),
+    "role": "prefill",
+    "kv_connector": "mooncake",
+    "bootstrap_port": 9001,
+    "ranks": "auto",
+    "loras": ("l",),
+}
 
 
 def sent(row: WorkerState) -> WorkerState:
@@ -61,3 +71,14 @@ def test_a_trial_that_runs_blocks_and_one_that_is_owed_does_not():
     fleet.end_half_open(worker, trial)
     assert not worker_state(worker, 1, 1).half_open_taken
     assert worker.health.since == NOW
+
+
+def test_a_role_that_the_engine_reports_is_told_and_no_configured_one():
+    fleet = fleet_of(entry("a"))
+    worker = fleet.workers[0]
+    fleet.report_role(worker, "decode")
+    row = sent(worker_state(worker, 1, 1))
+    assert (row.entry.role, row.reported_role) == ("", "decode")
+    other = fleet_of(row.entry).workers[0]
+    assert apply_state(other, row)
+    assert other.role == "decode"

@@ -54,6 +54,7 @@ worlds = st.lists(
             "held": st.sets(st.sampled_from(["updating", "paused", "uncertain", "launch"])),
             "version": st.sampled_from([None, "v1", "v2"]),
             "in_flight": st.integers(0, 2),
+            "role": st.sampled_from(["", "", "", "regular", "prefill", "decode"]),
         }
     ),
     max_size=4,
@@ -357,3 +358,15 @@ def test_without_a_model_in_question_no_refusal_speaks_of_one():
         Requirements(CHAT, "m"),
     )
     assert reason == "names no model, not 'm'"
+
+
+def test_a_regular_request_never_goes_to_a_prefill_or_decode_worker():
+    fleet = fleet_of(entry("p", role="prefill"), entry("d", role="decode"))
+    error = refusal(fleet, Requirements(mask=CHAT))
+    assert (error.status, error.code) == (503, "no_regular_worker")
+    for worker in fleet.workers:
+        assert ineligibility_reasons(fleet, worker, Requirements(mask=CHAT)) == [
+            f"serves only the {worker.role} leg of requests"
+        ]
+    fleet = fleet_of(entry("p", role="prefill"), entry("a"))
+    assert chosen(fleet, Requirements(mask=CHAT)) == "a:1"
