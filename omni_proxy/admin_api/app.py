@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from quart import Response, has_request_context, request
 from quart_trio import QuartTrio
 
-from omni_proxy.admin_api.access.auth import KeyCheck
-from omni_proxy.admin_api.access.cors import OpenReads
+from omni_proxy.admin_api.access import KeyCheck, OpenReads
 from omni_proxy.admin_api.openapi.document import OpenApiRoutes
 from omni_proxy.admin_api.responses import add_json_errors
 from omni_proxy.admin_api.routes.abort_routes import FleetAbortRoutes
@@ -23,9 +22,9 @@ from omni_proxy.admin_api.routes.health_routes import ConfigRoutes, FleetHealthR
 from omni_proxy.admin_api.routes.metrics_routes import MetricsRoutes
 from omni_proxy.admin_api.routes.models_routes import ExplainRoutes, MergedModelRoutes
 from omni_proxy.admin_api.routes.rl_routes import RlRoutes
-from omni_proxy.admin_api.routes.rollout_routes import RolloutRoutes
 from omni_proxy.admin_api.routes.sglang_routes import SessionRoutes, SglangRoutes
-from omni_proxy.admin_api.routes.weight_status_routes import (
+from omni_proxy.admin_api.routes.weight_routes import (
+    RolloutRoutes,
     WeightOperationRoutes,
     WeightVersionRoutes,
 )

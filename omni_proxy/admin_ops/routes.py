@@ -1,4 +1,4 @@
-"""The admin routes as a table: the effect of each on its workers, and so what it needs.
+"""The admin routes as a table: the effect of each on its workers, and so what it needs. Pure.
 
 kind      lock and journal   cordon reason       afterwards
 read      no                 -                   -
@@ -8,6 +8,7 @@ continue  no                 -                   "paused" ends on success
 pause     yes                paused              stays paused, see `while_paused`
 group     yes                updating            a failed init disables its worker
 update    yes                updating            failed workers are uncertain, see operation.py
+Invariant: a route of [[control_routes]] never takes the place of a built-in one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from enum import StrEnum
 from typing import Final
 
 from omni_proxy.admin_ops.engine_dialects import EngineCall
+from omni_proxy.config.problem import ConfigError, Problem
+from omni_proxy.config.schema import Config
+from omni_proxy.routing.routes import MethodNotAllowed, match_route
 
 
 class Kind(StrEnum):
@@ -36,7 +40,7 @@ class AdminRoute:
     """`whole`: success replaces all weights. `receives`: a refusal does not prove them unchanged.
 
     `labels` only: changes a name and no weight. `discards`: success leaves no weights that could
-    serve. `one_engine`: the answer is that of one engine of vLLM (one_engine.py).
+    serve. `one_engine`: the response is that of one vLLM engine (results.as_one).
     """
 
     path: str
@@ -174,7 +178,7 @@ def paths() -> frozenset[str]:
     return TOPPED | _PATHS
 
 
-def is_known(path: str) -> bool:
+def is_built_in(path: str) -> bool:
     """Whether the admin API has a route for it, for any method; `path` is decoded."""
     path = "/" + path.lstrip("/")  # as Quart matches it
     return path in TOPPED or path in _PATHS or path.startswith(_BELOW)
@@ -194,3 +198,44 @@ def variant_of(route: AdminRoute, call: EngineCall) -> AdminRoute:
 
 
 _READING_METHODS: Final = ("get_", "check_", "compute_", "list_", "has_", "is_")
+
+READ_METHODS = ("GET", "POST")
+
+
+def control_route(config: Config, path: str) -> AdminRoute | None:
+    """The configured control route of exactly this path. A reading one takes GET, too."""
+    for entry in config.control_routes:
+        if entry.path == path:
+            kind = Kind(entry.kind)
+            return AdminRoute(path, kind, READ_METHODS if kind is Kind.READ else ("POST",))
+    return None
+
+
+def is_known(path: str, config: Config) -> bool:
+    """Whether the admin API has a route for it, whatever the method; `path` is decoded."""
+    return is_built_in(path) or control_route(config, path) is not None
+
+
+def check_routes(config: Config, file: str) -> None:
+    """Raises ConfigError for a configured path that is a built-in route's."""
+    paths = [(f"routes[{i}].path", route.path) for i, route in enumerate(config.routes)]
+    control = enumerate(config.control_routes)
+    paths += [(f"control_routes[{i}].path", route.path) for i, route in control]
+    problems = [
+        Problem(key, None, f"{path} {conflict}", "choose another path", file)
+        for key, path in paths
+        if (conflict := _taken(path))
+    ]
+    if problems:
+        raise ConfigError(problems, file)
+
+
+def _taken(path: str) -> str:
+    """Why a configured route can't have this path, else ""."""
+    if path in BY_PATH or is_built_in(path):
+        return "is a built-in control route"
+    try:
+        built_in = match_route("POST", path) is not None
+    except MethodNotAllowed:
+        built_in = True
+    return "is a built-in model route" if built_in else ""

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from omni_proxy.admin_ops.configured_routes import check_routes
+from omni_proxy.admin_ops.routes import check_routes
 from omni_proxy.cli.flags.arguments import check_parser
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config

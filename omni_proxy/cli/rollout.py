@@ -22,7 +22,7 @@ from omni_proxy.cli.client.admin_client import (
     AdminTarget,
 )
 from omni_proxy.cli.client.worker_changes import ChangeRefused
-from omni_proxy.cli.screen.rollout_lines import has_ended, progress_line, rollout_lines
+from omni_proxy.cli.screen.diagnosis import has_ended, progress_line, rollout_lines
 
 PATH: Final = "/weights/rollout"
 FOLLOW: Final = f"{PATH}?follow=true"

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -24,13 +26,11 @@ from omni_proxy.cli.client.admin_client import (
     admin_target_of,
     with_default_command,
 )
-from omni_proxy.cli.client.progress import call_with_progress, confirm
 from omni_proxy.cli.client.worker_changes import ChangeRefused, require_accepted
 from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.cli.rollout import add_rollout_arguments, run_rollout
-from omni_proxy.cli.screen.diagnosis import describe_sync, pause_lines
+from omni_proxy.cli.screen.diagnosis import describe_rollout, describe_sync, pause_lines
 from omni_proxy.cli.screen.feed_model import PausedWorker
-from omni_proxy.cli.screen.rollout_lines import describe_rollout
 from omni_proxy.cli.screen.text_table import (
     NOTHING,
     format_age,
@@ -40,6 +40,38 @@ from omni_proxy.cli.screen.text_table import (
     render_table,
 )
 from omni_proxy.weight_sync.protocol.checksum_agreement import compare_answers
+
+POLL_SECS: Final = 0.5
+
+
+def call_with_progress(call: Callable[[], AdminReply], describe: Callable[[], str]) -> AdminReply:
+    """The result of `call`, with its exceptions; `describe` returns the progress or ""."""
+    future: Future[AdminReply] = Future()
+    threading.Thread(target=_fill, args=(future, call), name="admin-request", daemon=True).start()
+    printed = ""
+    while True:
+        try:
+            return future.result(POLL_SECS)
+        except TimeoutError:
+            if future.done():  # the reply came just now, or it is a TimeoutError of `call` itself
+                return future.result()
+        if (now := describe()) and now != printed:
+            print(now, file=sys.stderr, flush=True)
+            printed = now
+
+
+def _fill(future: Future[AdminReply], call: Callable[[], AdminReply]) -> None:
+    try:
+        future.set_result(call())
+    except Exception as error:  # raised again where the result is awaited
+        future.set_exception(error)
+
+
+def confirm(question: str) -> bool:
+    """Ask on the terminal; only `y` and `yes` confirm."""
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
 
 WAIT_SECS: Final = 1200.0  # longer than the proxy itself may wait for its turn and its workers
 COMMANDS: Final = {

@@ -38,7 +38,7 @@ from omni_proxy.multiprocess.ipc import (
     StartCommand,
 )
 from omni_proxy.multiprocess.process_slot import ProcessHandle, ProcessSlot
-from omni_proxy.multiprocess.report_handler import ReportHandler
+from omni_proxy.multiprocess.replication import ReportHandler, SnapshotPublisher
 from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
 from omni_proxy.multiprocess.shared_counters import WorkerIds
 from omni_proxy.multiprocess.shared_dataplane import (
@@ -47,7 +47,6 @@ from omni_proxy.multiprocess.shared_dataplane import (
     create_sessions,
     shared_response_owners,
 )
-from omni_proxy.multiprocess.snapshot_publisher import SnapshotPublisher
 from omni_proxy.telemetry.instruments import Instruments
 
 _log = logging.getLogger(__name__)

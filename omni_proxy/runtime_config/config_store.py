@@ -23,7 +23,7 @@ from typing import Any
 import trio
 from msgspec.structs import replace
 
-from omni_proxy.admin_ops.configured_routes import check_routes
+from omni_proxy.admin_ops.routes import check_routes
 from omni_proxy.config.diff import diff
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import desired_workers, prune_state

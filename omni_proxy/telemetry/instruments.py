@@ -1,23 +1,92 @@
-"""All instruments of the running process as one value, and the ticker that drives them.
+"""All instruments of the running process as one value, the stall detector, and the ticker.
 
-Invariant: the ticker measures trio's loop as its tasks have it: by what it wakes late, all other
-tasks wake late too.
+Invariants: the ticker measures trio's loop as its tasks see it: if it wakes late, all other tasks
+wake late too. The stall detector finds workers that have requests in flight and send nothing, long
+before their probes fail; it is pure, bounded by the fleet, and each tick visits a fifth of it.
+Progress is an exchange that ends or a further chunk of a stream; a WebSocket session for speech
+may be silent for any time.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Final
 
 import trio
 
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.telemetry.histogram import SHORT, Histogram
+from omni_proxy.fleet.worker import FAILED, ROUTED, SUCCEEDED, Worker, counter_offset
+from omni_proxy.telemetry.histogram import SHORT, Histogram, quantile
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
-from omni_proxy.telemetry.stall_detector import EngineStallDetector
+
+PARTS: Final = 5  # so each worker is looked at every five seconds
+LEAST_SECS: Final = 15.0
+USUAL_TIMES: Final = 3.0  # so many times what most of its answers took to begin
+MOST: Final = 0.95  # one that was stuck before must not make that usual
+UNKNOWN_SECS: Final = 60.0  # of one that has never answered
+SESSIONS: Final = "tts_websocket"
+
+
+class EngineStallDetector:
+    """`tick` brings Unix time, once a second."""
+
+    def __init__(self, fleet: Fleet, meters: Metrics, recent: RecentWindow) -> None:
+        self._fleet = fleet
+        self._meters = meters
+        self._recent = recent
+        self._part = 0
+        # Progress at the last check, and since when it is unchanged.
+        self._progress: dict[Worker, tuple[int, float]] = {}
+
+    def tick(self, at: float) -> None:
+        workers = self._fleet.workers
+        self._part = (self._part + 1) % PARTS
+        for worker in islice(workers, self._part, None, PARTS):
+            progress = self._count_progress(worker)
+            if not _busy(worker):
+                self._progress.pop(worker, None)
+            elif worker not in self._progress or self._progress[worker][0] != progress:
+                self._progress[worker] = progress, at
+        if len(self._progress) > len(workers):
+            current = set(workers)
+            self._progress = {
+                watched: progress
+                for watched, progress in self._progress.items()
+                if watched in current
+            }
+
+    def silent_secs(self, worker: Worker, at: float) -> float | None:
+        """Seconds without a response byte, if that is longer than usual for this worker."""
+        if worker not in self._progress or not _busy(worker):
+            return None
+        progress, since = self._progress[worker]
+        secs = at - since
+        if secs < LEAST_SECS or progress != self._count_progress(worker):
+            return None
+        return round(secs, 1) if secs >= self._usual(worker) else None
+
+    def _usual(self, worker: Worker) -> float:
+        self._recent.gather(worker)
+        slot = self._recent.sums.get(worker)
+        usual = quantile(slot.firsts, MOST) if slot is not None else None
+        return UNKNOWN_SECS if usual is None else USUAL_TIMES * usual
+
+    def _count_progress(self, worker: Worker) -> int:
+        ended = sum(worker.succeeded.values()) + sum(worker.failed.values())
+        return ended + self._meters.count_gaps(worker)
+
+
+def _busy(worker: Worker) -> bool:
+    if not worker.in_flight:
+        return False
+    routed, succeeded, failed = (
+        worker.counts[counter_offset(SESSIONS) + kind] for kind in (ROUTED, SUCCEEDED, FAILED)
+    )
+    return worker.in_flight > routed - succeeded - failed
 
 
 class Instruments:

@@ -12,6 +12,7 @@ every reader of a series gathers it first.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
@@ -34,10 +35,44 @@ from omni_proxy.telemetry.histogram import (
     LateHistogram,
 )
 from omni_proxy.telemetry.recent_window import TEXT_CHARS, RecentWindow, WindowCounts
-from omni_proxy.telemetry.token_usage import TAIL_BYTES, tokens_in
 
 if TYPE_CHECKING:
     from omni_proxy.dataplane.exchange.exchange import Exchange
+
+
+TAIL_BYTES: Final = 8192
+# By the names that engines use; the first one that is there counts.
+NAMES: Final = {
+    "input": ("prompt_tokens", "input_tokens"),
+    "output": ("completion_tokens", "output_tokens"),
+}
+_LARGEST: Final = 2**53
+_decoder = json.JSONDecoder()
+
+
+def tokens_in(tail: bytes) -> dict[str, int]:
+    """`input` and `output`, those that are reported."""
+    start = tail.rfind(b'"usage"')
+    if start < 0:
+        return {}
+    text = tail[start + len(b'"usage"') :].decode("utf-8", "replace").lstrip(": \t\r\n")
+    try:
+        usage, _ = _decoder.raw_decode(text)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(usage, dict):
+        return {}
+    token_counts = {}
+    for kind, names in NAMES.items():
+        counts = [usage[name] for name in names if _is_count(usage.get(name))]
+        if counts:
+            token_counts[kind] = counts[0]
+    return token_counts
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+
 
 EndKey = tuple[str | None, int, str]  # model, hundreds of the status, how it ended
 

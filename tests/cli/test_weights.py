@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from omni_proxy.cli import main
-from omni_proxy.cli.client import progress
+from omni_proxy.cli import main, weights
 
 A, B = "http://a:1", "http://b:1"
 WEIGHTS = {
@@ -264,7 +263,7 @@ def test_where_nobody_can_be_asked_a_yes_must_be_said(kept, capsys, monkeypatch)
 
 
 def test_while_it_works_it_says_how_far_it_is(kept, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "POLL_SECS", 0.01)
+    monkeypatch.setattr(weights, "POLL_SECS", 0.01)
     running = WEIGHTS["operation"] | {"path": "/weights/rollback"}
     looks = iter([WEIGHTS, {"operation": None}, {"operation": running}])
     over = threading.Event()

@@ -1,10 +1,16 @@
+import fcntl
 import json
 import logging
+import os
+import pty
 import sys
+import threading
+import tty
 
 import pytest
 
-from omni_proxy.telemetry.logs import configure
+from omni_proxy.telemetry import logs
+from omni_proxy.telemetry.logs import NonBlockingHandler, configure
 
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 
@@ -97,3 +103,125 @@ def test_a_file_that_cannot_be_written_is_not_reported_of_itself():
     configure("info", "text", lines)
     logging.getLogger("omni_proxy.telemetry.line_log").warning("cannot write")
     assert lines.kept == []
+
+
+PIPE_BYTES = 4096
+
+
+@pytest.fixture
+def small_pipe():
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    with os.fdopen(reading, "rb", buffering=0) as reader, os.fdopen(writing, "w") as stream:
+        yield reader, stream
+
+
+def log(handler, text):
+    handler.handle(logging.LogRecord("a", logging.INFO, "", 0, text, None, None))
+
+
+def read_until(reader, last):
+    received = b""
+    while not received.endswith(last + b"\n"):
+        received += reader.read(65536)
+    return received.decode().splitlines()
+
+
+def test_a_line_is_written_by_the_calling_thread_where_that_cannot_block(small_pipe):
+    reader, stream = small_pipe
+    threads = threading.active_count()
+    log(NonBlockingHandler(stream), "now")
+    assert threading.active_count() <= threads
+    assert reader.read(100) == b"now\n"
+
+
+def test_a_stalled_reader_blocks_no_caller_and_loses_no_line(small_pipe):
+    reader, stream = small_pipe
+    handler = NonBlockingHandler(stream)
+    lines = [f"line {number:04}" for number in range(2000)]
+    for line in lines:
+        log(handler, line)
+    assert read_until(reader, lines[-1].encode()) == lines
+    thread = handler._writer
+    if thread is not None:
+        thread.join(5)
+    log(handler, "and on")
+    assert read_until(reader, b"and on") == ["and on"]
+
+
+def test_a_line_longer_than_the_pipe_is_written_whole(small_pipe):
+    reader, stream = small_pipe
+    handler = NonBlockingHandler(stream)
+    long = "x" * (3 * PIPE_BYTES)
+    log(handler, long)
+    log(handler, "behind it")
+    assert read_until(reader, b"behind it") == [long, "behind it"]
+
+
+def test_lines_beyond_the_bound_are_dropped_and_counted(small_pipe, monkeypatch):
+    monkeypatch.setattr(logs, "QUEUE_BYTES", 6000)
+    reader, stream = small_pipe
+    handler = NonBlockingHandler(stream)
+    for number in range(2000):
+        log(handler, f"line {number:04}")
+    received = []
+    reading = threading.Thread(
+        target=lambda: received.extend(iter(lambda: reader.read(65536), b""))
+    )
+    reading.start()
+    handler.close()
+    stream.close()
+    reading.join()
+    lines = b"".join(received).decode().splitlines()
+    dropped = [
+        int(line.partition("=")[2]) for line in lines if line.startswith("log_lines_dropped")
+    ]
+    assert dropped
+    assert len(lines) - len(dropped) + sum(dropped) == 2000
+
+
+def test_a_terminal_that_is_not_read_blocks_no_caller():
+    leading, following = pty.openpty()
+    try:
+        tty.setraw(following)
+        with os.fdopen(following, "w", closefd=False) as stream:
+            handler = NonBlockingHandler(stream)
+            for number in range(20_000):  # far more than a terminal holds
+                log(handler, f"line {number:06}")
+            assert handler._writer is not None
+            received = b""
+            while b"line 019999" not in received:
+                received = received[-100:] + os.read(leading, 65536)
+            handler.close()
+    finally:
+        os.close(leading)
+        os.close(following)
+
+
+def test_a_full_disk_or_a_closed_pipe_only_loses_lines(small_pipe):
+    with open("/dev/full", "w") as full:
+        handler = NonBlockingHandler(full)
+        log(handler, "short")
+        log(handler, "long" * 2000)
+        handler.close()
+    reader, stream = small_pipe
+    reader.close()
+    handler = NonBlockingHandler(stream)
+    log(handler, "short")
+    log(handler, "long" * 2000)
+    handler.close()
+    assert handler._writer is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork beside a thread is meant
+def test_a_forked_child_writes_no_lines_of_its_parent(small_pipe):
+    reader, stream = small_pipe
+    handler = NonBlockingHandler(stream)
+    for number in range(1000):
+        log(handler, f"line {number:04}")
+    child = os.fork()
+    if not child:
+        handler.close()
+        os._exit(bool(handler._queue or handler._writer))
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(read_until(reader, b"line 0999")) == 1000

@@ -1,9 +1,11 @@
 import tracemalloc
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from omni_proxy.config.overlay import WorkerSpec
-from omni_proxy.telemetry.metrics import OTHER, Metrics
+from omni_proxy.telemetry.metrics import OTHER, Metrics, tokens_in
 from omni_proxy.telemetry.recent_window import RecentWindow
 from tests.fleet.entries import NOW, entry, fleet_of, heal
 from tests.telemetry.ends import CHAT, ended, refused
@@ -179,3 +181,46 @@ def test_the_route_is_the_tables_and_not_the_clients(fleet, meters):
     a, _ = fleet.workers
     meters.record(ended(a, target="/v1/chat/completions?" + "x" * 9000), a)
     assert list(meters.series) == [(CHAT.path, a)]
+
+
+OPENAI = b'"usage":{"prompt_tokens":12,"completion_tokens":34,"total_tokens":46}'
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b'{"id":"x","choices":[],' + OPENAI + b"}",
+        b'data: {"choices":[],' + OPENAI + b"}\n\ndata: [DONE]\n\n",
+        b'data: {"usage":null}\n\ndata: {"choices":[], "usage" : {"input_tokens": 12, '
+        b'"output_tokens": 34}}\n\n',
+        b'14\r\ndata: {"usage": null}\n\n\r\n60\r\ndata: {' + OPENAI + b"}\n\n\r\n0\r\n\r\n",
+    ],
+)
+def test_the_last_usage_counts_whatever_is_around_it(tail):
+    assert tokens_in(tail) == {"input": 12, "output": 34}
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"",
+        b'{"choices":[]}',
+        b'{"usage":null}',
+        b'{"usage":{"prompt_tok',
+        b'{"usage":{"prompt_tokens":"many","completion_tokens":true}}',
+        b'{"usage":{"prompt_tokens":-1,"completion_tokens":1e400}}',
+        b'{"usage":[[' + b"[" * 5000,
+        b'{"usage":7}',
+    ],
+)
+def test_what_reports_no_counts_reports_none(tail):
+    assert tokens_in(tail) == {}
+
+
+def test_one_of_the_two_is_enough():
+    assert tokens_in(b'{"usage":{"prompt_tokens":5}}') == {"input": 5}
+
+
+@given(st.binary())
+def test_no_bytes_make_it_fail(tail):
+    tokens_in(b'"usage"' + tail)

@@ -21,15 +21,16 @@ from omni_proxy.admin_api.routes.models_routes import passed_on
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops import results
-from omni_proxy.admin_ops.configured_routes import READ_METHODS, control_route
 from omni_proxy.admin_ops.engine_dialects import with_defaults
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import (
     FROM_DISTRIBUTED,
     FROM_TENSOR,
+    READ_METHODS,
     ROUTES,
     TOPPED,
     AdminRoute,
+    control_route,
 )
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.weight_sync.worker_calls import AdminCall

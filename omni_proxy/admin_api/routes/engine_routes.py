@@ -14,8 +14,8 @@ from quart import Quart, Response, request
 
 from omni_proxy.admin_api.responses import json_response
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
-from omni_proxy.admin_api.serializers.engine_metrics import CONTENT_TYPE, merge_metrics
 from omni_proxy.admin_api.serializers.load_report import loads_answer, merge_server_info
+from omni_proxy.admin_api.serializers.metrics_text import CONTENT_TYPE, merge_metrics
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker

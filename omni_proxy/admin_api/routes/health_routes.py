@@ -12,7 +12,7 @@ import time
 from quart import Quart, Response
 
 from omni_proxy import __version__
-from omni_proxy.admin_api.access.auth import KeyCheck
+from omni_proxy.admin_api.access import KeyCheck
 from omni_proxy.admin_api.responses import etag, if_match, json_response, raise_on_mismatch
 from omni_proxy.admin_api.serializers.readiness import describe_reason, is_opening, unready
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords

@@ -17,8 +17,7 @@ from prometheus_client.registry import Collector
 from quart import Quart, Response
 
 from omni_proxy.admin_api.routes.dashboard_routes import Body, Places
-from omni_proxy.admin_api.serializers.engine_metrics import CONTENT_TYPE
-from omni_proxy.admin_api.serializers.process_metrics import of_program
+from omni_proxy.admin_api.serializers.metrics_text import CONTENT_TYPE, of_program
 from omni_proxy.admin_api.services import Services
 from omni_proxy.telemetry.prometheus import fleet_families, request_families
 

@@ -19,8 +19,8 @@ import trio
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
-from omni_proxy.admin_api.serializers.explanation import explanation_record
 from omni_proxy.admin_api.services import Services
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
@@ -32,7 +32,7 @@ from omni_proxy.routing.inspect.requirements import (
     requirements_of_large_json,
 )
 from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
-from omni_proxy.routing.pick import explain
+from omni_proxy.routing.pick import Explanation, explain
 from omni_proxy.routing.routes import (
     RESPONSE_OWNER,
     MethodNotAllowed,
@@ -47,6 +47,47 @@ from omni_proxy.upstream_http.client import Call, CallResult, broadcast
 from omni_proxy.wire.bounded_json import TooManyValues, read_json
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import HINTS
+
+
+def explanation_record(
+    explanation: Explanation, need: Requirements, policy: str
+) -> dict[str, object]:
+    record: dict[str, object] = {
+        "need": {
+            "model": need.model,
+            "stream": need.stream,
+            "capabilities": need.capabilities,
+            "weights": str(need.version_constraint) if need.version_constraint else None,
+        },
+        "policy": policy,
+        "workers": [_verdict(worker, reasons) for worker, reasons in explanation.reasons],
+        "pick": None,
+    }
+    if explanation.pick is not None:
+        record["pick"] = {
+            "worker_id": explanation.pick.id,
+            "url": explanation.pick.url,
+            "reason": explanation.reason,
+            **explanation.details,
+        }
+    if explanation.error is not None:
+        error = explanation.error
+        record["refusal"] = {"status": error.status, "message": error.message, "code": error.code}
+    return record
+
+
+def _verdict(worker: Worker, reasons: list[str]) -> dict[str, object]:
+    return {
+        "worker_id": worker.id,
+        "url": worker.url,
+        "eligible": not reasons,
+        "reasons": reasons,
+        "in_flight": worker.in_flight,
+        "health_state": worker.health.state.value,
+        "weight_version": worker.weight_version,
+        "weight_epoch": worker.weight_epoch,
+    }
+
 
 LIST_BYTES = 4 * 1024 * 1024  # of one worker
 LIST_SECS = 5.0  # an engine may take longer over its list than over a probe

@@ -15,10 +15,16 @@ from urllib.parse import parse_qs
 
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.fleet_changes import FleetChanges, api_worker_spec, parse_worker_url
+from omni_proxy.admin_api.fleet_changes import (
+    MAX_WAIT_SECS,
+    WAIT_SECS,
+    FleetChanges,
+    WorkerArrivals,
+    api_worker_spec,
+    parse_worker_url,
+)
 from omni_proxy.admin_api.responses import bad_request, json_object, json_response, text_response
 from omni_proxy.admin_api.services import Services
-from omni_proxy.admin_api.worker_arrivals import MAX_WAIT_SECS, WAIT_SECS, WorkerArrivals
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.affinity_key import session_key
 from omni_proxy.wire.errors import HttpError

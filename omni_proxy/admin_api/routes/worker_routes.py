@@ -20,8 +20,11 @@ from typing import ParamSpec
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.fleet_changes import (
+    MAX_WAIT_SECS,
+    WAIT_SECS,
     Edit,
     FleetChanges,
+    WorkerArrivals,
     api_worker_spec,
     requested_url,
     with_gateway_code,
@@ -29,7 +32,6 @@ from omni_proxy.admin_api.fleet_changes import (
 from omni_proxy.admin_api.responses import bad_request, etag, json_object, json_response
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
-from omni_proxy.admin_api.worker_arrivals import MAX_WAIT_SECS, WAIT_SECS, WorkerArrivals
 from omni_proxy.admin_api.worker_requests import (
     WorkerBody,
     WorkerNotes,

@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from omni_proxy.admin_ops.configured_routes import is_known
+from omni_proxy.admin_ops.routes import is_known
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.exchange.exchange import (
     Exchange,

@@ -15,9 +15,8 @@ from datetime import UTC, datetime
 
 import trio
 
-from omni_proxy.admin_ops.one_engine import as_one
 from omni_proxy.admin_ops.operation import Disposition, Operation, Step, WorkerFate, fates
-from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate
+from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate, as_one
 from omni_proxy.admin_ops.routes import PAUSE, SLEEP, Kind
 from omni_proxy.config.overlay import SavedState, with_override
 from omni_proxy.config.schema import Config

@@ -20,12 +20,12 @@ from uuid import uuid4
 
 import trio
 
-from omni_proxy.admin_ops.one_engine import as_one
 from omni_proxy.admin_ops.operation import Operation, Step
 from omni_proxy.admin_ops.results import (
     AdminResponse,
     WorkerResult,
     aggregate,
+    as_one,
     merge_model_info,
     version_of,
 )

@@ -11,8 +11,7 @@ from typing import Any, Final, TypeVar
 
 import trio
 
-from omni_proxy.admin_ops.one_engine import as_one
-from omni_proxy.admin_ops.results import AdminResponse, WorkerResult
+from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, as_one
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, broadcast
 from omni_proxy.weight_sync.delivery.service import VersionService

@@ -3,9 +3,8 @@ import re
 import pytest
 
 from omni_proxy import __version__
-from omni_proxy.admin_api.access.auth import needs_key
-from omni_proxy.admin_api.openapi.document import description
-from omni_proxy.admin_api.openapi.routes import TABLE
+from omni_proxy.admin_api.access import needs_key
+from omni_proxy.admin_api.openapi.document import TABLE, description
 from omni_proxy.admin_api.routes.broadcast_routes import CONFIGURED
 from omni_proxy.config.schema import AdminConfig
 from tests.admin_api.api_fixture import A, B, build_api, entry

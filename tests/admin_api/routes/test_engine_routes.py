@@ -4,8 +4,8 @@ import time
 import httpx
 import pytest
 
-from omni_proxy.admin_api.serializers.engine_metrics import READ_SECS
 from omni_proxy.admin_api.serializers.load_report import MAX_RANKS, MAX_RECORDS, loads_answer
+from omni_proxy.admin_api.serializers.metrics_text import READ_SECS
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.wire.bounded_json import MAX_VALUES

@@ -2,7 +2,7 @@ import httpx
 import pytest
 import trio
 
-from omni_proxy.admin_api.worker_arrivals import ROUTABLE_SECS
+from omni_proxy.admin_api.fleet_changes import ROUTABLE_SECS
 from omni_proxy.config.overlay import with_deleted
 from tests.admin_api.api_fixture import NOW, A, B, build_api, entry
 

@@ -1,7 +1,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from omni_proxy.multiprocess.snapshot_publisher import LEASE_SECS, HalfOpenLeases
+from omni_proxy.multiprocess.replication import LEASE_SECS, HalfOpenLeases
 
 
 class LeaseMachine(RuleBasedStateMachine):

@@ -2,7 +2,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from omni_proxy.cli.client import progress
+from omni_proxy.cli import weights
 from omni_proxy.cli.client.admin_client import AdminReply
 
 
@@ -17,16 +17,16 @@ class LateFuture(Future):
 
 
 def test_an_answer_that_comes_in_the_moment_of_a_timeout_is_returned(monkeypatch):
-    monkeypatch.setattr(progress, "Future", LateFuture)
+    monkeypatch.setattr(weights, "Future", LateFuture)
     answer = AdminReply(200, {})
-    assert progress.call_with_progress(lambda: answer, lambda: "") is answer
+    assert weights.call_with_progress(lambda: answer, lambda: "") is answer
 
 
 def test_a_timeout_of_the_question_itself_is_raised(monkeypatch):
-    monkeypatch.setattr(progress, "Future", LateFuture)
+    monkeypatch.setattr(weights, "Future", LateFuture)
 
     def ask():
         raise TimeoutError("nobody answered")
 
     with pytest.raises(TimeoutError, match="nobody answered"):
-        progress.call_with_progress(ask, lambda: "")
+        weights.call_with_progress(ask, lambda: "")

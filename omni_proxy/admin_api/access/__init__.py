@@ -1,1 +1,0 @@
-"""Who may call the admin API: API keys, browser origins, CORS."""
