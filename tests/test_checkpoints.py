@@ -30,7 +30,7 @@ ALLOWED = {
     "omni_proxy.replica.api.common.sse.__anext__": QUEUED,
     "omni_proxy.replica.api.speech.speech_socket._listen": "trio's `send` is a checkpoint",
     "omni_proxy.replica.api.speech.speech_socket._converse": "trio's `receive` is a checkpoint",
-    "omni_proxy.replica.pipeline.hosting.stage_process._read": ENDS,
+    "omni_proxy.replica.pipeline.stage_process._read": ENDS,
     "omni_proxy.runtime_config.reloader.run": "trio's `receive` is a checkpoint",
     "omni_proxy.runtime_config.config_store.change": "acquiring the lock is a checkpoint",
     "omni_proxy.launch.startup_progress.wait_until_ready": "`wait_change` waits for an event",

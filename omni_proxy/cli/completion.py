@@ -62,7 +62,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     from omni_proxy.cli.flags import arguments
     from omni_proxy.cli.flags.engines import ENGINES
     from omni_proxy.cli.top import command as top
-    from omni_proxy.replica import arguments as replica
+    from omni_proxy.replica import command as replica
     from omni_proxy.replica.profiling import report as profile
 
     yield "serve", arguments.serve_parser()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from omni_proxy.replica.api.app import create_app
     from omni_proxy.replica.pipeline.client import Client
     from omni_proxy.replica.pipeline.config import PipelineConfig
-    from omni_proxy.replica.pipeline.launch import launch_server
+    from omni_proxy.replica.pipeline.http_server import launch_server
 
 __all__ = ["Client", "PipelineConfig", "create_app", "launch_server"]
 
@@ -21,7 +21,7 @@ _MODULES = {
     "Client": "omni_proxy.replica.pipeline.client",
     "PipelineConfig": "omni_proxy.replica.pipeline.config",
     "create_app": "omni_proxy.replica.api.app",
-    "launch_server": "omni_proxy.replica.pipeline.launch",
+    "launch_server": "omni_proxy.replica.pipeline.http_server",
 }
 
 

@@ -1,13 +1,14 @@
 """`omni-proxy replica`: arguments in, exit status out.
 
 Status 0: stopped by a signal, or fetched. 1: failed. 2: invalid arguments or pipeline file. No
-model runtime is imported before its environment is set.
+model runtime is imported before its environment is set; parsing arguments imports none.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import ipaddress
 import logging
 import os
 import sys
@@ -16,16 +17,210 @@ from functools import partial
 from pathlib import Path
 
 from omni_proxy.replica import llamacpp
-from omni_proxy.replica.arguments import TINY, fetch_parser, serve_parser
 from omni_proxy.replica.hard_exit import exit_process
 from omni_proxy.replica.model_file import MODELS, ModelFileError, cache_folder, fetch
 
+DEFAULT_ENGINE = "torch"
+TINY = "tiny"
+TEXT_MODELS = (TINY, "smollm2-135m")
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 # Imports of the torch engine; hibari is needed only for speech.
 REQUIRED_PACKAGES = ("numpy", "torch", "jinja2", "tiktoken", "safetensors", "prometheus_client")
 REQUIRED_FOR_IMAGES = ("rapidocr_onnxruntime", "cv2", "PIL")
-
 log = logging.getLogger(__name__)
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="omni-proxy replica",
+        description="Serve models over the HTTP APIs of OpenAI, SGLang-Omni, SGLang and vLLM; "
+        "files are fetched first.",
+        epilog="`omni-proxy replica fetch MODEL` only puts a model's file into the cache folder; "
+        "`omni-proxy replica profile SOURCE` reports on recorded events.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--host", type=address, default="127.0.0.1", help="address to listen on")
+    add("--port", type=port_number, default=31000, help="port to listen on")
+    add("--engine", choices=["torch", "llamacpp"], default=DEFAULT_ENGINE, help="what computes")
+    add(
+        "--model",
+        type=text_model,
+        default="smollm2-135m",
+        metavar="MODEL",
+        help=f"the text model: {', '.join(TEXT_MODELS)}, or a path to a .gguf file",
+    )
+    add("--model-name", help="name to serve it under, if not the model's own")
+    add("--threads", type=count, default=1, help="threads that compute")
+    add("--log-level", choices=list(llamacpp.VERBOSITY), default="info", help="what is told")
+    _add_cache(parser)
+    _add_torch(parser)
+    _add_group(parser)
+    llama = parser.add_argument_group("engine llamacpp")
+    llama.add_argument("--parallel", type=count, default=4, help="requests computed at once")
+    llama.add_argument("--context", type=count, default=2048, help="tokens of each request")
+    llama.add_argument(
+        "--embeddings",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="serve /v1/embeddings too; without it prompts are read a quarter faster",
+    )
+    return parser
+
+
+def fetch_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="omni-proxy replica fetch",
+        description="Put a model's file into the cache folder and print its path.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", choices=sorted(MODELS))
+    _add_cache(parser)
+    return parser
+
+
+def _add_torch(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine torch")
+    add = group.add_argument
+    add("--speech", choices=["hibari", "off"], default="off", help="what speaks")
+    add("--transcription", choices=["whisper-tiny", "off"], default="off", help="what hears")
+    add("--images", choices=["ocr", "off"], default="off", help="what reads the text in images")
+    add("--pipeline", type=Path, metavar="FILE.toml", help="stages from a file instead")
+    add("--admin-api-key", metavar="KEY", help="else $SGLANG_OMNI_ADMIN_KEY; none is open")
+    add(
+        "--weights-root",
+        type=Path,
+        metavar="DIR",
+        help="the only folder that new weights are read from; without it any, or none at all where "
+        "--host lets others ask and there is no admin key",
+    )
+    add(
+        "--profile-root",
+        type=Path,
+        metavar="DIR",
+        help="the only folder that profiles are written below; without it any where there is an "
+        "admin key, else that for temporary files",
+    )
+    add(
+        "--enable-tensor-updates",
+        action="store_true",
+        help="take new weights in requests, as safetensors in base64 (never as a pickle)",
+    )
+    add(
+        "--stream-speech-as",
+        choices=["sse", "pcm", "openai-sse"],
+        default="sse",
+        help="form of streamed speech, if a request does not say",
+    )
+    add(
+        "--dialect",
+        choices=["both", "sglang", "vllm"],
+        default="both",
+        help="whose routes for trainers and operators are served, beside those of OpenAI",
+    )
+    add(
+        "--stored-responses",
+        type=count_or_0,
+        default=1000,
+        metavar="N",
+        help="how many of /v1/responses are kept for GET and previous_response_id; 0: none",
+    )
+    add("--max-in-flight", type=count_or_0, default=256, help="requests admitted; 0: no bound")
+    add("--max-running", type=count, default=16, help="requests of one batch")
+    add("--tp", type=count, default=1, metavar="N", help="processes that share the text model")
+    add(
+        "--own-process",
+        choices=["decode", "look", "speak", "transcribe"],
+        action="append",
+        default=[],
+        help="run that stage in a process of its own; may be repeated",
+    )
+    add("--drain-secs", type=seconds, default=5.0, help="for what is in flight at a stop")
+
+
+def _add_group(parser: argparse.ArgumentParser) -> None:
+    """Options of weight updates over a trainer's group."""
+    group = parser.add_argument_group(
+        "weights over a trainer's group",
+        "/init_weights_update_group, /prepare_weights_update, /complete_weights_update and "
+        "/update_weights_from_distributed; a call's timeout_s takes the place of its deadline, but "
+        "can only shorten the time to be armed",
+    )
+    add = group.add_argument
+    add(
+        "--weights-isolation",
+        choices=["process", "thread"],
+        default="process",
+        help="where a blocking receive lives: in a child process, which a broken trainer may wedge "
+        "or end, or in a thread of this one (no second GPU context, but such a trainer ends all)",
+    )
+    for name, default, what in (
+        ("join", 300.0, "for all ranks of a group to meet"),
+        ("ready", 60.0, "for every rank to be armed, or the preparation is refused"),
+        ("receive", 300.0, "that a completion waits for what has not come yet"),
+        ("stall", 30.0, "that nothing comes, before a receive is given up"),
+    ):
+        add(f"--weights-{name}-secs", type=deadline, default=default, metavar="SECS", help=what)
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    folder = cache_folder(os.environ)
+    parser.add_argument("--cache", type=Path, default=folder, help="folder of the model files")
+
+
+def address(text: str) -> str:
+    """Return an address; IPv6 may be in brackets, as in a URL."""
+    if not text.startswith("["):
+        return text
+    bare = text[1:-1]
+    try:
+        ipaddress.IPv6Address(bare if text.endswith("]") else text)
+    except ipaddress.AddressValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no IPv6 address in brackets") from None
+    return bare
+
+
+def text_model(text: str) -> str:
+    if text in TEXT_MODELS or text.endswith(".gguf"):
+        return text
+    known = ", ".join(TEXT_MODELS)
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of {known}, nor a path to a .gguf file")
+
+
+def count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def count_or_0(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return number
+
+
+def seconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not within 0 and 3600")
+    return number
+
+
+def deadline(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0 and at most 3600")
+    return number
+
+
+def port_number(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not within 1 and 65535")
+    return number
 
 
 class MissingPackageError(Exception):
@@ -39,10 +234,9 @@ def main(argv: Sequence[str]) -> int:
 
             return profile(rest)
         case ["stage-process", *rest]:
-            # Used by single-file builds, which have no `python -m`.
-            from omni_proxy.replica.pipeline.hosting.process_main import main as stage_process
+            from omni_proxy.replica.pipeline.stage_process import run_stage_process
 
-            return stage_process(rest)
+            return run_stage_process(rest)
         case ["fetch", *rest]:
             arguments = fetch_parser().parse_args(rest)
             return _report_errors(partial(_fetch, arguments))
@@ -113,9 +307,8 @@ def _serve_torch(arguments: argparse.Namespace) -> int:
     import trio
 
     from omni_proxy.replica.pipeline.config import PipelineConfigError
-    from omni_proxy.replica.pipeline.hosting.runtime import StartError
-    from omni_proxy.replica.pipeline.http_server import ListenError
-    from omni_proxy.replica.pipeline.launch import launch_server
+    from omni_proxy.replica.pipeline.http_server import ListenError, launch_server
+    from omni_proxy.replica.pipeline.runtime import StartError
     from omni_proxy.replica.torch_engine import build_app_options, build_pipeline
 
     try:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import trio
 
-from omni_proxy.replica.audio.wav import encode_wav
+from omni_proxy.replica.audio import encode_wav
 from tests.promises.replica_program import gauges, until
 
 pytest.importorskip("torch")

@@ -5,7 +5,7 @@ import pytest
 
 from omni_proxy.replica import command, llamacpp
 from omni_proxy.replica.model_file import MODELS, ModelFileError
-from omni_proxy.replica.pipeline import launch
+from omni_proxy.replica.pipeline import http_server
 
 LLAMACPP = ["--engine", "llamacpp"]
 
@@ -134,7 +134,7 @@ def launched(monkeypatch):
     def leave(status):
         raise Left(status)
 
-    monkeypatch.setattr(launch, "launch_server", launch_server)
+    monkeypatch.setattr(http_server, "launch_server", launch_server)
     monkeypatch.setattr(command, "exit_process", leave)
     monkeypatch.setattr(command, "_check_installed", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -338,7 +338,7 @@ def test_what_nobody_foresaw_ends_with_1_and_is_reported(launched, monkeypatch, 
     async def launch_server(*_, **__):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(launch, "launch_server", launch_server)
+    monkeypatch.setattr(http_server, "launch_server", launch_server)
     assert status_of(["--model", "tiny"]) == 1
     assert "replica_crashed" in caplog.text
     assert "RuntimeError: a bug" in caplog.text

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from omni_proxy.replica.audio.resample import Samples, resample
+from omni_proxy.replica.audio import Samples, resample
 
 VOICE = "heart"
 # OpenAI clients always name an OpenAI voice; all mean the only voice here (api-server.md 1.4).

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from omni_proxy.replica.audio.resample import Samples
+from omni_proxy.replica.audio import Samples
 from omni_proxy.replica.models.hibari import (
     HibariVoice,
     IncrementalSentences,

@@ -17,11 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from omni_proxy.replica.audio.resample import Samples, resample
-from omni_proxy.replica.audio.wav import AudioError, decode_audio
+from omni_proxy.replica.audio import AudioError, Samples, decode_audio, resample
 from omni_proxy.replica.model_file import MODELS, cache_folder, fetch
-from omni_proxy.replica.models.whisper.whisper import LANGUAGE, OnText, Transcript, Whisper
-from omni_proxy.replica.models.whisper.whisper_net import RATE
+from omni_proxy.replica.models.whisper import LANGUAGE, OnText, Transcript, Whisper
+from omni_proxy.replica.models.whisper_net import RATE
 from omni_proxy.replica.pipeline.messages import StagePayload
 from omni_proxy.replica.pipeline.stage import (
     Aborted,

@@ -33,8 +33,7 @@ from omni_proxy.replica.tp.group import (
     join_store,
 )
 from omni_proxy.replica.tp.mirrored_kv import KVMirror
-from omni_proxy.replica.tp.shard import Shard
-from omni_proxy.replica.tp.sharded_model import RankWorker, ShardedLlama
+from omni_proxy.replica.tp.sharded_model import RankWorker, Shard, ShardedLlama
 from omni_proxy.replica.weights.live_tensors import DamagedWeightsError
 
 

@@ -1,26 +1,50 @@
-"""Rank 0: the text stage's scheduler over a model whose other parts are its followers'.
+"""Rank 0: the text stage's scheduler over a sharded model, and the processes of its followers.
 
-Invariant: a batch that the followers were told of is finished, or the stage ends: then every rank
-goes, its requests fail, and the stage's supervision starts all of it again, with the weights it
-once began with. An operation is over when every rank has answered; while it halts one of them,
-nothing is computed.
+Invariant: a batch that was sent to the followers is finished, or the stage ends: then all ranks
+end, their requests fail, and the pipeline's runtime restarts the stage with its first weights. An
+operation ends when every rank has answered; while it halts one of them, no batch is computed. After
+`Followers.close` no follower process is left. A follower that exits or reports its end is lost, and
+`lost` has the reason before a later message of it is handled.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, cast
 
+import msgspec
 from torch import Tensor
 
 from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.llama import Batch, BatchPart, Llama
 from omni_proxy.replica.models.text_model import TextModel
-from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, StageInput, StageOutput
+from omni_proxy.replica.pipeline.messages import (
+    Admin,
+    AdminResult,
+    Emit,
+    StageEnded,
+    StageInput,
+    StageOutput,
+    StageReady,
+)
+from omni_proxy.replica.pipeline.stage_process import (
+    FrameDecoder,
+    FrameError,
+    ProcessStart,
+    StageCall,
+    ToStage,
+    command,
+    encode_frame,
+)
 from omni_proxy.replica.text.constraint import CompiledConstraint
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.slow_operations import StepDone
@@ -29,8 +53,8 @@ from omni_proxy.replica.text.stage_settings import (
     batch_limits_and_cache,
     with_weight_operations,
 )
-from omni_proxy.replica.tp.follower_processes import Followers
 from omni_proxy.replica.tp.group import (
+    FollowerMessage,
     RankGroup,
     RankLost,
     RankMessage,
@@ -40,12 +64,148 @@ from omni_proxy.replica.tp.group import (
 )
 from omni_proxy.replica.tp.mirrored_kv import KVJournal, MirroredKV
 from omni_proxy.replica.tp.rank_fanout import RankFanOut
-from omni_proxy.replica.tp.shard import Shard
-from omni_proxy.replica.tp.sharded_model import RankWorker, ShardedLlama
+from omni_proxy.replica.tp.sharded_model import RankWorker, Shard, ShardedLlama
 
+READY_SECS = 300.0  # for a follower to load its part
+EXIT_SECS = 2.0  # from the end of its socket to SIGKILL
+READ_BYTES = 1 << 18
+
+Post = Callable[[RankMessage | RankLost], None]
+
+_decoder: msgspec.msgpack.Decoder[FollowerMessage] = msgspec.msgpack.Decoder(FollowerMessage)
 FOLLOWER = "omni_proxy.replica.tp.follower:build"
-
 FromElsewhere = StepDone | CompiledConstraint | RankMessage | StepOverdue | RankLost
+
+
+class Follower:
+    """One follower's process; the end of either end of its socket ends the follower."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._connection, theirs = socket.socketpair()
+        self._frames = FrameDecoder()
+        with theirs:
+            self._process = subprocess.Popen(
+                command(theirs.fileno()), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def begin(self, call: StageCall) -> None:
+        self.send(
+            encode_frame(ProcessStart([call], sys.path, logging.getLogger().getEffectiveLevel()))
+        )
+
+    def send(self, frame: bytes) -> None:
+        self._connection.sendall(frame)
+
+    def heard(self, until: float | None = None) -> list[FollowerMessage]:
+        """What the next read brings; raises OSError, FrameError, msgspec.DecodeError."""
+        left = None if until is None else max(0.001, until - time.monotonic())
+        self._connection.settimeout(left)
+        data = self._connection.recv(READ_BYTES)
+        self._connection.settimeout(None)
+        if not data:
+            raise ConnectionResetError("it closed its connection")
+        return [_decoder.decode(body) for body in self._frames.feed(data)]
+
+    def hang_up(self) -> None:
+        """Closes the connection; the shutdown also wakes this side's reader."""
+        with suppress(OSError):  # it was first
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def end(self) -> None:
+        try:
+            self._process.wait(EXIT_SECS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Followers:
+    """Ranks 1 and up of one stage. `lost` may be read by any thread."""
+
+    def __init__(self, stage: str) -> None:
+        self.lost = ""
+        self._stage = stage
+        self._members: list[Follower] = []
+        self._closed = False
+
+    @property
+    def ranks(self) -> list[int]:
+        return [member.rank for member in self._members]
+
+    @property
+    def pids(self) -> list[int]:
+        return [member.pid for member in self._members]
+
+    def start(self, factory: str, params: Iterable[dict[str, Any]]) -> None:
+        """Start one process for each element of `params`; the first is rank 1."""
+        for rank, each in enumerate(params, 1):
+            self._members.append(Follower(rank))
+            self._members[-1].begin(StageCall(self._stage, factory, each))
+
+    def await_ready(self) -> None:
+        """Wait until all have loaded their part; raises RankLost with the reason of one."""
+        until = time.monotonic() + READY_SECS
+        for member in self._members:
+            try:
+                while not any(isinstance(each, StageReady) for each in self._next(member, until)):
+                    pass
+            except (OSError, FrameError, msgspec.DecodeError) as error:
+                raise self.lose(member.rank, str(error)) from error
+
+    def _next(self, member: Follower, until: float | None = None) -> list[FollowerMessage]:
+        heard = member.heard(until)
+        for each in heard:
+            if isinstance(each, StageEnded):
+                raise ConnectionAbortedError(each.error or "it ended unasked")
+        return heard
+
+    def lose(self, rank: int, reason: str) -> RankLost:
+        """Note that nothing can be computed any more; returns what to raise."""
+        if not self.lost:
+            self.lost = f"rank {rank} of stage {self._stage} is lost: {reason}"
+        return RankLost(self.lost)
+
+    def listen(self, post: Post) -> None:
+        for member in self._members:
+            threading.Thread(
+                target=self._hear,
+                args=(member, post),
+                name=f"{self._stage}-rank-{member.rank}",
+                daemon=True,
+            ).start()
+
+    def _hear(self, member: Follower, post: Post) -> None:
+        try:
+            while True:
+                for message in self._next(member):
+                    post(RankMessage(member.rank, message))
+        except (OSError, FrameError, msgspec.DecodeError) as error:
+            if not self._closed:
+                post(self.lose(member.rank, str(error)))
+
+    def tell(self, message: Admin) -> None:
+        """Send to all; raises RankLost."""
+        if self.lost:
+            raise RankLost(self.lost)
+        frame = encode_frame(ToStage(self._stage, message))
+        for member in self._members:
+            try:
+                member.send(frame)
+            except OSError as error:
+                raise self.lose(member.rank, str(error)) from error
+
+    def close(self) -> None:
+        self._closed = True
+        for member in self._members:
+            member.hang_up()
+        for member in self._members:
+            member.end()
 
 
 def start_leader(stage_name: str, text: TextModel, settings: TextSettings) -> LeaderScheduler:

@@ -13,7 +13,7 @@ import trio
 from omni_proxy.replica.api.app import create_app
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import PipelineConfig, StageConfig
-from omni_proxy.replica.pipeline.hosting.runtime import open_pipeline
+from omni_proxy.replica.pipeline.runtime import open_pipeline
 from omni_proxy.replica.pipeline.stage import CallerError, FunctionScheduler
 
 RATE = 24_000

@@ -2,8 +2,36 @@ from dataclasses import replace
 
 import pytest
 
-from omni_proxy.replica.pipeline.config import PipelineConfigError, validate_config
-from tests.replica.pipeline.pipeline_stages import pipeline, stage
+from omni_proxy.replica.pipeline.config import (
+    PipelineConfigError,
+    compile_plan,
+    import_dotted,
+    load_pipeline,
+    merge_fields,
+    merge_terminals,
+    validate_config,
+)
+from omni_proxy.replica.pipeline.messages import OmniRequest
+from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
+
+GOOD = """
+name = "omni"
+model_path = "tiny"
+max_in_flight = 8
+[entries]
+tts = "b"
+[[stages]]
+name = "a"
+factory = "some.where:make"
+next = "b"
+params = { size = 3, names = ["x"] }
+[[stages]]
+name = "b"
+factory = "some.where:make"
+terminal = true
+process = "voice"
+env = { THREADS = "2" }
+"""
 
 
 def problems(*stages, **keys):
@@ -105,3 +133,124 @@ def test_stages_of_one_process_agree_on_its_environment():
 
 def test_a_pipeline_without_stages_is_refused():
     assert problems() == ("stages: a pipeline needs at least one",)
+
+
+def test_a_file_says_everything_a_pipeline_can(tmp_path):
+    (tmp_path / "p.toml").write_text(GOOD)
+    loaded = load_pipeline(tmp_path / "p.toml")
+    first, second = loaded.stages
+    assert (loaded.name, loaded.entry, loaded.max_in_flight) == ("omni", "a", 8)
+    assert loaded.entries == {"tts": "b"}
+    assert first.next == ("b",)
+    assert first.params == {"size": 3, "names": ["x"]}
+    assert (second.process, second.env, second.terminal) == ("voice", {"THREADS": "2"}, True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("max_in_flight", "max_inflight", "max_inflight: unknown key; did you mean max_in_flight?"),
+        ("terminal = true", "terminal = 1", "stages[1].terminal: expected true or false, got 1"),
+        ("terminal =", "terminl =", "stages[1].terminl: unknown key; did you mean terminal?"),
+        ('name = "omni"', "", "name: is missing"),
+        ('next = "b"', "next = [1]", "stages[0].next: expected a stage's name or a list"),
+        ('"2"', "2", "stages[1].env: expected a table of strings"),
+        ("max_in_flight = 8", "max_in_flight = true", "max_in_flight: expected a whole number"),
+        ('next = "b"', 'next = "c"', "stages[0].next: no stage is named c"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, old, new, problem):
+    (tmp_path / "p.toml").write_text(GOOD.replace(old, new))
+    with pytest.raises(PipelineConfigError) as refused:
+        load_pipeline(tmp_path / "p.toml")
+    assert any(told.startswith(problem) for told in refused.value.problems)
+
+
+def test_all_that_is_wrong_is_notified_at_once(tmp_path):
+    (tmp_path / "p.toml").write_text(GOOD.replace("factory", "factry").replace("model_path", "x"))
+    with pytest.raises(PipelineConfigError) as refused:
+        load_pipeline(tmp_path / "p.toml")
+    assert len(refused.value.problems) == 5  # one key, and of both stages one too many, one missing
+
+
+@pytest.mark.parametrize(("text", "reason"), [("a = ", "not a TOML file"), (None, "No such file")])
+def test_a_file_that_is_none_is_reported_with_its_path(tmp_path, text, reason):
+    path = tmp_path / "p.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(PipelineConfigError, match=reason) as refused:
+        load_pipeline(path)
+    assert str(path) in str(refused.value)
+
+
+def test_stages_that_are_no_tables_are_reported(tmp_path):
+    (tmp_path / "p.toml").write_text('name = "x"\nstages = ["a"]')
+    with pytest.raises(PipelineConfigError, match=r"stages\[0\]: expected a table"):
+        load_pipeline(tmp_path / "p.toml")
+
+
+@pytest.mark.parametrize(
+    ("task", "inputs", "entry"),
+    [
+        ("chat", {"messages": [1]}, "a"),
+        ("chat", {"messages": [1], "audios": []}, "a"),
+        ("chat", {"messages": [1], "audios": [b"x"]}, "t"),
+        ("tts", "say it", "s"),
+        ("chat", {"messages": [1], "images": [b"x"]}, "i"),
+        ("chat", {"audios": [b"x"], "images": [b"x"]}, "t"),
+        ("chat", {"images": [b"x"], "videos": [b"x"]}, "v"),
+        ("chat", {"audios": [b"x"], "images": [b"x"], "videos": [b"x"]}, "v"),
+        ("chat", {"videos": [b"x"]}, "a"),
+        ("embed", {"images": [b"x"]}, "a"),
+        ("tts", {"audios": [b"x"]}, "s"),
+        ("unknown", "x", "a"),
+        (None, "x", "a"),
+    ],
+)
+def test_the_task_and_its_media_choose_the_entry(task, inputs, entry):
+    plan = compile_plan(
+        pipeline(
+            stage("a", terminal=True),
+            stage("s", terminal=True),
+            stage("t", terminal=True),
+            stage("i", terminal=True),
+            stage("v", terminal=True),
+            entries={"tts": "s", "chat+audio": "t", "chat+image": "i", "chat+image+video": "v"},
+        )
+    )
+    assert plan.entry_for(OmniRequest(inputs, {}, {"task": task} if task else {})) == entry
+
+
+def test_functions_that_cannot_be_imported_are_all_reported():
+    with pytest.raises(PipelineConfigError) as refused:
+        compile_plan(
+            pipeline(
+                stage("a", next=("b",), route=f"{HERE}:no_such_route"),
+                stage("b", terminal=True, wait_for=("a",), merge="no.such.module:f"),
+            )
+        )
+    first, second = refused.value.problems
+    assert first.startswith(f"stages[0].route: cannot import {HERE}:no_such_route")
+    assert second.startswith("stages[1].merge: cannot import no.such.module:f")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("omni_proxy.replica.stages.synthesize:build", "omni_proxy.replica.stages.synthesize"),
+        ("omni_proxy.replica.stages.ocr:build", "omni_proxy.replica.stages.ocr"),
+        ("omni_proxy.replica.pipeline.config:merge_fields", "omni_proxy.replica.pipeline.config"),
+    ],
+)
+def test_dotted_names_of_the_last_release_still_work(old, new):
+    assert import_dotted(old).__module__ == new
+
+
+def test_terminals_are_kept_apart_under_their_names():
+    results = {"decode": {"text": "a"}, "speak": {"audio_data": b"b"}}
+    assert merge_terminals(results) == results
+    assert merge_terminals(results) is not results
+
+
+def test_fan_in_puts_the_keys_of_all_together():
+    assert merge_fields({"a": {"x": 1, "z": 1}, "b": {"y": 2, "z": 2}}) == {"x": 1, "y": 2, "z": 2}

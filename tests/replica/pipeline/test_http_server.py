@@ -1,13 +1,21 @@
+import gc
 import socket
 import struct
+import threading
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import trio
 import trio.testing
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.pipeline.http_server import ListenError, ReplicaServer, bind_listener
+from omni_proxy.replica.pipeline.http_server import (
+    ListenError,
+    ReplicaServer,
+    _ServerLifecycle,
+    bind_listener,
+)
 from tests.processes import open_sockets
 
 
@@ -153,3 +161,27 @@ def test_an_address_that_is_taken_is_reported_with_the_cure():
 def test_an_address_that_is_none_is_reported():
     with pytest.raises(ListenError, match=r"cannot listen on nowhere\.invalid port 1"):
         bind_listener("nowhere.invalid", 1)
+
+
+def watchdogs():
+    return [thread for thread in threading.enumerate() if thread.name == "watchdog"]
+
+
+@pytest.fixture(autouse=True)
+def _unfrozen():
+    yield
+    gc.unfreeze()
+
+
+async def test_a_replica_watches_its_loop_once_it_is_ready(nursery):
+    ready = trio.Event()
+    life = _ServerLifecycle(1.0, runtime=SimpleNamespace(ready=ready))
+    before = len(watchdogs())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nursery.start_soon(life._on_ready, listener, {"model_name": "m"})
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(watchdogs()) == before
+        ready.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(watchdogs()) == before + 1
+        nursery.cancel_scope.cancel()

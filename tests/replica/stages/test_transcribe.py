@@ -4,17 +4,15 @@ import threading
 import numpy as np
 import pytest
 
-from omni_proxy.replica.audio.resample import resample
-from omni_proxy.replica.audio.wav import encode_wav
+from omni_proxy.replica.audio import encode_wav, resample
 from omni_proxy.replica.model_file import MODELS, cache_folder
 from omni_proxy.replica.models.hibari import HibariVoice
-from omni_proxy.replica.models.whisper.whisper import Whisper
-from omni_proxy.replica.models.whisper.whisper_file import WhisperFileError
-from omni_proxy.replica.models.whisper.whisper_net import RATE
+from omni_proxy.replica.models.whisper import Whisper
+from omni_proxy.replica.models.whisper_net import RATE, WhisperFileError
 from omni_proxy.replica.pipeline.stage import FunctionScheduler
 from omni_proxy.replica.stages import transcribe
 from omni_proxy.replica.stages.transcribe import TranscribeStage
-from tests.replica.models.whisper.small_whisper import small_whisper
+from tests.replica.models.small_whisper import small_whisper
 from tests.replica.stages.stage_harness import running
 
 FILE = cache_folder(os.environ) / MODELS["whisper-tiny"].file

@@ -7,8 +7,7 @@ import torch
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.tp import group as module
 from omni_proxy.replica.tp.group import RankGroup, RankLost, join_store, open_store
-from omni_proxy.replica.tp.shard import Shard
-from omni_proxy.replica.tp.sharded_model import ShardedLlama
+from omni_proxy.replica.tp.sharded_model import Shard, ShardedLlama
 
 
 class Ranks:

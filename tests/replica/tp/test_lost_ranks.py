@@ -7,8 +7,8 @@ import pytest
 
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
-from omni_proxy.replica.pipeline.hosting.runtime import open_pipeline
 from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed, SamplingParams
+from omni_proxy.replica.pipeline.runtime import open_pipeline
 from omni_proxy.replica.text.stage import build
 from omni_proxy.replica.tp import leader
 from omni_proxy.replica.tp.group import RankLost
@@ -84,7 +84,7 @@ async def test_the_followers_end_with_the_pipeline():
 
 
 def test_a_follower_that_cannot_start_is_reported_with_its_reason(monkeypatch):
-    monkeypatch.setattr(leader, "FOLLOWER", "omni_proxy.replica.tp.shard:Shard")
+    monkeypatch.setattr(leader, "FOLLOWER", "omni_proxy.replica.tp.sharded_model:Shard")
     told = "rank 1 of stage decode is lost: TypeError: .*unexpected keyword argument"
     with pytest.raises(RankLost, match=told):
         build("decode", model="tiny", tp=2)

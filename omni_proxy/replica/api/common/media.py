@@ -26,7 +26,7 @@ import httptools
 import trio
 
 if TYPE_CHECKING:
-    from omni_proxy.replica.audio.resample import Samples
+    from omni_proxy.replica.audio import Samples
 
 FETCH_TIMEOUT_SECS: Final = 15.0
 MAX_REDIRECTS: Final = 3
@@ -242,7 +242,7 @@ def decode_base64(text: str, most_bytes: int = MAX_MEDIA_BYTES) -> bytes:
 
 def decode_audio_samples(data: bytes) -> tuple[Samples, int]:
     """Return the file's samples as mono float32, and their rate. Raises AudioError (ValueError)."""
-    from omni_proxy.replica.audio.wav import decode_audio  # numpy is imported with the first audio
+    from omni_proxy.replica.audio import decode_audio  # numpy is imported with the first audio
 
     return decode_audio(data)
 
@@ -256,7 +256,7 @@ def encode_audio(audio: bytes, rate: int, response_format: str) -> bytes:
     """Return float32 little-endian mono `audio` as a whole file of that format (wav or pcm)."""
     import numpy as np  # imported only for audio
 
-    from omni_proxy.replica.audio.wav import encode_pcm16, encode_wav
+    from omni_proxy.replica.audio import encode_pcm16, encode_wav
 
     samples = np.frombuffer(audio, "<f4")
     return encode_wav(samples, rate) if response_format == "wav" else encode_pcm16(samples)

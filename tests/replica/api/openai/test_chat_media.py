@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from omni_proxy.replica.api.openai.chat_media import MAX_MESSAGES
-from omni_proxy.replica.audio.wav import encode_wav
+from omni_proxy.replica.audio import encode_wav
 from tests.replica.api.api_fixture import MESSAGES
 
 RATE = 8000

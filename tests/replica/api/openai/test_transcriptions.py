@@ -6,7 +6,7 @@ import trio
 
 from omni_proxy.replica.api.common.errors import DetailError
 from omni_proxy.replica.api.openai.transcriptions import MAX_LONG_UPLOADS, LongUploadLimit
-from omni_proxy.replica.audio.wav import encode_wav
+from omni_proxy.replica.audio import encode_wav
 from tests.replica.api.audio_stages import HOLDING, LEFT, SEEN, replica
 from tests.replica.api.multipart_bodies import CONTENT_TYPE, form
 

@@ -7,7 +7,7 @@ import schemathesis
 from omni_proxy.replica.api.openapi.docs_page import PAGE
 from omni_proxy.replica.api.openapi.document import HIDDEN, description
 from omni_proxy.replica.api.openapi.endpoint_table import ENDPOINTS
-from omni_proxy.replica.pipeline.launch import _app
+from omni_proxy.replica.pipeline.http_server import _app
 
 
 @pytest.fixture

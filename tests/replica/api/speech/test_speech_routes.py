@@ -241,7 +241,7 @@ async def test_a_full_queue_is_a_503():
 
 
 async def test_reference_audio_reaches_a_pipeline_that_can_follow_it(tmp_path):
-    from omni_proxy.replica.audio.wav import encode_wav
+    from omni_proxy.replica.audio import encode_wav
 
     sample = tmp_path / "a.wav"
     sample.write_bytes(encode_wav(np.ones(10, np.float32), 8000))

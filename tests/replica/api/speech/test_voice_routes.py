@@ -10,7 +10,7 @@ from omni_proxy.replica.api.speech.voice_store import (
     VoiceStore,
     default_folder,
 )
-from omni_proxy.replica.audio.wav import encode_wav
+from omni_proxy.replica.audio import encode_wav
 from tests.replica.api.audio_stages import Call, replica
 from tests.replica.api.multipart_bodies import CONTENT_TYPE, form
 

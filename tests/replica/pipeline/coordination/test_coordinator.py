@@ -1,4 +1,7 @@
-"""The coordinator against a naive model: sequences of what clients and stages may do."""
+"""The coordinator against a naive model: sequences of what clients and stages may do.
+
+Which requests are told to end early, by whom, and which can only be aborted.
+"""
 
 import pytest
 import trio
@@ -10,6 +13,7 @@ from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator, St
 from omni_proxy.replica.pipeline.coordination.delivery import DeliveryEnd
 from omni_proxy.replica.pipeline.messages import (
     Abort,
+    EndEarly,
     OmniRequest,
     ProfilerStart,
     ProfilerStop,
@@ -21,12 +25,30 @@ from omni_proxy.replica.pipeline.messages import (
     StageStats,
     Submit,
 )
-from omni_proxy.replica.pipeline.requests import QueueFullError, RequestFailed
+from omni_proxy.replica.pipeline.requests import QueueFullError, RequestAborted, RequestFailed
 from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
 
 STAGES = ("a", "d", "s")
 IDS = ("r0", "r1", "r2")
 REQUEST = OmniRequest("hi", {}, {"output_modalities": ["text", "audio"]})
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("open"), st.sampled_from(IDS)),
+        st.tuples(st.just("abort"), st.sampled_from(IDS)),
+        st.tuples(st.just("release"), st.sampled_from(IDS)),
+        st.tuples(st.just("result"), st.sampled_from(IDS), st.sampled_from(STAGES)),
+        st.tuples(st.just("result"), st.sampled_from(IDS), st.sampled_from(STAGES)),
+        st.tuples(
+            st.just("failed"),
+            st.sampled_from(IDS),
+            st.sampled_from(["caller", "server", "dropped"]),
+        ),
+        st.tuples(st.just("ended"), st.sampled_from(STAGES)),
+        st.tuples(st.just("ready"), st.sampled_from(STAGES)),
+    ),
+    max_size=30,
+)
+TEXT = OmniRequest("hi", {}, {"output_modalities": ["text"]})
 
 
 class Board:
@@ -100,25 +122,6 @@ class Naive:
             self.end(request_id, "failed")
         elif not entry[1]:
             entry[0] = "completed"
-
-
-OPERATIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("open"), st.sampled_from(IDS)),
-        st.tuples(st.just("abort"), st.sampled_from(IDS)),
-        st.tuples(st.just("release"), st.sampled_from(IDS)),
-        st.tuples(st.just("result"), st.sampled_from(IDS), st.sampled_from(STAGES)),
-        st.tuples(st.just("result"), st.sampled_from(IDS), st.sampled_from(STAGES)),
-        st.tuples(
-            st.just("failed"),
-            st.sampled_from(IDS),
-            st.sampled_from(["caller", "server", "dropped"]),
-        ),
-        st.tuples(st.just("ended"), st.sampled_from(STAGES)),
-        st.tuples(st.just("ready"), st.sampled_from(STAGES)),
-    ),
-    max_size=30,
-)
 
 
 @settings(max_examples=150, deadline=None)
@@ -365,3 +368,67 @@ async def test_the_profiler_is_asked_to_every_stage_and_keeps_the_run_id(tmp_pat
     assert len(board.kinds(ProfilerStop)) == 3 * len(STAGES)
     (file,) = tmp_path.iterdir()
     assert "request_admission" in file.read_text()
+
+
+def everyone(request_id):
+    return True
+
+
+def made(request=TEXT):
+    """A coordinator whose stage d ends requests early, with one request at stage a."""
+    board = Board()
+    coordinator = Coordinator(compile_plan(config()), board)
+    coordinator.receive(StageReady("d", {"ends_early": True}))
+    return coordinator, board, coordinator.open("r", request)
+
+
+def told(board):
+    return [(name, message) for name, message in board.sent if isinstance(message, EndEarly)]
+
+
+async def test_the_stage_that_generates_is_reported_and_its_result_ends_the_request():
+    coordinator, board, delivery = made()
+    coordinator.receive(Result("r", "a", {}))
+    assert coordinator.end_early(everyone) == ["r"]
+    assert told(board) == [("d", EndEarly("r"))]
+    assert coordinator.live_count == 1
+    coordinator.receive(Result("r", "d", {"text": "x", "finish_reason": "abort"}))
+    assert delivery.end.results["d"]["finish_reason"] == "abort"
+    assert coordinator.end_early(everyone) == []
+
+
+async def test_a_request_before_that_stage_is_ended_as_soon_as_it_gets_there():
+    coordinator, board, _ = made()
+    assert coordinator.end_early(everyone) == ["r"]
+    assert told(board) == []
+    coordinator.receive(Result("r", "a", {}))
+    kinds = [type(message).__name__ for name, message in board.sent if name == "d"]
+    assert kinds == ["Submit", "EndEarly"]
+
+
+async def test_a_request_at_a_stage_that_cannot_is_aborted_everywhere():
+    coordinator, board, delivery = made(REQUEST)
+    coordinator.receive(Result("r", "a", {}))  # d, and s that d streams into
+    assert coordinator.end_early(everyone) == ["r"]
+    assert told(board) == []
+    assert set(board.kinds(Abort)) == {"a", "d", "s"}
+    assert isinstance(delivery.end, RequestAborted)
+
+
+async def test_only_those_that_are_wanted_are_ended():
+    coordinator, board, _ = made()
+    coordinator.open("other", TEXT)
+    assert coordinator.end_early(lambda request_id: request_id == "other") == ["other"]
+    assert coordinator.end_early(lambda request_id: request_id == "x") == []
+    coordinator.receive(Result("r", "a", {}))
+    coordinator.receive(Result("other", "a", {}))
+    assert told(board) == [("d", EndEarly("other"))]
+
+
+async def test_a_stage_that_has_ended_fails_the_request_all_the_same():
+    coordinator, board, delivery = made()
+    coordinator.end_early(everyone)
+    coordinator.receive(StageEnded("d", "it crashed"))
+    coordinator.receive(Result("r", "a", {}))
+    assert delivery.end.status == 503
+    assert told(board) == []

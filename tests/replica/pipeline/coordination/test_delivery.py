@@ -1,13 +1,21 @@
 import pytest
 import trio
 import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
 
 from omni_proxy.replica.pipeline.coordination.delivery import (
+    ChunkAssembler,
+    ChunkSplitter,
     DeliveredChunk,
     DeliveryBacklog,
     DeliveryEnd,
+    StreamedLengths,
+    size_bytes,
 )
 from omni_proxy.replica.pipeline.requests import RequestAborted, RequestFailed
+
+CUTS = st.lists(st.integers(0, 12), max_size=6)
 
 
 def backlog(cut=None, **bounds):
@@ -102,3 +110,90 @@ async def test_a_closed_delivery_leaves_nothing_behind():
     line.close(delivery)
     line.close(delivery)
     assert set(line.counters().values()) == {0}
+
+
+def assembled(splitter):
+    assembly = ChunkAssembler("r")
+    for chunk in splitter.pending:
+        assembly.add(chunk)
+    return assembly.result()
+
+
+@given(st.lists(st.text(max_size=3), max_size=5), st.text(max_size=3), st.booleans())
+def test_however_much_was_streamed_each_text_goes_out_once(pieces, tail, early):
+    whole = {
+        "text": "".join(pieces) + tail,
+        "finish_reason": "length",
+        "usage": {"total_tokens": 3},
+    }
+    splitter = ChunkSplitter("r")
+    for piece in pieces:
+        splitter.add_part("d", {"text": piece}, whole=False)
+    if early:  # the stage has ended while another one still works
+        splitter.add_part("d", whole, whole=True)
+    splitter.end({"d": whole, "s": {"audio_data": b"1234", "sample_rate": 8000}})
+    *others, last = splitter.pending
+    assert last.terminal
+    assert not any(chunk.terminal or chunk.finish_reason for chunk in others)
+    result = assembled(splitter)
+    assert result.text == whole["text"]
+    assert (result.finish_reason, result.usage) == ("length", {"total_tokens": 3})
+    assert (result.audio, result.sample_rate) == (b"1234", 8000)
+
+
+def test_tokens_and_logprobs_go_out_once_too():
+    splitter = ChunkSplitter("r")
+    splitter.add_part(
+        "d", {"token_ids": [1], "output_token_logprobs": [[-1, 1, None]]}, whole=False
+    )
+    whole = {"token_ids": [1, 2], "output_token_logprobs": [[-1, 1, None], [-2, 2, None]]}
+    splitter.end({"d": {"text": "", **whole}})
+    result = assembled(splitter)
+    assert result.token_ids == [1, 2]
+    assert result.logprobs == [[-1, 1, None], [-2, 2, None]]
+
+
+def test_audio_alone_is_an_answer():
+    splitter = ChunkSplitter("r")
+    splitter.add_part("s", {"audio_data": b"1234", "sample_rate": 8000}, whole=False)
+    splitter.end({"s": {"audio_data": b"12345678", "sample_rate": 8000}})
+    first, last = splitter.pending
+    assert (first.audio, first.modality, first.terminal) == (b"1234", "audio", False)
+    assert (last.audio, last.modality, last.finish_reason) == (b"5678", "audio", "stop")
+
+
+def test_what_is_not_known_here_is_passed_on():
+    splitter = ChunkSplitter("r")
+    splitter.end({"t": {"text": "a", "language": "en"}, "e": {"embedding": [0.5]}})
+    assert assembled(splitter).extra == {"language": "en", "embedding": [0.5]}
+
+
+@given(st.text(max_size=12), CUTS, st.booleans())
+def test_pieces_and_rest_are_the_whole(text, cuts, complete):
+    ends = sorted(min(cut, len(text)) for cut in cuts) + ([len(text)] if complete else [])
+    whole = {"text": text, "token_ids": list(range(len(text))), "audio_data": text.encode("utf-32")}
+    sent, got, start = StreamedLengths(), [], 0
+    for end in ends:
+        audio = text[start:end].encode("utf-32-le")
+        piece = {"text": text[start:end], "token_ids": list(range(start, end)), "audio_data": audio}
+        sent.add(piece)
+        got.append(piece)
+        start = end
+    rest = sent.remaining(whole | {"audio_data": text.encode("utf-32-le"), "finish_reason": "stop"})
+    got.append(rest)
+    assert "".join(piece["text"] for piece in got) == text
+    assert [token for piece in got for token in piece["token_ids"]] == list(range(len(text)))
+    assert b"".join(piece["audio_data"] for piece in got) == text.encode("utf-32-le")
+    assert rest["finish_reason"] == "stop"
+
+
+def test_a_whole_without_what_was_streamed_stays_as_it_is():
+    sent = StreamedLengths()
+    sent.add({"text": "abc"})
+    assert sent.remaining({"text": None, "usage": {}}) == {"text": None, "usage": {}}
+
+
+def test_audio_and_text_count_by_their_length():
+    empty = size_bytes({})
+    assert size_bytes({"audio_data": b"x" * 1000}) == empty + 1000
+    assert size_bytes({"text": "x" * 10, "token_ids": [1, 2]}) == empty + 26

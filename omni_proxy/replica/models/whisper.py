@@ -16,15 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omni_proxy.replica.audio.resample import Samples
+from omni_proxy.replica.audio import Samples
 from omni_proxy.replica.model_file import MODELS, cache_folder
 from omni_proxy.replica.models.tokenizer import Utf8Stream, byte_letters
-from omni_proxy.replica.models.whisper.whisper_file import (
+from omni_proxy.replica.models.whisper_net import (
+    RATE,
+    WINDOW_SAMPLES,
     WhisperFile,
     WhisperFileError,
+    WhisperNet,
+    log_mel,
     read_whisper_file,
 )
-from omni_proxy.replica.models.whisper.whisper_net import RATE, WINDOW_SAMPLES, WhisperNet, log_mel
 
 LANGUAGE = "en"
 MAX_WINDOW_TOKENS = 220  # more than 30 s of speech; bounds a decoder that repeats itself

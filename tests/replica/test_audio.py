@@ -8,17 +8,63 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from omni_proxy.replica.audio import wav
-from omni_proxy.replica.audio.wav import (
+from omni_proxy.replica import audio
+from omni_proxy.replica.audio import (
     AudioError,
     decode_audio,
     decode_pcm16,
     encode_pcm16,
     encode_wav,
+    resample,
 )
 
-SAMPLES = arrays.arrays(np.float32, st.integers(1, 200), elements=st.floats(-2, 2, width=32))
+RATES = st.sampled_from([8_000, 11_025, 16_000, 22_050, 24_000, 44_100, 48_000])
+SAMPLES = arrays.arrays(
+    np.float32,
+    st.integers(1, 400),
+    elements=st.floats(-1, 1, width=32, allow_subnormal=False),
+)
+LOUD_SAMPLES = arrays.arrays(np.float32, st.integers(1, 200), elements=st.floats(-2, 2, width=32))
 GUID = bytes.fromhex("000000001000800000aa00389b71")
+
+
+@given(SAMPLES, RATES, RATES)
+def test_the_duration_stays_and_the_range_is_not_left(samples, from_rate, to_rate):
+    changed = resample(samples, from_rate, to_rate)
+    assert changed.dtype == np.float32
+    assert len(changed) == max(1, round(len(samples) * to_rate / from_rate))
+    assert samples.min() <= changed.min()
+    assert changed.max() <= samples.max()
+    assert changed[0] == samples[0]
+
+
+@given(SAMPLES, RATES, st.integers(1, 6))
+def test_a_whole_number_of_times_the_rate_can_be_undone(samples, rate, times):
+    there = resample(samples, rate, rate * times)
+    np.testing.assert_allclose(resample(there, rate * times, rate), samples, atol=1e-6)
+
+
+def test_a_straight_line_stays_straight():
+    line = np.linspace(0, 1, 101, dtype=np.float32)
+    halves = resample(line, 100, 200)
+    np.testing.assert_allclose(halves[:200], np.arange(200) / 200, atol=1e-6)
+
+
+def test_a_slow_tone_keeps_its_frequency():
+    seconds = np.arange(24_000) / 24_000
+    tone = np.sin(2 * np.pi * 440 * seconds).astype(np.float32)
+    spectrum = np.abs(np.fft.rfft(resample(tone, 24_000, 16_000)))
+    assert spectrum.argmax() == 440
+
+
+def test_nothing_stays_nothing():
+    assert len(resample(np.zeros(0, np.float32), 8_000, 16_000)) == 0
+
+
+@pytest.mark.parametrize("rates", [(0, 16_000), (16_000, 0), (16_000, -1), (float("nan"), 1)])
+def test_a_rate_that_is_not_above_0_is_refused(rates):
+    with pytest.raises(ValueError, match="a rate is above 0"):
+        resample(np.zeros(3, np.float32), *rates)
 
 
 def chunk(name: bytes, content: bytes) -> bytes:
@@ -41,7 +87,7 @@ def extensible(code: int) -> bytes:
     return struct.pack("<HHIH", 22, 16, 4, code) + GUID
 
 
-@given(SAMPLES, st.sampled_from([8_000, 16_000, 24_000, 44_100]))
+@given(LOUD_SAMPLES, st.sampled_from([8_000, 16_000, 24_000, 44_100]))
 def test_what_is_written_is_read_back_within_one_step(samples, rate):
     heard, heard_rate = decode_audio(encode_wav(samples, rate))
     assert heard_rate == rate
@@ -49,14 +95,14 @@ def test_what_is_written_is_read_back_within_one_step(samples, rate):
     np.testing.assert_allclose(heard, np.clip(samples, -1, 1), atol=2.1 / 32_768)
 
 
-@given(SAMPLES)
+@given(LOUD_SAMPLES)
 def test_another_reader_reads_the_same_file(samples):
     with wave.open(io.BytesIO(encode_wav(samples, 24_000))) as file:
         assert file.getparams()[:4] == (1, 2, 24_000, len(samples))
         assert file.readframes(len(samples)) == encode_pcm16(samples)
 
 
-@given(SAMPLES)
+@given(LOUD_SAMPLES)
 def test_16_bits_are_cut_toward_zero(samples):
     expected = [int(np.float32(max(-1.0, min(1.0, x))) * np.float32(32_767)) for x in samples]
     assert list(struct.unpack(f"<{len(samples)}h", encode_pcm16(samples))) == expected
@@ -132,7 +178,7 @@ def test_no_bytes_do_anything_but_decode_or_be_refused(tail, headed):
     except AudioError:
         return
     assert len(samples)
-    assert wav.LOWEST_RATE <= rate <= wav.HIGHEST_RATE
+    assert audio.LOWEST_RATE <= rate <= audio.HIGHEST_RATE
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,19 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.replica.audio.resample import resample
+from omni_proxy.replica.audio import resample
 from omni_proxy.replica.model_file import MODELS, cache_folder
+from omni_proxy.replica.models import whisper
 from omni_proxy.replica.models.hibari import HibariVoice
-from omni_proxy.replica.models.whisper import whisper
-from omni_proxy.replica.models.whisper.whisper import Whisper, windows
-from omni_proxy.replica.models.whisper.whisper_file import WhisperFile, WhisperFileError
-from omni_proxy.replica.models.whisper.whisper_net import RATE, WINDOW_SAMPLES, WhisperNet
-from tests.replica.models.whisper.small_whisper import (
+from omni_proxy.replica.models.whisper import Whisper, windows
+from omni_proxy.replica.models.whisper_net import (
+    RATE,
+    WINDOW_SAMPLES,
+    WhisperFile,
+    WhisperFileError,
+    WhisperNet,
+)
+from tests.replica.models.small_whisper import (
     HEADS,
     VOCABULARY,
     WIDTH,
@@ -25,6 +30,16 @@ from tests.replica.models.whisper.small_whisper import (
 
 FILE = cache_folder(os.environ) / MODELS["whisper-tiny"].file
 NOISE = (np.random.default_rng(3).standard_normal(70 * RATE) * 0.1).astype(np.float32)
+pieces_of_windows = st.lists(
+    st.lists(st.sampled_from([" ", "a", " b", "c ", "\n", ""])), max_size=5
+)
+needs_file = pytest.mark.skipif(
+    not FILE.exists(), reason=f"{FILE} is not there: omni-proxy replica fetch whisper-tiny"
+)
+SENTENCES = [
+    "What is the capital of France?",
+    "Good morning. The train to London leaves soon. Will you come along with us, my old friend?",
+]
 
 
 @pytest.fixture(scope="module")
@@ -239,11 +254,6 @@ def test_a_bound_on_the_tokens_counts_all_windows(small):
     assert small.transcribe(NOISE[:RATE], most_tokens=0).text == ""
 
 
-pieces_of_windows = st.lists(
-    st.lists(st.sampled_from([" ", "a", " b", "c ", "\n", ""])), max_size=5
-)
-
-
 @given(pieces_of_windows)
 def test_windows_are_joined_by_one_blank(said):
     told = []
@@ -255,15 +265,6 @@ def test_windows_are_joined_by_one_blank(said):
     texts = [text for window in said if (text := "".join(window).strip())]
     assert pieces.text == "".join(told) == " ".join(texts)
     assert "" not in told
-
-
-needs_file = pytest.mark.skipif(
-    not FILE.exists(), reason=f"{FILE} is not there: omni-proxy replica fetch whisper-tiny"
-)
-SENTENCES = [
-    "What is the capital of France?",
-    "Good morning. The train to London leaves soon. Will you come along with us, my old friend?",
-]
 
 
 @pytest.fixture(scope="module")

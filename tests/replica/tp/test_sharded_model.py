@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.models.llama import Llama, LlamaConfig
-from omni_proxy.replica.tp.shard import Shard, sizes_for
+from omni_proxy.replica.tp.sharded_model import Shard, sizes_for
 
 SMOLLM2 = LlamaConfig(49152, 576, 1536, 30, 9, 3, 8192)
 

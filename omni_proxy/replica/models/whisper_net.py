@@ -1,19 +1,22 @@
-"""Whisper's network in float32: spectra in, logits of the next token out.
+"""Whisper's network in float32: spectra in, logits of the next token out; and its model file.
 
-Invariant: tokens appended one by one to a `DecodingState` get the logits that they would get all at
-once. Nothing here knows the meaning of a token.
-
-Log-mel spectra as in Whisper's training: 16 kHz, windows of 400 samples every 160, 80 bands.
-
-Invariant: the result always covers a window of 30 s; shorter audio is padded with silence, because
-the decoder repeats itself on short windows (models.md 3).
+Invariant: tokens appended one by one to a `DecodingState` get the logits that they would get all
+at once; every length in the file is checked before reading, and an unsupported variable is an
+error. The file is CTranslate2's `model.bin`, version 6, with two files beside it (models.md 3).
+Log-mel spectra are those of Whisper's training: 16 kHz, windows of 400 samples every 160, 80 bands.
+They always cover 30 s, with silence after shorter audio, because the decoder repeats itself on
+short windows. What a token means is not known here.
 """
 
 from __future__ import annotations
 
+import json
+import mmap
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +25,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from omni_proxy.replica.audio.resample import Samples
-from omni_proxy.replica.models.whisper.whisper_file import WhisperFileError
+from omni_proxy.replica.audio import Samples
 
+VERSION = 6
+SPEC = "WhisperSpec"
+# CTranslate2's numbers for its element types.
+ELEMENT_TYPES = {0: "<f4", 1: "<i1", 2: "<i2", 3: "<i4", 4: "<f2"}
 GELU = 3  # CTranslate2's number for the exact one
 # What the forward pass below implements; other settings in a file are refused.
 EXPECTED = {
@@ -34,6 +40,123 @@ EXPECTED = {
     "decoder/scale_embeddings": 0,
     "decoder/start_from_zero_embedding": 0,
 }
+RATE = 16_000
+BANDS = 80
+WINDOW_SECS = 30
+WINDOW_SAMPLES = WINDOW_SECS * RATE
+FLOOR = 1e-10
+RANGE_DECADES = 8.0  # quieter values are raised to this distance from the loudest
+_LOG_STEP = np.log(6.4) / 27.0
+FFT_SAMPLES, HOP_SAMPLES = 400, 160
+FRAMES = WINDOW_SAMPLES // HOP_SAMPLES
+# Slaney's scale: linear up to 1 kHz, which is 15 mel, and then 27 mel for every factor of 6.4.
+_LINEAR_HERTZ, _LINEAR_MEL = 1000.0, 15.0
+
+
+class WhisperFileError(Exception):
+    """The model's files are not readable; the text says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhisperFile:
+    """Variables by their names in the file (views of it), vocabulary, and suppressed ids.
+
+    `suppressed` are never emitted, `suppressed_first` not as the first token of a window.
+    """
+
+    variables: Mapping[str, NDArray[Any]]
+    vocabulary: tuple[str, ...]
+    suppressed: tuple[int, ...]
+    suppressed_first: tuple[int, ...]
+
+
+def read_whisper_file(path: Path) -> WhisperFile:
+    """Read `path` (a model.bin) with vocabulary.txt and config.json beside it.
+
+    Raises WhisperFileError.
+    """
+    try:
+        with path.open("rb") as file:
+            # Copy-on-write, hence writable: torch warns about read-only arrays.
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        words = path.with_name("vocabulary.txt").read_text("utf-8").split("\n")
+        config = json.loads(path.with_name("config.json").read_text("utf-8"))
+        suppressed = tuple(int(token) for token in config["suppress_ids"])
+        first = tuple(int(token) for token in config["suppress_ids_begin"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise WhisperFileError(f"cannot read the model at {path}: {error}") from error
+    variables = read_variables(data)
+    return WhisperFile(variables, tuple(words[:-1]), suppressed, first)
+
+
+def read_variables(data: memoryview) -> dict[str, NDArray[Any]]:
+    """Return every variable of a model.bin, aliases included; raises WhisperFileError."""
+    cursor = _Cursor(data)
+    version = cursor.number("I")
+    if version != VERSION:
+        raise WhisperFileError(f"the model file has version {version}, not {VERSION}")
+    spec = cursor.name()
+    if spec != SPEC:
+        raise WhisperFileError(f"the model file holds a {spec!r}, not a {SPEC}")
+    cursor.number("I")  # the revision of the spec
+    variables = {}
+    for _ in range(cursor.number("I")):
+        name, variable = cursor.variable()
+        variables[name] = variable
+    for _ in range(cursor.number("I")):
+        alias, name = cursor.name(), cursor.name()
+        if name not in variables:
+            raise WhisperFileError(f"the model file names {name!r}, which it does not hold")
+        variables[alias] = variables[name]
+    if cursor.at != len(data):
+        raise WhisperFileError(f"the model file goes on after its end at byte {cursor.at}")
+    return variables
+
+
+class _Cursor:
+    """A position in the file that advances over what is read; reading past the end is an error."""
+
+    __slots__ = ("_data", "at")
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self.at = 0
+
+    def number(self, kind: str) -> int:
+        return int(struct.unpack("<" + kind, self._take(struct.calcsize("<" + kind)))[0])
+
+    def name(self) -> str:
+        """Return a string with a length prefix and a NUL terminator within that length."""
+        text = bytes(self._take(self.number("H")))
+        try:
+            return text.removesuffix(b"\0").decode("ascii")
+        except UnicodeDecodeError as error:
+            raise WhisperFileError(f"the model file has an unreadable name {text!r}") from error
+
+    def variable(self) -> tuple[str, NDArray[Any]]:
+        name = self.name()
+        shape = [self.number("I") for _ in range(self.number("B"))]
+        kind = self.number("B")
+        body = self._take(self.number("I"))
+        if kind not in ELEMENT_TYPES:
+            raise WhisperFileError(f"{name} has elements of an unknown type, {kind}")
+        elements = np.dtype(ELEMENT_TYPES[kind])
+        expected_bytes = elements.itemsize
+        for length in shape:
+            expected_bytes *= length
+        if len(body) != expected_bytes:
+            raise WhisperFileError(f"{name} has {len(body)} bytes for its shape {shape}")
+        return name, np.frombuffer(body, elements).reshape(shape)
+
+    def _take(self, length: int) -> memoryview:
+        end = self.at + length
+        if end > len(self._data):
+            raise WhisperFileError(
+                f"the model file is cut: it has {len(self._data)} bytes, {end} are needed"
+            )
+        taken = self._data[self.at : end]
+        self.at = end
+        return taken
 
 
 @dataclass(slots=True)
@@ -158,16 +281,6 @@ class WhisperNet:
         return self._linear(inside, f"{layer}/ffn/linear_1")
 
 
-RATE = 16_000
-FFT_SAMPLES, HOP_SAMPLES = 400, 160
-BANDS = 80
-WINDOW_SECS = 30
-WINDOW_SAMPLES = WINDOW_SECS * RATE
-FRAMES = WINDOW_SAMPLES // HOP_SAMPLES
-FLOOR = 1e-10
-RANGE_DECADES = 8.0  # quieter values are raised to this distance from the loudest
-
-
 def log_mel(samples: Samples) -> NDArray[np.float32]:
     """Return [80, 3000], float32, of at most 30 s of samples at 16 kHz."""
     if len(samples) > WINDOW_SAMPLES:
@@ -213,11 +326,6 @@ def mel_filters() -> NDArray[np.float32]:
     area = 2 / (corners[2:] - corners[:-2])
     filters: NDArray[np.float32] = (triangles * area[:, None]).astype(np.float32)
     return filters
-
-
-# Slaney's scale: linear up to 1 kHz, which is 15 mel, and then 27 mel for every factor of 6.4.
-_LINEAR_HERTZ, _LINEAR_MEL = 1000.0, 15.0
-_LOG_STEP = np.log(6.4) / 27.0
 
 
 def _mel(hertz: float) -> float:

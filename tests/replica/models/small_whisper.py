@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 
-from omni_proxy.replica.models.whisper.whisper_file import WhisperFile
+from omni_proxy.replica.models.whisper_net import WhisperFile
 
 WIDTH, HEADS, LAYERS, BANDS = 16, 2, 2, 80
 # So that what is said depends on where in the text it is and on what is heard, and goes on.

@@ -1,24 +1,25 @@
-"""WAV files and raw PCM, to and from float32 samples.
+"""Audio as arrays of float32 samples within -1 and 1: WAV and raw PCM, and sample rate conversion.
 
-Invariant: output is 16-bit mono (api-server.md 1.4); input is validated, and anything unsupported
-is an `AudioError` with a message for the client. It must not guess: a truncated file is refused,
-and no format is taken for another.
+Invariant: output is 16-bit mono (api-server.md 1.4). Input is validated, and anything unsupported
+is an `AudioError` with a message for the client: a truncated file is refused, and no format is
+guessed. Resampling is linear interpolation, which is good enough for speech: the first sample
+keeps its place, and no sample leaves the range of the input. Nothing here depends on models or
+requests.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from omni_proxy.replica.audio.resample import Samples
-
-PCM, IEEE_FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
+Samples: TypeAlias = NDArray[np.float32]
 OTHER_CODECS = {2: "ADPCM", 6: "A-law", 7: "mu-law", 0x11: "ADPCM", 0x50: "MPEG", 0x55: "MP3"}
 # The last 14 bytes of every extensible sub-format that only repeats a plain format code.
 SUBFORMAT_TAIL = bytes.fromhex("000000001000800000aa00389b71")
-LOWEST_RATE, HIGHEST_RATE = 4_000, 384_000
 MAX_CHANNELS = 64
 # Programs that write into a pipe cannot know the length: they leave a size near 2 or 4 GiB.
 UNKNOWN_SIZE = 0x7FFF0000
@@ -27,6 +28,35 @@ SUPPORTED = (
     f"with any number of channels up to {MAX_CHANNELS}"
 )
 FULL_SCALE = {8: 1 << 7, 16: 1 << 15, 24: 1 << 31, 32: 1 << 31}  # 24 bit is read as 32, low byte 0
+_MAGIC = (
+    (b"ID3", 0, "MP3"),
+    (b"OggS", 0, "Ogg (Opus or Vorbis)"),
+    (b"fLaC", 0, "FLAC"),
+    (b"ftyp", 4, "MP4/M4A"),
+    (b"\x1a\x45\xdf\xa3", 0, "WebM/Matroska"),
+    (b"FORM", 0, "AIFF"),
+    (b"RF64", 0, "RF64 (a WAV file above 4 GiB)"),
+    (b"RIFX", 0, "RIFX (a big-endian WAV file)"),
+)
+
+
+def resample(samples: Samples, from_rate: float, to_rate: float) -> Samples:
+    """Return `samples` [n] at `to_rate` Hz: [round(n * to_rate / from_rate)], float32.
+
+    Raises ValueError for a rate that is not above 0.
+    """
+    if not (from_rate > 0 and to_rate > 0):
+        raise ValueError(f"cannot resample from {from_rate} Hz to {to_rate} Hz: a rate is above 0")
+    if from_rate == to_rate or not len(samples):
+        return samples
+    length = max(1, round(len(samples) * to_rate / from_rate))
+    positions = np.arange(length) * (from_rate / to_rate)
+    changed: Samples = np.interp(positions, np.arange(len(samples)), samples).astype(np.float32)
+    return changed
+
+
+PCM, IEEE_FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
+LOWEST_RATE, HIGHEST_RATE = 4_000, 384_000
 
 
 class AudioError(ValueError):
@@ -94,18 +124,6 @@ def _kind_of(data: bytes) -> str:
         layer = data[1] & 0x06  # 0 only in AAC's framing, whose sync word is else the same
         return f"is {'MP3' if layer else 'AAC'}, which cannot be read here"
     return f"is no WAV file (it begins with {data[:4]!r})"
-
-
-_MAGIC = (
-    (b"ID3", 0, "MP3"),
-    (b"OggS", 0, "Ogg (Opus or Vorbis)"),
-    (b"fLaC", 0, "FLAC"),
-    (b"ftyp", 4, "MP4/M4A"),
-    (b"\x1a\x45\xdf\xa3", 0, "WebM/Matroska"),
-    (b"FORM", 0, "AIFF"),
-    (b"RF64", 0, "RF64 (a WAV file above 4 GiB)"),
-    (b"RIFX", 0, "RIFX (a big-endian WAV file)"),
-)
 
 
 def _chunks(data: bytes) -> tuple[_Format, bytes]:

@@ -7,12 +7,61 @@ import sys
 
 import pytest
 import trio
+from hypothesis import given
+from hypothesis import strategies as st
 
+from omni_proxy.replica.pipeline import stage_process
 from omni_proxy.replica.pipeline.client import Client
-from omni_proxy.replica.pipeline.hosting.runtime import open_pipeline
-from omni_proxy.replica.pipeline.hosting.stage_process import command
 from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed
+from omni_proxy.replica.pipeline.runtime import open_pipeline
+from omni_proxy.replica.pipeline.stage_process import (
+    FrameDecoder,
+    FrameError,
+    command,
+    encode_frame,
+)
 from tests.replica.pipeline.pipeline_stages import pipeline, stage, until
+
+PARENT = """
+import os, sys, trio
+from omni_proxy.replica.pipeline.runtime import open_pipeline
+from tests.replica.pipeline.pipeline_stages import pipeline, stage
+
+async def main():
+    config = pipeline(stage("a", "until_aborted", terminal=True, process="p"))
+    async with open_pipeline(config) as (hub, runtime):
+        await runtime.ready.wait()
+        print(runtime.hosts[0].pid, flush=True)
+        await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+@given(st.lists(st.binary(max_size=20), max_size=6), st.integers(1, 9))
+def test_frames_come_out_whole_however_the_bytes_are_cut(bodies, step):
+    stream = b"".join(encode_frame(body) for body in bodies)
+    reader, got = FrameDecoder(), []
+    for start in range(0, len(stream), step):
+        got += reader.feed(stream[start : start + step])
+    assert [stage_process.msgspec.msgpack.decode(body) for body in got] == bodies
+
+
+def test_a_length_past_the_bound_is_refused_before_its_bytes_come():
+    with pytest.raises(FrameError, match="over the bound"):
+        list(FrameDecoder().feed(b"\xff\xff\xff\xff"))
+
+
+@pytest.mark.parametrize("message", [object(), 1 << 70, {"a": {1, 2}.__iter__()}])
+def test_what_msgpack_cannot_hold_is_refused(message):
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        encode_frame(message)
+
+
+def test_a_message_past_the_bound_is_refused(monkeypatch):
+    monkeypatch.setattr(stage_process, "MAX_BYTES", 8)
+    with pytest.raises(ValueError, match="over the bound of 8"):
+        encode_frame(b"123456789")
 
 
 def gone(pid):
@@ -110,22 +159,6 @@ async def test_signals_to_the_group_are_left_to_the_parent():
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(pid, number)
         assert (await Client(hub).completion(GenerateRequest("hi"))).extra["pid"] == pid
-
-
-PARENT = """
-import os, sys, trio
-from omni_proxy.replica.pipeline.hosting.runtime import open_pipeline
-from tests.replica.pipeline.pipeline_stages import pipeline, stage
-
-async def main():
-    config = pipeline(stage("a", "until_aborted", terminal=True, process="p"))
-    async with open_pipeline(config) as (hub, runtime):
-        await runtime.ready.wait()
-        print(runtime.hosts[0].pid, flush=True)
-        await trio.sleep_forever()
-
-trio.run(main)
-"""
 
 
 @pytest.mark.usefixtures("soon")

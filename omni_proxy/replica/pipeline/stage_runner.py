@@ -20,8 +20,7 @@ import trio
 from omni_proxy.replica.pipeline.config import StageConfig, import_dotted
 from omni_proxy.replica.pipeline.messages import Emit, Shutdown, StageEnded, StageInput, StageReady
 from omni_proxy.replica.pipeline.stage import Scheduler
-from omni_proxy.replica.profiling.instrumented_queue import InstrumentedEmit, InstrumentedInbox
-from omni_proxy.replica.profiling.recorder import STAGE_EVENTS
+from omni_proxy.replica.profiling.recorder import STAGE_EVENTS, InstrumentedEmit, InstrumentedInbox
 
 log = logging.getLogger(__name__)
 

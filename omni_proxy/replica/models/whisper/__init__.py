@@ -1,1 +1,0 @@
-"""Whisper transcription: mel spectra, network, model file, decoding."""

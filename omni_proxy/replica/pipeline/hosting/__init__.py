@@ -1,1 +1,0 @@
-"""Runs stages in threads and child processes, restarts and stops them."""
