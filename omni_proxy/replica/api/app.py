@@ -10,55 +10,45 @@ from typing import TYPE_CHECKING, Unpack
 
 from quart_trio import QuartTrio
 
+from omni_proxy.replica.api import openapi_document
 from omni_proxy.replica.api.common import cross_origin, errors
 from omni_proxy.replica.api.common.prompt_tokens import PromptTokens
 from omni_proxy.replica.api.native import (
-    abort_request,
     admin_operations,
     generate,
-    health,
     metrics,
     server_info,
     weight_routes,
 )
-from omni_proxy.replica.api.openai import chat, completions, embeddings, models, transcriptions
-from omni_proxy.replica.api.openapi import document
+from omni_proxy.replica.api.openai import chat, completions, embeddings, transcriptions
 from omni_proxy.replica.api.route_context import AppOptions, RouteContext
-from omni_proxy.replica.api.speech import (
-    speech_batch,
-    speech_routes,
-    speech_socket,
-    voice_routes,
-)
+from omni_proxy.replica.api.speech import speech_routes, speech_socket, voices
 from omni_proxy.replica.api.vllm import (
     control_routes,
     messages,
-    render,
     responses,
     token_generation,
     tokenize_routes,
     weight_transfer_routes,
 )
-from omni_proxy.replica.api.vllm.engine_calls import EngineCalls
+from omni_proxy.replica.api.vllm.control_routes import EngineCalls
 
 if TYPE_CHECKING:
     from omni_proxy.replica.pipeline.client import Client
 
 ROUTES = (
-    health,
-    models,
+    server_info,
     metrics,
     chat,
     completions,
     embeddings,
     speech_routes,
     speech_socket,
-    speech_batch,
-    voice_routes,
+    voices,
     transcriptions,
-    document,
+    openapi_document,
 )
-SGLANG_ROUTES = (server_info, admin_operations, weight_routes, generate, abort_request)
+SGLANG_ROUTES = (admin_operations, weight_routes, generate)
 BODY_TIMEOUT_SECS = 600
 
 
@@ -94,5 +84,4 @@ def build_app(context: RouteContext) -> QuartTrio:
         control_routes.mount(app, context, engine)
         weight_transfer_routes.mount(app, context, engine, alone=context.dialect == "vllm")
         token_generation.mount(app, context)
-        render.mount(app, context, tokens)
     return app

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, cast
 
+import msgspec
 from quart import Response, request
 from quart.wrappers.response import ResponseBody
 from quart_trio import QuartTrio
@@ -35,7 +36,13 @@ from omni_proxy.replica.pipeline.requests import GenerateChunk
 
 DONE = b"data: [DONE]\n\n"
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
+# Of streams whose events have names, Anthropic's and those of Responses.
+EVENT_STREAM_HEADERS: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+}
 Event = dict[str, Any]
+_KEY: Final = "omni_proxy.patient_body"
 
 
 class EventFormatter(Protocol):
@@ -61,6 +68,10 @@ class ChunkSource(Protocol):
 
 def encode_event(payload: Event) -> bytes:
     return f"data: {json.dumps(payload)}\n\n".encode()
+
+
+def named_event(name: str, payload: dict[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(payload))
 
 
 def error_event(message: str, status: int) -> Event:
@@ -136,9 +147,6 @@ class EventStream(ResponseBody):
 def stream_response(body: ResponseBody) -> Response:
     headers = {"cache-control": "no-cache"}
     return Response(body, 200, headers, content_type=CONTENT_TYPE)
-
-
-_KEY: Final = "omni_proxy.patient_body"
 
 
 class ChunkEncoder(Protocol):

@@ -1,11 +1,12 @@
-"""POST /generate in two formats: an RL trainer's rollout (api-server.md 1.9), and SGLang's own.
+"""POST /generate, as a rollout (api-server.md 1.9) and as SGLang has it, and POST /abort_request.
 
 A body with `text`, `rid`, `input_ids` as a list of lists, or `stream: true` with `input_ids` is
-SGLang's: text or token ids in, text and meta_info out. Anything else is a rollout with one of
-`input_ids`, `prompt`, `messages`. Invariants: a rollout with logprobs (the default) gets one for
-each token of the response, or an error; an event of SGLang's stream holds the complete output so
-far, never a delta; a list of prompts is answered by a list in the same order. SGLang's sampling
-keys that mean nothing here are ignored.
+SGLang's; anything else is a rollout with one of `input_ids`, `prompt`, `messages`. Invariant: a
+rollout with logprobs (the default) gets one for each token of the response, or an error. An event
+of SGLang's stream holds the complete output so far, never a delta. A list of prompts gets a list in
+the same order. SGLang's sampling keys without a meaning here are ignored. Aborted requests return
+what they have, with `finish_reason` abort; an unknown id is no error, since the request may have
+ended.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from msgspec import Meta, Struct
 from quart import Response
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.api.common.errors import DetailError, json_response
+from omni_proxy.replica.api.common.errors import DetailError, empty_response, json_response
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
+from omni_proxy.replica.api.native.admin_operations import admin_body
 from omni_proxy.replica.api.openai.chat_media import MediaReader
 from omni_proxy.replica.api.openai.multi_generation import complete_all, request_ids
 from omni_proxy.replica.api.openai.to_generate_request import (
@@ -35,6 +37,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     stop_strings,
 )
 from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.vllm.control_routes import id_matcher
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,
     GenerateChunk,
@@ -44,6 +47,7 @@ from omni_proxy.replica.pipeline.requests import (
 )
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class NativeSampling(Struct, kw_only=True):
@@ -214,9 +218,6 @@ def _to_generate_request(body: NativeBody, prompt: Prompt) -> GenerateRequest:
     )
 
 
-TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
-
 class RolloutSampling(Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -373,6 +374,35 @@ def _audio_body(result: CompletionResult) -> dict[str, Any] | None:
     return {"data": data, "path": None, "format": "wav", "sample_rate": result.sample_rate}
 
 
+class AbortBody(Struct, kw_only=True):
+    """`rid` is one request with all its choices; with `prefix`, every id that begins with it."""
+
+    rid: str | None = None
+    prefix: bool | None = None
+    abort_all: bool | None = None
+
+
+class AbortRoutes:
+    def __init__(self, context: RouteContext) -> None:
+        self._context = context
+
+    async def abort(self) -> Response:
+        body = validate(AbortBody, await admin_body(self._context))
+        client, rid = self._context.client, body.rid
+        if body.abort_all:
+            client.end_early(lambda _: True)
+        elif not rid:
+            raise DetailError(400, "give a rid, with prefix: true for all that begin so, or "
+                              "abort_all: true")  # fmt: skip
+        elif body.prefix:
+            client.end_early(lambda request_id: request_id.startswith(rid))
+        else:
+            client.end_early(id_matcher([rid]))
+        return empty_response()
+
+
 def mount(app: QuartTrio, context: RouteContext) -> None:
-    routes = GenerateRoutes(context)
-    app.add_url_rule("/generate", "generate", routes.generate, methods=["POST"])
+    generate = GenerateRoutes(context).generate
+    app.add_url_rule("/generate", "generate", generate, methods=["POST"])
+    abort = AbortRoutes(context).abort
+    app.add_url_rule("/abort_request", "abort_request", abort, methods=["POST"])

@@ -1,8 +1,9 @@
-"""Server info, load and generation health checks for routers and benchmarks, as SGLang has them.
+"""What this server reports of itself: health, the model card, and SGLang's server info and load.
 
-Invariant: facts never wait long for a stage: for a stage busy with an operation the last known
-values are returned. These routes are open; the aggregate of all stages, behind the admin key, is
-/model_info.
+Invariant: the keys of /health and of a card are exactly those of api-server.md 1.1 and 1.2, in that
+order. /health never waits for a stage, and server info waits only briefly: if a stage is busy with
+an operation, the last known values are returned. These routes are open; the aggregate of all
+stages, behind the admin key, is /model_info.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from omni_proxy import __version__
 from omni_proxy.replica.api.common.errors import (
     CLIENT_ERRORS,
     DetailError,
+    OpenAIError,
     json_response,
     status_and_message,
 )
@@ -28,11 +30,22 @@ from omni_proxy.replica.api.native.admin_operations import (
     model_facts,
     require_key,
 )
-from omni_proxy.replica.api.native.health import health_report
 from omni_proxy.replica.api.native.metrics import load_report, load_summary
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed, SamplingParams
 
+INSTANCE_HEADER = "x-omni-instance"
+HEALTH_KEYS = (
+    "status",
+    "running",
+    "stages",
+    "entry_stage",
+    "total_requests",
+    "pending_completions",
+    "request_states",
+    "stream_delivery",
+)
+OWNER = "sglang-omni"
 FACTS_TIMEOUT_SECS = 2.0
 FLUSH_TIMEOUT_SECS = 60.0
 GENERATE_TIMEOUT_SECS = 20.0
@@ -47,6 +60,63 @@ UNSUPPORTED_FEATURES = {
     "enable_lora": False,
     "max_lora_rank": None,
 }
+
+
+class HealthRoutes:
+    def __init__(self, context: RouteContext) -> None:
+        self._context = context
+
+    async def health(self) -> Response:
+        report = health_report(self._context)
+        status = 200 if report["status"] == "healthy" else 503
+        return json_response(report, status, {INSTANCE_HEADER: self._context.instance})
+
+    async def icon(self) -> Response:
+        return Response(b"", 404)
+
+
+def health_report(context: RouteContext) -> dict[str, Any]:
+    """The client's health; `starting` while the server warms up."""
+    report = context.client.health()
+    public = {key: report[key] for key in HEALTH_KEYS if key in report}
+    if public.get("status") == "healthy" and context.ready is not None and not context.ready():
+        public["status"] = "starting"
+    return public
+
+
+class ModelListRoutes:
+    def __init__(self, context: RouteContext) -> None:
+        self._context = context
+
+    async def list_models(self) -> Response:
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def get_model(self, name: str) -> Response:
+        """Return the card of the one model; raises OpenAIError 404 for any other name."""
+        if name != self._context.model_name:
+            message = (
+                f"the model {name!r} does not exist; this server has {self._context.model_name!r}"
+            )
+            raise OpenAIError(404, message, "model", "model_not_found")
+        return json_response(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        name = self._context.model_name
+        permission = {
+            "id": "modelperm-default",
+            "object": "model_permission",
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+        }
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": OWNER,
+            "permission": [permission],
+            "root": name,
+        }
 
 
 class InfoRoutes:
@@ -177,7 +247,18 @@ class InfoRoutes:
 
 
 def mount(app: QuartTrio, context: RouteContext) -> None:
-    routes = InfoRoutes(context)
+    health = HealthRoutes(context)
+    app.add_url_rule("/health", "health", health.health)
+    app.add_url_rule("/favicon.ico", "icon", health.icon)
+    models = ModelListRoutes(context)
+    app.add_url_rule("/v1/models", "models", models.list_models)
+    # A name may contain slashes; the router gives it percent-decoded.
+    app.add_url_rule("/v1/models/<path:name>", "model", models.get_model)
+    if context.dialect != "vllm":
+        _mount_sglang_info(app, InfoRoutes(context))
+
+
+def _mount_sglang_info(app: QuartTrio, routes: InfoRoutes) -> None:
     views = {
         "/get_model_info": routes.model_info,
         "/server_info": routes.server_info,

@@ -1,14 +1,20 @@
-"""POST /v1/audio/speech: one text synthesized, as one file or as a stream (api-server.md 1.4).
+"""POST /v1/audio/speech (api-server.md 1.4) and /v1/audio/speech/batch (1.5).
 
-Invariant: the body is parsed here, by hand, and every error is in the format of OpenAI. The outcome
-of a request can be queried only after a clean end, for the last MAX_OUTCOMES requests.
+One text is returned as a file or as a stream, a batch as one JSON body. Invariant: bodies are
+parsed here, by hand, and every error is in the format of OpenAI. The outcome of a request can be
+queried only after a clean end, for the last MAX_OUTCOMES requests. Results of a batch are in the
+order of its items, and one item's failure does not affect the others; only errors in the body as a
+whole refuse the batch.
 """
 
 from __future__ import annotations
 
+import base64
 import uuid
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
+import trio
 from quart import Response, request
 from quart_trio import QuartTrio
 
@@ -153,6 +159,83 @@ def register_speech_errors(app: QuartTrio) -> None:
     app.register_error_handler(SpeechError, _speech_error_response)
 
 
+class _BatchRoutes:
+    def __init__(self, context: RouteContext) -> None:
+        self._most_items = context.tts_batch_max_items
+        self._service = SpeechService(context)
+
+    async def create(self) -> Response:
+        """POST /v1/audio/speech/batch."""
+        self._service.check_available()
+        body = parse_object(
+            await request.get_data(cache=False, as_text=False, parse_form_data=False)
+        )
+        shared, items = self._split(body)
+        batch_id = f"speech-batch-{uuid.uuid4()}"
+        results: list[dict[str, Any]] = [{} for _ in items]
+
+        async def fill(index: int, item: dict[str, Any]) -> None:
+            results[index] = await self._result(index, shared | item, f"{batch_id}-{index}")
+
+        async with trio.open_nursery() as nursery:
+            for index, item in enumerate(items):
+                nursery.start_soon(fill, index, item)
+        succeeded = sum(result["status"] == "success" for result in results)
+        body_start = {"id": batch_id, "results": results, "total": len(results)}
+        return json_response(
+            body_start | {"succeeded": succeeded, "failed": len(results) - succeeded}
+        )
+
+    def _split(self, body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the shared fields and each item's own; null inherits. Raises SpeechError."""
+        items = body.pop("items", None)
+        if not isinstance(items, list) or not items:
+            raise SpeechError("items must be a list of one speech request or more", "items")
+        if len(items) > self._most_items:
+            raise SpeechError(
+                f"items has {len(items)} requests; a batch takes up to {self._most_items}", "items"
+            )
+        _refuse_stream(body)
+        item_fields = []
+        for index, item in enumerate(items):
+            if not isinstance(item, dict):
+                raise SpeechError(f"items.{index} must be an object", f"items.{index}")
+            try:
+                _refuse_stream(item)
+            except SpeechError as error:
+                raise error.under(f"items.{index}") from None
+            item_fields.append({name: value for name, value in item.items() if value is not None})
+        return body, item_fields
+
+    async def _result(
+        self, index: int, fields: Mapping[str, Any], request_id: str
+    ) -> dict[str, Any]:
+        try:
+            ask = parse_speech_request(fields)
+            self._service.check(ask)
+            spoken = await self._service.synthesize(ask, request_id)
+        except SpeechError as refusal:
+            error = refusal.under(f"items.{index}").error()
+            error_fields = {name: value for name, value in error.items() if value is not None}
+            return {"index": index, "status": "error", "error": error_fields}
+        return {
+            "index": index,
+            "status": "success",
+            "audio_data": base64.b64encode(spoken.data).decode(),
+            "format": ask.response_format,
+            "media_type": spoken.media_type,
+            "finish_reason": spoken.result.finish_reason or "unknown",
+        }
+
+
+def _refuse_stream(fields: Mapping[str, Any]) -> None:
+    """A batch is one JSON response: no part of it can be streamed."""
+    if fields.get("stream") not in (None, False):
+        raise SpeechError("a batch does not stream: stream must be absent or false", "stream")
+    if fields.get("stream_format") == "sse":
+        raise SpeechError("a batch does not stream: stream_format must not be sse", "stream_format")
+
+
 def mount(app: QuartTrio, context: RouteContext) -> None:
     routes = _Routes(context)
     register_speech_errors(app)
@@ -161,3 +244,5 @@ def mount(app: QuartTrio, context: RouteContext) -> None:
     app.add_url_rule(
         "/v1/audio/speech/<request_id>", "speech_outcome", routes.outcome, methods=["GET"]
     )
+    batch = _BatchRoutes(context)
+    app.add_url_rule("/v1/audio/speech/batch", "speech_batch", batch.create, methods=["POST"])

@@ -1,12 +1,17 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API over the chat pipeline.
 
-Invariant: errors of the engine are Anthropic's `{"type": "error", "error": {type, message}}`,
-invalid bodies vLLM's 400, as vLLM answers them. Tools are accepted while the model may choose not
-to call one, which it always does; a required call is refused.
+    message_start, content_block_start, content_block_delta*, content_block_stop, message_delta,
+    message_stop
+
+Invariant: a stream has all of these events in this order, or ends with an `error` event. The first
+text opens the text block; an empty response has none in a stream, and an empty one if it is not
+streamed, as in vLLM. Errors of the engine are Anthropic's, invalid bodies vLLM's 400. Tools are
+accepted if the model may choose not to call one, which is what it does; a required call is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -15,13 +20,22 @@ from msgspec import Struct
 from quart import Response
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.api.common.errors import CLIENT_ERRORS, DetailError, json_response
+from omni_proxy.replica.api.common.errors import (
+    CLIENT_ERRORS,
+    ClientError,
+    DetailError,
+    SpeechError,
+    json_response,
+    status_and_message,
+)
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.prompt_tokens import PromptTokens
 from omni_proxy.replica.api.common.sse import (
+    EVENT_STREAM_HEADERS,
     DeferredStream,
     close_streams_after_requests,
     deferred_response,
+    named_event,
 )
 from omni_proxy.replica.api.openai.chat_media import MediaReader
 from omni_proxy.replica.api.openai.to_generate_request import (
@@ -32,18 +46,111 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     stop_strings,
 )
 from omni_proxy.replica.api.route_context import RouteContext
-from omni_proxy.replica.api.vllm.message_events import (
-    EVENT_STREAM_HEADERS,
-    MessageEvents,
-    anthropic_error,
-    anthropic_message,
+from omni_proxy.replica.api.vllm.vllm_errors import VllmError, error_kind, to_vllm_error, vllm_view
+from omni_proxy.replica.pipeline.requests import (
+    CompletionResult,
+    GenerateChunk,
+    GenerateRequest,
+    PromptMessage,
+    SamplingParams,
 )
-from omni_proxy.replica.api.vllm.vllm_errors import VllmError, to_vllm_error, vllm_view
-from omni_proxy.replica.pipeline.requests import GenerateRequest, PromptMessage, SamplingParams
 
 # A line that a coding agent puts into its system prompt; it differs in each request.
 BILLING_LINE = "x-anthropic-billing-header"
 REQUIRED_CALLS = ("any", "tool")
+
+
+def anthropic_error(kind: str, message: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def anthropic_message(message_id: str, model: str, result: CompletionResult) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "id": message_id,
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "text", "text": result.text}],
+        "model": model,
+    }
+    reason, stop = stop_reason(result.finish_reason, result.extra.get("stop_hit"))
+    ended = {"stop_reason": reason, "stop_sequence": stop}
+    message |= {key: value for key, value in ended.items() if value is not None}
+    return message | {"usage": anthropic_usage(result.usage)}
+
+
+def stop_reason(finish_reason: str | None, hit: Any) -> tuple[str | None, str | None]:
+    """None for a request that was aborted: Anthropic has no word for it."""
+    if finish_reason == "length":
+        return "max_tokens", None
+    if finish_reason != "stop":
+        return None, None
+    return ("stop_sequence", hit) if isinstance(hit, str) else ("end_turn", None)
+
+
+def anthropic_usage(usage: dict[str, Any] | None) -> dict[str, Any]:
+    """Input tokens are those that were not read from the prefix cache."""
+    counts = usage or {}
+    cached = (counts.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return {
+        "input_tokens": max(0, (counts.get("prompt_tokens") or 0) - cached),
+        "output_tokens": counts.get("completion_tokens") or 0,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+    }
+
+
+class MessageEvents:
+    """The events of one streamed message (a `ChunkEncoder`)."""
+
+    def __init__(self, message_id: str, model: str) -> None:
+        self._id = message_id
+        self._model = model
+        self._started = False
+        self._open = False
+
+    def feed(self, chunk: GenerateChunk) -> Iterator[bytes]:
+        if not self._started:
+            self._started = True
+            yield self._start(chunk)
+        if chunk.text:
+            if not self._open:
+                self._open = True
+                block = {"type": "text", "text": ""}
+                yield _event("content_block_start", content_block=block, index=0)
+            delta = {"type": "text_delta", "text": chunk.text}
+            yield _event("content_block_delta", delta=delta, index=0)
+        if not chunk.terminal:
+            return
+        if self._open:
+            yield _event("content_block_stop", index=0)
+        reason, stop = stop_reason(chunk.finish_reason, chunk.extra.get("stop_hit"))
+        ended = {"stop_reason": reason, "stop_sequence": stop}
+        yield _event("message_delta", delta=ended, usage=anthropic_usage(chunk.usage))
+        yield _event("message_stop")
+
+    def failed(self, error: ClientError | SpeechError) -> bytes | None:
+        if isinstance(error, SpeechError):
+            return None
+        status, message = status_and_message(error)
+        return named_event("error", anthropic_error(error_kind(status), message))
+
+    def _start(self, chunk: GenerateChunk) -> bytes:
+        tokens = (chunk.usage or {}).get("prompt_tokens") or chunk.extra.get("prompt_tokens") or 0
+        message: dict[str, Any] = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "content": [],
+            "model": self._model,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": tokens, "output_tokens": 0},
+        }
+        return _event("message_start", message=message)
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return named_event(name, {"type": name, **fields})
 
 
 class AnthropicTurn(Struct):

@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from omni_proxy.replica.api.common.errors import ClientError, SpeechError, status_and_message
-from omni_proxy.replica.api.vllm.message_events import named_event
+from omni_proxy.replica.api.common.sse import named_event
 from omni_proxy.replica.api.vllm.vllm_errors import error_kind
 from omni_proxy.replica.pipeline.requests import CompletionResult, GenerateChunk
 

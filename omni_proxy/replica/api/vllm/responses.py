@@ -1,13 +1,18 @@
-"""OpenAI's Responses API: POST /v1/responses, and GET, DELETE and cancel of one that is stored.
+"""OpenAI's Responses API: POST /v1/responses, and GET, DELETE and cancel of a stored response.
 
-Invariant: a response is stored unless `store` is false or the server stores none; its id is then
-known to this server alone. A background response goes on after its request, until it is cancelled,
-deleted, or the server stops. Errors are vLLM's.
+Invariant: a response is stored unless `store` is false or the server stores none; only this server
+knows its id. It is stored with the messages that led to it, so that a follow-up can continue them.
+At most `limit` responses and MAX_BYTES of text are stored; the oldest are evicted first. A
+background response continues after its request, until it is cancelled or deleted or the server
+stops. Errors are vLLM's.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 import trio
 from msgspec import Struct
@@ -17,6 +22,7 @@ from quart_trio import QuartTrio
 from omni_proxy.replica.api.common.errors import CLIENT_ERRORS, json_response
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.sse import (
+    EVENT_STREAM_HEADERS,
     DeferredStream,
     close_streams_after_requests,
     deferred_response,
@@ -31,14 +37,12 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     stop_strings,
 )
 from omni_proxy.replica.api.route_context import RouteContext
-from omni_proxy.replica.api.vllm.message_events import EVENT_STREAM_HEADERS
 from omni_proxy.replica.api.vllm.response_events import (
     ResponseEvents,
     new_id,
     response_object,
     with_output,
 )
-from omni_proxy.replica.api.vllm.response_store import ResponseStore, StoredResponse
 from omni_proxy.replica.api.vllm.vllm_errors import VllmError, vllm_view
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,
@@ -47,8 +51,72 @@ from omni_proxy.replica.pipeline.requests import (
     SamplingParams,
 )
 
+MAX_BYTES: Final = 64 << 20
+RUNNING: Final = ("queued", "in_progress")
 CALLER = "invalid_request_error"
 NOT_STORED = "This server stores no responses: background needs a store (--stored-responses)"
+
+
+def do_nothing() -> None:
+    """The default of `cancel`."""
+
+
+@dataclass(slots=True)
+class StoredResponse:
+    """`messages`: the conversation so far, without instructions; `cancel` ends its generation."""
+
+    body: dict[str, Any]
+    messages: list[PromptMessage]
+    cancel: Callable[[], None] = field(default=do_nothing)
+
+    @property
+    def running(self) -> bool:
+        return self.body["status"] in RUNNING
+
+    @property
+    def nbytes(self) -> int:
+        texts = sum(len(part) for message in self.messages for part in _texts(message))
+        return 1024 + 4 * texts
+
+
+def _texts(message: PromptMessage) -> list[str]:
+    if isinstance(message.content, str):
+        return [message.content]
+    return [str(part.get("text") or "") for part in message.content]
+
+
+class ResponseStore:
+    """`limit` 0 stores nothing, which is vLLM's default."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        return self._stored.get(response_id)
+
+    def put(self, response: StoredResponse) -> None:
+        """Stores it, or what it has become."""
+        if not self.limit:
+            return
+        response_id = response.body["id"]
+        self._stored[response_id] = response
+        self._sizes[response_id] = response.nbytes
+        while len(self._stored) > self.limit or (
+            len(self._stored) > 1 and sum(self._sizes.values()) > MAX_BYTES
+        ):
+            self.delete(next(iter(self._stored)))
+
+    def delete(self, response_id: str) -> bool:
+        """Whether there was one; what still generates it is ended."""
+        response = self._stored.pop(response_id, None)
+        self._sizes.pop(response_id, None)
+        if response is None:
+            return False
+        if response.running:
+            response.cancel()
+        return True
 
 
 class ResponsesBody(Struct, kw_only=True):

@@ -16,7 +16,7 @@ from omni_proxy.replica.api.common.errors import json_response
 from omni_proxy.replica.api.common.lenient_decode import MISSING
 from omni_proxy.replica.api.native.admin_operations import admin_body, require_key
 from omni_proxy.replica.api.route_context import RouteContext
-from omni_proxy.replica.api.vllm.engine_calls import CONTROL_SECS, WAIT_SECS, EngineCalls
+from omni_proxy.replica.api.vllm.control_routes import CONTROL_SECS, WAIT_SECS, EngineCalls
 from omni_proxy.replica.api.vllm.vllm_errors import VllmError, embedded, phrase, vllm_view
 
 # Beyond the stage's own deadlines, each of which ends in an answer.

@@ -1,8 +1,18 @@
 import base64
+from contextlib import asynccontextmanager
 
 import pytest
+import trio
 
-from omni_proxy.replica.api.common.media import MediaError, MediaRules, decode_base64, read_media
+from omni_proxy.replica.api.common import media
+from omni_proxy.replica.api.common.media import (
+    FetchError,
+    MediaError,
+    MediaRules,
+    decode_base64,
+    fetch_url,
+    read_media,
+)
 
 
 def url(data=b"sound", kind="audio/wav"):
@@ -66,3 +76,127 @@ def test_base64_is_strict_and_bounded():
     for text in ("c291bmQ", "c2 91", "\u00e9"):
         with pytest.raises(MediaError):
             decode_base64(text)
+
+
+HOST = "localhost"
+OPEN = (HOST,)
+TLS_HELLO = b"\x16"
+
+
+@asynccontextmanager
+async def server(*answers):
+    """Answers one connection with each of `answers`; yields its port and the heads it got."""
+    heads, left = [], list(answers)
+
+    async def serve(stream):
+        head = b""
+        while b"\r\n\r\n" not in head and not head.startswith(TLS_HELLO):
+            head += await stream.receive_some()
+        heads.append(head.decode("latin-1"))
+        await stream.send_all(left.pop(0))
+
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(trio.serve_tcp, serve, 0)
+        port = listeners[0].socket.getsockname()[1]
+        with trio.fail_after(30):
+            yield port, heads
+        nursery.cancel_scope.cancel()
+
+
+def answer(body=b"", status="200 OK", **headers):
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+async def test_audio_comes_from_a_named_domain():
+    async with server(answer(b"sound")) as (port, heads):
+        url = f"http://{HOST}:{port}/a%20b.wav?x=1#part"
+        assert await fetch_url(url, OPEN, 100, allow_private=True) == b"sound"
+    assert heads[0].startswith("GET /a%20b.wav?x=1 HTTP/1.1\r\n")
+    assert f"Host: {HOST}:{port}\r\n" in heads[0]
+    assert "Accept: audio/*\r\n" in heads[0]
+
+
+async def test_images_are_asked_for_as_such():
+    async with server(answer(b"image")) as (port, heads):
+        url = f"http://{HOST}:{port}/a.png"
+        assert await fetch_url(url, OPEN, 100, allow_private=True, kind="image") == b"image"
+    assert "Accept: image/*\r\n" in heads[0]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://elsewhere.test/a",
+        "http://notlocalhost/a",
+        "http://user@localhost/a",
+        "http://localhost:x/a",
+        "http:///a",
+        "http://[::1/a",
+    ],
+)
+async def test_any_other_url_is_refused_undialled(url):
+    with pytest.raises(FetchError):
+        await fetch_url(url, OPEN, 100, allow_private=True)
+
+
+async def test_a_named_domain_with_a_private_address_is_refused():
+    async with server() as (port, heads):
+        with pytest.raises(FetchError, match="not public"):
+            await fetch_url(f"http://{HOST}:{port}/a", OPEN, 100)
+    assert heads == []
+
+
+async def test_a_redirect_is_followed_and_checked_like_the_first_url():
+    away = answer(status="302 Found", Location="http://elsewhere.test/a")
+    near = answer(status="301 Moved", Location="/b")
+    async with server(near, answer(b"sound"), away) as (port, heads):
+        url = f"http://{HOST}:{port}/a"
+        assert await fetch_url(url, OPEN, 100, allow_private=True) == b"sound"
+        assert heads[1].startswith("GET /b ")
+        with pytest.raises(FetchError, match=r"elsewhere\.test"):
+            await fetch_url(url, OPEN, 100, allow_private=True)
+
+
+async def test_redirects_end():
+    around = answer(status="302 Found", Location="/a")
+    async with server(*[around] * 4) as (port, _):
+        with pytest.raises(FetchError, match="redirects more than 3"):
+            await fetch_url(f"http://{HOST}:{port}/a", OPEN, 100, allow_private=True)
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (answer(b"x" * 11), "larger than 10"),
+        (answer(status="404 Not Found"), "answered 404"),
+        (b"nonsense\r\n\r\n", "could not be fetched"),
+        (answer(b"sound").replace(b"Content-Length: 5", b"Content-Length: 9"), "could not be"),
+    ],
+)
+async def test_an_answer_that_is_no_audio_is_reported(sent, told):
+    async with server(sent) as (port, _):
+        with pytest.raises(FetchError, match=told):
+            await fetch_url(f"http://{HOST}:{port}/a", OPEN, 10, allow_private=True)
+
+
+async def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(media, "FETCH_TIMEOUT_SECS", 0.05)
+    with trio.socket.socket() as silent:
+        await silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        with pytest.raises(FetchError, match="nothing within"):
+            await fetch_url(f"http://127.0.0.1:{port}/a", ("127.0.0.1",), 10, allow_private=True)
+
+
+async def test_https_is_no_plain_http():
+    async with server(answer(b"sound")) as (port, _):
+        with pytest.raises(FetchError, match="could not be fetched"):
+            await fetch_url(f"https://{HOST}:{port}/a", OPEN, 10, allow_private=True)
+
+
+async def test_a_body_without_length_ends_with_the_connection():
+    async with server(b"HTTP/1.1 200 OK\r\n\r\nsound") as (port, _):
+        assert await fetch_url(f"http://{HOST}:{port}/a", OPEN, 10, allow_private=True) == b"sound"

@@ -8,7 +8,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.replica.api.vllm.response_store import ResponseStore, StoredResponse
+from omni_proxy.replica.api.vllm.responses import ResponseStore, StoredResponse
 from omni_proxy.replica.pipeline.requests import PromptMessage
 from tests.replica.api.api_fixture import TINY, listening, opened
 

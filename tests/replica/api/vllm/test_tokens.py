@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.replica.api.vllm.engine_calls import id_matcher
+from omni_proxy.replica.api.vllm.control_routes import id_matcher
 from tests.replica.api.api_fixture import TINY, opened
 
 GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import trio
 
-from omni_proxy.replica.api.speech.voice_store import (
+from omni_proxy.replica.api.speech.voices import (
     StoredVoice,
     StoredVoiceError,
     VoiceStore,

@@ -1,4 +1,4 @@
-"""Bodies into Structs; pydantic, whose 422s clients know, is the judge."""
+"""JSON bodies decoded into Structs, compared with pydantic, whose 422 responses clients know."""
 
 import json
 from typing import Annotated, Any, Literal

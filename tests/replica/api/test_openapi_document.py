@@ -4,9 +4,8 @@ import re
 import pytest
 import schemathesis
 
-from omni_proxy.replica.api.openapi.docs_page import PAGE
-from omni_proxy.replica.api.openapi.document import HIDDEN, description
-from omni_proxy.replica.api.openapi.endpoint_table import ENDPOINTS
+from omni_proxy.replica.api.openapi_document import HIDDEN, PAGE, description
+from omni_proxy.replica.api.openapi_endpoints import ENDPOINTS
 from omni_proxy.replica.pipeline.http_server import _app
 
 

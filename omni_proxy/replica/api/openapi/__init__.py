@@ -1,1 +1,0 @@
-"""The OpenAPI document of this server and the page that renders it."""
