@@ -30,11 +30,12 @@ _CONSTANTS: Final = (
 )
 _ARRAYS: Final = frozenset(array for _, array in _CONSTANTS)
 _MAX_ARRAY: Final = max(map(len, _ARRAYS))
-# Halves of a pair alone, which msgspec takes as bytes and not as an escape.
+# Up to the next half of a pair that stands alone: msgspec takes it as bytes, not as an escape.
+# All that is before it belongs to the match: that a backslash is itself escaped shows from there.
 _LONE: Final = re.compile(
-    rb"(?<!\\)((?:\\\\)*+)\\u([dD](?:"
-    rb"[89aAbB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
-    rb"|(?<!\\u[dD][89aAbB][0-9a-fA-F]{2}\\u[dD])[c-fC-F][0-9a-fA-F]{2}))"
+    rb"((?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F][0-9a-fA-F]{2})"
+    rb"|\\u[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+)"
+    rb"(?:\\u([dD][89a-fA-F][0-9a-fA-F]{2}))?"
 )
 CONSTANT_GROWTH: Final = 6  # so many times as long are they at most
 
@@ -151,6 +152,8 @@ def _as_utf8(body: bytes) -> bytes:
 
 
 def _as_bytes(escape: re.Match[bytes]) -> bytes:
+    if escape[2] is None:
+        return escape[1]
     return escape[1] + chr(int(escape[2], 16)).encode("utf-8", "surrogatepass")
 
 

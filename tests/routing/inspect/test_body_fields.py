@@ -92,6 +92,22 @@ def test_whatever_is_no_json_is_refused_where_routing_does_not_look_too(body):
     assert refused(body) == "invalid JSON body"
 
 
+@pytest.mark.parametrize(
+    ("spelling", "meant"),
+    [
+        (rb"\ud800", "\ud800"),
+        (rb"\udc00\ud800", "\udc00\ud800"),
+        (rb"\ud83d\ude00\udc00", "\U0001f600\udc00"),
+        (rb"\\ud800\udc00", "\\ud800\udc00"),  # the first is no escape: the second has no pair
+        (rb"\\\ud800\\udc00", "\\\ud800\\udc00"),
+    ],
+)
+def test_half_a_pair_alone_is_read_as_pythons_reader_does(spelling, meant):
+    body = b'{"model":"%b"}' % spelling
+    assert json.loads(body) == {"model": meant}
+    assert decode_body(body).model == meant
+
+
 @given(values)
 def test_values_are_what_pythons_reader_finds(value):
     found = read_value(body_fields_of({"messages": value}).messages)
