@@ -6,6 +6,7 @@ where an answer gets lost, that takes 5 s unless somebody says less.
 
 import logging
 import os
+import sys
 import threading
 import time
 
@@ -13,6 +14,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+
+# Hundreds of processes import the same modules: whatever the environment says, compile them once.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A loaded machine is slow, not wrong.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
