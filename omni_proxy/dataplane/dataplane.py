@@ -100,7 +100,8 @@ class DataPlane:
         self.configure(config)
         fleet.watch_members(self._follow_fleet)
         fleet.watch_worker(self._follow_worker)
-        fleet.watch_cache_cleared(lambda worker: self.policy.forget_worker(worker))
+        fleet.watch_cache_cleared(self._forget)
+        fleet.watch_replaced(lambda target: self.policy.forget_worker(target))
 
     def _new_inflight(self) -> InFlight:
         return InFlight(self.settings)
@@ -145,11 +146,21 @@ class DataPlane:
         return isinstance(self.policy, Sticky) and self.policy.finish_session(key)
 
     def session_count(self, worker: Worker) -> int:
-        """The sticky sessions that are at this worker."""
-        return self.policy.session_count(worker) if isinstance(self.policy, Sticky) else 0
+        """The sticky sessions that are at this worker, or at a rank."""
+        if not isinstance(self.policy, Sticky):
+            return 0
+        return sum(map(self.policy.session_count, worker.dp_ranks or (worker,)))
 
-    def _is_member(self, worker: Worker) -> bool:
-        return self.fleet.find(worker.url) is worker
+    def _is_member(self, target: Worker) -> bool:
+        worker = target.worker
+        return self.fleet.find(worker.url) is worker and (
+            target is worker or target in worker.dp_ranks
+        )
+
+    def _forget(self, worker: Worker) -> None:
+        """Its cache, and that of each of its ranks, is gone."""
+        for target in (worker, *worker.dp_ranks):
+            self.policy.forget_worker(target)
 
     def prepare(self, new: Config) -> PreparedListeners:
         """Open and read what `new` needs; the result puts it in force. Raises OSError, ConfigError,

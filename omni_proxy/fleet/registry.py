@@ -7,13 +7,14 @@ shared, and callers must not change them. Every change of a worker goes through 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from urllib.parse import unquote
 
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.schema import Role
+from omni_proxy.fleet.dp_rank import DpRank, with_ranks
 from omni_proxy.fleet.health_state import Health, Thresholds
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import ReportedRole, Worker
@@ -48,6 +49,7 @@ class Fleet:
         self.has_inflight_limits = (
             False  # some worker has a max_inflight: a pick looks at free slots
         )
+        self.has_ranks = False  # some worker has data-parallel ranks, which are picked in its place
         self.has_named_models = False  # some worker has a model: a request's model may matter
         self.has_pools = False  # some worker is a prefill or decode worker
         self.had_workers = False  # a worker was registered at some time since the start
@@ -55,12 +57,14 @@ class Fleet:
         self.models: set[str] = set()  # of all workers; replaced, never changed in place
         self._candidates: dict[tuple[str | None, int], list[Worker]] = {}
         self._pools: dict[tuple[Role, str | None, int], list[Worker]] = {}
+        self._known_ranks: dict[Worker, list[DpRank]] = {}
         self._watchers: list[Callable[[], None]] = []
         self._member_watchers: list[Callable[[], None]] = []
         self._worker_watchers: list[Callable[[Worker], None]] = []
         self._health_watchers: list[Callable[[Worker, Health], None]] = []
         self._ejection_watchers: list[Callable[[Worker], None]] = []
         self._cache_watchers: list[Callable[[Worker], None]] = []
+        self._replaced_watchers: list[Callable[[Worker], None]] = []
 
     @property
     def workers(self) -> list[Worker]:
@@ -116,6 +120,7 @@ class Fleet:
         self._by_url = after
         self.had_workers |= bool(after)
         self.has_inflight_limits = any(worker.max_inflight for worker in after.values())
+        replaced = self._follow_ranks(after.values())
         models = {worker.model for worker in after.values() if worker.model}
         if models != self.models:
             self.models = models
@@ -125,7 +130,9 @@ class Fleet:
         if change or reordered:
             self._changed()
         for worker in removed:
+            self._known_ranks.pop(worker, None)
             self.cache_cleared(worker)
+        self._replaced(replaced)
         return change
 
     def is_over_limit(self, worker: Worker) -> bool:
@@ -176,7 +183,7 @@ class Fleet:
         ]
         if model is not None and any(w.model for w in workers):
             workers = [w for w in workers if w.model == model]
-        return workers
+        return with_ranks(workers) if self.has_ranks else workers
 
     def observe_probe(
         self, worker: Worker, *, status: int | None, error: str | None, at: datetime, epoch: int
@@ -263,6 +270,14 @@ class Fleet:
             self._note_roles()
             self._changed(worker)
 
+    def report_ranks(self, worker: Worker, ranks: int) -> None:
+        """Take over how many data-parallel ranks its engine has, for `ranks = "auto"`."""
+        before, worker.reported_ranks = worker.rank_count, ranks
+        if worker.rank_count != before:
+            replaced = self._follow_ranks(self._by_url.values())
+            self._changed(worker)
+            self._replaced(replaced)
+
     def set_hop_line(self, worker: Worker, hop_line: bytes) -> None:
         """Set the header line of its requests by which a proxy loop is detected."""
         if hop_line != worker.hop_line:
@@ -302,6 +317,44 @@ class Fleet:
 
     def _note_roles(self) -> None:
         self.has_pools = any(worker.role != "regular" for worker in self._by_url.values())
+
+    def watch_replaced(self, callback: Callable[[Worker], None]) -> None:
+        """`callback(target)` after a change of `ranks` by which this rank, or this worker itself,
+        is not picked any more."""
+        self._replaced_watchers.append(callback)
+
+    def known_ranks(self, worker: Worker) -> Sequence[DpRank]:
+        """All that it has, or had before a change: what they have in flight is its own."""
+        return self._known_ranks.get(worker, ())
+
+    def _replaced(self, targets: Iterable[Worker]) -> None:
+        for target in targets:
+            for callback in self._replaced_watchers:
+                callback(target)
+
+    def _follow_ranks(self, workers: Iterable[Worker]) -> list[Worker]:
+        """Give each worker the ranks that it has now. Returns what is not picked any more."""
+        replaced: list[Worker] = []
+        self.has_ranks = False
+        for worker in workers:
+            before, count = worker.dp_ranks, worker.rank_count
+            if count > 1 or before:
+                self._set_ranks(worker, count if count > 1 else 0)
+                replaced += before[len(worker.dp_ranks) :] if before else (worker,)
+                self.has_ranks |= bool(worker.dp_ranks)
+        return replaced
+
+    def _set_ranks(self, worker: Worker, count: int) -> None:
+        known = self._known_ranks.setdefault(worker, [])
+        while len(known) < count:
+            known.append(self._make_rank(worker, len(known)))
+        for rank in known[:count]:
+            rank.follow_worker(count)
+        if len(worker.dp_ranks) != count:
+            worker.dp_ranks = tuple(known[:count])
+
+    def _make_rank(self, worker: Worker, index: int) -> DpRank:
+        return DpRank(worker, index)
 
     def _make(self, entry: WorkerSpec, now: datetime) -> Worker:
         return Worker(entry, now)

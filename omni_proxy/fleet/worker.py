@@ -109,6 +109,7 @@ class Worker(_RequestFields):
         "disabled",
         "disabled_changed_at",
         "display_id",
+        "dp_ranks",
         "health_body",
         "hop_line",
         "id",
@@ -121,6 +122,7 @@ class Worker(_RequestFields):
         "origin",
         "ranks",
         "registered_at",
+        "reported_ranks",
         "reported_role",
         "role",
         "tls_ca",
@@ -147,6 +149,8 @@ class Worker(_RequestFields):
         self.version: WeightVersion = UNKNOWN_VERSION
         self.reported_role: ReportedRole = ""  # by its engine; counts if none is configured
         self.counts = zero_counters()
+        self.dp_ranks: tuple[Worker, ...] = ()  # what is picked in its place, where it has ranks
+        self.reported_ranks = 0  # by its engine, for `ranks = "auto"`; 0: unknown
         self.configure(spec)
 
     def configure(self, spec: WorkerSpec) -> None:
@@ -187,6 +191,16 @@ class Worker(_RequestFields):
             and self.ranks == spec.ranks
             and self.loras == spec.loras
         )
+
+    @property
+    def worker(self) -> Worker:
+        """Itself; of a data-parallel rank the worker that it belongs to."""
+        return self
+
+    @property
+    def rank_count(self) -> int:
+        """The data-parallel ranks behind its URL; 1 while they are to be asked for."""
+        return max(1, self.reported_ranks) if self.ranks == "auto" else self.ranks
 
     def report_role(self, role: ReportedRole) -> bool:
         """Take over what its engine reports, "" for nothing; whether its role changed."""

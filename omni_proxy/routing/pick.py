@@ -11,17 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker, capability_names
-from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.inspect.requirements import ANY_RANK, Requirements
 from omni_proxy.routing.policies import Policy
+from omni_proxy.routing.rank_pinning import candidates_of_rank, rank_error
 from omni_proxy.routing.routes import NAMED, UNPINNED, VOICE_OWNER
 from omni_proxy.wire.errors import HttpError
 
 
-def has_room(worker: Worker) -> bool:
-    return not worker.max_inflight or worker.in_flight < worker.max_inflight
+def has_room(target: Worker) -> bool:
+    """Whether it is below its bound; a rank must be, and its worker as well."""
+    if not target.max_inflight:
+        return True
+    worker = target.worker
+    return target.in_flight < target.max_inflight and worker.in_flight < worker.max_inflight
 
 
 def eligible_workers(fleet: Fleet, requirements: Requirements, owner: str = "") -> Sequence[Worker]:
@@ -40,6 +47,8 @@ def _narrowed(
         candidates = _placed(fleet, requirements, candidates, owner)
     if fleet.has_inflight_limits:
         candidates = [worker for worker in candidates if has_room(worker)]
+    if requirements.dp_rank != ANY_RANK:
+        candidates = candidates_of_rank(candidates, requirements.dp_rank)
     return candidates
 
 
@@ -60,13 +69,20 @@ def pick_worker(
         fleet.has_inflight_limits
         or requirements.pinning is not UNPINNED
         or requirements.version_constraint is not None
+        or requirements.dp_rank != ANY_RANK
     ):  # else nothing is narrowed, and a call is saved
         candidates = _narrowed(fleet, requirements, candidates, owner)
     if tried and len(candidates) > 1:
-        candidates = [worker for worker in candidates if worker not in tried] or candidates
+        candidates = _untried(candidates, tried) or candidates
     if not candidates:
         raise no_worker_error(fleet, requirements, owner)
     return policy.pick(candidates, requirements)
+
+
+def _untried(candidates: Sequence[Worker], tried: Collection[Worker]) -> Sequence[Worker]:
+    """Ranks of workers that were tried are left as well, where there is nothing else."""
+    untried = [target for target in candidates if target not in tried]
+    return [target for target in untried if target.worker not in tried] or untried
 
 
 def filter_by_version(requirements: Requirements, workers: Sequence[Worker]) -> Sequence[Worker]:
@@ -84,11 +100,11 @@ def _placed(
         pinned = fleet.get(requirements.named_worker)
         if pinned is None:
             raise HttpError(404, "unknown route worker", "unknown_worker")
-        return [pinned] if pinned in candidates else []
+        return [target for target in candidates if target.worker is pinned]
     if owner:
-        return [worker for worker in candidates if worker.url == owner]
+        return [target for target in candidates if target.worker.url == owner]
     # Before the first upload: the first routable worker that could keep voices at all.
-    return [worker for worker in candidates if "audio_input" in worker.capabilities][:1]
+    return [target for target in candidates if "audio_input" in target.capabilities][:1]
 
 
 def ineligibility_reasons(
@@ -115,9 +131,12 @@ def ineligibility_reasons(
     ):
         reasons.append(requirements.version_constraint.reason_against(worker.version))
     if not has_room(worker):
-        reasons.append(f"full: {worker.in_flight} of {worker.max_inflight} in flight")
-    if requirements.pinning is NAMED and fleet.get(requirements.named_worker) is not worker:
+        full = worker if worker.in_flight >= worker.max_inflight else worker.worker
+        reasons.append(f"full: {full.in_flight} of {full.max_inflight} in flight")
+    if requirements.pinning is NAMED and fleet.get(requirements.named_worker) is not worker.worker:
         reasons.append("is not the worker that the request names")
+    if requirements.dp_rank != ANY_RANK and not candidates_of_rank([worker], requirements.dp_rank):
+        reasons.append(f"is not data-parallel rank {requirements.dp_rank}")
     if requirements.pinning is VOICE_OWNER:
         reasons += _reasons_against_voice_owner(fleet, worker, requirements, owner)
     return reasons
@@ -140,7 +159,7 @@ def _reasons_against_voice_owner(
     fleet: Fleet, worker: Worker, requirements: Requirements, owner: str
 ) -> list[str]:
     if owner:
-        return [] if worker.url == owner else ["does not keep the uploaded voices"]
+        return [] if worker.worker.url == owner else ["does not keep the uploaded voices"]
     if "audio_input" not in worker.capabilities:
         return ["lacks audio_input, which keeping voices needs"]
     candidates = filter_by_version(
@@ -162,7 +181,12 @@ def _model_counts(fleet: Fleet, requirements: Requirements) -> bool:
 
 
 def no_worker_error(fleet: Fleet, requirements: Requirements, owner: str = "") -> HttpError:
-    """The 503 for a request that no worker can take, with the first reason that explains it."""
+    """The 503 for a request that no worker can take, with the first reason that explains it; the
+    400 where only the rank that it names can't."""
+    if requirements.dp_rank != ANY_RANK:
+        others = eligible_workers(fleet, structs.replace(requirements, dp_rank=ANY_RANK), owner)
+        if others:
+            return rank_error(others, fleet.workers, requirements.dp_rank)
     held_workers = workers_held_for_update(fleet, requirements, owner)
     code, message = (
         _by_weights(held_workers) if held_workers else _first_cause(fleet, requirements, owner)
@@ -351,8 +375,9 @@ def explain(
 ) -> Explanation:
     """Verdicts are in registration order. Changes nothing."""
     reasons = [
-        (worker, ineligibility_reasons(fleet, worker, requirements, owner))
+        (target, ineligibility_reasons(fleet, target, requirements, owner))
         for worker in fleet.workers
+        for target in worker.dp_ranks or (worker,)
     ]
     preview = _Preview(policy)
     try:

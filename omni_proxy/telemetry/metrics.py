@@ -382,8 +382,8 @@ class Metrics:
             cell.phases.connect.observe(exchange.connect_secs)
         if exchange.failed_attempts:
             self.retries += exchange.attempts - 1
-            for worker, cause in exchange.failed_attempts:
-                self.failed_attempts[worker, cause] += 1
+            for target, cause in exchange.failed_attempts:
+                self.failed_attempts[target.worker, cause] += 1
         if exchange.last_chunk:
             for kind, count in tokens_in(exchange.last_chunk[-TAIL_BYTES:]).items():
                 cell.tokens[model, kind] += count

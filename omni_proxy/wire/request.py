@@ -28,6 +28,7 @@ HINTS = {
     b"x-omni-weight-version": b"weight-version",
     b"x-omni-min-weight-epoch": b"min-weight-epoch",
 }
+RANK_HINT = b"data-parallel-rank"  # as the header of that name is keyed among them
 _CONDITIONS = frozenset((b"x-omni-weight-version", b"x-omni-min-weight-epoch"))
 
 # Fields that end at us (RFC 9110 7.6.1) or are written anew.
@@ -40,7 +41,7 @@ REQUEST_ID_FIELDS = (b"x-sglang-omni-request-id", b"x-request-id", b"x-correlati
 # Read and passed on.
 _PASSED = (
     b"content-type", *REQUEST_ID_FIELDS, b"idempotency-key", b"sec-websocket-key", b"origin",
-    b"x-omni-hop",
+    b"x-omni-hop", b"x-data-parallel-rank",
 )  # fmt: skip
 # Of all other fields only the syntax is judged.
 READ_FIELDS = frozenset((*_ENDING, *_PASSED))
@@ -207,7 +208,11 @@ def _hints(fields: _Fields) -> dict[bytes, bytes]:
     """Of a hint said twice the first counts; two conditions could be met by no worker."""
     if any(len(fields.get(name, ())) > 1 for name in _CONDITIONS):
         raise _bad("a condition on the weights is said twice")
-    return {HINTS[name]: values[0] for name, values in fields.items() if name in HINTS}
+    hints = {HINTS[name]: values[0] for name, values in fields.items() if name in HINTS}
+    ranks = fields.get(b"x-data-parallel-rank")
+    if ranks is not None:  # it is passed on, too: the engine may be the one that reads it
+        hints[RANK_HINT] = ranks[0] if len(set(ranks)) == 1 else b", ".join(ranks)
+    return hints
 
 
 def hint_lines(hints: Mapping[bytes, bytes]) -> bytes:

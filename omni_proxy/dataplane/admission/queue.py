@@ -318,7 +318,8 @@ def _line_key(need: Requirements | None, held: Worker | None, *, names_models: b
         return None
     model = need.model if names_models else None
     place = need.pinning if need.pinning is not UNPINNED else ""
-    return model, need.mask, place, need.named_worker, need.version_constraint, held
+    where = (place, need.named_worker, need.dp_rank)
+    return model, need.mask, where, need.version_constraint, held
 
 
 def _timeout_status(error: HttpError, server: ServerConfig) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from random import getrandbits
 from typing import Final, Protocol
 
+from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
@@ -27,11 +28,11 @@ class Exchange:
     __slots__ = (
         "admitted", "attempts", "body", "body_at", "bytes_in", "bytes_out", "chunks", "client",
         "connect_secs", "cors", "ended_at", "ended_by", "error", "failed_attempts", "first_at",
-        "half_open_id", "head_at", "held_bytes", "idempotency_key", "last_chunk", "last_worker",
-        "longest_gap", "method", "outcome", "own_secs", "phase", "policy", "queued_secs",
-        "relayed", "request_id", "request_id_line", "requirements", "response_head_at", "route",
-        "sent_at", "single_chunk", "started_at", "status", "stream", "target", "version",
-        "worker", "worker_seen",
+        "half_open_id", "head_at", "held_bytes", "idempotency_key", "last_chunk", "last_rank",
+        "last_worker", "longest_gap", "method", "outcome", "own_secs", "phase", "policy",
+        "queued_secs", "rank", "relayed", "request_id", "request_id_line", "requirements",
+        "response_head_at", "route", "sent_at", "single_chunk", "started_at", "status", "stream",
+        "target", "version", "worker", "worker_seen",
     )  # fmt: skip
 
     def __init__(self, started_at: float, client: str) -> None:
@@ -58,13 +59,15 @@ class Exchange:
         self.policy = ""
         self.body = b""  # of the request, as long as it may have to be sent again
         self.worker: Worker | None = None  # of the present attempt
-        self.last_worker: Worker | None = None  # of an attempt that is over
+        self.rank: DpRank | None = None  # of `worker`, where that has ranks
+        # Of the last attempt that is over.
+        self.last_worker: Worker | None = None
+        self.last_rank: DpRank | None = None
         self.version: WeightVersion = UNKNOWN_VERSION  # of the worker when the attempt began
         self.worker_seen: tuple[str, bool, bool] = ("", False, False)
         self.attempts = 0
-        self.failed_attempts: list[tuple[Worker, str]] | None = (
-            None  # failed attempts and their results
-        )
+        # Failed attempts: worker or rank, and the result.
+        self.failed_attempts: list[tuple[Worker, str]] | None = None
         self.half_open_id = 0  # the number of the half-open trial that the present attempt is
         self.last_chunk = b""  # of the response, where token counts are read in it
         self.admitted = False  # counted as in flight
@@ -100,10 +103,19 @@ class Exchange:
     def attempt_results(self) -> list[tuple[Worker, str]]:
         """Each attempt's result, in order: the failed ones, then the worker's response."""
         results = list(self.failed_attempts or ())
-        worker = self.worker or self.last_worker
-        if worker is not None and self.response_head_at and len(results) < self.attempts:
-            results.append((worker, str(self.status)))
+        target = self.sent_to
+        if target is not None and self.response_head_at and len(results) < self.attempts:
+            results.append((target, str(self.status)))
         return results
+
+    @property
+    def sent_to(self) -> Worker | None:
+        """What the present attempt, or else the last one, was sent to: a rank, or a worker that has
+        none."""
+        if self.worker is not None:
+            return self.rank or self.worker
+        rank = self.last_rank
+        return rank if rank is not None and rank.worker is self.last_worker else self.last_worker
 
     def spans_versions(self, worker: Worker) -> bool:
         """Whether its response began with other weights than it ended with."""

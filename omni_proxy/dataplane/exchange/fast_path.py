@@ -33,6 +33,7 @@ from omni_proxy.dataplane.upstream.attempt import (
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.routing.inspect.body_fields import decode_body
 from omni_proxy.routing.inspect.requirements import requirements_of_fields
+from omni_proxy.routing.rank_pinning import COMMON_PART, body_for_rank
 from omni_proxy.wire.errors import HttpError
 
 _BLANK: Final = b"\r\n\r\n"
@@ -146,6 +147,9 @@ class FastPath:
         lines = template.match(head, digits)
         if lines is None or not blank or cached.source is not io.settings.fast_path_cache:
             return False
+        has_ranks = services.fleet.has_ranks
+        if has_ranks and (cached.head.hints or COMMON_PART in body):
+            return False  # it may name a rank
         try:
             need = requirements_of_fields(cached.route, decode_body(body))
             exchange = self._spare or self._new_exchange()
@@ -159,9 +163,13 @@ class FastPath:
             set_requirements(io, exchange, need, lines, body)
             exchange.policy = services.balancer.policy.name
             worker = services.balancer.acquire(exchange)
+            rank = exchange.rank if has_ranks else None
+            if rank is not None:
+                body = b"".join(body_for_rank(cached.route.path, need, rank, body))
+                length_line = length_lines(len(body))[1]
         except HttpError:
             return False
-        pool = services.pools.of(worker)
+        pool = services.pools.of(rank or worker)
         upstream = None if worker.api_key_env else pool.reuse(self)
         if upstream is None:
             return False
@@ -223,7 +231,8 @@ class FastPath:
             io.upstream = None
         finally:
             finalize(io.services, exchange, "relay")
-        exchange.requirements = exchange.last_worker = None  # it may lie here for long
+        # It may lie here for long.
+        exchange.requirements = exchange.last_worker = exchange.last_rank = None
         exchange.last_chunk = b""
         self._spare = exchange
         io.await_next_request()

@@ -23,7 +23,7 @@ from omni_proxy.routing.voice_pinning import SPEECH_TRAFFIC
 from omni_proxy.wire.head_caching.lru import LruCache
 from omni_proxy.wire.head_caching.request_heads import TEMPLATES
 from omni_proxy.wire.head_caching.template import HeadTemplate
-from omni_proxy.wire.request import RequestHead
+from omni_proxy.wire.request import RANK_HINT, RequestHead
 
 
 class CachedRequest:
@@ -81,9 +81,9 @@ class FastPathCache:
             return None
         if route.traffic in SPEECH_TRAFFIC:  # a voice may bind it to one worker
             return None
-        special = (
-            head.hints or head.origin or head.upgrade or head.expects_continue or head.http_1_0
-        )
+        # A rank that the client names is heard by the engines, unless the fleet has ranks.
+        hinted = head.hints.keys() - {RANK_HINT}
+        special = hinted or head.origin or head.upgrade or head.expects_continue or head.http_1_0
         if special or not head.keep_alive or not has_json_body(route, head):
             return None
         return CachedRequest(head, template, route, self)

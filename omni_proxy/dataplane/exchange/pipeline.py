@@ -48,6 +48,7 @@ from omni_proxy.routing.inspect.requirements import (
     requirements_of_large_json,
 )
 from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
+from omni_proxy.routing.rank_pinning import pin_to_rank
 from omni_proxy.routing.routes import (
     RESPONSE_OWNER,
     VOICE_OWNER,
@@ -218,6 +219,8 @@ def _inspected(
     need = known or inspect_request(route, exchange.body, head)
     if need.large_body_class:
         settle_large(services.fleet, need)
+    if services.fleet.has_ranks:
+        pin_to_rank(need, head.hints, exchange.body)
     if route.traffic != "generation":
         pin_to_voice_owner(services.balancer.voices, route.traffic, need)
         if route.text or route.pinning is RESPONSE_OWNER:
@@ -265,7 +268,7 @@ async def respond_by_worker(
     except HttpError as no_worker:
         worker = await services.queue.wait_for_worker(io, exchange, no_worker)
     while True:
-        pool = sent.pool if sent is not None else services.pools.of(worker)
+        pool = sent.pool if sent is not None else services.pools.of(exchange.rank or worker)
         try:
             start = await run_attempt(io, exchange, head, pool, sent)
         except AttemptFailed as failed:

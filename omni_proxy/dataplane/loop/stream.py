@@ -12,7 +12,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from select import EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP
 from typing import Final
 
@@ -140,7 +140,7 @@ class Stream:
         self.readable = len(chunk) == size or self.peer_closed
         return chunk
 
-    def sendmsg(self, chunks: list[bytes]) -> int:
+    def sendmsg(self, chunks: Sequence[bytes | memoryview]) -> int:
         """As one `send` of all `chunks`."""
         return self.sock.sendmsg(chunks)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from omni_proxy.dataplane.loop.stream import Stream
@@ -242,7 +242,7 @@ class TlsStream(Stream):
             done += len(portion)
         return done
 
-    def sendmsg(self, chunks: list[bytes]) -> int:
+    def sendmsg(self, chunks: Sequence[bytes | memoryview]) -> int:
         if sum(map(len, chunks)) <= PORTION_BYTES:
             return self.send(b"".join(chunks))
         done = 0

@@ -1,8 +1,8 @@
 """Acquire a worker for an attempt and release it at the attempt's end: counts, trials, bounds.
 
 Invariant: a worker that was acquired is released exactly once, and no worker has more in flight
-than its `max_inflight`, over all data-plane processes. Nothing is awaited between the choice and
-the count.
+than its `max_inflight`, over all data-plane processes; the same holds for a data-parallel rank,
+which is counted with its worker. Nothing is awaited between the choice and the count.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders
+from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
@@ -51,7 +52,7 @@ class Balancer:
     def held_for_update(self, need: Requirements) -> list[Worker]:
         held = self.held_worker(need)
         if held is not None:
-            return [held]
+            return [held.worker]
         return list(workers_held_for_update(self._fleet, need, self.voices.owner))
 
     def held_worker(self, need: Requirements) -> Worker | None:
@@ -64,7 +65,9 @@ class Balancer:
         assert need is not None
         worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
         worker.in_flight += 1
-        if fleet.has_inflight_limits and fleet.is_over_limit(worker):
+        if fleet.has_ranks:
+            worker = self._take_rank(exchange, need, tried, worker)
+        elif fleet.has_inflight_limits and fleet.is_over_limit(worker):
             worker = self._acquire_another(need, tried, worker)
         exchange.worker = worker
         exchange.version = worker.version
@@ -81,18 +84,30 @@ class Balancer:
             worker.counts[route.counter_index] += 1
         return worker
 
+    def _take_rank(
+        self, exchange: Exchange, need: Requirements, tried: Collection[Worker], target: Worker
+    ) -> Worker:
+        """The worker of `target`, which may be a rank; `target` is counted already."""
+        count_at_worker(target, 1)
+        if self._fleet.has_inflight_limits and self._fleet.is_over_limit(target):
+            target = self._acquire_another(need, tried, target)
+        return note_rank(exchange, target)
+
     def _acquire_another(
         self, need: Requirements, tried: Collection[Worker], full: Worker
     ) -> Worker:
         """Another process has taken the last place of `full` in the same moment."""
         fleet = self._fleet
         full.in_flight -= 1
+        count_at_worker(full, -1)
         for _ in range(CHOICES - 1):
             worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
             worker.in_flight += 1
+            count_at_worker(worker, 1)
             if not fleet.is_over_limit(worker):
                 return worker
             worker.in_flight -= 1
+            count_at_worker(worker, -1)
         raise no_worker_error(fleet, need, self.voices.owner)
 
     def release(self, exchange: Exchange, worker: Worker, result: int) -> None:
@@ -100,12 +115,39 @@ class Balancer:
         the admission queue."""
         exchange.worker, exchange.last_worker = None, worker
         worker.in_flight -= 1
+        if exchange.rank is not None:
+            release_rank(exchange, exchange.rank, result)
         if exchange.half_open_id:
             self._fleet.end_half_open(worker, exchange.half_open_id)
             exchange.half_open_id = 0
         route = exchange.route
         if route is not None:
             worker.counts[route.counter_index + result] += 1
+
+
+def count_at_worker(target: Worker, requests: int) -> None:
+    """Count requests in flight at the worker of a rank, where they were counted at the rank."""
+    if isinstance(target, DpRank):
+        target.worker.in_flight += requests
+
+
+def note_rank(exchange: Exchange, target: Worker) -> Worker:
+    """The worker of the attempt; if a rank was picked, the exchange holds it from now on."""
+    if not isinstance(target, DpRank):
+        return target
+    exchange.rank = target
+    target.peak_in_flight = max(target.peak_in_flight, target.in_flight)
+    if exchange.route is not None:
+        target.counts[exchange.route.counter_index] += 1
+    return target.worker
+
+
+def release_rank(exchange: Exchange, rank: DpRank, result: int) -> None:
+    """The attempt is over, and was released at the rank's worker."""
+    exchange.rank, exchange.last_rank = None, rank
+    rank.in_flight -= 1
+    if exchange.route is not None:
+        rank.counts[exchange.route.counter_index + result] += 1
 
 
 def report_failure(

@@ -7,7 +7,7 @@ may retry. A connection that was idle and broke without a byte is dialled anew o
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from math import inf
 from typing import Any, Final
 
@@ -19,14 +19,18 @@ from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.upstream.pool import ResponseStart, UpstreamPool, with_key
+from omni_proxy.fleet.dp_rank import DpRank
+from omni_proxy.routing.rank_pinning import body_for_rank
 from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.wire.errors import HttpError, UpstreamError
-from omni_proxy.wire.request import RequestHead
+from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_fields
 from omni_proxy.wire.response import UpstreamProtocolError, check_interim, find_response_head_end
 
 JOIN_BYTES: Final = READ_BYTES  # what came in one read leaves in one send
 CACHED_LENGTHS: Final = 4096
+_Parts = Sequence[bytes | memoryview]
 _BLANK: Final = b"\r\n\r\n"
+_RANK_FIELD: Final = frozenset((b"x-data-parallel-rank",))
 
 
 def _format_length(size: int) -> tuple[bytes, bytes]:
@@ -177,7 +181,7 @@ async def _send(
     request = _encode(exchange, head, pool, body_stream)
     start_waiting(io, exchange, secs)
     if body_stream is None and len(request) == 1:
-        stream.write_soon(request[0])
+        stream.write_soon(bytes(request[0]))
         return await _response_start(io, head, SentRequest(pool, stream))
     all_sent = await _send_large(io, stream, request)
     io.set_timeout("wait", secs)
@@ -189,17 +193,37 @@ async def _send(
 
 def _encode(
     exchange: Exchange, head: RequestHead, pool: UpstreamPool, body_stream: StreamedBody | None
-) -> list[bytes]:
-    worker, lines, body = pool.worker, head.lines, exchange.body
+) -> _Parts:
+    worker, lines = pool.worker, head.lines
+    start: bytes = b""
+    body: bytes | memoryview = exchange.body
+    if exchange.rank is not None:
+        lines, start, body = _parts_for_rank(exchange, exchange.rank, head)
     if worker is not None and worker.api_key_env:
         lines = with_key(worker, lines)
     if body_stream is not None:
         return [body_stream.start_stream(lines + pool.host_line)]
-    if not (body or head.length or head.method in (b"POST", b"PUT", b"PATCH")):
+    size = len(start) + len(body)
+    if not (size or head.length or head.method in (b"POST", b"PUT", b"PATCH")):
         return [lines + pool.host_line + b"\r\n"]
-    if len(body) < JOIN_BYTES:
-        return [encode_request(pool, [lines], length_lines(len(body))[1], body)]
-    return [encode_request(pool, [lines], length_lines(len(body))[1], b""), body]
+    length_line = length_lines(size)[1] + start
+    if size < JOIN_BYTES:
+        return [encode_request(pool, [lines], length_line, bytes(body))]
+    return [encode_request(pool, [lines], length_line, b""), body]
+
+
+def _parts_for_rank(
+    exchange: Exchange, rank: DpRank, head: RequestHead
+) -> tuple[bytes, bytes, bytes | memoryview]:
+    """The head's lines, and the body in two parts, for this rank. The pool adds the header that
+    names it, so a client's own goes."""
+    lines, body, need, route = head.lines, exchange.body, exchange.requirements, exchange.route
+    if RANK_HINT in head.hints:
+        lines = drop_fields(lines, _RANK_FIELD)
+    if not body or need is None or route is None:
+        return lines, b"", body
+    *before, rest = body_for_rank(route.path, need, rank, body)
+    return lines, b"".join(before), rest
 
 
 async def _response_start(
@@ -269,7 +293,7 @@ def _parse_start(
     return received
 
 
-async def _send_large(io: ExchangeIO, stream: Stream, request: list[bytes]) -> bool:
+async def _send_large(io: ExchangeIO, stream: Stream, request: _Parts) -> bool:
     """A request that is too large to be joined; whether all of it was sent."""
     try:
         sent = stream.sendmsg(request)

@@ -20,6 +20,7 @@ from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream, connect
 from omni_proxy.dataplane.loop.task import ConnectionTask, EventHandler
 from omni_proxy.dataplane.loop.tls_stream import TlsHandshake, TlsStream
+from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context, tls_error_text
 from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
@@ -178,27 +179,58 @@ class TlsUpstreamPool(UpstreamPool):
         super()._drop(stream)
 
 
+class RankPool(UpstreamPool):
+    """The connections of a rank's worker, for requests that name the rank: every connection may
+    carry requests for each of the ranks."""
+
+    __slots__ = ("_of_worker",)
+
+    def __init__(self, rank: DpRank, of_worker: UpstreamPool) -> None:
+        super().__init__(of_worker.loop, rank.worker.address, "")
+        self._of_worker = of_worker
+        self.worker = rank.worker
+        self.host_line = of_worker.host_line + rank.header_line
+        self.idle = of_worker.idle  # the same list
+
+    async def dial(self, task: ConnectionTask) -> Stream:
+        return await self._of_worker.dial(task)
+
+    def release(self, stream: Stream) -> None:
+        self._of_worker.release(stream)
+
+    def sweep(self) -> None:
+        """Its worker's pool does."""
+
+    def close(self) -> None:
+        """Likewise."""
+
+
 class UpstreamPools:
     """All pools. Those of workers follow the fleet: a removed worker's idle connections close at
     once, those in use at the end of their exchange."""
 
     def __init__(self, loop: EventLoop, admin_socket: str) -> None:
         self._loop = loop
-        self._pools: dict[Worker, UpstreamPool] = {}
+        self._pools: dict[Worker, UpstreamPool] = {}  # of workers, and of ranks
         # The admin API tells its listeners apart by the Host, which only the proxy can write.
         self.admin_api = AdminApiPool(loop, admin_socket, "front")
         self.admin_listener = AdminApiPool(loop, admin_socket, ADMIN_HOST)
         self.metrics_listener = AdminApiPool(loop, admin_socket, METRICS_HOST)
 
     def of(self, worker: Worker) -> UpstreamPool:
+        """`worker`: or a rank."""
         pool = self._pools.get(worker)
         if pool is None:
-            pool = self._pools[worker] = pool_for(self._loop, worker)
+            if isinstance(worker, DpRank):
+                pool = RankPool(worker, self.of(worker.worker))
+            else:
+                pool = pool_for(self._loop, worker)
+            self._pools[worker] = pool
         return pool
 
     def on_fleet_change(self, workers: Collection[Worker]) -> None:
         for worker in list(self._pools):
-            if worker not in workers:
+            if worker not in workers:  # pools of ranks are made anew when they are needed
                 self._pools.pop(worker).close()
             else:
                 self.on_worker_change(worker)
@@ -208,6 +240,8 @@ class UpstreamPools:
         if pool is not None and not pool.suits(worker):
             pool.close()
             del self._pools[worker]
+            for rank in worker.dp_ranks:
+                self._pools.pop(rank, None)
 
     def sweep(self) -> None:
         for pool in self._all():

@@ -44,7 +44,7 @@ class RetryState:
         PhaseTimeout."""
         worker = self._exchange.worker
         assert worker is not None
-        self._note(worker, failure)
+        self._note(self._exchange.rank or worker, failure)
         if not self._is_allowed(failure):
             raise error
         body_stream = self._io.body_stream
@@ -70,13 +70,14 @@ class RetryState:
         failure = str(start.response.status)
         if not self._is_allowed(failure) or self._is_too_large() or io.body_stream is not None:
             return None
+        target = exchange.rank or worker
         self._release(worker)
         await self._back_off()
         try:
             another = io.services.balancer.acquire(exchange, self._tried)
         except HttpError:
             return None
-        self._note(worker, failure)
+        self._note(target, failure)
         io.upstream = None
         start.release()
         return another
@@ -108,6 +109,8 @@ class RetryState:
 
     def _release(self, worker: Worker) -> None:
         self._tried.add(worker)
+        if self._exchange.rank is not None:
+            self._tried.add(self._exchange.rank)
         self._io.services.balancer.release(self._exchange, worker, FAILED)
         self._io.services.queue.serve()
 
@@ -117,7 +120,7 @@ class RetryState:
         services = io.services
         assert need is not None
         workers = services.balancer.eligible(need)
-        if not workers or not self._tried.issuperset(workers):
+        if not workers or not self._tried.issuperset(each.worker for each in workers):
             return
         if io.client.peer_closed and io.settings.half_close_aborts:
             raise ClientDisconnected

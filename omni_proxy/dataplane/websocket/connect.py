@@ -71,7 +71,7 @@ async def _open(
     io: ExchangeIO, exchange: Exchange, head: RequestHead, worker: Worker
 ) -> tuple[Stream, bytes]:
     """Dial and shake hands, under one timeout. Raises AttemptFailed."""
-    pool, nonce = io.services.pools.of(worker), generate_nonce()
+    pool, nonce = io.services.pools.of(exchange.rank or worker), generate_nonce()
     io.set_timeout("dial", io.settings.config.health.timeout_secs)
     try:
         upstream = io.upstream = await pool.dial(io)

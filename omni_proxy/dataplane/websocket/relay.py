@@ -27,6 +27,7 @@ from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, Phase
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.websocket.connect import connect_worker
 from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_session
+from omni_proxy.routing.rank_pinning import pin_to_rank
 from omni_proxy.routing.voice_pinning import pin_to_voice_owner
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
@@ -105,6 +106,8 @@ class _Session:
         assert route is not None
         need = exchange.requirements = inspect_session(route, first, RequestFacts(b"", head.hints))
         pin_to_voice_owner(io.services.balancer.voices, route.traffic, need)
+        if io.services.fleet.has_ranks:
+            pin_to_rank(need, head.hints, b"")
         io.services.inflight.hold(exchange, len(first))
         worker, chunk = await connect_worker(io, exchange, head)
         io.services.inflight.release_bytes(exchange)

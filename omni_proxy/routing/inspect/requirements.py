@@ -71,6 +71,9 @@ class RequestFacts:
     hints: dict[bytes, bytes] = field(default_factory=dict)
 
 
+ANY_RANK: Final = -1
+
+
 class Requirements(msgspec.Struct, gc=False):
     """What may take the request: a model or None, capability bits, perhaps one worker only."""
 
@@ -86,6 +89,9 @@ class Requirements(msgspec.Struct, gc=False):
     rids: tuple[str, ...] = ()  # its names at the engine, where the body gives them (SGLang)
     large_body_class: str = ""  # the traffic class of a body that was too large to be read whole
     given_hints: frozenset[bytes] = frozenset()  # of such a request: its hints
+    ranks_in_large_body: tuple[tuple[str, bytes], ...] = ()  # of such a request: keys and values
+    dp_rank: int = ANY_RANK  # the data-parallel rank that the client names
+    names_rank_in_body: bool = False
 
     @property
     def capabilities(self) -> list[str]:
@@ -188,6 +194,11 @@ def requirements_of_large_json(
     if route.traffic.startswith("speech"):
         requirements.mask |= AUDIO  # a voice reference is what makes such a body large
     requirements.large_body_class = route.traffic
+    requirements.ranks_in_large_body = tuple(
+        (name, bytes(value))
+        for name in ("routed_dp_rank", "data_parallel_rank")
+        if len(value := getattr(top, name))
+    )
     requirements.given_hints = frozenset(facts.hints)
     if facts.hints:
         _apply_hints(requirements, facts.hints, source="JSON body")
@@ -441,6 +452,8 @@ def requirements_of_beginning(
 ) -> Requirements | None:
     """None where the whole body must be seen. Raises Refusal 400 for a bad hint."""
     if has_json_body(route, facts):
+        if fleet.has_ranks:  # the body may name a rank, or get a key that does
+            return None
         return (
             requirements_of_hints(route, facts) if facts.hints.keys() >= _ENOUGH_FOR_JSON else None
         )

@@ -6,7 +6,9 @@ KEPT = {
     "request_id", "policy", "version", "worker_seen", "stream", "bytes_in", "ended_at",
 }  # fmt: skip
 # What the end of an exchange clears.
-CLEARED = {"requirements", "last_worker", "last_chunk", "admitted", "held_bytes"}  # fmt: skip
+CLEARED = {
+    "requirements", "last_worker", "rank", "last_rank", "last_chunk", "admitted", "held_bytes",
+}  # fmt: skip
 # What the fast path never sets: an exchange that needs one of these goes on in the coroutine.
 NEVER_SET = {
     "body", "connect_secs", "cors", "ended_by", "error", "half_open_id", "longest_gap",

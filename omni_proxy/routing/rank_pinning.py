@@ -1,0 +1,118 @@
+"""The data-parallel rank that a client asks for, and the one key that tells an engine its rank.
+
+A client may choose a rank by the header `X-data-parallel-rank` or by a key of a JSON body. Pure.
+Invariant: what the client chose is what the engine gets, or the request is refused; without ranks
+in the fleet nothing here runs, and the engines judge such a header or key themselves.
+Source: features.md 8 (which route of which engine hears what).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from omni_proxy.fleet.dp_rank import DpRank
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.json_splice import find_members, splice_parts
+from omni_proxy.routing.inspect.large_json import JsonMember
+from omni_proxy.routing.inspect.requirements import ANY_RANK, Requirements
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.request import RANK_HINT
+
+BODY_KEY: Final = "routed_dp_rank"
+OLD_BODY_KEY: Final = "data_parallel_rank"  # of earlier SGLang versions
+COMMON_PART: Final = b"_rank"  # of both: a body without it has neither
+# SGLang ignores the header on these routes.
+BODY_ONLY_PATHS: Final = frozenset(("/generate",))
+_HIGHEST: Final = 1 << 31
+# In the place of all members of a large body: one more key comes before some others.
+_SOME_MEMBER: Final = (JsonMember(b"", 0, 0, 0),)
+
+
+def pin_to_rank(need: Requirements, hints: Mapping[bytes, bytes], body: bytes) -> None:
+    """Fill in `dp_rank` and `names_rank_in_body`, from the header (`hints`) and the body.
+
+    Raises HttpError 400 for a value that is no rank, for two that differ, and for a key that is
+    there twice.
+    """
+    chosen = {
+        where: _rank(where, value)
+        for where, value in _chosen(need, hints, body)
+        if value != b"null"
+    }
+    if len(set(chosen.values())) > 1:
+        named = " and ".join(f"{where} {rank}" for where, rank in chosen.items())
+        raise _bad(f"the request names two data-parallel ranks: {named}")
+    need.dp_rank = next(iter(chosen.values()), ANY_RANK)
+    need.names_rank_in_body = not chosen.keys().isdisjoint((BODY_KEY, OLD_BODY_KEY))
+
+
+def _chosen(
+    need: Requirements, hints: Mapping[bytes, bytes], body: bytes
+) -> Iterable[tuple[str, bytes]]:
+    if RANK_HINT in hints:
+        yield "the header X-data-parallel-rank", hints[RANK_HINT]
+    if need.large_body_class:
+        yield from need.ranks_in_large_body
+    elif need.body_fields is not None and COMMON_PART in body:
+        yield from _in_body(body)
+
+
+def _in_body(body: bytes) -> Iterable[tuple[str, bytes]]:
+    found: set[bytes] = set()
+    for member in find_members(body, _start(body)):
+        if member.name in (BODY_KEY.encode(), OLD_BODY_KEY.encode()):
+            if member.name in found:
+                message = f"the key {member.name.decode()!r} is in the body twice"
+                raise HttpError(400, message, "duplicate_key")
+            found.add(member.name)
+            yield member.name.decode(), body[member.value_at : member.end]
+
+
+def _start(body: bytes) -> int:
+    return max(0, body.find(b"{"))
+
+
+def _rank(where: str, value: bytes) -> int:
+    """Raises HttpError 400."""
+    text = value.strip()
+    rank = int(text) if text.isdigit() else _HIGHEST
+    if rank >= _HIGHEST:
+        shown = text[:40].decode("latin-1")
+        raise _bad(f"{where}: {shown!r} is no data-parallel rank, which is a number from 0 on")
+    return rank
+
+
+def _bad(message: str) -> HttpError:
+    return HttpError(400, message, "invalid_rank")
+
+
+def candidates_of_rank(candidates: Sequence[Worker], index: int) -> list[Worker]:
+    """Those that are this rank; a worker without ranks is its own rank 0."""
+    return [
+        target
+        for target in candidates
+        if (target.index == index if isinstance(target, DpRank) else not index)
+    ]
+
+
+def rank_error(candidates: Sequence[Worker], workers: Sequence[Worker], index: int) -> HttpError:
+    """The 400 for a rank that can't be taken. `candidates`: what could be, whatever its rank;
+    `workers`: all of the fleet."""
+    free = ", ".join(target.display_id for target in candidates)
+    ranks = max((len(worker.dp_ranks) for worker in workers), default=0)
+    why = "is full or out of rotation" if index < max(1, ranks) else "does not exist"
+    return _bad(f"data-parallel rank {index} {why}; ranks that can take this request: {free}")
+
+
+def body_for_rank(
+    path: str, need: Requirements, rank: DpRank, body: bytes
+) -> list[bytes | memoryview]:
+    """The body for this rank, in parts: with one key more on routes whose engine ignores the
+    header, unless the client named the rank itself. Raises HttpError 400 for what is no object."""
+    if path not in BODY_ONLY_PATHS or need.names_rank_in_body or need.body_fields is None:
+        return [body]
+    members = None
+    if need.large_body_class and not need.ranks_in_large_body:
+        members = _SOME_MEMBER  # it was walked: it is an object, has neither key, and is not empty
+    return splice_parts(body, {BODY_KEY: b"%d" % rank.index}, members)
