@@ -184,7 +184,7 @@ def test_the_pipelines_that_are_shown_load_and_show_every_key():
     assert keys - told == set()
 
 
-def test_the_parameters_that_are_said_to_be_the_defaults_are():
+def test_documented_default_parameters_are_the_defaults():
     tables = ("[routing.prefix_hash]", "[routing.cache_aware]")
     texts = [text for text in blocks(ROUTING, "toml") if any(name in text for name in tables)]
     shown = [parse(text).routing for text in texts]
@@ -221,7 +221,7 @@ def test_every_list_of_the_policies_names_exactly_the_built_in_ones():
     assert set(re.findall(r"policy = \"(\w+)\"", pages)) <= set(POLICIES)
 
 
-def test_the_flags_that_are_said_to_be_the_same_are_flags():
+def test_flags_documented_as_equal_exist():
     text = MIGRATION.partition("Same name, same meaning")[2].partition("Different names")[0]
     flags = re.findall(r"`(--[\w-]+)`", text)
     assert len(flags) > 25

@@ -16,7 +16,7 @@ def test_a_port_is_not_given_twice_in_a_row():
     assert len(set(given)) == 20
 
 
-def test_a_run_has_nobody_on_any_of_its_ports_and_is_given_to_nobody_else():
+def test_a_port_range_is_free_and_given_out_once():
     first = ports.free_run(3)
     assert ports.free_port() not in range(first, first + 3)
     taken = socket.create_server(("127.0.0.1", ports.free_port() + 2))

@@ -38,7 +38,7 @@ def test_a_function_fits_on_a_screen_and_in_a_head(path):
 
 
 @pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_every_module_says_what_it_is(path):
+def test_every_module_has_a_docstring(path):
     told = ast.get_docstring(parsed(path))
     assert told
     assert len(told.splitlines()) <= DOCSTRING_LINES

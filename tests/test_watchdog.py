@@ -114,7 +114,7 @@ async def test_only_what_the_loop_itself_computed_counts_as_a_long_turn(nursery,
     assert dog.longest_turn_secs < 0.25
 
 
-def test_a_stall_is_reported_once_until_a_beat_comes():
+def test_a_stall_is_reported_once_until_the_next_beat():
     timer = StallTimer(0.0, 0.0)
     told = [timer.update(now / 4, 0.0, 0) for now in range(1, 13)]
     assert told == [False] * 3 + [True] + [False] * 8

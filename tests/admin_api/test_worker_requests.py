@@ -62,7 +62,7 @@ def test_a_put_may_name_the_url_that_the_worker_has():
     assert "url must stay" in refusal(switch, {"url": "http://127.0.0.1:2", "priority": 2})
 
 
-def test_a_switch_or_patch_says_something():
+def test_an_empty_switch_or_patch_is_refused():
     assert refusal(switch, {}) == "at least one worker field is required"
     assert refusal(parse_patch, {}) == "at least one worker field is required"
 

@@ -47,7 +47,7 @@ def target(dialect, **fields):
         (VLLM, {"request_ids": []}, ALL),
     ],
 )
-def test_a_body_says_which_requests_are_meant(dialect, fields, meant):
+def test_the_body_selects_the_requests(dialect, fields, meant):
     assert target(dialect, **fields) == meant
 
 
@@ -66,7 +66,7 @@ def test_a_body_says_which_requests_are_meant(dialect, fields, meant):
         (VLLM, b'{"request_ids": ["\\ud800"]}', "half a character"),
     ],
 )
-def test_a_body_that_names_nobody_is_refused(dialect, body, says):
+def test_a_body_without_ids_is_refused(dialect, body, says):
     with pytest.raises(HttpError, match=says) as refused:
         read_target(dialect, body)
     assert refused.value.status == 400
@@ -101,7 +101,7 @@ def test_an_id_means_the_request_of_that_id_whatever_else_is_named(others, own):
     assert own in set(AbortTarget((*others, own)).matcher()([own])) or not own
 
 
-def test_only_the_workers_that_have_all_that_is_named_are_asked():
+def test_only_workers_that_have_all_named_requests_are_called():
     found = AbortFindings(known=("a", "b"), running={"http://x": ("a",)})
     assert set(urls_to_ask(AbortTarget(("a",)), found)) == {"http://x"}
     assert set(urls_to_ask(AbortTarget(("a", "b")), found)) == {"http://x"}
@@ -110,7 +110,7 @@ def test_only_the_workers_that_have_all_that_is_named_are_asked():
     assert urls_to_ask(ALL, found) is None
 
 
-def test_what_several_processes_know_is_one():
+def test_findings_of_several_processes_are_merged():
     one = AbortFindings(1, ("a",), {"http://x": ("a",)})
     two = AbortFindings(2, ("b",), {"http://x": ("b",), "http://y": ("b",)})
     both = merged([one, two])
@@ -142,7 +142,7 @@ def test_a_prefix_that_is_unknown_at_an_engine_without_prefixes_never_means_all(
     assert json.loads(body) == {"request_ids": spelled("a")}
 
 
-def test_the_answer_has_an_entry_for_each_worker_asked():
+def test_the_reply_has_an_entry_for_each_called_worker():
     good = WorkerResult("http://x", 200, {"status": "aborted", "aborted": 2})
     silent = WorkerResult("http://y", 200, "")
     answer = abort_response(VLLM, [good, silent], sent_ids=1, waiting=4)

@@ -40,7 +40,7 @@ def test_both_kinds_abort_where_the_caller_names_no_mode():
 
 
 @pytest.mark.parametrize("call", [post("/pause?mode=bogus"), post("/pause_generation", mode="x")])
-def test_a_mode_that_nobody_knows_has_no_other_words(call):
+def test_an_unknown_mode_has_no_translation(call):
     assert said(call) == []
 
 

@@ -52,7 +52,7 @@ def test_what_is_left_of_each_worker(route, kinds):
     )
 
 
-def test_what_discards_weights_leaves_nobody_certain_but_who_refused_plainly():
+def test_discarding_weights_leaves_all_uncertain_but_4xx_refusals():
     route = replace(BY_PATH["/sleep"], discards=True)
     left = fates(route, answers_of(["well", "4xx", "5xx", "lost"]))
     assert [what.fate.value for what in left.values()] == [
@@ -60,7 +60,7 @@ def test_what_discards_weights_leaves_nobody_certain_but_who_refused_plainly():
     ]  # fmt: skip
 
 
-def test_the_reason_names_the_route_and_what_the_worker_said():
+def test_the_reason_names_the_route_and_the_workers_error():
     left = fates(BY_PATH["/update_weights_from_distributed"], answers_of(["4xx", "lost"]))
     assert [what.reason for what in left.values()] == [
         "update_weights_from_distributed failed: status 400: no",

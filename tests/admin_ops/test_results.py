@@ -132,13 +132,13 @@ def merged(path, *bodies, status=200):
     return as_one(path, aggregate(path, results, {}), results)
 
 
-def test_what_all_say_alike_is_at_the_top():
+def test_equal_values_are_at_the_top_level():
     told = merged("/pause", {"status": "paused"}, {"status": "paused"})
     assert (told.status, told.body["status"], told.body["success"]) == (200, "paused", True)
     assert [each["worker"] for each in told.body["results"]] == [A, B]
 
 
-def test_what_they_say_differently_is_in_the_results_alone():
+def test_different_values_are_in_the_results_only():
     told = merged("/sleep", {"status": "sleeping", "level": 1}, {"status": "sleeping", "level": 2})
     assert told.body["status"] == "sleeping"
     assert "level" not in told.body

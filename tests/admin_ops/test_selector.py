@@ -30,7 +30,7 @@ def naive(term, facts):
 
 
 @given(st.lists(TERMS, min_size=1, max_size=4), FACTS, st.sampled_from(("", " ", "  ")))
-def test_a_selector_means_what_its_terms_say_one_by_one(terms, facts, space):
+def test_a_selector_is_the_conjunction_of_its_terms(terms, facts, space):
     text = f"{space},{space}".join(written(term, space) for term in terms)
     # Some facts that the terms speak of, or hardly anything would ever match.
     facts = facts | {terms[0][0]: terms[0][2][0]}

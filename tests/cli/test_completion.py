@@ -151,7 +151,7 @@ def test_bash_completes_the_workers_of_the_proxy_that_the_line_names(
         "workers drain --url", "",
     ],
 )  # fmt: skip
-def test_no_worker_and_no_word_come_where_no_proxy_can_be_asked(line, capfd):
+def test_completion_prints_nothing_without_a_reachable_proxy(line, capfd):
     assert main(["__complete", f"omni-proxy {line}"]) == 0
     assert capfd.readouterr() == ("", "")
 
@@ -159,7 +159,7 @@ def test_no_worker_and_no_word_come_where_no_proxy_can_be_asked(line, capfd):
 @pytest.mark.parametrize(
     "answer", [(403, {"error": {"code": "admin_key_required"}}), (200, {}), (200, b"no JSON")]
 )
-def test_no_worker_and_no_word_come_of_a_proxy_that_reports_none(proxy, answer, capfd):
+def test_completion_prints_nothing_without_workers(proxy, answer, capfd):
     proxy.says["/workers"] = answer
     assert main(["__complete", f"omni-proxy workers drain --url {proxy.url} "]) == 0
     assert capfd.readouterr() == ("", "")

@@ -29,7 +29,7 @@ PICK = {"worker_id": "x", "url": A, "reason": "it has the most of it",
 REFUSAL = {"status": 503, "code": "no_capable_worker", "message": "nobody can"}
 
 
-def test_the_pick_comes_with_its_reason_and_every_verdict():
+def test_the_pick_is_shown_with_its_reason_and_all_verdicts():
     assert render_explanation(told(pick=PICK)) == [
         "needs     chat, streaming; model m",
         "policy    cache_aware",
@@ -44,7 +44,7 @@ def test_the_pick_comes_with_its_reason_and_every_verdict():
     ]
 
 
-def test_a_reason_comes_without_the_systems_numbers():
+def test_a_reason_has_no_errno():
     why = "dead ([Errno 111] Error connecting to ('10.0.0.1', 8000): Connection refused)"
     assert render_explanation(told(workers=[worker(B, why)]))[-1].endswith(
         "dead (Connection refused)"
@@ -57,7 +57,7 @@ def test_a_refusal_is_reported_where_the_pick_would_stand():
     assert lines[-1] == "there are no workers"
 
 
-def test_the_body_of_a_file_goes_with_path_and_headers(proxy, tmp_path, capsys):
+def test_a_body_from_a_file_is_sent_with_path_and_headers(proxy, tmp_path, capsys):
     proxy.says["/explain"] = (200, told(pick=PICK))
     file = tmp_path / "request.json"
     file.write_text('{"model": "m"}')
@@ -67,7 +67,7 @@ def test_the_body_of_a_file_goes_with_path_and_headers(proxy, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("needs")
 
 
-def test_without_a_file_the_body_is_what_comes_in(proxy, monkeypatch, capsys):
+def test_without_a_file_the_body_is_read_from_stdin(proxy, monkeypatch, capsys):
     proxy.says["/explain"] = (200, told(refusal=REFUSAL))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"model": "x"}')))
     assert main(["explain", "--json", "--url", proxy.url]) == 1

@@ -19,7 +19,7 @@ threading.Event().wait()
 """
 
 
-def test_the_inner_process_ends_with_the_outer_one_and_its_folder_goes(tmp_path):
+def test_the_inner_process_ends_with_the_outer_and_its_folder_is_removed(tmp_path):
     folder = tmp_path / "unpacked"
     (folder / "deep").mkdir(parents=True)
     command = [sys.executable, "-c", OUTER, INNER, str(folder)]

@@ -177,7 +177,7 @@ def test_a_router_may_start_without_workers(started, words):
     assert started[0].effective_config(Config()).routing.policy == "cache_aware"
 
 
-def test_a_worker_that_was_away_for_long_comes_back_unless_a_file_says_otherwise(started, tmp_path):
+def test_a_worker_returns_after_a_long_outage_by_default(started, tmp_path):
     file = tmp_path / "proxy.toml"
     file.write_text('[health]\non_threshold = "dead"\n')
     words = ["--worker-urls", "http://127.0.0.1:1"]
@@ -254,7 +254,7 @@ def test_engines_own_short_words_for_how_many_are_taken(started, words):
     assert entry.command[3:5] == ("--tensor-parallel-size", "2")
 
 
-def test_vllms_short_words_are_nobody_elses(started):
+def test_short_flags_of_vllm_pass_to_other_engines_unchanged(started):
     words = ["--engine", "llamacpp", "--model-path", "m.gguf", "-t", "4", "-tp", "2"]
     assert main(words) == 0
     assert started[0].launch[0].command[-4:] == ("-t", "4", "-tp", "2")

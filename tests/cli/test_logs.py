@@ -187,7 +187,7 @@ def config(proxy, target):
     proxy.says["/config"] = (200, {"config": {"server": {"access_log": target}}})
 
 
-def test_the_log_is_where_the_proxy_says_or_its_file(proxy, file, capsys):
+def test_the_log_path_comes_from_the_proxy_or_its_file(proxy, file, capsys):
     file.write_bytes(line(ACCESS) + b"\nplain text\n")
     config(proxy, str(file))
     assert main(["logs", "--url", proxy.url, "-n", "1"]) == 0
@@ -226,7 +226,7 @@ def test_the_route_log_has_a_switch_of_its_own(proxy, capsys):
     assert "did not return its configuration" in capsys.readouterr().err
 
 
-def test_nobody_to_ask_is_status_2_and_ctrl_c_is_130(file, capsys, monkeypatch):
+def test_an_unreachable_proxy_is_status_2_and_ctrl_c_is_130(file, capsys, monkeypatch):
     assert main(["logs", "--url", "http://127.0.0.1:1"]) == 2
     file.write_bytes(b"one\n")
 

@@ -36,7 +36,7 @@ def refused(capsys):
     return run
 
 
-def test_a_sighup_that_comes_too_early_ends_nothing(started, monkeypatch):
+def test_an_early_sighup_does_not_end_the_program(started, monkeypatch):
     def run(_):
         signal.raise_signal(signal.SIGHUP)
         return 7
@@ -244,7 +244,7 @@ def test_what_a_locale_cannot_show_is_a_question_mark(monkeypatch):
 
 # What a shell calls for completion answers nothing where it is called otherwise.
 @pytest.mark.parametrize("word", sorted(INNER.keys() - {"__complete"}))
-def test_what_the_program_starts_of_itself_says_so_to_others(word):
+def test_internal_commands_explain_themselves_to_users(word):
     with pytest.raises(
         SystemExit, match=rf"{word} is (internal: omni-proxy starts|started by omni-proxy)"
     ):
@@ -282,7 +282,7 @@ def test_help_is_a_command_too(capsys, words):
     assert capsys.readouterr().out.startswith(f"usage: omni-proxy {' '.join(words[1:])}")
 
 
-def test_who_presses_ctrl_c_gets_no_trace(monkeypatch, capsys):
+def test_ctrl_c_prints_no_traceback(monkeypatch, capsys):
     class Sits:
         buffer = property(lambda self: signal.raise_signal(signal.SIGINT))
 

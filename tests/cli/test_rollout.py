@@ -36,7 +36,7 @@ def test_without_words_it_shows_the_rollout(proxy, capsys):
     ]  # fmt: skip
 
 
-def test_where_there_was_none_it_says_so(proxy, capsys):
+def test_without_a_rollout_it_prints_that(proxy, capsys):
     proxy.says[PATH] = (200, {"id": None, "state": "none", "workers": []})
     assert main(["weights", "rollout", "--url", proxy.url, "--follow"]) == 0
     assert capsys.readouterr().out == "there was no rollout since the proxy started\n"
@@ -57,7 +57,7 @@ def test_where_there_was_none_it_says_so(proxy, capsys):
         (["cancel"], f"{PATH}/cancel", {}),
     ],
 )  # fmt: skip
-def test_each_action_asks_its_route(proxy, words, path, body):
+def test_each_action_calls_its_route(proxy, words, path, body):
     proxy.says[path.partition("?")[0]] = begun()
     assert main(["weights", "rollout", *words, "--url", proxy.url, "--api-key", "k"]) == 0
     assert (path, body, "Bearer k") in proxy.asked
@@ -91,7 +91,7 @@ def test_follow_waits_for_a_proxy_that_restarts(proxy, capsys, monkeypatch):
     assert (json.loads(out)["state"], err) == ("succeeded", "")
 
 
-def test_follow_gives_a_proxy_up_that_does_not_come_back(proxy, capsys, monkeypatch):
+def test_following_ends_if_the_proxy_stays_unreachable(proxy, capsys, monkeypatch):
     monkeypatch.setattr(rollout, "PATIENCE_SECS", 0.0)
     answers = [(200, told()), (503, {"error": {"message": "it leaves"}})]
     proxy.says[PATH] = lambda: answers.pop(0)
@@ -106,7 +106,7 @@ def test_a_cancel_that_is_obeyed_is_no_failure(proxy):
     assert main(["weights", "rollout", "--url", proxy.url]) == 1
 
 
-def test_what_the_proxy_refuses_is_said(proxy, capsys):
+def test_a_refusal_of_the_proxy_is_printed(proxy, capsys):
     error = {"error": {"message": "http://a:1 reports 'v2' already", "code": "label_in_use"}}
     proxy.says[PATH] = (409, error)
     words = ["--model-path", "/m", "--weight-version", "v2"]

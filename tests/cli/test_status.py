@@ -26,7 +26,7 @@ PICTURE = feed(
 )  # fmt: skip
 
 
-def test_one_screen_reports_who_is_slow_who_is_out_and_what_the_reload_did(proxy, capsys):
+def test_one_screen_shows_slow_workers_unroutable_workers_and_the_reload(proxy, capsys):
     proxy.says["/feed"] = (200, PICTURE)
     assert main(["status", "--url", proxy.url]) == 0
     assert proxy.asked[-1][0] == "/feed?once=true"
@@ -70,7 +70,7 @@ def test_a_proxy_of_another_version_is_warned_of(proxy, capsys):
     assert f"WARNING: the proxy runs 0.9.0, this command is {__version__}" in said
 
 
-def test_not_ready_is_status_1_and_says_so(proxy, capsys):
+def test_not_ready_is_printed_and_exits_with_1(proxy, capsys):
     proxy.says["/feed"] = (200, feed())
     assert main(["status", "--url", proxy.url]) == 1
     out = capsys.readouterr().out
@@ -89,7 +89,7 @@ def test_not_ready_is_status_1_and_says_so(proxy, capsys):
         ((404, {"detail": "Not Found"}), "is not an omni-proxy"),
     ],
 )
-def test_what_can_not_be_asked_is_status_2(proxy, capsys, answer, said):
+def test_an_unreachable_proxy_exits_with_2(proxy, capsys, answer, said):
     proxy.says["/feed"] = answer
     assert main(["status", "--url", proxy.url]) == 2
     assert said in capsys.readouterr().err
@@ -119,7 +119,7 @@ def test_what_is_wrong_with_the_proxy_itself_is_reported():
         ({"stalls": 3, "last_stall_at": None}, "a second or more 3 times: its log has the stacks"),
     ],
 )
-def test_a_proxy_that_was_blocked_says_so(watchdog, words):
+def test_a_blocked_event_loop_is_shown(watchdog, words):
     lines = render_status(feed_of(feed(row(), watchdog=watchdog)), "http://p")
     assert words in " ".join(line.strip() for line in lines[-3:])
 
@@ -135,7 +135,7 @@ def test_of_many_workers_those_that_need_a_look_are_shown():
 
 @settings(max_examples=50)
 @given(FEEDS, st.integers(80, 200))
-def test_whatever_a_feed_says_every_line_is_one_line_and_fits(told, width):
+def test_any_feed_renders_to_single_lines_that_fit(told, width):
     for line in render_status(read_feed(json.dumps(told)), "http://p", width):
         assert line.isprintable()
         assert display_width(line) <= width

@@ -84,14 +84,14 @@ def test_status_for_machines_is_the_answer_itself(proxy, capsys):
         (["resolve"], "/weights/resolve", {"acknowledge": True}),
     ],
 )  # fmt: skip
-def test_each_command_asks_its_route_with_the_key(proxy, words, path, body):
+def test_each_command_calls_its_route_with_the_key(proxy, words, path, body):
     told = {"message": "ok", "results": [], "resolved_worker_ids": []}
     proxy.says[path.partition("?")[0]] = (200, told)
     assert main(["weights", *words, "--url", proxy.url, "--api-key", "k"]) == 0
     assert (path, body, "Bearer k") in proxy.asked
 
 
-def test_who_failed_is_in_the_table_with_what_became_of_it(proxy, capsys):
+def test_failed_workers_are_in_the_table_with_their_fate(proxy, capsys):
     lost = entry(B, success=False, error="ReadError", standing="uncertain")
     refused = entry(A, success=False, status_code=400, body={"message": "no"})
     told = {"message": "one or more", "results": [refused, lost]}
@@ -125,14 +125,14 @@ def test_a_refusal_is_reported_and_is_a_failure(proxy, capsys):
     assert "status 401: Admin API key required" in capsys.readouterr().err
 
 
-def test_who_stays_out_is_reported(proxy, capsys):
+def test_workers_that_stay_out_of_rotation_are_shown(proxy, capsys):
     told = {"resolved_worker_ids": ["a"], "unresolved": {B: "ReadError"}}
     proxy.says["/weights/resolve"] = (502, told)
     assert main(["weights", "resolve", "--url", proxy.url]) == 1
     assert capsys.readouterr().out.splitlines() == ["back: a", f"still out: {B}: ReadError"]
 
 
-def test_the_place_and_the_key_come_from_the_file(proxy, tmp_path):
+def test_the_address_and_the_key_come_from_the_file(proxy, tmp_path):
     port = proxy.url.rpartition(":")[2]
     file = tmp_path / "proxy.toml"
     file.write_text(f'[server]\nhost = "0.0.0.0"\nport = {port}\n[admin]\napi_key = "secret"\n')
@@ -141,7 +141,7 @@ def test_the_place_and_the_key_come_from_the_file(proxy, tmp_path):
     assert proxy.asked[-1] == ("/weights", None, "Bearer secret")
 
 
-def test_what_cannot_be_asked_is_status_2(proxy, tmp_path, capsys):
+def test_an_unreachable_proxy_exits_with_2(proxy, tmp_path, capsys):
     assert main(["weights", "status", "--url", "http://127.0.0.1:1"]) == 2
     assert "127.0.0.1:1" in capsys.readouterr().err
     proxy.says["/weights"] = (200, b"<html>")
@@ -209,7 +209,7 @@ def test_why_there_are_no_versions_is_reported(proxy, capsys, told, words):
 @pytest.mark.parametrize(
     ("words", "number"), [([], 1), (["a"], 1), (["2"], 2), (["b"], 2), (["3"], 3)]
 )
-def test_a_rollback_asks_for_the_version_that_is_meant(kept, capsys, words, number):
+def test_a_rollback_sends_the_given_version(kept, capsys, words, number):
     assert main(["weights", "rollback", *words, "--yes", "--url", kept.url]) == 0
     assert ("/weights/rollback", {"version": number}, None) in kept.asked
     out = capsys.readouterr().out.splitlines()
@@ -244,7 +244,7 @@ def test_a_version_that_is_not_there_is_refused_with_those_that_are(kept, capsys
         ("", "a", 1, "cancelled"),
     ],
 )
-def test_a_client_who_sits_there_is_asked_first(
+def test_on_a_terminal_it_prompts_for_confirmation(
     kept, capsys, monkeypatch, typed, wanted, status, words
 ):
     terminal = io.StringIO(typed)
@@ -255,14 +255,14 @@ def test_a_client_who_sits_there_is_asked_first(
     assert any(path == "/weights/rollback" for path, _, _ in kept.asked) == (status == 0)
 
 
-def test_where_nobody_can_be_asked_a_yes_must_be_said(kept, capsys, monkeypatch):
+def test_without_a_terminal_yes_is_required(kept, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert main(["weights", "rollback", "--url", kept.url]) == 2
     assert "pass --yes" in capsys.readouterr().err
     assert [path for path, _, _ in kept.asked] == ["/weights/versions"]
 
 
-def test_while_it_works_it_says_how_far_it_is(kept, capsys, monkeypatch):
+def test_progress_is_printed_during_the_operation(kept, capsys, monkeypatch):
     monkeypatch.setattr(weights, "POLL_SECS", 0.01)
     running = WEIGHTS["operation"] | {"path": "/weights/rollback"}
     looks = iter([WEIGHTS, {"operation": None}, {"operation": running}])

@@ -16,7 +16,7 @@ class LateFuture(Future):
         return super().result()
 
 
-def test_an_answer_that_comes_in_the_moment_of_a_timeout_is_returned(monkeypatch):
+def test_a_reply_at_the_moment_of_the_timeout_is_returned(monkeypatch):
     monkeypatch.setattr(weights, "Future", LateFuture)
     answer = AdminReply(200, {})
     assert weights.call_with_progress(lambda: answer, lambda: "") is answer

@@ -61,7 +61,7 @@ def test_upper_case_is_no_other_name():
         ("10.0.0.3", "no worker is called 10.0.0.3; workers: http://10.0.0.1:8000, "),
     ],
 )
-def test_nobody_and_several_are_refused_with_who_there_is(named, said):
+def test_an_ambiguous_or_unknown_name_lists_the_workers(named, said):
     with pytest.raises(ChangeRefused, match=said):
         find_worker(FLEET, named)
     with pytest.raises(ChangeRefused, match="workers: none"):
@@ -108,7 +108,7 @@ def test_the_list_may_be_narrowed_and_read_by_a_machine(fleet, capsys):
          "drained, 0 in flight"),
     ],
 )  # fmt: skip
-def test_a_state_reports_why_no_requests_come(fields, words):
+def test_a_state_explains_why_it_gets_no_requests(fields, words):
     assert describe_state(record(A, **fields)) == words
 
 
@@ -161,7 +161,7 @@ def test_draining_is_waited_for_and_its_end_reported(fleet, capsys, end, status)
     assert told.out == f"{A}: {end}, {status} in flight\n"
 
 
-def test_one_that_fails_keeps_nobody_from_being_asked(fleet, capsys):
+def test_a_failure_at_one_worker_does_not_skip_the_others(fleet, capsys):
     fleet.says[ONE] = (200, {"status": "ok", "worker": FLEET[0]})
     assert run(fleet, "disable", "unknown", "10.0.0.1:8000") == 1
     told = capsys.readouterr()
@@ -169,14 +169,14 @@ def test_one_that_fails_keeps_nobody_from_being_asked(fleet, capsys):
     assert told.out == f"disabled {A}: healthy\n"
 
 
-def test_who_can_not_be_asked_is_status_2(capsys):
+def test_an_unreachable_proxy_exits_with_2(capsys):
     assert main(["workers", "--url", "http://127.0.0.1:1"]) == 2
     with pytest.raises(SystemExit) as caught:
         main(["workers", "explode"])
     assert caught.value.code == 2
 
 
-def test_a_record_says_why_it_takes_nothing_and_that_it_is_paused():
+def test_a_record_shows_its_reason_and_its_pause():
     record = {"health_state": "healthy", "routable": False, "why": "held: updating"}
     assert describe_state(record) == "held: updating"
     paused = {"health_state": "healthy", "routable": True, "paused": {"at": None}}

@@ -128,7 +128,7 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(args, named):
     assert "s3cret" not in str(refused.value)
 
 
-def test_all_refusals_come_at_once():
+def test_all_refusals_are_reported_together():
     with pytest.raises(RouterArgsError) as refused:
         command_words(SglangRouterArgs(pd_disaggregation=True, enable_trace=True))
     assert len(str(refused.value).splitlines()) == 3

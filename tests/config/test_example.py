@@ -47,7 +47,7 @@ def test_the_keys_behind_a_mark_show_values_that_load():
     assert len(parse(WHOLE).workers) == 1
 
 
-def test_every_line_with_a_key_says_what_it_does():
+def test_every_line_with_a_key_has_a_comment():
     bare = [line for line in TEXT.splitlines() if re.match(r"(# )?[a-z_]+ = ", line)]
     assert all(line.count("#") > line.startswith("#") for line in bare)
 

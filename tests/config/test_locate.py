@@ -116,7 +116,7 @@ def documents(draw):
 
 
 @given(documents())
-def test_the_scanner_knows_the_keys_that_toml_knows_and_where_each_came_from(document):
+def test_the_scanner_finds_the_keys_of_tomllib_and_their_lines(document):
     text, parts = document
     lines = locate(text)
     assert set(lines) == set(parts)

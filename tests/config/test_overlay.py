@@ -42,7 +42,7 @@ def only(config, flags=(), state=SavedState()):  # noqa: B008
     return worker
 
 
-def test_workers_come_in_order_of_their_origin():
+def test_workers_are_ordered_by_origin():
     state = with_added(SavedState(), from_http(D))
     config = parse(
         f'[[launch]]\ncommand = ["run"]\nmodel = "l"\n[[workers]]\nurl = "{B}"\n'
@@ -69,7 +69,7 @@ def test_a_worker_that_file_and_flag_name_is_files():
     ]
 
 
-def test_the_default_model_goes_to_workers_that_name_none():
+def test_the_default_model_applies_to_workers_without_a_model():
     config = parse(f'routing.model = "r"\n[[workers]]\nurl = "{A}"\nmodel = "m"')
     state = with_added(SavedState(), from_http(D))
     assert [worker.model for worker in desired_workers(config, (C,), state)] == ["m", "r", "r"]

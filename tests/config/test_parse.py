@@ -64,7 +64,7 @@ def test_a_choice_of_numbers_takes_those_numbers_alone(value):
     assert f": server.overload_status: {value} is not one of 429, 503" in problem
 
 
-def test_a_refusal_says_the_same_to_a_machine():
+def test_an_error_has_the_same_content_as_data():
     with pytest.raises(ConfigError) as caught:
         parse("server.prot = 1", "proxy.toml")
     assert caught.value.as_dict() == {
@@ -176,7 +176,7 @@ def test_a_policy_that_needs_kept_versions_needs_a_mode_that_keeps_them():
         assert parse(text.format(mode, "rollback")).weight_sync.mode == mode
 
 
-def test_a_certificate_and_its_key_come_together():
+def test_a_certificate_requires_its_key():
     assert any("needs tls_key" in said for said in problems("server.tls_cert = 'a'"))
     assert any("needs tls_cert" in said for said in problems("server.tls_key = 'a'"))
 
@@ -196,7 +196,7 @@ def test_a_certificate_and_its_key_come_together():
         ("'77'", 77),
     ],
 )
-def test_a_size_is_a_number_of_bytes_or_says_its_unit(text, size):
+def test_a_size_is_in_bytes_or_has_a_unit(text, size):
     assert parse(f"server.max_payload_size = {text}").server.max_payload_size == size
 
 

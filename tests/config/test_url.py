@@ -81,7 +81,7 @@ def test_what_is_no_base_url_is_refused_with_its_reason(text, reason):
         normalize_url(text, allow_unix=True)
 
 
-def test_a_unix_worker_is_refused_where_it_may_not_come_from():
+def test_a_unix_worker_is_refused_from_other_sources():
     with pytest.raises(ValueError, match="configuration file only"):
         normalize_url("unix:/run/w.sock", allow_unix=False)
 

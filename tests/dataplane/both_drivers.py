@@ -1,8 +1,7 @@
-"""A door whose clients and workers are told step by step what to do, with the short way or without.
+"""A data plane whose clients and workers act step by step, with the fast path or without.
 
-Every socket is a Unix one, where what was sent has come: so a turn waits for nothing, and the same
-steps give the same course. `seen` is all that they came to, but for the order of fields in an
-answer.
+Every socket is a Unix one, on which sent bytes can be read at once: so no step waits, and equal
+steps give equal transcripts. `seen` has all results, but for the order of fields in a response.
 """
 
 import contextlib
@@ -113,7 +112,7 @@ class Client:
         self._asked = False
 
     def has_begun(self):
-        """Whether the short way has asked a worker since this was asked last."""
+        """Whether the fast path has sent to a worker since the last call."""
         conn, before = self.conn, self._asked
         self._asked = conn.client.task is not conn and conn.exchange is not None
         return self._asked and not before
@@ -182,7 +181,7 @@ class World(ManualLoop):
         self.apply()
         for worker in self.fleet.workers:
             heal(self.fleet, worker)
-        self.began = self.handed_over = 0  # of the exchanges of the short way
+        self.began = self.handed_over = 0  # exchanges of the fast path
         self.dataplane.recorders.route_log = self.Routes(self.routes)
 
     class Routes:

@@ -29,7 +29,7 @@ async def halfway(call):
 
 
 @pytest.mark.parametrize("script", [silent, halfway], ids=["unary", "stream"])
-async def test_who_has_a_request_is_known_while_it_runs(script):
+async def test_the_worker_of_a_request_is_known_while_it_runs(script):
     async with fake_workers(script) as made, run_dataplane(*made) as opened:
         (worker,) = opened.fleet.workers
         async with opened.client() as client:
@@ -80,7 +80,7 @@ async def test_the_second_request_of_a_connection_is_known_too():
     ],
     ids=["batch", "body", "head", "written by vLLM", "too long", "no text", "half a character"],
 )
-async def test_a_request_goes_by_the_ids_that_its_engine_knows(sent, ids):
+async def test_a_request_is_found_by_the_ids_of_its_engine(sent, ids):
     async with (
         fake_workers(silent) as made,
         run_dataplane(*made) as opened,
@@ -96,7 +96,7 @@ async def test_a_request_goes_by_the_ids_that_its_engine_knows(sent, ids):
 QUEUED = "[server]\nqueue_size = 9\n"
 
 
-async def test_a_request_that_waits_for_a_slot_ends_whatever_its_body_will_say():
+async def test_a_request_that_waits_for_a_slot_can_be_aborted_without_its_body():
     config = f"{QUEUED}max_inflight = 1"
     async with fake_workers(silent) as made, run_dataplane(*made, config=config) as opened:
         async with opened.client() as holder, opened.client() as client, opened.client() as sender:
@@ -117,7 +117,7 @@ async def test_a_request_that_waits_for_a_slot_ends_whatever_its_body_will_say()
         assert len(made[0].requests) == 1
 
 
-async def test_only_what_is_meant_leaves_the_queue_and_its_connection_goes_on():
+async def test_only_the_aborted_request_leaves_the_queue_and_its_connection_stays():
     async with (
         fake_workers(answering(counted(b"{}"))) as made,
         run_dataplane(*made, config=QUEUED) as opened,

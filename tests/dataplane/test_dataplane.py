@@ -27,7 +27,7 @@ async def test_a_reload_does_not_open_what_a_drain_has_closed(nursery, tmp_path)
     assert dataplane.settings.config.server.host == "127.0.0.2"
 
 
-async def test_the_policy_hears_of_what_was_forgotten_and_is_tended_and_shown(tmp_path):
+async def test_the_policy_is_notified_of_removals_maintained_and_shown(tmp_path):
     fleet = fleet_of(entry("a"), entry("b"))
     dataplane = DataPlane(
         fleet, config_of(), admin_socket=str(tmp_path / "front"), sources=Sources(lambda _: 0)

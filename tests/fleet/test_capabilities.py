@@ -14,7 +14,7 @@ some_names = st.sets(st.sampled_from(CAPABILITIES))
 
 
 @given(some_names)
-def test_names_come_back_sorted(names):
+def test_names_are_returned_sorted(names):
     assert capability_names(capability_mask(names)) == sorted(names)
 
 

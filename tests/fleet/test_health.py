@@ -313,7 +313,7 @@ def test_what_was_ejected_dies_of_failed_probes_only_after_the_whole_threshold()
         assert machine.state is state
 
 
-def test_requests_from_before_the_ejection_say_nothing_more():
+def test_requests_from_before_the_ejection_do_not_count():
     machine = machine_of(PLAIN, *UP, *["bad request"] * 3, "good probe")
     for event in ("bad request", "good request", "good probe"):
         tell(machine, PLAIN, event)

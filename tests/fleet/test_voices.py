@@ -34,7 +34,7 @@ def test_afterwards_only_uploaded_voices_are():
     assert registry.state == "ready"
 
 
-def test_a_list_that_was_asked_for_before_a_change_is_not_taken():
+def test_a_list_requested_before_a_change_is_dropped():
     registry = kept_at(A, "bob")
     asked = registry.generation
     registry.voices_changed(A)
@@ -91,7 +91,7 @@ CHANGES = st.lists(
 
 
 @given(CHANGES)
-def test_no_list_outlives_the_change_that_came_after_its_question(changes):
+def test_no_list_outlives_a_change_after_its_request(changes):
     registry, asked, told = VoiceRegistry(), None, []
     registry.watch(lambda: told.append(registry.generation))
     fresh = False  # nothing has changed since `asked`

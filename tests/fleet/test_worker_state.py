@@ -73,7 +73,7 @@ def test_a_trial_that_runs_blocks_and_one_that_is_owed_does_not():
     assert worker.health.since == NOW
 
 
-def test_a_role_that_the_engine_reports_is_told_and_no_configured_one():
+def test_the_reported_role_is_shown_rather_than_the_configured_one():
     fleet = fleet_of(entry("a"))
     worker = fleet.workers[0]
     fleet.report_role(worker, "decode")

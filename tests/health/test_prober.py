@@ -47,7 +47,7 @@ async def test_a_failing_worker_waits_for_its_interval(world, probes, nursery, a
     assert worker.health.state == "unhealthy"
 
 
-async def test_a_worker_that_comes_up_long_after_the_threshold_enters_rotation(
+async def test_a_worker_that_becomes_healthy_long_after_the_threshold_enters_rotation(
     world, probes, nursery, autojump_clock
 ):
     probes.reply = lambda request: httpx.Response(503)
@@ -427,7 +427,7 @@ async def test_a_worker_that_is_out_does_not_wait_for_a_long_interval(
     assert len(probes) == seen
 
 
-async def test_the_end_of_its_start_is_not_reported_of_a_worker_that_has_just_come_up(
+async def test_a_worker_that_has_just_become_healthy_has_no_start_timeout(
     world, probes, nursery, autojump_clock, caplog
 ):
     world.configure(startup_timeout_secs=15)

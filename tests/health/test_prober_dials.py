@@ -126,7 +126,7 @@ async def test_a_name_that_leads_to_a_metadata_service_is_never_dialled(
     assert worker.address == ("sly.example", 80)
 
 
-async def test_a_workers_own_key_goes_with_the_probe(world, nursery, health_server, monkeypatch):
+async def test_the_probe_has_the_workers_own_key(world, nursery, health_server, monkeypatch):
     monkeypatch.setenv("WORKER_KEY", "w0rk")
     await running(world, nursery)
     url = f"http://127.0.0.1:{health_server.port}"

@@ -118,7 +118,7 @@ async def test_failed_reads_are_retried_with_back_off(autojump_clock, world):
     assert world.registry.refresh_error == "status=500"
 
 
-async def test_an_owner_that_comes_late_is_called_once_it_is_there(autojump_clock, world):
+async def test_a_late_owner_is_called_once_it_is_healthy(autojump_clock, world):
     worker = world.fleet.pop(OWNER)
     world.registry.restore(OWNER, ["old"])
     world.registry.voices_changed(OWNER)

@@ -97,7 +97,7 @@ def test_a_single_process_keeps_the_lease_until_the_worker_has_recovered():
     assert leases.holder(7) == 4
 
 
-def test_a_worker_that_left_and_came_back_is_leased_only_after_the_acknowledgement():
+def test_a_worker_that_was_added_again_is_leased_only_after_the_acknowledgement():
     leases, acked = HalfOpenLeases(), {1: 0, 2: 0}
     leases.rotate([7], [1, 2], 0.0, acked.__getitem__)
     assert leases.rotate([7], [1, 2], LEASE_SECS, acked.__getitem__) == {1}

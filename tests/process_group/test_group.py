@@ -142,19 +142,19 @@ def test_nccl_without_a_gpu_is_refused_at_once(groups, listener):
         listener.accept()
 
 
-def test_nobody_at_the_address_is_said_when_the_time_is_over(groups):
+def test_a_refused_address_is_an_error_after_the_timeout(groups):
     port = free_port()
     with pytest.raises(GroupError, match=f"waiting for the trainer's store at 127.0.0.1:{port}"):
         groups.init(meeting(port, timeout_s=0.5))
     wait_until(lambda: not groups.status()["abandoned_threads"])
 
 
-def test_a_name_that_does_not_resolve_is_said_at_once(groups):
+def test_a_name_that_does_not_resolve_fails_at_once(groups):
     with pytest.raises(GroupError, match=r"'no\.such\.host\.invalid' does not resolve"):
         groups.init(meeting(1, master_address="no.such.host.invalid"))
 
 
-def test_a_port_that_accepts_and_says_nothing_holds_no_thread(listener):
+def test_a_silent_port_holds_no_thread(listener):
     groups = Groups(GroupLimits(silent_secs=0.4))
     before = threading.active_count()
     with pytest.raises(GroupError, match="no torch store answered"):
@@ -183,7 +183,7 @@ def test_a_service_of_another_kind_is_distinguished_from_a_store(groups, listene
         answered.result()
 
 
-def test_a_rank_that_never_comes_ends_the_meeting_and_its_thread_is_counted(groups, trainer):
+def test_a_missing_rank_ends_the_rendezvous_and_its_thread_is_counted(groups, trainer):
     port = trainer.tell("open", group="g", world=3, timeout=2.0)["port"]
     with pytest.raises(GroupError, match="waiting for all 3 ranks"):
         groups.init(meeting(port, world_size=3, timeout_s=1.0))

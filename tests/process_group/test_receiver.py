@@ -54,7 +54,7 @@ def strict(name, tensor):
 
 
 @pytest.mark.parametrize("isolation", ["process"], indirect=True)
-def test_a_large_tensor_is_hashed_while_it_comes(receiver, trainer):
+def test_a_large_tensor_is_hashed_while_it_arrives(receiver, trainer):
     joined(receiver, trainer)
     transfer = armed(receiver, [("uint8", [100 << 20], 0)], digests=True)
     trainer.order("big", group="g", nbytes=100 << 20)

@@ -140,7 +140,7 @@ def test_a_trainer_that_exits_after_its_last_byte_has_sent_all(receiver, pool):
 
 
 @pytest.mark.parametrize("isolation", ["thread"], indirect=True)
-def test_who_waits_longer_than_allowed_disarms(receiver, trainer, pool):
+def test_a_wait_past_its_timeout_disarms(receiver, trainer, pool):
     joined(receiver, trainer)
     transfer = armed(receiver, [("float32", [8], 1)])
     with pytest.raises(GroupError, match=r"not complete within 0\.2 s") as failure:
@@ -152,7 +152,7 @@ def test_who_waits_longer_than_allowed_disarms(receiver, trainer, pool):
 
 
 @pytest.mark.parametrize("isolation", ["process"], indirect=True)
-def test_an_abort_says_to_everybody_why(receiver, trainer):
+def test_an_abort_reports_its_reason_to_every_waiter(receiver, trainer):
     joined(receiver, trainer)
     transfer = armed(receiver, [("float32", [8], 1)])
     with ThreadPoolExecutor(1) as threads:
@@ -166,7 +166,7 @@ def test_an_abort_says_to_everybody_why(receiver, trainer):
 
 
 @pytest.mark.parametrize("isolation", ["process"], indirect=True)
-def test_who_is_not_armed_in_time_is_disarmed(receiver, trainer, monkeypatch):
+def test_a_receive_that_is_not_armed_in_time_is_disarmed(receiver, trainer, monkeypatch):
     monkeypatch.setattr(subprocess_receiver, "SLACK_SECS", 0.1)
     joined(receiver, trainer)
     os.kill(receiver.status()["groups"][0]["process"], signal.SIGSTOP)

@@ -60,7 +60,7 @@ def test_a_meeting_is_given_up_at_a_word(receiver):
     assert receiver.status()["groups"] == []
 
 
-def test_a_word_that_comes_after_the_meeting_changes_nothing(receiver, trainer):
+def test_a_cancel_after_the_rendezvous_changes_nothing(receiver, trainer):
     stop = CancelToken()
     port = trainer.tell("open", group="g")["port"]
     receiver.init(meeting(port), stop)

@@ -130,7 +130,7 @@ def test_a_receiver_that_takes_nothing_is_a_stall(met):
         sending.wait(20)
 
 
-def test_ranks_that_never_come_end_the_meeting(ours):
+def test_missing_ranks_end_the_rendezvous(ours):
     sender = ours.sender(HostedRendezvous("127.0.0.1", 3, "relay", timeout_s=0.5))
     with pytest.raises(GroupError, match=r"(?i)within 0\.5 s|timeout|timed out"):
         sender.wait_for_ranks()

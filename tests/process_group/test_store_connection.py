@@ -28,7 +28,7 @@ def listener():
         yield listener
 
 
-def test_a_store_answers_and_goes_on_working(store):
+def test_a_store_answers_and_keeps_working(store):
     link = connect_store(("127.0.0.1", store.port), 5.0, never)
     assert not link.has_ended()
     assert link.answers(5.0)

@@ -177,7 +177,7 @@ def test_a_wrong_spec_is_refused_by_what_is_wrong_with_it(spec, said):
     assert not refusal.value.group_dropped
 
 
-def test_a_name_may_come_once():
+def test_a_name_may_occur_once():
     with pytest.raises(GroupError, match="'w' is announced twice"):
         make_plan([("w", "float32", [1]), ("w", "float16", [1])])
 

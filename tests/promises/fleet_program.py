@@ -134,7 +134,7 @@ class Program:
         self.client.base_url = httpx.URL(url)
         await self.until("/live", lambda told: told.get("status") == "alive")
 
-    async def told(self, path: str) -> dict:
+    async def get_json(self, path: str) -> dict:
         return (await self.client.get(path)).json()
 
     async def until(self, path: str, holds: Callable[[dict], bool]) -> dict:
@@ -142,7 +142,7 @@ class Program:
         told: dict = {}
         try:
             with trio.fail_after(PATIENCE_SECS):
-                while not holds(told := await self.told(path)):
+                while not holds(told := await self.get_json(path)):
                     await trio.sleep(0.02)
         except trio.TooSlowError:
             raise AssertionError(f"{path} stays at {json.dumps(told)[:2000]}\n{self.log}") from None

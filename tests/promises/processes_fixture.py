@@ -41,7 +41,7 @@ def address(running) -> str:
 
 
 async def in_flight(running) -> list[int]:
-    told = await running.told("/workers")
+    told = await running.get_json("/workers")
     return [record(told, worker)["in_flight"] for worker in running.fleet]
 
 

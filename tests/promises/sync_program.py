@@ -236,7 +236,7 @@ class FleetClient:
         answer = await self.client.post(path, json=body)
         return answer.status_code, answer.json()
 
-    async def told(self, path):
+    async def get_json(self, path):
         return (await self.client.get(path)).json()
 
     async def until(self, path, holds):
@@ -246,7 +246,7 @@ class FleetClient:
             with trio.fail_after(PATIENCE_SECS):
                 while True:
                     try:
-                        told = await self.told(path)
+                        told = await self.get_json(path)
                         if holds(told):
                             return told
                     except httpx.TransportError as error:
@@ -298,7 +298,7 @@ class FleetClient:
 
     async def versions(self):
         """Worker URL -> (label, epoch), as /weights has them."""
-        told = await self.told("/weights")
+        told = await self.get_json("/weights")
         return {
             each["worker"]: (each["weight_version"], each["weight_epoch"])
             for each in told["workers"]

@@ -71,7 +71,7 @@ async def assert_all_hold(seen, seed):
 async def assert_routable_only_with(seen, seed):
     """Every worker with other weights than those of `seed`, the last published, is out of
     rotation."""
-    told = await seen.told("/workers")
+    told = await seen.get_json("/workers")
     digests = await seen.digests()
     for each in told["workers"]:
         if each["routable"] or each["weight_version"] is not None:
@@ -87,9 +87,9 @@ async def watch_for_early_changes(seen):
     async def look():
         nonlocal looks
         while not enough:
-            before = await seen.told("/workers")
+            before = await seen.get_json("/workers")
             digests = await seen.digests()
-            after = {each["url"]: each for each in (await seen.told("/workers"))["workers"]}
+            after = {each["url"]: each for each in (await seen.get_json("/workers"))["workers"]}
             for each in before["workers"]:
                 # A worker that left rotation in between may have begun to change.
                 if each["routable"] and after[each["url"]]["routable"]:

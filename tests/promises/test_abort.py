@@ -100,7 +100,7 @@ async def test_one_id_costs_one_call_to_one_worker(tmp_path, soon, processes):
 async def test_a_thousand_generations_end_and_nothing_else_is_touched(tmp_path, soon):
     engines = Engine(), Engine(), Engine()
     async with fleet(tmp_path, *engines) as running, streams(running) as made:
-        before = await running.told("/workers")
+        before = await running.get_json("/workers")
         for number in range(MANY):
             made.begin(f"r{number}")
         await until(lambda: generating(*engines) == MANY)
@@ -115,12 +115,12 @@ async def test_a_thousand_generations_end_and_nothing_else_is_touched(tmp_path, 
         same = ("url", "routable", "disabled", "weight_version", "status")
         for then, now in zip(before["workers"], idle["workers"], strict=True):
             assert {key: then[key] for key in same} == {key: now[key] for key in same}
-        weights = await running.told("/weights")
+        weights = await running.get_json("/weights")
         assert (weights["operation"], weights["history"], weights["uncertain"]) == (None, [], {})
         assert (await running.ask()).status_code == 200
 
 
-async def test_what_is_not_known_here_is_asked_of_all_that_live(tmp_path, soon):
+async def test_an_unknown_id_is_aborted_at_all_live_workers(tmp_path, soon):
     engines = Engine(), Engine(), Engine()
     async with fleet(tmp_path, *engines) as running:
         answer = await running.client.put(f"/workers/{engines[0].url}", json={"disabled": True})
@@ -131,7 +131,7 @@ async def test_what_is_not_known_here_is_asked_of_all_that_live(tmp_path, soon):
         assert all(engine.aborts == [{"rid": "elsewhere"}] for engine in engines)
 
 
-async def test_a_prefix_is_asked_of_all(tmp_path, soon):
+async def test_a_prefix_is_aborted_at_all_workers(tmp_path, soon):
     engines = Engine(), Engine()
     async with fleet(tmp_path, *engines) as running, streams(running) as made:
         for rid in ("a::1", "a::2", "b::1", "b::2"):
@@ -180,7 +180,7 @@ async def test_an_abort_waits_for_no_operation(tmp_path, soon):
         await engine.updating.wait()
         assert (await abort(running, rid="r1"))[0] == 200
         await made.until_ended(1)
-        assert (await running.told("/weights"))["operation"] is not None
+        assert (await running.get_json("/weights"))["operation"] is not None
         engine.gate.set()
 
 

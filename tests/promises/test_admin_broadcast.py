@@ -30,7 +30,7 @@ async def test_one_update_reaches_all_and_is_read_back_and_compared(tmp_path):
             told = await running.until_routable(*both)
             assert {record(told, each)["weight_version"] for each in both} == {"v2"}
             assert {record(told, each)["weight_epoch"] for each in both} == {1}
-            weights = await running.told("/weights")
+            weights = await running.get_json("/weights")
             assert weights["history"][-1]["path"] == "/update_weights_from_disk"
             assert not (tmp_path / "proxy.weights" / "journal.json").exists()
 
@@ -48,7 +48,7 @@ async def test_targets_are_out_of_routing_while_it_runs_and_back_afterwards(tmp_
             )
             for engine in both:
                 await engine.asked["/update_weights_from_disk"].wait()
-            told = await running.told("/workers")
+            told = await running.get_json("/workers")
             assert [each["held_by"] for each in told["workers"]] == [["updating"]] * 2
             assert (await running.client.get("/ready")).status_code == 503
             assert (await running.client.get("/health")).status_code == 200
@@ -79,14 +79,14 @@ async def test_a_pause_with_hold_keeps_them_out_until_continue(tmp_path):
             await running.until_routable(engine)
             answer = await running.client.post("/pause_generation", json={"mode": "retract"})
             assert answer.json()["status"] == "ok"
-            assert record(await running.told("/workers"), engine)["held_by"] == ["paused"]
+            assert record(await running.get_json("/workers"), engine)["held_by"] == ["paused"]
             answer = await running.client.post("/continue_generation", json={})
             assert answer.json()["status"] == "ok"
-            assert record(await running.told("/workers"), engine)["held_by"] == []
+            assert record(await running.get_json("/workers"), engine)["held_by"] == []
             assert ("/pause_generation", {"mode": "retract"}) in engine.calls
 
 
-async def test_who_leaves_stops_nothing_and_asking_again_joins_what_runs(tmp_path):
+async def test_a_disconnect_cancels_nothing_and_a_repeated_call_joins(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(1) as (engine,):
         file.write_text(toml([engine]))
@@ -99,7 +99,7 @@ async def test_who_leaves_stops_nothing_and_asking_again_joins_what_runs(tmp_pat
                 )
                 await engine.asked["/update_weights_from_disk"].wait()
                 nursery.cancel_scope.cancel()
-            weights = await running.told("/weights")
+            weights = await running.get_json("/weights")
             assert weights["operation"]["step"] == "calling"
             async with trio.open_nursery() as nursery:
                 answers = []

@@ -70,11 +70,11 @@ async def test_control_routes_answer_there_alone_and_health_on_both(tmp_path):
         assert (await admin.get("/status")).status_code == 200
         added = await admin.post("/workers", json={"url": "http://127.0.0.1:1"})
         assert added.status_code == 200
-        assert urls(await running.told("/workers")) == [worker.url, "http://127.0.0.1:1"]
+        assert urls(await running.get_json("/workers")) == [worker.url, "http://127.0.0.1:1"]
         assert (await admin.post("/reload")).status_code == 200
 
 
-async def test_model_traffic_goes_by_the_other_listener(tmp_path):
+async def test_model_traffic_uses_the_other_listener(tmp_path):
     async with house(tmp_path) as (running, worker, admin, _):
         assert (await running.ask()).status_code == 200
         answer = await admin.post("/v1/chat/completions", json={"messages": []})
@@ -85,7 +85,7 @@ async def test_model_traffic_goes_by_the_other_listener(tmp_path):
         assert worker.requests == 1
 
 
-async def test_no_client_can_say_that_it_came_there(tmp_path):
+async def test_no_client_can_claim_the_admin_listener(tmp_path):
     async with house(tmp_path) as (running, _, _, _):
         url = running.client.base_url
         for host in ("admin", "Admin", "admin:80", "front"):
@@ -99,7 +99,7 @@ async def test_no_client_can_say_that_it_came_there(tmp_path):
                 assert (await stream.receive_some()).startswith(b"HTTP/1.1 403 ")
 
 
-async def test_the_key_is_asked_for_there_unless_the_file_says_no(tmp_path):
+async def test_the_key_is_required_there_unless_configured_otherwise(tmp_path):
     key = {"Authorization": f"Bearer {KEY}"}
     async with house(tmp_path, key=KEY) as (running, worker, admin, file):
         assert (await admin.post("/reload")).status_code == 401

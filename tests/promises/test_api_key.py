@@ -27,7 +27,7 @@ WRONG = (
 )
 
 
-async def test_only_who_presents_it_reaches_a_worker():
+async def test_only_requests_with_the_key_reach_a_worker():
     async with workers("w") as (worker,):
         words = ("--api-key", KEY, "--port", "0", "--worker-urls", worker.url)
         async with program(*words) as running:
@@ -58,7 +58,7 @@ async def test_only_who_presents_it_reaches_a_worker():
             assert json.loads(told)["config"]["server"]["api_key"] == "***"
 
 
-async def test_a_body_that_nobody_wants_is_not_read_to_its_end():
+async def test_a_refused_body_is_not_read_to_its_end():
     async with workers("w") as (worker,):
         words = ("--api-key", KEY, "--port", "0", "--worker-urls", worker.url)
         async with program(*words) as running:
@@ -67,7 +67,7 @@ async def test_a_body_that_nobody_wants_is_not_read_to_its_end():
             assert answer.status_code == 401
 
 
-async def test_it_may_come_and_go_while_connections_are_open(tmp_path):
+async def test_the_key_may_change_while_connections_are_open(tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("w") as fleet:
         file.write_text(toml(fleet))

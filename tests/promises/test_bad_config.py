@@ -99,24 +99,24 @@ async def test_a_bad_file_at_a_reload_changes_nothing_and_its_error_stands_until
     put(file, good)
     async with program("--config", file) as running:
         await running.until_routable(worker)
-        before = (await running.told("/config"))["config"]
+        before = (await running.get_json("/config"))["config"]
         for case in BAD_ENDS.values():
             text = f"{good}{case[0]}\n"
             put(file, text)
             refused = await running.client.post("/reload")
             assert refused.status_code == 422
             for path in ("/config", "/status"):
-                last = (await running.told(path))["last_reload"]
+                last = (await running.get_json(path))["last_reload"]
                 assert last["outcome"] == "refused"
                 check(last["error"]["message"], file, text, case)
-            told = await running.told("/config")
+            told = await running.get_json("/config")
             assert (told["config"], told["revision"]) == (before, 1)
-            assert urls(await running.told("/workers")) == [worker.url]
+            assert urls(await running.get_json("/workers")) == [worker.url]
             assert (await running.ask()).status_code == 200
             put(file, good)
             assert (await running.client.post("/reload")).status_code == 200
             for path in ("/config", "/status"):
-                assert "error" not in (await running.told(path))["last_reload"]
+                assert "error" not in (await running.get_json(path))["last_reload"]
         assert running.log.count("config_refused") >= len(BAD_ENDS)
 
 
@@ -128,8 +128,8 @@ async def test_what_http_changes_does_not_hide_that_the_file_is_bad(tmp_path, wo
         assert (await running.client.post("/reload")).status_code == 422
         added = await running.client.post("/workers", json={"url": "http://127.0.0.1:1"})
         assert added.status_code == 200
-        assert "error" in (await running.told("/config"))["last_reload"]
-        assert len(urls(await running.told("/workers"))) == 2
+        assert "error" in (await running.get_json("/config"))["last_reload"]
+        assert len(urls(await running.get_json("/workers"))) == 2
 
 
 async def test_a_file_that_is_emptied_at_a_reload_is_taken_at_its_word(tmp_path, worker):
@@ -139,7 +139,7 @@ async def test_a_file_that_is_emptied_at_a_reload_is_taken_at_its_word(tmp_path,
         await running.until_routable(worker)
         put(file, "")
         assert (await running.client.post("/reload")).status_code == 200
-        assert urls(await running.told("/workers")) == []
+        assert urls(await running.get_json("/workers")) == []
         refused = await running.client.post(
             "/v1/chat/completions", content=CHAT, headers={"content-type": "application/json"}
         )

@@ -141,7 +141,7 @@ async def test_one_file_routes_a_stream_reloads_and_leaves(binary, tmp_path):
             assert not folder.exists()
 
 
-async def test_a_sigkill_of_one_file_leaves_nobody_and_nothing(binary):
+async def test_a_sigkill_of_the_one_file_build_leaves_no_process_and_no_file(binary):
     async with workers("a") as (worker,):
         words = ("--worker-urls", worker.url, "--port", "0")
         async with running(binary, *words) as program:

@@ -26,7 +26,7 @@ async def test_a_declared_body_past_the_limit_is_413_before_it_is_read(worker):
     assert worker.requests == []
 
 
-async def test_a_client_that_goes_on_sending_a_refused_body_still_reads_the_413(worker):
+async def test_a_client_that_keeps_sending_a_refused_body_still_reads_the_413(worker):
     async with run_dataplane(worker, config=SMALL) as opened, opened.client() as client:
         body = bytes(1_000_000)
         await client.send(BARE + b"content-length: %d\r\n\r\n" % len(body), body)

@@ -82,7 +82,7 @@ def under(name, url, path=""):
 @pytest.mark.parametrize("target", ["127.0.0.1", "localhost", REBOUND])
 async def test_a_page_of_another_origin_changes_nothing(page, tmp_path, target):
     async with house(tmp_path) as (running, worker):
-        before = await running.told("/status")
+        before = await running.get_json("/status")
         await page.visit(worker.url.replace("127.0.0.1", STRANGER))
         base = under(target, running.client.base_url, "/")
         outcome = await page.tell(
@@ -90,16 +90,16 @@ async def test_a_page_of_another_origin_changes_nothing(page, tmp_path, target):
             f" return {ATTACKS}; }})()"
         )
         assert outcome == ["refused"] * 4
-        told = await running.told("/workers")
+        told = await running.get_json("/workers")
         assert [each["url"] for each in told["workers"]] == [worker.url]
         assert record(told, worker)["held_by"] == []
-        after = await running.told("/status")
+        after = await running.get_json("/status")
         assert after["revision"] == before["revision"]
         assert after["last_reload"] == before["last_reload"]
         assert worker.requests == 0  # probes are GET /health
 
 
-async def test_a_name_that_leads_here_says_in_words_what_to_set(page, tmp_path):
+async def test_a_rebound_host_name_is_refused_with_the_setting_to_change(page, tmp_path):
     async with house(tmp_path) as (running, _):
         await page.visit(under(REBOUND, running.client.base_url, "/dashboard"))
         await page.until("!document.querySelector('#locked').hidden")
@@ -118,7 +118,7 @@ async def test_an_allowed_name_serves_the_dashboard(page, tmp_path):
             method: "PUT", headers: {{ "Content-Type": "application/json" }},
             body: '{{"disabled": true}}' }}).then((answer) => answer.status)"""
         assert await page.tell(put_it) == 200
-        assert record(await running.told("/workers"), worker)["disabled"]
+        assert record(await running.get_json("/workers"), worker)["disabled"]
 
 
 async def test_a_page_of_another_origin_may_call_a_model(page, tmp_path):

@@ -41,11 +41,11 @@ async def answered(script, request=None):
     ],
     ids=["spaces", "duplicates", "unicode", "big number", "nan", "utf-16"],
 )
-async def test_a_body_goes_on_byte_for_byte(worker, body):
+async def test_a_body_is_forwarded_byte_for_byte(worker, body):
     assert (await sent_on(worker, post(body)))[2] == body
 
 
-async def test_a_body_of_bytes_that_are_no_text_goes_on_byte_for_byte(worker):
+async def test_a_binary_body_is_forwarded_byte_for_byte(worker):
     body = bytes(range(256)) * 500
     kind = "content-type: application/octet-stream"
     assert (await sent_on(worker, post(body, kind=kind)))[2] == body
@@ -113,7 +113,7 @@ async def test_hint_fields_are_honoured_and_stripped(worker):
 
 
 @pytest.mark.parametrize("name", ["x-sglang-omni-request-id", "x-request-id", "x-correlation-id"])
-async def test_the_clients_request_id_goes_both_ways(worker, name):
+async def test_the_clients_request_id_is_forwarded_and_returned(worker, name):
     async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(post(CHAT, f"{name}: mine-1"))
         answer = await client.answer()
@@ -130,7 +130,7 @@ async def test_a_request_id_of_the_body_cannot_write_headers(worker):
     assert len(answer.one("x-sglang-omni-request-id")) == 32
 
 
-async def test_every_answer_of_a_worker_says_whose_it_is(worker):
+async def test_every_response_names_its_worker(worker):
     async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(post())
         answer = await client.answer()

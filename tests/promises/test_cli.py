@@ -47,7 +47,7 @@ async def place(tmp_path):
             yield running
 
 
-async def test_status_says_how_it_is_and_its_exit_status_too(place):
+async def test_status_prints_the_state_and_sets_the_exit_status(place):
     assert (await place.ask()).status_code == 200
     status, out, _ = await ask("status", *place.at)
     assert status == 0
@@ -108,7 +108,7 @@ async def _drained(place, worker):
     assert (status, out) == (0, f"{worker.url}: drained, 0 in flight\n")
 
 
-async def test_explain_says_where_it_would_go_and_logs_where_it_went(place):
+async def test_explain_shows_the_pick_and_logs_shows_the_worker(place):
     body = json.dumps(chat()).encode()
     status, out, _ = await ask("explain", *place.at, stdin=body)
     assert status == 0
@@ -180,7 +180,7 @@ async def test_top_shows_the_fleet_changes_it_and_gives_the_terminal_back(place)
         await top.until(r"disable 127\S+\?  y: yes")
         top.press(b"y")
         await top.until("1 disabled")
-        assert len(routable(await place.told("/workers"))) == 1
+        assert len(routable(await place.get_json("/workers"))) == 1
         top.press(b"o")
         await top.until("no worker is in trouble")
         top.press(b"q")
@@ -188,7 +188,7 @@ async def test_top_shows_the_fleet_changes_it_and_gives_the_terminal_back(place)
         assert await top.ended() == 0
 
 
-async def test_top_says_when_the_proxy_is_gone(place):
+async def test_top_reports_a_lost_proxy(place):
     async with terminal(*place.at) as top:
         await top.until("2 of 2 take requests")
         assert await place.leave() == 0

@@ -61,7 +61,7 @@ async def test_commands_show_the_certificate_that_is_named(place):
     assert (status, "1 disabled" in said) == (0, True), said
 
 
-async def test_without_one_they_say_what_is_missing(place):
+async def test_without_a_certificate_commands_name_what_is_missing(place):
     file, url, _ = place
     status, said = await asked("workers", "--config", file)
     assert (status, "a client certificate is required" in said) == (2, True), said

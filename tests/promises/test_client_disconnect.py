@@ -121,7 +121,7 @@ LISTENS_ON = '[server]\nhalf_close = "answer"'
     [(counted(b"{}"),), (SSE_HEAD, chunk(b"{}"), LAST_CHUNK)],
     ids=["unary", "stream"],
 )
-async def test_a_half_closed_client_gets_its_answer_where_the_operator_says_so(pieces):
+async def test_a_half_closed_client_gets_its_response_if_configured(pieces):
     script = Released(*pieces)
     async with (
         fake_workers(script) as (worker,),
@@ -139,7 +139,7 @@ async def test_a_half_closed_client_gets_its_answer_where_the_operator_says_so(p
     assert worker.requests == [("POST /v1/chat/completions HTTP/1.1", CHAT)]
 
 
-async def test_a_half_closed_client_gets_every_answer_it_asked_for():
+async def test_a_half_closed_client_gets_every_pipelined_response():
     script = Released(counted(b"{}"))
     script.may.set()
     async with dataplane_before(script, config=LISTENS_ON) as (_, client):

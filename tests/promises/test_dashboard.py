@@ -81,21 +81,23 @@ async def test_a_client_on_call_sees_the_fleet_and_switches_workers(page, tmp_pa
         await shows(page, row(one), "disabled", "Enable")
         await shows(page, "#state", "Serving with 1 of 2 workers")
         await shows(page, "#alerts", f"{address(one)} is out", "disabled")
-        assert record(await running.told("/workers"), one)["disabled"]
+        assert record(await running.get_json("/workers"), one)["disabled"]
 
         await push(page, one, SWITCH)
         await shows(page, row(one), "takes requests", "Disable")
-        assert not record(await running.told("/workers"), one)["disabled"]
+        assert not record(await running.get_json("/workers"), one)["disabled"]
 
         await push(page, two, REMOVE)
         await shows(page, "#confirm", address(two), "Cancel")
         await page.press("Escape")
         await page.until("!document.querySelector('#confirm').open")
-        assert len((await running.told("/workers"))["workers"]) == 2
+        assert len((await running.get_json("/workers"))["workers"]) == 2
         await push(page, two, REMOVE)
         await page.click("#confirm-yes")
         await page.until(f"!document.querySelector({json.dumps(row(two))})")
-        assert [each["url"] for each in (await running.told("/workers"))["workers"]] == [one.url]
+        assert [each["url"] for each in (await running.get_json("/workers"))["workers"]] == [
+            one.url
+        ]
 
         assert {url for url in page.asked if not url.startswith("data:")} <= {
             str(running.client.base_url.join(path))
@@ -153,7 +155,7 @@ async def test_for_how_long_it_is_switched_off_is_reported_not_how_long_it_is_we
         assert await page.tell(later)
 
 
-async def test_on_the_port_for_model_traffic_it_says_where_it_is(page, tmp_path):
+async def test_on_the_model_port_it_names_the_admin_listener(page, tmp_path):
     place = f"127.0.0.1:{free_port()}"
     settings = f'[admin]\napi_key = "{KEY}"\nlisten = "{place}"\n'
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet, more=settings):
@@ -165,7 +167,7 @@ async def test_on_the_port_for_model_traffic_it_says_where_it_is(page, tmp_path)
         await shows(page, "#locked", "Enter the admin API key")
 
 
-async def test_a_worker_that_says_nothing_stands_out(page, tmp_path):
+async def test_a_silent_worker_is_highlighted(page, tmp_path):
     async with workers("a", "b") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, "#alerts", "No problems")
         alerts, badge, kind = await page.tell("""(() => {
@@ -205,7 +207,7 @@ async def test_everything_can_be_done_with_the_keyboard(page, tmp_path):
         await page.press("Tab")
         await page.press("Enter")
         await shows(page, "#state", "no worker takes requests")
-        assert record(await running.told("/workers"), one)["disabled"]
+        assert record(await running.get_json("/workers"), one)["disabled"]
         assert await page.tell("document.activeElement.textContent") == "Enable"
         await page.press("Enter")
         await shows(page, row(one), "takes requests")
@@ -265,7 +267,7 @@ async def test_why_a_worker_died_can_be_read_and_it_can_be_revived(page, tmp_pat
             assert "bad" in await page.tell(f"document.querySelector('{row(two)}').className")
             await push(page, two, REVIVE)
             await shows(page, "#told", address(two), "starts anew")
-            assert record(await running.told("/workers"), two)["health_state"] != "healthy"
+            assert record(await running.get_json("/workers"), two)["health_state"] != "healthy"
         nursery.cancel_scope.cancel()
 
 
@@ -324,7 +326,7 @@ async def shifted_meanwhile(page, running):
     return shifted
 
 
-async def test_the_explain_box_says_who_gets_it_and_why_nobody_does(page, tmp_path):
+async def test_the_explain_box_shows_the_pick_or_why_there_is_none(page, tmp_path):
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet) as running:
         one, two = fleet
         await running.client.put(f"/workers/{ids(fleet)[0]}", json={"disabled": True})
@@ -365,7 +367,7 @@ async def lightness(page):
     return sum(map(int, told.removeprefix("rgb(").removesuffix(")").split(","))) / 3
 
 
-async def test_a_lost_connection_is_said_and_found_again(page, tmp_path):
+async def test_a_lost_connection_is_shown_and_restored(page, tmp_path):
     port = free_port()
     async with workers("one") as fleet:
         (one,) = fleet

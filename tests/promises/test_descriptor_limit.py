@@ -50,7 +50,7 @@ async def left_alone(running, before: int) -> None:
             await trio.sleep(0.02)
 
 
-async def test_past_the_limit_those_who_are_in_are_served_and_the_others_wait(tmp_path):
+async def test_past_the_limit_open_connections_are_served_and_new_ones_wait(tmp_path):
     async with narrow(tmp_path) as (running, first), AsyncExitStack() as places:
         before = open_descriptors(running)
         crowd = [await places.enter_async_context(client_of(running.address)) for _ in range(CROWD)]

@@ -222,7 +222,7 @@ async def test_a_replica_of_the_page_lives_in_two_processes_and_is_profiled(tmp_
 
 @pytest.mark.replica
 @pytest.mark.skipif(bool(missing()), reason=missing() or "all is there")
-async def test_the_first_replica_of_the_page_chats_speaks_and_hears(tmp_path):
+async def test_the_documented_replica_serves_chat_speech_and_transcription(tmp_path):
     page, port = Page("docs/replica.md"), free_port()
     places = {"31000": str(port), "curl ": "curl -sS --fail-with-body "}
     with trio.fail_after(DEADLINE_SECS):

@@ -128,7 +128,7 @@ async def test_the_drain_ends_after_its_time(tmp_path, script):
         script.may.set()
 
 
-async def test_a_request_that_came_in_part_is_still_answered(tmp_path, script):
+async def test_a_partly_received_request_is_still_answered(tmp_path, script):
     script.may.set()
     request = post()
     async with (
@@ -145,7 +145,7 @@ async def test_a_request_that_came_in_part_is_still_answered(tmp_path, script):
         assert await ended(running) == 0
 
 
-async def test_ready_goes_off_before_the_drain_begins(tmp_path, script):
+async def test_ready_fails_before_the_drain_begins(tmp_path, script):
     async with running_over(script, tmp_path, "ready_off_secs = 600") as running:
         assert (await running.client.get("/ready")).status_code == 200
         running.process.send_signal(signal.SIGTERM)

@@ -95,7 +95,7 @@ async def test_503_and_client_errors_never_eject():
         assert (opened.failures(), opened.fleet.workers[0].routable) == ([0], True)
 
 
-async def test_back_from_ejection_one_request_alone_is_let_in_however_many_come():
+async def test_after_an_ejection_one_request_at_a_time_is_admitted():
     script, gate, asked = Switched(resetting), trio.Event(), trio.Event()
 
     async def slowly(call):
@@ -143,7 +143,7 @@ async def test_a_trial_that_fails_puts_it_out_at_once():
         assert worker.health.state is Health.UNHEALTHY
 
 
-async def test_a_trial_that_says_503_or_loses_its_client_is_made_again():
+async def test_a_half_open_request_with_503_or_a_lost_client_is_repeated():
     script, asked = Switched(resetting), trio.Event()
 
     async def never(call):
@@ -216,7 +216,7 @@ async def test_the_program_ejects_probes_at_once_and_readmits(tmp_path):
             told = await program.until("/workers", lambda told: told["routable_workers"] == 1)
             assert told["workers"][0]["trial"]
             assert (await program.ask()).status_code == 200
-            assert not (await program.told("/workers"))["workers"][0]["trial"]
+            assert not (await program.get_json("/workers"))["workers"][0]["trial"]
 
 
 async def test_the_program_removes_what_it_ejects_until_its_entry_changes(tmp_path):
@@ -226,9 +226,11 @@ async def test_the_program_removes_what_it_ejects_until_its_entry_changes(tmp_pa
         put(file, toml(made, more=more))
         async with running_program("--config", file) as program:
             await program.until_routable(*made)
-            while (await program.told("/workers"))["total_workers"] == 2:
+            while (await program.get_json("/workers"))["total_workers"] == 2:
                 assert (await program.ask()).status_code == 200
-            assert [w["url"] for w in (await program.told("/workers"))["workers"]] == [made[1].url]
+            assert [w["url"] for w in (await program.get_json("/workers"))["workers"]] == [
+                made[1].url
+            ]
             await program.says("worker_removed")
             assert (await program.client.post("/reload")).json()["outcome"] == "unchanged"
             entry = f'[[workers]]\nurl = "{made[0].url}"\n'

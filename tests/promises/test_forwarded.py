@@ -63,7 +63,7 @@ async def test_a_change_of_the_mode_holds_for_open_connections_too():
 
 
 @pytest.mark.parametrize("sent", [None, "mine"])
-async def test_a_request_id_goes_to_the_worker_back_and_into_the_log(sent):
+async def test_a_request_id_reaches_the_worker_the_client_and_the_log(sent):
     config = "[server]\nrequest_id_header = 'X-Trace'"
     both = answering(counted(b"{}", "x-trace: the worker's own"))
     async with dataplane_before(both, config=config) as (opened, client):
@@ -89,7 +89,7 @@ async def test_refusals_carry_an_id_too():
 
 
 @pytest.mark.parametrize("introduction", [V1, V2], ids=["v1", "v2"])
-async def test_a_client_behind_a_balancer_is_who_the_balancer_says(introduction):
+async def test_the_client_address_is_that_of_the_proxy_line(introduction):
     async with dataplane_before(WELL, config=BALANCED) as (opened, client):
         await client.send(introduction + post())
         assert (await client.answer()).status == 200
@@ -100,7 +100,7 @@ async def test_a_client_behind_a_balancer_is_who_the_balancer_says(introduction)
 
 
 @pytest.mark.parametrize("introduction", [V1, V2], ids=["v1", "v2"])
-async def test_an_introduction_may_come_byte_by_byte(introduction):
+async def test_a_proxy_line_may_arrive_byte_by_byte(introduction):
     async with dataplane_before(WELL, config=BALANCED) as (opened, client):
         for byte in introduction + post():
             await client.send(bytes([byte]))

@@ -105,7 +105,7 @@ async def test_a_queue_that_is_full_refuses_at_once():
     [("max_inflight = 1\n", "queue_timeout"), ("", "none_healthy")],
     ids=["no slot", "no worker"],
 )
-async def test_who_waited_for_too_long_gets_that_reason(more, reason):
+async def test_a_queue_timeout_reports_its_reason(more, reason):
     gate = Gate()
     config = f"{QUEUED}{more}queue_timeout_secs = 0.05"
     async with fake_workers(gate) as made, run_dataplane(*made, config=config) as opened:
@@ -203,11 +203,11 @@ async def test_front_routes_never_wait(tmp_path):
                 nursery.start_soon(running.ask)
             told = await running.until("/health", lambda told: told["admission"]["waiting"] == 1)
             assert told["admission"]["inflight"] == 1
-            assert (await running.told("/status"))["data_plane"]["phases"]["queue"] == 1
+            assert (await running.get_json("/status"))["data_plane"]["phases"]["queue"] == 1
             gate.open.set()
 
 
-async def test_a_drain_still_serves_who_waits(tmp_path):
+async def test_a_drain_still_serves_queued_requests(tmp_path):
     gate, file = Gate(), tmp_path / "proxy.toml"
     async with fake_workers(gate) as made:
         put(file, toml(made, more="queue_size = 5\nmax_inflight = 1\n"))

@@ -43,7 +43,7 @@ async def asked(opened, body=CHAT):
 async def test_requests_go_over_one_kept_connection():
     worker = SecureWorker(OK, host="localhost")
     async with door_to(worker) as opened, opened.client() as client:
-        for _ in range(6):  # the last ones go the short way
+        for _ in range(6):  # the last ones take the fast path
             await client.send(post())
             assert (await client.answer()).status == 200
     assert len(worker.calls) == 1
@@ -68,7 +68,7 @@ async def test_large_bodies_and_answers_pass_unchanged():
     assert [sent for _, sent in worker.requests] == [body, body, CHAT, CHAT, CHAT]
 
 
-async def test_a_large_body_goes_at_once_over_a_kept_connection():
+async def test_a_large_body_is_sent_at_once_over_an_idle_connection():
     """Whose socket has room all the time: nothing tells of it anew."""
     worker = SecureWorker(OK)
     large = b'{"messages": [], "x": "%b"}' % (b"y" * 100_000)
@@ -81,7 +81,7 @@ async def test_a_large_body_goes_at_once_over_a_kept_connection():
     assert len(worker.calls) == 1
 
 
-async def test_events_come_one_by_one():
+async def test_events_arrive_one_by_one():
     events = TwoEvents()
     async with door_to(SecureWorker(events)) as opened, opened.client() as client:
         await events.heard_by(client)
@@ -95,7 +95,7 @@ async def test_events_come_one_by_one():
         (BELIEVING, "elsewhere", b"IP address mismatch"),
     ],
 )
-async def test_who_can_not_be_believed_gets_nothing(config, name, words):
+async def test_a_worker_with_an_untrusted_certificate_gets_no_request(config, name, words):
     worker = SecureWorker(OK, name)
     async with door_to(worker, config="[routing]\nmax_total_retries = 1\n" + config) as opened:
         answer = await asked(opened)
@@ -159,7 +159,7 @@ async def test_a_new_connection_resumes_the_session_of_an_old_one():
     assert kept.resumed == [False, True]
 
 
-async def test_a_ticket_that_comes_late_costs_no_kept_connection():
+async def test_a_late_session_ticket_closes_no_idle_connection():
     calls = []
 
     async def rekeying(call):
@@ -268,7 +268,7 @@ async def test_a_body_that_the_worker_reads_slowly_is_sent_whole():
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
-async def test_a_worker_that_wants_another_handshake_is_notified_at_once_that_there_is_none():
+async def test_a_renegotiation_is_refused_at_once():
     port = free_port()
     async with openssl_server(port) as server:
         config = f"{BELIEVING}[routing]\nmax_total_retries = 0\n"

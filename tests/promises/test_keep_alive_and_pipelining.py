@@ -169,7 +169,7 @@ async def test_an_http_1_0_client_without_a_host_is_served():
         assert (await client.answer()).body == CHAT
 
 
-async def test_a_refusal_of_head_has_no_body_and_the_connection_goes_on():
+async def test_an_error_for_head_has_no_body_and_keeps_the_connection():
     async with dataplane_before(echo) as (_, client):
         await client.send(b"HEAD /v1/chat/completions HTTP/1.1\r\nhost: door\r\n\r\n", post())
         answer = await client.answer("HEAD")
@@ -206,7 +206,7 @@ async def test_a_refused_request_with_a_whole_body_leaves_the_connection_good():
         assert (await client.answer()).body == CHAT
 
 
-async def test_an_answer_that_comes_whole_with_its_head_keeps_its_framing():
+async def test_a_response_that_arrives_with_its_head_keeps_its_framing():
     async with dataplane_before(answering(CHUNKED)) as (_, client):
         for _ in range(2):
             await client.send(post())

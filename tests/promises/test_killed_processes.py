@@ -24,7 +24,7 @@ async def test_a_half_open_request_ends_with_its_process(tmp_path):
             running.client.headers["connection"] = "close"
             await running.until_routable(*fleet)
             await running.until("/status", serving)
-            while not record(await running.told("/workers"), fleet[0])["trial"]:
+            while not record(await running.get_json("/workers"), fleet[0])["trial"]:
                 async with client_of(address(running)) as client:
                     await client.send(ask())
                     assert (await client.answer()).status == 200
@@ -35,12 +35,12 @@ async def test_a_half_open_request_ends_with_its_process(tmp_path):
                 rows = told["data_plane"]["processes"]
                 os.kill(max(rows, key=lambda row: row["in_flight"])["pid"], signal.SIGKILL)
                 await running.until("/status", lambda t: in_flight(t) == [0, 0] and serving(t))
-                assert (await running.told("/status"))["data_plane"]["inflight"] == 0
-                told = await running.told("/workers")
+                assert (await running.get_json("/status"))["data_plane"]["inflight"] == 0
+                told = await running.get_json("/workers")
                 assert [worker["in_flight"] for worker in told["workers"]] == [0, 0]
                 assert record(told, fleet[0])["trial"]
             ill.gate.set()
-            while record(await running.told("/workers"), fleet[0])["trial"]:
+            while record(await running.get_json("/workers"), fleet[0])["trial"]:
                 async with client_of(address(running)) as client:
                     await client.send(ask())
                     assert (await client.answer()).status == 200

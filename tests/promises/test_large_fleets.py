@@ -43,7 +43,7 @@ async def house(tmp_path):
     made.data_plane.loop.flush()
 
 
-async def test_a_change_of_one_workers_health_makes_nobody_look_at_all_of_them(house):
+async def test_a_health_change_of_one_worker_scans_no_other(house):
     fleet = house.config_store.fleet
     workers = fleet.workers
     fleet.walks = 0

@@ -26,7 +26,7 @@ from tests.promises.fakes import (
 )
 
 
-async def test_hinted_json_past_a_mebibyte_reaches_its_worker_before_it_has_come(taking):
+async def test_hinted_json_past_a_mebibyte_is_streamed(taking):
     reached = trio.Event()
 
     async def script(taker):
@@ -66,7 +66,7 @@ async def test_json_with_half_of_the_hints_is_read_whole_first(left_out):
         assert [sent for _, sent in made[0].requests] == [body]
 
 
-async def test_a_chunked_body_goes_on_in_chunks_of_ours_without_extensions_and_trailers(taking):
+async def test_a_chunked_body_is_rechunked_without_extensions_and_trailers(taking):
     def payload_of(wire):
         sizes, payload = [], b""
         while wire:
@@ -98,7 +98,7 @@ async def test_a_chunked_body_goes_on_in_chunks_of_ours_without_extensions_and_t
     assert b"x-trailer" not in worker.taker.body
 
 
-async def test_a_form_streams_once_its_model_has_come(taking):
+async def test_a_form_streams_once_its_model_is_read(taking):
     reached = trio.Event()
     audio = bytes(range(256)) * (3 * MIB // 256)
     form = FORM + FILE + audio + END
@@ -120,7 +120,7 @@ async def test_a_form_streams_once_its_model_has_come(taking):
     assert worker.taker.body == form
 
 
-async def test_a_form_whose_model_comes_last_is_read_whole_where_models_matter():
+async def test_a_form_with_its_model_last_is_read_completely():
     form = FILE + bytes(2 * MIB) + b"\r\n" + FORM + b"--x--\r\n"
     async with fake_workers(answering(counted(b"{}"))) as made:
         text = MODEL.format(made[0].url)
@@ -208,7 +208,7 @@ async def test_a_large_upload_waits_in_the_queue_without_being_read(taking):
     assert worker.connections == 0
 
 
-async def test_100_continue_comes_before_a_large_body(taking):
+async def test_100_continue_precedes_a_large_body(taking):
     async def script(taker):
         await whole(taker, 2 * MIB)
 

@@ -123,7 +123,7 @@ async def test_a_client_that_dies_in_its_upload_ends_its_workers_connection(taki
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-async def test_a_worker_that_dies_in_an_upload_is_a_502_and_nobody_else_is_asked(taking, how):
+async def test_a_worker_that_dies_during_an_upload_is_a_502_without_retry(taking, how):
     async def script(taker):
         await taker.until(MIB)
         getattr(taker, how)()

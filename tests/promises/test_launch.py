@@ -129,7 +129,7 @@ async def test_a_sigkill_of_the_proxy_leaves_no_orphan(file):
         await until_gone(*(place["pid"] for place in places))
 
 
-async def test_a_group_that_leaves_the_file_is_stopped_and_one_that_comes_is_started(file):
+async def test_a_removed_group_is_stopped_and_an_added_one_started(file):
     text = file.read_text()
     async with program("--config", file) as running:
         places = await until_ready(running)
@@ -153,7 +153,7 @@ def words(tmp_path, base_port):
     ]  # fmt: skip
 
 
-async def test_launch_lets_nobody_in_before_every_replica_is_ready(words, tmp_path, base_port):
+async def test_launch_opens_its_port_when_every_replica_is_ready(words, tmp_path, base_port):
     async with starting(*words) as running:
         await running.says(r"starting 2 replicas\n")
         address = ("127.0.0.1", base_port + 2)
@@ -168,12 +168,12 @@ async def test_launch_lets_nobody_in_before_every_replica_is_ready(words, tmp_pa
         await running.says(rf"serving on http://127.0.0.1:{base_port + 2}\n")
         await running.arrive()
         assert (await running.ask()).status_code == 200
-        assert len((await running.told("/status"))["launch"]) == 2
+        assert len((await running.get_json("/status"))["launch"]) == 2
     assert "WARNING" not in running.log
     assert "loading" not in running.log
 
 
-async def test_launch_says_at_once_that_its_port_is_taken(words, tmp_path, base_port):
+async def test_launch_reports_a_taken_port_at_once(words, tmp_path, base_port):
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", base_port + 2))
@@ -296,5 +296,5 @@ async def test_two_real_replicas_chat_and_stream_and_share_four_parallel_request
                 nursery.start_soon(ask, stream)
         assert all(text.strip() for text, _ in told)
         assert len({worker for _, worker in told}) == 2
-        models = await running.told("/v1/models")
+        models = await running.get_json("/v1/models")
         assert [model["id"] for model in models["data"]] == [MODEL]

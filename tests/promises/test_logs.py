@@ -71,7 +71,7 @@ async def test_a_stream_leaves_its_line_at_its_end():
     assert record["required_capabilities"] == ["chat", "streaming"]
 
 
-async def test_a_broken_stream_says_so():
+async def test_a_broken_stream_is_logged():
     record = await routed(hanging_up_after(SSE_HEAD, chunk(b"data: one\n\n")), post(STREAMED))
     assert (record["event"], record["completed"]) == ("stream_error", False)
     assert record["error_type"]
@@ -175,7 +175,7 @@ async def test_a_terminal_that_is_not_read_any_more_costs_no_request(tmp_path):
                 await running.arrive()
                 await running.until_routable(*made)
                 nursery.cancel_scope.cancel()
-            worker = (await running.told("/workers"))["workers"][0]["id"]
+            worker = (await running.get_json("/workers"))["workers"][0]["id"]
             with trio.fail_after(PATIENCE_SECS):
                 for number in range(100):  # a line of more than 40 bytes for each
                     told = {"disabled": not number % 2}

@@ -121,5 +121,5 @@ async def test_a_loop_of_proxies_ends_with_508(tmp_path, count, processes):
             for path in ("/v1/models", "/get_loads", "/server_info"):
                 await proxies[0].client.get(path)
         assert fleet[0].requests == 0
-        told = await proxies[0].told("/status")
+        told = await proxies[0].get_json("/status")
         assert told["data_plane"]["accepted"] < 300, json.dumps(told["data_plane"])

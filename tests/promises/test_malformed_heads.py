@@ -108,7 +108,7 @@ async def test_a_connection_without_a_request_is_closed_without_a_word(worker):
     assert opened.log.records == []
 
 
-async def test_a_head_that_comes_byte_by_byte_is_as_good_as_any(worker):
+async def test_a_head_may_arrive_byte_by_byte(worker):
     async with run_dataplane(worker) as opened, opened.client() as client:
         for byte in post():
             await client.send(bytes([byte]))

@@ -117,12 +117,12 @@ async def test_small_bodies_count_and_past_the_bound_there_is_a_503(tmp_path):
             answer = await late.answer()
         assert (answer.status, answer.one("retry-after")) == (503, "1")
         assert b'"reason":"max_held_bytes"' in answer.body
-        assert (await running.told("/live"))["status"] == "alive"
-        told = await running.told("/status")
+        assert (await running.get_json("/live"))["status"] == "alive"
+        told = await running.get_json("/status")
         assert told["data_plane"]["held_bytes"] <= MIB
 
 
-async def test_bytes_that_come_one_at_a_time_are_held_as_any_others(tmp_path):
+async def test_bytes_that_arrive_one_at_a_time_count_as_held(tmp_path):
     body = b'{"prompt":"' + b"x" * 20_000 + b'"}'
     request = post(body)
     head = request[: -len(body)]

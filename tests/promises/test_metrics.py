@@ -96,7 +96,7 @@ async def test_a_stream_reports_its_gaps_before_it_ends_and_one_that_breaks_has_
         assert (sum(cell.between.counts[1:]), cell.between.sum) == told
 
 
-async def test_what_is_no_stream_has_no_gaps_however_many_pieces_it_comes_in():
+async def test_a_response_without_a_stream_has_no_gaps():
     async def piecewise(call):
         await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nab")
         await trio.sleep(0.02)
@@ -109,7 +109,7 @@ async def test_what_is_no_stream_has_no_gaps_however_many_pieces_it_comes_in():
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_the_running_program_reports_the_gaps_of_a_stream_that_goes_on(tmp_path, processes):
+async def test_the_running_program_reports_the_gaps_of_a_running_stream(tmp_path, processes):
     file, enough = tmp_path / "proxy.toml", trio.Event()
 
     async def going_on(call):
@@ -200,7 +200,7 @@ async def scraped(running) -> dict[str, dict[tuple[str, ...], float]]:
     return told
 
 
-async def test_the_running_program_counts_what_was_asked_of_it(tmp_path):
+async def test_the_running_program_counts_its_requests(tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("one", "two") as fleet:
         put(file, toml(fleet))
@@ -307,8 +307,8 @@ async def test_a_drained_worker_finishes_its_stream_and_gets_no_other(tmp_path):
                     await worker.halfway.wait()
                 drained = await running.client.post(f"/workers/{one.url}/drain")
                 assert (drained.status_code, drained.json()["status"]) == (202, "draining")
-                assert routable(await running.told("/workers")) == {two.url}
-                shown = (await running.told(f"/workers/{one.url}"))["draining"]
+                assert routable(await running.get_json("/workers")) == {two.url}
+                shown = (await running.get_json(f"/workers/{one.url}"))["draining"]
                 assert (shown["state"], shown["in_flight"]) == ("draining", 1)
                 one.gate.set()
             assert [answer.text.count("data:") for answer in answers] == [3, 3]

@@ -163,7 +163,7 @@ async def ask(client: httpx.AsyncClient, method: str, rule: str, fleet: Fleet) -
     return None
 
 
-def test_each_route_can_be_asked():
+def test_each_route_can_be_called():
     known = {f"{method} {rule}" for method, rule in routes()}
     assert SAID.keys() <= known
     fleet = Fleet(["http://a"] * 4)
@@ -186,7 +186,7 @@ async def test_no_route_blocks_the_others_whatever_its_workers_do(tmp_path, nurs
         assert [route for route, status in found.items() if status == 500] == []
         if mode != "hangs":
             assert [route for route, status in found.items() if status is None] == []
-        watched = (await running.told("/status"))["watchdog"]
+        watched = (await running.get_json("/status"))["watchdog"]
         assert watched["stalls"] == 0
         assert watched["longest_turn_ms"] < MOST_TURN_MS, f"{watched}\n{found}"
 

@@ -53,7 +53,7 @@ def chat(client, content, **fields):
     return client.chat.completions.create(messages=[{"role": "user", "content": content}], **asked)
 
 
-def test_a_spoken_question_is_heard_answered_and_the_answer_is_spoken(client):
+def test_an_audio_question_gets_an_audio_answer(client):
     question = said(client, QUESTION)
     assert plain(heard(client, question)) == plain(QUESTION)
     part = {"data": base64.b64encode(question).decode(), "format": "wav"}
@@ -72,7 +72,7 @@ def test_a_spoken_question_is_heard_answered_and_the_answer_is_spoken(client):
     assert plain(heard(client, base64.b64decode(answered.audio.data))) == plain(ANSWER)
 
 
-def test_a_stream_says_what_the_whole_answer_says(client):
+def test_a_stream_has_the_text_of_the_complete_response(client):
     whole = chat(client, QUESTION)
     pieces = list(chat(client, QUESTION, stream=True, stream_options={"include_usage": True}))
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
@@ -101,7 +101,7 @@ def test_sixteen_streams_at_once_all_complete(client):
     assert all(count > 1 for _, count in ended)
 
 
-def test_speech_comes_while_it_is_made_and_is_the_same_for_the_same_seed(client):
+def test_speech_is_streamed_and_deterministic_for_a_seed(client):
     text = "The river is cold. The mountain is high. The harbour is quiet."
     with client.audio.speech.with_streaming_response.create(
         model=MODEL, voice="alloy", input=text, response_format="pcm",
@@ -141,7 +141,7 @@ def test_langchain_chats_and_streams(url):
     assert "".join(piece.content for piece in model.stream(QUESTION)) == ANSWER
 
 
-def test_openai_node_chats_streams_speaks_and_hears(url):
+def test_openai_node_works_for_chat_streams_speech_and_transcription(url):
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")

@@ -76,13 +76,13 @@ async def asked(running, told, folder, *words):
     return int(re.search(r"Tested: (\d+)", said)[1])
 
 
-async def test_every_route_answers_what_its_description_says(tmp_path):
+async def test_every_route_answers_as_its_description_declares(tmp_path):
     async with fake_workers(engine, engine, engine) as fleet:
         file = tmp_path / "proxy.toml"
         file.write_text(toml(fleet) + ADMIN)
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
-            served = await running.told("/openapi.json")
+            served = await running.get_json("/openapi.json")
             told = about_these(served, *(worker.url for worker in fleet))
             words = ("--phases", "coverage,fuzzing", "--max-examples", "10")
             count = await asked(running, told, tmp_path, *words)
@@ -94,7 +94,7 @@ async def test_every_route_does_so_without_a_worker_too(tmp_path):
     file = tmp_path / "proxy.toml"
     file.write_text(toml([]) + ADMIN)
     async with program("--config", file) as running:
-        told = about_these(await running.told("/openapi.json"), NOBODY, NOBODY, NOBODY)
+        told = about_these(await running.get_json("/openapi.json"), NOBODY, NOBODY, NOBODY)
         del told["paths"]["/workers"]["post"]  # it would not stay without one
         words = ("--phases", "fuzzing", "--max-examples", "2", "--mode", "positive")
         assert await asked(running, told, tmp_path, *words) > 50

@@ -48,7 +48,7 @@ async def test_an_update_that_all_refuse_changes_nothing(tmp_path):
             assert answer.status_code == 502
             assert {each["standing"] for each in answer.json()["results"]} == {"restored"}
             await running.until_routable(*both)
-            assert (await running.told("/weights"))["weight_epoch"] == 0
+            assert (await running.get_json("/weights"))["weight_epoch"] == 0
 
 
 async def test_replicas_that_differ_afterwards_are_out_and_one_that_cannot_report_is_not(tmp_path):

@@ -78,7 +78,7 @@ async def test_without_retries_the_failure_is_seen():
         assert await asked(running, 2) == [500, 500]
 
 
-async def test_a_worker_that_fails_goes_out_and_comes_back():
+async def test_a_failing_worker_leaves_rotation_and_returns():
     flags = "--disable-retries --cb-failure-threshold 3 --cb-timeout-duration-secs 2"
     async with router(failing_first(3), flags=flags) as (running, _):
         assert await asked(running, 4) == [500, 500, 500, 503]

@@ -8,7 +8,7 @@ from tests.promises.fakes import answering, counted
 
 
 @pytest.mark.parametrize(("wants", "told"), [(True, "anna"), (False, "")])
-async def test_the_key_is_read_where_the_policy_wants_it(wants, told):
+async def test_the_key_is_read_from_where_the_policy_configures_it(wants, told):
     async with dataplane_before(answering(counted(b"good"))) as (opened, client):
         keys = []
 

@@ -76,7 +76,7 @@ def text(fleet, policy, processes=1):
 
 
 async def policy_of(running):
-    told = await running.told("/status")
+    told = await running.get_json("/status")
     assert "data_plane" in told, told
     return told["data_plane"]["policy"]
 

@@ -87,7 +87,7 @@ async def test_a_killed_process_loses_only_its_own_connections_and_is_replaced(t
     ):
         count = len(streams)
         assert sum(await in_flight(running)) == count
-        victim = (await running.told("/status"))["data_plane"]["processes"][0]
+        victim = (await running.get_json("/status"))["data_plane"]["processes"][0]
         os.kill(victim["pid"], signal.SIGKILL)
         mine = victim["in_flight"]
         assert 0 < mine < count
@@ -102,7 +102,7 @@ async def test_a_killed_process_loses_only_its_own_connections_and_is_replaced(t
         told = await running.until("/status", serving)
         assert [row["restarts"] for row in told["data_plane"]["processes"]] == [1, 0]
         await running.until("/workers", lambda t: not any(w["in_flight"] for w in t["workers"]))
-        assert (await running.told("/status"))["data_plane"]["inflight"] == 0
+        assert (await running.get_json("/status"))["data_plane"]["inflight"] == 0
         await running.says("was ended by SIGKILL")
 
 

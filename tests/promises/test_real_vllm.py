@@ -71,7 +71,7 @@ class Engine:
                         pass
                     await trio.sleep(0.2)
 
-    async def told(self, path):
+    async def get_json(self, path):
         async with httpx.AsyncClient(base_url=self.url, timeout=60, trust_env=False) as client:
             return (await client.get(path)).json()
 
@@ -146,8 +146,8 @@ async def post(seen, path, body=None):
 
 async def test_pause_and_sleep_hold_a_request_until_the_engines_go_on(seen, vllm):
     assert (await post(seen, "/pause?mode=keep"))[1]["status"] == "paused"
-    assert (await seen.told("/is_paused"))["is_paused"] is True
-    assert [(await each.told("/is_paused"))["is_paused"] for each in vllm.engines] == [True] * 2
+    assert (await seen.get_json("/is_paused"))["is_paused"] is True
+    assert [(await each.get_json("/is_paused"))["is_paused"] for each in vllm.engines] == [True] * 2
     answers = []
     async with trio.open_nursery() as nursery:
 
@@ -160,16 +160,16 @@ async def test_pause_and_sleep_hold_a_request_until_the_engines_go_on(seen, vllm
         assert (await post(seen, "/resume"))[1]["status"] == "resumed"
     assert answers == [await text_of(seen)]
     assert (await post(seen, "/sleep?level=1"))[1]["level"] == 1
-    assert (await seen.told("/is_sleeping"))["is_sleeping"] is True
+    assert (await seen.get_json("/is_sleeping"))["is_sleeping"] is True
     await post(seen, "/resume")
-    assert set((await seen.told("/weights"))["paused"]) == {each.url for each in vllm.engines}
+    assert set((await seen.get_json("/weights"))["paused"]) == {each.url for each in vllm.engines}
     assert (await post(seen, "/wake_up"))[1]["status"] == "awake"
-    assert (await seen.told("/weights"))["paused"] == {}
+    assert (await seen.get_json("/weights"))["paused"] == {}
     assert await text_of(seen) == answers[0]
 
 
 async def test_what_one_engine_reports_the_fleet_reports(seen, vllm):
-    assert (await seen.told("/get_world_size"))["world_size"] == 2
+    assert (await seen.get_json("/get_world_size"))["world_size"] == 2
     status, told = await post(seen, "/pause?mode=bogus")
     assert (status, "'abort', 'wait' or 'keep'" in told["message"]) == (400, True)
     status, told = await post(seen, "/collective_rpc", {"method": "nope"})
@@ -179,12 +179,12 @@ async def test_what_one_engine_reports_the_fleet_reports(seen, vllm):
     assert (status, len(told["checksums"]) > 5) == (200, True)
     status, told = await post(seen, "/update_weight_version", {"new_version": "named"})
     assert (status, set(told["weight_versions"].values())) == (200, {"named"})
-    assert (await seen.told("/weight_info"))["weight_version"] == "named"
+    assert (await seen.get_json("/weight_info"))["weight_version"] == "named"
     # In words of SGLang, too.
     assert (await post(seen, "/pause_generation", {"mode": "retract"}))[0] == 200
-    assert (await seen.told("/is_paused"))["is_paused"] is True
+    assert (await seen.get_json("/is_paused"))["is_paused"] is True
     assert (await post(seen, "/continue_generation", {}))[0] == 200
-    assert (await seen.told("/model_info"))["weight_version"] == "named"
+    assert (await seen.get_json("/model_info"))["weight_version"] == "named"
 
 
 async def test_model_routes_of_vllm_reach_an_engine(seen):
@@ -246,7 +246,9 @@ async def test_a_trainer_of_vllm_finds_one_engine_and_no_answer_mixes_two_versio
     assert of_model[0] != of_model[1]
     for version, model in rounds:
         assert texts[version] == of_model[model], version
-    assert [(await e.told("/weight_info"))["weight_version"] for e in vllm.engines] == ["r6"] * 2
+    assert [(await e.get_json("/weight_info"))["weight_version"] for e in vllm.engines] == [
+        "r6"
+    ] * 2
 
 
 async def test_a_trainer_that_dies_keeps_both_out_until_the_next(seen, vllm):
@@ -258,7 +260,7 @@ async def test_a_trainer_that_dies_keeps_both_out_until_the_next(seen, vllm):
     assert await vllm.train(("good", 0)) == {"good": ""}
     await seen.ready()
     assert {await text_of(seen) for _ in range(4)} == {before}
-    assert (await seen.told("/weight_info"))["weight_version"] == "good"
+    assert (await seen.get_json("/weight_info"))["weight_version"] == "good"
 
 
 async def test_a_chunk_that_fails_costs_the_next_round_nothing(seen, vllm):

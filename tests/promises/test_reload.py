@@ -42,7 +42,7 @@ async def test_a_write_in_two_steps_never_empties_the_fleet(file, pair):
             writer.flush()
             writer.write(text[torn:])
         await running.until_routable(one, two)
-        told = (await running.told("/config"))["last_reload"]
+        told = (await running.get_json("/config"))["last_reload"]
         assert told["outcome"] == "applied"
         assert told["diff"]["workers"] == {"added": [two.url], "removed": [], "changed": {}}
 
@@ -63,10 +63,10 @@ async def test_a_deleted_file_keeps_what_runs_until_it_is_there_again(file, pair
         file.unlink()
         told = await running.until("/config", lambda told: "error" in told["last_reload"])
         assert "cannot be read" in told["last_reload"]["error"]["message"]
-        assert urls(await running.told("/workers")) == [one.url]
+        assert urls(await running.get_json("/workers")) == [one.url]
         file.write_text(toml([one, two]))
         await running.until_routable(one, two)
-        assert "error" not in (await running.told("/config"))["last_reload"]
+        assert "error" not in (await running.get_json("/config"))["last_reload"]
 
 
 async def test_a_kubernetes_data_swap_is_seen(tmp_path, pair):
@@ -107,7 +107,7 @@ async def test_post_reload_applies_at_once_and_raises_the_revision(file, pair):
         assert answer.status_code == 200
         assert answer.json()["outcome"] in ("applied", "unchanged")  # the watcher may be first
         assert answer.headers["etag"] != before
-        assert urls(await running.told("/workers")) == [one.url, two.url]
+        assert urls(await running.get_json("/workers")) == [one.url, two.url]
 
 
 async def test_if_match_of_another_revision_is_refused_with_412(file, pair):
@@ -130,14 +130,14 @@ async def test_a_broken_file_keeps_what_runs_and_shows_its_error_until_the_next_
         refused = await running.client.post("/reload")
         assert refused.status_code == 422
         for path in ("/config", "/status"):
-            error = (await running.told(path))["last_reload"]["error"]
+            error = (await running.get_json(path))["last_reload"]["error"]
             assert "server.prot" in error["message"]
             assert "did you mean" in error["message"]
         assert (await running.ask()).json() == {"worker": "one"}
         put(file, toml([one]))
         assert (await running.client.post("/reload")).status_code == 200
         for path in ("/config", "/status"):
-            assert "error" not in (await running.told(path))["last_reload"]
+            assert "error" not in (await running.get_json(path))["last_reload"]
         await running.says(r"server\.prot")
 
 
@@ -147,10 +147,10 @@ async def test_a_worker_that_stays_keeps_health_counts_and_connections(file, pai
     async with program("--config", file) as running:
         await running.until_routable(one)
         await running.ask()
-        before = record(await running.told("/workers"), one)
+        before = record(await running.get_json("/workers"), one)
         put(file, toml([two, one], more="request_timeout_secs = 900"))
         await running.until_routable(one, two)
-        after = record(await running.told("/workers"), one)
+        after = record(await running.get_json("/workers"), one)
         kept = ("health_state", "since", "registered_at", "routed_requests", "successful_requests")
         assert [after[key] for key in kept] == [before[key] for key in kept]
         while one.requests < 3:
@@ -194,7 +194,7 @@ async def test_a_changed_port_opens_before_the_old_one_closes_and_old_connection
             put(file, toml([one], port=second))
             await running.says(f"listening on http://127.0.0.1:{second}")
             running.client.base_url = httpx.URL(f"http://127.0.0.1:{second}")
-            told = await running.told("/status")
+            told = await running.get_json("/status")
             assert told["listeners"] == [f"127.0.0.1:{second}"]
             with pytest.raises(OSError):
                 await trio.open_tcp_stream("127.0.0.1", first)
@@ -213,9 +213,9 @@ async def test_a_change_to_a_port_in_use_is_refused_whole(file, pair):
             refused = await running.client.post("/reload")
             assert refused.status_code == 422
             assert f"cannot listen on 127.0.0.1:{taken.getsockname()[1]}" in refused.text
-            told = await running.told("/workers")
+            told = await running.get_json("/workers")
             assert (urls(told), routable(told)) == ([one.url], {one.url})
-            assert (await running.told("/config"))["config"]["server"]["port"] == 0
+            assert (await running.get_json("/config"))["config"]["server"]["port"] == 0
 
 
 async def test_a_file_that_cannot_be_read_at_a_reload_keeps_what_runs(file, pair):
@@ -225,4 +225,4 @@ async def test_a_file_that_cannot_be_read_at_a_reload_keeps_what_runs(file, pair
         file.mkdir()
         refused = await running.client.post("/reload")
         assert (refused.status_code, "Is a directory" in refused.text) == (422, True)
-        assert len(urls(await running.told("/workers"))) == 2
+        assert len(urls(await running.get_json("/workers"))) == 2

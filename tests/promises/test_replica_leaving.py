@@ -113,14 +113,14 @@ async def nothing_left(client, late=0):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-async def test_who_waits_for_a_whole_answer_and_leaves(replica, client, name):
+async def test_a_disconnect_while_waiting_for_a_complete_response(replica, client, name):
     async with dialled(replica, WHOLE[name]):
         await at_work(client)
     await nothing_left(client)
 
 
 @pytest.mark.parametrize("name", STREAMED)
-async def test_who_reads_a_stream_and_leaves(replica, client, name):
+async def test_a_disconnect_while_reading_a_stream(replica, client, name):
     async with dialled(replica, STREAMED[name]) as stream:
         got = b""
         while len(got.partition(b"\r\n\r\n")[2]) < 50:
@@ -130,7 +130,7 @@ async def test_who_reads_a_stream_and_leaves(replica, client, name):
 
 
 @pytest.mark.parametrize("cut", [0, 20, -1])
-async def test_who_leaves_before_all_was_sent(replica, client, cut):
+async def test_a_disconnect_before_all_was_sent(replica, client, cut):
     async with dialled(replica, WHOLE["chat"][:cut]):
         pass
     async with dialled(replica, WHOLE["transcription"][:cut]):
@@ -139,14 +139,14 @@ async def test_who_leaves_before_all_was_sent(replica, client, cut):
 
 
 @pytest.mark.parametrize("name", ["chat", "transcription before its head"])
-async def test_who_leaves_at_once(replica, client, name):
+async def test_a_disconnect_at_once(replica, client, name):
     for _ in range(5):
         async with dialled(replica, WHOLE[name]):
             pass
     await nothing_left(client, late=5)
 
 
-async def test_who_leaves_a_speech_session(replica, client):
+async def test_a_disconnect_of_a_speech_session(replica, client):
     key = base64.b64encode(os.urandom(16)).decode()
     lines = ["GET /v1/audio/speech/stream HTTP/1.1", "host: x", "connection: upgrade"]
     lines += ["upgrade: websocket", "sec-websocket-version: 13", f"sec-websocket-key: {key}"]

@@ -15,7 +15,7 @@ CHECKS = "status_code_conformance,content_type_conformance,response_schema_confo
 LEFT_OUT = "group|prepare_|complete_|distributed|from_disk|/pause|/sleep|profile|transfer_engine"
 
 
-async def test_every_route_of_a_replica_answers_what_its_description_says(tmp_path, monkeypatch):
+async def test_every_route_of_a_replica_answers_as_its_description_declares(tmp_path, monkeypatch):
     # An answer without a bound of its own ends soon.
     short = replica_program.PIPELINE.replace("threads = 1", "threads = 1, max_total_tokens = 256")
     monkeypatch.setattr(replica_program, "PIPELINE", short)

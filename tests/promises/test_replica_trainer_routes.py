@@ -167,7 +167,7 @@ async def test_a_trainer_of_bare_nccl_is_refused_at_once(client, trainers):
     assert "a bare NCCL communicator" in answer.json()["error"]["message"]
 
 
-async def test_keep_freezes_and_resume_goes_on(client):
+async def test_keep_freezes_requests_and_resume_continues_them(client):
     alone = await generated(client, 60)
     async with client.stream("POST", GENERATE, json=tokens(60, stream=True)) as streamed:
         coming = events(streamed)
@@ -181,7 +181,7 @@ async def test_keep_freezes_and_resume_goes_on(client):
     assert ids == alone["token_ids"]
 
 
-async def test_wait_lets_what_runs_end_and_holds_what_comes(client):
+async def test_wait_finishes_running_requests_and_holds_new_ones(client):
     told = []
 
     async def ask(name, count):

@@ -26,7 +26,7 @@ async def ask(client, body=CHAT, *fields):
     return await client.answer()
 
 
-async def test_a_refused_connection_goes_to_another_worker():
+async def test_a_refused_connection_is_retried_on_another_worker():
     async with (
         refusing_url() as gone,
         fake_workers(GOOD) as (worker,),
@@ -42,7 +42,7 @@ async def test_a_refused_connection_goes_to_another_worker():
 
 
 @pytest.mark.parametrize("bad", [resetting, hanging_up_after()], ids=["reset", "close"])
-async def test_a_death_before_the_answer_goes_to_another_worker(bad):
+async def test_a_worker_that_dies_before_responding_is_retried_elsewhere(bad):
     async with dataplane_before(bad, GOOD) as (opened, client):
         answer = await ask(client)
         assert (answer.status, answer.body) == (200, b"good")
@@ -88,7 +88,7 @@ async def test_what_retry_on_does_not_name_is_not_tried_again():
     assert [len(worker.requests) for worker in opened.workers] == [1, 0]
 
 
-async def test_a_lone_worker_is_asked_again():
+async def test_a_single_worker_is_retried():
     tries = []
 
     async def script(call):
@@ -160,7 +160,7 @@ def names(opened):
     return [worker.display_id for worker in opened.fleet.workers]
 
 
-async def test_a_503_goes_to_another_worker_and_says_nothing_of_health():
+async def test_a_503_is_retried_elsewhere_and_does_not_affect_health():
     async with dataplane_before(answering(BUSY), GOOD) as (opened, client):
         answer = await ask(client)
         assert (answer.status, answer.body) == (200, b"good")
@@ -175,7 +175,7 @@ async def test_a_503_goes_to_another_worker_and_says_nothing_of_health():
     assert [len(worker.requests) for worker in opened.workers] == [1, 1]
 
 
-async def test_where_all_say_503_the_answer_of_the_last_one_is_relayed_untouched():
+async def test_with_503_everywhere_the_last_one_is_relayed_unchanged():
     config = "[routing]\nmax_total_retries = 3"
     first = answering(counted(b"first", status="503 No"))
     async with dataplane_before(first, answering(BUSY), config=config) as (opened, client):
@@ -232,7 +232,7 @@ def saying(status, body=b"its own words"):
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
-async def test_a_status_that_retry_on_names_goes_to_another_worker(status):
+async def test_a_status_in_retry_on_is_retried_on_another_worker(status):
     async with dataplane_before(saying(status), GOOD, config=ALL) as (opened, client):
         for _ in range(8):
             answer = await ask(client)
@@ -244,7 +244,7 @@ async def test_a_status_that_retry_on_names_goes_to_another_worker(status):
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 501, 505])
-async def test_other_statuses_are_never_tried_again_and_say_nothing_of_health(status):
+async def test_other_statuses_are_not_retried_and_do_not_affect_health(status):
     async with dataplane_before(saying(status), GOOD, config=ALL) as (opened, client):
         for _ in range(8):
             assert (await ask(client)).status in (status, 200)
@@ -272,7 +272,7 @@ async def test_a_request_that_every_worker_fails_counts_once_for_each_and_ends_w
     assert [len(worker.requests) for worker in opened.workers] == [3, 3]
 
 
-async def test_a_lone_worker_that_fails_once_is_asked_again():
+async def test_a_single_worker_that_fails_once_is_retried():
     tries = []
 
     async def script(call):
@@ -284,7 +284,7 @@ async def test_a_lone_worker_that_fails_once_is_asked_again():
     assert len(tries) == 3
 
 
-async def test_a_worker_that_says_500_for_ever_goes_out():
+async def test_a_worker_with_permanent_500s_is_ejected():
     config = ALL + "max_total_retries = 1"
     async with dataplane_before(saying(500), config=config) as (opened, client):
         told = [(await ask(client)).status for _ in range(4)]
@@ -292,7 +292,7 @@ async def test_a_worker_that_says_500_for_ever_goes_out():
         assert opened.fleet.workers[0].health.state == "unhealthy"
 
 
-async def test_a_stream_that_is_refused_with_500_goes_to_another_worker():
+async def test_a_stream_refused_with_500_is_retried_on_another_worker():
     async def script(call):
         await call.send(SSE_HEAD + chunk(b"data: one\n\n") + b"0\r\n\r\n")
 
@@ -342,7 +342,7 @@ async def test_a_body_above_retry_body_bytes_is_tried_once_and_the_client_is_inf
     assert [len(worker.requests) for worker in opened.workers] == [1, 1]
 
 
-async def test_the_pauses_grow_only_while_nobody_is_left_untried(monkeypatch):
+async def test_the_backoff_grows_only_when_all_workers_were_tried(monkeypatch):
     pauses = []
     monkeypatch.setattr(trying, "pause_secs", lambda made, chance: pauses.append(made) or 0.0)
     async with dataplane_before(*[resetting] * 2) as (opened, client):

@@ -113,7 +113,7 @@ async def test_sixteen_clients_see_no_error_and_only_whole_versions(tmp_path, mo
             assert sorted(clients.texts) == ["default", "v2"]
             assert [len(texts) for texts in clients.texts.values()] == [1, 1], clients.texts
             assert clients.texts["default"] != clients.texts["v2"]
-            weights = await running.told("/weights")
+            weights = await running.get_json("/weights")
             assert {row["weight_version"] for row in weights["workers"]} == {"v2"}
             assert (weights["weight_epoch"], weights["weight_version"]) == (1, "v2")
             sums = (await running.client.post("/weights_checker", json={})).json()["results"]
@@ -170,7 +170,7 @@ async def test_a_failure_after_the_canary_takes_the_canary_back(tmp_path, models
             assert clients.faults == []
             assert sorted(clients.texts) == sorted([former, "v3"])
             assert [len(texts) for texts in clients.texts.values()] == [1, 1]
-            weights = await running.told("/weights")
+            weights = await running.get_json("/weights")
             rows = {(row["weight_version"], row["weight_epoch"]) for row in weights["workers"]}
             assert rows == {(former, epoch)}
             assert weights["uncertain"] == {}
@@ -224,7 +224,7 @@ async def test_engines_of_both_dialects_are_updated_and_taken_back(tmp_path, mod
             assert clients.faults == []
             assert sorted(clients.texts) == ["default", "v2", "v3"]
             assert [len(texts) for texts in clients.texts.values()] == [1, 1, 1]
-            weights = await running.told("/weights")
+            weights = await running.get_json("/weights")
             assert {row["weight_version"] for row in weights["workers"]} == {"v2"}
             assert all(row["routable"] for row in weights["workers"])
 
@@ -295,7 +295,7 @@ async def test_after_a_kill_the_worker_in_question_stays_out_until_it_is_done_ag
                 await second.asked[UPDATE].wait()  # it is done again
             told = await running.until("/workers", lambda told: told["routable_workers"] == 1)
             assert "uncertain" in record(told, second)["held_by"]
-            weights = await running.told("/weights")
+            weights = await running.get_json("/weights")
             assert f"rollout {rollout['id'][:8]} to 'v2'" in weights["uncertain"][second.url]
             assert weights["rollout"]["id"] == rollout["id"]
             assert states(weights["rollout"]) == ["updated", "updating"]
@@ -305,7 +305,7 @@ async def test_after_a_kill_the_worker_in_question_stays_out_until_it_is_done_ag
             told = await ended(running)
             assert (told["state"], told["updated"]) == ("succeeded", 2)
             await running.until_routable(first, second)
-            assert (await running.told("/weights"))["uncertain"] == {}
+            assert (await running.get_json("/weights"))["uncertain"] == {}
 
 
 async def test_the_events_of_a_rollout_begin_with_its_plan_and_end_with_its_end(tmp_path):
@@ -360,4 +360,4 @@ async def test_a_bad_body_gets_a_clear_error_and_changes_nothing(
             )  # fmt: skip
             assert said in told["message"]
             assert one.paths(UPDATE) == []
-            assert (await running.told(ROLLOUT))["state"] == "none"
+            assert (await running.get_json(ROLLOUT))["state"] == "none"

@@ -83,7 +83,7 @@ async def test_each_route_reaches_a_worker_that_can_do_it(name, pair):
     assert other.requests == []
 
 
-async def test_the_outcome_of_speech_is_asked_of_the_worker_that_is_named(pair):
+async def test_a_speech_outcome_is_requested_from_the_named_worker(pair):
     async with run_dataplane(*pair) as opened, opened.client() as client:
         for worker in (*opened.fleet.workers, *opened.fleet.workers):
             named = f"x-sglang-omni-route-worker: {worker.id}"
@@ -144,7 +144,7 @@ async def reason(config, request):
         return error["code"]
 
 
-async def test_when_nobody_can_take_it_the_answer_says_why(pair):
+async def test_without_an_eligible_worker_the_error_has_the_reason(pair):
     url = pair[0].url
     for_m = post(b'{"model": "m", "messages": []}')
     cases = {
@@ -157,7 +157,7 @@ async def test_when_nobody_can_take_it_the_answer_says_why(pair):
     assert pair[0].requests == []
 
 
-async def test_an_unhealthy_fleet_says_so(pair):
+async def test_an_unhealthy_fleet_is_a_503(pair):
     config = "[health]\nsuccess_threshold = 1\nfailure_threshold = 1\n"
     async with run_dataplane(*pair, config=config) as opened, opened.client() as client:
         for worker in opened.fleet.workers:
@@ -169,7 +169,7 @@ async def test_an_unhealthy_fleet_says_so(pair):
         assert "dead" in error["message"]
 
 
-async def test_full_workers_and_a_full_fleet_say_so():
+async def test_full_workers_and_a_full_fleet_have_distinct_errors():
     asked, may = trio.Event(), trio.Event()
 
     async def script(call):
@@ -197,7 +197,7 @@ async def test_full_workers_and_a_full_fleet_say_so():
                 assert (await client.answer()).status == 200
 
 
-async def test_a_front_that_is_not_there_is_a_503_and_model_traffic_goes_on(pair):
+async def test_without_the_admin_api_control_routes_are_503_and_models_work(pair):
     async with run_dataplane(*pair) as opened, opened.client() as client:
         await client.send(GET % b"/health", post())
         answer = await client.answer("GET")
@@ -206,7 +206,7 @@ async def test_a_front_that_is_not_there_is_a_503_and_model_traffic_goes_on(pair
         assert (await client.answer()).status == 200
 
 
-async def test_what_nobody_knows_is_404_in_json_and_reaches_no_worker(tmp_path, pair):
+async def test_an_unknown_path_is_a_json_404_and_reaches_no_worker(tmp_path, pair):
     file = tmp_path / "proxy.toml"
     put(file, toml(pair))
     async with program("--config", file) as running:

@@ -42,7 +42,7 @@ async def finish(running, session):
 
 
 async def sessions(running):
-    told = await running.told("/workers")
+    told = await running.get_json("/workers")
     return [record(told, worker)["sessions"] for worker in running.fleet]
 
 
@@ -67,7 +67,7 @@ async def test_sessions_are_spread_by_their_number_and_ended_by_their_clients(tm
 
 
 @pytest.mark.parametrize("count", [1, 2])
-async def test_explain_knows_the_sessions_of_every_process(tmp_path, count):
+async def test_explain_sees_the_sessions_of_every_process(tmp_path, count):
     more = BY_SESSIONS.replace("least_request", "random")
     async with run_processes(tmp_path, "a", "b", "c", more=more, count=count) as running:
         home = await ask(running, "anna")
@@ -79,7 +79,7 @@ async def test_explain_knows_the_sessions_of_every_process(tmp_path, count):
             assert (pick["worker_id"], pick["reason"]) == (home, "its session stays there")
 
 
-async def test_sessions_stay_when_processes_come_and_go(tmp_path):
+async def test_sessions_survive_changes_of_the_processes(tmp_path):
     async with run_processes(tmp_path, "a", "b", more=BY_SESSIONS, count=2) as running:
         homes = {f"s{number}": await ask(running, f"s{number}") for number in range(8)}
         for count in (3, 2):
@@ -165,7 +165,7 @@ async def test_after_an_update_of_all_each_session_is_where_it_was():
         assert asker.answers == homes
 
 
-async def test_sessions_that_wait_block_nobody_who_waits_for_room():
+async def test_queued_sessions_block_no_other_queued_request():
     """Some wait for room before their worker is updated, some come afterwards."""
     config = QUEUED + "max_inflight = 1\n" + BY_SESSIONS
     opened_gate = trio.Event()
@@ -323,7 +323,9 @@ async def test_a_paused_worker_keeps_its_sessions_in_every_process(tmp_path):
             await running.until_routable(*fleet)
             await running.until("/status", serving)
             home = await ask(running, "mine")
-            url = {record(await running.told("/workers"), each)["id"]: each.url for each in fleet}
+            url = {
+                record(await running.get_json("/workers"), each)["id"]: each.url for each in fleet
+            }
             paused = await running.client.post(
                 f"/pause_generation?selector=url={url[home]}", json={}
             )

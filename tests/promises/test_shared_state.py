@@ -32,7 +32,7 @@ async def test_no_request_reaches_a_worker_after_it_was_disabled(tmp_path):
         for _ in range(3):
             while a.requests < 5:
                 await trio.sleep(0.01)
-            worker_id = record(await running.told("/workers"), a)["id"]
+            worker_id = record(await running.get_json("/workers"), a)["id"]
             answer = await running.client.put(f"/workers/{worker_id}", json={"disabled": True})
             assert answer.status_code == 200
             await running.until("/workers", lambda t: not record(t, a)["in_flight"])
@@ -93,7 +93,7 @@ async def test_limits_hold_over_all_processes_and_room_admits_waiters(tmp_path):
             open_gates(running)
             assert (await late.answer()).status == 200
             assert (await later.answer()).status == 200
-        assert (await running.told("/health"))["admission"]["peak_inflight"] == 4
+        assert (await running.get_json("/health"))["admission"]["peak_inflight"] == 4
 
 
 async def test_a_session_has_the_same_worker_in_every_process(tmp_path):

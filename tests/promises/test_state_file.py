@@ -90,21 +90,21 @@ async def test_a_tombstone_holds_while_the_entry_stays_and_ends_when_it_changes(
         assert list(tomllib.loads(state.read_text())["tombstones"]) == [two.url]
         put(file, "# an edit elsewhere\n" + toml([one, two]))
         await running.client.post("/reload")
-        assert urls(await running.told("/workers")) == [one.url]
+        assert urls(await running.get_json("/workers")) == [one.url]
         put(file, toml([one, two]) + 'model = "new"\n')
         await running.client.post("/reload")
-        assert urls(await running.told("/workers")) == [one.url, two.url]
+        assert urls(await running.get_json("/workers")) == [one.url, two.url]
         assert "tombstones" not in state.read_text()
 
 
-async def test_a_deleted_worker_of_file_comes_back_by_post(file, trio_of_workers):
+async def test_a_deleted_worker_of_the_file_returns_by_post(file, trio_of_workers):
     one, *_ = trio_of_workers
     put(file, toml([one]))
     async with program("--config", file) as running:
         await delete(running, one)
         assert (await running.client.get(path(one))).status_code == 404
         await add(running, one)
-        assert urls(await running.told("/workers")) == [one.url]
+        assert urls(await running.get_json("/workers")) == [one.url]
 
 
 async def test_a_worker_that_http_added_and_deleted_leaves_no_trace(file, state, trio_of_workers):
@@ -123,9 +123,9 @@ async def test_a_deleted_flag_worker_stays_away_until_the_next_start(trio_of_wor
     async with program(*words) as running:
         await delete(running, two)
         await running.client.post("/reload")
-        assert urls(await running.told("/workers")) == [one.url]
+        assert urls(await running.get_json("/workers")) == [one.url]
     async with program(*words) as running:
-        assert urls(await running.told("/workers")) == [one.url, two.url]
+        assert urls(await running.get_json("/workers")) == [one.url, two.url]
 
 
 async def test_a_worker_change_honours_if_match(file, trio_of_workers):
@@ -138,7 +138,7 @@ async def test_a_worker_change_honours_if_match(file, trio_of_workers):
         fresh = {"if-match": stale.headers["etag"]}
         assert (await running.client.post("/workers", json=body, headers=fresh)).is_success
         again = await running.client.delete(path(one), headers=fresh)
-        assert (again.status_code, len(urls(await running.told("/workers")))) == (412, 2)
+        assert (again.status_code, len(urls(await running.get_json("/workers")))) == (412, 2)
 
 
 async def test_a_state_that_cannot_be_saved_is_shown_and_the_change_still_holds(
@@ -156,15 +156,15 @@ async def test_a_state_that_cannot_be_saved_is_shown_and_the_change_still_holds(
         removed = await running.client.post("/remove_worker", params={"url": two.url})
         assert (removed.status_code, removed.headers["x-omni-warning"][:8]) == (200, "in force")
         answer = await add(running, two)
-        assert urls(await running.told("/workers")) == [one.url, two.url]
-        assert str(blocked) in (await running.told("/status"))["state_error"]
+        assert urls(await running.get_json("/workers")) == [one.url, two.url]
+        assert str(blocked) in (await running.get_json("/status"))["state_error"]
         blocked.unlink()
         assert (await running.client.post("/reload")).json()["outcome"] == "unchanged"
-        assert (await running.told("/status"))["state_error"] is None
+        assert (await running.get_json("/status"))["state_error"] is None
         assert "warning" not in (await running.client.delete(path(two))).json()
         assert "warning" not in (await add(running, two)).json()
     async with program("--config", file) as running:
-        assert urls(await running.told("/workers")) == [one.url, two.url]
+        assert urls(await running.get_json("/workers")) == [one.url, two.url]
 
 
 async def test_what_http_changed_moves_with_its_file_and_nothing_there_is_written_over(
@@ -179,7 +179,7 @@ async def test_what_http_changed_moves_with_its_file_and_nothing_there_is_writte
         put(file, toml([one], more=f'state_file = "{there}"'))
         await running.client.post("/reload")
     async with program("--config", file) as running:
-        assert urls(await running.told("/workers")) == [one.url, two.url]
+        assert urls(await running.get_json("/workers")) == [one.url, two.url]
     assert there.with_name("there.toml.old").read_text() == "# of another proxy\n"
 
 
@@ -191,9 +191,7 @@ async def test_what_http_changed_moves_with_its_file_and_nothing_there_is_writte
         ('[[workers]]\nurl = "ftp://a"\n', "workers[0].url"),
     ],
 )
-async def test_a_broken_state_file_stops_the_start_and_says_how_to_mend_it(
-    file, state, broken, said
-):
+async def test_a_broken_state_file_prevents_the_start_with_a_remedy(file, state, broken, said):
     file.write_text(toml([]))
     state.write_text(broken)
     with trio.fail_after(PATIENCE_SECS):

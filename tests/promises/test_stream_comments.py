@@ -240,7 +240,7 @@ async def test_speech_that_streams_gets_none_before_its_head():
         assert (await client.answer()).body == b"RIFF"
 
 
-async def test_a_worker_is_not_asked_for_a_coding_that_comments_could_not_follow():
+async def test_no_content_coding_is_requested_where_comments_may_follow():
     event = trio.Event()
     event.set()
     async with dataplane_before(once(event, SSE_HEAD, STREAM), config=OFTEN) as (opened, client):

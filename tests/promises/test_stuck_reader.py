@@ -71,7 +71,7 @@ async def test_a_slow_reader_gets_every_byte_and_its_worker_waits_for_it():
         assert opened.last["outcome"] == "completed"
 
 
-async def test_a_stuck_reader_holds_up_nobody_else():
+async def test_a_stuck_reader_blocks_no_other_client():
     flood = Flood(CHUNKED_HEAD)
     stuck_until = trio.Event()
 
@@ -105,7 +105,7 @@ async def test_a_slow_reader_is_held_to_the_time_of_the_whole_exchange():
         assert opened.failures() == [0]
 
 
-async def test_answers_to_a_pipelining_client_that_reads_late_all_come_and_in_order():
+async def test_a_late_pipelining_reader_gets_all_responses_in_order():
     bodies = [b'{"messages": [], "n": "%b"}' % (b"%04d" % number * 4000) for number in range(600)]
 
     async def echo(call):

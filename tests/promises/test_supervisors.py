@@ -92,7 +92,7 @@ async def test_a_failing_supervisor_is_shown_restarted_and_never_stops_the_door(
             assert answer.json() == {"worker": "one"}
 
 
-async def test_a_front_that_fails_comes_back_while_model_traffic_goes_on(tmp_path, monkeypatch):
+async def test_a_failed_admin_api_restarts_without_affecting_model_traffic(tmp_path, monkeypatch):
     broken, mended, real = trio.Event(), trio.Event(), server.serve
 
     async def serve(app, path, *, task_status=trio.TASK_STATUS_IGNORED):

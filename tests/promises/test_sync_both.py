@@ -23,8 +23,8 @@ async def seen(seen, trainers):
 
 
 async def test_the_proxy_joins_as_one_more_rank_and_stores_the_version(seen):
-    assert (await seen.told("/server_info"))["tp_size"] == 4
-    (kept,) = (await seen.told("/weights/versions"))["versions"]
+    assert (await seen.get_json("/server_info"))["tp_size"] == 4
+    (kept,) = (await seen.get_json("/weights/versions"))["versions"]
     assert (kept["version"], kept["checksum"]) == (
         label_of(seen.fleet.seed),
         expected_checksum(seen.fleet.seed),
@@ -63,7 +63,7 @@ async def test_on_failure_rollback_gives_all_workers_the_previous_version(seen, 
         await begun.end(good=False)
     await seen.ready()
     assert await assert_all_hold(seen, seen.fleet.seed) == epoch + 1
-    versions = (await seen.told("/weights/versions"))["versions"]
+    versions = (await seen.get_json("/weights/versions"))["versions"]
     assert label_of(begun.seed) not in {each["version"] for each in versions}
     await run_sync(seen, trainers)
 
@@ -77,7 +77,7 @@ async def test_a_worker_that_dies_before_the_end_catches_up_after_its_restart(se
     await begun.end(good=False)
     await seen.until("/workers", lambda told: told["routable_workers"] == 1)
     # The version depends on which is noticed first, its death or the end.
-    told = await seen.told("/weights")
+    told = await seen.get_json("/weights")
     assert told["weight_version"] in (label_of(seen.fleet.seed), label_of(begun.seed))
     if told["weight_version"] == label_of(begun.seed):
         seen.fleet.seed = begun.seed

@@ -45,7 +45,7 @@ async def test_a_long_call_has_only_its_own_timeout_and_does_not_affect_health(
                 assert told.status_code == 200, told.text
                 for path in (INIT, PREPARE, COMPLETE, UPDATE):
                     assert {len(each.paths(path)) for each in both} == {1}, path
-                assert (await running.told("/weights"))["weight_epoch"] == 2
+                assert (await running.get_json("/weights"))["weight_epoch"] == 2
 
 
 async def slowly(running, both, path, body):
@@ -67,7 +67,7 @@ async def slowly(running, both, path, body):
         with trio.fail_after(30):
             while any(len(e.paths(READY)) < n + 4 for e, n in zip(both, probed, strict=True)):
                 await trio.sleep(0.02)
-        told = await running.told("/workers")
+        told = await running.get_json("/workers")
         for each in both:
             assert record(told, each)["health_state"] == "healthy", path
             del each.says[READY]

@@ -51,7 +51,7 @@ async def test_every_form_of_a_sync_gives_every_replica_the_trainers_bytes(seen,
     assert await assert_all_hold(seen, seen.fleet.seed) == epoch + 1
 
 
-async def test_a_file_with_a_wrong_shape_is_refused_and_the_trainer_says_so(seen, trainers):
+async def test_a_file_with_a_wrong_shape_is_refused_with_an_error(seen, trainers):
     trainer = trainers.one()
     words = ["--endpoint", seen.fleet.url, "--sync", "disk", "--rounds", "1", "--steps", "1"]
     done = await trainer.tell("program", words=[*words, "--fault", "wrong-shape"])

@@ -37,7 +37,7 @@ async def seen(seen, trainers):
     ids=lambda wishes: "-".join(wishes.values()),
 )
 async def test_a_trainer_sends_once_and_every_worker_gets_the_version(seen, trainers, wishes):
-    assert (await seen.told("/server_info"))["tp_size"] == WORLD - 1
+    assert (await seen.get_json("/server_info"))["tp_size"] == WORLD - 1
     await run_sync(seen, trainers, **wishes)
 
 
@@ -93,7 +93,7 @@ async def test_a_version_is_rolled_back_if_a_worker_is_lost_and_the_worker_catch
 async def test_a_stored_version_can_be_rolled_back_to(seen, trainers):
     old = seen.fleet.seed
     await run_sync(seen, trainers)
-    told = await seen.told("/weights/versions")
+    told = await seen.get_json("/weights/versions")
     kept = {each["version"] for each in told["versions"]}
     assert {label_of(old), label_of(seen.fleet.seed)} <= kept, told
     epoch = await assert_all_hold(seen, seen.fleet.seed)
@@ -117,7 +117,7 @@ async def test_a_trainer_that_dies_leaves_store_and_fleet_at_the_last_complete_v
     await wait_disarmed(seen)
     await seen.ready()
     await assert_all_hold(seen, seen.fleet.seed)
-    versions = (await seen.told("/weights/versions"))["versions"]
+    versions = (await seen.get_json("/weights/versions"))["versions"]
     assert label_of(begun.seed) not in {each["version"] for each in versions}
     await run_sync(seen, trainers)
 

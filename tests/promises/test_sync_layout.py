@@ -15,7 +15,7 @@ def running(fleets):
 
 async def test_the_endpoint_counts_the_ranks_of_all_its_replicas(seen):
     for path in ("/server_info", "/get_server_info"):
-        assert (await seen.told(path))["tp_size"] == 3
+        assert (await seen.get_json(path))["tp_size"] == 3
 
 
 async def test_ranks_are_consecutive_over_the_replicas_and_the_response_lists_all(seen, trainers):
@@ -26,7 +26,7 @@ async def test_ranks_are_consecutive_over_the_replicas_and_the_response_lists_al
     await begun.end()
 
 
-async def test_numbers_may_come_as_text(seen, trainers):
+async def test_numbers_may_be_text(seen, trainers):
     begun = ManualSync(seen, trainers.one())
     begun.trainer.order("open", world=4)
     body = init_body((await begun.trainer.reply())["port"], 4)
@@ -54,7 +54,7 @@ async def test_ranks_that_do_not_fit_are_refused_before_any_call(seen, offset, w
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
             listener.accept()
-    assert not (await seen.told("/weights"))["uncertain"]
+    assert not (await seen.get_json("/weights"))["uncertain"]
 
 
 def data_of(entry):

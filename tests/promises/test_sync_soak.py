@@ -39,7 +39,7 @@ def within_secs():
 
 async def test_a_hundred_syncs_under_traffic_cause_no_error_and_no_leak(seen, trainers):
     assert SPELLS * (WHOLE + IN_ONE_GROUP + REFUSED + 1) == 100
-    assert (await seen.told("/server_info"))["tp_size"] == 4
+    assert (await seen.get_json("/server_info"))["tp_size"] == 4
     async with Traffic(seen, clients=1).keep_asking():
         await spell(seen, trainers, "die-before", rounds=1)  # fills caches
     before = ProcessResources(seen.fleet.processes())

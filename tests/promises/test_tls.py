@@ -70,7 +70,7 @@ async def test_requests_like_the_last_one_take_the_fast_path(monkeypatch):
     assert [body for _, body in opened.workers[0].requests] == [CHAT] * 6
 
 
-async def test_http_1_1_is_agreed_on_where_the_client_asks():
+async def test_alpn_selects_http_1_1():
     context = believing()
     context.set_alpn_protocols(["h2", "http/1.1"])
     async with (
@@ -97,7 +97,7 @@ async def test_bytes_of_any_size_pass_unchanged_both_ways(version):
     assert [sent for _, sent in opened.workers[0].requests] == [body] * 2
 
 
-async def test_events_of_a_stream_come_one_by_one():
+async def test_events_of_a_stream_arrive_one_by_one():
     events = TwoEvents()
     async with secure_door(events) as opened, secure_client(opened.address) as client:
         await events.heard_by(client)
@@ -155,7 +155,7 @@ async def test_a_truncated_answer_does_not_end_like_a_whole_one():
             await client.answer()
 
 
-async def test_the_end_of_a_connection_is_said_in_tls():
+async def test_the_end_of_a_connection_sends_close_notify():
     async with (
         secure_door(answering(counted(b"{}"))) as opened,
         secure_client(opened.address) as client,
@@ -202,7 +202,7 @@ async def test_a_client_that_closes_its_side_early_is_served_where_that_is_allow
         assert (await client.answer()).status == 200
 
 
-async def test_plain_http_on_the_port_is_asked_to_use_https():
+async def test_plain_http_on_the_tls_port_gets_a_hint():
     async with secure_door(silent) as opened, client_of(opened.address) as client:
         await client.send(post())
         answer = await client.answer()
@@ -212,7 +212,7 @@ async def test_plain_http_on_the_port_is_asked_to_use_https():
     assert opened.workers[0].requests == []
 
 
-async def test_who_leaves_while_he_gets_that_reason_is_no_failure_of_ours():
+async def test_a_disconnect_during_that_error_is_no_failure():
     async with secure_door(silent) as opened, client_of(opened.address) as client:
         await client.send(post())
         await client.answer()
@@ -242,7 +242,7 @@ async def test_a_handshake_that_does_not_go_on_is_cut_by_client_head_secs(sent):
     assert opened.door.services.totals.failed_handshakes == 1
 
 
-async def test_the_bytes_of_a_handshake_may_come_one_by_one():
+async def test_a_handshake_may_arrive_byte_by_byte():
     async with secure_door(answering(counted(b"{}"))) as opened:
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         shake = believing().wrap_bio(incoming, outgoing, server_hostname="localhost")
@@ -281,7 +281,7 @@ async def cut_off(client):
     return False
 
 
-async def test_who_must_show_a_certificate_and_has_none_is_refused():
+async def test_a_client_without_the_required_certificate_is_refused():
     config = listening(tls_client_ca=f"'{FILES / 'authority.pem'}'")
     async with secure_door(answering(counted(b"{}")), config=config) as opened:
         for own in ("", "stranger"):

@@ -68,10 +68,10 @@ async def test_flags_of_other_routers_turn_it_on_and_their_clients_work(tmp_path
 
             told = await trio.to_thread.run_sync(ask)
             assert told.choices[0].message.content == "hello"
-            assert (await running.told("/status"))["listeners"] == [base.partition("://")[2]]
+            assert (await running.get_json("/status"))["listeners"] == [base.partition("://")[2]]
 
 
-async def test_a_worker_that_can_not_be_believed_stays_out_and_the_probe_says_why(tmp_path):
+async def test_a_worker_with_an_untrusted_certificate_stays_out_with_a_reason(tmp_path):
     file = tmp_path / "proxy.toml"
     worker = SecureWorker(answering(counted(b"{}")), "stranger")
     async with secure_workers(worker):
@@ -126,7 +126,7 @@ async def test_a_pair_that_can_not_be_used_is_reported_by_check_and_at_the_start
         assert "listening" not in said
 
 
-async def test_a_reload_refuses_a_broken_pair_and_the_running_one_goes_on(tmp_path):
+async def test_a_reload_refuses_a_broken_pair_and_keeps_the_current_one(tmp_path):
     file, mine = tmp_path / "proxy.toml", tmp_path / "mine-key.pem"
     shutil.copyfile(KEY, mine)
     async with workers("w") as fleet:
@@ -144,5 +144,5 @@ async def test_a_reload_refuses_a_broken_pair_and_the_running_one_goes_on(tmp_pa
             mine.write_text("nonsense")  # the renewal of a certificate went wrong
             await running.says("certificate_reload_failed")
             assert (await running.ask()).status_code == 200
-            told = (await running.told("/status"))["data_plane"]["tls"]
+            told = (await running.get_json("/status"))["data_plane"]["tls"]
             assert "mine-key.pem" in told["error"]

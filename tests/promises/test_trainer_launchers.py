@@ -100,9 +100,7 @@ async def test_slime_starts_its_router_registers_its_engines_and_rolls_out(tmp_p
         assert "Traceback" not in seen.said
 
 
-async def test_nemo_rl_starts_it_in_a_fresh_interpreter_with_a_name_that_nobody_knows(
-    tmp_path, new_weights
-):
+async def test_nemo_rl_starts_it_in_a_fresh_interpreter_with_an_unknown_name(tmp_path, new_weights):
     async with trained("nemo_rl", tmp_path, new_weights) as seen:
         assert {each["reason"] for each in seen.last} == {"length"}
         assert seen.said.count("not known here and have no effect: router_policy") == 1

@@ -113,7 +113,7 @@ async def responders(request, tmp_path, soon):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_stored_response_is_asked_of_the_worker_that_made_it(responders):
+async def test_a_stored_response_is_requested_from_its_worker(responders):
     for _ in range(12):
         answer = await responders.client.post("/v1/responses", json={"input": "a"})
         made, by = answer.json()["id"], answer.json()["by"]
@@ -144,7 +144,7 @@ async def test_a_response_that_still_streams_can_be_cancelled(responders):
         worker.gate.set()
 
 
-async def test_a_response_that_nobody_knows_is_asked_of_some_worker(responders):
+async def test_an_unknown_stored_response_is_requested_from_any_worker(responders):
     answer = await responders.client.get("/v1/responses/resp_of_another_day")
     assert answer.json()["by"] in responders.workers
 
@@ -173,7 +173,7 @@ kind = "read"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_configured_routes_come_and_go_with_the_file(tmp_path, soon, processes):
+async def test_configured_routes_follow_the_file(tmp_path, soon, processes):
     file = tmp_path / "proxy.toml"
     async with fake_workers(*[answering(counted(b'{"success": true}'))] * 2) as workers:
         entries = "".join(f'[[workers]]\nurl = "{worker.url}"\n' for worker in workers)
@@ -223,7 +223,7 @@ async def test_a_file_that_takes_a_built_in_route_is_refused(tmp_path, soon):
     async with program("--config", file) as running:
         put(file, '[server]\nport = 0\n[[routes]]\npath = "/workers"\n')
         await running.says("routes\\[0\\].path.*built-in control route")
-        assert (await running.told("/workers"))["workers"] == []
+        assert (await running.get_json("/workers"))["workers"] == []
 
 
 @pytest.mark.parametrize("text", ["token_ids", "extra.ids"])
@@ -261,7 +261,7 @@ kind = "update"
 """
 
 
-async def test_a_configured_control_route_does_what_its_kind_says(tmp_path, soon):
+async def test_a_configured_control_route_behaves_by_its_kind(tmp_path, soon):
     async def script(call):
         failed = "/new_weights" in call.line and call.body == b'{"fail": true}'
         await call.send(counted(b"{}", status="500 Oops" if failed else "200 OK"))
@@ -274,13 +274,13 @@ async def test_a_configured_control_route_does_what_its_kind_says(tmp_path, soon
         async with program("--config", file) as running:
             await running.until_routable(*workers)
             assert (await running.client.post("/hold_on", json={})).status_code == 200
-            told = await running.told("/workers")
+            told = await running.get_json("/workers")
             assert [each["routable"] for each in told["workers"]] == [False, False]
             assert (await running.client.post("/go_on", json={})).status_code == 200
             await running.until_routable(*workers)
             assert (await running.client.post("/new_weights", json={})).status_code == 200
-            assert (await running.told("/weights"))["history"][-1]["path"] == "/new_weights"
+            assert (await running.get_json("/weights"))["history"][-1]["path"] == "/new_weights"
             failed = await running.client.post("/new_weights", content=b'{"fail": true}')
             assert failed.status_code == 502
-            uncertain = (await running.told("/weights"))["uncertain"]
+            uncertain = (await running.get_json("/weights"))["uncertain"]
             assert set(uncertain) == {worker.url for worker in workers}

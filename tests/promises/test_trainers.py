@@ -177,7 +177,7 @@ async def test_a_proxy_killed_in_the_middle_keeps_its_targets_out_and_one_traine
             assert (
                 "update_weights_from_disk of first from 127.0.0.1 began" in second.json()["message"]
             )
-            told = await running.told("/workers")
+            told = await running.get_json("/workers")
             assert [each["weight_version"] for each in told["workers"]] == [None, None]
             running.process.kill()
             await running.process.wait()
@@ -185,12 +185,12 @@ async def test_a_proxy_killed_in_the_middle_keeps_its_targets_out_and_one_traine
         async with program("--config", file) as running:
             told = await running.until("/workers", lambda told: told["healthy_workers"] == 2)
             assert [each["held_by"] for each in told["workers"]] == [["uncertain"]] * 2
-            reasons = (await running.told("/weights"))["uncertain"]
+            reasons = (await running.get_json("/weights"))["uncertain"]
             assert all(
                 "the proxy ended while update_weights_from_disk" in r for r in reasons.values()
             )
             assert (await running.client.post("/continue_generation", json={})).is_success
-            assert (await running.told("/workers"))["routable_workers"] == 0
+            assert (await running.get_json("/workers"))["routable_workers"] == 0
             answer = await running.client.post("/weights/resolve", json={"acknowledge": True})
             assert (answer.status_code, len(answer.json()["resolved_worker_ids"])) == (200, 2)
             told = await known(running, 2)

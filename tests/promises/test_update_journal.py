@@ -46,13 +46,13 @@ async def test_after_a_kill_the_targets_are_held_until_resolve(tmp_path):
                 "/workers", lambda told: told["healthy_workers"] == len(both)
             )
             assert held(told) == [["uncertain"]] * 2
-            weights = await running.told("/weights")
+            weights = await running.get_json("/weights")
             for engine in both:
                 assert "update_weights_from_disk was under way" in weights["uncertain"][engine.url]
             assert (await running.ask()).status_code == 503
             # A trainer that just continues changes nothing.
             assert (await running.client.post("/continue_generation", json={})).is_success
-            assert held(await running.told("/workers")) == [["uncertain"]] * 2
+            assert held(await running.get_json("/workers")) == [["uncertain"]] * 2
             for resolve in ("/weights/resolve", "/weight_update_journal/resolve"):
                 answer = await running.client.post(resolve, json={})
                 assert (answer.status_code, answer.json()["success"]) == (422, False)
@@ -82,7 +82,7 @@ async def test_a_successful_whole_update_releases_the_targets_too(tmp_path):
             assert (await running.client.post(UPDATE, json=BODY)).status_code == 200
             await running.until_routable(*both)
             # The epoch continues.
-            assert (await running.told("/weights"))["weight_epoch"] == 1
+            assert (await running.get_json("/weights"))["weight_epoch"] == 1
         async with program("--config", file) as running:
             told = await running.until_routable(*both)
             await running.until(
@@ -124,4 +124,4 @@ async def test_an_update_that_cannot_be_recorded_is_not_begun(tmp_path):
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "journal_unwritable"
             assert engine.paths(UPDATE) == []
-            assert record(await running.told("/workers"), engine)["routable"] is True
+            assert record(await running.get_json("/workers"), engine)["routable"] is True

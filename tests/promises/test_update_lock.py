@@ -83,7 +83,7 @@ async def test_queued_operations_never_overlap_at_a_worker(tmp_path):
                 assert len(engine.paths(UPDATE)) == 3
             orders = [[b for p, b in engine.calls if p == UPDATE] for engine in both]
             assert orders[0] == orders[1]
-            weights = await running.told("/weights")
+            weights = await running.get_json("/weights")
             assert (weights["weight_epoch"], weights["operation"]) == (3, None)
 
 
@@ -105,10 +105,10 @@ async def test_a_fleet_change_waits_for_an_operation_and_a_disable_does_not(tmp_
                 added.set()
 
             nursery.start_soon(add)
-            name = record(await running.told("/workers"), one)["worker_id"]
+            name = record(await running.get_json("/workers"), one)["worker_id"]
             for switch in ({"disabled": True}, {"disabled": False}, {"is_dead": True}):
                 assert (await running.client.put(f"/workers/{name}", json=switch)).is_success
-            told = await running.told("/workers")
+            told = await running.get_json("/workers")
             assert [each["url"] for each in told["workers"]] == [one.url]
             assert told["workers"][0]["health_state"] == "dead"
             assert not added.is_set()
@@ -129,7 +129,7 @@ async def test_a_failed_init_disables_its_worker_until_it_is_enabled(tmp_path):
             (result,) = answer.json()["results"]
             assert (answer.status_code, result["standing"]) == (502, "disabled")
             assert "no trainer" in result["reason"]
-            shown = record(await running.told("/workers"), engine)
+            shown = record(await running.get_json("/workers"), engine)
             assert (shown["disabled"], shown["held_by"]) == (True, [])
             enabled = await running.client.put(
                 f"/workers/{shown['worker_id']}", json={"disabled": False}

@@ -93,7 +93,7 @@ async def test_a_replica_killed_during_an_update_is_held_and_the_next_update_wor
             assert (again.status_code, again.json()["worker_count"]) == (200, 1)
 
 
-async def test_without_a_drain_a_response_that_spans_the_change_says_so(tmp_path, new_weights):
+async def test_without_a_drain_a_response_across_the_change_is_labelled(tmp_path, new_weights):
     file = tmp_path / "proxy.toml"
     long = {**CHAT, "max_tokens": 400, "ignore_eos": True}
     body = {"model_path": new_weights.path, "weight_version": "v2"}
@@ -126,7 +126,7 @@ async def test_without_a_drain_a_response_that_spans_the_change_says_so(tmp_path
                     "x-omni-weight-epoch-end": "1",
                 },
             )
-            assert (await running.told("/status"))["data_plane"]["answers_across_versions"] == 1
+            assert (await running.get_json("/status"))["data_plane"]["answers_across_versions"] == 1
 
 
 async def test_a_replica_restarted_after_an_update_does_not_serve_its_first_weights(
@@ -148,9 +148,9 @@ async def test_a_replica_restarted_after_an_update_does_not_serve_its_first_weig
                 "/workers", lambda told: record(told, late)["held_by"] == ["uncertain"]
             )
             assert record(told, late)["weight_version"] == "default"
-            reasons = (await running.told("/weights"))["uncertain"]
+            reasons = (await running.get_json("/weights"))["uncertain"]
             assert reasons == {late.url: "missed the update to 'v2': it came up with 'default'"}
             assert (await running.client.post("/continue_generation", json={})).is_success
-            assert not record(await running.told("/workers"), late)["routable"]
+            assert not record(await running.get_json("/workers"), late)["routable"]
             assert (await running.client.post(UPDATE, json=body)).status_code == 200
             assert (await known(running, 2))["routable_workers"] == 2

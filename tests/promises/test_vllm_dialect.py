@@ -95,15 +95,15 @@ def mixed_texts(traffic):
 
 async def test_twenty_rounds_under_traffic_mix_no_answer_and_fail_none(seen, trainers):
     trainer, traffic = trainers.one(), Traffic(seen, clients=3)
-    ranks = (await seen.told("/get_world_size"))["world_size"]
+    ranks = (await seen.get_json("/get_world_size"))["world_size"]
     assert ranks == 2
-    epochs = [(await seen.told("/weights"))["weight_epoch"]]
+    epochs = [(await seen.get_json("/weights"))["weight_epoch"]]
     async with traffic.keep_asking():
         for seed in range(1, ROUNDS + 1):
             wishes = WISHES[seed * len(WISHES) // (ROUNDS + 1)]
             await round_of(seen, trainer, seed, **wishes)
             await assert_all_hold(seen, seed)
-            told = await seen.told("/weights")
+            told = await seen.get_json("/weights")
             epochs.append(told["weight_epoch"])
             assert told["weight_version"] == f"v{seed}"
             await traffic.wait_for_more(2)
@@ -132,7 +132,7 @@ async def test_a_member_that_is_killed_in_the_middle_costs_that_round_alone(seen
         victim.start()
         await healthy(victim.url)
         await seen.until("/workers", lambda told: told["healthy_workers"] == 2)
-        assert not any(each["routable"] for each in (await seen.told("/workers"))["workers"])
+        assert not any(each["routable"] for each in (await seen.get_json("/workers"))["workers"])
         # The next round of the trainer, in a new group, brings both back.
         await round_of(seen, trainer, 32, chunks=40)
         await assert_all_hold(seen, 32)
@@ -173,7 +173,7 @@ async def test_a_trainer_that_dies_in_the_middle_leaves_the_fleet_to_the_next(se
     await round_of(seen, other, 42)
     await seen.ready()
     await assert_all_hold(seen, 42)
-    assert (await seen.told("/is_paused"))["is_paused"] is False
+    assert (await seen.get_json("/is_paused"))["is_paused"] is False
     await other.tell("leave_engines")
 
 
@@ -183,14 +183,14 @@ async def test_a_fleet_of_both_kinds_is_paused_and_reported_in_the_words_of_each
         status, told = await seen.post("/pause?mode=keep")
         assert (status, told["status"] == "paused" or told["success"]) == (200, True)
         assert {each.get("sent_to") for each in told["results"]} == {None, "/pause_generation"}
-        assert (await seen.told("/is_paused"))["is_paused"] is True
-        assert (await seen.told("/get_world_size"))["world_size"] == 2
+        assert (await seen.get_json("/is_paused"))["is_paused"] is True
+        assert (await seen.get_json("/get_world_size"))["world_size"] == 2
         status, told = await seen.post("/resume")
         assert status == 200
-        assert (await seen.told("/is_paused"))["is_paused"] is False
+        assert (await seen.get_json("/is_paused"))["is_paused"] is False
         status, told = await seen.post("/update_weight_version", new_version="step-1")
         assert (status, set(told["weight_versions"].values())) == (200, {"step-1"})
-        assert (await seen.told("/weight_info"))["weight_version"] == "step-1"
+        assert (await seen.get_json("/weight_info"))["weight_version"] == "step-1"
         done = await trainers.one().tell("transfer", url=mixed.url, seed=1, version="v1")
         assert "cannot be a rank" in done["why"]
         await seen.ready()

@@ -62,7 +62,7 @@ async def listed(running, count):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_an_uploaded_voice_is_asked_of_its_owner_alone_and_others_of_all(
+async def test_an_uploaded_voice_is_pinned_to_its_owner_and_others_are_not(
     tmp_path, pair, processes
 ):
     fleet, voices = pair
@@ -84,7 +84,7 @@ async def test_an_uploaded_voice_is_asked_of_its_owner_alone_and_others_of_all(
                 await trio.sleep(0.02)
         assert "Bob" in owner.spoken
 
-        owned = (await running.told("/health"))["voice_routing"]["owner_url"]
+        owned = (await running.get_json("/health"))["voice_routing"]["owner_url"]
         assert voices[[worker.url for worker in fleet].index(owned)] is owner
         answer = await running.client.request("DELETE", "/v1/audio/voices/Bob")
         assert answer.status_code == 200
@@ -92,7 +92,7 @@ async def test_an_uploaded_voice_is_asked_of_its_owner_alone_and_others_of_all(
 
     # What was learnt holds from the first moment of the next start on, before the owner is asked.
     async with program("--config", file) as running:
-        told = (await running.told("/health"))["voice_routing"]
+        told = (await running.get_json("/health"))["voice_routing"]
         assert told["owner_url"] == owned
 
 

@@ -337,7 +337,7 @@ async def test_an_update_that_flushes_clears_cache_knowledge(tmp_path):
                 path = "/update_weights_from_disk"
                 answer = await running.client.post(path, json=UPDATE | wish)
                 assert answer.status_code == 200
-                return (await running.told("/status"))["data_plane"]["policy"][
+                return (await running.get_json("/status"))["data_plane"]["policy"][
                     "tree_size_by_worker"
                 ]
 

@@ -28,7 +28,7 @@ async def ask(client, body=CHAT):
     return await client.answer()
 
 
-async def test_a_worker_that_refuses_is_a_502_that_says_so():
+async def test_a_refused_connection_is_a_502_with_the_reason():
     async with (
         refusing_url() as url,
         run_dataplane(url, config=ONE_TRY) as opened,
@@ -81,7 +81,7 @@ async def test_a_worker_that_stalls_within_its_head_is_a_504():
         assert (await ask(client)).status == 504
 
 
-async def test_a_stalled_worker_is_not_asked_again_and_neither_is_another():
+async def test_a_stalled_worker_causes_no_retry():
     async with (
         fake_workers(silent, answering(counted(b"{}"))) as made,
         run_dataplane(*made, config=QUICK.replace("= 1\n", "= 6\n")) as opened,
@@ -224,7 +224,7 @@ async def test_broken_chunks_within_an_answer_are_never_a_clean_end():
     ],
     ids=["a second answer", "a byte later", "a second answer later", "behind the last chunk"],
 )
-async def test_bytes_behind_an_answer_reach_nobody_and_end_the_connection(pieces):
+async def test_bytes_after_a_response_are_dropped_and_end_the_connection(pieces):
     all_sent = trio.Event()
 
     async def script(call):
@@ -278,7 +278,7 @@ async def test_a_reset_of_an_answer_that_only_closing_ends_is_no_clean_end():
     [b"HTTP/1.1 204 No Content\r\n\r\n", b"HTTP/1.1 304 Not Modified\r\ncontent-length: 9\r\n\r\n"],
     ids=["204", "304"],
 )
-async def test_bytes_behind_an_answer_without_a_body_reach_nobody(head):
+async def test_bytes_after_a_response_without_a_body_are_dropped(head):
     async with (
         fake_workers(answering(head + counted(b"evil"))) as made,
         run_dataplane(*made) as opened,
@@ -346,7 +346,7 @@ async def test_502_and_504_of_a_worker_pass_unchanged_and_count_for_health(statu
 
 
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 501])
-async def test_other_errors_of_a_worker_pass_unchanged_and_say_nothing_of_its_health(status):
+async def test_other_errors_of_a_worker_pass_unchanged_without_affecting_health(status):
     theirs = counted(b"mine", status=f"{status} Oh No")
     async with fake_workers(answering(theirs)) as made, run_dataplane(*made) as opened:
         async with opened.client() as client:
@@ -356,7 +356,7 @@ async def test_other_errors_of_a_worker_pass_unchanged_and_say_nothing_of_its_he
         assert len(made[0].requests) == 1
 
 
-async def test_a_worker_that_answers_before_it_has_read_the_body_is_heard():
+async def test_a_response_before_the_end_of_the_body_is_relayed():
     refusal = counted(b"too much", "connection: close", status="413 Payload Too Large")
 
     async def listen(stream):

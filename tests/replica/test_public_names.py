@@ -6,7 +6,7 @@ import pytest
 import omni_proxy.replica as replica
 
 
-def test_what_it_offers_is_there_when_asked_for():
+def test_public_names_are_importable():
     assert replica.Client.__module__ == "omni_proxy.replica.pipeline.client"
     assert replica.PipelineConfig(name="x").name == "x"
     assert callable(replica.launch_server)

@@ -28,7 +28,7 @@ def test_fetch_prints_the_path_and_ends_with_0(fetched, capsys):
     assert fetched == [(MODELS["smollm2-135m"], Path("/c"))]
 
 
-def test_serving_gets_what_the_arguments_say(monkeypatch):
+def test_serving_gets_the_arguments(monkeypatch):
     served = []
     monkeypatch.setattr(llamacpp, "serve", served.append)
     argv = "--port 31005 --threads 2 --parallel 3 --context 512 --model-name chat --cache /c"
@@ -148,7 +148,7 @@ def status_of(argv):
     return left.value.args[0]
 
 
-def test_torch_is_the_engine_unless_another_is_asked_for(launched, tmp_path):
+def test_torch_is_the_default_engine(launched, tmp_path):
     assert status_of(["--cache", str(tmp_path)]) == 0
     ((pipeline, options),) = launched
     assert [stage.name for stage in pipeline.stages] == ["prepare", "decode"]
@@ -158,7 +158,7 @@ def test_torch_is_the_engine_unless_another_is_asked_for(launched, tmp_path):
     assert options["capabilities"] == {"chat", "streaming"}
 
 
-def test_everything_the_arguments_say_reaches_the_server(launched):
+def test_all_arguments_reach_the_server(launched):
     argv = (
         "--model tiny --model-name small --speech hibari --transcription whisper-tiny --host ::1 "
         "--port 31005 --admin-api-key secret --stream-speech-as pcm --max-in-flight 3 "
@@ -296,7 +296,7 @@ def test_missing_packages_are_reported_with_the_cure(monkeypatch, capsys):
         command._check_installed(command.REQUIRED_PACKAGES)
 
 
-def test_a_stage_that_looks_is_there_only_where_it_was_asked_for(launched):
+def test_the_ocr_stage_exists_only_if_requested(launched):
     status_of(["--model", "tiny", "--images", "ocr", "--threads", "2", "--own-process", "look"])
     status_of(["--model", "tiny"])
     (seeing, options), (blind, others) = launched
@@ -329,12 +329,12 @@ def test_a_taken_port_ends_the_torch_engine_with_1(monkeypatch, capsys):
     assert f"error: cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
-def test_a_report_is_asked_for_through_the_same_command(tmp_path, capsys):
+def test_the_same_command_makes_a_report(tmp_path, capsys):
     assert command.main(["profile", str(tmp_path)]) == 0
     assert "# Requests: 0" in capsys.readouterr().out
 
 
-def test_what_nobody_foresaw_ends_with_1_and_is_reported(launched, monkeypatch, caplog):
+def test_an_unexpected_error_is_reported_and_exits_with_1(launched, monkeypatch, caplog):
     async def launch_server(*_, **__):
         raise RuntimeError("a bug")
 

@@ -90,7 +90,7 @@ def world(rows):
 
 
 @given(worlds, needs, st.sampled_from(["", "http://w0:1", "http://w9:1"]))
-def test_whom_only_an_operation_on_weights_keeps_back_could_take_it_without(rows, need, owner):
+def test_workers_held_for_an_update_are_eligible_without_the_cordon(rows, need, owner):
     fleet = world(rows)
     held = workers_held_for_update(fleet, need, owner)
     routable = [w for w in fleet.workers if not ineligibility_reasons(fleet, w, need, owner)]
@@ -119,7 +119,7 @@ def test_a_worker_has_no_reason_against_it_exactly_when_it_can_be_chosen(rows, n
 
 
 @given(worlds, needs)
-def test_explain_picks_whom_the_policy_would_pick_and_spends_no_turn(rows, need):
+def test_explain_picks_as_the_policy_would_without_advancing_it(rows, need):
     fleet, turns = world(rows), policy()
     before = copy.copy(turns)
     explanation = explain(fleet, need, turns)
@@ -133,7 +133,7 @@ def test_explain_picks_whom_the_policy_would_pick_and_spends_no_turn(rows, need)
 
 
 @given(worlds, needs, st.sets(st.integers(0, 3)))
-def test_a_tried_worker_is_taken_again_only_when_nobody_else_is_left(rows, need, tried):
+def test_a_tried_worker_is_picked_again_only_if_no_other_is_left(rows, need, tried):
     fleet = world(rows)
     spent = [worker for number, worker in enumerate(fleet.workers) if number in tried]
     eligible_workers = [w for w in fleet.workers if not ineligibility_reasons(fleet, w, need)]
@@ -170,7 +170,7 @@ def test_under_every_policy_the_next_try_is_at_another_worker(name):
         ([entry("a", disabled=True)], Requirements(CHAT), "all_disabled", "all 1 workers"),
     ],
 )
-def test_nobody_says_why(entries, need, code, why):
+def test_the_error_names_why_no_worker_is_eligible(entries, need, code, why):
     refused = refusal(fleet_of(*entries), need)
     assert (refused.status, refused.code) == (503, code)
     assert refused.message.startswith("no eligible upstream: ")
@@ -178,7 +178,7 @@ def test_nobody_says_why(entries, need, code, why):
     assert ("retry-after", "1") in refused.headers
 
 
-def test_nobody_healthy_names_the_states():
+def test_the_error_names_the_health_states():
     fleet = fleet_of(entry("a"), entry("b"), healthy=False)
     fleet.mark_dead(fleet.workers[0], NOW)
     refused = refusal(fleet, Requirements(CHAT))
@@ -186,7 +186,7 @@ def test_nobody_healthy_names_the_states():
     assert refused.message.endswith("dead, unknown")
 
 
-def test_nobody_free_of_holds_names_them():
+def test_the_error_names_the_cordon_reasons():
     fleet = fleet_of(entry("a"))
     fleet.cordon(fleet.workers[0], "launch")
     refused = refusal(fleet, Requirements(CHAT))
@@ -214,7 +214,7 @@ def test_nobody_free_of_holds_names_them():
         ([{"updating", "launch"}, {"updating"}], "all_held", "is held: launch, updating"),
     ],
 )
-def test_nobody_names_the_operation_on_weights(holds, code, words):
+def test_the_error_names_the_weight_operation(holds, code, words):
     fleet = fleet_of(entry("a"), entry("b"))
     for worker, reasons in zip(fleet.workers, holds, strict=True):
         for reason in reasons:
@@ -224,7 +224,7 @@ def test_nobody_names_the_operation_on_weights(holds, code, words):
     assert refused.message == f"no eligible upstream: every worker that could take it {words}"
 
 
-def test_who_could_not_take_it_anyway_does_not_hide_that_the_others_are_being_updated():
+def test_ineligible_workers_do_not_hide_that_others_are_being_updated():
     fleet = fleet_of(
         entry("a"), entry("b"), entry("c", disabled=True), entry("d", capabilities=frozenset(SOUND))
     )
@@ -266,7 +266,7 @@ def test_only_workers_with_the_wanted_weights_are_chosen():
     assert refusal(fleet, need).code == "weights_updating"
 
 
-def test_nobody_with_room_says_so():
+def test_without_capacity_the_error_is_all_full():
     fleet = fleet_of(entry("a", max_inflight=1))
     fleet.workers[0].in_flight = 1
     assert refusal(fleet, Requirements(CHAT)).code == "all_full"
@@ -285,7 +285,7 @@ def test_a_request_for_a_model_passes_over_workers_without_a_name_once_one_has_o
     assert chosen(nameless, Requirements(CHAT, "anything")) == "a:1"
 
 
-def test_voices_go_to_their_owner_and_before_the_first_to_who_could_keep_them():
+def test_voices_are_routed_to_their_owner_or_first_to_a_capable_worker():
     fleet = fleet_of(
         entry("a", capabilities=frozenset({"speech"})),
         entry("b", capabilities=frozenset(SOUND)),
@@ -313,7 +313,7 @@ def test_a_named_worker_alone_may_answer():
     assert refusal(fleet, need).status == 404
 
 
-def test_reasons_come_in_the_order_an_operator_would_ask():
+def test_reasons_are_ordered_by_importance():
     fleet = fleet_of(entry("a", model="m", disabled=True, max_inflight=1), healthy=False)
     (worker,) = fleet.workers
     worker.in_flight = 1
@@ -331,7 +331,7 @@ def test_a_refusal_names_the_first_cause_however_the_fleet_is_made():
     assert no_worker_error(fleet, Requirements(CHAT)).code == "no_capable_worker"
 
 
-def test_while_a_trial_runs_nobody_else_is_sent_there_and_all_say_why():
+def test_during_a_half_open_request_no_other_is_sent_and_errors_say_so():
     fleet = fleet_of(entry("a"))
     (worker,) = fleet.workers
     for _ in range(fleet.thresholds.fall):
@@ -360,7 +360,7 @@ def test_without_a_model_in_question_no_refusal_speaks_of_one():
     assert reason == "names no model, not 'm'"
 
 
-def test_a_regular_request_never_goes_to_a_prefill_or_decode_worker():
+def test_a_regular_request_never_takes_a_prefill_or_decode_worker():
     fleet = fleet_of(entry("p", role="prefill"), entry("d", role="decode"))
     error = refusal(fleet, Requirements(mask=CHAT))
     assert (error.status, error.code) == (503, "no_regular_worker")

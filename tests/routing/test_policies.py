@@ -133,7 +133,7 @@ def test_no_policy_changes_its_candidates(name, counts):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_policy_knows_its_name(name):
+def test_a_policy_has_its_name(name):
     assert build(name, random.randrange).name == name
 
 

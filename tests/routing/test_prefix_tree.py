@@ -200,7 +200,7 @@ def test_the_common_length_of_two_texts_is_found(text, same, tail, data):
     assert common_length(label, b"~" * at + text, at) == common(label, text)
 
 
-def test_the_least_recently_used_leaf_goes_first():
+def test_the_least_recently_used_leaf_is_evicted_first():
     tree = PrefixTree(24)
     for text in (b"shared-one", b"shared-two", b"other-text"):
         tree.insert(text, "a")
@@ -247,7 +247,7 @@ def test_a_forgotten_holder_is_gone_at_once_and_its_memory_in_pieces():
     audit(tree)
 
 
-def test_a_holder_that_comes_back_while_it_is_wiped_starts_empty():
+def test_a_worker_added_again_during_its_removal_starts_empty():
     tree = PrefixTree(10**9)
     for number in range(2000):
         tree.insert(b"%d-of-many" % number, "a")
@@ -271,7 +271,7 @@ def test_inserts_alone_give_the_memory_of_the_forgotten_back():
     assert (tree.size, tree.nodes) == (8, 1)
 
 
-def test_who_comes_later_holds_nothing_of_who_was_forgotten():
+def test_a_later_worker_inherits_nothing_of_a_removed_one():
     tree = PrefixTree(10**9)
     for number in range(2000):
         tree.insert(b"%04d" % number, "a")
@@ -297,7 +297,7 @@ def test_one_slice_of_eviction_is_bounded():
     assert before - tree.nodes == EVICTED_PER_SLICE
 
 
-def test_a_flood_of_unlike_texts_is_evicted_as_it_comes():
+def test_a_flood_of_different_texts_is_evicted_as_it_arrives():
     chance = random.Random(3)
     tree = PrefixTree(50_000)
     for _ in range(2000):

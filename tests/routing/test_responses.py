@@ -58,7 +58,7 @@ def test_only_the_beginning_is_looked_through():
 
 
 @given(st.lists(st.binary(max_size=200)))
-def test_any_bytes_may_come(chunks):
+def test_any_bytes_are_accepted(chunks):
     assert len(scanned(*chunks)) <= 1
 
 
@@ -80,7 +80,7 @@ def test_a_request_names_a_response_by_path_or_body(path, body, named):
     assert named_response(path, body) == named
 
 
-def test_a_request_goes_to_the_owner_and_without_one_anywhere():
+def test_a_request_takes_the_owner_or_any_worker():
     owners, worker = own_response_owners(), Worker(entry("a"), NOW)
     owners.keep("resp_1", worker, 0.0)
     for response_id, place in (("resp_1", NAMED), ("resp_2", UNPINNED), ("", UNPINNED)):

@@ -113,7 +113,7 @@ def test_no_path_is_caught_that_no_row_names(path):
     assert caught == (path in MODEL_PATHS or BELOW.fullmatch(path) is not None)
 
 
-def test_speech_is_json_whatever_its_content_type_says():
+def test_speech_is_json_for_any_content_type():
     for path in ("/v1/audio/speech", "/v1/audio/speech/batch"):
         route = match_route("POST", path)
         assert route is not None

@@ -60,7 +60,7 @@ def test_an_uploaded_voice_binds_its_request_to_the_owner(path):
 
 
 @pytest.mark.parametrize("fields", [{"voice": "ann"}, {}, {"voice": "default"}])
-def test_any_other_goes_to_all(fields):
+def test_any_other_voice_request_takes_any_worker(fields):
     assert bound("/v1/audio/speech", {"input": "x", **fields}, "bob").pinning is UNPINNED
 
 
@@ -68,7 +68,7 @@ def test_a_chat_names_no_voice_that_counts():
     assert bound("/v1/chat/completions", {"voice": "bob"}, "bob").pinning is UNPINNED
 
 
-def test_a_body_that_was_not_read_whole_goes_to_the_owner():
+def test_a_partly_read_body_takes_the_owner():
     registry = VoiceRegistry()
     need = Requirements(0)
     pin_to_voice_owner(registry, "speech_http", need)
@@ -78,7 +78,7 @@ def test_a_body_that_was_not_read_whole_goes_to_the_owner():
     assert need.pinning is VOICE_OWNER
 
 
-def test_a_session_that_reports_nothing_goes_to_any_worker():
+def test_a_session_without_a_voice_takes_any_worker():
     registry = VoiceRegistry()
     registry.voices_changed(OWNER)
     need = Requirements(0)

@@ -202,7 +202,7 @@ async def test_an_edit_that_raises_changes_nothing(config_store):
     assert (await config_store.reload("file")).outcome == "unchanged"  # and the lock is free
 
 
-async def test_two_changes_at_once_come_one_after_the_other(config_store, autojump_clock):
+async def test_concurrent_changes_are_serialized(config_store, autojump_clock):
     told = []
 
     async def add(name):
@@ -331,7 +331,7 @@ async def test_a_file_that_takes_its_change_back_has_nothing_that_waits(file, co
     assert urls(config_store) == [A]
 
 
-async def test_while_it_is_frozen_a_worker_may_be_switched_but_none_comes_or_goes(
+async def test_under_the_membership_lock_workers_change_state_only(
     config_store, nursery, autojump_clock
 ):
     config_store.membership_lock.acquire(reason)

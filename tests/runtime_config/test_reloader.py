@@ -96,7 +96,7 @@ async def test_a_signal_in_the_middle_of_an_edit_waits_for_its_end(file, nursery
     nursery.cancel_scope.cancel()
 
 
-async def test_what_happens_beside_the_file_asks_for_nothing(nursery, file):
+async def test_changes_of_other_files_cause_no_reload(nursery, file):
     config_store = fake_config_store(file)
     reloader = Reloader(config_store)
     await nursery.start(reloader.run)
@@ -124,7 +124,7 @@ async def test_pokes_before_a_reload_begins_are_one(nursery, autojump_clock):
     nursery.cancel_scope.cancel()
 
 
-async def test_a_restarted_reloader_goes_on(file):
+async def test_a_restarted_reloader_continues(file):
     config_store = fake_config_store(file)
     reloader = Reloader(config_store)
     for text in ("two", "three"):

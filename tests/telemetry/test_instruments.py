@@ -31,7 +31,7 @@ async def test_it_beats_once_a_second(autojump_clock, nursery):
     assert sum(pulse.lag.counts) >= 10 * STEPS
 
 
-async def test_it_feels_who_keeps_the_loop(mock_clock, nursery):
+async def test_the_ticker_measures_a_blocked_loop(mock_clock, nursery):
     beats = []
     pulse = Ticker(beats.append)
     await nursery.start(pulse.run)
@@ -72,9 +72,7 @@ def answered(meters, worker):
     worker.add_counts("generation", succeeded=1)
 
 
-def test_one_with_requests_that_says_nothing_is_reported_after_a_while(
-    fleet, meters, stall_detector
-):
+def test_a_silent_worker_with_requests_is_reported_after_a_while(fleet, meters, stall_detector):
     for worker in fleet.workers:
         answered(meters, worker)
     stuck, idle, *_ = fleet.workers
@@ -153,7 +151,7 @@ def test_the_traffic_of_sessions_is_that_of_the_route_table():
     assert match_route("GET", "/v1/audio/speech/stream").traffic == SESSIONS
 
 
-def test_who_left_the_fleet_is_forgotten(fleet, meters, stall_detector):
+def test_a_removed_worker_is_forgotten(fleet, meters, stall_detector):
     gone = fleet.workers[:-1]
     for worker in fleet.workers:
         busy(worker)

@@ -42,7 +42,7 @@ def test_an_exchange_is_counted_once_where_it_belongs(fleet, meters):
     assert (total(cell.first), cell.first.sum) == (2, pytest.approx(0.4))
 
 
-def test_a_cut_that_nobody_named_is_ours(fleet, meters):
+def test_an_unclassified_abort_counts_as_cut_by_proxy(fleet, meters):
     a, _ = fleet.workers
     meters.record(ended(a, outcome=""), a)
     assert meters.series[PATH, a].ends == {(None, 2, "cut_by_proxy"): 1}
@@ -144,7 +144,7 @@ def without(fleet, *names):
     fleet.apply(wanted, NOW)
 
 
-def test_who_has_left_the_fleet_is_forgotten(fleet, meters):
+def test_a_removed_worker_is_forgotten(fleet, meters):
     a, b = fleet.workers
     for worker in (a, b):
         meters.record(ended(worker, attempts=2, failed_attempts=[(a, "503")]), worker)
@@ -158,7 +158,7 @@ def test_who_has_left_the_fleet_is_forgotten(fleet, meters):
     assert set(meters.series) == {(PATH, b)}
 
 
-def test_workers_that_come_and_go_leave_nothing(fleet, meters):
+def test_removed_workers_leave_no_series(fleet, meters):
     for number in range(300):
         without(fleet, f"w{number}")
         (worker,) = fleet.workers

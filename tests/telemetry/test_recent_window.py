@@ -83,7 +83,7 @@ def test_the_last_minute_of_the_fleet_is_never_less_than_that_of_its_workers(fle
     assert recent.last_minute() == (0, 0)
 
 
-def test_what_came_whole_is_seen_as_all_else(fleet, recent, meters):
+def test_complete_responses_count_in_the_window(fleet, recent, meters):
     a, b = fleet.workers
     for second in range(200):
         for _ in range(3):
@@ -116,7 +116,7 @@ def test_many_workers_are_marked_a_few_at_a_time_and_none_is_left_out(recent):
         assert told.rate == pytest.approx(1, rel=0.1)
 
 
-def test_one_that_came_a_moment_ago_had_nothing_before(fleet, recent, meters):
+def test_a_new_worker_has_no_requests_before_its_first(fleet, recent, meters):
     a, b = fleet.workers
     for second in range(200):
         meters.record(whole(a), a)
@@ -128,7 +128,7 @@ def test_one_that_came_a_moment_ago_had_nothing_before(fleet, recent, meters):
     assert recent.worker_window(b, 1210.0).rate == pytest.approx(10 / 60, abs=0.01)
 
 
-def test_who_has_left_the_fleet_is_forgotten_at_once(fleet, recent, meters):
+def test_a_removed_worker_is_forgotten_at_once(fleet, recent, meters):
     a, b = fleet.workers
     for second in range(20):
         for worker in (a, b):

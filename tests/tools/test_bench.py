@@ -178,7 +178,7 @@ def test_a_proxy_command_gets_its_port_and_each_worker_as_a_word(tmp_path: Path)
         proxies.proxy("router --port 8000", "router")
 
 
-def test_without_a_compiler_the_message_says_what_to_install(
+def test_without_a_compiler_the_message_names_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")

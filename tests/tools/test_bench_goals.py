@@ -66,7 +66,7 @@ def test_a_goal_is_met_by_the_median_and_unknown_without_figures() -> None:
     assert goals._ratio_row("CPU", [], 1.6).cells() == ["CPU", "-", "<= 1.6", "", "-", ""]
 
 
-def test_a_part_that_cannot_be_measured_says_why_and_the_others_are(
+def test_a_part_that_cannot_be_measured_is_reported_and_the_others_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(how: goals.Measuring, found: goals.Found) -> None:
@@ -91,7 +91,7 @@ def test_a_part_that_cannot_be_measured_says_why_and_the_others_are(
     ]
 
 
-def test_a_crowd_shrinks_to_the_descriptors_and_says_so(
+def test_the_number_of_connections_is_limited_by_descriptors(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert connection_memory.fitting(connection_memory.IDLE, 20_000) is connection_memory.IDLE
@@ -102,7 +102,7 @@ def test_a_crowd_shrinks_to_the_descriptors_and_says_so(
         connection_memory.fitting(connection_memory.IDLE, 500)
 
 
-def test_bytes_of_each_are_those_that_came_with_the_crowd() -> None:
+def test_bytes_for_each_connection_are_measured() -> None:
     assert (
         connection_memory.ProcessResources("idle", "door", 1_000, 10_000_000, 12_000_000).each_bytes
         == 2_000

@@ -29,7 +29,7 @@ def rows():
     return found
 
 
-def test_the_page_in_the_tree_is_what_the_schema_says():
+def test_the_page_equals_the_schema():
     assert PAGE.read_text() == page(), "run tools/configuration-page"
 
 

@@ -64,7 +64,7 @@ def test_percentiles_by_nearest_rank(share, found):
     assert report.percentile([float(n) for n in range(1, 101)], share) == found
 
 
-def test_what_does_not_hold_says_so():
+def test_a_failed_check_is_marked_NO():
     lines = [report.memory_line(100 * report.MIB, 0, 200 * report.MIB), report.none_of("x", [])]
     assert [line.holds for line in lines] == [False, True]
     assert "NO" in report.shown(lines).splitlines()[0]

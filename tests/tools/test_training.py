@@ -221,7 +221,7 @@ def answering(status, told):
             thread.join()
 
 
-def test_who_wants_a_key_is_reported_with_the_ways_to_give_it():
+def test_a_missing_admin_key_names_the_flag_and_the_variable():
     with answering(401, {"detail": "Admin API key required"}) as url:
         endpoint = Endpoint(url, 5.0)
         with pytest.raises(ValueError, match="required; give it by --api-key KEY, or by SGLANG_"):
@@ -291,7 +291,7 @@ def vllm_engines(words):
 
 
 @pytest.mark.parametrize(("words", "status"), [("alone", 404), ("proxy", 502)])
-def test_engines_that_speak_vllm_alone_are_asked_in_vllms_words(monkeypatch, words, status):
+def test_vllm_engines_are_called_in_the_vllm_dialect(monkeypatch, words, status):
     answers = vllm_engines(words)
 
     def look(endpoint, path, body=None):

@@ -51,7 +51,7 @@ def asked():
         endpoint.close()
 
 
-def test_it_waits_for_a_client_who_serves_and_for_all_to_be_judged(asked):
+def test_it_waits_until_one_worker_serves_and_all_were_probed(asked):
     told = []
     none = {"reason": "no_routable_worker", "unknown_workers": 0, "total_workers": 2}
     some = {**UP, "unknown_workers": 1}
@@ -92,7 +92,7 @@ def test_its_patience_ends(asked):
     assert len(told) <= 1
 
 
-def test_one_worker_that_nobody_could_judge_in_time_is_not_waited_for_any_longer(asked):
+def test_a_worker_without_a_probe_result_is_not_awaited_past_the_timeout(asked):
     with answering(0, (200, {**UP, "unknown_workers": 1})) as url:
         wait_ready(asked(url), 0.01, lambda _: None)
 

@@ -97,7 +97,7 @@ async def test_parallel_calls_are_bounded(monkeypatch):
     assert 1 < most <= client.MAX_PARALLEL_CALLS
 
 
-async def test_results_are_handed_on_as_they_come(monkeypatch, autojump_clock):
+async def test_results_are_passed_on_as_they_arrive(monkeypatch, autojump_clock):
     async def respond(request):
         await trio.sleep(8010 - request.url.port)
         return response()

@@ -105,7 +105,7 @@ def test_others_are_let_pass_and_not_looked_up(monkeypatch):
     )
 
 
-def test_a_name_that_takes_its_time_holds_nobody_up(monkeypatch):
+def test_a_slow_name_lookup_blocks_no_other(monkeypatch):
     silent = socket.socketpair()
     monkeypatch.setattr(resolver.socket, "getaddrinfo", lambda *_, **__: silent[0].recv(1))
     monkeypatch.setattr(resolver, "RESOLVE_SECS", 0.05)

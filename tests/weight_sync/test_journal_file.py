@@ -90,7 +90,7 @@ def test_a_lone_surrogate_in_a_label_becomes_a_question_mark(tmp_path):
 
 
 @pytest.mark.parametrize("junk", ["", "[]", '{"epoch": "x", "label": null}', '{"epoch": 3}'])
-def test_an_epoch_that_cannot_be_read_never_goes_back(file, junk):
+def test_an_unreadable_epoch_never_decreases(file, junk):
     file.write_published(PublishedVersion(70_000, "v"))
     (file.folder / "epoch.json").write_text(junk)
     assert file.read_published().epoch > 70_000

@@ -51,7 +51,7 @@ def test_a_configured_zero_is_no_limit():
     assert (limit_secs(0), limit_secs(5)) == (math.inf, 5)
 
 
-async def test_a_worker_that_refuses_the_first_label_path_is_asked_on_the_second(engines, folder):
+async def test_a_worker_without_the_first_label_path_is_called_on_the_second(engines, folder):
     api = api_with(folder)
     engines.set_reply(A, "/model_info", {"detail": "key"}, status=401)
     engines.set_reply(A, "/get_model_info", {"weight_version": "v9"})
@@ -71,7 +71,7 @@ async def test_a_worker_that_is_lost_or_reports_several_labels_has_none(engines,
     assert engines.paths(A) == ["/model_info"]
 
 
-async def test_checksums_are_requested_as_the_contract_says(engines, folder):
+async def test_checksums_are_requested_as_specified(engines, folder):
     api = api_with(folder)
     verdict = await compare_checksums(api.fleet.workers, {}, 5.0)
     assert (verdict.checked, verdict.checksums) == ((A, B), {A: "s", B: "s"})

@@ -29,7 +29,7 @@ def test_another_gets_nothing(origins, origin):
     assert cors.lines(origin.encode()) == b""
 
 
-def test_a_preflight_allows_the_methods_and_what_was_asked_for():
+def test_a_preflight_allows_the_methods_and_requested_fields():
     fields = dict(Cors(["*"]).preflight(PAGE, {"POST"}, "authorization, content-type"))
     assert fields["access-control-allow-methods"] == "POST"
     assert fields["access-control-allow-headers"] == "authorization, content-type"
@@ -41,7 +41,7 @@ def test_lines_are_the_fields():
         assert cors.lines(PAGE.encode()) == encode_fields(cors.fields(PAGE))
 
 
-def test_a_workers_own_policy_goes_and_nothing_else():
+def test_only_a_workers_own_cors_fields_are_dropped():
     lines = (
         b"HTTP/1.1 200 OK\r\nAccess-Control-Allow-Origin: x\r\na: access-control-b: c\r\n"
         b"access-control-allow-credentials: true\r\nvary: Origin\r\n"

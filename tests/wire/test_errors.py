@@ -61,7 +61,7 @@ def test_a_local_reply_has_a_content_length():
     )
 
 
-def test_the_last_reply_of_a_connection_says_close():
+def test_the_last_reply_of_a_connection_has_connection_close():
     assert b"\r\nconnection: close\r\n\r\n" in encode_local_reply(400, b"{}", close=True)
 
 

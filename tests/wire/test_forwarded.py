@@ -34,7 +34,7 @@ def test_off_is_nothing_at_all():
     assert ForwardedHeaders().forwarded_for_line("1.2.3.4:5") == b""
 
 
-def test_append_says_how_it_came_to_us_where_nobody_did_before():
+def test_append_adds_the_own_hop_if_there_is_none():
     told = prepared(ForwardedHeaders("append"), request(b"a: 1"))
     assert fields_of(told.lines) == [
         b"a: 1", b"x-forwarded-proto: http", b"x-forwarded-host: here", b"via: 1.1 omni-proxy",
@@ -49,7 +49,7 @@ def test_append_believes_the_one_before_us():
     assert fields_of(told.lines) == [*CLAIMS, b"Via: 1.1 balancer", b"via: 1.1 omni-proxy"]
 
 
-def test_replace_knows_claims_that_are_spelled_with_underscores():
+def test_replace_drops_fields_spelled_with_underscores():
     claims = (b"X_Forwarded_For: 1.1.1.1", b"X-Forwarded_Proto: https", b"x_real_ip: 1.1.1.1")
     told = prepared(ForwardedHeaders("replace"), request(*claims))
     assert not [field for field in fields_of(told.lines) if b"_" in field]
@@ -80,7 +80,7 @@ def test_the_client_is_named_by_its_address(peer, line):
     assert ForwardedHeaders("append").forwarded_for_line(peer) == line
 
 
-def test_the_field_of_the_id_comes_before_the_usual_ones():
+def test_the_configured_id_field_precedes_the_default_ones():
     stamps = ForwardedHeaders(id_name=b"x-trace")
     raw = request(b"X-Request-Id: a", b"X-Trace:  b ")
     assert prepared(stamps, raw).request_id == b"b"

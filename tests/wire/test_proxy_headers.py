@@ -8,7 +8,7 @@ from tests.wire.heads import request
 OWN, OTHER = "a" * 32, "b" * 32
 
 
-def test_who_gets_its_own_mark_back_refuses():
+def test_a_request_with_the_own_hop_id_is_508():
     with pytest.raises(HttpError) as refused:
         reject_loop(request(hop_line(OWN)), OWN.encode())
     assert (refused.value.status, refused.value.code) == (508, "loop_detected")

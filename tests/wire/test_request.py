@@ -95,7 +95,7 @@ def test_heads_and_targets_up_to_the_limits_pass():
         (b"//y/a", b"//y/a"),
     ],
 )
-def test_a_target_goes_on_in_origin_form(target, sent):
+def test_a_target_is_forwarded_in_origin_form(target, sent):
     head = parse_request_head(request(line=b"GET %b HTTP/1.1\r\n" % target))
     assert head.target == sent
     assert head.lines.startswith(b"GET %b HTTP/1.1\r\n" % sent)
@@ -162,7 +162,7 @@ def test_conditions_on_weights_are_read_and_stripped_and_may_be_written_again():
 
 
 @pytest.mark.parametrize("name", [b"x-omni-weight-version", b"x-omni-min-weight-epoch"])
-def test_a_condition_on_weights_is_said_once(name):
+def test_a_weight_version_condition_may_occur_once(name):
     with pytest.raises(HttpError) as caught:
         parse_request_head(request(name + b": =1", name + b": =1"))
     assert caught.value.status == 400
@@ -178,7 +178,7 @@ def test_a_condition_on_weights_is_said_once(name):
         (b"GET / HTTP/1.0\r\n", [b"connection: keep-alive"], True),
     ],
 )
-def test_the_connection_is_kept_as_the_client_asks(line, fields, kept):
+def test_keep_alive_follows_the_client(line, fields, kept):
     assert parse_request_head(request(*fields, line=line)).keep_alive is kept
 
 

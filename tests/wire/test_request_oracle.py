@@ -88,7 +88,7 @@ def test_what_passes_is_read_by_h11_in_the_same_way(raw):
 
 
 @given(heads())
-def test_what_goes_on_would_pass_again_unchanged(raw):
+def test_a_forwarded_head_parses_to_itself(raw):
     try:
         head = parse_request_head(raw)
     except HttpError:

@@ -88,12 +88,12 @@ def test_a_head_with_two_meanings_is_garbage(raw):
         (head(line=b"HTTP/1.1 100 Continue\r\n"), Framing.CLOSE, True),
     ],
 )
-def test_the_framing_is_what_the_fields_say(raw, framing, whole):
+def test_the_framing_follows_the_fields(raw, framing, whole):
     answer = read(raw)
     assert (answer.framing, answer.whole) == (framing, whole)
 
 
-def test_an_answer_to_head_has_no_body_whatever_its_length_says():
+def test_a_response_to_head_has_no_body_for_any_length():
     answer = read(head(b"content-length: 5"), to_head=True)
     assert answer.whole
     assert answer.lines == OK + b"content-length: 5\r\n"
@@ -132,7 +132,7 @@ def test_a_worker_can_not_nominate_its_length_away():
     assert answer.lines == OK + b"content-length: 5\r\n"
 
 
-def test_an_answer_of_http_1_0_goes_on_as_1_1():
+def test_a_response_of_http_1_0_is_forwarded_as_1_1():
     assert read(head(line=b"HTTP/1.0 200 Fine\r\n")).lines == b"HTTP/1.1 200 Fine\r\n"
 
 

@@ -31,7 +31,7 @@ def test_what_an_event_means(message, expected):
     assert heard(message) == expected
 
 
-def test_an_event_in_parts_is_heard_at_its_end():
+def test_a_split_event_is_complete_at_its_end():
     events = SpeechEvents()
     for letter in '{"type":"session.done"}':
         events.feed(letter, finished=False)
@@ -40,7 +40,7 @@ def test_an_event_in_parts_is_heard_at_its_end():
     assert events.done
 
 
-def test_a_message_longer_than_any_event_is_passed_over_and_the_next_is_heard():
+def test_an_oversized_message_is_skipped_and_the_next_is_read():
     events = SpeechEvents()
     events.feed('{"type":"error","x":"' + "a" * MAX_EVENT_BYTES, finished=False)
     events.feed('"}', finished=True)

@@ -75,7 +75,7 @@ def reply(*fields, status=b"101 Switching Protocols"):
 TAKEN = (b"Upgrade: WebSocket", b"Connection: upgrade", b"Sec-WebSocket-Accept: " + TOKEN)
 
 
-def test_a_worker_that_takes_the_offer_says_101():
+def test_a_worker_that_accepts_the_offer_sends_101():
     assert parse_handshake_response(reply(*TAKEN), KEY) == 101
     assert parse_handshake_response(reply(b"content-length: 0", status=b"503 No"), KEY) == 503
 
@@ -152,7 +152,7 @@ def test_a_ping_is_answered_and_a_flood_of_them_is_not_gathered():
     assert client.out == b""
 
 
-def test_a_close_is_heard_once_and_answered_once():
+def test_a_close_is_reported_once_and_answered_once():
     client, server = pair()
     client.close(4000, "bye")
     client.close(4001, "again")

@@ -43,7 +43,7 @@ async def test_without_a_key_everything_is_open(api):
 
 
 @pytest.mark.parametrize("sent", [None, "", "Bearer", "Bearer ", "Basic s3cret", "s3cret"])
-async def test_a_missing_or_malformed_key_is_a_401_that_says_how(sent):
+async def test_a_missing_or_malformed_key_gets_401_with_a_hint(sent):
     headers = {} if sent is None else {"Authorization": sent}
     answer = await build_api(entry(A), key="s3cret").client().get("/config", headers=headers)
     assert answer.status_code == 401
@@ -82,7 +82,7 @@ async def test_the_key_is_hot():
 @pytest.mark.parametrize(
     ("method", "path", "status"), [("GET", "/nope", 404), ("PUT", "/live", 405)]
 )
-async def test_what_does_not_exist_asks_for_no_key(method, path, status):
+async def test_unknown_routes_need_no_key(method, path, status):
     client = build_api(entry(A), key="s3cret").client()
     assert (await client.open(path, method=method)).status_code == status
 
@@ -95,7 +95,7 @@ async def test_changing_workers_needs_the_key(method):
     assert api.config_store.revision == 1
 
 
-async def test_who_shows_the_key_may_come_from_anywhere():
+async def test_a_valid_key_is_accepted_from_any_address():
     api = build_api(entry(A), key="s3cret")
     headers = {"Sec-Fetch-Site": "cross-site", "Authorization": "Bearer s3cret"}
     path = f"/workers/{api.worker(A).id}"

@@ -159,7 +159,7 @@ async def test_the_dashboard_and_commands_may_change_workers(own, headers, serve
     assert api.worker(A).disabled
 
 
-async def test_what_a_client_says_was_forwarded_is_believed_only_where_the_file_says_so():
+async def test_forwarded_fields_of_a_client_are_trusted_only_if_configured():
     claims = {"X-Forwarded-Host": "evil.example", "Origin": "http://evil.example"}
     for forwarded, code in {
         "off": "cross_site", "replace": "cross_site", "append": "host_not_allowed",
@@ -171,7 +171,7 @@ async def test_what_a_client_says_was_forwarded_is_believed_only_where_the_file_
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-async def test_a_browsers_body_must_say_that_it_is_json(api, kind):
+async def test_a_browser_request_needs_a_json_content_type(api, kind):
     sent = {**received(), "Origin": OWN, **({"Content-Type": kind} if kind else {})}
     body = b'{"url":"http://c.test:1"}'
     sent["Content-Length"] = str(len(body))
@@ -180,7 +180,7 @@ async def test_a_browsers_body_must_say_that_it_is_json(api, kind):
     assert (await answer.get_json())["error"]["code"] == "unsupported_media_type"
 
 
-async def test_a_command_need_not_say_of_what_type_its_body_is(api):
+async def test_a_command_line_client_needs_no_content_type(api):
     answer = await api.client().post(
         "/workers",
         data=b'{"url":"http://c.test:1"}',
@@ -241,7 +241,7 @@ async def test_open_metrics_are_scraped_under_any_name():
     assert (await api.client().get("/metrics", headers=sent)).status_code == 200
 
 
-async def test_a_valid_key_may_come_from_anywhere_and_under_any_name():
+async def test_a_valid_key_is_accepted_from_any_origin_and_host():
     api = build_api(entry(A), key="s3cret")
     path = f"/workers/{api.worker(A).id}"
     for page in FOREIGN:

@@ -42,7 +42,7 @@ async def test_no_preflight_lets_a_page_change_something(api, path, method):
     ("origins", "allowed"),
     [((), None), (("https://other.example",), None), (("https://app.example",), PAGE["Origin"])],
 )
-async def test_the_file_says_whose_pages(origins, allowed):
+async def test_allowed_origins_come_from_the_configuration(origins, allowed):
     api = build_api(entry(A), server=ServerConfig(cors_allow_origins=origins))
     answer = await api.client().get("/workers", headers=PAGE)
     assert (answer.status_code, answer.headers.get(ALLOW)) == (200, allowed)

@@ -32,7 +32,7 @@ def calls(engines, path=SGLANG):
     ]
 
 
-async def test_without_knowledge_all_that_live_are_asked(api, engines):
+async def test_an_unknown_request_is_aborted_at_all_live_workers(api, engines):
     api.fleet.mark_dead(api.worker(A), api.worker(A).registered_at)
     api.fleet.cordon(api.worker(B), "updating")
     status, told = await aborted(api, rid="r1")
@@ -41,14 +41,14 @@ async def test_without_knowledge_all_that_live_are_asked(api, engines):
     assert api.data_plane.aborted == [AbortTarget(("r1",))]
 
 
-async def test_who_has_it_is_asked_alone(api, engines):
+async def test_only_the_worker_with_the_request_is_called(api, engines):
     api.data_plane.found = AbortFindings(known=("r1",), running={B: ("r1",)})
     status, told = await aborted(api, rid="r1")
     assert (status, [each["worker"] for each in told["results"]]) == (200, [B])
     assert calls(engines) == [(B, {"rid": "r1"})]
 
 
-async def test_a_dead_worker_that_has_it_is_asked_all_the_same(api, engines):
+async def test_a_dead_worker_with_the_request_is_called_too(api, engines):
     api.fleet.mark_dead(api.worker(B), api.worker(B).registered_at)
     api.data_plane.found = AbortFindings(known=("r1",), running={B: ("r1",)})
     engines.replies[B, SGLANG] = httpx.ConnectError("nobody is there")
@@ -84,7 +84,7 @@ async def test_an_engine_of_the_other_kind_is_remembered(api, engines):
     ] * 2
 
 
-async def test_who_can_neither_is_a_failure(api, engines):
+async def test_a_worker_without_either_route_is_a_failure(api, engines):
     for path in (SGLANG, VLLM):
         engines.set_reply(A, path, {"detail": "Not Found"}, 404)
     status, told = await aborted(api, abort_all=True)
@@ -92,7 +92,7 @@ async def test_who_can_neither_is_a_failure(api, engines):
     assert {each["worker"]: each["success"] for each in told["results"]} == {A: False, B: True}
 
 
-async def test_a_body_that_names_nobody_is_refused_in_the_words_of_these_routes(api, engines):
+async def test_an_abort_body_without_ids_gets_the_errors_of_its_route(api, engines):
     status, told = await aborted(api)
     assert (status, told["success"], told["status"]) == (400, False, "error")
     assert not engines.requests

@@ -80,9 +80,7 @@ async def test_tensors_are_a_501_and_nothing_is_sent(api, engines):
         ("/pause_generation?selector=model", b"{}", "at offset 5"),
     ],
 )
-async def test_what_cannot_be_meant_is_refused_before_anybody_hears_of_it(
-    api, engines, path, body, reason
-):
+async def test_an_invalid_broadcast_is_refused_before_any_call(api, engines, path, body, reason):
     status, told, _ = await said(api, path, data=body)
     assert (status, told["success"], told["status"]) == (400, False, "error")
     assert reason in told["message"]

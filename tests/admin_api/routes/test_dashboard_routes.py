@@ -45,7 +45,7 @@ async def test_the_page_is_the_same_without_a_key_and_reports_nothing():
     assert (answer.status_code, await answer.get_data(as_text=True)) == (200, PAGE)
 
 
-async def test_only_what_stands_in_the_page_may_run_and_only_our_api_be_asked(api):
+async def test_the_csp_allows_inline_code_and_this_api_only(api):
     told = rules(await api.client().get("/dashboard"))
     assert told["default-src"] == "'none'"
     assert told["connect-src"] == "'self'"
@@ -61,7 +61,7 @@ def test_another_script_has_another_hash():
     assert one != other
 
 
-async def test_nobody_may_frame_sniff_or_keep_it(api):
+async def test_the_page_forbids_framing_sniffing_and_caching(api):
     headers = (await api.client().get("/dashboard")).headers
     assert headers["X-Frame-Options"] == "DENY"
     assert headers["X-Content-Type-Options"] == "nosniff"

@@ -90,14 +90,14 @@ async def test_a_removal_waits_for_what_runs(running, nursery):
     assert (await answers[0].get_json())["drained"] is True
 
 
-async def test_a_removal_at_its_deadline_says_that_something_still_ran(running):
+async def test_a_removal_at_its_deadline_reports_requests_in_flight(running):
     with trio.fail_after(30):
         answer = await running.client().delete(f"{AT}?drain=true&timeout_secs=0.05")
     assert (await answer.get_json())["drained"] is False
     assert running.fleet.find(A) is None
 
 
-async def test_who_prefers_not_to_wait_is_answered_while_it_drains(running):
+async def test_prefer_respond_async_returns_during_the_drain(running):
     client = running.client()
     answer = await client.delete(f"{AT}?drain=true", headers={"Prefer": "respond-async"})
     assert (answer.status_code, (await answer.get_json())["status"]) == (202, "accepted")
@@ -114,7 +114,7 @@ async def test_a_plain_removal_does_not_wait(running):
     assert running.fleet.find(A) is None
 
 
-async def test_who_enables_it_meanwhile_keeps_it(running, nursery):
+async def test_enabling_a_draining_worker_cancels_the_removal(running, nursery):
     answers = []
 
     async def remove():
@@ -131,7 +131,7 @@ async def test_who_enables_it_meanwhile_keeps_it(running, nursery):
     assert running.worker(A).routable
 
 
-async def test_a_caller_that_asked_for_the_removal_may_leave(running):
+async def test_a_removal_continues_after_its_caller_disconnects(running):
     async with trio.open_nursery() as callers:
         callers.start_soon(running.client().delete, f"{AT}?drain=true")
         await wait_all_tasks_blocked(0.01)

@@ -71,11 +71,11 @@ async def test_no_info_at_all_is_a_502_that_names_each_reason(api, engines):
 
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/health_generate"])
-async def test_without_a_routable_worker_there_is_nobody_to_ask(api, engines, path):
+async def test_without_a_routable_worker_it_is_503(api, engines, path):
     assert (await got(api, path))[0] == 503
 
 
-async def test_in_mode_off_the_ranks_of_nobody_but_routable_workers_count(engines):
+async def test_in_mode_off_only_routable_workers_count_in_the_ranks(engines):
     api = build_api(entry(A), entry(B), weight_sync=WeightSyncConfig(mode="off"))
     assert (await got(api, "/server_info"))[0] == 503
     api.healthy(A)
@@ -95,7 +95,7 @@ async def test_model_info_is_the_first_routable_workers_own(api, engines):
 @pytest.mark.parametrize(
     "junk", [b"", b"{", b"[1]", b"[" * 90_000, b'{"x": [' + b"{}," * MAX_VALUES + b"{}]}"]
 )
-async def test_model_info_is_json_whatever_a_worker_says(api, engines, junk):
+async def test_model_info_is_json_for_any_reply_of_a_worker(api, engines, junk):
     api.healthy(A, B)
     engines.set_reply(A, "/get_model_info", junk)
     engines.set_reply(B, "/get_model_info", b'{"model_path": "m", "x": NaN, "y": -Infinity}')
@@ -205,7 +205,7 @@ async def test_generation_is_tried_on_the_idlest_first_and_on_the_next_where_it_
     assert "status=500" in told["error"]["message"]
 
 
-async def test_a_worker_without_that_route_is_asked_for_a_token(api, engines):
+async def test_a_worker_without_the_route_gets_a_generate_call(api, engines):
     api.healthy(A)
     engines.set_reply(A, "/health", {"status": "ok"})
     assert (await got(api, "/health_generate"))[0] == 503
@@ -288,7 +288,7 @@ async def test_metrics_that_cannot_be_read_cost_that_worker_only(api, engines, j
     assert f'x{{worker="{B}"}} 1.0' in told
 
 
-async def test_a_label_of_ours_that_a_worker_has_too_goes_by_another_name(api, engines):
+async def test_a_conflicting_label_of_a_worker_is_exported_under_another_name(api, engines):
     engines.set_reply(A, "/metrics", b'x{worker="v"} 1\nx{worker="w"} 2\n')
     engines.set_reply(B, "/metrics", b"omni_proxy_engine_metrics_up 7\n")
     told = (await (await api.client().get("/engine_metrics")).get_data()).decode()
@@ -298,7 +298,7 @@ async def test_a_label_of_ours_that_a_worker_has_too_goes_by_another_name(api, e
     assert " 7.0" not in told
 
 
-async def test_who_needs_the_key():
+async def test_only_protected_routes_need_the_key():
     api = build_api(entry(A), key="k")
     for path in ("/flush_cache", "/engine_metrics"):
         assert (await got(api, path))[0] == 401

@@ -51,7 +51,7 @@ async def test_what_curl_calls_a_form_is_read_as_json(api):
     assert (await answer.get_json())["need"]["model"] == "m"
 
 
-async def test_a_policy_that_goes_by_a_key_is_shown_with_the_requests_own(api):
+async def test_a_keyed_policy_is_shown_with_the_key_of_the_request(api):
     api.healthy(A, B)
     api.data_plane.policy = build_policy(
         RoutingConfig(policy="consistent_hashing"), lambda n: 0, 0.0

@@ -60,7 +60,7 @@ async def test_the_last_minute_of_the_fleet_has_the_running_second_of_its_worker
     assert told["history"] == []
 
 
-async def test_a_worker_that_has_requests_and_says_nothing_is_reported(api):
+async def test_a_silent_worker_with_requests_is_reported(api):
     api.healthy(A)
     worker = api.worker(A)
     api.instruments.metrics.record(ended(worker), worker)
@@ -164,7 +164,7 @@ def why(api, url=A):
     return reasons(api.services, api.operations.journal.pauses())(api.worker(url))
 
 
-def test_one_sentence_says_why_a_worker_gets_nothing(api):
+def test_one_sentence_explains_why_a_worker_gets_no_requests(api):
     assert why(api) == "waiting for its first probe"
     failed = {"status": None, "error": "connection refused", "at": NOW, "epoch": 0}
     api.fleet.observe_probe(api.worker(A), **failed)

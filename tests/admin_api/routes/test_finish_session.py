@@ -62,7 +62,7 @@ async def test_a_page_of_another_origin_finishes_none():
     assert api.data_plane.finished == []
 
 
-async def test_the_records_of_workers_say_how_many_sessions_they_have(api):
+async def test_worker_records_have_their_number_of_sessions(api):
     told = await (await api.client().get("/workers")).get_json()
     assert {row["url"]: row["sessions"] for row in told["workers"]} == {A: 2, B: 0}
     feed = await api.client().get("/feed?once=true", headers={"Authorization": "Bearer s3cret"})

@@ -60,7 +60,7 @@ async def test_a_router_is_not_well_before_each_given_worker_was_probed():
     assert await statuses(api) == [200] * 3
 
 
-async def test_a_given_worker_whose_first_probe_is_bad_keeps_nobody_waiting():
+async def test_a_given_worker_with_a_failed_first_probe_delays_no_readiness():
     api = build_api(entry(A), entry(B), services={"dialect": "sglang", "given": (A, B)})
     api.healthy(A)
     api.fleet.observe_probe(api.worker(B), status=None, error="refused", at=NOW, epoch=0)
@@ -87,7 +87,7 @@ async def test_health_reports_admission_and_voice_routing(api):
     assert body["voice_routing"]["registry_state"] == "unassigned"
 
 
-async def test_ready_says_no_while_the_program_leaves(api):
+async def test_ready_is_503_during_shutdown(api):
     api.healthy(A)
     api.leaving = True
     answer = await api.client().get("/ready")
@@ -184,7 +184,7 @@ async def test_a_dead_worker_is_counted_as_such(api):
     assert (body["dead_workers"], body["unknown_workers"]) == (1, 1)
 
 
-async def test_a_path_that_is_nearly_one_of_ours_is_reported_as_it_came():
+async def test_the_404_of_a_similar_path_names_the_path_as_sent():
     told = await (await build_api().client().post("//v1/chat/completions")).get_json()
     assert told["error"]["message"] == (
         "Not Found: POST //v1/chat/completions; did you mean /v1/chat/completions?"

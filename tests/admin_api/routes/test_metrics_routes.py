@@ -198,7 +198,7 @@ def test_a_family_that_is_written_in_slices_is_the_same():
     assert b"".join(parts) == generate_latest(registry)
 
 
-def test_a_family_that_comes_in_parts_is_one():
+def test_a_metric_family_in_parts_is_merged():
     rows = [((f"{number}",), number) for number in range(3 * PART)]
     parts = list(gauges("many", "so many", ("worker",), rows))
     assert len(parts) == 4
@@ -260,7 +260,7 @@ def asked_for(expression):
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
 
 
-async def test_the_dashboard_of_grafana_asks_for_nothing_that_is_not_there(busy):
+async def test_the_grafana_dashboard_uses_existing_metrics_only(busy):
     told = names(await scrape(busy))
     panels = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
     assert len(panels) > 20
@@ -271,7 +271,7 @@ async def test_the_dashboard_of_grafana_asks_for_nothing_that_is_not_there(busy)
             assert used <= told, panel["title"]
 
 
-async def test_the_alert_rules_ask_for_nothing_that_is_not_there(busy):
+async def test_the_alert_rules_use_existing_metrics_only(busy):
     told = names(await scrape(busy))
     rules = re.findall(r"- alert: (\w+)\n +expr: (.+)\n", ALERTS)
     assert len(rules) == ALERTS.count("expr:") > 5

@@ -51,7 +51,7 @@ async def listed(api, query="", **headers):
     return answer.status_code, await answer.get_json()
 
 
-async def test_nobody_routable_is_a_503(api):
+async def test_no_routable_worker_is_a_503(api):
     status, body = await listed(api)
     assert (status, body["error"]["message"]) == (503, "no routable upstream")
 
@@ -171,7 +171,7 @@ async def test_one_model_is_the_record_of_the_merged_list(api, replies):
     )  # fmt: skip
 
 
-async def test_a_model_that_nobody_serves_is_a_404(api, replies):
+async def test_a_model_that_no_worker_serves_is_a_404(api, replies):
     api.healthy(A)
     replies[A] = cards({"id": "m"})
     answer = await api.client().get("/v1/models/n")

@@ -55,7 +55,7 @@ async def test_one_is_found_by_url_or_id(api):
     assert (status, told["error"]["code"]) == (404, "worker_not_found")
 
 
-async def test_one_engine_is_asked_and_its_answer_wrapped(api, engines):
+async def test_one_engine_is_called_and_its_reply_wrapped(api, engines):
     engines.set_reply(A, "/version", {"v": 1})
     name = api.worker(A).id
     status, told = await said(api, f"/v1/rl/workers/{name}/engine/version?x=1")

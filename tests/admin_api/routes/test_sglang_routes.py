@@ -56,7 +56,7 @@ async def test_a_refused_connection_is_reported_in_the_words_of_the_fault(
     assert "within 3 s: ConnectError: Connection refused" in text
 
 
-async def test_a_worker_that_says_nothing_at_all_is_said_not_to_have_answered(
+async def test_a_silent_worker_is_reported_as_not_answering(
     api, engines, monkeypatch, autojump_clock
 ):
     async def never(request):
@@ -67,9 +67,7 @@ async def test_a_worker_that_says_nothing_at_all_is_said_not_to_have_answered(
     assert "did not become healthy within 3 s: it has not answered" in text
 
 
-async def test_of_two_that_add_the_same_worker_one_hears_what_scripts_match(
-    api, engines, autojump_clock
-):
+async def test_of_two_concurrent_additions_one_gets_the_success_text(api, engines, autojump_clock):
     loading, well = (503, b"loading"), (200, b"{}")
     engines.replies[C, "/health"] = [loading, loading, well, well]
     heard = []
@@ -87,7 +85,7 @@ async def test_of_two_that_add_the_same_worker_one_hears_what_scripts_match(
 
 
 @pytest.mark.parametrize("fate", ["dies", "is removed"])
-async def test_waiting_for_a_new_worker_ends_when_nobody_probes_it_any_more(
+async def test_waiting_for_a_new_worker_ends_when_its_probes_end(
     api, engines, monkeypatch, autojump_clock, fate
 ):
     engines.set_reply(C, "/health", {"status": "ok"})
@@ -124,7 +122,7 @@ async def test_a_new_worker_that_is_not_believed_is_probed_with_pauses_and_then_
     assert trio.current_time() - before >= ROUTABLE_SECS
 
 
-async def test_who_removes_what_another_has_just_removed_hears_of_no_fault(api, monkeypatch):
+async def test_a_concurrent_second_removal_is_no_error(api, monkeypatch):
     change = api.config_store.change
 
     async def behind_another(edit, *more, **named):
@@ -149,7 +147,7 @@ async def test_who_removes_what_another_has_just_removed_hears_of_no_fault(api, 
         (f"?url={C}&api_key=secret", "api_key is not taken over HTTP"),
     ],
 )
-async def test_a_bad_addition_says_what_is_wrong_and_changes_nothing(api, engines, query, words):
+async def test_an_invalid_addition_names_the_error_and_changes_nothing(api, engines, query, words):
     status, text, _ = await said(api, "post", f"/add_worker{query}")
     assert status == 400
     assert words in text
@@ -180,9 +178,7 @@ async def posted(api, path, body):
 
 
 @pytest.mark.parametrize("key", ["url", "worker_url"])
-async def test_a_worker_in_a_json_body_is_added_and_removed_as_often_as_it_is_said(
-    api, engines, key
-):
+async def test_adding_and_removing_by_json_body_is_idempotent(api, engines, key):
     engines.set_reply(C, "/health", {})
     for _ in range(2):
         status, told = await posted(api, "/add_worker", {key: C})

@@ -142,7 +142,7 @@ async def test_a_name_that_leads_to_a_refused_address_is_refused(api, monkeypatc
     assert api.config_store.revision == 1
 
 
-async def test_a_name_that_nobody_knows_yet_is_kept(api, monkeypatch):
+async def test_a_worker_whose_name_does_not_resolve_is_kept(api, monkeypatch):
     async def knows_nothing(host, port):
         raise OSError("Name or service not known")
 
@@ -220,7 +220,7 @@ async def test_a_router_answers_at_once_unless_the_client_waits():
     ("dialect", "headers"),
     [("omni", {"Prefer": "wait"}), ("sglang", {"Prefer": "wait=30"}), ("vllm", {})],
 )
-async def test_a_200_means_registered_and_routable_to_who_waits(
+async def test_a_200_after_waiting_means_registered_and_routable(
     engines, autojump_clock, dialect, headers
 ):
     engines.replies[C, "/health"] = [(503, b"loading"), (200, b"{}")]
@@ -234,7 +234,7 @@ async def test_a_200_means_registered_and_routable_to_who_waits(
     assert (status, told["code"]) == (409, "WORKER_ALREADY_EXISTS")
 
 
-async def test_who_wants_its_answer_at_once_gets_it_in_every_dialect():
+async def test_without_waiting_the_reply_is_immediate_in_every_dialect():
     api = build_api(entry(A), services={"dialect": "vllm"})
     at_once = {"Prefer": "respond-async"}
     assert (await call(api, "POST", "/workers", {"url": C}, **at_once))[0] == 202
@@ -323,7 +323,7 @@ async def test_reviving_a_living_worker_resets_its_counters_and_probes_it(api):
     assert api.prober.probed == [A]
 
 
-async def test_a_deleted_worker_is_gone_and_comes_back_fresh(api):
+async def test_a_deleted_worker_can_be_added_again_with_fresh_state(api):
     api.healthy(A)
     status, body, headers = await call(api, "DELETE", f"/workers/{ID_A}")
     assert (status, body) == (200, {"status": "ok", "worker_id": ID_A})
@@ -333,7 +333,7 @@ async def test_a_deleted_worker_is_gone_and_comes_back_fresh(api):
     assert (body["worker"]["health_state"], body["worker"]["origin"]) == ("unknown", "file")
 
 
-async def test_who_prefers_not_to_wait_for_a_removal_gets_a_202(api):
+async def test_a_removal_without_waiting_gets_a_202(api):
     prefer = {"Prefer": "respond-async"}
     status, told, headers = await call(api, "DELETE", f"/workers/{ID_A}", **prefer)
     assert (status, told["status"], told["url"]) == (202, "accepted", A)

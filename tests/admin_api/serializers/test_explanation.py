@@ -25,7 +25,7 @@ def test_the_pick_has_the_policy_s_reason():
     assert told["policy"] == "round_robin"
 
 
-def test_a_cache_aware_pick_says_what_matched_and_where():
+def test_a_cache_aware_pick_reports_its_match_and_worker():
     fleet, policy = fleet_of(entry("a"), entry("b")), build("cache_aware")
     policy.pick(fleet.workers[:1], asked("x" * 80))
     told = record(fleet, asked("x" * 100), policy)["pick"]
@@ -35,14 +35,14 @@ def test_a_cache_aware_pick_says_what_matched_and_where():
     assert told["matched_bytes"] == {"http://a:1": 80, "http://b:1": 0}
 
 
-def test_where_nobody_can_take_it_there_is_a_refusal_and_no_pick():
+def test_without_an_eligible_worker_there_is_an_error_and_no_pick():
     fleet = fleet_of(entry("a", disabled=True))
     told = record(fleet, Requirements(CHAT), build("cache_aware"))
     assert (told["pick"], told["refusal"]["code"]) == (None, "all_disabled")
     assert told["workers"][0]["reasons"] == ["disabled"]
 
 
-def test_it_shows_which_weights_are_there_and_which_were_asked_for():
+def test_it_shows_served_and_requested_weight_versions():
     fleet = fleet_of(entry("a"), entry("b"))
     fleet.set_version(fleet.workers[0], "v1", 1)
     need = Requirements(CHAT, version_constraint=VersionConstraint("v1", 1))

@@ -26,7 +26,7 @@ def paused():
     return api
 
 
-async def test_a_fleet_that_is_paused_is_not_ready_and_says_what_ends_it(paused):
+async def test_a_paused_fleet_is_not_ready_and_names_the_resume_command(paused):
     status, told = await get(paused, "/ready")
     assert (status, told["status"], told["reason"]) == (503, "not_ready", "paused")
     assert "omni-proxy weights continue" in told["message"]
@@ -50,7 +50,7 @@ async def test_every_page_for_programs_reports_the_pause(paused):
     assert began in metrics
 
 
-async def test_one_worker_that_goes_on_makes_it_ready(paused):
+async def test_one_resumed_worker_makes_it_ready(paused):
     assert paused.operations.journal.forget_pauses([A])
     assert (await get(paused, "/ready"))[0] == 200
     _, feed = await get(paused, "/feed?once=true")
@@ -75,7 +75,7 @@ async def test_a_paused_worker_that_is_out_anyway_is_not_the_cause(paused):
     assert (await get(paused, "/ready"))[1]["reason"] == "no_routable_worker"
 
 
-async def test_who_has_no_key_is_not_reported_who_paused(paused):
+async def test_without_a_key_the_origin_of_a_pause_is_hidden(paused):
     keyed = build_api(entry(A), admin=AdminConfig(api_key="sesame"))
     keyed.healthy(A)
     keyed.operations.journal.record_pause(A, PAUSE)

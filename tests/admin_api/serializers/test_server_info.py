@@ -35,12 +35,12 @@ async def test_ranks_are_added_and_what_differs_is_not_reported():
         ("fp8_kv_cache_static_scales", (False, False), False),
     ],
 )
-async def test_a_flag_of_one_worker_asks_for_care_and_never_for_less(name, told, expected):
+async def test_merged_flags_take_the_most_careful_value(name, told, expected):
     infos = [{} if value is None else {name: value} for value in told]
     assert (await merged(*infos)).get(name) is expected
 
 
-async def test_a_path_in_our_own_store_is_none_that_others_are_asked_to_read():
+async def test_a_path_in_the_proxys_store_is_not_reported_as_the_model_path():
     ours = {"model_path": "/dev/shm/ours/v2", "served_model_name": "m"}
     theirs = {"model_path": "/models/m", "served_model_name": "m"}
 

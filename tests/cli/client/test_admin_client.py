@@ -42,7 +42,7 @@ def test_a_url_may_be_typed_short(place, typed, url):
         ("proxy.local", "http://proxy.local:8123"),
     ],
 )
-def test_a_file_says_where_its_proxy_listens(place, file, host, url):
+def test_the_address_comes_from_the_configuration_file(place, file, host, url):
     file.write_text(f'[server]\nhost = "{host}"\nport = 8123\n')
     assert place("--config", file).url == url
 
@@ -57,7 +57,7 @@ def test_a_file_says_where_its_proxy_listens(place, file, host, url):
         ("[server]\nport = 0\n[admin]\nlisten = 'h:9'", "http://h:9"),
     ],
 )
-def test_it_is_asked_where_it_takes_control_requests(place, file, tables, url):
+def test_the_admin_listener_is_called_where_one_is_configured(place, file, tables, url):
     file.write_text(tables)
     assert place("--config", file).url == url
 
@@ -93,11 +93,11 @@ def test_without_a_word_it_is_where_it_is_by_default(place):
         ("--model drain", "list --model drain"),
     ],
 )
-def test_a_command_may_stand_behind_the_words_that_say_which_proxy(typed, meant):
+def test_a_command_may_follow_the_target_options(typed, meant):
     assert with_default_command(typed.split(), "list") == meant.split()
 
 
-def test_a_file_that_names_no_port_can_not_be_asked_by(place, file):
+def test_a_file_without_a_port_is_no_target(place, file):
     file.write_text("[server]\nport = 0\n")
     with pytest.raises(AdminClientError, match=r"any free port.*--url"):
         place("--config", file)
@@ -154,7 +154,7 @@ def test_what_is_no_omni_proxy_is_distinguished_from_one(proxy, answer):
         asked(proxy.url)
 
 
-def test_where_nobody_listens_it_says_how_to_name_another():
+def test_a_refused_connection_suggests_the_url_flag():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -180,7 +180,7 @@ def test_a_silent_port_is_given_up():
             proxy.get("/feed")
 
 
-def test_a_unix_socket_is_asked_like_a_port(tmp_path):
+def test_a_unix_socket_is_a_target_like_a_port(tmp_path):
     path = tmp_path / "p.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))

@@ -35,9 +35,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN.keys())
-def test_a_file_with_a_mistake_elsewhere_still_says_where_its_proxy_is(
-    place, tmp_path, capsys, text
-):
+def test_a_file_with_another_error_still_gives_the_address(place, tmp_path, capsys, text):
     file = tmp_path / "proxy.toml"
     file.write_text(text)
     found = place("--config", file)

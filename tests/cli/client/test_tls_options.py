@@ -74,7 +74,7 @@ WORDS = ("--ca", CLIENT.ca, "--client-cert", CLIENT.cert, "--client-key", CLIENT
         (("--url", "unix:/run/p.sock"), "unix:/run/p.sock"),
     ],
 )
-def test_who_names_papers_means_https(place, where, url):
+def test_a_client_certificate_implies_https(place, where, url):
     found = place(*where, *WORDS)
     assert (found.url, found.client_cert) == (url, CLIENT)
 
@@ -88,7 +88,7 @@ def test_papers_are_of_no_use_without_tls(place, tmp_path):
         place("--config", file, *WORDS)
 
 
-def test_a_file_that_asks_clients_for_certificates_says_so_before_anybody_is_asked(place, tmp_path):
+def test_a_missing_client_certificate_is_reported_before_any_call(place, tmp_path):
     file = tmp_path / "proxy.toml"
     tls = f"[server]\ntls_cert = 'c'\ntls_key = 'k'\ntls_client_ca = '{AUTHORITY}'\n"
     file.write_text(tls)
@@ -119,5 +119,5 @@ def test_a_fault_of_the_papers_keeps_a_command_from_asking(place):
         ("Connection refused", "^$"),
     ],
 )  # fmt: skip
-def test_what_openssl_says_is_reported_with_its_cure(said, words):
+def test_openssl_errors_are_reported_with_a_remedy(said, words):
     assert re.search(words, explain_tls_error("https://h", said, ClientCert()))

@@ -79,11 +79,11 @@ def test_every_engine_has_its_words():
     ("model", "engine"),
     [("tiny", "replica"), ("/m/a.gguf", "replica"), ("meta-llama/Llama-3.1-8B", "sglang")],
 )
-def test_where_nobody_says_the_model_reports_the_engine(model, engine):
+def test_without_a_model_flag_the_engine_reports_the_model(model, engine):
     assert engine_for(model) == engine
 
 
-def test_our_replicas_can_do_what_their_flags_say_and_others_may_do_anything():
+def test_capabilities_of_replicas_follow_their_flags_others_are_open():
     flags = ("--speech", "hibari", "--transcription", "off", "--threads", "2")
     assert set(engine_capabilities("replica", asked("tiny", 1, "", *flags))) == {
         "chat", "streaming", "speech", "audio_output",

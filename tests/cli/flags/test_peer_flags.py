@@ -245,6 +245,6 @@ def test_each_warning_is_in_the_log(started, monkeypatch, caplog, tmp_path):
 
 
 @pytest.mark.parametrize("flag", [*WITHOUT_EFFECT, *MISSING, *VALUED, *LISTS, *SWITCHES, *JOINED])
-def test_the_page_for_those_who_come_from_there_has_the_flag(flag):
+def test_the_migration_page_has_the_flag(flag):
     named = f"{flag}…" if flag.endswith("-") else flag
     assert f"`{named}`" in MIGRATION

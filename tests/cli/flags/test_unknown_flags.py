@@ -41,12 +41,12 @@ def test_no_flag_of_ours_is_called_a_strangers():
     assert not ours & set(THEIRS)
 
 
-def test_what_is_said_of_another_routers_flag_names_flags_that_are_there():
+def test_hints_for_flags_of_other_routers_name_existing_flags():
     named = {name for said in THEIRS.values() for name in re.findall(r"--[a-z-]+", said)}
     assert named <= {*FLAGS, "--engine"}
 
 
-def test_the_page_for_those_who_come_from_there_has_the_flag():
+def test_the_migration_page_has_the_flag():
     assert [
         flag for flag in THEIRS if f"{flag}`" not in MIGRATION and f"{flag} " not in MIGRATION
     ] == []

@@ -43,7 +43,7 @@ def test_of_two_the_slower_one_is_slow_and_a_few_ms_are_no_matter():
     assert judged(row(first_p50_ms=500.0)) == [("well", "ok")]
 
 
-def test_an_answer_or_two_make_nobody_slow_nor_the_measure_of_others():
+def test_few_responses_neither_make_a_worker_slow_nor_a_reference():
     few = {"first_p50_ms": 900.0, "answers": 4}
     assert judged(row(first_p50_ms=10.0), row("b:1", **few)) == [("well", "ok")] * 2
     assert judged(row(first_p50_ms=10.0), row("b:1", **few | {"answers": 5}))[1][0] == "slow"
@@ -71,7 +71,7 @@ def test_the_median_of_the_others_is_that_of_a_list_without_it(times, data):
         ({"half_open": True}, "leaving", "half-open"),
     ],
 )
-def test_who_takes_no_request_is_out_or_leaving(fields, kind, state):
+def test_a_worker_without_requests_is_out_or_draining(fields, kind, state):
     assert judged(row(routable=False, **fields)) == [(kind, state)]
 
 
@@ -85,7 +85,7 @@ def test_a_twentieth_of_errors_is_failing():
     assert judged(row(rate=10.0, errors=30)) == [("failing", "failing")]
 
 
-def test_one_that_has_requests_and_says_nothing_is_reported_ahead_of_its_times():
+def test_silence_is_reported_before_latency():
     silent = row("a:1", in_flight=6, silent_secs=31.0, first_p50_ms=10.0, model="m")
     picture = feed_of(feed(silent, row("b:1", first_p50_ms=900.0, model="m")))
     first, second = diagnose(picture).values()
@@ -94,7 +94,7 @@ def test_one_that_has_requests_and_says_nothing_is_reported_ahead_of_its_times()
     assert second.state == "slow"
 
 
-def test_the_urgent_come_first_then_the_busy():
+def test_urgent_rows_are_first_then_busy_ones():
     rows = [
         row("idle:1"), row("busy:1", in_flight=5), row("dead:1", routable=False, health="dead"),
         row("off:1", routable=False, disabled=True), row("bad:1", errors=9),
@@ -151,7 +151,7 @@ SYNC = {
 }
 
 
-def test_a_sync_is_reported_with_its_owner_its_step_and_who_is_waited_for():
+def test_a_sync_is_shown_with_owner_step_and_pending_members():
     told = describe_weights(feed_of(feed(weights={"sync": SYNC})))
     assert told == (
         "sync: g at h:1 of trl, committing for 3 s, begun 12 s ago, waiting for http://b"
@@ -175,7 +175,7 @@ def test_weights_are_reported_by_their_versions():
 
 @settings(max_examples=50)
 @given(FEEDS)
-def test_whatever_a_feed_says_it_can_be_judged(told):
+def test_any_feed_can_be_diagnosed(told):
     picture = read_feed(json.dumps(told))
     verdicts = diagnose(picture)
     assert len(sort_by_urgency(picture, verdicts)) == len(picture.fleet)

@@ -30,7 +30,7 @@ def test_workers_that_share_a_pause_share_a_line():
     ]
 
 
-def test_status_says_that_all_is_paused_and_ends_with_1(proxy, capsys):
+def test_a_paused_fleet_is_shown_and_exits_with_1(proxy, capsys):
     proxy.says["/feed"] = (200, ALL)
     assert main(["status", "--url", proxy.url]) == 1
     said = capsys.readouterr().out

@@ -60,7 +60,7 @@ def test_every_line_of_a_table_is_one_line_and_its_columns_line_up(rows):
         (3660, "1 h 1 min"), (86400, "1 d"), (100_000, "1 d 3 h"), (math.inf, "-"), (math.nan, "-"),
     ],
 )  # fmt: skip
-def test_ages_are_said_in_two_units_at_most(secs, words):
+def test_ages_have_at_most_two_units(secs, words):
     assert format_age(secs) == words
 
 

@@ -87,6 +87,6 @@ def test_nonsense_in_the_feed_is_a_lost_feed(stream, listening):
     listening.until(lambda heard: "not a snapshot" in heard.lost)
 
 
-def test_before_anything_came_it_says_so():
+def test_before_the_first_snapshot_it_shows_that():
     heard = FeedFollower(AdminTarget("http://127.0.0.1:1"), lambda: None).status()
     assert (heard.feed, heard.history, heard.lost) == (None, (), "not connected yet")

@@ -39,7 +39,7 @@ FLEET = feed_of(
 )  # fmt: skip
 
 
-def test_one_look_reports_who_is_slow_who_is_out_and_why():
+def test_one_frame_shows_slow_and_unroutable_workers_with_reasons():
     lines = drawn(FLEET)
     assert len(lines) == 24
     text = "\n".join(lines)
@@ -106,7 +106,7 @@ def test_a_lost_connection_is_reported_over_the_old_picture():
     assert " ".join(narrow.splitlines()[1:]) == f"NOT CONNECTED, retrying: {why} q quit"
 
 
-def test_a_pause_is_reported_with_who_ends_it_and_by_whom_on_a_usual_screen():
+def test_a_pause_is_shown_with_its_origin_and_end_in_80_columns():
     paused = {
         "at": "2026-11-21T18:55:00+00:00", "by": "python-httpx/0.28.1 from 127.0.0.1",
         "path": "/pause_generation", "mode": "retract",
@@ -152,7 +152,7 @@ def test_a_spark_line_has_a_bar_for_each_value():
     FEEDS, st.integers(1, 120), st.one_of(st.none(), st.integers(1, 50)),
     st.lists(st.sampled_from(("down", "up", "d", "o", "right", "r", "end"))),
 )  # fmt: skip
-def test_whatever_a_feed_says_a_frame_fits_its_screen(told, width, height, keys):
+def test_any_feed_renders_to_a_frame_that_fits(told, width, height, keys):
     lines = drawn(read_feed(json.dumps(told)), width, height, keys)
     assert height is None or len(lines) == height
     for line in lines:

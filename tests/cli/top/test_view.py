@@ -27,7 +27,7 @@ def three():
     )
 
 
-def test_trouble_comes_first_then_the_busy(three):
+def test_troubled_rows_are_first_then_busy_ones(three):
     assert names(three) == ["c:1", "b:1", "a:1"]
     assert three.row.name == "c:1"
 
@@ -51,7 +51,7 @@ def test_only_those_in_trouble_can_be_looked_at(three):
 @pytest.mark.parametrize(
     ("key", "wish"), [("d", "disable"), ("e", "enable"), ("D", "drain"), ("v", "revive")]
 )
-def test_a_change_is_asked_for_and_made_only_after_a_yes(three, key, wish):
+def test_a_change_needs_a_confirmation(three, key, wish):
     three.press("down")
     assert three.press(key) is None
     assert three.pending == PendingAction(wish, three.row.id, "b:1")
@@ -63,13 +63,13 @@ def test_a_change_is_asked_for_and_made_only_after_a_yes(three, key, wish):
     assert three.press("q") == QUIT
 
 
-def test_what_was_asked_for_is_done_to_whom_it_was_asked_for(three):
+def test_a_confirmed_action_applies_to_the_worker_it_was_requested_for(three):
     three.press("d")
     three.show(feed_of(feed(row("z:1"))))
     assert three.press("y").called == "c:1"
 
 
-def test_an_empty_fleet_has_nobody_to_change():
+def test_an_empty_fleet_has_no_action():
     view = shown()
     view.press("d")
     assert (view.pending, view.row) == (None, None)

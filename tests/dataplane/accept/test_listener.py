@@ -67,7 +67,7 @@ async def test_the_callback_gets_each_connection_with_its_peer(loop, sock, accep
 
 
 @pytest.mark.parametrize("error_number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
-async def test_at_the_descriptor_limit_it_pauses_logs_once_and_goes_on_with_a_sweep(
+async def test_at_the_descriptor_limit_it_pauses_logs_once_and_resumes_with_a_sweep(
     loop, sock, accepted, connect, caplog, error_number
 ):
     failing = FailingAccepts(sock, error_number, error_number)

@@ -40,7 +40,7 @@ def test_requests_above_the_limit_wait_and_are_admitted_in_order(room_of):
     assert (room.dataplane.inflight.peak_in_flight, room.queue.peak_waiting) == (2, 3)
 
 
-def test_room_goes_to_a_waiter_before_a_new_request_sees_it(room_of):
+def test_free_capacity_is_handed_to_a_waiter_first(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
     first, waiting = room.come(), room.come()
     first.finish()

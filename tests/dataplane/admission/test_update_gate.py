@@ -96,7 +96,7 @@ def test_without_a_queue_the_error_names_the_reason(room_of):
     assert room.come().refusal.code == "weights_updating"
 
 
-def test_the_error_tells_the_time_since_the_cordon(room_of):
+def test_the_error_has_the_time_since_the_cordon(room_of):
     room = room_of(entry("a"), entry("b"), **RULES[SHED])
     a, b = room.fleet.workers
     room.fleet.cordon(a, "updating")

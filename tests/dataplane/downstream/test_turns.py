@@ -102,7 +102,7 @@ def test_requests_that_are_refused_at_once_are_answered_some_at_a_time(dataplane
 @pytest.mark.parametrize(
     "message", [frame(TEXT, b'{"type":"input.text"}'), frame(PING)], ids=["texts", "pings"]
 )
-def test_a_client_that_always_has_more_to_say_gives_up_its_turn(dataplane, message):
+def test_a_client_that_sends_without_pause_yields(dataplane, message):
     client, _ = session(dataplane)
     before = exchange(dataplane).bytes_in
     sent = message * (PIECES * READ_BYTES // len(message))
@@ -113,7 +113,7 @@ def test_a_client_that_always_has_more_to_say_gives_up_its_turn(dataplane, messa
     assert exchange(dataplane).bytes_in - before == len(sent)
 
 
-def test_one_that_has_not_said_its_first_message_does_too(dataplane):
+def test_a_client_without_a_complete_first_message_yields_too(dataplane):
     client = dataplane.client(UPGRADE)
     sent = frame(PING) * (PIECES * CONFIG_READ_BYTES // len(frame(PING)))
     client.sendall(sent)
@@ -123,7 +123,7 @@ def test_one_that_has_not_said_its_first_message_does_too(dataplane):
     assert exchange(dataplane).bytes_in == len(sent)
 
 
-def test_a_worker_that_always_has_more_to_say_gives_up_its_turn(dataplane):
+def test_a_worker_that_sends_without_pause_yields(dataplane):
     client, worker = session(dataplane)
     received(client)
     event = b"\x81\x1e" + b'{"type":"audio.sent"}'.ljust(30)  # so that no piece ends in one

@@ -1,4 +1,4 @@
-"""Each way out of the short way, by name: what comes of it is what the long way comes to."""
+"""Each exit of the fast path, by name: the results are those of the slow path."""
 
 import contextlib
 
@@ -27,7 +27,7 @@ def listeners(tmp_path):
 
 
 def fast_path_counts(world):
-    """Of the exchanges since its clients were warm: begun in the short way, and handed over."""
+    """Exchanges since the caches were filled: begun on the fast path, and handed over."""
     return world.began, world.handed_over
 
 
@@ -49,7 +49,7 @@ UNIQUE = [
 
 @pytest.mark.parametrize("name", UNIQUE)
 @pytest.mark.parametrize("config", ["", "[routing]\nsticky_sessions = true\n"])
-def test_a_field_that_is_new_in_every_request_goes_the_short_way(listeners, name, config):
+def test_a_field_that_is_new_in_every_request_takes_the_fast_path(listeners, name, config):
     def script(world, client):
         for number in range(8):
             world.began = 0 if number == 3 else world.began
@@ -85,7 +85,7 @@ def test_what_stands_in_the_place_of_a_field_that_varies_is_judged(listeners, fi
 
 
 @pytest.mark.parametrize("size", [4095, 4096, 16000])
-def test_bodies_that_come_whole_may_be_large(listeners, size):
+def test_complete_bodies_may_be_large(listeners, size):
     text = bytes(b"1" * size)
 
     def script(world, client):
@@ -117,7 +117,7 @@ def test_a_workers_own_diagnostics_are_dropped_on_either_way(listeners):
     assert came.count(b"x-sglang-omni-worker:") == came.count(b"http/1.1 200") == 12
 
 
-def test_all_that_the_proxy_tells_of_an_answer_is_dropped_from_a_workers():
+def test_diagnostic_fields_of_a_worker_are_dropped():
     worker = fleet_of(entry("a")).workers[0]
     mine = Exchange(0.0, "test")
     mine.worker, mine.attempts, mine.failed_attempts = worker, 2, [(worker, "503")]
@@ -130,7 +130,7 @@ def test_all_that_the_proxy_tells_of_an_answer_is_dropped_from_a_workers():
     assert written == set(DIAGNOSTICS)
 
 
-def test_the_tokens_that_an_answer_tells_are_counted(listeners):
+def test_the_tokens_that_a_response_reports_are_counted(listeners):
     told = b'{"usage": {"prompt_tokens": 7, "completion_tokens": 5}}'
 
     def script(world, client):
@@ -226,7 +226,7 @@ def test_without_an_idle_connection_the_coroutine_dials(listeners):
 
 
 @pytest.mark.parametrize("config", ["", "queue_size = 2\n"], ids=["refused", "waits"])
-def test_where_nobody_is_routable_it_is_refused_or_waits(listeners, config):
+def test_without_a_routable_worker_it_is_refused_or_waits(listeners, config):
     def script(world, client):
         for at in range(2):
             world.change(at, disabled=True)
@@ -307,7 +307,7 @@ def test_a_key_of_the_workers_own_is_sent(listeners, monkeypatch):
     ],
     ids=lambda told: told[9:12].decode() + told[31:48].decode() + told[60:75].decode(),
 )
-def test_an_answer_that_comes_again_and_again_is_relayed_as_the_first(listeners, told):
+def test_a_repeated_response_is_relayed_like_the_first(listeners, told):
     def script(world, client):
         for _ in range(8):
             world.ask(client, chat_request())
@@ -320,7 +320,7 @@ def test_an_answer_that_comes_again_and_again_is_relayed_as_the_first(listeners,
 
 
 @pytest.mark.parametrize("said", [1, 3], ids=["less", "more"])
-def test_an_answer_of_another_length_than_it_says(listeners, said):
+def test_a_response_of_another_length_than_declared(listeners, said):
     def script(world, client):
         send_request(world, client)
         world.answer(WHOLE.replace(b": 2", b": %d" % said), b" ")
@@ -363,7 +363,7 @@ def test_a_trial_that_went_well_brings_its_worker_back(listeners):
     assert not any(worker.health.breaker_tripped for worker in world.fleet.workers)
 
 
-def test_new_weights_while_it_waits_are_told(listeners):
+def test_new_weights_during_the_wait_are_reported(listeners):
     def script(world, client):
         send_request(world, client)
         for worker in world.fleet.workers:
@@ -375,7 +375,7 @@ def test_new_weights_while_it_waits_are_told(listeners):
     assert world.clients[0].came.count(b"x-omni-weight-version: new\r\n") == 1
 
 
-def test_what_is_asked_is_shown(listeners):
+def test_an_exchange_is_shown_in_the_connection_record(listeners):
     def script(world, client):
         send_request(world, client)
         assert connection_record(client.conn)["target"] == "/v1/chat/completions"
@@ -400,7 +400,7 @@ def test_clients_that_are_known_stay_with_their_worker(listeners):
 
 @pytest.mark.parametrize("key", ["sse_keepalive_secs = 5", "max_payload_size = 100",
                                  "request_id_header = 'x-request-id'"])  # fmt: skip
-def test_what_the_short_way_does_not_know_goes_the_long_one(listeners, key):
+def test_what_the_fast_path_does_not_support_takes_the_slow_path(listeners, key):
     world = run_fast_and_slow(
         listeners,
         lambda world, client: exchange_once(world, client),

@@ -1,4 +1,4 @@
-"""What changes while clients are on the short way: settings, the fleet, the sockets themselves."""
+"""Changes while clients are on the fast path: settings, the fleet, the sockets themselves."""
 
 import contextlib
 import socket
@@ -68,7 +68,7 @@ def test_another_setting_holds_for_the_next_request_of_an_open_connection(listen
     run_fast_and_slow(listeners, script, began={0, 2}, handed_over=0)
 
 
-def test_a_worker_that_stops_reading_and_answers_all_the_same_is_heard(listeners):
+def test_a_response_of_a_worker_that_stopped_reading_is_relayed(listeners):
     def script(world, client):
         for end in world.idle_ends():
             end.sock.shutdown(socket.SHUT_RD)
@@ -84,7 +84,7 @@ def test_a_worker_that_stops_reading_and_answers_all_the_same_is_heard(listeners
 
 
 @pytest.mark.parametrize("config", ["half_close = 'abort'\n", "half_close = 'answer'\n"])
-def test_what_was_pipelined_is_begun_before_its_clients_leaving_is_heard(listeners, config):
+def test_a_pipelined_request_begins_before_the_disconnect_is_seen(listeners, config):
     def script(world, client):
         world.ask(client, chat_request())
         world.ask(client, chat_request())

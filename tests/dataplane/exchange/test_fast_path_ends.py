@@ -1,4 +1,4 @@
-"""What ends an exchange of the short way before its answer, or behind it: nothing stays behind."""
+"""What ends an exchange of the fast path before or after its response: nothing is left over."""
 
 import contextlib
 import logging
@@ -28,7 +28,7 @@ def listeners(tmp_path):
 
 @pytest.fixture
 def world(listeners):
-    """The short way alone, and a client of it."""
+    """The fast path alone, and a client of it."""
     with World(listeners).at_work() as made:
         made.dataplane.settings.access_log_is_json = True
         made.connect_client(warm=6)
@@ -69,7 +69,7 @@ def test_a_client_that_ends_its_side_along_with_its_request(listeners, half_clos
 
 
 @pytest.mark.parametrize("total", [0, 5])
-def test_a_clock_that_runs_out_is_a_504_and_told_to_health(listeners, total):
+def test_an_expired_timeout_is_a_504_and_reported_to_health(listeners, total):
     def script(world, client):
         send_request(world, client)
         limits = world.dataplane.settings.limits
@@ -82,7 +82,7 @@ def test_a_clock_that_runs_out_is_a_504_and_told_to_health(listeners, total):
     assert sum(worker.health.failed_requests for worker in world.fleet.workers) == 1
 
 
-def test_a_pump_that_ends_settles_what_was_asked_once(listeners):
+def test_an_event_loop_that_ends_finalizes_each_exchange_once(listeners):
     def script(world, client):
         send_request(world, client)
         for task in list(world.dataplane.loop.tasks):

@@ -1,4 +1,4 @@
-"""The short way against the long one: the same steps, told to a door of each, come to the same."""
+"""The fast path against the slow path: the same steps on a data plane of each have equal results."""
 
 import contextlib
 import itertools
@@ -293,7 +293,7 @@ def course(listeners, told, *, short):
         st.lists(STEPS, min_size=4, max_size=20),
     )
 )
-def test_the_short_way_comes_to_what_the_long_one_comes_to(listeners, told):
+def test_the_fast_path_has_the_results_of_the_slow_path(listeners, told):
     long, short = (course(listeners, told, short=short) for short in (False, True))
     for theirs, ours in zip(long.seen, short.seen, strict=True):
         assert ours == theirs

@@ -69,7 +69,7 @@ def asking(path):
     return b"POST %b HTTP/1.1\r\n%b\r\n\r\n" % (path, fields)
 
 
-def test_who_asks_before_a_body_for_no_path_of_ours_hears_404_at_once(manual_loop):
+def test_expect_continue_for_an_unknown_path_gets_404_at_once(manual_loop):
     dataplane = manual_loop()
     client = dataplane.client(asking(b"/nowhere"))
     head, _, body = received(client)[0].partition(b"\r\n\r\n")
@@ -84,7 +84,7 @@ def test_for_a_path_of_the_control_routes_he_may_go_on(manual_loop, path):
     assert received(dataplane.client(asking(path)))[0] == b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-def test_the_control_routes_hear_how_a_request_came_from_us_alone(manual_loop, front):
+def test_admin_routes_get_the_listener_from_the_proxy_only(manual_loop, front):
     dataplane = manual_loop()
     dataplane.dataplane.pools.admin_api = AdminApiPool(
         dataplane.dataplane.loop, front.getsockname(), "front"

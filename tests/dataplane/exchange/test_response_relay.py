@@ -58,7 +58,7 @@ def test_streams_that_move_in_one_turn_are_sent_at_its_end(manual_loop):
     assert [received(client)[0] for client in clients] == [EVENT] * 3
 
 
-def test_an_error_event_stands_behind_all_that_came_before_the_fault(manual_loop):
+def test_an_error_event_follows_all_relayed_bytes(manual_loop):
     client = manual_loop.client(STREAMED)
     worker = manual_loop.worker()
     manual_loop.tell(worker, SSE)
@@ -175,7 +175,7 @@ def test_no_error_event_is_put_into_what_a_client_has_not_read(manual_loop):
 
 
 @pytest.mark.parametrize("asked", [OLD, STREAMED], ids=["to its close", "in chunks of ours"])
-def test_an_answer_that_ends_with_its_connection_comes_whole_to_a_slow_reader(manual_loop, asked):
+def test_a_close_delimited_response_reaches_a_slow_reader_complete(manual_loop, asked):
     client = manual_loop.client(asked)
     worker = manual_loop.worker()
     near = narrow(manual_loop)

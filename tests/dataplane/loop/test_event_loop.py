@@ -366,7 +366,7 @@ async def test_wake_ends_the_wait_of_an_idle_loop(loop):
     assert parked_then == [False] * 3
 
 
-async def test_a_task_stepped_from_outside_an_iteration_goes_on_after_its_read_budget(loop, wires):
+async def test_a_task_stepped_outside_an_iteration_resumes_after_its_read_budget(loop, wires):
     """The end of a sleep or of a phase does not wake an idle loop by itself."""
 
     async def script(task):

@@ -120,7 +120,7 @@ def manual_loop():
         yield made
 
 
-def test_a_client_that_asks_no_more_still_gets_all_of_its_answer(manual_loop):
+def test_a_half_closed_client_gets_its_complete_response(manual_loop):
     body = bytes(12000)
     client = manual_loop.client()
     (task,) = manual_loop.dataplane.loop.tasks

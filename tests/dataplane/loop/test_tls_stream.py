@@ -140,7 +140,7 @@ def test_a_record_larger_than_the_read_is_returned_in_parts(pair):
     assert read_all(pair.stream, 4) == [b"abcd", b"ef"]
 
 
-def test_reading_goes_on_after_a_full_read_of_the_socket(pair):
+def test_reading_continues_after_a_full_read_of_the_socket(pair):
     data = bytes(range(256)) * 400
     pair.arrive(pair.far.encrypted(data))
     assert len(data) > 3 * ENCRYPTED_READ_BYTES
@@ -364,7 +364,7 @@ def test_a_broken_socket_is_an_error(pair):
     assert caught.value.errno in (errno.EPIPE, errno.ECONNRESET)
 
 
-def test_what_comes_after_our_close_notify_can_be_drain(pair):
+def test_bytes_after_the_own_close_notify_can_be_drained(pair):
     pair.far.sock.sendall(pair.far.encrypted(bytes(RECORD_BYTES)))
     pair.stream.readable = True
     assert pair.stream.read(RECORD_BYTES) == bytes(RECORD_BYTES)

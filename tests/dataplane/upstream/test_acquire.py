@@ -51,7 +51,7 @@ async def test_a_place_that_another_door_took_is_given_back_and_another_one_take
     assert [each.in_flight for each in dataplane.fleet.workers] == [0, 0]
 
 
-async def test_whoever_comes_too_late_each_time_has_taken_nothing_and_hears_why(dataplane):
+async def test_losing_every_race_for_a_slot_acquires_nothing_and_is_503(dataplane):
     asked = quicker(dataplane.fleet, CHOICES)
     mine = request()
     with pytest.raises(HttpError, match="at its limit a moment ago") as told:
@@ -62,7 +62,7 @@ async def test_whoever_comes_too_late_each_time_has_taken_nothing_and_hears_why(
     assert (mine.worker, mine.attempts) == (None, 0)
 
 
-async def test_where_no_worker_has_a_bound_nobody_looks_again(dataplane):
+async def test_without_limits_no_counts_are_read_again(dataplane):
     asked = quicker(dataplane.fleet, CHOICES)
     dataplane.fleet.has_inflight_limits = False
     dataplane.balancer.acquire(request())

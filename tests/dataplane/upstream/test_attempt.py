@@ -19,7 +19,7 @@ def dataplane():
 
 
 @pytest.mark.parametrize("idle", [1, 2, 5])
-def test_a_request_that_comes_when_a_worker_closes_them_all_gets_a_new_one(dataplane, idle):
+def test_a_request_while_idle_connections_close_gets_a_new_one(dataplane, idle):
     clients = [dataplane.client(chat()) for _ in range(idle)]
     workers = [dataplane.worker() for _ in clients]
     for worker in workers:
@@ -72,7 +72,7 @@ def test_a_worker_that_floods_interim_answers_is_given_up(dataplane, monkeypatch
     assert dataplane.log[-1]["status"] == 502
 
 
-def test_the_ends_of_interim_heads_may_come_in_pieces(dataplane):
+def test_ends_of_interim_heads_may_be_split(dataplane):
     client = dataplane.client(chat())
     worker = dataplane.worker()
     for piece in (

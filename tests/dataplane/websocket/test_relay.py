@@ -68,7 +68,7 @@ async def test_the_handshake_keeps_the_clients_fields_and_the_query_and_offers_n
         assert b"x-sglang-omni-route-capabilities" not in names
 
 
-async def test_a_plain_get_is_told_to_upgrade_and_keeps_its_connection():
+async def test_a_plain_get_gets_426_and_keeps_its_connection():
     async with running() as setting:
         stream = await trio.open_tcp_stream(*setting.address)
         async with stream:
@@ -164,7 +164,7 @@ async def test_a_first_message_that_is_no_config_is_for_the_worker_to_judge():
         assert setting.counts() == (0, 1)
 
 
-async def test_without_a_worker_the_session_is_told_to_try_again_later():
+async def test_without_a_worker_the_session_is_closed_with_try_again_later():
     async with running() as setting, setting.client() as client:
         await client.say(CONFIG)
         error = await client.error()
@@ -173,7 +173,7 @@ async def test_without_a_worker_the_session_is_told_to_try_again_later():
         assert (await client.closed())[0] == 1013
 
 
-async def test_beyond_the_admission_bound_the_session_is_told_so_and_closed():
+async def test_beyond_the_admission_limit_the_session_gets_an_error_and_is_closed():
     async with running(Worker(listen), config="max_inflight = 1\n") as setting:
         async with setting.client() as first:
             await first.say(CONFIG)
@@ -195,7 +195,7 @@ async def test_with_a_queue_a_session_waits_for_a_worker():
         assert len(setting.workers[0].requests) == 1
 
 
-async def test_a_silent_client_is_told_that_its_config_did_not_come(monkeypatch):
+async def test_a_silent_client_gets_a_config_timeout(monkeypatch):
     monkeypatch.setattr(relay, "CONFIG_SECS", 0.01)
     async with running(Worker(narrate)) as setting, setting.client() as client:
         error = await client.error()

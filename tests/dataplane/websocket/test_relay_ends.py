@@ -269,7 +269,7 @@ async def test_a_client_that_never_reads_again_is_cut(monkeypatch):
         assert setting.machine().consecutive_failures == 0
 
 
-async def test_a_session_in_which_nobody_speaks_is_closed():
+async def test_an_idle_session_is_closed():
     config = "[server.timeouts]\nidle_secs = 0.2\n"
     async with running(Worker(listen), config=config) as setting, setting.client() as client:
         await client.say(CONFIG)
@@ -277,7 +277,7 @@ async def test_a_session_in_which_nobody_speaks_is_closed():
         assert (await client.closed())[0] == 1008
 
 
-async def test_draining_lets_a_session_come_to_its_end():
+async def test_draining_waits_for_a_session_to_end():
     async with running(Worker(narrate)) as setting:
         async with setting.client() as client:
             await client.say(CONFIG)

@@ -44,7 +44,7 @@ def test_an_empty_block_may_be_viewed_as_anything():
     assert BufferPool().take(0).view(torch.int64).shape == (0,)
 
 
-def test_no_more_than_allowed_is_kept_and_the_oldest_goes_first():
+def test_the_pool_is_bounded_and_evicts_the_oldest_first():
     buffers = BufferPool(keep_bytes=25_000)
     first, second = buffers.take(20_000), buffers.take(10_000)
     del first

@@ -41,7 +41,7 @@ def expected(plan, memory):
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_digests_are_those_of_replicas_however_the_bytes_come(buckets, load_format, dense, chance):
+def test_digests_equal_those_of_replicas_for_any_chunking(buckets, load_format, dense, chance):
     plan = whole_of(buckets, load_format, dense)
     final = bytes(chance.randbytes(plan.block_bytes))
     memory = bytearray(plan.block_bytes)

@@ -43,7 +43,7 @@ def channels():
     theirs.close()
 
 
-def test_lines_of_any_length_and_their_descriptors_come_in_order(channels):
+def test_lines_of_any_length_and_their_descriptors_arrive_in_order(channels):
     ours, theirs = channels
     sent = [Logged(1, "a" * 3), Logged(2, "b" * (3 << 20)), Logged(3, "\n c \u00e9")]
     ends = [os.pipe() for _ in range(2)]

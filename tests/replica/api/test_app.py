@@ -8,7 +8,7 @@ ORIGIN = {"origin": "https://page.example"}
 CHAT = "/v1/chat/completions"
 
 
-async def test_an_unknown_path_is_a_404_as_fastapi_says_it(world):
+async def test_an_unknown_path_is_a_404_like_fastapis(world):
     answer = await world.get("/nowhere")
     assert (answer.status_code, await answer.get_data()) == (404, b'{"detail":"Not Found"}')
 
@@ -20,7 +20,7 @@ async def test_a_wrong_method_is_a_405_that_names_the_right_ones(world):
     assert answer.headers["allow"] == "POST"
 
 
-async def test_an_error_nobody_foresaw_is_a_bare_text_500(world, caplog):
+async def test_an_unexpected_error_is_a_plain_text_500(world, caplog):
     async def broken():
         raise ZeroDivisionError
 

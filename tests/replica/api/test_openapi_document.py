@@ -34,7 +34,7 @@ def operations(document):
     }
 
 
-async def test_the_description_is_served_under_the_name_that_clients_know(world):
+async def test_the_description_is_served_at_openapi_json(world):
     answer = await world.get("/openapi.json")
     assert answer.status_code == 200
     document = await answer.get_json()
@@ -95,7 +95,7 @@ async def test_what_needs_the_key_is_what_refuses_without_one(world):
 
 
 @pytest.mark.parametrize("path", ["/docs", "/docs/oauth2-redirect", "/redoc"])
-async def test_the_page_asks_for_nothing_from_elsewhere(world, path):
+async def test_the_page_loads_nothing_external(world, path):
     answer = await world.get(path)
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"

@@ -39,7 +39,7 @@ def unpacked(file, name, shape) -> list[float]:
     return out.reshape(-1).tolist()
 
 
-def test_metadata_and_shapes_come_out_as_they_went_in(folder):
+def test_metadata_and_shapes_round_trip(folder):
     rows = floats(range(6))
     file = opened(folder, gguf(METADATA, [("a", (3, 2), F32, rows), ("b", (6,), F32, rows)]))
     assert file.metadata == METADATA
@@ -99,7 +99,7 @@ def test_another_alignment_is_kept_to(folder):
     assert unpacked(file, "b", (1,)) == [2]
 
 
-def test_wherever_the_file_is_cut_the_error_says_so(folder):
+def test_a_truncated_file_is_an_error_at_any_length(folder):
     block = struct.pack("<ee", 1, 0) + bytes(16)
     whole = gguf(METADATA, [("a", (32,), Q4_1, block), ("b", (2,), F32, floats([1, 2]))])
     opened(folder, whole)

@@ -94,7 +94,7 @@ def test_a_sentence_sounds_the_same_alone_and_within_its_text(voice):
     assert alone == whole
 
 
-def test_a_sentence_said_twice_has_not_the_same_noise(voice):
+def test_a_repeated_sentence_has_other_noise(voice):
     first, second = spoken(voice, "Hello there. Hello there.")
     assert first != second
 
@@ -110,7 +110,7 @@ def test_what_has_no_pronunciation_is_silence_of_no_length(voice):
     assert spoken(voice, "你好") == spoken(voice, " \n ") == []
 
 
-def test_a_long_sentence_comes_in_several_pieces(voice):
+def test_a_long_sentence_is_synthesized_in_chunks(voice):
     words = "one two three four five six seven eight nine ten " * 20
     assert len(voice.split(words)) == 1
     pieces = list(voice.sentences(words))

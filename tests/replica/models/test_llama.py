@@ -74,7 +74,7 @@ def test_a_prompt_may_be_read_in_any_pieces(model, pieces):
     assert near(torch.cat(logits), whole(model, [*chain(*pieces)]))
 
 
-def test_a_fork_goes_on_as_if_its_prefix_had_been_read_again(model):
+def test_a_fork_continues_as_if_its_prefix_had_been_computed_again(model):
     prefix, one, other = [1, 2, 3, 4, 5], [6, 7], [8, 9, 10]
     origin = model.new_kv()
     model([(prefix + one, origin)])
@@ -96,7 +96,7 @@ def test_no_position_sees_a_later_one(model):
     assert not near(whole(model, tokens)[3:], whole(model, [*tokens[:3], 20, 21])[3:])
 
 
-def test_all_positions_come_in_the_order_of_the_parts(model):
+def test_positions_are_in_the_order_of_the_parts(model):
     parts = [([1, 2, 3], model.new_kv()), ([4], model.new_kv()), ([5, 6], model.new_kv())]
     logits = model(parts, all_positions=True)
     assert near(logits, torch.cat([whole(model, tokens) for tokens, _ in parts]))

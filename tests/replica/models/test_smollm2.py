@@ -83,7 +83,7 @@ def written(tmp_path):
     return write
 
 
-def test_weights_come_under_their_usual_names_in_their_usual_order(written):
+def test_weights_have_their_usual_names_and_order(written):
     loaded = load_text_model(written())
     named = dict(loaded.model.named_parameters())
     assert named.keys() == SHAPES.keys()
@@ -94,7 +94,7 @@ def test_weights_come_under_their_usual_names_in_their_usual_order(written):
     assert loaded.name == "small-llama"
 
 
-def test_the_tokenizer_and_the_template_come_with_it(written):
+def test_the_tokenizer_and_the_template_are_included(written):
     loaded = load_text_model(written())
     prompt = loaded.chat_template.render([{"role": "user", "content": " the 😀"}])
     assert prompt == "<|im_start|> the 😀<|im_end|>"
@@ -160,7 +160,7 @@ def prompt_of(smollm2, question: str) -> list[int]:
 
 
 @pytest.mark.replica
-def test_smollm2_knows_the_capital_of_france(smollm2):
+def test_smollm2_answers_with_the_capital_of_france(smollm2):
     read, kv, answer = (
         prompt_of(smollm2, "What is the capital of France?"),
         smollm2.model.new_kv(),

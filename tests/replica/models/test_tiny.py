@@ -45,7 +45,7 @@ def test_it_is_a_small_model_whose_parts_belong_together(tiny):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("content", ["", "What is the capital of France?", "ban ror", "😀" * 4])
-def test_greedy_text_varies_is_printable_and_goes_on(seed, content):
+def test_greedy_text_varies_is_printable_and_continues(seed, content):
     model = load_text_model("tiny", seed=seed)
     answer = greedy(model, asked(model, content), 150)
     assert len(set(answer)) > 50

@@ -59,7 +59,7 @@ def test_text_is_cut_before_it_is_merged(tokenizer):
     assert spelt(tokenizer, "   the") == [b"  ", b" the"]
 
 
-def test_control_tokens_are_read_only_where_asked_for_and_say_nothing(tokenizer):
+def test_control_tokens_are_parsed_only_on_request_and_decode_to_nothing(tokenizer):
     text = "<|start|>in<|end|>"
     ids = tokenizer.encode(text, special=True)
     assert [ids[0], ids[-1], len(ids)] == [1, 0, 3]

@@ -148,7 +148,7 @@ class Naive:
         return self.normed(state, "decoder")[-1] @ embedding.T
 
 
-def test_the_network_computes_what_its_definition_says(net):
+def test_the_network_computes_its_definition(net):
     mel = torch.randn(80, 3000, generator=torch.Generator().manual_seed(1))
     naive = Naive(variables())
     expected = naive.decoder([4, 7, 1], naive.encoder(mel))
@@ -289,7 +289,7 @@ def spoken(voice, text):
 @pytest.mark.parametrize("sentence", SENTENCES)
 @pytest.mark.replica
 @needs_file
-def test_what_hibari_says_is_heard_word_for_word(voice, tiny_en, sentence):
+def test_speech_of_hibari_is_transcribed_word_for_word(voice, tiny_en, sentence):
     pieces = []
     transcript = tiny_en.transcribe(spoken(voice, sentence), pieces.append)
     assert plain(transcript.text) == plain(sentence)
@@ -298,7 +298,7 @@ def test_what_hibari_says_is_heard_word_for_word(voice, tiny_en, sentence):
 
 @pytest.mark.replica
 @needs_file
-def test_words_beyond_the_first_window_are_heard(voice, tiny_en):
+def test_words_beyond_the_first_window_are_transcribed(voice, tiny_en):
     first = spoken(voice, "The first window begins here.")
     last = spoken(voice, "The last window ends there.")
     samples = np.concatenate([first, np.zeros(28 * RATE, np.float32), last])

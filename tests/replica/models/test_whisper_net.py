@@ -30,7 +30,7 @@ def read(data: bytes):
     return read_variables(memoryview(data))
 
 
-def test_every_variable_comes_out_as_it_was_put_in():
+def test_every_variable_round_trips():
     found = read(FILE)
     for name, variable in FEW.items():
         np.testing.assert_array_equal(found[name], variable)
@@ -83,7 +83,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_vocabulary_and_suppressed_ids_come_from_beside_it(folder):
+def test_vocabulary_and_suppressed_ids_come_from_files_beside_it(folder):
     file = read_whisper_file(folder / "model.bin")
     assert file.vocabulary == ("Ġa", "b\x85", "<|endoftext|>")
     assert (file.suppressed, file.suppressed_first) == ((1, 2), (0,))

@@ -147,7 +147,7 @@ async def test_completions_of_many_at_once_each_get_their_own():
             assert got == {number: f"TEXT {number}-" for number in range(20)}
 
 
-async def test_text_and_audio_of_two_terminals_come_together():
+async def test_text_and_audio_of_two_terminal_stages_are_merged():
     config = pipeline(
         stage("d", terminal=True, next=("s",), stream_to=("s",), route=f"{HERE}:only_audio"),
         stage("s", "speaker", terminal=True),

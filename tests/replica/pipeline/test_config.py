@@ -95,7 +95,7 @@ def test_a_circle_over_several_stages_is_found():
     assert told == ("stages: c leads back to a",)
 
 
-def test_two_stages_of_one_name_and_one_that_nobody_reaches_are_found():
+def test_duplicate_and_unreachable_stages_are_found():
     assert "stages: 2 stages are named a" in problems(
         stage("a", terminal=True), stage("a", terminal=True)
     )
@@ -104,7 +104,7 @@ def test_two_stages_of_one_name_and_one_that_nobody_reaches_are_found():
     )
 
 
-def test_who_is_waited_for_must_lead_there():
+def test_a_stage_in_wait_for_must_have_this_stage_in_next():
     told = problems(
         stage("a", next=("b", "c")),
         stage("b", next=("c",)),
@@ -135,7 +135,7 @@ def test_a_pipeline_without_stages_is_refused():
     assert problems() == ("stages: a pipeline needs at least one",)
 
 
-def test_a_file_says_everything_a_pipeline_can(tmp_path):
+def test_a_file_can_define_every_pipeline_field(tmp_path):
     (tmp_path / "p.toml").write_text(GOOD)
     loaded = load_pipeline(tmp_path / "p.toml")
     first, second = loaded.stages

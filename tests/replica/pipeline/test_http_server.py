@@ -139,7 +139,7 @@ async def test_a_connection_whose_client_has_left_is_closed_at_once(path, leave)
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_client_that_keeps_its_connection_may_ask_on_it_again():
+async def test_a_kept_connection_serves_another_request():
     listener = bind_listener("127.0.0.1", 0)
     server = ReplicaServer(app_of(), listener)
     async with trio.open_nursery() as nursery, dial_both(nursery, server, listener) as streams:

@@ -38,7 +38,7 @@ async def test_a_wrong_pipeline_is_refused_before_anything_starts():
         await start(pipeline(stage("a", next=("x",), terminal=True)))
 
 
-async def test_a_stage_that_breaks_fails_its_requests_and_comes_back():
+async def test_a_broken_stage_fails_its_requests_and_restarts():
     config = pipeline(
         stage("a", "broken", terminal=True), stage("b", terminal=True), entries={"tts": "b"}
     )

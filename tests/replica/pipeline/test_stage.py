@@ -58,7 +58,7 @@ def run():
         running.stop()
 
 
-def test_the_functions_pieces_come_before_its_result(run):
+def test_the_chunks_of_a_function_precede_its_result(run):
     def work(payload, emit_chunk, aborted):
         emit_chunk({"text": "a"})
         emit_chunk({"audio_data": b"1234"})
@@ -130,7 +130,7 @@ def test_one_that_waits_can_be_aborted_before_it_begins(run):
     assert ran == ["a", "c", "d"]
 
 
-def test_as_many_run_at_once_as_was_said(run):
+def test_concurrency_is_the_configured_number(run):
     together = threading.Barrier(3)
 
     def work(payload, emit_chunk, aborted):
@@ -166,7 +166,7 @@ def test_a_fed_request_gets_its_pieces_in_order_and_ends_with_the_last(run):
     assert results["b"]["text"] == "".join(f"b{number} " for number in range(20))
 
 
-def test_a_stage_that_cannot_be_fed_says_so(run):
+def test_a_stage_that_cannot_be_fed_reports_it(run):
     running = run(lambda *_: {})
     running.submit("r", fed=True)
     assert "cannot be streamed into" in running.next().error
@@ -195,7 +195,7 @@ def test_shutdown_reports_what_still_runs():
     assert running.stop()
 
 
-def test_its_gauges_report_who_runs_and_who_waits():
+def test_its_gauges_report_running_and_waiting_requests():
     seen = []
     go = threading.Event()
     outlet = queue.SimpleQueue()

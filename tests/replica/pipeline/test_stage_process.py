@@ -39,7 +39,7 @@ trio.run(main)
 
 
 @given(st.lists(st.binary(max_size=20), max_size=6), st.integers(1, 9))
-def test_frames_come_out_whole_however_the_bytes_are_cut(bodies, step):
+def test_frames_are_decoded_for_any_chunking(bodies, step):
     stream = b"".join(encode_frame(body) for body in bodies)
     reader, got = FrameDecoder(), []
     for start in range(0, len(stream), step):
@@ -47,7 +47,7 @@ def test_frames_come_out_whole_however_the_bytes_are_cut(bodies, step):
     assert [stage_process.msgspec.msgpack.decode(body) for body in got] == bodies
 
 
-def test_a_length_past_the_bound_is_refused_before_its_bytes_come():
+def test_a_length_past_the_limit_is_refused_before_its_bytes():
     with pytest.raises(FrameError, match="over the bound"):
         list(FrameDecoder().feed(b"\xff\xff\xff\xff"))
 
@@ -110,7 +110,7 @@ async def test_a_process_has_the_environment_that_its_stages_name():
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_killed_process_fails_its_requests_and_comes_back():
+async def test_a_killed_process_fails_its_requests_and_restarts():
     config = pipeline(
         stage("a", "until_aborted", terminal=True, process="p"),
         stage("other", terminal=True),

@@ -63,7 +63,7 @@ async def test_without_a_root_and_a_key_only_temporary_files(monkeypatch, tmp_pa
     assert (await ask(world, "/start_request_profile")).status_code == 200
 
 
-async def test_who_has_the_key_says_where():
+async def test_with_the_key_any_folder_is_allowed():
     world = made(admin_api_key="k")
     assert (await ask(world, "/start_request_profile", event_dir="/any")).status_code == 200
 

@@ -119,7 +119,7 @@ def test_a_completed_stage_reports_whether_it_was_the_last_and_what_follows(reco
         ("/stop_profile", None, 422, "Field required"),
     ],
 )
-async def test_bad_requests_say_what_is_missing(path, body, status, words, monkeypatch):
+async def test_invalid_requests_name_the_missing_key(path, body, status, words, monkeypatch):
     monkeypatch.delenv(profile_routes.FOLDER_VARIABLE, raising=False)
     app = app_with_profiling(Client.__new__(Client), None)
     sent = {"json": body} if body is not None else {}
@@ -128,7 +128,7 @@ async def test_bad_requests_say_what_is_missing(path, body, status, words, monke
     assert words in (await answer.get_data(as_text=True))
 
 
-async def test_without_the_key_nobody_profiles():
+async def test_profiling_requires_the_key():
     app = app_with_profiling(Client.__new__(Client), "k")
     answer = await app.test_client().post("/start_profile", json={})
     assert answer.status_code == 401

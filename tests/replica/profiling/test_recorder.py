@@ -196,7 +196,7 @@ def test_a_waiting_scheduler_is_not_woken_by_the_profiler(events):
     assert got == [Shutdown()]
 
 
-def test_what_comes_and_goes_is_recorded(events):
+def test_puts_and_gets_are_recorded(events):
     inbox = InstrumentedInbox("decode")
     out = []
     emit = InstrumentedEmit("decode", out.append)

@@ -154,7 +154,7 @@ NAMES = sorted({name for pair in PAIRS for name in pair})
 
 
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from("ab"), st.integers(0, 5))))
-def test_as_many_intervals_as_the_naive_count_says(steps):
+def test_interval_counts_equal_the_naive_count(steps):
     events = [event(n, i, request=str(r), stage=s) for i, (n, s, r) in enumerate(steps)]
     expected = 0
     for opens, closes in PAIRS:
@@ -191,7 +191,7 @@ def test_a_file_is_reported_as_a_table(source, capsys):
     assert "<decode>" in told
 
 
-def test_json_goes_to_a_file(source, tmp_path, capsys):
+def test_json_is_written_to_a_file(source, tmp_path, capsys):
     out = tmp_path / "out.json"
     assert main([str(source.parent), "--format", "json", "--out", str(out)]) == 0
     made = json.loads(out.read_text())
@@ -200,7 +200,7 @@ def test_json_goes_to_a_file(source, tmp_path, capsys):
     assert "2 requests written" in capsys.readouterr().err
 
 
-def test_the_page_stands_alone_and_escapes_what_events_say(source, capsys):
+def test_the_page_is_self_contained_and_escapes_event_texts(source, capsys):
     assert main([str(source), "--format", "html"]) == 0
     page = capsys.readouterr().out
     assert page.startswith("<!doctype html>")

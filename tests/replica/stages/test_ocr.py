@@ -31,12 +31,12 @@ def test_every_image_has_a_reading_in_their_order(stage):
 
 
 @pytest.mark.parametrize("inputs", ["hi", {"messages": []}, {"images": []}])
-def test_a_request_without_images_goes_on_without_readings(stage, inputs):
+def test_a_request_without_images_continues_without_readings(stage, inputs):
     _, end = stage.ask(inputs)
     assert end.data == {"raw_inputs": inputs, "readings": []}
 
 
-def test_what_was_heard_before_goes_on_too():
+def test_earlier_transcripts_are_kept():
     inputs = {"messages": [], "images": [b"a"]}
     payload = StagePayload("r", OmniRequest(None), {"raw_inputs": inputs, "transcripts": ["said"]})
     assert OcrStage(Letters())(payload, print, lambda: False) == {

@@ -137,7 +137,7 @@ def test_a_caller_cannot_write_control_tokens(message):
     assert TinyTokenizer().decode(token_ids) == f"{message['role']}\n{words}\nassistant\n"
 
 
-def test_what_was_heard_cannot_hold_control_tokens_either():
+def test_transcripts_hold_no_control_tokens():
     token_ids = prepared(user([{"type": "audio"}]), transcripts=[SPELLED])
     assert controls(token_ids) == 3
     token_ids = prepared(user([{"type": "image"}]), readings=[SPELLED])

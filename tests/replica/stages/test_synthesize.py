@@ -84,7 +84,7 @@ def test_speed_and_seed_are_found_wherever_they_stand(stage, voice, asked):
     assert end.data["audio_data"] == expected
 
 
-def test_the_text_may_come_with_references_that_are_not_followed(stage):
+def test_references_of_a_text_are_ignored(stage):
     _, plain = stage.ask(TEXT, **TTS)
     _, with_references = stage.ask({"text": TEXT, "references": []}, **TTS)
     assert with_references.data["audio_data"] == plain.data["audio_data"]

@@ -57,7 +57,7 @@ def test_a_transcription_streams_its_text_and_ends_with_all_of_it(stage, whisper
     "inputs",
     [WAV, {"audio": WAV}, {"audios": [WAV]}, as_media(NOISE), {"audio": as_media(NOISE)}],
 )
-def test_audio_is_taken_in_every_form_it_comes_in(stage, inputs):
+def test_audio_is_accepted_in_every_form(stage, inputs):
     _, expected = stage.ask({"audios": [as_media(NOISE)]}, **ASR)
     _, end = stage.ask(inputs, **ASR)
     assert end.data["duration"] == expected.data["duration"]
@@ -82,7 +82,7 @@ def test_a_bound_on_the_tokens_is_kept_and_reported(stage):
 
 
 @pytest.mark.parametrize("language", ["en", "EN", "English", "en-GB", "auto", "", None])
-def test_english_may_be_asked_for_in_any_way(stage, language):
+def test_english_is_accepted_in_any_spelling(stage, language):
     _, end = stage.ask(WAV, asr_params={"language": language}, **ASR)
     assert end.data["language"] == "en"
 
@@ -127,7 +127,7 @@ class ProcessResources:
         return self._whisper.transcribe(samples, held_text, watched, most_tokens)
 
 
-def test_an_aborted_transcription_says_no_more_and_the_next_one_comes(whisper):
+def test_an_aborted_transcription_stops_and_the_next_one_runs(whisper):
     held = ProcessResources(whisper)
     with running(FunctionScheduler("transcribe", TranscribeStage(held))) as stage:
         stage.submit("gone", {"audio": as_media(np.tile(NOISE, 60))}, **ASR)

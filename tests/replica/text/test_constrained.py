@@ -91,7 +91,7 @@ def test_requests_of_one_batch_have_each_its_own_schema_or_none():
     assert desk.result("free")["text"] == free["text"]
 
 
-def test_a_bound_cuts_it_and_says_so():
+def test_the_token_limit_cuts_it_with_finish_reason_length():
     result = alone(PERSON, max_new_tokens=5)
     assert (result["finish_reason"], len(result["token_ids"])) == ("length", 5)
     whole = alone(PERSON)
@@ -121,7 +121,7 @@ def test_a_model_that_ignores_its_end_still_ends_with_the_schema():
     )
 
 
-def test_a_retracted_answer_goes_on_where_it_was():
+def test_a_retracted_response_continues_where_it_was():
     desk = Constraining()
     desk.ask("a", PERSON)
     desk.ready()
@@ -143,7 +143,7 @@ def test_others_are_computed_while_a_constraint_is_made():
     assert desk.result("a")["text"]
 
 
-def test_what_is_aborted_meanwhile_does_not_come_back():
+def test_an_aborted_request_does_not_resume():
     desk = Constraining()
     desk.ask("a", PERSON)
     desk.abort("a")
@@ -184,7 +184,7 @@ def test_a_fault_of_ours_is_not_the_callers():
     assert desk.failure("a").kind == "server"
 
 
-def test_the_loop_waits_for_a_constraint_and_goes_on():
+def test_the_loop_waits_for_a_constraint_and_continues():
     with Loop(Desk().scheduler) as loop:
         text = json.dumps(PERSON)
         loop.inbox.put(submission("a", long_prompt(20), json_schema=text, stream=True, seed=1))

@@ -164,7 +164,7 @@ def test_a_schema_that_is_too_much_work_ends_its_own_answer():
         walked(constrained(wide), random.Random(0))
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch):
+def test_without_the_library_the_error_names_the_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(MissingLibraryError, match=r"omni-proxy\[replica\]"):
         constraint.check_schema(ANY_OBJECT)

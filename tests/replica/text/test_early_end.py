@@ -141,7 +141,7 @@ def test_a_request_without_tokens_has_no_span():
 # Waiting for idle
 
 
-def test_a_pause_that_waits_lets_what_is_there_end_and_holds_what_comes():
+def test_a_waiting_pause_finishes_running_requests_and_holds_new_ones():
     from omni_proxy.replica.pipeline.messages import Admin, AdminResult
 
     desk = Desk()

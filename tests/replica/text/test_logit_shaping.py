@@ -32,7 +32,7 @@ def chosen(chooser, times=1):
     return [chooser.choose(LOGITS, [])[0] for _ in range(times)]
 
 
-def test_a_request_that_asks_for_nothing_of_this_has_the_plain_chooser():
+def test_a_request_without_options_gets_the_plain_sampler():
     assert type(make_sampler(Sampling(logprobs=True, top_logprobs=3), None)) is TokenSampler
     assert type(make_sampler(Sampling(presence_penalty=0.1), None)) is ShapedTokenSampler
 
@@ -55,12 +55,12 @@ def test_presence_counts_once_and_frequency_each_time():
     assert chosen(make_sampler(greedy(frequency_penalty=0.7), None), 5) == [0, 0, 1, 0, 1]
 
 
-def test_what_the_prompt_says_is_not_counted():
+def test_tokens_of_the_prompt_are_not_counted():
     chooser = make_sampler(greedy(presence_penalty=2), None)
     assert chooser.choose(LOGITS, [0, 0, 0])[0] == 0
 
 
-def test_a_constraint_has_the_last_word_and_hears_of_each_choice():
+def test_a_constraint_is_applied_last_and_gets_each_choice():
     only = Only(1, 3)
     chooser = make_sampler(greedy(json_schema="{}", logit_bias={0: 100, 1: -100}), only)
     assert not chooser.complete

@@ -63,7 +63,7 @@ def test_the_filters_keep_what_the_naive_ones_keep(seed, size, spread, top_k, to
         Sampling(seed=5, min_p=0.3, temperature=1.5),
     ],
 )
-def test_tokens_are_drawn_as_often_as_their_shares_say(sampling):
+def test_tokens_are_drawn_by_their_probabilities(sampling):
     logits, draws = random_logits(7, 9, 1.5), 6000
     chooser = TokenSampler(sampling)
     counts = Counter(chooser.choose(logits, [])[0] for _ in range(draws))

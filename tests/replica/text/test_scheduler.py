@@ -13,7 +13,7 @@ from tests.replica.text.scheduler_harness import Desk, long_prompt, tiny, tokens
 GREEDY = {"temperature": 0, "max_new_tokens": 40}
 
 
-def test_a_stream_says_what_the_whole_answer_says():
+def test_a_stream_has_the_text_of_the_complete_response():
     desk = Desk()
     desk.submit("whole", **GREEDY)
     desk.submit("stream", stream=True, **GREEDY)
@@ -44,7 +44,7 @@ def test_the_result_counts_its_tokens():
     assert "output_token_logprobs" not in result
 
 
-def test_the_engine_time_is_that_since_it_came():
+def test_the_engine_time_counts_from_arrival():
     desk = Desk()
     desk.submit("a", max_new_tokens=2)
     desk.clock.now_s = 2.5
@@ -52,7 +52,7 @@ def test_the_engine_time_is_that_since_it_came():
     assert desk.result("a")["engine_time_s"] == 2.5
 
 
-def test_log_probabilities_come_one_for_each_token():
+def test_there_is_one_log_probability_for_each_token():
     desk = Desk()
     desk.submit("a", stream=True, logprobs=True, **GREEDY)
     desk.finish()
@@ -120,7 +120,7 @@ def test_one_seed_gives_one_text_alone_or_in_a_crowd():
     assert undisturbed("A song of", **{**wanted, "seed": 43})["text"] != alone
 
 
-def test_sixteen_at_once_are_computed_in_one_batch_and_say_what_each_says_alone():
+def test_sixteen_requests_in_one_batch_give_the_results_of_each_alone():
     prompts = [f"Chapter {number}: the sea" for number in range(16)]
     desk = Desk(prefill_chunk=1000)
     for number, prompt in enumerate(prompts):
@@ -164,7 +164,7 @@ def test_prefills_share_the_chunk_of_a_batch():
     assert desk.worker.batches == [[20, 12], [1, 8, 20], [1, 1]]
 
 
-def test_a_chunked_prompt_says_what_a_whole_one_says():
+def test_a_chunked_prompt_gives_the_result_of_a_whole_one():
     prompt = long_prompt(150)
     desk = Desk(prefill_chunk=16)
     desk.submit("a", prompt, **GREEDY)
@@ -193,7 +193,7 @@ def test_an_abort_frees_everything_before_the_next_step_and_nothing_more_is_repo
     assert desk.stats()["aborted_total"] == 1
 
 
-def test_an_abort_reaches_those_who_wait_and_harms_nobody_when_unknown():
+def test_an_abort_reaches_waiting_requests_and_ignores_unknown_ones():
     desk = Desk(max_running=1)
     desk.submit("runs", max_new_tokens=3)
     desk.submit("waits", max_new_tokens=3)
@@ -309,7 +309,7 @@ def test_messages_that_are_not_for_it_are_ignored():
     assert desk.told == []
 
 
-def test_the_profiler_hears_of_every_turn_in_a_requests_life():
+def test_the_profiler_records_every_step_of_a_request():
     desk = Desk(prefill_chunk=8)
     heard = []
     desk.scheduler.record = lambda *event: heard.append((len(desk.worker.batches), *event[:2]))
@@ -350,7 +350,7 @@ def test_gauges_are_reported_twice_a_second_while_busy():
     }
 
 
-def test_a_request_that_nobody_foresaw_fails_alone():
+def test_an_unexpected_error_fails_its_request_only():
     desk = Desk()
     desk.submit("sane", **GREEDY)
     desk.submit("odd", stage_sampling=["no", "object"])

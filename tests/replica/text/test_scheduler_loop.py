@@ -9,7 +9,7 @@ from omni_proxy.replica.pipeline.messages import (
 from tests.replica.text.scheduler_harness import Desk, Loop, submission, undisturbed
 
 
-def test_the_loop_serves_those_who_come_while_it_computes():
+def test_the_loop_serves_requests_that_arrive_during_a_step():
     with Loop(Desk().scheduler) as loop:
         loop.inbox.put(submission("first", stream=True, max_new_tokens=400))
         loop.next(ResultChunk)

@@ -43,7 +43,7 @@ def answered(loop, op_id):
     return loop.next(AdminResult, lambda told: told.op_id == op_id)
 
 
-def test_the_stage_hears_everything_while_a_step_takes_its_time():
+def test_the_stage_reads_messages_during_a_slow_step():
     scheduler = Desk().scheduler
     gate = Gate(scheduler)
     with Loop(scheduler) as loop:
@@ -84,7 +84,7 @@ def test_nothing_is_computed_before_the_answer():
         assert loop.next(Result).request_id == "a"
 
 
-def test_a_second_one_is_refused_by_the_name_of_the_first_and_may_come_again():
+def test_a_second_operation_is_refused_naming_the_first_and_may_be_repeated():
     scheduler = Desk().scheduler
     gate = Gate(scheduler)
     with Loop(scheduler) as loop:
@@ -166,7 +166,7 @@ def test_of_two_steps_that_halt_one_waits_for_the_other():
         assert loop.next(Result).request_id == "a"
 
 
-def test_an_abort_of_all_reaches_those_who_wait_for_a_step():
+def test_an_abort_of_all_reaches_requests_waiting_for_a_step():
     scheduler = Desk().scheduler
     gate = Gate(scheduler)
     with Loop(scheduler) as loop:

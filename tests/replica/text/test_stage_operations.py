@@ -62,7 +62,7 @@ def test_abort_ends_every_caller():
     assert not desk.scheduler.busy
 
 
-def test_what_comes_during_a_pause_waits_for_its_end():
+def test_requests_during_a_pause_wait_for_its_end():
     desk = Desk()
     desk.admin("pause_generation", mode="abort")
     desk.submit("late", **GREEDY)

@@ -42,7 +42,7 @@ def test_only_what_may_begin_a_stop_string_is_held_back(text, stops):
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
-def test_nothing_comes_out_after_a_match():
+def test_no_text_follows_a_match():
     found = StopStrings(["."])
     assert found.feed("One. Two") == "One"
     assert found.feed(" three") == ""

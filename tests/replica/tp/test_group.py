@@ -85,7 +85,7 @@ def test_a_peer_that_parts_is_noticed_and_breaks_the_group():
             ranks.groups[1].add_up(torch.ones(1))
 
 
-def test_a_rank_that_does_not_come_is_reported(monkeypatch):
+def test_a_missing_rank_is_reported(monkeypatch):
     monkeypatch.setattr(module, "MEET_SECS", 0.2)
     monkeypatch.setattr(module, "STEP_SECS", 0.2)
     store, _ = open_store(2)

@@ -159,7 +159,7 @@ def test_a_trainer_reaches_every_rank(stage):
         trainer.close()
 
 
-def test_a_group_that_nobody_opens_is_given_up_by_every_rank_when_it_is_destroyed(stage):
+def test_every_rank_gives_up_an_unopened_group_when_it_is_destroyed(stage):
     joining = stage.send(
         "init_weights_update_group",
         master_address="127.0.0.1",

@@ -114,7 +114,7 @@ def test_an_undo_that_fails_after_the_last_verdict_is_reported_as_well():
     assert leader.only_answer().message == "rank 1: The weights are damaged"
 
 
-def test_what_the_first_rank_refuses_no_other_hears_of():
+def test_a_refusal_of_the_first_rank_reaches_no_other():
     leader = Leader(ends=result(False, "no"))
     leader.start()
     answer = leader.only_answer()
@@ -198,7 +198,7 @@ def test_one_rank_that_fails_fails_all_and_is_named():
     assert [each["success"] for each in answer.data["rank_results"]] == [True, False, True]
 
 
-def test_no_rank_goes_on_before_all_have_done_the_step():
+def test_no_rank_continues_before_all_finished_the_step():
     leader = Leader(steps=2)
     leader.start()
     leader.vote(1)
@@ -231,7 +231,7 @@ def test_a_step_that_failed_elsewhere_has_failed_here_as_well():
     assert leader.only_answer().message == "rank 2: no room"
 
 
-def test_a_step_that_failed_here_is_asked_to_the_others_and_keeps_its_own_error():
+def test_a_failed_step_of_the_leader_fails_all_and_keeps_its_error():
     leader = Leader(steps=2)
     leader.start()
     leader.vote(1)
@@ -310,7 +310,7 @@ def test_a_reminder_of_an_earlier_wait_means_nothing():
     assert leader.answers == []
 
 
-def test_what_is_no_answer_or_nobody_waits_for_is_passed_over():
+def test_invalid_and_unexpected_replies_are_ignored():
     leader = Leader()
     leader.fan_out.heard(1, StageStats("decode", {}))
     leader.ended(1)

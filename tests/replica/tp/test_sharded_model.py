@@ -82,7 +82,7 @@ def test_embeddings_norms_and_unknown_names_are_held_whole(name):
     assert shard.whole_shape(name, (8, 4)) == (8, 4)
 
 
-def test_the_models_that_come_with_the_replica_can_be_split_so():
+def test_the_built_in_models_can_be_split():
     assert sizes_for(tiny.CONFIG) == [1, 2, 4]
     assert sizes_for(SMOLLM2) == [1, 3]
 

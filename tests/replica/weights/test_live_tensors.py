@@ -196,7 +196,7 @@ def test_a_swap_that_fails_leaves_the_old_values(stubborn):
     assert (stubborn.a.tolist(), stubborn.b.tolist()) == ([6, 6], [7, 8, 9])
 
 
-def test_a_swap_that_cannot_be_undone_says_so(stubborn):
+def test_a_swap_that_cannot_be_undone_is_reported(stubborn):
     new = staged(LiveTensors(stubborn), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
     Stubborn.left = 0
     with pytest.raises(DamagedWeightsError, match="out of memory"):

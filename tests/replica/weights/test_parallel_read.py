@@ -23,7 +23,7 @@ def file(tmp_path, monkeypatch):
     os.close(descriptor)
 
 
-def test_every_byte_comes_to_its_place(file):
+def test_every_byte_is_read_to_its_offset(file):
     whole = allocate_read_buffer(903)
     read_pieces([(file, 5, tensor_memory(whole[:403])), (file, 0, tensor_memory(whole[403:]))], 4)
     wanted = [n % 251 for n in (*range(5, 408), *range(500))]

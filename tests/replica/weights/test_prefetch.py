@@ -110,7 +110,7 @@ def test_the_next_version_takes_the_place_of_one_that_never_became_whole(
     assert applied(folder, target, tmp_path / "v2.safetensors")["b"] == {2.0}
 
 
-def test_who_is_reported_a_file_that_was_sealed_meanwhile_begins_nothing(folder, target, coming):
+def test_a_progress_report_of_a_sealed_file_starts_nothing(folder, target, coming):
     told(folder, target, coming, half(coming))
     assert applied(folder, target, sealed(coming))["c"] == {1.0}
     with pytest.raises(WeightsError, match="does not exist"):
@@ -124,7 +124,7 @@ def test_a_count_that_is_none_is_refused(folder, target, coming, nbytes):
         told(folder, target, coming, nbytes)
 
 
-def test_what_does_not_fit_is_refused_before_it_has_come(folder, target, coming):
+def test_a_tensor_that_does_not_fit_is_refused_before_it_arrives(folder, target, coming):
     written_anew = dict(NEW, b=torch.zeros(4, 2))
     save_file(written_anew, coming)
     with pytest.raises(WeightsError, match="b has the shape"):
@@ -156,7 +156,7 @@ def test_a_file_that_was_cut_short_is_reported_and_not_kept(folder, target, comi
     assert applied(folder, target, sealed(coming))["a"] == {2.0}
 
 
-def test_what_nobody_asks_for_is_dropped_with_its_file(folder, target, coming):
+def test_an_unclaimed_prefetch_is_dropped_and_its_file_closed(folder, target, coming):
     open_files = len(os.listdir("/proc/self/fd"))
     folder._ahead = FilePrefetcher(keep_secs=0.01)
     told(folder, target, coming, half(coming))

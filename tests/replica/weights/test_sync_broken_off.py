@@ -103,7 +103,7 @@ def test_a_caller_that_mends_the_refused_bucket_may_still_make_it_whole(sync):
     assert sync.complete(weight_version="v1").data["weights"] == "whole"
 
 
-def test_a_failed_completion_reports_how_much_came(sync):
+def test_a_failed_completion_reports_the_received_amount(sync):
     assert sync.prepare(many(B, A)).success
     completing = sync.stage.send("complete_weights_update", BODY)
     sync.send(B)

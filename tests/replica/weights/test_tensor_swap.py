@@ -49,7 +49,7 @@ def test_what_is_no_plain_memory_of_its_own_is_not_exchanged():
     assert can_swap(pairs) == [True, False, False, False, False, False, True, False, False]
 
 
-def test_values_that_are_put_stay_where_they_came_from_too(small_pieces):
+def test_a_copy_leaves_its_source_unchanged(small_pieces):
     live, new = torch.zeros(77, dtype=torch.bfloat16), torch.arange(77, dtype=torch.bfloat16)
     copy_tensors([(live, new)])
     assert live.tolist() == new.tolist() == list(map(float, range(77)))

@@ -93,7 +93,7 @@ def test_all_buckets_at_once(sync):
     assert sync.state() == "idle"
 
 
-def test_one_bucket_after_the_other_until_the_last_one_says_so(sync):
+def test_buckets_follow_until_the_last_one_is_marked(sync):
     stage = sync.stage
     for bucket in (A, B):
         assert sync.prepare(one(bucket)).success
@@ -114,7 +114,7 @@ def test_one_bucket_after_the_other_until_the_last_one_says_so(sync):
     assert holds(stage, A, B, last)
 
 
-def test_generation_that_goes_on_between_two_buckets_leaves_them_uncertain(sync):
+def test_generation_between_two_buckets_makes_the_weights_uncertain(sync):
     sync.stage.admin("pause_generation", mode="retract")
     sync.prepare(one(B))
     sync.send(B)
@@ -359,7 +359,9 @@ def test_a_deadline_beyond_all_bounds_is_the_longest_there_is(sync):
 
 
 @pytest.mark.parametrize("step", ["init", "arm"])
-def test_what_nobody_foresaw_leaves_the_replica_ready_for_the_next(stage, pool, monkeypatch, step):
+def test_an_unexpected_error_leaves_the_replica_ready_for_the_next_sync(
+    stage, pool, monkeypatch, step
+):
     def fails(*_, **__):
         raise RuntimeError("a bug")
 

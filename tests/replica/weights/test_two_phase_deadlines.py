@@ -69,7 +69,7 @@ def test_an_update_in_one_call_has_no_more_time_to_be_armed_than_it_has(sync):
     ended_disarmed(sync, sync.stage.admin("update_weights_from_distributed", body))
 
 
-def test_a_preparation_that_is_in_time_goes_on_past_it(sync):
+def test_a_preparation_within_the_deadline_may_end_after_it(sync):
     assert sync.prepare(many(BUCKET, deadline_secs=20.0)).success
     sync.send(BUCKET)
     assert sync.complete().success

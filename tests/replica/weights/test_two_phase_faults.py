@@ -134,7 +134,7 @@ def test_a_trainer_that_never_completes_is_replaced_by_the_next(sync, pool):
     untouched_and_ready_for_the_next(sync, pool)
 
 
-def test_a_trainer_that_stops_is_given_up_when_nothing_has_come_for_a_while(sync, pool):
+def test_a_stopped_trainer_is_given_up_after_a_silence(sync, pool):
     """Row 21: what ends a receive is a standstill, not its length."""
     sync.prepare(many(A, B))
     sync.send(A)
@@ -195,7 +195,7 @@ def test_a_second_trainer_is_refused_by_the_name_of_the_first(sync, pool):
     zeroed(sync.stage)
 
 
-def test_a_port_that_says_nothing_costs_the_join_its_deadline_and_nobody_else_anything(replica):
+def test_a_silent_port_costs_the_join_its_deadline_only(replica):
     """Row 22: generation goes on beside it."""
     with silent_port() as port:
         threads = threading.active_count()
@@ -220,7 +220,7 @@ def silent_port():
         yield listener.getsockname()[1]
 
 
-def test_keys_of_the_old_weights_are_used_by_nobody(sync):
+def test_cached_keys_of_the_old_weights_are_not_used(sync):
     """Row 10: whether or not a flush is asked for."""
     stage, prompt = sync.stage, list(range(300, 400))
     stage.generate(prompt=prompt)

@@ -263,7 +263,7 @@ def test_what_cannot_be_loaded_is_reported_and_changes_nothing(stage, tmp_path, 
         ({"tensors": {LAST_NORM: "norm.safetensors", "x": "norm.safetensors"}}, "no tensor 'x'"),
     ],
 )
-def test_a_manifest_that_says_nothing_clear_is_refused(stage, tmp_path, manifest, told):
+def test_an_ambiguous_manifest_is_refused(stage, tmp_path, manifest, told):
     before = stage.checksum()
     save_file({LAST_NORM: torch.ones(128)}, tmp_path / "norm.safetensors")
     answer = stage.update(tmp_path, manifest=manifest)
@@ -313,7 +313,7 @@ def test_only_a_retracting_pause_lets_requests_live_through_an_update(stage, tmp
     assert (answer.success, answer.data["engine_paused"]) == (True, True)
 
 
-def test_a_retracted_request_goes_on_with_the_new_weights_alone(stage, tmp_path):
+def test_a_retracted_request_continues_with_the_new_weights_only(stage, tmp_path):
     save(tmp_path / "new.safetensors", weights_of(1))
     request_id = stage.submit(max_new_tokens=200, stream=True)
     stage.next(ResultChunk)

@@ -276,7 +276,7 @@ def test_a_group_that_cannot_be_is_refused_at_once(stage, changed, told):
 # A sync in parts
 
 
-def test_what_comes_in_a_session_is_shown_at_its_end_all_at_once(stage):
+def test_updates_of_a_session_take_effect_together_at_its_end(stage):
     old, new = weights_of(0), some(1, UP, LAST_NORM)
     before = stage.checksum()
     assert stage.admin("begin_weight_update", selector="all").success
@@ -384,12 +384,12 @@ def test_the_checker_answers_for_the_live_weights(stage, tmp_path):
     assert (answer.success, answer.data) == (False, {})
 
 
-def test_a_stage_with_weights_says_what_it_supports(stage):
+def test_a_stage_with_weights_reports_what_it_supports(stage):
     facts = stage.facts()
     assert facts["supports_weight_update"] is facts["supports_weight_checker"] is True
 
 
-def test_each_rank_of_a_model_asks_for_a_gpu_of_its_own(monkeypatch):
+def test_each_rank_of_a_model_requests_its_own_gpu(monkeypatch):
     asked = []
     monkeypatch.setattr(ThreadReceiver, "init", lambda _, meeting, stop: asked.append(meeting))
     scheduler = build("decode", model="tiny", seed=0)

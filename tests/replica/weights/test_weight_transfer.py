@@ -61,7 +61,7 @@ def test_what_cannot_be_announced_is_refused_by_name(info, why):
         announced(info, WireForm())
 
 
-def test_the_form_is_that_of_the_init_unless_an_update_says_otherwise():
+def test_the_format_is_that_of_the_init_unless_an_update_overrides_it():
     form = WireForm.of({"packed": True, "packed_buffer_size_bytes": 7})
     assert form == WireForm(packed=True, buffer_bytes=7)
     assert WireForm.of({}, form) == form
@@ -77,7 +77,7 @@ def refused(stage, action, **payload):
     return answer.message
 
 
-def test_calls_that_come_at_the_wrong_time_are_refused_in_vllms_words():
+def test_calls_out_of_order_get_the_errors_of_vllm():
     with running() as stage:
         assert refused(stage, "update_weights", update_info=INFO) == NOT_STARTED
         assert refused(stage, "finish_weight_update") == NO_MATCH
@@ -111,7 +111,7 @@ def test_a_group_that_could_never_form_is_refused_before_anything_is_opened(info
         assert stage.facts()["weight_sync"]["groups"] == []
 
 
-def test_a_reset_makes_the_weights_those_of_nobody_and_says_so():
+def test_a_reset_makes_the_weights_random_and_uncertain():
     with running() as stage:
         before = stage.generate()["token_ids"]
         assert stage.admin("reset_weights").success
@@ -188,7 +188,7 @@ def test_a_session_that_something_else_ends_takes_its_tensors_along(tmp_path):
         assert stage.checksum() == checksum_of(weights_of(2))
 
 
-def test_a_trainer_that_goes_away_ends_the_session_and_leaves_the_old_weights():
+def test_a_lost_trainer_ends_the_session_and_keeps_the_old_weights():
     with running() as stage:
         group = joined(stage)
         assert stage.admin("start_weight_update").success

@@ -122,7 +122,7 @@ def test_elements_are_those_of_lists_alone():
     assert read_elements(lists.audio) == []
 
 
-def test_constants_come_back_as_they_were():
+def test_constants_round_trip():
     found = decode_body(b'{"text": [NaN, -Infinity, "NaN Infinity"], "model": "NaN-7B"}')
     assert restore_constants(bytes(found.text)) == b'[NaN, -Infinity, "NaN Infinity"]'
     assert found.model == "NaN-7B"

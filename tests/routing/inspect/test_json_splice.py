@@ -110,7 +110,7 @@ def test_others_may_be_there_twice_and_stay():
         (b'{"a":{"rid":1}}', {"rid": b"2"}, b'{"rid":2,"a":{"rid":1}}'),
     ],
 )
-def test_the_text_that_comes_out(body, changes, spliced):
+def test_the_spliced_text(body, changes, spliced):
     assert splice(body, changes) == spliced
 
 

@@ -86,7 +86,7 @@ def test_its_prefix_is_its_text_as_it_is_spelled_and_bounded():
     assert prefix_text(look({"prompt": PAD + "1"}).body_fields) != text
 
 
-def test_where_workers_serve_several_models_the_model_must_be_said():
+def test_large_json_needs_a_model_if_workers_serve_several():
     mixed = fleet(("m", ALL), ("n", ALL))
     said = refused(mixed, look(large()))
     assert (
@@ -104,7 +104,7 @@ def test_a_large_batch_needs_the_hint_even_if_it_names_a_model():
     settle_unread(mixed, look(body, BATCH, model="m"))
 
 
-def test_the_widest_set_of_capabilities_is_asked_for_where_there_is_one():
+def test_the_widest_set_of_capabilities_is_required_if_there_is_one():
     narrow = ("chat", "streaming")
     need = look(large())
     settle_unread(fleet(("m", narrow), ("m", (*narrow, "image_input"))), need)
@@ -122,7 +122,7 @@ def test_sets_of_which_none_is_the_widest_need_the_hint():
     assert need.capabilities == ["chat", "image_input"]
 
 
-def test_a_hint_may_say_more_than_the_top_of_a_large_body_and_not_against_it():
+def test_a_hint_may_extend_a_large_body_and_not_contradict_it():
     assert look(large(), capabilities="image_input").mask
     with pytest.raises(HttpError, match="conflicts with JSON body model"):
         look(large(model="m"), model="n")
@@ -134,5 +134,5 @@ def test_large_speech_may_hold_a_reference():
     assert "audio_input" in look({"input": "hi", "ref_audio": PAD}, SPEECH).capabilities
 
 
-def test_with_nobody_routable_the_usual_refusal_comes_later():
+def test_without_a_routable_worker_nothing_is_refused_here():
     settle_unread(fleet(), look(large()))

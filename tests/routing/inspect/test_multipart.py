@@ -83,7 +83,7 @@ def test_only_so_many_parts_are_looked_at():
     assert form_fields(form(*fillers, part("filler", b""), part("model", b"m")), TYPE) == {}
 
 
-def test_a_form_that_was_cut_off_reports_what_came_whole():
+def test_a_truncated_form_reports_its_complete_fields():
     body = (
         part("stream", b"1") + b'--XyZ\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhi'
     )

@@ -12,7 +12,7 @@ def text_of(**body) -> bytes:
     return prefix_text(decode_body(json.dumps(body).encode()))
 
 
-def test_messages_come_in_order_with_their_roles():
+def test_messages_are_in_order_with_their_roles():
     text = text_of(
         messages=[
             {"role": "system", "content": "Be kind."},

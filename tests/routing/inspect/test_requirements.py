@@ -71,7 +71,7 @@ def content(kind: str) -> dict:
         (SPEECH, {"images": ["x"]}, {"speech", "image_input"}),
     ],
 )
-def test_the_path_and_the_body_say_what_is_needed(path, body, needs):
+def test_path_and_body_determine_the_requirements(path, body, needs):
     assert set(look(path, body).capabilities) == needs
 
 
@@ -207,7 +207,7 @@ def test_without_a_json_type_a_body_is_opaque():
     assert refused(SPEECH, b"{", content_type=b"") == "invalid JSON body"
 
 
-def test_an_empty_body_is_forwarded_with_what_the_hints_say():
+def test_an_empty_body_takes_its_requirements_from_hints():
     need = look(CHAT, b"", model="m", capabilities="image_input, streaming")
     assert need.model == "m"
     assert need.capabilities == ["chat", "image_input", "streaming"]
@@ -239,13 +239,13 @@ def test_a_hint_that_agrees_with_the_body_is_taken():
 
 
 @pytest.mark.parametrize("said", ["true", "1", "yes", "on", " TRUE "])
-def test_a_form_may_ask_for_a_stream(said):
+def test_a_form_may_request_a_stream(said):
     need = look(FORM, form(model="w", stream=said), content_type=MULTIPART)
     assert (need.model, need.stream) == ("w", True)
     assert need.capabilities == ["audio_input", "streaming"]
 
 
-def test_a_form_that_says_no_or_nothing_is_no_stream():
+def test_a_form_without_a_true_stream_field_is_no_stream():
     for body in (form(stream="false"), form(stream="2"), form(), b"rubbish"):
         need = look(FORM, body, content_type=MULTIPART)
         assert (need.model, need.stream, need.capabilities) == (None, False, ["audio_input"])
@@ -277,7 +277,7 @@ def test_hints_complete_a_form_that_reports_nothing():
         ({"model": "a", "items": ["odd"]}, "a"),
     ],
 )
-def test_a_batch_goes_to_the_one_model_of_its_items(body, model):
+def test_a_batch_has_the_one_model_of_its_items(body, model):
     assert look(BATCH, body).model == model
 
 
@@ -288,7 +288,7 @@ def test_a_batch_of_two_models_or_with_a_stream_is_refused():
     assert "stream is not supported" in refused(BATCH, {"stream": True})
 
 
-def test_an_outcome_is_asked_of_the_worker_that_the_request_names():
+def test_an_outcome_request_is_pinned_to_the_named_worker():
     need = look("/v1/audio/speech/r1", method="GET", worker="http://a:1")
     assert (need.pinning, need.named_worker) == (Pinning.NAMED, "http://a:1")
     assert "route-worker is required" in refused("/v1/audio/speech/r1", method="GET")

@@ -74,7 +74,7 @@ def test_what_is_not_looked_into_is_known_at_once():
     assert need.capabilities == ["speech"]
 
 
-def test_a_form_is_known_once_its_model_has_come():
+def test_a_form_is_routable_once_its_model_is_read():
     assert of_form(("model", "m"), FILE).model == "m"
     assert of_form(FILE) is None
     assert of_form(("model", "m")) is None  # its end is not there: it could go on
@@ -82,7 +82,7 @@ def test_a_form_is_known_once_its_model_has_come():
     assert of_form(FILE, fleet=NAMELESS).model is None
 
 
-def test_a_stream_that_may_be_asked_for_yet_matters_where_not_all_can_stream():
+def test_a_possible_stream_matters_if_not_all_workers_can_stream():
     assert of_form(FILE, fleet=MIXED) is None
     assert of_form(("stream", "true"), FILE, fleet=MIXED).stream
     assert not of_form(("stream", "no"), FILE, fleet=MIXED).stream
@@ -90,7 +90,7 @@ def test_a_stream_that_may_be_asked_for_yet_matters_where_not_all_can_stream():
     assert of_form(("model", "m"), FILE, stream="true").model == "m"
 
 
-def test_a_hint_against_a_model_that_has_come_is_refused():
+def test_a_hint_that_contradicts_the_model_is_refused():
     for stream in ({}, {"stream": "true"}):
         with pytest.raises(HttpError) as caught:
             of_form(("model", "m"), FILE, model="n", **stream)
@@ -104,7 +104,7 @@ FIELDS = st.lists(
 
 
 @given(FIELDS, st.integers(0, 400))
-def test_what_is_known_early_is_what_the_whole_form_says(fields, at):
+def test_early_requirements_equal_those_of_the_whole_form(fields, at):
     told = facts(b"multipart/form-data; boundary=x")
     route, whole = match_route("POST", SPOKEN), form(*fields)
     known = requirements_of_beginning(MIXED, route, whole[:at], told)

@@ -23,7 +23,7 @@ from tests.routing.policies.chats import (
 )
 
 
-def test_a_text_that_was_sent_before_goes_where_it_went():
+def test_a_repeated_text_is_routed_to_the_same_worker():
     policy, fleet = cache_aware(), workers(0, 0, 0)
     homes = {text: policy.pick(fleet, chat(text)) for text in unrelated(9)}
     for text, home in homes.items():
@@ -54,7 +54,7 @@ def test_unrelated_prompts_spread_evenly_over_a_large_fleet_too(fallback):
     assert max(picked.values()) <= 5
 
 
-def test_what_a_whole_large_fleet_holds_goes_to_all_of_it_in_turn():
+def test_a_prefix_that_all_workers_hold_is_spread_over_all():
     policy, fleet = cache_aware(), workers(*[0] * 300)
     (text,) = unrelated(1)
     for worker in fleet:
@@ -62,7 +62,7 @@ def test_what_a_whole_large_fleet_holds_goes_to_all_of_it_in_turn():
     assert {policy.pick(fleet, chat(text)) for _ in range(300)} == set(fleet)
 
 
-def test_who_is_no_candidate_is_not_taken_for_what_it_holds():
+def test_a_worker_that_is_no_candidate_is_not_picked_for_its_match():
     policy, fleet = cache_aware(), workers(0, 0, 0)
     (text,) = unrelated(1)
     policy.record_pick(fleet[0], chat(text))
@@ -81,7 +81,7 @@ def test_short_unlike_prompts_are_not_alike_by_their_role(fallback):
     assert set(picked.values()) == {10}
 
 
-def test_a_miss_goes_to_the_smallest_tree():
+def test_a_miss_is_routed_to_the_smallest_tree():
     policy, fleet = cache_aware(), workers(0, 9)
     big, small = unrelated(2)
     assert policy.pick(fleet[:1], chat(big * 2)) is fleet[0]
@@ -128,7 +128,7 @@ def test_hardly_a_miss_waits_at_one_worker_while_another_is_idle():
     assert waited <= 10
 
 
-def test_a_miss_goes_to_the_least_loaded_where_that_is_asked_for():
+def test_a_miss_is_routed_to_the_least_loaded_if_configured():
     policy, fleet = cache_aware(fallback="least_loaded"), workers(4, 3, 5)
     assert [policy.pick(fleet, chat(text)) for text in unrelated(3)] == [fleet[1]] * 3
 
@@ -158,7 +158,7 @@ def test_models_that_only_clients_name_make_no_trees():
     assert policy.stats()["tree_size"] < len(LONG) + 8
 
 
-def test_a_request_without_text_goes_to_the_shortest_queue_and_leaves_nothing():
+def test_a_request_without_text_takes_the_shortest_queue_and_is_not_stored():
     policy, fleet = cache_aware(), workers(2, 1, 1)
     picked = Counter(
         policy.pick(fleet, need).url

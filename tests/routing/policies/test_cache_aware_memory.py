@@ -48,7 +48,7 @@ def test_a_worker_that_has_grown_is_like_the_others():
     assert max(sizes) - min(sizes) <= 400
 
 
-def test_what_a_forgotten_worker_held_matches_nobody():
+def test_prefixes_of_a_removed_worker_match_no_worker():
     policy, fleet = cache_aware(), workers(0, 0)
     policy.pick(fleet[:1], chat(LONG))
     policy.forget_worker(fleet[0])

@@ -8,14 +8,14 @@ from tests.routing.policies.chats import FALLBACKS, LONG, NEED, cache_aware, cha
 texts = st.sampled_from(["a" * 50, "a" * 30 + "b" * 20, LONG, LONG + "x", "b", ""])
 
 
-def test_a_preview_says_that_the_queue_decided_between_small_trees():
+def test_a_preview_reports_the_queue_as_tie_breaker():
     policy, fleet = holding((900, 800), (0, 1))
     words = "a small tree with the shortest queue is taken: 900 bytes"
     assert words in policy.preview_pick(fleet, chat("0" * 12))[1]
 
 
 @given(st.lists(st.tuples(texts, st.integers(0, 2)), max_size=25), st.sampled_from(FALLBACKS))
-def test_a_preview_says_what_the_pick_then_does_and_changes_nothing(run, fallback):
+def test_a_preview_equals_the_following_pick_and_changes_nothing(run, fallback):
     policy, fleet = cache_aware(balance_abs_threshold=1, fallback=fallback), workers(0, 0, 0)
     for text, busy in run:
         before = policy.stats()

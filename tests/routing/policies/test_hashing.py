@@ -37,7 +37,7 @@ def test_keys_spread_about_evenly():
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(2, 12), st.integers(0, 11))
-def test_a_worker_that_comes_moves_keys_to_itself_alone_and_about_its_share(count, place):
+def test_an_added_worker_takes_its_share_of_keys_and_moves_no_other(count, place):
     fleet = workers(*[0] * count)
     new = fleet.pop(place % count)
     before, after = owners(fleet), owners([*fleet, new])

@@ -149,7 +149,7 @@ def by_sessions(policy="least_request", **more):
     return sticky(policy, sticky_load="sessions", **more)
 
 
-def test_a_new_session_goes_to_the_worker_with_the_fewest_sessions_whatever_runs_there():
+def test_a_new_session_takes_the_worker_with_the_fewest_sessions():
     policy, fleet = by_sessions(), workers(0, 0, 0)
     for number in range(9):
         policy.pick(fleet, session(f"{number}"))

@@ -98,7 +98,7 @@ def test_a_preview_is_the_next_pick_and_spends_no_turn(name, of_each):
 
 
 @pytest.mark.parametrize("name", ["random", "power_of_two"])
-def test_a_preview_of_chance_says_that_it_is_chance(name):
+def test_a_preview_of_a_random_pick_is_marked_random(name):
     policy, fleet = build(name, random.Random(2).randrange), weighing(1, 2)
     chosen, why = policy.preview_pick(fleet, NEED)
     assert chosen in fleet

@@ -112,7 +112,7 @@ async def test_a_call_that_ends_another_does_not_wait_for_its_thread():
             await threads.end("stop", over.set)
 
 
-async def test_a_cancelled_call_goes_on_in_its_thread():
+async def test_a_cancelled_call_continues_in_its_thread():
     threads, over = BlockingCalls("test", 1, max_ends=1), threading.Event()
     with trio.fail_after(30):
         with trio.move_on_after(0.01) as given_up:

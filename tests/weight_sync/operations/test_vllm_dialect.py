@@ -122,7 +122,7 @@ async def test_a_sleeping_engine_holds_requests_as_a_paused_one(engines, folder,
     assert uncertain_workers(api) == []
 
 
-async def test_weights_that_a_sleep_discarded_have_to_come_back(api, engines):
+async def test_weights_discarded_by_a_sleep_must_be_restored(api, engines):
     told = await ask(api, "/sleep", query="level=2")
     assert [each["standing"] for each in told.body["results"]] == ["uncertain"] * 2
     await ask(api, "/wake_up")
@@ -148,9 +148,7 @@ async def test_a_label_is_given_to_all(api, engines):
     assert (await ask(api, "/weight_info", method="GET")).body["weight_version"] == "step-7"
 
 
-async def test_a_call_to_all_processes_that_touches_no_weights_costs_nobody_its_routing(
-    api, engines
-):
+async def test_a_collective_rpc_without_weights_keeps_workers_routable(api, engines):
     for url in (A, B):
         engines.set_reply(url, "/collective_rpc", *reversed(rpc_error("no attribute 'nope'")))
     told = await ask(api, "/collective_rpc", {"method": "nope"})
@@ -211,7 +209,7 @@ async def test_an_adapter_is_loaded_where_the_engine_has_it(api, mixed):
 # A restarted engine
 
 
-async def test_an_engine_that_came_up_with_its_first_weights_gets_no_request(api, engines):
+async def test_an_engine_restarted_with_its_first_weights_gets_no_request(api, engines):
     assert (await ask(api, "/update_weight_version", {"new_version": "v2"})).ok
     engines.labels[B] = "default"  # it has restarted
     api.operations._probe.probe_soon(api.worker(B), came_up=True)

@@ -253,7 +253,7 @@ async def test_the_epoch_rises_with_each_update_that_a_worker_took(api, engines,
     assert cordon_reasons_of(again) == [["uncertain"], ["uncertain"]]
 
 
-async def test_the_version_of_a_worker_that_comes_up_is_read(api, engines):
+async def test_the_version_of_a_worker_is_read_when_it_becomes_healthy(api, engines):
     engines.labels = {A: "v2", B: "v2"}
     await api.operations.submit(admin_call(body={"weight_version": "v2"}))
     engines.labels[B] = "v0"  # restarted with its first weights
@@ -268,7 +268,7 @@ async def test_the_version_of_a_worker_that_comes_up_is_read(api, engines):
     assert api.worker(B).weight_epoch == 1
 
 
-async def test_differing_checksums_are_a_502_and_off_asks_for_none(engines, folder, nursery):
+async def test_differing_checksums_are_a_502_and_off_requests_none(engines, folder, nursery):
     engines.sums[B] = "t"
     api = api_with(folder, weight_sync=WeightSyncConfig(verify="off"))
     await nursery.start(api.operations.run)

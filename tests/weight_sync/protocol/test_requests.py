@@ -36,7 +36,7 @@ def test_an_init_names_its_owner_by_address_and_port():
     assert parse_init({**INIT, "force": True}).force
 
 
-def test_numbers_may_come_as_text():
+def test_numbers_may_be_text():
     texts = {name: str(value) for name, value in INIT.items()}
     assert parse_init(texts) == parse_init(INIT)
 
@@ -154,7 +154,7 @@ def test_an_init_keeps_what_the_backend_needs_and_changes_the_ranks_alone():
     assert told == {**INFO, "packed": True, "packed_num_buffers": 2, "rank_offset": 3}
 
 
-def test_numbers_of_a_transfer_may_come_as_text():
+def test_numbers_of_a_transfer_may_be_text():
     request = init(rank_offset="1", world_size="4", master_port="29500")
     assert (request.rank_offset, request.world_size, request.address[1]) == (1, 4, 29500)
     told = json.loads(request.body_for(2))["init_info"]
@@ -199,7 +199,7 @@ def test_a_trainer_can_take_over():
 # Update
 
 
-def test_a_chunk_goes_to_everybody_as_it_was_sent():
+def test_a_chunk_is_forwarded_to_all_unchanged():
     request = update(TRANSFER_TENSORS)
     assert (request.names, request.nbytes) == ({"a", "b"}, 4 * 2 + 3 * 4)
     assert request.body_for(RankRange("w", 2, 2), 1) is request.body

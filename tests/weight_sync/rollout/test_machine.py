@@ -272,7 +272,7 @@ TestFleet = Fleet.TestCase
 TestFleet.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
 
 
-def test_the_canary_comes_first_and_alone():
+def test_the_canary_is_the_first_batch_and_alone():
     state = rollout("a", "b", "c", "d", max_unavailable=3, canary=1)
     assert all_of(state) == NextBatch(("a",))
     assert all_of(updated(state, "a")) == NextBatch(("b", "c", "d"))
@@ -340,7 +340,7 @@ def test_after_a_restart_the_worker_that_was_changed_is_done_again():
     )
 
 
-def test_after_a_restart_in_the_middle_of_going_back_it_goes_on_going_back():
+def test_a_restart_during_a_rollback_continues_the_rollback():
     state = state_machine.cancel(updated(rollout("a", "b"), "a"), "me")
     state = state_machine.recover(state_machine.begin_restore(state, ["a"]))
     waits = state_machine.decide(state, {"a": Presence.UNKNOWN, "b": Presence.SERVING})
@@ -355,7 +355,7 @@ def test_a_worker_that_restarted_after_its_update_is_done_again():
     assert found == NextBatch(("a",))
 
 
-def test_with_nobody_left_it_fails():
+def test_without_workers_it_fails():
     state = state_machine.observe(rollout("a"), {})
     assert all_of(state) == Finish(RolloutPhase.FAILED, "no worker is left that could be updated")
 

@@ -165,7 +165,7 @@ async def test_a_refused_file_stops_after_the_canary_and_nothing_changed(settled
     assert settled.operations.journal.published.epoch == 0
 
 
-async def test_what_was_updated_goes_back_where_a_later_worker_fails(settled, engines):
+async def test_updated_workers_roll_back_if_a_later_one_fails(settled, engines):
     engines.set_reply(B, UPDATE, {"success": False, "message": "no such file"}, 400)
     await begin(settled)
     told = await ended(settled)
@@ -229,7 +229,7 @@ async def test_another_checksum_than_that_of_the_first_is_a_failure(settled, eng
     assert versions(settled) == [("v1", 0), ("v1", 0)]
 
 
-async def test_former_weights_that_come_back_as_others_stay_out(settled, engines):
+async def test_a_rollback_to_other_weights_than_before_stays_out(settled, engines):
     """After an update over a process group `model_path` is not where the weights came from."""
     engines.broken_loads |= {(A, "/m/v1")}
     engines.set_reply(B, UPDATE, {"success": False, "message": "no such file"}, 400)
@@ -241,7 +241,7 @@ async def test_former_weights_that_come_back_as_others_stay_out(settled, engines
     )
 
 
-async def test_with_verify_off_no_checksum_is_asked_for(engines, folder, nursery):
+async def test_with_verify_off_no_checksum_is_requested(engines, folder, nursery):
     api = api_with(folder, weight_sync=WeightSyncConfig(verify="off"))
     await nursery.start(api.operations.run)
     await api.settle()
@@ -294,7 +294,7 @@ async def test_an_operation_that_already_waits_for_its_turn_is_refused_then(
     assert refused[0].body["error"]["code"] == "rollout_in_progress"
 
 
-async def test_a_pause_takes_effect_after_the_batch_and_resume_goes_on(settled, engines):
+async def test_a_pause_takes_effect_after_the_batch_and_resume_continues(settled, engines):
     rollouts = settled.operations.rollouts
     engines.close_gate(UPDATE, A)
     await begin(settled)
@@ -347,7 +347,7 @@ async def test_a_disk_that_fails_in_the_middle_ends_it_untouched(settled, engine
     assert cordon_reasons_of(settled) == [[], []]
 
 
-async def test_a_cancel_while_its_end_is_written_comes_too_late(settled, monkeypatch):
+async def test_a_cancel_while_the_end_is_written_is_too_late(settled, monkeypatch):
     journal, rollouts = settled.operations.journal, settled.operations.rollouts
     save, refusals = journal.save_rollout, []
 

@@ -181,7 +181,7 @@ async def test_continue_after_the_trainer_died_publishes_nothing(trainer):
     assert uncertain_workers(trainer.api) == [A, B]
 
 
-async def test_a_member_left_in_an_old_group_is_asked_to_leave_it(trainer, engines, monkeypatch):
+async def test_a_member_of_an_old_group_is_told_to_destroy_it(trainer, engines, monkeypatch):
     monkeypatch.setattr(lifecycle, "DESTROY_TIMEOUT_SECS", 0.1)
     await trainer.join()
     engines.close_gate(DESTROY, B)
@@ -317,7 +317,7 @@ async def test_with_pass_or_without_a_group_a_pause_holds_no_worker(
     assert trainer.api.operations.journal.paused_engines == {A, B}
 
 
-async def test_a_worker_that_comes_up_before_the_service_runs_is_held(
+async def test_a_worker_that_is_healthy_before_the_service_runs_is_cordoned(
     trainer, engines, folder, nursery
 ):
     await trainer.arm()

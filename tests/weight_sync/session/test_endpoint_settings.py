@@ -97,7 +97,7 @@ async def test_every_call_to_a_replica_has_the_credentials_of_the_caller(trainer
             assert None not in keys or path in looks, path
 
 
-async def test_no_weights_change_before_every_process_knows_that_a_replica_is_held(
+async def test_no_weights_change_before_every_process_acknowledged_the_cordon(
     trainer_with, engines
 ):
     trainer = await trainer_with()

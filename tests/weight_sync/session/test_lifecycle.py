@@ -137,7 +137,7 @@ async def test_a_sync_leaves_nothing_in_the_journal(trainer, folder):
     assert json.loads((folder / "epoch.json").read_bytes())["epoch"] == 1
 
 
-async def test_a_worker_that_comes_up_after_a_sync_is_held_until_its_version_is_read(
+async def test_a_worker_that_is_healthy_after_a_sync_is_cordoned_until_its_version_is_read(
     trainer, engines
 ):
     await trainer.arm()
@@ -158,7 +158,7 @@ async def test_a_worker_that_comes_up_after_a_sync_is_held_until_its_version_is_
     assert "missed the update to 'v2'" in trainer.api.operations.journal.uncertain[B]
 
 
-async def test_a_worker_that_comes_up_with_the_synced_weights_is_released(trainer, engines):
+async def test_a_worker_with_the_synced_weights_is_uncordoned(trainer, engines):
     await trainer.arm()
     await trainer.expect_ok(COMPLETE, weight_version="v2")
     worker, fleet = trainer.api.worker(B), trainer.api.fleet

@@ -27,7 +27,7 @@ async def test_workers_get_the_version_at_the_same_time(running):
     assert responses[0].ok, responses[0].body
 
 
-async def test_a_worker_that_comes_up_during_a_delivery_is_held_before_the_others_continue(running):
+async def test_a_worker_that_becomes_healthy_during_a_delivery_is_cordoned_first(running):
     api, engines, seen = running.api, running.engines, []
     late, publish = api.worker(B), running.operations.journal.publish
     for _ in range(api.fleet.thresholds.fall):

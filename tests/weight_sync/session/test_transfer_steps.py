@@ -116,7 +116,7 @@ async def test_a_trainer_that_leaves_ends_the_group(trainer, engines):
 # Pauses
 
 
-async def test_an_engine_that_nobody_paused_is_paused_for_the_update(trainer, engines):
+async def test_an_engine_that_is_not_paused_is_paused_for_the_update(trainer, engines):
     await trainer.started()
     assert engines.targets(PAUSE) == ["/pause?mode=keep"]
     assert engines.paused == {A, B}
@@ -186,7 +186,7 @@ async def test_the_next_whole_round_brings_everybody_back(trainer, engines):
     assert engines.paused == set()
 
 
-async def test_a_draft_update_brings_nobody_back(trainer, engines):
+async def test_a_draft_update_returns_no_worker_to_rotation(trainer, engines):
     trainer.api.operations.journal.mark_uncertain({A: "it was damaged"})
     await trainer.join()
     await trainer.expect_ok(DRAFT)
@@ -196,7 +196,7 @@ async def test_a_draft_update_brings_nobody_back(trainer, engines):
     assert uncertain_workers(trainer.api) == [A]
 
 
-async def test_a_start_that_all_refuse_changes_nobody(trainer, engines):
+async def test_a_start_that_all_refuse_changes_no_worker(trainer, engines):
     await trainer.join()
     for url in (A, B):
         engines.tell_vllm(url, START, "Weight transfer not configured.")
@@ -277,14 +277,14 @@ async def test_a_member_that_dies_in_the_middle_ends_the_round(trainer, engines,
 # Who may call
 
 
-async def test_calls_without_an_init_say_what_is_missing(trainer, engines):
+async def test_calls_without_an_init_name_the_missing_step(trainer, engines):
     for path, body in ((START, None), (UPDATE, CHUNK), (FINISH, None), (SHUTDOWN, None)):
         answer = await trainer.ask(path, body)
         assert (answer.status, INIT in answer.body["message"]) == (400, True), path
     assert engines.requests == []
 
 
-async def test_calls_without_a_start_say_what_is_missing(trainer, engines):
+async def test_calls_without_a_start_name_the_missing_step(trainer, engines):
     await trainer.join()
     for path, body in ((UPDATE, CHUNK), (FINISH, None)):
         answer = await trainer.ask(path, body)
@@ -362,7 +362,7 @@ async def test_a_bad_body_ends_nothing(trainer, engines):
 # Verification while the engines are paused
 
 
-async def test_a_checker_that_needs_running_engines_is_asked_after_the_resume(trainer, engines):
+async def test_a_checker_that_needs_running_engines_is_called_after_the_resume(trainer, engines):
     engines.checker_needs_running, engines.ranks = True, {A: 1, B: 1}
     await trainer.expect_ok(PAUSE, query="mode=keep")
     await trainer.join()
@@ -397,9 +397,7 @@ async def test_an_open_update_is_in_the_journal_between_its_calls(trainer, folde
     assert read_journal(folder).uncertain_at_start() == {}
 
 
-async def test_after_a_crash_the_engines_are_asked_to_leave_and_to_go_on(
-    trainer, engines, folder, nursery
-):
+async def test_after_a_crash_engines_leave_the_group_and_resume(trainer, engines, folder, nursery):
     await trainer.started()
     before = read_journal(folder)
     again = sync_api(folder / "again")

@@ -48,7 +48,7 @@ async def test_a_link_that_never_opened_is_not_alive(store, link):
     assert not await link.ping(1)
 
 
-async def test_a_store_that_comes_later_is_waited_for(nursery):
+async def test_a_late_store_is_awaited(nursery):
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port = listener.socket.getsockname()[1]
     await listener.aclose()

@@ -67,9 +67,7 @@ def killed(process):
     process.wait()
 
 
-def test_what_a_killed_program_left_goes_once_it_is_dead_and_all_of_it_is_on_the_disk(
-    program, tmp_path
-):
+def test_memory_of_a_killed_program_is_removed_once_all_is_on_disk(program, tmp_path):
     process, memory = program("one")
     assert (remove_stale_folders(), (memory / "v1").is_dir()) == ([], True)
     killed(process)
@@ -89,14 +87,14 @@ def test_what_only_lies_in_memory_waits_for_its_own_store(program, tmp_path):
     later.close()
 
 
-def test_what_belongs_to_a_store_that_is_gone_goes_whatever_it_is(program, tmp_path):
+def test_memory_of_a_deleted_store_is_removed(program, tmp_path):
     process, memory = program("one", "forgets")
     killed(process)
     (tmp_path / "one").rename(tmp_path / "another")
     assert (remove_stale_folders(), memory.exists()) == ([memory], False)
 
 
-def test_the_folders_of_others_and_those_that_say_nothing_stay(shared, tmp_path):
+def test_folders_of_others_and_unlabelled_ones_stay(shared, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (shared / f"{filesystem.shared_memory_prefix()}link").symlink_to(elsewhere)
@@ -106,7 +104,7 @@ def test_the_folders_of_others_and_those_that_say_nothing_stay(shared, tmp_path)
     assert len(list(shared.iterdir())) == 3
 
 
-def test_an_empty_folder_goes_unless_a_program_has_it(shared, tmp_path):
+def test_an_empty_folder_is_removed_unless_locked(shared, tmp_path):
     left, used = (
         shared / f"{filesystem.shared_memory_prefix()}{name}" for name in ("left", "used")
     )

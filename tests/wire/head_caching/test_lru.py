@@ -7,7 +7,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["get", "put"]), st.integers(0, 6)), 
 
 
 @given(STEPS, st.integers(1, 4))
-def test_the_least_recently_used_entry_goes(steps, most):
+def test_the_least_recently_used_entry_is_evicted(steps, most):
     cache = LruCache(most)
     model = []  # keys with values, the least recently used one first
     for number, (what, key) in enumerate(steps, 1):
@@ -24,7 +24,7 @@ def test_the_least_recently_used_entry_goes(steps, most):
 
 
 @given(st.lists(st.integers(0, 6), max_size=60), st.integers(1, 4))
-def test_the_doorkeeper_admits_a_caller_that_comes_again_soon(keys, most):
+def test_the_doorkeeper_admits_a_key_seen_again_soon(keys, most):
     doorkeeper = Doorkeeper(most)
     waiting = []  # the latest last
     for key in keys:

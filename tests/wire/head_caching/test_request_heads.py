@@ -201,7 +201,7 @@ def test_clients_with_keys_of_their_own_share_what_is_remembered(monkeypatch):
     assert len(templates._known) == 1
 
 
-def test_a_head_is_learnt_when_it_comes_again(monkeypatch):
+def test_a_head_is_learned_when_it_is_repeated(monkeypatch):
     templates = RequestHeadCache()
     heads = [request([], f"GET /v1/models/{n} HTTP/1.1") for n in range(TEMPLATES + 10)]
     assert judged(monkeypatch, templates, heads) == [1] * len(heads)
@@ -210,7 +210,7 @@ def test_a_head_is_learnt_when_it_comes_again(monkeypatch):
     assert len(templates._known) == 5
 
 
-def test_what_others_send_costs_nobody_what_is_remembered_of_him(monkeypatch):
+def test_other_heads_do_not_evict_a_used_entry(monkeypatch):
     templates = RequestHeadCache()
     mine = request([("Content-Length", ": ", "5")])
     judged(monkeypatch, templates, [mine, mine])
@@ -250,7 +250,7 @@ def test_what_would_cost_too_much_to_keep_is_judged_each_time(monkeypatch, head)
     assert len(templates._known) == 0
 
 
-def test_where_too_many_fields_vary_the_judge_is_asked_once_each_time(monkeypatch):
+def test_a_head_with_too_many_varying_fields_is_parsed_once_each_time(monkeypatch):
     templates = RequestHeadCache()
     names = [f"x-{n}" for n in range(MOST_VARYING + 1)]
     heads = [request([(name, ": ", f"{n}") for name in names]) for n in range(8)]
@@ -352,7 +352,7 @@ PLAIN = st.lists(
 
 @settings(max_examples=400)
 @given(PLAIN, st.data())
-def test_a_head_that_is_spelled_as_another_says_the_same_but_for_its_values(fields, data):
+def test_a_head_of_a_template_equals_its_parsed_form(fields, data):
     first = learnt(fields)
     if first is None:
         return

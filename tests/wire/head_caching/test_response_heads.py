@@ -116,7 +116,7 @@ def test_an_answer_with_two_lengths_is_garbage_from_memory_too():
         templates.read(answer(5, more=["Content-Length: 6"]), to_head=False)
 
 
-def test_what_one_worker_says_anew_each_time_costs_no_other_what_is_remembered():
+def test_varying_heads_of_one_worker_evict_no_entry_of_another():
     templates = ResponseHeadCache()
     for _ in range(2):
         templates.read(answer(5), to_head=False)

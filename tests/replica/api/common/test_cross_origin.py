@@ -91,7 +91,7 @@ async def test_a_page_at_an_address_of_its_own_may(keyless):
         assert (await client.post("/flush_cache", headers=page)).status_code != 403, host
 
 
-async def test_a_key_says_more_than_an_origin(keyless):
+async def test_a_valid_key_overrides_the_origin_check(keyless):
     world = keyless.with_options(admin_api_key="k")
     headers = {**FOREIGN[0], "Authorization": "Bearer k"}
     client = world.app.test_client()

@@ -109,7 +109,7 @@ def answer(body=b"", status="200 OK", **headers):
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-async def test_audio_comes_from_a_named_domain():
+async def test_audio_is_fetched_from_an_allowed_domain():
     async with server(answer(b"sound")) as (port, heads):
         url = f"http://{HOST}:{port}/a%20b.wav?x=1#part"
         assert await fetch_url(url, OPEN, 100, allow_private=True) == b"sound"
@@ -118,7 +118,7 @@ async def test_audio_comes_from_a_named_domain():
     assert "Accept: audio/*\r\n" in heads[0]
 
 
-async def test_images_are_asked_for_as_such():
+async def test_image_requests_accept_images():
     async with server(answer(b"image")) as (port, heads):
         url = f"http://{HOST}:{port}/a.png"
         assert await fetch_url(url, OPEN, 100, allow_private=True, kind="image") == b"image"
@@ -181,7 +181,7 @@ async def test_an_answer_that_is_no_audio_is_reported(sent, told):
             await fetch_url(f"http://{HOST}:{port}/a", OPEN, 10, allow_private=True)
 
 
-async def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch):
+async def test_a_silent_server_is_a_timeout(monkeypatch):
     monkeypatch.setattr(media, "FETCH_TIMEOUT_SECS", 0.05)
     with trio.socket.socket() as silent:
         await silent.bind(("127.0.0.1", 0))

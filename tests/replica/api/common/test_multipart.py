@@ -39,7 +39,7 @@ async def read(body, content_type=CONTENT_TYPE, most_bytes=10_000, step=None):
 
 
 @pytest.mark.parametrize("step", [None, 1, 7, 64])
-async def test_a_form_is_read_however_its_bytes_come(step):
+async def test_a_form_is_parsed_for_any_chunking(step):
     data = bytes(range(256)) + b"\r\n--not the boundary\r\n"
     body = form({"name": "Zo\u00eb", "empty": ""}, [("f", "a.wav", "Audio/WAV; x=y", data)])
     found = await read(body, step=step)

@@ -52,12 +52,12 @@ async def test_a_failed_operation_is_a_400_whose_detail_is_the_aggregate(tiny):
     assert body["detail"]["message"] == "invalid pause mode: sideways"
 
 
-async def test_stages_choose_who_is_asked(tiny):
+async def test_the_stages_key_selects_the_stages(tiny):
     _, body = await told(await tiny.post(PAUSE, {"stages": ["prepare"]}))
     assert [each["stage"] for each in body["results"]] == ["prepare"]
 
 
-async def test_an_unknown_stage_and_a_timeout_are_told_as_such(tiny):
+async def test_an_unknown_stage_and_a_timeout_have_distinct_errors(tiny):
     status, body = await told(await tiny.post(PAUSE, {"stages": ["decod"]}))
     assert status == 400
     assert "decode" in body["detail"]

@@ -54,7 +54,7 @@ async def test_a_rollout_has_the_contracts_keys(world):
     }
 
 
-async def test_logprobs_are_asked_for_unless_the_caller_says_no(world):
+async def test_logprobs_are_requested_unless_disabled(world):
     await rollout_json(world, prompt="hi")
     assert world.heard.params["logprobs"] is True
     body = await rollout_json(world, prompt="hi", return_logprob=False)
@@ -62,7 +62,7 @@ async def test_logprobs_are_asked_for_unless_the_caller_says_no(world):
     assert body["meta_info"]["output_token_logprobs"] is None
 
 
-async def test_a_length_finish_tells_the_length_and_cached_tokens_are_told(world):
+async def test_a_length_finish_reports_its_length_and_cached_tokens(world):
     usage = USAGE | {"prompt_tokens_details": {"cached_tokens": 1}}
     script = {"result": TOLD | {"finish_reason": "length", "usage": usage}}
     meta = (await rollout_json(world, script, prompt="hi"))["meta_info"]

@@ -129,7 +129,7 @@ async def test_server_info_has_what_routers_trainers_and_benchmarks_read(tiny):
     assert other.keys() == body.keys()
 
 
-async def test_server_info_tells_a_trainer_of_the_weights_and_of_what_is_kept_of_them(tiny):
+async def test_server_info_reports_weights_and_their_retention(tiny):
     body = await get_json(tiny, "/server_info")
     assert (body["dtype"], body["kv_cache_dtype"]) == ("float32", "float32")
     assert {name: body[name] for name in ABSENT} == ABSENT
@@ -148,7 +148,7 @@ async def test_server_info_owns_up_to_a_cache_that_is_turned_off():
         assert (await get_json(world, "/server_info"))["disable_radix_cache"] is True
 
 
-async def test_of_a_pipeline_without_weights_nothing_is_told_of_them(world):
+async def test_a_pipeline_without_weights_reports_none(world):
     body = await get_json(world, "/server_info")
     assert [body[name] for name in ("dtype", "kv_cache_dtype", "cache_epoch")] == [None] * 3
     assert body["disable_radix_cache"] is None  # unknown: a trainer takes it that there is one
@@ -179,7 +179,7 @@ async def test_a_pipeline_without_weights_has_its_configured_path(world):
     assert (body["model_path"], body["weight_version"]) == ("here", None)
 
 
-async def test_loads_tell_what_runs_in_three_shapes(world):
+async def test_loads_are_reported_in_three_shapes(world):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lambda: world.chat(HOLD, request_id="R"))
         await until(

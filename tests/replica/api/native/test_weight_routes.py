@@ -193,7 +193,7 @@ async def test_defaults_are_forwarded_and_what_is_null_is_not(tiny, monkeypatch)
         (LOOK, {"name": "a", "truncate_size": -1}, "truncate_size"),
     ],
 )
-async def test_a_body_of_the_wrong_kind_is_a_422_that_says_where(tiny, path, body, place):
+async def test_a_body_of_the_wrong_type_is_a_422_with_the_location(tiny, path, body, place):
     status, answer = await told(await tiny.post(path, body))
     assert status == 422
     assert place in answer["detail"][0]["loc"]
@@ -262,7 +262,7 @@ async def test_an_update_of_a_pipeline_without_weights_is_a_400(world):
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_the_key_comes_before_all_but_broken_json(tiny, path):
+async def test_the_key_is_checked_before_all_but_broken_json(tiny, path):
     locked = tiny.with_options(admin_api_key=KEY)
     wrong = {"headers": {"authorization": "Bearer other"}}
     for body in ({}, {"stages": "x"}, b""):
@@ -353,7 +353,7 @@ async def test_a_tensor_by_its_name_is_an_array(tiny):
         ("/destroy_weights_update_group", {}, "The group to be destroyed does not exist."),
     ],
 )
-async def test_a_refusal_says_why_where_trainers_look(tiny, path, body, words):
+async def test_a_refusal_has_its_reason_in_the_message(tiny, path, body, words):
     _, found = await told(await tiny.post(path, body))
     assert (found["success"], found["status"]) == (False, "error")
     assert words in found["message"]

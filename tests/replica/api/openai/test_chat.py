@@ -178,7 +178,7 @@ async def test_a_number_in_a_string_is_a_number(world):
 # Audio out
 
 
-async def test_audio_is_given_only_when_it_was_asked_for(world):
+async def test_audio_is_returned_only_if_requested(world):
     script = {"result": {"text": "Hi", "samples": 3}}
     plain = await world.chat_json(script)
     assert plain["choices"][0]["message"] == {"role": "assistant", "content": "Hi"}
@@ -200,7 +200,7 @@ async def test_audio_alone_leaves_the_text_out_but_not_of_the_transcript(world):
     assert base64.b64decode(message["audio"]["data"]) == struct.pack("<3h", *[16383] * 3)
 
 
-async def test_where_neither_came_the_content_is_the_text_anyway(world):
+async def test_without_audio_the_content_is_the_text(world):
     body = await world.chat_json({"result": {"text": "Hi"}}, modalities=["audio"])
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hi"}
     body = await world.chat_json({"result": {"text": ""}})
@@ -255,7 +255,7 @@ async def test_the_role_rides_alone_when_the_first_chunk_has_nothing_to_give(wor
     assert deltas(await world.chat_events(script)) == [{"role": "assistant"}, {"content": "Hi"}, {}]
 
 
-async def test_audio_that_was_not_asked_for_counts_as_nothing_to_give(world):
+async def test_audio_that_was_not_requested_is_dropped_from_a_stream(world):
     script = {"chunks": [{"samples": 2}, {"text": "Hi"}], "result": {"text": "Hi"}}
     assert deltas(await world.chat_events(script)) == [{"role": "assistant"}, {"content": "Hi"}, {}]
 
@@ -296,7 +296,7 @@ async def test_there_is_no_usage_key_when_usage_is_not_known(world):
     assert not any("usage" in event for event in events[:-1])
 
 
-async def test_the_text_of_a_stream_is_left_out_where_only_audio_was_asked_for(world):
+async def test_a_stream_of_audio_only_has_no_text(world):
     script = {"chunks": [{"text": "a"}, {"samples": 1}], "result": {"text": "a"}}
     role, audio, last = deltas(await world.chat_events(script, modalities=["audio"]))
     assert (role, list(audio), last) == ({"role": "assistant"}, ["audio"], {})

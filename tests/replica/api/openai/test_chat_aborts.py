@@ -41,7 +41,7 @@ async def left_alone(world):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_caller_who_hangs_up_aborts_the_request(world, stream):
+async def test_a_disconnect_aborts_the_request(world, stream):
     async with listening(world.app) as port:
         async with await trio.open_tcp_stream("127.0.0.1", port) as caller:
             await caller.send_all(request_bytes(stream))
@@ -83,7 +83,7 @@ async def test_a_full_queue_is_a_503_and_within_a_stream_an_event():
         await world.client.abort("R")
 
 
-async def test_a_stream_that_is_aborted_under_its_reader_says_so(world):
+async def test_an_aborted_stream_ends_with_finish_reason_abort(world):
     answers = []
 
     async def ask():

@@ -107,7 +107,7 @@ async def test_audio_larger_than_the_bound_is_refused(world):
     assert "40 bytes" in (await answer.get_json())["detail"]
 
 
-async def test_a_server_that_does_not_hear_says_so(world):
+async def test_a_server_without_audio_input_refuses_audio(world):
     deaf = world.with_options(capabilities=frozenset(("chat",)))
     answer = await deaf.chat(messages=MESSAGES, audios=[b64(wav(0.5))])
     assert answer.status_code == 400
@@ -224,7 +224,7 @@ async def test_more_images_than_are_read_at_once_are_refused(world):
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_image", "image"])
-async def test_a_server_that_does_not_see_says_how_to_get_one_that_does(tiny, kind):
+async def test_a_server_without_vision_names_the_flag_for_it(tiny, kind):
     blind = tiny.with_options(capabilities=capabilities(TINY))
     parts = [{"type": kind, "image_url": url(), "image": url()}]
     for body in ({"messages": [{"role": "user", "content": parts}]}, {"images": [url()]}):

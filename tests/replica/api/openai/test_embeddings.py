@@ -57,7 +57,7 @@ async def test_what_cannot_be_embedded_is_a_400_in_openais_envelope(tiny, body, 
     assert words in told["error"]["message"]
 
 
-async def test_a_pipeline_without_embeddings_says_so(world):
+async def test_a_pipeline_without_embeddings_refuses_them(world):
     status, told = await embed(world)
     assert status == 400
     assert "makes no embeddings" in told["error"]["message"]

@@ -24,7 +24,7 @@ def test_what_stands_behind_a_stop_string_is_never_reported():
     assert told([([HE, LLO], "He"), ([HE], "")]) == [[7], []]
 
 
-def test_tokens_of_which_nobody_knows_the_text_are_notified_at_once():
+def test_tokens_without_text_are_refused_at_once():
     assert told([([[-0.5, 7], [-0.5, 8, None]], "")]) == [[7, 8]]
 
 
@@ -79,7 +79,7 @@ async def test_without_a_number_only_the_chosen_tokens_are_reported(tiny):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_pipeline_without_log_probabilities_says_so(world, stream):
+async def test_a_pipeline_without_log_probabilities_refuses_them(world, stream):
     answer = await world.chat(logprobs=True, stream=stream)
     assert b"returns no log probabilities" in await answer.get_data()
     assert answer.status_code == (200 if stream else 501)
@@ -97,7 +97,7 @@ async def test_completions_report_the_likeliest_by_name(tiny):
         assert top[name] == logprob == max(top.values())
 
 
-async def test_a_bias_decides_what_is_said(tiny):
+async def test_a_logit_bias_decides_the_tokens(tiny):
     free = await tiny.chat_json(**ASK, logprobs=True)
     # The 300th token is a syllable.
     body = await tiny.chat_json(**ASK, logit_bias={"300": 100})

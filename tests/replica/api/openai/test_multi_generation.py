@@ -49,7 +49,7 @@ async def test_several_streamed_choices_are_distinguished_and_the_last_end_has_t
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_choices_differ_by_their_seeds_and_come_again_with_them(tiny, stream):
+async def test_choices_differ_by_seed_and_are_reproducible(tiny, stream):
     async def texts(n):
         ask = {"messages": MESSAGES, "n": n, **ASK}
         if not stream:

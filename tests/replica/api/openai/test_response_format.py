@@ -68,7 +68,7 @@ async def test_openais_client_parses_an_answer_and_a_seed_gives_it_again(using):
     await using(use)
 
 
-async def test_the_stream_helper_parses_what_came_in_pieces(using):
+async def test_the_stream_helper_parses_split_events(using):
     def use(url):
         with client_of(url) as client:
             ask = ASK | {"temperature": 0}
@@ -126,7 +126,7 @@ async def test_an_answer_in_a_schema_has_its_log_probabilities(using):
     await using(use)
 
 
-async def test_what_a_schema_asks_in_vain_is_a_400_before_a_stream_begins(using):
+async def test_an_unsupported_schema_is_a_400_before_the_stream(using):
     schema = {"name": "c", "schema": {"type": "array", "uniqueItems": True}}
 
     def use(url):

@@ -158,14 +158,14 @@ async def test_the_file_is_required():
     assert other.status == 400
 
 
-async def test_an_upload_may_be_as_large_as_the_operator_says():
+async def test_the_upload_limit_is_configurable():
     async with replica(max_body_bytes=1000) as it:
         call = await transcribe(it)
     assert call.status == 413
     assert list(json.loads(call.body)) == ["detail"]
 
 
-async def test_a_replica_that_hears_nothing_says_how_to_start_one():
+async def test_a_replica_without_transcription_names_the_flag_for_it():
     async with replica(capabilities=frozenset({"chat", "speech"})) as it:
         call = await transcribe(it)
     assert call.status == 400
@@ -173,7 +173,7 @@ async def test_a_replica_that_hears_nothing_says_how_to_start_one():
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": "true"}, {"stream": "true", "late": "yes"}])
-async def test_a_caller_that_goes_away_aborts_what_is_being_heard(fields, nursery):
+async def test_a_disconnect_aborts_a_transcription(fields, nursery):
     prompt = "HELD LATER" if "late" in fields else "HELD"
     async with replica() as it:
         call = it.begin(nursery, PATH, upload(prompt=prompt, **fields), CONTENT_TYPE)

@@ -32,7 +32,7 @@ def test_clauses_are_cut_behind_commas_too_but_not_within_numbers():
     assert cut("a, b; c: 1,000 d\uff0c e", clauses=True) == ["a,", "b;", "c: 1,000 d\uff0c", "e"]
 
 
-def test_a_sentence_comes_as_soon_as_its_mark_is_there():
+def test_a_sentence_is_emitted_at_its_punctuation_mark():
     cutter = SentenceSplitter()
     assert cutter.feed("One") == []
     assert cutter.buffered_chars == 3
@@ -49,7 +49,7 @@ def test_a_mark_behind_a_digit_waits_for_what_follows_it():
 
 
 @given(st.text(alphabet="ab1., !?\u3002", max_size=60), st.integers(1, 5))
-def test_nothing_that_can_be_heard_is_lost_or_said_twice(text, size):
+def test_no_text_is_lost_or_repeated(text, size):
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     heard = "".join(filter(str.isalnum, "".join(cut(*pieces))))
     assert heard == "".join(filter(str.isalnum, text))

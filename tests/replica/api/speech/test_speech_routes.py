@@ -122,7 +122,7 @@ async def test_the_stage_gets_only_what_was_set():
         (b'{"input": " \\n"}', "input must be a non-empty string", "input"),
     ],
 )
-async def test_a_body_that_says_nothing_is_refused_in_the_envelope(body, message, param):
+async def test_an_empty_body_is_refused_in_the_envelope(body, message, param):
     async with replica() as it:
         response = await it.http.post("/v1/audio/speech", data=body)
         error = await error_of(response)
@@ -183,7 +183,7 @@ async def test_a_value_that_means_nothing_here_names_its_field(fields, param):
     assert (error["type"], error["code"]) == ("BadRequestError", 400)
 
 
-async def test_the_input_may_be_as_long_as_the_operator_says():
+async def test_the_input_limit_is_configurable():
     async with replica(max_speech_input_chars=5) as it:
         assert (await it.speech(input="abcde")).status_code == 200
         error = await error_of(await it.speech(input="abcdef"))
@@ -212,7 +212,7 @@ async def test_a_format_without_encoder_is_unavailable(wanted):
     assert (error["type"], error["param"], error["code"]) == ("server_error", None, None)
 
 
-async def test_a_replica_without_a_voice_says_how_to_start_one():
+async def test_a_replica_without_a_voice_names_the_flag_for_it():
     async with replica(capabilities=frozenset({"chat"})) as it:
         error = await error_of(await it.speech(input="x"))
     assert error["code"] == "speech_not_available"
@@ -267,7 +267,7 @@ async def test_reference_audio_reaches_a_pipeline_that_can_follow_it(tmp_path):
     assert second.inputs["references"] == [{"text": "two", "vq_codes": [1, 2]}]
 
 
-async def test_a_caller_that_goes_away_aborts_what_is_being_spoken(nursery):
+async def test_a_disconnect_aborts_a_synthesis(nursery):
     async with replica() as it:
         call = it.begin(nursery, "/v1/audio/speech", json.dumps({"input": "HELD"}).encode())
         await trio.to_thread.run_sync(HOLDING.wait)

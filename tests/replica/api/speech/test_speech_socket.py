@@ -101,7 +101,7 @@ async def test_a_session_speaks_sentence_by_sentence_and_ends_by_itself():
         assert await session.ends() == 1000
 
 
-async def test_streamed_audio_comes_in_the_pieces_it_is_made_in():
+async def test_streamed_audio_keeps_the_chunks_of_the_synthesizer():
     async with replica() as it, talk(it) as socket:
         session = Talk(socket)
         configured = await session.configure(stream_audio=True, split_granularity="clause")
@@ -116,7 +116,7 @@ async def test_streamed_audio_comes_in_the_pieces_it_is_made_in():
         assert SEEN[0].params["stream"] is True
 
 
-async def test_the_settings_may_stand_beside_the_type_and_wav_files_come_whole(monkeypatch):
+async def test_flat_settings_are_accepted_and_wav_files_are_complete(monkeypatch):
     monkeypatch.setattr(speech_socket, "AUDIO_FRAME_BYTES", 300)
     async with replica() as it, talk(it) as socket:
         session = Talk(socket)
@@ -144,9 +144,7 @@ async def test_the_settings_may_stand_beside_the_type_and_wav_files_come_whole(m
         ("One 1.2 BROKEN.", ["One 1"], "RuntimeError: the voice broke", "server_error"),
     ],
 )
-async def test_a_sentence_that_fails_is_reported_and_the_session_goes_on(
-    text, before, message, kind
-):
+async def test_a_failed_sentence_is_reported_and_the_session_continues(text, before, message, kind):
     async with replica() as it, talk(it) as socket:
         session = Talk(socket)
         await session.configure(stream_audio=True)
@@ -259,7 +257,7 @@ async def test_a_frame_of_just_the_limit_is_taken():
         assert (await session.hear())["type"] == "session.done"
 
 
-async def test_settings_must_come_within_ten_seconds(mock_clock):
+async def test_settings_must_arrive_within_ten_seconds(mock_clock):
     async with replica() as it, talk(it) as socket:
         await trio.testing.wait_all_tasks_blocked()
         mock_clock.jump(9.9)
@@ -299,7 +297,7 @@ async def test_a_sentence_may_take_longer_than_a_client_may_be_silent(mock_clock
         assert it.live == 1
 
 
-async def test_messages_that_come_meanwhile_wait_their_turn():
+async def test_messages_during_a_synthesis_are_queued():
     async with replica() as it, talk(it) as socket:
         session = Talk(socket)
         await session.configure()
@@ -322,7 +320,7 @@ async def test_messages_that_come_meanwhile_wait_their_turn():
     assert frame["total_sentences"] == 60
 
 
-async def test_a_client_that_goes_away_aborts_the_sentence():
+async def test_a_disconnect_aborts_the_sentence():
     async with replica() as it:
         async with talk(it) as socket:
             session = Talk(socket)

@@ -60,7 +60,7 @@ def test_the_form_follows_the_request_and_then_the_server(fields, own, form):
         ({"stream_format": "sse", "response_format": "wav"}, "sse"),
     ],
 )
-def test_a_form_of_bare_samples_wants_pcm(fields, own):
+def test_a_stream_of_samples_requires_pcm(fields, own):
     with pytest.raises(SpeechError) as refused:
         choose_stream_format(parse_speech_request(fields), own)
     assert (refused.value.param, refused.value.status) == ("response_format", 400)
@@ -194,7 +194,7 @@ async def test_what_fails_later_is_an_event_in_the_third_form():
 
 
 @pytest.mark.parametrize("form", FORMS)
-async def test_audio_goes_out_while_the_rest_is_spoken_and_leaving_aborts_it(form, nursery):
+async def test_audio_is_streamed_during_synthesis_and_a_disconnect_aborts_it(form, nursery):
     async with replica() as it:
         call = it.begin(nursery, PATH, body(input="Hello there. HELD", **form))
         await call.until(1)

@@ -147,7 +147,7 @@ async def test_an_upload_beyond_the_limit_is_refused_before_it_is_read(tmp_path)
     )
 
 
-async def test_an_upload_without_length_is_counted_while_it_comes(tmp_path, nursery):
+async def test_an_upload_without_length_is_counted_while_it_arrives(tmp_path, nursery):
     async with replica(voices_dir=tmp_path) as it:
         call = Call(it.app, PATH, upload()[:100], CONTENT_TYPE)
         del call.scope["headers"][1]

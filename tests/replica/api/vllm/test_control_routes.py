@@ -181,7 +181,7 @@ async def test_the_version_route_of_both_is_sglangs_and_of_vllm_alone_vllms(tiny
     assert answer == {"success": True, "new_version": "w"}
 
 
-async def test_a_pipeline_without_weights_says_so(world):
+async def test_a_pipeline_without_weights_refuses_weight_calls(world):
     status, answer = await told(await world.post("/start_weight_update"))
     assert (status, answer["error"]["code"]) == (500, 500)
     assert await told(await world.get("/get_world_size")) == (200, {"world_size": 1})

@@ -61,7 +61,7 @@ async def test_a_stream_has_every_event_in_order_and_the_same_text(world):
     assert events[-2]["usage"]["output_tokens"] == USAGE["completion_tokens"]
 
 
-async def test_the_system_text_comes_first_without_the_line_that_differs_each_time(world):
+async def test_the_system_text_is_first_without_its_varying_line(world):
     system = [
         {"type": "text", "text": "x-anthropic-billing-header: 1"},
         {"type": "text", "text": "Be brief."},

@@ -87,7 +87,7 @@ async def test_what_cannot_be_is_a_400_that_names_it(engine, path, body, why):
     assert why in answer["error"]["message"]
 
 
-async def test_a_server_without_a_tokenizer_says_so(world):
+async def test_a_server_without_a_tokenizer_refuses_token_calls(world):
     status, answer = await told(await world.post("/tokenize", {"prompt": "x"}))
     assert (status, answer["error"]["type"]) == (501, "NotImplementedError")
 
@@ -143,7 +143,7 @@ async def test_the_events_together_are_the_answer(engine):
             assert len(item["top_logprobs"]) <= 3
 
 
-async def test_a_stop_token_that_was_asked_for_is_the_reason_and_an_end_of_text_is_none(engine):
+async def test_a_requested_stop_token_is_the_stop_reason_and_end_of_text_is_not(engine):
     first = await ok(await engine.post(GENERATE, {"token_ids": [5], "sampling_params": GREEDY}))
     third = first["choices"][0]["token_ids"][2]
     sampling = GREEDY | {"stop_token_ids": [third]}

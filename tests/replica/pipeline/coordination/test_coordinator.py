@@ -267,7 +267,7 @@ async def test_one_fault_ends_the_request_everywhere(message, status, text):
     assert ended.value.status == status
 
 
-async def test_only_terminal_stages_are_heard_by_the_reader():
+async def test_the_reader_gets_results_of_terminal_stages_only():
     hub = coordinator()
     delivery = hub.open("r", REQUEST)
     hub.receive(ResultChunk("r", "a", {"text": "inner"}))
@@ -309,7 +309,7 @@ async def test_health_is_starting_until_every_stage_was_ready_once():
     ]
 
 
-async def test_stop_fails_what_is_live_and_refuses_what_comes():
+async def test_stop_fails_live_requests_and_refuses_new_ones():
     hub = coordinator()
     delivery = hub.open("r", REQUEST)
     hub.stop()
@@ -355,7 +355,7 @@ async def test_gauges_are_the_newest_of_each_stage_and_go_with_it():
     assert hub.stats() == {}
 
 
-async def test_the_profiler_is_asked_to_every_stage_and_keeps_the_run_id(tmp_path):
+async def test_profiling_is_requested_from_every_stage_with_the_run_id(tmp_path):
     board = Board()
     hub = coordinator(board)
     hub.profiler_start(ProfilerStart("run", "", str(tmp_path), False))

@@ -23,7 +23,7 @@ def backlog(cut=None, **bounds):
     return DeliveryBacklog(cut or (lambda *told: cuts.append(told)), **bounds), cuts
 
 
-async def test_pieces_come_in_order_and_then_the_end():
+async def test_chunks_are_delivered_in_order_before_the_end():
     line, _ = backlog()
     delivery = line.open("r")
     got = []
@@ -43,7 +43,7 @@ async def test_pieces_come_in_order_and_then_the_end():
     assert got == ["a", "b", "c", {"s": {}}]
 
 
-async def test_an_error_comes_after_the_pieces_before_it():
+async def test_an_error_follows_the_chunks_before_it():
     line, _ = backlog()
     delivery = line.open("r")
     delivery.put(DeliveredChunk("s", {"text": "a"}))
@@ -54,7 +54,7 @@ async def test_an_error_comes_after_the_pieces_before_it():
         await delivery.take()
 
 
-async def test_counters_report_what_waits_for_whom(autojump_clock):
+async def test_counters_report_the_waits_of_each_stage(autojump_clock):
     line, _ = backlog()
     slow, done = line.open("slow"), line.open("done")
     slow.put(DeliveredChunk("s", {"audio_data": b"x" * 1000}))
@@ -120,7 +120,7 @@ def assembled(splitter):
 
 
 @given(st.lists(st.text(max_size=3), max_size=5), st.text(max_size=3), st.booleans())
-def test_however_much_was_streamed_each_text_goes_out_once(pieces, tail, early):
+def test_each_text_is_sent_once_however_much_was_streamed(pieces, tail, early):
     whole = {
         "text": "".join(pieces) + tail,
         "finish_reason": "length",

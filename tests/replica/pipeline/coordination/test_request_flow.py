@@ -40,7 +40,7 @@ def test_fan_in_waits_for_all_and_merges_them():
     assert submits(flow.finished("b", {"text": "one"})) == {"d": {"text": "one and two"}}
 
 
-def test_who_is_waited_for_in_vain_is_reported():
+def test_a_missing_input_stage_is_reported():
     flow = flow_of(
         pipeline(
             stage("a", next=("b", "c", "d")),
@@ -140,7 +140,7 @@ def test_a_request_that_reaches_no_terminal_stage_is_a_fault():
         flow.finished("a", {})
 
 
-def test_a_result_that_nobody_owes_is_ignored():
+def test_an_unexpected_result_is_ignored():
     flow = flow_of(pipeline(stage("a", next=("b",)), stage("b", terminal=True)))
     flow.begin()
     assert flow.finished("b", {"text": "early"}) == []

@@ -60,7 +60,7 @@ async def run(stages, answers, *words, **keys):
     return outcome[0]
 
 
-async def test_results_come_in_the_order_of_their_arrival_after_those_who_know_none(stages):
+async def test_results_are_in_arrival_order_after_unsupported_stages(stages):
     told = await run(stages, [("talk", True, {"rank": 0}), ("decode", True, {})])
     assert (told["success"], told["message"], told["action"]) == (True, "ok", "model_info")
     assert [result["stage"] for result in told["results"]] == ["pre", "talk", "decode"]
@@ -79,7 +79,7 @@ async def test_results_come_in_the_order_of_their_arrival_after_those_who_know_n
     assert [name for name, _ in stages.orders] == ["decode", "talk"]
 
 
-async def test_only_the_stages_that_were_asked_for_are_asked(stages):
+async def test_only_the_selected_stages_are_called(stages):
     told = await run(stages, [("talk", True, {})], chosen=["talk", "talk"])
     assert [result["stage"] for result in told["results"]] == ["talk"]
 
@@ -98,7 +98,7 @@ async def test_a_failure_without_a_word_has_a_message_all_the_same(stages):
 @pytest.mark.parametrize(
     ("action", "success"), [("pause_generation", True), ("update_weights_from_disk", False)]
 )
-async def test_an_update_that_nobody_knows_is_none(stages, action, success):
+async def test_an_unknown_update_is_none(stages, action, success):
     told = await run(stages, [], action, chosen=["pre"])
     assert told["success"] is success
 
@@ -123,7 +123,7 @@ async def test_no_time_at_all_is_honoured(stages, autojump_clock):
         await asked(stages, timeout_s=0)
 
 
-async def test_an_answer_that_comes_late_is_not_taken_for_another(stages, autojump_clock):
+async def test_a_late_reply_is_not_taken_for_another(stages, autojump_clock):
     with pytest.raises(RequestFailed):
         await asked(stages, timeout_s=1)
     stages.answer("decode")
