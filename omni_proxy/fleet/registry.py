@@ -327,6 +327,11 @@ class Fleet:
         """All that it has, or had before a change: what they have in flight is its own."""
         return self._known_ranks.get(worker, ())
 
+    def targets(self) -> list[Worker]:
+        """All workers, and all ranks that they have or had."""
+        workers = list(self._by_url.values())
+        return [*workers, *(rank for worker in workers for rank in self.known_ranks(worker))]
+
     def _replaced(self, targets: Iterable[Worker]) -> None:
         for target in targets:
             for callback in self._replaced_watchers:

@@ -249,6 +249,8 @@ class Worker(_RequestFields):
         return healthy and not self.disabled and not self.cordon_reasons
 
 
+RankIds: TypeAlias = tuple[tuple[int, int], ...]  # serial and cell of each data-parallel rank
+
 HALF_OPEN_ELSEWHERE: Final = -1  # a `half_open_id`: the request is, or may be, another process's
 
 
@@ -271,9 +273,11 @@ class WorkerState(Struct, frozen=True, array_like=True):
     epoch: int
     hop_line: bytes = b""
     reported_role: ReportedRole = ""
+    reported_ranks: int = 0
+    rank_ids: RankIds = ()
 
 
-def worker_state(worker: Worker, serial: int, cell: int) -> WorkerState:
+def worker_state(worker: Worker, serial: int, cell: int, rank_ids: RankIds = ()) -> WorkerState:
     health = worker.health
     return WorkerState(
         entry=configured_entry(worker),
@@ -291,6 +295,8 @@ def worker_state(worker: Worker, serial: int, cell: int) -> WorkerState:
         epoch=worker.version.epoch,
         hop_line=worker.hop_line,
         reported_role=worker.reported_role,
+        reported_ranks=worker.reported_ranks,
+        rank_ids=rank_ids,
     )
 
 
@@ -309,7 +315,9 @@ def apply_state(worker: Worker, state: WorkerState) -> bool:
         worker.cordon_reasons,
         worker.version,
         worker.hop_line,
+        worker.reported_ranks,
     )
+    worker.reported_ranks = state.reported_ranks
     role_changed = worker.report_role(state.reported_role)
     worker.hop_line = state.hop_line
     worker.address = state.address
@@ -326,5 +334,6 @@ def apply_state(worker: Worker, state: WorkerState) -> bool:
         worker.cordon_reasons,
         worker.version,
         worker.hop_line,
+        worker.reported_ranks,
     )
     return role_changed or before != now

@@ -151,7 +151,7 @@ class DataPlaneProcess:
         row = counters.row(begin.index)
         self.fleet = fleet
         self.dataplane = SharedDataPlane(begin, fleet, first.config, row, self._send)
-        directory = WorkerDirectory(fleet.serial, shared_ids, lambda: fleet.workers)
+        directory = WorkerDirectory(fleet.serial, shared_ids, fleet.targets)
         self.dataplane.use_sessions(SharedSessions(sessions_fd, directory))
         self.dataplane.balancer.response_owners = shared_response_owners(responses_fd, directory)
         self._meters = MetricsDelta(fleet)

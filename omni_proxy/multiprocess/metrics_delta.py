@@ -19,7 +19,7 @@ from omni_proxy.multiprocess.ipc import (
     SeriesDelta,
     WindowDelta,
 )
-from omni_proxy.multiprocess.replicated_fleet import SharedWorker
+from omni_proxy.multiprocess.replicated_fleet import shared_ids
 from omni_proxy.telemetry.histogram import Histogram, LateHistogram
 from omni_proxy.telemetry.metrics import Metrics, RoutePhases, RouteSeries
 from omni_proxy.telemetry.recent_window import FinishedExchange, RecentWindow, WindowCounts
@@ -74,7 +74,7 @@ class MetricsDelta(Metrics):
             ends=recent.end_deltas(),
             failed_attempts=[(_serial(w), cause, count) for (w, cause), count in failed.items()],
             retries=retries,
-            worker_ends=_worker_counts(self._fleet.workers),
+            worker_ends=_worker_counts(self._fleet.targets()),
         )
 
 
@@ -120,7 +120,8 @@ def merge_metrics(
 
 
 def _serial(worker: Worker | None) -> int:
-    return worker.serial if isinstance(worker, SharedWorker) else 0
+    ids = shared_ids(worker) if worker is not None else None
+    return ids[0] if ids is not None else 0
 
 
 def _sparse(counts: list[int]) -> dict[int, int]:

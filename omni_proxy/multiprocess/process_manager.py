@@ -311,7 +311,7 @@ class ProcessManager:
             self._tables = create_sessions(), create_sessions()
             sessions, responses = self._tables
             directory = WorkerDirectory(
-                self.worker_ids.find, self.worker_ids.ids, lambda: self._fleet.workers
+                self.worker_ids.find, self.worker_ids.ids, self._fleet.targets
             )
             self.dataplane.use_sessions(SharedSessions(sessions, directory, recounts=True))
             self.dataplane.balancer.response_owners = shared_response_owners(responses, directory)

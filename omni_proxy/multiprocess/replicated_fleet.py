@@ -14,9 +14,16 @@ from typing import Final
 
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.schema import Role
+from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import HALF_OPEN_ELSEWHERE, Worker, WorkerState, apply_state
+from omni_proxy.fleet.worker import (
+    HALF_OPEN_ELSEWHERE,
+    RankIds,
+    Worker,
+    WorkerState,
+    apply_state,
+)
 from omni_proxy.multiprocess.ipc import (
     HalfOpenEndedEvent,
     HalfOpenStartedEvent,
@@ -33,17 +40,21 @@ MIN_RECOUNT_PAUSE_SECS: Final = 0.0002
 SendEvent = Callable[[ProcessEvent], object]
 
 
-class SharedWorker(Worker):
-    """A worker whose `in_flight` is written to the shared counters at once."""
+class _SharedCount:
+    """An `in_flight` that is written to the shared counters at once: the sum over all processes.
+    Its fields are slots of the classes below: two bases with slots can't be combined."""
 
-    __slots__ = ("_own", "_row", "_total", "cell", "serial")
+    serial: int
+    cell: int
+    _own: int
+    _total: int
+    _row: Cells
 
-    def __init__(self, entry: WorkerSpec, now: datetime, ids: tuple[int, int], row: Cells) -> None:
+    def _begin(self, ids: tuple[int, int], row: Cells) -> None:
         """`ids`: its serial number, and its cell in each row."""
         self.serial, self.cell = ids
         self._row = row
         self._own = self._total = 0
-        super().__init__(entry, now)
 
     @property
     def in_flight(self) -> int:
@@ -62,9 +73,29 @@ class SharedWorker(Worker):
         self._total = total
 
 
-def shared_ids(worker: Worker) -> tuple[int, int] | None:
-    """Its serial number and its cell, None for a worker of another kind."""
-    return (worker.serial, worker.cell) if isinstance(worker, SharedWorker) else None
+class SharedWorker(_SharedCount, Worker):
+    """A worker with a cell in the shared counters."""
+
+    __slots__ = ("_own", "_row", "_total", "cell", "serial")
+
+    def __init__(self, entry: WorkerSpec, now: datetime, ids: tuple[int, int], row: Cells) -> None:
+        self._begin(ids, row)
+        super().__init__(entry, now)
+
+
+class SharedDpRank(_SharedCount, DpRank):
+    """A data-parallel rank with one; its requests are counted in its worker's cell, too."""
+
+    __slots__ = ("_own", "_row", "_total", "cell", "serial")
+
+    def __init__(self, worker: Worker, index: int, ids: tuple[int, int], row: Cells) -> None:
+        self._begin(ids, row)
+        super().__init__(worker, index)
+
+
+def shared_ids(target: Worker) -> tuple[int, int] | None:
+    """The serial number and the cell of a worker or rank, None for one of another kind."""
+    return (target.serial, target.cell) if isinstance(target, _SharedCount) else None
 
 
 class ReplicatedFleet(Fleet):
@@ -82,7 +113,8 @@ class ReplicatedFleet(Fleet):
         self._ids_by_url: dict[
             str, tuple[int, int]
         ] = {}  # serial and cell by URL, of the newest rows
-        self._by_serial: dict[int, SharedWorker] = {}
+        self._rank_ids_by_url: dict[str, RankIds] = {}
+        self._by_serial: dict[int, SharedWorker | SharedDpRank] = {}
         self._half_open: dict[Worker, int] = {}  # half-open requests of this process, in flight
         self._row_trials: dict[Worker, int] = {}  # half-open requests that the newest row counts
         self._expected_trials: dict[Worker, int] = {}  # how many a row must count to be up to date
@@ -95,30 +127,35 @@ class ReplicatedFleet(Fleet):
         self.others = [self._counters.row(index) for index in rows]
         self.recount()
 
-    def serial(self, serial: int) -> SharedWorker | None:
+    def serial(self, serial: int) -> SharedWorker | SharedDpRank | None:
         return self._by_serial.get(serial)
 
     def follow(self, rows: Sequence[WorkerState], now: datetime) -> None:
         """Apply `rows` as one change: no queued request sees half of it."""
         self._ids_by_url = {row.entry.url: (row.serial, row.cell) for row in rows}
-        replaced = [url for url, worker in self._by_url.items() if self._is_replaced(url, worker)]
-        moved = [self._put(row) for row in rows if row.entry.url not in replaced]
-        if replaced:
-            self.apply([row.entry for row in rows if row.entry.url not in replaced], now)
+        self._rank_ids_by_url = {row.entry.url: row.rank_ids for row in rows}
+        restarted = [url for url, worker in self._by_url.items() if self._is_replaced(url, worker)]
+        moved = [self._put(row) for row in rows if row.entry.url not in restarted]
+        if restarted:
+            self.apply([row.entry for row in rows if row.entry.url not in restarted], now)
         before = self.revision
         change = self.apply([row.entry for row in rows], now)
-        self._by_serial = {
-            w.serial: w for w in self._by_url.values() if isinstance(w, SharedWorker)
-        }
         for worker in change.removed:
             self._row_trials.pop(worker, None)
             self._expected_trials.pop(worker, None)
         fresh = {worker.url for worker in change.added}
         moved += [self._put(row) for row in rows if row.entry.url in fresh]
+        replaced = self._follow_ranks(self._by_url.values())
+        self._by_serial = {
+            target.serial: target
+            for target in self.targets()
+            if isinstance(target, SharedWorker | SharedDpRank)
+        }
         if any(moved) or fresh or self.revision != before:
             self._note_roles()
             self.recount()
             self._changed()
+        self._replaced(replaced)
 
     def _is_replaced(self, url: str, worker: Worker) -> bool:
         place = self._ids_by_url.get(url)
@@ -126,6 +163,12 @@ class ReplicatedFleet(Fleet):
 
     def _make(self, entry: WorkerSpec, now: datetime) -> Worker:
         return SharedWorker(entry, now, self._ids_by_url[entry.url], self._row)
+
+    def _make_rank(self, worker: Worker, index: int) -> DpRank:
+        ids = self._rank_ids_by_url.get(worker.url, ())
+        if index >= len(ids):  # the main process has one for each rank that it knows of
+            return super()._make_rank(worker, index)
+        return SharedDpRank(worker, index, ids[index], self._row)
 
     def _put(self, row: WorkerState) -> bool:
         worker = self._by_url.get(row.entry.url)
@@ -155,11 +198,13 @@ class ReplicatedFleet(Fleet):
 
     def is_over_limit(self, worker: Worker) -> bool:
         """Each process counts first and looks then, so of two at least one sees the other."""
-        if not worker.max_inflight or not isinstance(worker, SharedWorker):
+        if not worker.max_inflight or not isinstance(worker, SharedWorker | SharedDpRank):
             return False
         fence()
         worker.recount(self.others)
-        return worker.in_flight > worker.max_inflight
+        if worker.in_flight > worker.max_inflight:
+            return True
+        return isinstance(worker, SharedDpRank) and self.is_over_limit(worker.worker)
 
     def recount(self) -> None:
         """Read the shared counters now."""

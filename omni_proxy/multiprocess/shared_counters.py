@@ -107,7 +107,7 @@ class WorkerIds:
         self._dataplane = dataplane
         self._counters: SharedCounters | None = None
         self._cells = FreeSlots(CELLS - 1)  # cell 0 is no worker's
-        self._ids: dict[Worker, tuple[int, int]] = {}  # serial, cell
+        self._ids: dict[Worker, tuple[int, int]] = {}  # of workers and ranks: serial, cell
         self._workers: dict[int, Worker] = {}
         self._other_in_flight: dict[Worker, int] = {}
         self._last_serial = 0
@@ -136,14 +136,22 @@ class WorkerIds:
         return self._ids_of(worker)[0]
 
     def ids(self, worker: Worker) -> tuple[int, int] | None:
-        """Its serial number and its cell; None once it has left the fleet for good."""
-        known = self._ids.get(worker)
-        if known is None and self._fleet.find(worker.url) is worker:
+        """Its serial number and its cell, also of a rank; None once it has left the fleet for
+        good."""
+        known, of = self._ids.get(worker), worker.worker
+        if known is None and self._fleet.find(of.url) is of:
             known = self._ids_of(worker)
         return known
 
     def rows(self) -> tuple[WorkerState, ...]:
-        return tuple(worker_state(worker, *self._ids_of(worker)) for worker in self._fleet.workers)
+        return tuple(
+            worker_state(
+                worker,
+                *self._ids_of(worker),
+                tuple(map(self._ids_of, self._fleet.known_ranks(worker))),
+            )
+            for worker in self._fleet.workers
+        )
 
     def _ids_of(self, worker: Worker) -> tuple[int, int]:
         ids = self._ids.get(worker)
@@ -184,7 +192,7 @@ class WorkerIds:
             if other != before:
                 worker.in_flight += other - before
                 worker.peak_in_flight = max(worker.peak_in_flight, worker.in_flight)
-            if worker not in members and not worker.in_flight:
+            if worker.worker not in members and not worker.in_flight:
                 self._drop(worker, serial, cell)
 
     def _drop(self, worker: Worker, serial: int, cell: int) -> None:
