@@ -1,25 +1,29 @@
-"""A text model ready to serve: weights, tokenizer and chat template that belong together.
+"""A text model ready to serve: weights, tokenizer and chat template; its forward passes.
 
-Loads a Llama from a GGUF file, such as SmolLM2: sizes, weights, tokenizer and chat template.
-
-Invariant: the weights have Hugging Face names and layout, so that updates under those names change
-the same rows. A file that needs unsupported features is refused, not approximated.
+Loads a Llama from a GGUF file, such as SmolLM2. Invariant: the weights have Hugging Face names and
+layout, so that updates under those names change the same rows. A file that needs unsupported
+features is refused, not approximated. `ModelWorker` is called from the text stage's thread only,
+never concurrently. It keeps no request state: a KV belongs to its sequence. Weights are changed
+only between two passes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from omni_proxy.replica.model_file import MODELS, cache_folder, fetch
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.models.gguf import GGUFError, GGUFFile
-from omni_proxy.replica.models.llama import Llama, LlamaConfig
+from omni_proxy.replica.models.kv import SequenceKV
+from omni_proxy.replica.models.llama import BatchPart, Llama, LlamaConfig
 from omni_proxy.replica.models.tokenizer import BytePairTokenizer, ChatTemplate, Tokenizer
 
 CONTROL = 3  # the kind of a token that is no text
@@ -43,6 +47,9 @@ OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
 }
+log = logging.getLogger(__name__)
+# The text models among MODELS.
+PACKAGED_MODELS = ("smollm2-135m",)
 
 
 def stored_name(name: str) -> str:
@@ -144,12 +151,6 @@ def _token_id(file: GGUFFile, role: str) -> int:
     return token_id
 
 
-log = logging.getLogger(__name__)
-
-# The text models among MODELS.
-PACKAGED_MODELS = ("smollm2-135m",)
-
-
 @dataclass(frozen=True, slots=True)
 class TextModel:
     """`context` is the maximum number of tokens of a prompt and its response together."""
@@ -201,3 +202,55 @@ def _from_file(path: Path, name: str) -> TextModel:
         chat_template=load_chat_template(file),
         context=config.max_position_embeddings,
     )
+
+
+class ModelWorker:
+    """Owns a text model: all of it, or the shard of rank `tp_rank` of `tp_size`."""
+
+    tp_rank = 0
+    tp_size = 1
+
+    def __init__(self, text: TextModel) -> None:
+        self.text = text
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.text.tokenizer
+
+    @property
+    def context(self) -> int:
+        """Maximum tokens of prompt and answer together."""
+        return self.text.context
+
+    @property
+    def vocabulary(self) -> int:
+        return self.text.model.config.vocab_size
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the weights and of keys and values, such as "float32"."""
+        return str(self.text.model.model.embed_tokens.weight.dtype).removeprefix("torch.")
+
+    def new_kv(self) -> SequenceKV:
+        return self.text.model.new_kv()
+
+    def forward(self, parts: Sequence[BatchPart]) -> Tensor:
+        """Append every part's tokens to its KV; return the logits after each: [parts, vocabulary].
+
+        If it raises, the KVs of `parts` are undefined.
+        """
+        return self.text.model.forward(parts)
+
+    def embed(self, tokens: Sequence[int]) -> list[float]:
+        """Return the mean of the tokens' last hidden states, as a vector of length 1."""
+        mean = self.text.model.hidden(tokens).double().mean(0)
+        vector: list[float] = functional.normalize(mean, dim=0).tolist()
+        return vector
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor | None:
+        """Return the complete tensor of which `tensor` is the local shard; None at all ranks but
+        the first.
+
+        All ranks call it for the same names in the same order, from any one thread.
+        """
+        return tensor

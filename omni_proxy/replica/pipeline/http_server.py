@@ -33,7 +33,7 @@ from omni_proxy.hypercorn_connection import HypercornConnection, first_leaf_erro
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import PipelineConfig
 from omni_proxy.replica.pipeline.runtime import Runtime, StartError, open_pipeline
-from omni_proxy.replica.pipeline.stage_runner import LOG_FORMAT
+from omni_proxy.replica.pipeline.stage import LOG_FORMAT
 from omni_proxy.watchdog import Watchdog
 
 if TYPE_CHECKING:

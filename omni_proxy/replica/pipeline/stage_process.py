@@ -36,7 +36,7 @@ from omni_proxy.replica.pipeline.messages import (
     StageInput,
     StageOutput,
 )
-from omni_proxy.replica.pipeline.stage_runner import (
+from omni_proxy.replica.pipeline.stage import (
     LOG_FORMAT,
     Inbox,
     make_inbox,

@@ -20,6 +20,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from omni_proxy.replica.models.kv import SequenceKV
+from omni_proxy.replica.models.text_model import ModelWorker
 from omni_proxy.replica.pipeline.messages import (
     Abort,
     Admin,
@@ -43,23 +44,20 @@ from omni_proxy.replica.text.constraint import (
     ConstraintCompiler,
     ConstraintFactory,
 )
-from omni_proxy.replica.text.model_worker import ModelWorker
+from omni_proxy.replica.text.operations import (
+    AdminFunction,
+    PauseMode,
+    SlowFunction,
+    SlowOperations,
+    StepDone,
+    common_operations,
+    pause_when_idle,
+    run_operation,
+)
 from omni_proxy.replica.text.prefix_cache import PrefixCache
 from omni_proxy.replica.text.prompt import Prompt, PromptError, PromptLimits, parse_prompt
 from omni_proxy.replica.text.sampling import SamplingError
 from omni_proxy.replica.text.sequence import Sequence, usage
-from omni_proxy.replica.text.slow_operations import (
-    SlowFunction,
-    SlowOperations,
-    StepDone,
-    pause_when_idle,
-)
-from omni_proxy.replica.text.stage_operations import (
-    AdminFunction,
-    PauseMode,
-    common_operations,
-    run_operation,
-)
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +157,7 @@ class TextScheduler:
         self, action: str, function: SlowFunction, *, beside: bool = False
     ) -> None:
         """Answer `action` with `function(order)`, whose steps run in a thread
-        (`slow_operations.py`).
+        (`operations.py`).
 
         While a step halts the stage, nothing is computed and other operations are refused, unless
         they may run `beside` others.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from omni_proxy.replica.text.model_worker import ModelWorker
+from omni_proxy.replica.models.text_model import ModelWorker
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.stage_settings import (
     batch_limits_and_cache,

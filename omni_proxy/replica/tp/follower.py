@@ -15,8 +15,8 @@ import msgspec
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, StageInput, StageOutput
 from omni_proxy.replica.text.constraint import CompiledConstraint
+from omni_proxy.replica.text.operations import PeerError, StepDone
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.slow_operations import PeerError, StepDone
 from omni_proxy.replica.text.stage_settings import (
     TextSettings,
     batch_limits_and_cache,
@@ -32,8 +32,7 @@ from omni_proxy.replica.tp.group import (
     Vote,
     join_store,
 )
-from omni_proxy.replica.tp.mirrored_kv import KVMirror
-from omni_proxy.replica.tp.sharded_model import RankWorker, Shard, ShardedLlama
+from omni_proxy.replica.tp.sharded_model import KVMirror, RankWorker, Shard, ShardedLlama
 from omni_proxy.replica.weights.live_tensors import DamagedWeightsError
 
 

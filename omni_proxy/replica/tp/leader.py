@@ -46,8 +46,8 @@ from omni_proxy.replica.pipeline.stage_process import (
     encode_frame,
 )
 from omni_proxy.replica.text.constraint import CompiledConstraint
+from omni_proxy.replica.text.operations import StepDone
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.slow_operations import StepDone
 from omni_proxy.replica.text.stage_settings import (
     TextSettings,
     batch_limits_and_cache,
@@ -62,9 +62,14 @@ from omni_proxy.replica.tp.group import (
     open_store,
     step,
 )
-from omni_proxy.replica.tp.mirrored_kv import KVJournal, MirroredKV
 from omni_proxy.replica.tp.rank_fanout import RankFanOut
-from omni_proxy.replica.tp.sharded_model import RankWorker, Shard, ShardedLlama
+from omni_proxy.replica.tp.sharded_model import (
+    KVJournal,
+    MirroredKV,
+    RankWorker,
+    Shard,
+    ShardedLlama,
+)
 
 READY_SECS = 300.0  # for a follower to load its part
 EXIT_SECS = 2.0  # from the end of its socket to SIGKILL

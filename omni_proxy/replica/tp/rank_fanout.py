@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult
-from omni_proxy.replica.text.slow_operations import DAMAGED, PeerError, StepDone
+from omni_proxy.replica.text.operations import DAMAGED, PeerError, StepDone
 from omni_proxy.replica.tp.group import FollowerMessage, StepOverdue, Vote, give_up, verdict
 
 COLLECT_SECS = 60.0  # for the followers' part, where the operation sets no limit

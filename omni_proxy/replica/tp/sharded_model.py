@@ -1,16 +1,20 @@
-"""The part of a Llama that one rank holds: slices of each weight, layers that sum over the ranks.
+"""The part of a text model that one rank holds: weight slices, layers, a mirror of the KV caches.
 
 Invariant: the ranks' slices of a tensor, joined by `gather`, are that tensor. Attention heads are
-never split. With more ranks than key-value heads, neighbouring ranks hold the same one. Every rank
+never split; with more ranks than key-value heads, neighbouring ranks hold the same one. Every rank
 runs the same batches in the same order, and the activations between two layers are the same at all
-ranks. Every rank holds embedding and norms; only the leader computes logits.
+ranks. Every rank holds embedding and norms; only the leader computes logits. The leader sends
+forks, truncations and ends of KVs with the next step (`KVJournal`); after it, each KV that the
+leader holds has the same length at every rank.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from itertools import count
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,14 +31,15 @@ from omni_proxy.replica.models.llama import (
     Weight,
     split_rows,
 )
-from omni_proxy.replica.models.text_model import TextModel
-from omni_proxy.replica.text.model_worker import ModelWorker
+from omni_proxy.replica.models.text_model import ModelWorker, TextModel
 from omni_proxy.replica.tp.group import RankGroup
 
 # Adds up the ranks' tensors, in place at each of them; returns the same tensor.
 Sum = Callable[[Tensor], Tensor]
 
 ROWS, COLUMNS = 0, 1  # of a weight [out, in]
+FORK, TRUNCATE, FREE = "fork", "truncate", "free"
+Entry = Sequence[Any]  # one of the words above, then the number of the KV it is about
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,3 +241,76 @@ class RankWorker(ModelWorker):
             return tensor if self.tp_rank == 0 else None
         parts = self.group.gather(tensor)
         return shard.gather(name, parts) if parts else None
+
+
+class KVJournal:
+    """Changes of the leader's KVs since the last step; any thread may free a KV."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry] = deque()
+        self._numbers = count()
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def note(self, *entry: Any) -> None:
+        self._entries.append(entry)
+
+    def take(self) -> list[Entry]:
+        return [self._entries.popleft() for _ in range(len(self._entries))]
+
+
+class MirroredKV(SequenceKV):
+    """The leader's part of a sequence's keys and values; it records changes in the journal."""
+
+    __slots__ = ("_journal", "number")
+
+    def __init__(self, shape: KVShape, like: Tensor, journal: KVJournal) -> None:
+        super().__init__(shape, like)
+        self.number = journal.number()
+        self._journal = journal
+
+    def fork(self, length: int) -> MirroredKV:
+        plain = super().fork(length)
+        copy = MirroredKV(self.shape, self._store, self._journal)
+        copy._hold(plain._store)
+        copy.length = length
+        self._journal.note(FORK, copy.number, self.number, length)
+        return copy
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._journal.note(TRUNCATE, self.number, length)
+
+    def __del__(self) -> None:
+        journal = getattr(self, "_journal", None)  # none where its memory could not be had
+        if journal is not None:
+            journal.note(FREE, self.number)
+
+
+class KVMirror:
+    """A follower's part of the same KVs; a KV that is new at the leader starts empty."""
+
+    def __init__(self, new_kv: Callable[[], SequenceKV]) -> None:
+        self._new_kv = new_kv
+        self._held: dict[int, SequenceKV] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def apply(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            match entry:
+                case (str(word), int(copy), int(number), int(length)) if word == FORK:
+                    self._held[copy] = self.kv(number).fork(length)
+                case (str(word), int(number), int(length)) if word == TRUNCATE:
+                    self.kv(number).truncate(length)
+                case (str(word), int(number)) if word == FREE:
+                    self._held.pop(number, None)
+                case _:
+                    raise ValueError(f"a journal entry of the leader makes no sense: {entry!r}")
+
+    def kv(self, number: int) -> SequenceKV:
+        if number not in self._held:
+            self._held[number] = self._new_kv()
+        return self._held[number]

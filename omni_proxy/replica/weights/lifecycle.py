@@ -20,9 +20,14 @@ from typing import Any, TypeAlias
 import torch
 
 from omni_proxy.process_group.tensor_plan import GroupError
+from omni_proxy.replica.text.operations import (
+    DAMAGED,
+    BackgroundStep,
+    OperationOutcome,
+    PeerError,
+    Step,
+)
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.slow_operations import DAMAGED, BackgroundStep, PeerError, Step
-from omni_proxy.replica.text.stage_operations import OperationOutcome
 from omni_proxy.replica.weights.live_tensors import (
     ApplyError,
     DamagedWeightsError,

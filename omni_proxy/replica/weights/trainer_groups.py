@@ -18,7 +18,7 @@ import torch
 
 from omni_proxy.process_group.blocking_call import CancelToken
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, parse_plans
-from omni_proxy.replica.text.slow_operations import (
+from omni_proxy.replica.text.operations import (
     BackgroundStep,
     InterruptibleCall,
     PeerError,

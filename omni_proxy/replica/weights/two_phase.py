@@ -16,7 +16,7 @@ from typing import Any
 
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.replica.pipeline.messages import Admin
-from omni_proxy.replica.text.slow_operations import BackgroundStep, PeerError, Steps
+from omni_proxy.replica.text.operations import BackgroundStep, PeerError, Steps
 from omni_proxy.replica.weights.lifecycle import Lifecycle, StagingSteps, UpdateOptions
 from omni_proxy.replica.weights.live_tensors import StagedTensors, WeightsError
 from omni_proxy.replica.weights.receive_state import OUT_OF_ORDER_STATUS, CallOutOfOrder

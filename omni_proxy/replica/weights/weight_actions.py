@@ -18,9 +18,15 @@ from torch import nn
 from omni_proxy.process_group.rendezvous import Rendezvous
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.replica.pipeline.messages import Admin
+from omni_proxy.replica.text.operations import (
+    BackgroundStep,
+    OperationOutcome,
+    PeerError,
+    SlowFunction,
+    Steps,
+    failure,
+)
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.slow_operations import BackgroundStep, PeerError, SlowFunction, Steps
-from omni_proxy.replica.text.stage_operations import OperationOutcome, failure
 from omni_proxy.replica.weights.checker import WeightsChecker
 from omni_proxy.replica.weights.lifecycle import Lifecycle, UpdateOptions, stage_in_background
 from omni_proxy.replica.weights.live_tensors import LiveTensors, StagedTensors, WeightsError

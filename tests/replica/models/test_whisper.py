@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from omni_proxy.replica.audio import resample
 from omni_proxy.replica.model_file import MODELS, cache_folder
 from omni_proxy.replica.models import whisper
-from omni_proxy.replica.models.hibari import HibariVoice
 from omni_proxy.replica.models.whisper import Whisper, windows
 from omni_proxy.replica.models.whisper_net import (
     RATE,
@@ -20,6 +19,7 @@ from omni_proxy.replica.models.whisper_net import (
     WhisperFileError,
     WhisperNet,
 )
+from omni_proxy.replica.stages.synthesize import HibariVoice
 from tests.replica.models.small_whisper import (
     HEADS,
     VOCABULARY,

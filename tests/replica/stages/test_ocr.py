@@ -1,11 +1,30 @@
+import random
+import sys
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from omni_proxy.replica.pipeline.messages import OmniRequest, Result, StagePayload
 from omni_proxy.replica.pipeline.stage import FunctionScheduler
 from omni_proxy.replica.stages import ocr
-from omni_proxy.replica.stages.ocr import ImageError, OcrStage
+from omni_proxy.replica.stages.ocr import (
+    FORMATS,
+    MAX_SIDE,
+    MAX_SIDE_RATIO,
+    MIN_SIDE,
+    ImageError,
+    MissingOcrError,
+    OcrReader,
+    OcrStage,
+    decode_image,
+    join_lines,
+    pad_to_detector,
+)
 from tests.replica.models.drawn_images import drawn, file_of, needs_reader
 from tests.replica.stages.stage_harness import running
+
+INVOICE = ("Invoice 4711", "Total: 42.50 EUR")
 
 
 class Letters:
@@ -78,3 +97,139 @@ def test_the_stage_reads_what_is_drawn():
         assert [line.replace(" ", "") for line in reading.split("\n")] == ["Invoice4711", "Paysoon"]
         kind, reason = stage.fault({"images": [b"no image"]})
         assert (kind, reason[:19]) == ("caller", "images[0]: this is ")
+
+
+def piece(text, left, top, *, height=20.0, confidence=0.9):
+    right, bottom = left + 50, top + height
+    return [[left, top], [right, top], [right, bottom], [left, bottom]], text, confidence
+
+
+def blank(width, height):
+    image = pytest.importorskip("PIL.Image")
+    return image.new("RGB", (width, height), "white")
+
+
+def test_pieces_side_by_side_are_one_line_and_lines_go_down():
+    found = [
+        piece("42.50", 300, 103, confidence=0.7),
+        piece("Invoice", 10, 10),
+        piece("Total", 10, 97),
+        piece("4711", 200, 15, confidence=0.8),
+    ]
+    assert join_lines(found) == [("Invoice 4711", 0.8), ("Total 42.50", 0.7)]
+    assert join_lines([]) == []
+
+
+@given(st.permutations([(row, column) for row in range(4) for column in range(3)]))
+def test_the_order_in_which_pieces_are_found_does_not_matter(places):
+    found = [piece(f"{row}{column}", column * 60, row * 25) for row, column in places]
+    assert [text for text, _ in join_lines(found)] == [
+        " ".join(f"{row}{column}" for column in range(3)) for row in range(4)
+    ]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_images_of_every_form_are_unpacked(form):
+    image = decode_image(file_of(drawn("Hi"), form))
+    assert (image.mode, image.size) == ("RGB", (560, 100))
+    assert min(image.convert("L").get_flattened_data()) < 50
+
+
+def test_what_is_transparent_is_white():
+    image = decode_image(file_of(drawn("Hi", mode="RGBA", paper=(0, 0, 0, 0))))
+    assert image.getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_a_photograph_is_turned_upright():
+    image = drawn("Hi").rotate(90, expand=True)
+    exif = image.getexif()
+    exif[0x0112] = 6  # the camera was turned to the right
+    assert decode_image(file_of(image, "JPEG", exif=exif)).size == (560, 100)
+
+
+def test_of_an_animation_the_first_frame_is_taken():
+    frames = [blank(10, 10), drawn("Hi", paper="black").resize((10, 10))]
+    data = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert decode_image(data).getpixel((5, 5)) == (255, 255, 255)
+
+
+def test_a_large_image_is_made_smaller():
+    assert decode_image(file_of(blank(3000, 1500))).size == (MAX_SIDE, MAX_SIDE // 2)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2000, 1), (1, 2000), (2000, 249), (500, 160)])
+def test_the_detector_sees_nothing_that_it_cannot_take(size):
+    width, height = pad_to_detector(blank(*size)).size
+    assert min(width, height) >= MIN_SIDE
+    assert max(width, height) <= MAX_SIDE_RATIO * min(width, height)
+    assert (width, height) >= size
+
+
+def test_what_would_unpack_to_too_much_is_refused_unread(monkeypatch):
+    data = file_of(blank(100, 100))
+    monkeypatch.setattr(ocr, "MAX_PIXELS", 9_999)
+    with pytest.raises(ImageError, match=r"100 x 100 pixels; at most 9999"):
+        decode_image(data)
+
+
+@pytest.mark.parametrize("size", [(10_000, 10_000), (60_000, 60_000)])
+def test_a_file_that_claims_to_be_huge_is_refused(size):
+    data = file_of(blank(1, 1), "GIF")
+    claimed = b"".join(side.to_bytes(2, "little") for side in size)
+    with pytest.raises(ImageError, match="pixels"):
+        decode_image(data[:6] + claimed + data[10:])
+
+
+@pytest.mark.parametrize("data", [b"", b"no image", b"<svg/>", b"BM" + b"\0" * 60])
+def test_what_is_no_image_is_reported_with_what_can_be_read(data):
+    pytest.importorskip("PIL")
+    with pytest.raises(ImageError, match="no image of a known form: PNG, JPEG, WEBP, GIF"):
+        decode_image(data)
+
+
+def test_a_damaged_image_is_reported_or_read_but_never_anything_else():
+    chance = random.Random(1)
+    files = [file_of(drawn("Hi"), form) for form in FORMATS]
+    refused = 0
+    for _ in range(400):
+        data = bytearray(chance.choice(files))
+        for _ in range(chance.randint(1, 4)):
+            data[chance.randrange(min(len(data), 200))] = chance.randrange(256)
+        try:
+            decode_image(
+                bytes(data[: chance.randrange(len(data))] if chance.random() < 0.3 else data)
+            )
+        except ImageError:
+            refused += 1
+    assert 100 < refused < 400
+
+
+def test_a_missing_package_is_reported_with_the_cure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
+    with pytest.raises(MissingOcrError, match=r"pip install 'omni-proxy\[ocr\]'.*headless"):
+        OcrReader()
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return OcrReader()
+
+
+def read(reader, image):
+    lines = reader.read(file_of(image))
+    assert all(0.8 < confidence <= 1 for _, confidence in lines)
+    # Now and then the recogniser loses a blank.
+    return [text.replace(" ", "") for text, _ in lines]
+
+
+@needs_reader
+@pytest.mark.parametrize(("paper", "ink"), [("white", "black"), ("black", "white")])
+def test_what_is_drawn_is_read(reader, paper, ink):
+    image = drawn(*INVOICE, paper=paper, ink=ink)
+    assert read(reader, image) == ["Invoice4711", "Total:42.50EUR"]
+
+
+@needs_reader
+@pytest.mark.parametrize("size", [(1, 1), (2500, 5)])
+def test_an_image_without_text_has_no_lines(reader, size):
+    assert read(reader, blank(*size)) == []

@@ -6,11 +6,11 @@ import pytest
 
 from omni_proxy.replica.audio import encode_wav, resample
 from omni_proxy.replica.model_file import MODELS, cache_folder
-from omni_proxy.replica.models.hibari import HibariVoice
 from omni_proxy.replica.models.whisper import Whisper
 from omni_proxy.replica.models.whisper_net import RATE, WhisperFileError
 from omni_proxy.replica.pipeline.stage import FunctionScheduler
 from omni_proxy.replica.stages import transcribe
+from omni_proxy.replica.stages.synthesize import HibariVoice
 from omni_proxy.replica.stages.transcribe import TranscribeStage
 from tests.replica.models.small_whisper import small_whisper
 from tests.replica.stages.stage_harness import running

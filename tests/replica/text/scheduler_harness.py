@@ -6,7 +6,7 @@ from functools import cache
 from queue import SimpleQueue
 
 from omni_proxy.replica.models.kv import SequenceKV
-from omni_proxy.replica.models.text_model import TextModel, load_text_model
+from omni_proxy.replica.models.text_model import ModelWorker, TextModel, load_text_model
 from omni_proxy.replica.pipeline.messages import (
     Abort,
     Admin,
@@ -21,7 +21,6 @@ from omni_proxy.replica.pipeline.messages import (
     Submit,
 )
 from omni_proxy.replica.text.batch_queue import BatchLimits
-from omni_proxy.replica.text.model_worker import ModelWorker
 from omni_proxy.replica.text.prefix_cache import PrefixCache
 from omni_proxy.replica.text.scheduler import TextScheduler
 

@@ -6,7 +6,7 @@ from safetensors.torch import save
 
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.pipeline.messages import AdminResult
-from omni_proxy.replica.text.slow_operations import DAMAGED, PeerError
+from omni_proxy.replica.text.operations import DAMAGED, PeerError
 from omni_proxy.replica.text.stage import build
 from omni_proxy.replica.tp.sharded_model import Shard, ShardedLlama
 from omni_proxy.replica.weights.lifecycle import Lifecycle, UpdateOptions, stage_in_background

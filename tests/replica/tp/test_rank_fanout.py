@@ -1,7 +1,7 @@
 import pytest
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, StageStats
-from omni_proxy.replica.text.slow_operations import DAMAGED, PeerError, StepDone
+from omni_proxy.replica.text.operations import DAMAGED, PeerError, StepDone
 from omni_proxy.replica.tp.group import GIVE_UP, VERDICT, StepOverdue, Vote
 from omni_proxy.replica.tp.rank_fanout import COLLECT_SECS, NOT_COLLECTED, RankFanOut
 

@@ -1,13 +1,18 @@
+import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from omni_proxy.replica.models import tiny
+from omni_proxy.replica.models.kv import KVShape, SequenceKV
 from omni_proxy.replica.models.llama import Llama, LlamaConfig
-from omni_proxy.replica.tp.sharded_model import Shard, sizes_for
+from omni_proxy.replica.tp.sharded_model import KVJournal, KVMirror, MirroredKV, Shard, sizes_for
 
 SMOLLM2 = LlamaConfig(49152, 576, 1536, 30, 9, 3, 8192)
+SHAPE = KVShape(layers=1, kv_heads=1, head_size=1, limit=200)
+LIKE = torch.zeros(1)
 
 
 @st.composite
@@ -97,3 +102,95 @@ def test_another_number_is_refused_with_those_that_divide(size):
 def test_a_rank_must_be_one_of_them():
     with pytest.raises(ValueError, match="rank 2 is not one of 2"):
         Shard(tiny.CONFIG, 2, 2)
+
+
+def append(kv: SequenceKV, values: list[float]) -> None:
+    kv.reserve(len(values))
+    rows = torch.tensor(values).view(-1, 1, 1, 1).expand(-1, 2, 1, 1)
+    kv.write(0, rows)
+    kv.length += len(values)
+
+
+def held(kv: SequenceKV) -> list[float]:
+    keys, _ = kv.write(0, LIKE.new_empty(0, 2, 1, 1))
+    return keys.flatten().tolist()
+
+
+class Mirroring(RuleBasedStateMachine):
+    """A leader's KVs, and a follower that hears of them only with each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.journal = KVJournal()
+        self.live: list[MirroredKV] = []
+        self.mirror = KVMirror(lambda: SequenceKV(SHAPE, LIKE))
+        self.even = True
+
+    def drawn(self, data) -> MirroredKV:
+        # By its place: the library would keep what it draws from alive.
+        return self.live[data.draw(st.integers(0, len(self.live) - 1))]
+
+    @rule()
+    def begin(self):
+        self.live.append(MirroredKV(SHAPE, LIKE, self.journal))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def step(self, data):
+        places = st.integers(0, len(self.live) - 1)
+        tokens = st.lists(st.integers(0, 99), min_size=1, max_size=3)
+        parts = [(self.live[n], t) for n, t in data.draw(st.dictionaries(places, tokens)).items()]
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(self.journal.take()))
+        self.mirror.apply(told)
+        for kv, values in parts:
+            append(kv, values)
+            append(self.mirror.kv(kv.number), values)
+        self.even = True
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fork(self, data):
+        kv = self.drawn(data)
+        self.live.append(kv.fork(data.draw(st.integers(0, kv.length))))
+        self.even = False
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def truncate(self, data):
+        kv = self.drawn(data)
+        kv.truncate(data.draw(st.integers(0, kv.length)))
+        self.even = False
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def end(self, data):
+        self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.even = False
+
+    @invariant()
+    def after_a_step_both_hold_the_same(self):
+        if self.even:
+            assert len(self.mirror) <= len(self.live)
+            for kv in self.live:
+                if kv.length:
+                    assert held(self.mirror.kv(kv.number)) == held(kv)
+
+
+Mirroring.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestMirroring = Mirroring.TestCase
+
+
+def test_a_fork_lives_on_its_own():
+    journal = KVJournal()
+    kv = MirroredKV(SHAPE, LIKE, journal)
+    append(kv, [1, 2, 3])
+    copy = kv.fork(2)
+    append(kv, [4])
+    append(copy, [9])
+    assert (held(kv), held(copy)) == ([1, 2, 3, 4], [1, 2, 9])
+    assert isinstance(copy, MirroredKV)
+
+
+def test_an_entry_without_sense_is_refused():
+    with pytest.raises(ValueError, match="makes no sense"):
+        KVMirror(lambda: SequenceKV(SHAPE, LIKE)).apply([["swap", 1, 2]])

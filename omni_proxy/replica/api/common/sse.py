@@ -30,7 +30,7 @@ from omni_proxy.replica.api.common.errors import (
     error_type,
     status_and_message,
 )
-from omni_proxy.replica.api.common.request_metrics import RequestTimer
+from omni_proxy.replica.api.route_context import RequestTimer
 from omni_proxy.replica.pipeline.client import Generation
 from omni_proxy.replica.pipeline.requests import GenerateChunk
 

@@ -25,10 +25,10 @@ from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
 from omni_proxy.replica.api.native.admin_operations import admin_body
-from omni_proxy.replica.api.openai.chat_media import MediaReader
 from omni_proxy.replica.api.openai.multi_generation import complete_all, request_ids
 from omni_proxy.replica.api.openai.to_generate_request import (
     Int64,
+    MediaReader,
     PositiveInt64,
     Prompt,
     is_token_ids,

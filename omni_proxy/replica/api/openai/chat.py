@@ -27,7 +27,6 @@ from omni_proxy.replica.api.common.errors import DetailError, json_response
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate, value_error
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
-from omni_proxy.replica.api.openai.chat_media import MediaReader, raise_unsupported_medium
 from omni_proxy.replica.api.openai.logprobs import (
     LogprobAligner,
     chat_logprobs,
@@ -46,11 +45,13 @@ from omni_proxy.replica.api.openai.multi_generation import (
 from omni_proxy.replica.api.openai.to_generate_request import (
     CommonFields,
     Int64,
+    MediaReader,
     PositiveInt64,
     check_biases,
     check_no_tools,
     check_supported_fields,
     new_request_id,
+    raise_unsupported_medium,
     response_schema,
     sampling_params,
     stop_strings,

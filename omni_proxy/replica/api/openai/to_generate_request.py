@@ -1,27 +1,35 @@
-"""From body fields to a pipeline request: what all text routes share, prompts, unsupported fields.
+"""From body fields to a pipeline request: sampling, prompts, messages with media, response_format.
 
 Invariant: a field that is absent or null stays unset, so that the stage's defaults apply. A parsed
-prompt is never empty, and token ids are integers from 0. A field of other servers that would change
-the response, and that is not supported here, is refused by name; hints are ignored.
-
-`response_format`: the JSON schema that the response must match, for the text stage.
-
-Invariant: a format is either enforced or refused with 400 and the location of the error, before
-anything is computed and before a stream's head is sent.
+prompt is never empty, and token ids are integers from 0. An unsupported field that would change the
+response is refused by name; hints are ignored. A response_format is enforced or refused with 400.
+All of this happens before anything is computed and before a stream's head is sent. Media is read
+only as the operator allows, and refused before it is fetched if the server cannot use it; the k-th
+audio or image of a message has the k-th part `{"type": "audio"}` or `{"type": "image"}`.
 """
 
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Any, TypeAlias, TypeGuard
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeGuard
 
 import msgspec
 import trio
 from msgspec import Meta, Struct
 
 from omni_proxy.replica.api.common.errors import DetailError
+from omni_proxy.replica.api.common.media import (
+    MediaError,
+    MediaRules,
+    decode_audio_samples,
+    decode_base64,
+    read_media,
+    to_stage_audio,
+)
 from omni_proxy.replica.api.route_context import RouteContext
-from omni_proxy.replica.pipeline.requests import SamplingParams
+from omni_proxy.replica.pipeline.requests import PromptMessage, SamplingParams
 from omni_proxy.replica.text.constraint import (
     ANY_OBJECT,
     ConstraintError,
@@ -33,6 +41,54 @@ from omni_proxy.replica.text.sampling import SamplingError, parse_biases
 # Integers that fit into a msgpack message between stages.
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 PositiveInt64 = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+MAX_PROMPTS = 2048  # OpenAI's bound for inputs, and one of what a single body may make us compute
+MAX_PROMPT_TOKENS = 1 << 20  # of one prompt; no model here reads as many, and each is looked at
+Prompt: TypeAlias = str | list[int]
+_USE_RESPONSE_FORMAT = "ask for a JSON schema in response_format instead"
+UNSUPPORTED_FIELDS = {
+    "guided_json": _USE_RESPONSE_FORMAT,
+    "guided_regex": _USE_RESPONSE_FORMAT,
+    "guided_choice": _USE_RESPONSE_FORMAT,
+    "guided_grammar": _USE_RESPONSE_FORMAT,
+    "structured_outputs": _USE_RESPONSE_FORMAT,
+    "structural_tag": _USE_RESPONSE_FORMAT,
+    "json_schema": _USE_RESPONSE_FORMAT,
+    "regex": _USE_RESPONSE_FORMAT,
+    "ebnf": _USE_RESPONSE_FORMAT,
+    "min_tokens": "an answer may be as short as the model wants it",
+    "min_new_tokens": "an answer may be as short as the model wants it",
+    "bad_words": "give logit_bias for token ids",
+    "allowed_token_ids": "give logit_bias for token ids",
+    "use_beam_search": "answers are sampled",
+    "prompt_logprobs": "log probabilities are those of the answer's tokens",
+    "include_stop_str_in_output": "an answer ends before its stop string",
+    "continue_final_message": "an answer is a new message",
+    "chat_template": "messages are written by the model's own template",
+    "truncate_prompt_tokens": "shorten the prompt",
+    "web_search_options": "the model has no network",
+}
+NO_TOOLS = "this server calls no tools; leave it out, or ask for a JSON schema in response_format"
+TEXT_TOOL_CHOICES = (None, "auto", "none")
+FIELD = "response_format"
+KINDS = ("text", "json_object", "json_schema")
+MAX_MESSAGES = 10_000  # more than fits into any model's context; every message is parsed here
+MAX_IMAGES = 16  # per request; OCR of one image takes seconds
+TEXT_PARTS = ("text", "input_text")
+VIDEO_PARTS = ("video_url", "video", "input_video")
+# Type of a part -> its medium, and the keys that lead to its URL, path or base64.
+MEDIA_PARTS = {
+    "input_audio": ("audio", "input_audio", "data"),
+    "audio_url": ("audio", "audio_url", "url"),
+    "image_url": ("image", "image_url", "url"),
+    "input_image": ("image", "image_url", "url"),
+    "image": ("image", "image", "url"),
+}
+_UNSUPPORTED = {
+    "audio": "this server takes no audio: start it with a transcription model",
+    "image": "this server takes no images: its model reads text alone; start it with --images ocr "
+    "(after pip install 'omni-proxy[ocr]') to have the text in them read",
+    "video": "this server takes no videos: its model reads text alone",
+}
 
 
 class CommonFields(Struct, kw_only=True):
@@ -112,11 +168,6 @@ def new_request_id(given: str | None = None) -> str:
     return given or str(uuid.uuid4())
 
 
-MAX_PROMPTS = 2048  # OpenAI's bound for inputs, and one of what a single body may make us compute
-MAX_PROMPT_TOKENS = 1 << 20  # of one prompt; no model here reads as many, and each is looked at
-Prompt: TypeAlias = str | list[int]
-
-
 def parse_prompts(value: Any, name: str) -> tuple[list[Prompt], bool]:
     """Return the prompts, and whether `value` was a list of them. Raises DetailError 400."""
     if isinstance(value, list) and len(value) > MAX_PROMPT_TOKENS:
@@ -144,33 +195,6 @@ def _is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-_USE_RESPONSE_FORMAT = "ask for a JSON schema in response_format instead"
-UNSUPPORTED_FIELDS = {
-    "guided_json": _USE_RESPONSE_FORMAT,
-    "guided_regex": _USE_RESPONSE_FORMAT,
-    "guided_choice": _USE_RESPONSE_FORMAT,
-    "guided_grammar": _USE_RESPONSE_FORMAT,
-    "structured_outputs": _USE_RESPONSE_FORMAT,
-    "structural_tag": _USE_RESPONSE_FORMAT,
-    "json_schema": _USE_RESPONSE_FORMAT,
-    "regex": _USE_RESPONSE_FORMAT,
-    "ebnf": _USE_RESPONSE_FORMAT,
-    "min_tokens": "an answer may be as short as the model wants it",
-    "min_new_tokens": "an answer may be as short as the model wants it",
-    "bad_words": "give logit_bias for token ids",
-    "allowed_token_ids": "give logit_bias for token ids",
-    "use_beam_search": "answers are sampled",
-    "prompt_logprobs": "log probabilities are those of the answer's tokens",
-    "include_stop_str_in_output": "an answer ends before its stop string",
-    "continue_final_message": "an answer is a new message",
-    "chat_template": "messages are written by the model's own template",
-    "truncate_prompt_tokens": "shorten the prompt",
-    "web_search_options": "the model has no network",
-}
-NO_TOOLS = "this server calls no tools; leave it out, or ask for a JSON schema in response_format"
-TEXT_TOOL_CHOICES = (None, "auto", "none")
-
-
 def check_supported_fields(given: dict[str, Any]) -> None:
     """Raises DetailError 400 for the first unsupported field of a body that is set."""
     for name, instead in UNSUPPORTED_FIELDS.items():
@@ -183,10 +207,6 @@ def check_no_tools(given: dict[str, Any]) -> None:
     for name in ("tool_choice", "function_call"):
         if given.get(name) not in TEXT_TOOL_CHOICES:
             raise DetailError(400, f"{name} must be auto or none: {NO_TOOLS}")
-
-
-FIELD = "response_format"
-KINDS = ("text", "json_object", "json_schema")
 
 
 async def response_schema(context: RouteContext, given: dict[str, Any] | None) -> str | None:
@@ -230,3 +250,121 @@ def _schema(given: dict[str, Any]) -> str | None:
     if not isinstance(schema, dict):
         raise DetailError(400, f"{FIELD}.json_schema.schema must be an object: a JSON schema")
     return msgspec.json.encode(schema).decode()
+
+
+class MediaReader:
+    """Reads the audio and images of one chat request, in order, into `media`."""
+
+    def __init__(self, context: RouteContext) -> None:
+        folder = context.allowed_local_media_path
+        self._context = context
+        self._rules = {
+            kind: MediaRules(
+                allowed_domains=context.allowed_media_domains,
+                allowed_folder=Path(folder) if folder is not None else None,
+                most_bytes=context.max_media_bytes,
+                kind=kind,
+            )
+            for kind in ("audio", "image")
+        }
+        self.media: dict[str, list[Any]] = {"audios": [], "images": []}
+
+    async def messages(
+        self, given: Sequence[tuple[str, Any]], attachments: Mapping[str, Sequence[str]]
+    ) -> list[PromptMessage]:
+        """Convert roles and contents, and the media lists beside them. Raises DetailError 400."""
+        if len(given) > MAX_MESSAGES:
+            message = f"messages has {len(given)} elements; at most {MAX_MESSAGES} are taken"
+            raise DetailError(400, message)
+        roles = [role for role, _ in given]
+        last_user = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else len(roles)
+        messages = []
+        for index, (role, content) in enumerate(given):
+            parts = await self._parts(content, f"messages[{index}].content")
+            if index == last_user:
+                parts += await self._attachment_parts(attachments)
+            messages.append(_message(role, parts))
+        if last_user == len(roles) and any(attachments.values()):
+            messages.append(_message("user", await self._attachment_parts(attachments)))
+        return messages
+
+    async def _parts(self, content: Any, where: str) -> list[dict[str, Any]]:
+        if content is None or isinstance(content, str):
+            return [{"type": "text", "text": content or ""}]
+        if not isinstance(content, list):
+            raise DetailError(400, f"{where} must be a string or a list of parts")
+        return [await self._part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+
+    async def _part(self, part: Any, where: str) -> dict[str, Any]:
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in TEXT_PARTS:
+            if not isinstance(part.get("text"), str):
+                raise DetailError(400, f"{where}.text must be a string")
+            return {"type": "text", "text": part["text"]}
+        if kind in MEDIA_PARTS:
+            medium, *keys = MEDIA_PARTS[kind]
+            await self._add(medium, _source(part, keys, where), where)
+            return {"type": medium}
+        if kind in VIDEO_PARTS:
+            raise_unsupported_medium("video", where)
+        supported = ", ".join((*TEXT_PARTS[:1], *MEDIA_PARTS))
+        raise DetailError(400, f"{where}.type {kind!r} is not known; known are {supported}")
+
+    async def _attachment_parts(
+        self, attachments: Mapping[str, Sequence[str]]
+    ) -> list[dict[str, Any]]:
+        parts = []
+        for medium, sources in attachments.items():
+            for at, source in enumerate(sources):
+                await self._add(medium, source, f"{medium}s[{at}]")
+                parts.append({"type": medium})
+        return parts
+
+    async def _add(self, medium: str, source: str, where: str) -> None:
+        if not self._context.can(f"{medium}_input"):
+            raise_unsupported_medium(medium, where)
+        if medium == "image" and len(self.media["images"]) == MAX_IMAGES:
+            raise DetailError(400, f"{where}: at most {MAX_IMAGES} images are read for one request")
+        try:
+            data = await self._bytes(source, self._rules[medium])
+            media: Any = data
+            if medium == "audio":
+                samples, rate = await trio.to_thread.run_sync(decode_audio_samples, data)
+                media = to_stage_audio(samples, rate)
+        except (MediaError, ValueError) as error:
+            raise DetailError(400, f"{where}: {error}") from None
+        self.media[f"{medium}s"].append(media)
+
+    async def _bytes(self, source: str, rules: MediaRules) -> bytes:
+        if _is_reference(source):
+            return await read_media(source, rules)
+        return decode_base64(source, rules.most_bytes)
+
+
+def _message(role: str, parts: list[dict[str, Any]]) -> PromptMessage:
+    """A message of text parts only becomes one string, which every chat template supports."""
+    if all(part["type"] == "text" for part in parts):
+        return PromptMessage(role, "\n".join(part["text"] for part in parts))
+    return PromptMessage(role, parts)
+
+
+def raise_unsupported_medium(medium: str, where: str) -> NoReturn:
+    """Raises DetailError 400 that says how to start a server that supports it."""
+    raise DetailError(400, f"{where}: {_UNSUPPORTED[medium]}")
+
+
+def _is_reference(source: str) -> bool:
+    """Whether `source` is a URL or path; base64 has no colon and no dot, and may begin with "/"."""
+    return ":" in source[:16] or "." in source[:4096]
+
+
+def _source(part: Mapping[str, Any], keys: Sequence[str], where: str) -> str:
+    """OpenAI's `input_audio.data` is base64; the others hold a URL, directly or under `url`."""
+    outer, inner = keys
+    outer_value = part.get(outer)
+    source = outer_value.get(inner) if isinstance(outer_value, dict) else outer_value
+    if not isinstance(source, str) or not source:
+        raise DetailError(400, f"{where}.{outer}.{inner} must be a string")
+    return source

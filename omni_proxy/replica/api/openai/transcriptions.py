@@ -32,12 +32,13 @@ from omni_proxy.replica.api.common.errors import (
     json_response,
 )
 from omni_proxy.replica.api.common.lenient_decode import problem, validate
-from omni_proxy.replica.api.common.media import decode_audio_samples, to_stage_audio
-from omni_proxy.replica.api.common.multipart import (
+from omni_proxy.replica.api.common.media import (
     MultipartError,
     MultipartForm,
     UploadedFile,
+    decode_audio_samples,
     read_form,
+    to_stage_audio,
 )
 from omni_proxy.replica.api.common.sse import (
     CONTENT_TYPE,

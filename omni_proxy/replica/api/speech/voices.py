@@ -24,11 +24,11 @@ from quart import Response, request
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import SpeechError, json_response, upload_too_large
-from omni_proxy.replica.api.common.media import decode_audio_samples
-from omni_proxy.replica.api.common.multipart import (
+from omni_proxy.replica.api.common.media import (
     MultipartError,
     MultipartForm,
     UploadedFile,
+    decode_audio_samples,
     read_form,
 )
 from omni_proxy.replica.api.route_context import MIB, RouteContext

@@ -37,10 +37,10 @@ from omni_proxy.replica.api.common.sse import (
     deferred_response,
     named_event,
 )
-from omni_proxy.replica.api.openai.chat_media import MediaReader
 from omni_proxy.replica.api.openai.to_generate_request import (
     NO_TOOLS,
     Int64,
+    MediaReader,
     PositiveInt64,
     response_schema,
     stop_strings,

@@ -27,11 +27,11 @@ from omni_proxy.replica.api.common.sse import (
     close_streams_after_requests,
     deferred_response,
 )
-from omni_proxy.replica.api.openai.chat_media import MediaReader
 from omni_proxy.replica.api.openai.to_generate_request import (
     NO_TOOLS,
     TEXT_TOOL_CHOICES,
     Int64,
+    MediaReader,
     PositiveInt64,
     response_schema,
     stop_strings,

@@ -21,11 +21,11 @@ from omni_proxy.replica.api.common.lenient_decode import json_body, problem, val
 from omni_proxy.replica.api.common.prompt_tokens import PromptTokens
 from omni_proxy.replica.api.native.admin_operations import View
 from omni_proxy.replica.api.openai.chat import ChatBody
-from omni_proxy.replica.api.openai.chat_media import MediaReader
 from omni_proxy.replica.api.openai.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from omni_proxy.replica.api.openai.to_generate_request import (
     MAX_PROMPTS,
     CommonFields,
+    MediaReader,
     check_no_tools,
     check_supported_fields,
     is_token_ids,

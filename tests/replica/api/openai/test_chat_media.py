@@ -4,13 +4,15 @@ import struct
 import numpy as np
 import pytest
 
-from omni_proxy.replica.api.openai.chat_media import MAX_IMAGES, MAX_MESSAGES
+from omni_proxy.replica.api.openai.to_generate_request import MAX_IMAGES, MAX_MESSAGES
 from omni_proxy.replica.audio import encode_wav
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline, capabilities
 from tests.replica.api.api_fixture import MESSAGES, TINY, opened
 from tests.replica.models.drawn_images import drawn, file_of, needs_reader
 
 RATE = 8000
+BYTES = b"\x89PNG an image"
+SEES = builtin_pipeline(BuiltinOptions(images="ocr"))
 
 
 def wav(level, count=4):
@@ -118,10 +120,6 @@ async def test_more_messages_than_any_model_reads_are_refused_before_they_are_re
     answer = await world.chat(messages=[{"role": "user", "content": 5}] * (MAX_MESSAGES + 1))
     assert answer.status_code == 400
     assert f"at most {MAX_MESSAGES}" in (await answer.get_json())["detail"]
-
-
-BYTES = b"\x89PNG an image"
-SEES = builtin_pipeline(BuiltinOptions(images="ocr"))
 
 
 def url(data=BYTES):
