@@ -13,6 +13,8 @@ import time
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.example_counts import SHARES
+
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 # Hundreds of processes import the same modules: whatever the environment says, compile them once.
@@ -20,10 +22,13 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A loaded machine is slow, not wrong.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile(
-    "fast", settings.get_profile("patient"), max_examples=10
-)  # tools/test --fast
+for name, share in SHARES.items():
+    settings.register_profile(
+        name,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=round(100 * share),
+    )
 settings.load_profile("patient")
 
 GIVEN_UP_SECS = 90.0

@@ -10,6 +10,7 @@ from omni_proxy.cli.screen.feed_model import feed_of, read_feed
 from omni_proxy.cli.screen.text_table import display_width
 from omni_proxy.cli.status import render_status
 from tests.cli.feeds import AT, FEEDS, feed, point, row
+from tests.example_counts import examples
 
 SINCE = "2026-11-21T18:48:00+00:00"
 PICTURE = feed(
@@ -133,7 +134,7 @@ def test_of_many_workers_those_that_need_a_look_are_shown():
     assert len(render_status(feed_of(feed(*rows)), "http://p", rows=501)) > 501
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(FEEDS, st.integers(80, 200))
 def test_any_feed_renders_to_single_lines_that_fit(told, width):
     for line in render_status(read_feed(json.dumps(told)), "http://p", width):

@@ -15,6 +15,7 @@ from omni_proxy.multiprocess.ipc import (
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
 from omni_proxy.multiprocess.shared_counters import SharedCounters
 from omni_proxy.routing.pick import has_room
+from tests.example_counts import examples
 from tests.fleet.entries import NOW, entry, fleet_of
 
 PROCESSES = 3
@@ -64,7 +65,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(steps)
 def test_every_process_sees_the_sum_of_all_in_flight_counts(counters, steps):
     control = fleet_of(*map(entry, NAMES))
@@ -88,7 +89,7 @@ def test_every_process_sees_the_sum_of_all_in_flight_counts(counters, steps):
         assert [dataplane.sees() for dataplane in processes] == [wanted] * PROCESSES
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(0, PROCESSES - 1), max_size=40))
 def test_a_limit_holds_over_all_processes_that_pick_one_after_another(counters, turns):
     control = fleet_of(entry("a", max_inflight=5))
@@ -104,7 +105,7 @@ def test_a_limit_holds_over_all_processes_that_pick_one_after_another(counters, 
     assert taken == min(len(turns), 5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.integers(0, PROCESSES - 1), st.booleans()), max_size=60))
 def test_a_limit_holds_for_any_order_of_concurrent_picks(counters, turns):
     """Each step of a taking is one turn, so that others come between any two of them."""

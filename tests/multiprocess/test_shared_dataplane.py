@@ -14,6 +14,7 @@ from omni_proxy.multiprocess.shared_dataplane import (
     WorkerDirectory,
     create_sessions,
 )
+from tests.example_counts import examples
 from tests.fleet.entries import NOW, entry
 
 
@@ -49,7 +50,7 @@ def recount(main, now):
             main.maintain(now)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.lists(
         st.tuples(st.integers(0, 1), st.text(max_size=3), st.integers(1, 4), st.integers(0, 40)),

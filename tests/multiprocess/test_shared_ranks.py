@@ -17,6 +17,7 @@ from omni_proxy.multiprocess.shared_dataplane import (
     create_sessions,
 )
 from omni_proxy.routing.pick import has_room
+from tests.example_counts import examples
 from tests.fleet.entries import NOW, entry, fleet_of
 
 PROCESSES = 2
@@ -102,7 +103,7 @@ def ranks_of(fleet):
     return [[rank.url for rank in worker.dp_ranks] for worker in fleet.workers]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(steps=steps)
 def test_every_process_sees_the_sums_of_each_rank_and_of_its_worker(counters, steps):
     processes = Processes(counters, entry("a", ranks=3), entry("b", ranks="auto"))
@@ -135,7 +136,7 @@ def test_every_process_sees_the_sums_of_each_rank_and_of_its_worker(counters, st
         processes.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(turns=st.lists(st.tuples(st.integers(1, PROCESSES), st.integers(0, 2)), max_size=60))
 def test_bounds_of_ranks_and_of_their_worker_hold_for_any_order_of_concurrent_picks(
     counters, turns

@@ -10,6 +10,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
 from omni_proxy.multiprocess.shared_counters import FreeSlots, SharedCounters, WorkerIds
+from tests.example_counts import examples
 from tests.fleet.entries import NOW, entry, fleet_of
 
 
@@ -62,7 +63,7 @@ churn = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(churn)
 def test_workers_never_share_a_counter_cell(counters, steps):
     """More of them than cells, one after the other: each request counts for its own worker."""

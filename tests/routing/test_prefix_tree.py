@@ -14,6 +14,7 @@ from omni_proxy.routing.prefix_tree import (
     PrefixTree,
     common_length,
 )
+from tests.example_counts import examples
 
 HOLDERS = ("a", "b", "c")
 texts = st.binary(max_size=40) | st.text("ab", max_size=12).map(str.encode)
@@ -188,9 +189,9 @@ class UnderPressure(SlowSweep):
 
 
 TestAgainstStrings = AgainstStrings.TestCase
-TestAgainstStrings.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAgainstStrings.settings = settings(max_examples=examples(60), stateful_step_count=30)
 TestUnderPressure = UnderPressure.TestCase
-TestUnderPressure.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestUnderPressure.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 @given(st.binary(max_size=300), st.integers(0, 300), st.binary(min_size=1, max_size=5), st.data())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from omni_proxy.wire.chunked import ChunkedBody
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import CHUNKED, MAX_HEAD_BYTES, find_head_end, parse_request_head
+from tests.example_counts import examples
 
 LIMIT = 1 << 20
 UNFINISHED = "unfinished"
@@ -240,7 +241,7 @@ def test_good_requests_are_read_alike_to_their_last_byte(raw):
     assert difference(raw) is None
 
 
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 @given(st.sampled_from(WHOLE), EDITS)
 def test_every_difference_over_damaged_requests_is_explained(raw, edits):
     explained(damaged(raw, edits))

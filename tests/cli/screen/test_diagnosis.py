@@ -16,6 +16,7 @@ from omni_proxy.cli.screen.diagnosis import (
 from omni_proxy.cli.screen.feed_model import feed_of, read_feed
 from omni_proxy.cli.screen.text_table import parse_time
 from tests.cli.feeds import AT, FEEDS, feed, point, row
+from tests.example_counts import examples
 
 
 def judged(*rows):
@@ -173,7 +174,7 @@ def test_weights_are_reported_by_their_versions():
     assert describe_weights(feed_of(feed(row()))) == ""
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(FEEDS)
 def test_any_feed_can_be_diagnosed(told):
     picture = read_feed(json.dumps(told))

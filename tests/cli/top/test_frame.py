@@ -10,6 +10,7 @@ from omni_proxy.cli.top.follower import FeedStatus
 from omni_proxy.cli.top.frame import render_frame, sparkline
 from omni_proxy.cli.top.view import TopView
 from tests.cli.feeds import FEEDS, feed, point, row
+from tests.example_counts import examples
 
 URL = "http://p:1"
 
@@ -147,7 +148,7 @@ def test_a_spark_line_has_a_bar_for_each_value():
     assert sparkline([]) == ""
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     FEEDS, st.integers(1, 120), st.one_of(st.none(), st.integers(1, 50)),
     st.lists(st.sampled_from(("down", "up", "d", "o", "right", "r", "end"))),

@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from omni_proxy.cli.screen.feed_model import feed_of
 from omni_proxy.cli.top.view import ORDERS, QUIT, PendingAction, TopView
 from tests.cli.feeds import feed, row
+from tests.example_counts import examples
 
 
 def shown(*rows):
@@ -110,4 +111,4 @@ class Looking(RuleBasedStateMachine):
 
 
 TestLooking = Looking.TestCase
-TestLooking.settings = settings(max_examples=30, stateful_step_count=20)
+TestLooking.settings = settings(max_examples=examples(30), stateful_step_count=20)

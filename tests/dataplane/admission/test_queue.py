@@ -7,6 +7,7 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.routing.pick import eligible_workers
 from omni_proxy.routing.version_constraint import VersionConstraint
 from tests.dataplane.queue_fixture import Room
+from tests.example_counts import examples
 from tests.fleet.entries import NOW, entry, heal
 
 QUEUED = "queue_size = 100\n"
@@ -401,5 +402,5 @@ class QueueMachine(RuleBasedStateMachine):
         assert sum(len(line.waiters) for line in lines) == len(self.waiting())
 
 
-QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+QueueMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestQueueMachine = QueueMachine.TestCase

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.loop import stream
 from tests.dataplane.both_drivers import WHOLE, World, chat_request, worker_sockets
+from tests.example_counts import examples
 
 STREAMED = b'{"messages": [], "stream": true}'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -285,7 +286,7 @@ def course(listeners, told, *, short):
     return made
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.tuples(
         st.tuples(SERVER, ROUTING),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataplane.manual_loop import STREAMED, ManualLoop, chat, received
+from tests.example_counts import examples
 
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 UNTIL_CLOSE = b"HTTP/1.1 200 OK\r\n\r\n"
@@ -142,7 +143,7 @@ def test_no_error_event_is_put_into_an_answer_that_is_no_stream(manual_loop):
 CHUNKS = st.lists(st.sampled_from([b"a", b"data: x\n\n", b"data: x\r\n\r\n", b"5\r\n"]), max_size=6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(CHUNKS, st.lists(st.integers(0, 80), max_size=5), st.sampled_from([*BREAKS.values()]))
 def test_whatever_was_relayed_is_followed_by_one_whole_chunk_or_by_nothing(payloads, cuts, garbage):
     chunks = [b"%x\r\n%b\r\n" % (len(each), each) for each in payloads]

@@ -19,6 +19,7 @@ from omni_proxy.dataplane.loop.tls_stream import (
     TlsHandshake,
     TlsStream,
 )
+from tests.example_counts import examples
 from tests.promises.tls_helpers import believing, showing
 
 
@@ -312,7 +313,7 @@ def drain(pair: TlsPair) -> bytes:
         received += pair.far.decrypted()
 
 
-@settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 @given(
     sizes=st.lists(st.integers(1, 3 * PORTION_BYTES), min_size=1, max_size=6),
     pulls=st.lists(st.integers(1, 1 << 16), min_size=1, max_size=20),
@@ -338,7 +339,7 @@ def test_bytes_arrive_in_order_for_any_sizes_and_reader_pace(sizes, pulls):
     pair.close()
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(
     records=st.lists(st.binary(min_size=1, max_size=20_000), min_size=1, max_size=6),
     cuts=st.lists(st.integers(0, 60_000), max_size=8),

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_proxy.replica.models.gguf import GGUFError, GGUFFile
+from tests.example_counts import examples
 from tests.replica.models.gguf_files import F16, F32, Q4_1, Q8_0, floats, gguf, single
 
 METADATA = {
@@ -109,7 +110,7 @@ def test_a_truncated_file_is_an_error_at_any_length(folder):
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_damage_ends_in_a_clear_error_or_in_a_readable_file(folder, data):
     whole = bytearray(gguf(METADATA, [("a", (3, 2), F32, floats(range(6)))]))
     for _ in range(data.draw(st.integers(1, 3))):

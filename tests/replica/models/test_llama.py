@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from omni_proxy.replica.models import llama
 from omni_proxy.replica.models.kv import ContextFull
 from omni_proxy.replica.models.llama import Llama, LlamaConfig
+from tests.example_counts import examples
 from tests.replica.models.slow_llama import slow_logits
 
 CONFIG = LlamaConfig(
@@ -54,7 +55,7 @@ def test_it_computes_what_a_slow_reading_of_the_definition_computes(heads, kv_he
 
 
 @given(st.lists(st.tuples(token_lists, token_lists), min_size=1, max_size=7))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_ragged_batch_gives_what_each_sequence_gives_alone(model, sequences):
     kvs = [model.new_kv() for _ in sequences]
     firsts = model([(first, kv) for (first, _), kv in zip(sequences, kvs, strict=True)])
@@ -67,7 +68,7 @@ def test_a_ragged_batch_gives_what_each_sequence_gives_alone(model, sequences):
 
 
 @given(st.lists(token_lists, min_size=1, max_size=6))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_prompt_may_be_read_in_any_pieces(model, pieces):
     kv = model.new_kv()
     logits = [model([(piece, kv)], all_positions=True) for piece in pieces]

@@ -20,6 +20,7 @@ from omni_proxy.replica.models.whisper_net import (
     WhisperNet,
 )
 from omni_proxy.replica.stages.synthesize import HibariVoice
+from tests.example_counts import examples
 from tests.replica.models.small_whisper import (
     HEADS,
     VOCABULARY,
@@ -59,7 +60,7 @@ def small():
 
 
 @given(st.lists(st.integers(0, len(VOCABULARY) - 1), min_size=1, max_size=12), st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_tokens_one_by_one_get_the_scores_they_get_at_once(net, heard, tokens, data):
     at_once = net.decode(tokens, heard())
     decoding, scores, rest = heard(), [], tokens
@@ -177,7 +178,7 @@ def test_a_file_that_was_not_fetched_is_reported_with_the_cure(tmp_path):
 
 
 @given(st.integers(0, 100 * RATE))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 def test_windows_together_are_the_whole_sound(length):
     found = list(windows(np.resize(NOISE, length)))
     assert [start for start, _ in found[1:]] == [end for _, end in found[:-1]]

@@ -17,6 +17,7 @@ from omni_proxy.replica.stages.synthesize import (
     check_voice,
     voices,
 )
+from tests.example_counts import examples
 from tests.replica.stages.stage_harness import running
 
 hibari = pytest.importorskip("hibari", reason="speech needs omni-proxy[replica]")
@@ -127,7 +128,7 @@ def test_a_long_sentence_is_synthesized_in_chunks(voice):
 
 
 @given(st.text(ALPHABET, max_size=60), st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_sentences_of_a_stream_are_those_of_the_whole_text(text, data):
     cutter = IncrementalSentences(hibari.Hibari.split_sentences)
     found, rest = [], text
@@ -149,7 +150,7 @@ def test_a_sentence_is_given_back_when_the_next_one_begins():
 
 
 @given(st.text(ALPHABET, max_size=20))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_no_text_breaks_the_voice(voice, text):
     assert all(np.isfinite(piece).all() for piece in voice.sentences(text))
 

@@ -20,6 +20,7 @@ from omni_proxy.replica.text.constraint import (
     make_sampler,
 )
 from omni_proxy.replica.text.sampling import Sampling, TokenSampler
+from tests.example_counts import examples
 from tests.replica.text.scheduler_harness import tiny
 
 pytest.importorskip("llguidance")
@@ -78,7 +79,7 @@ def walked(one, chance, most=400):
     return written.decode(errors="replace")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(schema=SCHEMAS, seed=st.integers(0, 99))
 def test_whatever_is_drawn_fits_the_schema(schema, seed):
     one = constrained(schema)

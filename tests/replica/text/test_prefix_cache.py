@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from omni_proxy.replica.text.prefix_cache import PrefixCache
+from tests.example_counts import examples
 
 MAX_ENTRIES, MAX_BYTES, MIN_TOKENS = 3, 120, 2
 BYTES_PER_TOKEN = 10
@@ -96,7 +97,7 @@ class AgainstADict(RuleBasedStateMachine):
 
 
 TestAgainstADict = AgainstADict.TestCase
-TestAgainstADict.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAgainstADict.settings = settings(max_examples=examples(60), stateful_step_count=30)
 
 
 def test_no_entries_turn_it_off():

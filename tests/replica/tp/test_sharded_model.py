@@ -9,6 +9,7 @@ from omni_proxy.replica.models import tiny
 from omni_proxy.replica.models.kv import KVShape, SequenceKV
 from omni_proxy.replica.models.llama import Llama, LlamaConfig
 from omni_proxy.replica.tp.sharded_model import KVJournal, KVMirror, MirroredKV, Shard, sizes_for
+from tests.example_counts import examples
 
 SMOLLM2 = LlamaConfig(49152, 576, 1536, 30, 9, 3, 8192)
 SHAPE = KVShape(layers=1, kv_heads=1, head_size=1, limit=200)
@@ -176,7 +177,7 @@ class Mirroring(RuleBasedStateMachine):
                     assert held(self.mirror.kv(kv.number)) == held(kv)
 
 
-Mirroring.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+Mirroring.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=25)
 TestMirroring = Mirroring.TestCase
 
 

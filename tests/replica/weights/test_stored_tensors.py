@@ -14,6 +14,7 @@ from safetensors.torch import load, save
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.weights.live_tensors import LiveTensors, WeightsError
 from omni_proxy.replica.weights.stored_tensors import STORED_DTYPES, StoredTensors, stage_serialized
+from tests.example_counts import examples
 
 LAST_NORM = "model.norm.weight"
 
@@ -60,7 +61,7 @@ WHOLE = save({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.
 
 
 @given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_byte_that_was_changed_is_refused_or_read_as_the_library_reads_it(place, byte):
     data = bytearray(WHOLE)
     data[place] = byte

@@ -9,6 +9,7 @@ from omni_proxy.config.schema import PrefixHashConfig, RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.hashing import PLACES, RINGS, Rings
+from tests.example_counts import examples
 from tests.fleet.entries import NOW, entry
 from tests.routing.policies.chats import NEED, build, chat, weighing, workers
 
@@ -35,7 +36,7 @@ def test_keys_spread_about_evenly():
     assert all(350 <= count <= 650 for count in counts.values())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(st.integers(2, 12), st.integers(0, 11))
 def test_an_added_worker_takes_its_share_of_keys_and_moves_no_other(count, place):
     fleet = workers(*[0] * count)
@@ -128,7 +129,7 @@ def test_the_request_itself_counts_in_the_bound():
     assert policy.pick(fleet, chat("x")) is home
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(st.integers(0, 60), st.integers(1, 4)), min_size=1, max_size=6),
     st.text(min_size=1, max_size=20),

@@ -19,6 +19,7 @@ from omni_proxy.weight_sync.protocol.session import (
     SyncState,
     next_state,
 )
+from tests.example_counts import examples
 
 NAMES = ("http://a", "http://b", "http://c")
 LAST, MORE = UpdateFlags(flush_cache=True), UpdateFlags(flush_cache=False)
@@ -269,7 +270,7 @@ class Fleet(RuleBasedStateMachine):
             assert all(self.members[name].armed for name in self.session.members)
 
 
-Fleet.TestCase.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
+Fleet.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=20)
 TestFleet = Fleet.TestCase
 
 

@@ -19,6 +19,7 @@ from omni_proxy.weight_sync.rollout.state_machine import (
     Waiting,
     WorkerPhase,
 )
+from tests.example_counts import examples
 
 OLD, NEW, UNKNOWN = "old", "new", "unknown"
 
@@ -269,7 +270,7 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestFleet.settings = settings(max_examples=examples(150), stateful_step_count=25)
 
 
 def test_the_canary_is_the_first_batch_and_alone():

@@ -17,6 +17,7 @@ from omni_proxy.weight_sync.store.version_store import (
     UnknownVersion,
     VersionStore,
 )
+from tests.example_counts import examples
 from tests.weight_sync.store.drafts import store_version, tensor_content, tensor_spec, write
 
 
@@ -371,4 +372,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestMachine.settings = settings(max_examples=examples(25), stateful_step_count=25)

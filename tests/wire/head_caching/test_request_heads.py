@@ -15,6 +15,7 @@ from omni_proxy.wire.head_caching.request_heads import (
     RequestHeadCache,
 )
 from omni_proxy.wire.request import READ_FIELDS, parse_request_head
+from tests.example_counts import examples
 from tests.wire.heads import HOSTILE
 
 # Fields that nobody here reads, some of which are new in every request.
@@ -101,7 +102,7 @@ def courses(draw):
     return [head for head in heads if is_one_head(head)]
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(courses(), STAMPS)
 def test_remembered_heads_read_as_the_judge_reads_them(heads, stamps):
     templates = RequestHeadCache(stamps)
@@ -113,7 +114,7 @@ def test_remembered_heads_read_as_the_judge_reads_them(heads, stamps):
     event(f"{min(hits, 8)} hits without a length")
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(st.tuples(TOKEN, st.sampled_from([": ", ":"]), st.just("")), max_size=5),
     st.lists(ANY_VALUES, min_size=3, max_size=8),
@@ -350,7 +351,7 @@ PLAIN = st.lists(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(PLAIN, st.data())
 def test_a_head_of_a_template_equals_its_parsed_form(fields, data):
     first = learnt(fields)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_proxy.replica.api.vllm.control_routes import id_matcher
+from tests.example_counts import examples
 from tests.replica.api.api_fixture import TINY, opened
 
 GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
@@ -192,7 +193,7 @@ async def test_prompts_are_rendered_one_by_one_with_vllms_defaults(engine):
     assert (status, "response_format" in answer["error"]["message"]) == (400, True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.text("ab-", min_size=1, max_size=6), st.integers(0, 12))
 def test_an_id_is_found_as_it_was_sent_and_as_it_was_answered(name, choice):
     for spelled in (name, f"chatcmpl-{name}", f"cmpl-{name}", f"generate-tokens-{name}"):

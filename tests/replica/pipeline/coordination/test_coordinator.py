@@ -26,6 +26,7 @@ from omni_proxy.replica.pipeline.messages import (
     Submit,
 )
 from omni_proxy.replica.pipeline.requests import QueueFullError, RequestAborted, RequestFailed
+from tests.example_counts import examples
 from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
 
 STAGES = ("a", "d", "s")
@@ -124,7 +125,7 @@ class Naive:
             entry[0] = "completed"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(OPERATIONS)
 def test_requests_go_the_ways_of_a_naive_model(operations):
     trio.run(play, operations)

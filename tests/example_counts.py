@@ -1,0 +1,19 @@
+"""How many examples Hypothesis tries. The numbers in tests are those of `tools/test --thorough`; other
+runs try a share of them, which conftest.py names for each profile."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+FEWEST = 5
+SHARES = {"thorough": 1.0, "patient": 0.4, "fast": 0.1}
+
+
+def thorough() -> bool:
+    return settings.get_current_profile_name() == "thorough"
+
+
+def examples(count: int) -> int:
+    """The share of `count` that the profile of this run tries."""
+    share = SHARES.get(settings.get_current_profile_name(), 1.0)
+    return max(round(count * share), FEWEST)
