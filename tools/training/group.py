@@ -1,13 +1,15 @@
 """The trainer's own process group: its store, rank 0, and one broadcast per message.
 
-Made as trainers make it: the store listens before anybody is asked to come and waits for nobody,
-and torch's private constructor builds a group that is never the default one (two-phase.md 1.2).
+Made as trainers make it: the store listens before the first init call and does not wait for the
+other ranks, and torch's private constructor builds a group that is never the default one
+(two-phase.md 1.2).
 """
 
 from __future__ import annotations
 
 import re
 import threading
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,15 +24,15 @@ NCCL = "nccl"
 POLL_SECS = 0.02
 
 
-class Called(Protocol):
-    """The call that asks the others to come, as far as it is known."""
+class PendingCall(Protocol):
+    """The init call of the other ranks."""
 
     def refused(self) -> str:
-        """Why they will not come, "" while it is open or where they do."""
+        """The reason of a refusal, "" while the call is open or if it succeeded."""
         ...
 
     def wait(self) -> str:
-        """Waits for its end; the same."""
+        """Wait for its end; the reason of a refusal, or ""."""
         ...
 
 
@@ -49,63 +51,73 @@ class Meeting:
     host: str = "127.0.0.1"
 
 
-class Group:
-    """Listens at once; `join` returns when every rank has come."""
+class ListeningGroup(ABC):
+    """Rank 0 of a group: its store listens at once; `join` returns when every rank has joined."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
-        self._patience = timedelta(seconds=meeting.timeout_secs)
-        self._store = TCPStore(
-            meeting.host, 0, meeting.world_size, True, self._patience, wait_for_workers=False
-        )
+    def __init__(self, host: str, world_size: int, timeout_secs: float) -> None:
+        self.world_size = world_size
+        self._timeout = timedelta(seconds=timeout_secs)
+        self._store = TCPStore(host, 0, world_size, True, self._timeout, wait_for_workers=False)
         self.port = int(self._store.port)
-        self._made: Any = None
+        self._group: Any = None
 
-    def join(self, init: Called) -> None:
-        """Meets the others while their init call is open; SyncFailed as soon as that refuses.
+    def join(self, init: PendingCall) -> None:
+        """Join while the init call of the others is open; SyncFailed as soon as that is refused.
 
-        The constructor can't be interrupted: where it waits in vain, its thread is left to its
+        The constructor can't be interrupted: if the others don't come, its thread runs until its
         timeout and ends with the process.
         """
-        came: list[Exception | None] = []
+        results: list[Exception | None] = []
 
-        def meet() -> None:
+        def construct() -> None:
             try:
-                self._made = self._construct()
+                self._group = self._construct()
             except (RuntimeError, ValueError) as error:  # torch's own are among them
-                came.append(error)
+                results.append(error)
             else:
-                came.append(None)
+                results.append(None)
 
-        meeting = threading.Thread(target=meet, name="join", daemon=True)
-        meeting.start()
-        while meeting.is_alive():
-            meeting.join(POLL_SECS)
-            if why := init.refused():
-                raise SyncFailed(why)
-        if came[0] is not None:
-            raise SyncFailed(f"the group did not form: {_first_line(came[0])}")
-        if why := init.wait():
-            raise SyncFailed(why)
+        thread = threading.Thread(target=construct, name="join", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL_SECS)
+            if reason := init.refused():
+                raise SyncFailed(reason)
+        if (error := results[0]) is not None:
+            raise SyncFailed(f"the group did not form: {first_line(error)}")
+        if reason := init.wait():
+            raise SyncFailed(reason)
+
+    @abstractmethod
+    def _construct(self) -> Any:
+        """The group of torch, made when all ranks have joined. Raises RuntimeError, ValueError."""
+
+
+class Group(ListeningGroup):
+    """A named group, as SGLang's trainers make it."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__(meeting.host, meeting.world_size, meeting.timeout_secs)
+        self.meeting = meeting
 
     def broadcast(self, tensor: torch.Tensor, *, wait: bool = True) -> None:
-        """From rank 0 to all; SyncFailed where torch says that it failed."""
+        """From rank 0 to all. Raises SyncFailed."""
         if self.meeting.backend == NCCL:
             tensor = tensor.cuda()
         try:
-            work = dist.broadcast(tensor.contiguous(), 0, group=self._made, async_op=True)
+            work = dist.broadcast(tensor.contiguous(), 0, group=self._group, async_op=True)
             if wait and work is not None:
                 work.wait()
         except RuntimeError as error:
-            raise SyncFailed(f"the broadcast failed: {_first_line(error)}") from error
+            raise SyncFailed(f"the broadcast failed: {first_line(error)}") from error
 
     def leave(self) -> None:
         """Forgets the group, whatever state it is in."""
-        if self._made is None:
+        if self._group is None:
             return
-        with suppress(RuntimeError, ValueError):  # it may be broken: that is known by now
-            dist.destroy_process_group(self._made)
-        self._made = None
+        with suppress(RuntimeError, ValueError):  # it may be broken
+            dist.destroy_process_group(self._group)
+        self._group = None
 
     def _construct(self) -> Any:
         meeting = self.meeting
@@ -119,14 +131,14 @@ class Group:
             c10d.Backend(meeting.backend),
             c10d.PrefixStore(meeting.group_name, self._store),
             group_name=c10d.GroupName(meeting.group_name),
-            timeout=self._patience,
+            timeout=self._timeout,
             **options,
         )
         c10d._world.pg_group_ranks[made] = {rank: rank for rank in range(meeting.world_size)}
         return made
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Without torch's place in its own source, and without its guesses."""
     first, *_ = str(error).splitlines() or [type(error).__name__]
     first, _, _ = first.partition(" This is typically caused by")

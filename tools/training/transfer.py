@@ -2,8 +2,8 @@
 
 Rank 0 of a group without a name, whose store keeps its keys below the group's address, as vLLM's
 own stateless groups do: a trainer that has vLLM makes the same one by
-`stateless_init_torch_distributed_process_group(host, port, 0, world_size, "gloo")`. Answers are
-judged by their status alone, as vLLM's clients judge them.
+`stateless_init_torch_distributed_process_group(host, port, 0, world_size, "gloo")`. Responses are
+judged by their status alone, as in vLLM's clients.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
 
 from tools.training.endpoint import Answer, Endpoint
-from tools.training.group import POLL_SECS, Called, SyncFailed
+from tools.training.group import POLL_SECS, ListeningGroup, SyncFailed, first_line
 from tools.training.sync import Synced
 
 TRAINER_RANK = 0
@@ -42,52 +40,26 @@ class TransferWishes:
     host: str = "127.0.0.1"
 
 
-class StatelessGroup:
-    """Listens at once; `join` returns when every rank has come."""
+class StatelessGroup(ListeningGroup):
+    """A group without a name, as vLLM's trainers make it."""
 
     def __init__(self, world_size: int, host: str, timeout_secs: float) -> None:
-        self.world_size = world_size
-        self._patience = timedelta(seconds=timeout_secs)
-        self._store = TCPStore(host, 0, world_size, True, self._patience, wait_for_workers=False)
-        self.port = int(self._store.port)
+        super().__init__(host, world_size, timeout_secs)
         self._prefix = f"tcp://{host}:{self.port}"
-        self._made: Any = None
 
-    def join(self, init: Called) -> None:
-        """Meets the others while their init call is open; SyncFailed as soon as that refuses."""
-        came: list[Exception | None] = []
-
-        def meet() -> None:
-            try:
-                store = c10d.PrefixStore(self._prefix, self._store)
-                world = self.world_size
-                self._made = ProcessGroupGloo(store, TRAINER_RANK, world, self._patience)
-            except RuntimeError as error:
-                came.append(error)
-            else:
-                came.append(None)
-
-        meeting = threading.Thread(target=meet, name="join", daemon=True)
-        meeting.start()
-        while meeting.is_alive():
-            meeting.join(POLL_SECS)
-            if why := init.refused():
-                raise SyncFailed(why)
-        if came[0] is not None:
-            raise SyncFailed(f"the group did not form: {came[0]}")
-        if why := init.wait():
-            raise SyncFailed(why)
+    def _construct(self) -> Any:
+        store = c10d.PrefixStore(self._prefix, self._store)
+        return ProcessGroupGloo(store, TRAINER_RANK, self.world_size, self._timeout)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """From rank 0 to all; SyncFailed where torch says that it failed."""
+        """From rank 0 to all. Raises SyncFailed."""
         options = c10d.BroadcastOptions()
         options.rootRank = TRAINER_RANK
-        options.timeout = self._patience
+        options.timeout = self._timeout
         try:
-            self._made.broadcast([tensor.contiguous()], options).wait()
+            self._group.broadcast([tensor.contiguous()], options).wait()
         except RuntimeError as error:
-            first, *_ = str(error).splitlines() or [type(error).__name__]
-            raise SyncFailed(f"the broadcast failed: {first}") from error
+            raise SyncFailed(f"the broadcast failed: {first_line(error)}") from error
 
 
 @dataclass(slots=True)
@@ -104,19 +76,19 @@ class Transfer:
         version: str | None,
         midway: Callable[[], None] = lambda: None,
     ) -> Synced:
-        """What goes wrong is told in the result; `midway` is called before the last update."""
+        """Errors are in the result; `midway` is called before the last update."""
         started, before = time.monotonic(), len(self.endpoint.calls)
         why, moved_at, moved_secs = "", 0.0, 0.0
         paused = False
         try:
             self._joined()
             if self.wishes.pause_mode is not None:
-                self._say(f"/pause?mode={self.wishes.pause_mode}")
+                self._call(f"/pause?mode={self.wishes.pause_mode}")
                 paused = True
-            self._say("/start_weight_update")
+            self._call("/start_weight_update")
             moved_at = time.monotonic()
             self._update_all(tensors, midway)
-            self._say("/finish_weight_update", {"weight_version": version})
+            self._call("/finish_weight_update", {"weight_version": version})
             moved_secs = time.monotonic() - moved_at
         except SyncFailed as error:
             why, self.group = str(error) or "it failed without a reason", None
@@ -127,7 +99,7 @@ class Transfer:
         return Synced(why, time.monotonic() - started, moved_at, moved_secs, nbytes, calls)
 
     def close(self) -> None:
-        """Lets the engines go; whether they have heard it is theirs to mind."""
+        """Release the engines; the result of the call is ignored."""
         if self.group is not None:
             self._post("/shutdown_weight_transfer_engine")
             self.group = None
@@ -189,7 +161,7 @@ class Transfer:
         if failed:
             raise failed[0]
 
-    def _say(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+    def _call(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         answer = self._post(path, body)
         if why := refusal(answer):
             raise SyncFailed(why)
@@ -199,7 +171,7 @@ class Transfer:
 
 
 class Calling:
-    """A call in a thread of its own (a `Called`), judged by its status."""
+    """A call in a thread of its own (a `PendingCall`), judged by its status."""
 
     def __init__(self, transfer: Transfer, path: str, body: dict[str, Any]) -> None:
         self._pending = transfer.endpoint.begin(path, body)
