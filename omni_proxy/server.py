@@ -32,7 +32,7 @@ from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.health.outlier_ejector import OutlierEjector
+from omni_proxy.health.outlier_removal import OutlierRemoval
 from omni_proxy.health.prober import Prober
 from omni_proxy.health.voice_list import VoiceList
 from omni_proxy.launch.launcher import Launcher
@@ -112,7 +112,7 @@ class Server:
         self.prober = Prober(fleet, config_store, jitter=random.random)
         self.prober.proxy_id = proxy_id
         self.launcher = Launcher(fleet, config_store, self.prober)
-        self.outlier_ejector = OutlierEjector(fleet, config_store)
+        self.outlier_removal = OutlierRemoval(fleet, config_store)
         self.drains = WorkerDrains(fleet, config_store)
         voices = config_store.state.voices
         self.data_plane.voices.restore(voices.owner, voices.names)
@@ -167,7 +167,7 @@ class Server:
             Supervisor("launcher", lambda status: self.launcher.run(task_status=status)),
             Supervisor(
                 "outlier_ejector",
-                lambda status: self.outlier_ejector.run(task_status=status),
+                lambda status: self.outlier_removal.run(task_status=status),
                 old_name="ejector",
             ),
             Supervisor("drains", lambda status: self.drains.run(task_status=status)),

@@ -217,17 +217,17 @@ class WorkerArrivals:
 
     async def until_healthy(self, entry: WorkerSpec, wait_secs: float) -> None:
         """Raises HttpError 400 with the last reason when it stays ill for so long."""
-        why = "it has not answered"
+        reason = "it has not answered"
         with trio.move_on_after(wait_secs):
             while True:
-                why = await self._illness(entry)
-                if not why:
+                reason = await self._illness(entry)
+                if not reason:
                     return
                 await trio.sleep(PAUSE_SECS)
         raise HttpError(
             400,
             f"Failed to add worker: {entry.url} did not become healthy within {wait_secs:g} s: "
-            f"{why}",
+            f"{reason}",
             "worker_not_healthy",
         )
 

@@ -72,7 +72,7 @@ def fates(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Dispo
     if route.path == INIT:
         reason = "the group could not be joined: "
         return fates | {
-            url: Disposition(WorkerFate.DISABLED, reason + result.why)
+            url: Disposition(WorkerFate.DISABLED, reason + result.reason)
             for url, result in failed.items()
         }
     if route.discards:
@@ -87,7 +87,7 @@ def fates(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Dispo
         return fates
     reason = f"{route.name} failed: "
     return fates | {
-        url: Disposition(WorkerFate.UNCERTAIN, reason + result.why)
+        url: Disposition(WorkerFate.UNCERTAIN, reason + result.reason)
         for url, result in failed.items()
     }
 
@@ -155,5 +155,5 @@ class Operation:
             "worker": url,
             "progress": "done" if result.success else "failed",
             "seconds": result.secs,
-            **({} if result.success else {"reason": result.why}),
+            **({} if result.success else {"reason": result.reason}),
         }

@@ -28,7 +28,7 @@ CHANGED = (
     "update is already active",
 )
 NOT_FLUSHED = "not flushed"
-WHY_CHARS = 512
+REASON_CHARS = 512
 MAX_ANSWER_VALUES = 300_000  # of one worker, which may name every tensor: some 60 ms to read
 MAX_TEXT_BYTES = 64 * 1024
 
@@ -64,12 +64,12 @@ class WorkerResult:
         return self.refused and not any(phrase in sentence for phrase in CHANGED)
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """Why it is no success, in a few words."""
         if self.error:
             return self.error
         sentence = _sentence(self.body)
-        return f"status {self.status}" + (f": {sentence[:WHY_CHARS]}" if sentence else "")
+        return f"status {self.status}" + (f": {sentence[:REASON_CHARS]}" if sentence else "")
 
     @property
     def _answered(self) -> bool:
@@ -337,5 +337,5 @@ def _refused_alike(response: AdminResponse, results: Sequence[WorkerResult]) -> 
     (status,) = statuses
     first = results[0]
     return AdminResponse(
-        status or 502, {**response.body, "message": f"{first.worker}: {first.why}"}
+        status or 502, {**response.body, "message": f"{first.worker}: {first.reason}"}
     )

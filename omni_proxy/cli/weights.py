@@ -274,7 +274,7 @@ def _broadcast(body: JsonObject) -> list[str]:
 def _outcome(entry: Mapping[str, Any]) -> str:
     if entry["success"]:
         return "ok"
-    reason = entry.get("error") or _answer(entry).why
+    reason = entry.get("error") or _answer(entry).reason
     return f"{reason} ({entry['standing']})" if "standing" in entry else str(reason)
 
 

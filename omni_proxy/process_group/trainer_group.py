@@ -176,7 +176,7 @@ class Groups:
 
         Their memory is reused only after the last of them was dropped. Raises GroupError: with
         `group_dropped` false the group is unchanged, otherwise it is gone.
-        `progress(messages_done, bytes_come)` is called in the calling thread.
+        `progress(messages_done, bytes_received)` is called in the calling thread.
         """
         plan = make_plan(specs, load_format)
         group = self._claim(group_name)
@@ -418,5 +418,5 @@ def _group_status(group: _JoinedGroup) -> dict[str, Any]:
         "owner_gone": group.owner_gone(),
         "state": group.state.value,
         "messages_done": monitor.messages_done if monitor else 0,
-        "bytes_come": monitor.bytes_come if monitor else 0,
+        "bytes_come": monitor.bytes_received if monitor else 0,
     }

@@ -82,7 +82,7 @@ def test_an_answer_that_was_cut_keeps_its_status_but_no_body():
     ],
 )
 def test_a_refusal_is_reported_in_the_workers_words(body, words):
-    assert WorkerResult("http://a", 400, body).why == words
+    assert WorkerResult("http://a", 400, body).reason == words
 
 
 def test_a_refusal_of_ours_has_the_keys_at_its_top():

@@ -66,7 +66,7 @@ def left(receiver, trainer, name="g"):
 
 
 def moving(transfer):
-    wait_until(lambda: transfer.progress().bytes_come or transfer.fault())
+    wait_until(lambda: transfer.progress().bytes_received or transfer.fault())
     assert transfer.fault() is None
     assert transfer.progress().messages_done == 0, "it was too fast for this test"
 

@@ -33,7 +33,7 @@ def test_all_buckets_arrive_byte_for_byte_with_their_digests(
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert (received.buckets, received.nbytes) == (2, total)
     progress = transfer.progress()
-    assert (progress.buckets_done, progress.bytes_come) == (2, total)
+    assert (progress.buckets_done, progress.bytes_received) == (2, total)
     assert progress.messages_done == (2 if load_format else 7)
     if in_file:
         data = path.read_bytes()

@@ -86,7 +86,7 @@ def test_what_is_sent_arrives_byte_for_byte(met, other, tmp_path, load_format, i
         sending = met.send(plans, source)
         sent = sending.wait(20)
         received = armed.wait(20)
-        assert sent.nbytes == received.nbytes == sending.progress().bytes_come
+        assert sent.nbytes == received.nbytes == sending.progress().bytes_received
         for name, tensor in received.tensors().items():
             assert torch.equal(tensor, TENSORS[name])
 

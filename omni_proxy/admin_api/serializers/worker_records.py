@@ -165,22 +165,22 @@ class WorkerRecords:
     def pool(self, status: str, model: str | None = None) -> dict[str, object]:
         """The pool summary of omni-router.md 4; `model` narrows the records, not the counts."""
         workers = [w for w in self._fleet.workers if model is None or w.model == model]
-        why, pauses = self._reasons(), self._pauses()
+        reason, pauses = self._reasons(), self._pauses()
         return {
             "status": status,
             **self._fleet.count_by_state(),
-            "workers": [self._record(worker, why, pauses) for worker in workers],
+            "workers": [self._record(worker, reason, pauses) for worker in workers],
         }
 
     def _record(
-        self, worker: Worker, why: Why, pauses: Mapping[str, PauseRecord]
+        self, worker: Worker, reason: Why, pauses: Mapping[str, PauseRecord]
     ) -> dict[str, object]:
         pause = pauses.get(worker.url)
         note = self._notes.get(worker)
         return {
             **worker_record(worker),
             "id": self._notes.public_id(worker),
-            "why": why(worker),
+            "why": reason(worker),
             "paused": pause.to_dict() if pause is not None else None,
             "draining": self._drains.get_record(worker),
             "model_id": worker.model,

@@ -107,7 +107,7 @@ class ReceiveMonitor:
 
     def __init__(self, plan: TensorPlan, sentinels: Sentinels | None) -> None:
         self.messages_done = 0
-        self.bytes_come = 0
+        self.bytes_received = 0
         self.voices_changed = time.monotonic()
         self._messages = plan.messages
         self._sentinels = sentinels
@@ -116,13 +116,13 @@ class ReceiveMonitor:
 
     def update(self, messages_done: int) -> bool:
         """Whether anything arrived since the last call."""
-        before = self.messages_done, self.bytes_come
+        before = self.messages_done, self.bytes_received
         if messages_done > self.messages_done:
             completed = self._messages[self.messages_done : messages_done]
             self._bytes_done += sum(message.nbytes for message in completed)
             self.messages_done, self._sentinels_passed = messages_done, 0
-        self.bytes_come = self._bytes_done + self._bytes_of_current()
-        changed = before != (self.messages_done, self.bytes_come)
+        self.bytes_received = self._bytes_done + self._bytes_of_current()
+        changed = before != (self.messages_done, self.bytes_received)
         if changed:
             self.voices_changed = time.monotonic()
         return changed
@@ -131,7 +131,7 @@ class ReceiveMonitor:
         """How many bytes of the current message are final: all before the last passed sentinel."""
         if not self._sentinels_passed:
             return 0
-        return max(0, self.bytes_come - self._bytes_done - SENTINEL_BYTES)
+        return max(0, self.bytes_received - self._bytes_done - SENTINEL_BYTES)
 
     def unobservable_bytes(self) -> int:
         """How many bytes may arrive from now on without the monitor seeing any progress."""
@@ -264,7 +264,7 @@ class BlockReceive:
             if hasher is not None:
                 hasher.update(self.monitor.messages_done, self.monitor.final_bytes_of_current())
             if on_progress is not None:
-                on_progress(self.monitor.messages_done, self.monitor.bytes_come)
+                on_progress(self.monitor.messages_done, self.monitor.bytes_received)
 
         def stop_reason() -> str | None:
             update()
@@ -313,7 +313,7 @@ class _EndConditions:
 
     def _stall_limit_secs(self) -> float:
         context, monitor = self._context, self._monitor
-        started = monitor.messages_done or monitor.bytes_come
+        started = monitor.messages_done or monitor.bytes_received
         secs = context.stall_secs if started else context.first_byte_secs
         return secs + monitor.unobservable_bytes() / SLOWEST_BYTES_PER_SEC
 

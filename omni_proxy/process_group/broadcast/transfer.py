@@ -33,7 +33,7 @@ class Progress:
 
     buckets_done: int = 0
     messages_done: int = 0
-    bytes_come: int = 0
+    bytes_received: int = 0
     bytes_expected: int = 0
 
 
@@ -103,9 +103,9 @@ class ReceiveOrder:
         """For each bucket, the number of messages up to its end."""
         return list(itertools.accumulate(len(plan.messages) for plan in self.plans))
 
-    def progress_at(self, messages_done: int, bytes_come: int) -> Progress:
+    def progress_at(self, messages_done: int, bytes_received: int) -> Progress:
         buckets = bisect.bisect_right(self.message_ends, messages_done)
-        return Progress(buckets, messages_done, bytes_come, self.nbytes)
+        return Progress(buckets, messages_done, bytes_received, self.nbytes)
 
     def final_progress(self) -> Progress:
         return self.progress_at(len(self.merged_plan.messages), self.nbytes)
@@ -161,8 +161,8 @@ class Transfer(Generic[T]):
             )
         return self._progress
 
-    def report_progress(self, messages_done: int, bytes_come: int) -> None:
-        before, self._progress = self._progress, self.order.progress_at(messages_done, bytes_come)
+    def report_progress(self, messages_done: int, bytes_received: int) -> None:
+        before, self._progress = self._progress, self.order.progress_at(messages_done, bytes_received)
         if self._progress.buckets_done > before.buckets_done:
             self._notify()
 

@@ -66,7 +66,7 @@ class ForkedProcess:
             event = msgspec.json.decode(line, type=ForkEvent)
             if isinstance(event, Exited):
                 return _describe_exit(event.status, self._stderr)
-            return f"no receiver process could be started: {event.why}"
+            return f"no receiver process could be started: {event.reason}"
         return self._server.exit_reason()
 
     def close(self) -> None:

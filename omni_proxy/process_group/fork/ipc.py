@@ -30,7 +30,7 @@ MAX_DESCRIPTORS: Final = 4
 LOST: Final = -1
 
 
-class Configure(Struct, tag="Begin"):
+class Configure(Struct, tag=True):
     """The first line: the timeouts of groups (see `GroupLimits`) and the log level."""
 
     stall_secs: float
@@ -46,7 +46,7 @@ class Init(Struct, tag=True):
     rendezvous: Rendezvous
 
 
-class Arm(Struct, tag=True, rename={"region": "place"}):
+class Arm(Struct, tag=True):
     """Receive into the shared block `block`, whose descriptor is attached, or into a file."""
 
     number: int
@@ -63,7 +63,7 @@ class Destroy(Struct, tag=True):
     group_name: str
 
 
-class CheckTrainer(Struct, tag="Ask"):
+class CheckTrainer(Struct, tag=True):
     """Asks whether the group's trainer has gone; with `ping`, whether its store answers."""
 
     number: int
@@ -71,18 +71,18 @@ class CheckTrainer(Struct, tag="Ask"):
     ping: bool
 
 
-class OpenSender(Struct, tag="Open", rename={"rendezvous": "meeting"}):
+class OpenSender(Struct, tag=True):
     """Makes this child rank 0 of a new group; the reply's values have its `port`."""
 
     number: int
     rendezvous: HostedRendezvous
 
 
-class WaitForRanks(Struct, tag="Meet"):
+class WaitForRanks(Struct, tag=True):
     number: int
 
 
-class Send(Struct, tag=True, rename={"region": "place"}):
+class Send(Struct, tag=True):
     """Send out of the shared block `block`, whose descriptor is attached, or out of a file."""
 
     number: int
@@ -91,13 +91,13 @@ class Send(Struct, tag=True, rename={"region": "place"}):
     region: FileRegion | None = None
 
 
-class CloseSender(Struct, tag="Leave"):
+class CloseSender(Struct, tag=True):
     """Ends the group of which this child is rank 0."""
 
     number: int
 
 
-class ReleaseBlocks(Struct, tag="Forget"):
+class ReleaseBlocks(Struct, tag=True):
     """These shared blocks are no longer used: unmap them."""
 
     blocks: tuple[int, ...]
@@ -109,7 +109,7 @@ class Ready(Struct, tag=True):
     pid: int
 
 
-class Reply(Struct, tag=True, rename={"values": "found"}):
+class Reply(Struct, tag=True):
     """The result of a command: `error`, or `values` if it asked for some."""
 
     number: int
@@ -118,13 +118,13 @@ class Reply(Struct, tag=True, rename={"values": "found"}):
     values: dict[str, int] = {}
 
 
-class ProgressReport(Struct, tag="Moved"):
+class ProgressReport(Struct, tag=True):
     number: int
     messages_done: int
-    bytes_come: int
+    bytes_received: int
 
 
-class TransferEnded(Struct, tag="Ended"):
+class TransferEnded(Struct, tag=True):
     """An armed receive or a send has ended; `error` None: it is complete."""
 
     number: int
@@ -148,7 +148,7 @@ class Exited(Struct, tag=True):
 class ForkFailed(Struct, tag=True):
     """No process could be forked, and why."""
 
-    why: str
+    reason: str
 
 
 NumberedCommand = (

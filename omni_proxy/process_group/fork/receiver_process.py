@@ -276,7 +276,7 @@ class _CommandExecutor:
             if (progress := transfer.wait_past(reported.buckets_done, REPORT_SECS)) != reported:
                 reported = progress
                 self._events.write(
-                    ProgressReport(number, progress.messages_done, progress.bytes_come)
+                    ProgressReport(number, progress.messages_done, progress.bytes_received)
                 )
         if (fault := transfer.fault()) is not None:
             self._events.write(TransferEnded(number, str(fault), fault.group_dropped))

@@ -284,8 +284,8 @@ class SubprocessReceiver:
 
         def on_event(event: TransferEvent | ChildEnded) -> None:
             match event:
-                case ProgressReport(messages_done=messages_done, bytes_come=bytes_come):
-                    transfer.report_progress(messages_done, bytes_come)
+                case ProgressReport(messages_done=messages_done, bytes_received=bytes_received):
+                    transfer.report_progress(messages_done, bytes_received)
                 case TransferEnded(error=None):
                     self._set_ready(group)
                     transfer.finish(SubprocessReceived(transfer.order, targets.pop(), event))
@@ -359,10 +359,10 @@ def _check_trainer(group: _ChildGroup, within_secs: float, *, ping: bool) -> dic
 
 def _group_status(group: _ChildGroup) -> dict[str, Any]:
     transfer = group.transfer
-    messages_done, bytes_come = 0, 0
+    messages_done, bytes_received = 0, 0
     if transfer is not None:
         progress = transfer.progress()
-        messages_done, bytes_come = progress.messages_done, progress.bytes_come
+        messages_done, bytes_received = progress.messages_done, progress.bytes_received
     return {
         "group_name": group.name,
         "backend": group.rendezvous.backend,
@@ -373,5 +373,5 @@ def _group_status(group: _ChildGroup) -> dict[str, Any]:
         "state": group.state.value,
         "process": group.child.pid,
         "messages_done": messages_done,
-        "bytes_come": bytes_come,
+        "bytes_come": bytes_received,
     }

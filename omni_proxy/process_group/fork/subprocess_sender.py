@@ -114,7 +114,7 @@ def _event_handler(
 
     def on_event(event: TransferEvent | ChildEnded) -> None:
         match event:
-            case ProgressReport(messages_done=messages_done, bytes_come=bytes_sent):
+            case ProgressReport(messages_done=messages_done, bytes_received=bytes_sent):
                 transfer.report_progress(messages_done, bytes_sent)
                 return
             case TransferEnded(error=None, secs=secs):

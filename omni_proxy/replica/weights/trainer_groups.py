@@ -347,7 +347,7 @@ class TrainerGroups:
         return self.receive_state.facts(self._clock()) | {
             "isolation": self.terms.isolation,
             "buckets_done": progress.buckets_done if progress is not None else 0,
-            "bytes_come": progress.bytes_come if progress is not None else 0,
+            "bytes_come": progress.bytes_received if progress is not None else 0,
             "bytes_expected": progress.bytes_expected if progress is not None else 0,
         }
 

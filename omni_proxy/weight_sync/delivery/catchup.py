@@ -145,12 +145,12 @@ class CatchUp:
                 if self._target(worker) != target or lock.held:
                     continue  # a newer version is coming, or has come
                 await self._fleet.await_replicated()
-                why = await self._deliver(worker, target)
-            if not why:
+                reason = await self._deliver(worker, target)
+            if not reason:
                 return True
-            _log.warning("catch_up_failed worker=%s error=%r", worker.url, why)
+            _log.warning("catch_up_failed worker=%s error=%r", worker.url, reason)
             if (pause := next(pauses, None)) is None:
-                await self._give_up(worker, target, why)
+                await self._give_up(worker, target, reason)
                 return True
             await trio.sleep(pause)
         return False
@@ -192,7 +192,7 @@ class CatchUp:
         updater = WorkerUpdater(self._deliverer)
         result = await updater.load(worker, facts.dialect, source, self._settings)
         if not result.success:
-            return result.why
+            return result.reason
         problem = await check_label(worker, source.label, self._settings)
         if not problem and expected.digest and self._settings.verify:
             digest = await read_digest(worker, self._settings)
@@ -223,7 +223,7 @@ class CatchUp:
         except (UnknownVersion, OSError) as error:
             return f"{version.name} can't be read: {error}"
         if not result.success:
-            return result.why
+            return result.reason
         self.caught_up += 1
         _log.info("worker_caught_up worker=%s version=%r", worker.url, version.name)
         await self._record(worker, expected)
@@ -240,9 +240,9 @@ class CatchUp:
             self._journal.clear_uncertain([worker.url])
             await self._journal.save()
 
-    async def _give_up(self, worker: Worker, target: _ReachableTarget, why: str) -> None:
+    async def _give_up(self, worker: Worker, target: _ReachableTarget, problem: str) -> None:
         self.failed += 1
         epoch = target.expected.epoch
-        reason = f"missed the update of epoch {epoch} and did not catch up: {why}"
+        reason = f"missed the update of epoch {epoch} and did not catch up: {problem}"
         self._journal.mark_uncertain({worker.url: reason})
         await self._journal.save()

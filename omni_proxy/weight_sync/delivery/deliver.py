@@ -145,12 +145,12 @@ class _WorkerDelivery:
     async def deliver_to(self, worker: Worker) -> WorkerResult:
         pause = await self._call(worker, "/pause_generation", {"mode": "retract"})
         if not pause.success and pause.status not in ROUTE_ABSENT:
-            return replace(pause, error=pause.error or f"it could not be paused: {pause.why}")
+            return replace(pause, error=pause.error or f"it could not be paused: {pause.reason}")
         result = await self._update(worker)
         if worker.url not in self.options.paused and pause.success:
             resumed = await self._call(worker, "/continue_generation", {})
             if result.success and not resumed.success:
-                return replace(resumed, error=f"it stays paused: {resumed.why}")
+                return replace(resumed, error=f"it stays paused: {resumed.reason}")
         return result
 
     async def prove(self, worker: Worker) -> WorkerProof:
@@ -218,7 +218,7 @@ def _cannot_see_files(result: WorkerResult) -> bool:
     """Whether the worker only lacks the proxy's files; it changed nothing then."""
     if result.status in ROUTE_ABSENT and result.error == "":
         return True
-    message = result.why.lower()
+    message = result.reason.lower()
     failed = not result.success and not result.error
     return failed and any(unseen in message for unseen in UNSEEN_MESSAGES)
 

@@ -185,8 +185,8 @@ class ProxyRank:
         if (pending := self._pending) is None:
             return None
         fault, progress = pending.fault(), pending.progress()
-        received = (progress.buckets_done, progress.bytes_come)
-        state = RECEIVING if progress.bytes_come < progress.bytes_expected else "received"
+        received = (progress.buckets_done, progress.bytes_received)
+        state = RECEIVING if progress.bytes_received < progress.bytes_expected else "received"
         return ReceiveProgress(
             FAILED if fault else state, received, trio.current_time(), str(fault or "")
         )
@@ -200,7 +200,7 @@ class ProxyRank:
         return {
             "armed": True,
             "buckets_done": progress.buckets_done,
-            "bytes_come": progress.bytes_come,
+            "bytes_come": progress.bytes_received,
             "bytes_expected": progress.bytes_expected,
         }
 

@@ -473,6 +473,6 @@ def _resolve_response(more: dict[str, object], stuck: Mapping[str, WorkerResult]
     if not stuck:
         return AdminResponse(200, {"status": "ok", "success": True, "message": "ok", **more})
     message = "some workers did not take continue_generation and stay out of routing"
-    unresolved = {url: result.why for url, result in stuck.items()}
+    unresolved = {url: result.reason for url, result in stuck.items()}
     body = {"status": "error", "success": False, "message": message, "unresolved": unresolved}
     return AdminResponse(502, {**body, **more})

@@ -70,7 +70,7 @@ class Verdict:
 def parse_digest(result: WorkerResult) -> Digest | str:
     """The digest in a checker's response to `checksum`, or the reason why there is none."""
     if not result.success:
-        return f"its checker failed: {result.why}"
+        return f"its checker failed: {result.reason}"
     body = result.body
     if isinstance(body, dict):
         for digest in (_parse_omni(body), _parse_sglang(body), _parse_vllm(body)):

@@ -80,7 +80,7 @@ def _status_code(results: Sequence[WorkerResult], cause: str) -> int:
     The result that is the first cause decides: refusals of other members may only follow from it.
     """
     failed = [r for r in results if not r.success and r.error != NOT_AWAITED]
-    matching = [result for result in failed if cause == f"{result.worker}: {result.why}"]
+    matching = [result for result in failed if cause == f"{result.worker}: {result.reason}"]
     return 400 if failed and (matching or failed)[0].refused else 502
 
 

@@ -261,7 +261,7 @@ class SyncSession:
         """A member's result of the present step. `modified`: it may have applied weights."""
         member, ok = self.members[result.worker], result.success
         if not ok:
-            member.failed, member.refused = result.why, result.unchanged
+            member.failed, member.refused = result.reason, result.unchanged
         if self.state is SyncState.JOINING:
             member.joined = ok
             member.status = MemberStatus.OK if ok else MemberStatus.LOST

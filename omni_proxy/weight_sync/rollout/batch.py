@@ -192,12 +192,12 @@ class BatchChange:
         self._operation.hear(result)
         if result.unchanged and url not in self._redone:
             self._fleet.set_version(worker, before.label, before.epoch)
-            self._progress.put(state_machine.refuse(self._progress.now, url, result.why))
+            self._progress.put(state_machine.refuse(self._progress.now, url, result.reason))
             await self._progress.save()
-            _log.warning("rollout_refused worker=%s reason=%r", url, result.why)
+            _log.warning("rollout_refused worker=%s reason=%r", url, result.reason)
             self._release(worker)
             return
-        digest, problem = None, "" if result.success else result.why
+        digest, problem = None, "" if result.success else result.reason
         if not problem:
             digest, problem = await self._prove(worker, state.label, state.digest)
         if problem:
@@ -227,8 +227,8 @@ class BatchChange:
         async with self._context.publishing:
             state = self._progress.now
             if differs(digest, state.digest):  # of one that was loaded at the same time
-                why = f"its checksum differs from the one of {state.label!r} that is known"
-                await self._break_off(worker, why)
+                reason = f"its checksum differs from the one of {state.label!r} that is known"
+                await self._break_off(worker, reason)
                 return
             target = self._target(digest if digest is not None else state.digest)
             if state.epoch:
@@ -257,11 +257,11 @@ class BatchChange:
             path=state.path,
         )
 
-    async def _break_off(self, worker: Worker, why: str) -> None:
+    async def _break_off(self, worker: Worker, reason: str) -> None:
         """Its weights are unknown: it stays out, and the rollout goes back."""
         state = self._progress.now
-        self._journal.mark_uncertain({worker.url: f"{state.name}: {why}"})
-        self._progress.put(state_machine.break_off(state, worker.url, why))
+        self._journal.mark_uncertain({worker.url: f"{state.name}: {reason}"})
+        self._progress.put(state_machine.break_off(state, worker.url, reason))
         await self._progress.save()
         self._release(worker)
 
@@ -285,7 +285,7 @@ class BatchChange:
         self._fleet.set_version(worker, None, 0)
         result = await self._context.updater.load(worker, row.dialect, source, self._settings)
         self._operation.hear(result)
-        problem = "" if result.success else result.why
+        problem = "" if result.success else result.reason
         if not problem:
             _, problem = await self._prove(worker, former.label, former.digest)
         if problem:
@@ -302,14 +302,14 @@ class BatchChange:
         _log.info("rollout_restored worker=%s version=%r", worker.url, former.label)
         self._release(worker)
 
-    async def _lose(self, worker: Worker, why: str) -> None:
+    async def _lose(self, worker: Worker, problem: str) -> None:
         state = self._progress.now
-        broke = state.worker(worker.url).reason
-        reason = f"{broke}; " if broke and broke != why else ""
+        earlier = state.worker(worker.url).reason
+        reason = f"{earlier}; " if earlier and earlier != problem else ""
         self._journal.mark_uncertain(
-            {worker.url: f"{state.name}: {reason}it could not be taken back: {why}"}
+            {worker.url: f"{state.name}: {reason}it could not be taken back: {problem}"}
         )
-        self._progress.put(state_machine.lose(state, worker.url, f"{reason}not taken back: {why}"))
+        self._progress.put(state_machine.lose(state, worker.url, f"{reason}not taken back: {problem}"))
         await self._progress.save()
         self._release(worker)
 

@@ -88,12 +88,12 @@ async def inspect(worker: Worker, headers: Mapping[str, str]) -> EngineFacts:
         if result.success:
             return EngineFacts(BY_DISK, _label(result, path), _one(result.body, "model_path"))
         if result.status not in ROUTE_ABSENT:
-            raise CannotUpdate(f"GET {path}: {result.why}")
+            raise CannotUpdate(f"GET {path}: {result.reason}")
     result = await _get(worker, WEIGHT_INFO, headers)
     if result.success:
         return EngineFacts(BY_RPC, _label(result, WEIGHT_INFO), await _root_path(worker, headers))
     if result.status not in ROUTE_ABSENT:
-        raise CannotUpdate(f"GET {WEIGHT_INFO}: {result.why}")
+        raise CannotUpdate(f"GET {WEIGHT_INFO}: {result.reason}")
     raise CannotUpdate(
         "it has neither /model_info nor /weight_info: it is no SGLang server, and no vLLM server "
         "in dev mode (VLLM_SERVER_DEV_MODE=1), so nothing can load other weights into it"
@@ -175,8 +175,8 @@ async def _reload(worker: Worker, source: WeightSource, settings: UpdateSettings
     call = {"method": "reload_weights", "kwargs": {"weights_path": source.path}}
     loaded = await _post(worker, RPC, call, settings)
     if not loaded.success:
-        if any(phrase in loaded.why for phrase in _UNKNOWN_CALL):
-            reason = f"it can't reload weights from a path: {loaded.why}"
+        if any(phrase in loaded.reason for phrase in _UNKNOWN_CALL):
+            reason = f"it can't reload weights from a path: {loaded.reason}"
             return replace(loaded, status=400, body={"message": reason})
         return loaded
     flushed = await flush_cache(worker, settings.headers, settings.secs)
@@ -185,7 +185,7 @@ async def _reload(worker: Worker, source: WeightSource, settings: UpdateSettings
         return replace(loaded, status=502, body={"success": False, "message": message})
     labelled = await _post(worker, SET_LABEL, {"new_version": source.label}, settings)
     if not labelled.success:
-        message = f"weights were updated, but not their label: {labelled.why}"
+        message = f"weights were updated, but not their label: {labelled.reason}"
         return replace(loaded, status=502, body={"success": False, "message": message})
     return loaded
 

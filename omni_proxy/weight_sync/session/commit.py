@@ -141,7 +141,7 @@ class RoundDelivery:
             self.proofs.pop(worker, None)
             if (proof := cached_proof(result, version, instances.get(worker, ""))) is not None:
                 self.proofs[worker] = proof
-        failed |= {result.worker: result.why for result in results if not result.success}
+        failed |= {result.worker: result.reason for result in results if not result.success}
         return DeliveryResult(tuple(worker for worker in alive if worker.url not in failed), failed)
 
     def refuse(self, workers: Sequence[Worker], reason: str) -> DeliveryResult:

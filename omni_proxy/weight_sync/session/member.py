@@ -181,7 +181,7 @@ class GroupFanOut:
             self._all_done.set()
             self._decided.set()
         if not result.success:
-            self.fail(f"{member.name}: {result.why}")
+            self.fail(f"{member.name}: {result.reason}")
 
 
 ACTIVE: Final = "already active"  # how vLLM words that an update is open
@@ -205,7 +205,7 @@ class TransferMember(WorkerMember):
     async def call(self, path: str, body: bytes) -> WorkerResult:
         result = await super().call(path, body)
         if path in STARTS:
-            self.opened = result.success or result.status is None or ACTIVE in result.why
+            self.opened = result.success or result.status is None or ACTIVE in result.reason
         elif path == FINISH_UPDATE and result.success:
             self.opened = False
         return result

@@ -134,7 +134,7 @@ class TransferSteps(SessionSteps):
         for worker, result in zip(workers, results, strict=True):
             size = result.body.get("world_size") if isinstance(result.body, dict) else None
             if not result.success or type(size) is not int or size < 1:
-                reason = result.why if not result.success else f"world_size is {size!r}"
+                reason = result.reason if not result.success else f"world_size is {size!r}"
                 message = f"nothing was forwarded: {worker.url} does not tell its ranks: {reason}"
                 raise HttpError(502, message, "ranks_unknown")
             member = TransferMember(worker, size)
@@ -190,4 +190,4 @@ def _touched_by_start(results: Sequence[WorkerResult]) -> set[str]:
 
 def _says_no(result: WorkerResult) -> bool:
     """A plain no; an update that is open already was opened by somebody, and is no such thing."""
-    return result.status is not None and ACTIVE not in result.why
+    return result.status is not None and ACTIVE not in result.reason

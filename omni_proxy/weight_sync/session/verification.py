@@ -109,7 +109,7 @@ async def prove_workers(workers: Sequence[Worker], request: ProofRequest) -> Pro
     mismatched = misnamed | dict.fromkeys(verdict.mismatched, MISMATCH)
     for result in results:
         if not result.success and not result.refused:
-            mismatched[result.worker] = f"its checksums could not be read: {result.why}"
+            mismatched[result.worker] = f"its checksums could not be read: {result.reason}"
     tensors = {result.worker: frozenset(_tensor_names(result)) for result in results}
     paused = frozenset(result.worker for result in results if result.status == PAUSED_STATUS)
     return Proof(labels, verdict, mismatched, tensors, paused)

@@ -37,7 +37,7 @@ class WorkerProof:
 def compare_checksums(result: WorkerResult, version: StoredVersion) -> WorkerProof:
     """`answer`: the weights checker's answer to `checksum`."""
     if not result.success:
-        return WorkerProof(reason=f"its checker failed: {result.why}")
+        return WorkerProof(reason=f"its checker failed: {result.reason}")
     if not version.digests:
         return WorkerProof(reason=f"the digests of {version.name} are not known yet")
     for data in _stage_results(result.body):

@@ -205,7 +205,7 @@ def test_a_trainer_that_dies_while_bytes_move_is_noticed(impatient, pool):
     joined(groups, trainer)
     trainer.order("big", group="g", nbytes=BIG_BYTES)
 
-    def kill(messages_done, bytes_come):
+    def kill(messages_done, bytes_received):
         assert messages_done == 0, "it was too fast for this test"
         trainer.kill()
 
@@ -222,7 +222,7 @@ def test_a_trainer_that_stops_while_bytes_move_is_a_stall(impatient, pool):
     joined(impatient, trainer)
     trainer.order("big", group="g", nbytes=BIG_BYTES)
 
-    def stop(messages_done, bytes_come):
+    def stop(messages_done, bytes_received):
         assert messages_done == 0, "it was too fast for this test"
         trainer.process.send_signal(signal.SIGSTOP)
 
@@ -303,7 +303,7 @@ def test_a_receive_can_be_ended_from_another_thread(groups, trainer, end):
 def test_a_listener_that_fails_ends_the_receive_with_its_own_error(groups, trainer):
     joined(groups, trainer)
 
-    def listen(messages_done, bytes_come):
+    def listen(messages_done, bytes_received):
         raise LookupError("mine")
 
     trainer.order("send", group="g", tensors=[("float32", [4], 1)])

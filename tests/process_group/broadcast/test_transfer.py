@@ -31,7 +31,7 @@ def test_wait_past_returns_at_the_next_bucket(underway):
     assert underway.wait_past(0, SOON_SECS).buckets_done == 1
     thread, found = waiting(underway, 1)
     underway.report_progress(2, 39)  # bytes of the second
-    assert underway.wait_past(1, 0).bytes_come == 39
+    assert underway.wait_past(1, 0).bytes_received == 39
     underway.report_progress(3, 41)
     thread.join(SOON_SECS)
     assert found == [2]

@@ -161,5 +161,5 @@ async def test_a_group_can_be_ended_while_all_threads_are_busy(engines, folder, 
     sends._threads._call_limiter.total_tokens = 1
     with trio.fail_after(PATIENCE_SECS):
         answer = await sends.send(version, api_with(folder).worker(A), {}, {})
-    assert (answer.status, answer.why) == (400, "status 400: no such group")
+    assert (answer.status, answer.reason) == (400, "status 400: no such group")
     assert [each.closed.is_set() for each in senders] == [True]

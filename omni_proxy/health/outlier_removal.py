@@ -22,7 +22,7 @@ from omni_proxy.wire.errors import HttpError
 _log = logging.getLogger(__name__)
 
 
-class OutlierEjector:
+class OutlierRemoval:
     """The fleet reports an ejection in the middle of a request; `run` does what has to wait."""
 
     def __init__(self, fleet: Fleet, config_store: ConfigStore) -> None:
