@@ -34,7 +34,7 @@ ALLOWED = {
     "omni_proxy.runtime_config.reloader.run": "trio's `receive` is a checkpoint",
     "omni_proxy.runtime_config.config_store.change": "acquiring the lock is a checkpoint",
     "omni_proxy.launch.startup_progress.wait_until_ready": "`wait_change` waits for an event",
-    "omni_proxy.weight_sync.session.endpoint._admit_owner": "`wait_idle` waits for an event",
+    "omni_proxy.weight_sync.sync.endpoint._admit_owner": "`wait_idle` waits for an event",
 }
 
 

@@ -5,7 +5,7 @@ import trio
 
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.upstream_http import client
-from omni_proxy.weight_sync.session import watchdog
+from omni_proxy.weight_sync.sync import watchdog
 from tests.admin_api.api_fixture import A, B
 from tests.process_group.trainer_pool import pool
 from tests.weight_sync.operation_fixture import GatedEngines, api_with

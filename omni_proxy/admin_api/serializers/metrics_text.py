@@ -27,7 +27,7 @@ from omni_proxy.admin_api.services import Services
 from omni_proxy.telemetry.metrics import SyncMetrics
 from omni_proxy.telemetry.prometheus import counters, gauges, histograms, one, total
 from omni_proxy.upstream_http.client import CallResult
-from omni_proxy.weight_sync.protocol.session import SyncState
+from omni_proxy.weight_sync.protocol.sync import SyncState
 
 
 def of_program(services: Services) -> Iterator[Metric]:
@@ -149,7 +149,7 @@ def _weights(services: Services) -> Iterator[Metric]:
     paused_since = [((url,), _timestamp(pause.at)) for url, pause in pauses.items()]
     text = "When its engine was paused; no sample while it is not"
     yield from gauges("worker_paused_timestamp_seconds", text, ("worker",), paused_since)
-    yield from _syncs(operations.sync.lifecycle.session.state, operations.sync.lifecycle.meters)
+    yield from _syncs(operations.sync.lifecycle.sync.state, operations.sync.lifecycle.meters)
 
 
 def _syncs(now: SyncState, meters: SyncMetrics) -> Iterator[Metric]:

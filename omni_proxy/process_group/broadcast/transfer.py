@@ -162,7 +162,10 @@ class Transfer(Generic[T]):
         return self._progress
 
     def report_progress(self, messages_done: int, bytes_received: int) -> None:
-        before, self._progress = self._progress, self.order.progress_at(messages_done, bytes_received)
+        before, self._progress = (
+            self._progress,
+            self.order.progress_at(messages_done, bytes_received),
+        )
         if self._progress.buckets_done > before.buckets_done:
             self._notify()
 

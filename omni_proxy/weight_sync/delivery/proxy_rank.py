@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class ProxyRank:
-    """A Member of a sync (session/member.py). `settings()`: the present configuration."""
+    """A Member of a sync (sync/member.py). `settings()`: the present configuration."""
 
     name = NAME
     ranks = 1

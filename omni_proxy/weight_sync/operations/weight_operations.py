@@ -54,9 +54,9 @@ from omni_proxy.weight_sync.operations.operation_queue import DetachedCalls, Ope
 from omni_proxy.weight_sync.operations.runner import OperationRunner, Rollback, RollbackSource
 from omni_proxy.weight_sync.operations.version_probe import VersionProbe
 from omni_proxy.weight_sync.rollout.service import RolloutCall, RolloutService
-from omni_proxy.weight_sync.session.endpoint import INITS, SyncEndpoint
-from omni_proxy.weight_sync.session.own_pauses import abort_all
 from omni_proxy.weight_sync.state_journal import PAUSED, JournalFile, OperationContext, StateJournal
+from omni_proxy.weight_sync.sync.endpoint import INITS, SyncEndpoint
+from omni_proxy.weight_sync.sync.own_pauses import abort_all
 from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs
 from omni_proxy.wire.errors import HttpError
 

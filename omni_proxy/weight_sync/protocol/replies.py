@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate
-from omni_proxy.weight_sync.protocol.session import SyncSession
+from omni_proxy.weight_sync.protocol.sync import WeightSync
 
 READY: Final = "ready"
 NOT_AWAITED: Final = "its answer was not waited for"
@@ -36,11 +36,11 @@ NO_FAILURE: Final = StepFailure()
 def merge_results(
     path: str,
     results: Sequence[WorkerResult],
-    session: SyncSession,
+    sync: WeightSync,
     failure: StepFailure = NO_FAILURE,
 ) -> AdminResponse:
     """One response for all members' results; `failure`: why the step failed, if it did."""
-    statuses = session.member_statuses()
+    statuses = sync.member_statuses()
     more = {name: {"standing": status} for name, status in statuses.items()}
     response = aggregate(path, results, more)
     if not failure.cause and response.ok:

@@ -309,7 +309,9 @@ class BatchChange:
         self._journal.mark_uncertain(
             {worker.url: f"{state.name}: {reason}it could not be taken back: {problem}"}
         )
-        self._progress.put(state_machine.lose(state, worker.url, f"{reason}not taken back: {problem}"))
+        self._progress.put(
+            state_machine.lose(state, worker.url, f"{reason}not taken back: {problem}")
+        )
         await self._progress.save()
         self._release(worker)
 

@@ -33,14 +33,14 @@ from omni_proxy.weight_sync.protocol.requests import (
     parse_transfer_init,
     parse_transfer_update,
 )
-from omni_proxy.weight_sync.protocol.session import (
+from omni_proxy.weight_sync.protocol.sync import (
     GroupOwner,
     InvalidTransition,
     SyncEvent,
     SyncState,
 )
-from omni_proxy.weight_sync.session.member import ACTIVE, FanOutTimeouts, Member, TransferMember
-from omni_proxy.weight_sync.session.steps import GRACE_SECS, SessionSteps, parse_in_thread
+from omni_proxy.weight_sync.sync.member import ACTIVE, FanOutTimeouts, Member, TransferMember
+from omni_proxy.weight_sync.sync.steps import GRACE_SECS, SyncSteps, parse_in_thread
 from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs
 from omni_proxy.wire.errors import HttpError
 
@@ -51,14 +51,14 @@ STILL_OPEN: Final = (
 )
 
 
-class TransferSteps(SessionSteps):
-    """The caller holds `SessionLifecycle.busy`, as for the other steps."""
+class TransferSteps(SyncSteps):
+    """The caller holds `SyncLifecycle.busy`, as for the other steps."""
 
     async def init_transfer(self, call: AdminCall, workers: Sequence[Worker]) -> AdminResponse:
         lifecycle = self._lifecycle
         body = await parse_in_thread(call.body, parse_object, call.body)
         request = parse_transfer_init(body)
-        lifecycle.session.check(SyncEvent.INIT)
+        lifecycle.sync.check(SyncEvent.INIT)
         members = await self._transfer_members(workers, call.credentials)
         ranges = _layout(request, members)
         now = trio.current_time()
@@ -71,7 +71,7 @@ class TransferSteps(SessionSteps):
     async def start(self, call: AdminCall) -> AdminResponse:
         lifecycle = self._lifecycle
         self._require_transfer()
-        lifecycle.session.start(whole=call.route.path != START_DRAFT_UPDATE)
+        lifecycle.sync.start(whole=call.route.path != START_DRAFT_UPDATE)
         await self._record(call)
         await self._commit.quiesce(lifecycle.workers, call.route.name)
         await lifecycle.own_pauses.begin(lifecycle.workers, call.credentials)
@@ -91,9 +91,9 @@ class TransferSteps(SessionSteps):
         ranks = sum(member.ranks for member in lifecycle.members.values())
         request = parse_transfer_update(call.body, body, ranks)
         lifecycle.announced_bytes = request.nbytes
-        lifecycle.session.update(UpdateFlags(), request.names)
+        lifecycle.sync.update(UpdateFlags(), request.names)
         await self._record(call)
-        first = min(member.ranks.offset for member in lifecycle.session.members.values())
+        first = min(member.ranks.offset for member in lifecycle.sync.members.values())
         return await self._fan_out_apply(
             call,
             lambda m: _transfer(m).receive(UPDATE_WEIGHTS, request, first),
@@ -105,14 +105,14 @@ class TransferSteps(SessionSteps):
         self._require_open()
         body = await parse_in_thread(call.body, parse_object, call.body)
         flags = UpdateFlags(weight_version=parse_finish(body))
-        self._lifecycle.session.commit_end(flags)
+        self._lifecycle.sync.commit_end(flags)
         self._commit.on_call(flags, flushes=False)
         return await self._end(call)
 
     async def shut_down(self, call: AdminCall) -> AdminResponse:
         """The trainer leaves; as in vLLM, not while its update is open."""
         self._require_transfer()
-        if self._lifecycle.session.has_unpublished:
+        if self._lifecycle.sync.has_unpublished:
             raise InvalidTransition(409, STILL_OPEN)
         return await self._leave(call)
 
@@ -144,18 +144,18 @@ class TransferSteps(SessionSteps):
         return members
 
     def _require_transfer(self) -> None:
-        session = self._lifecycle.session
-        owner = session.owner
-        if session.state in (SyncState.IDLE, SyncState.ABORTING) or owner is None:
-            cause = f"; the last one ended: {session.cause}" if session.cause else ""
+        sync = self._lifecycle.sync
+        owner = sync.owner
+        if sync.state in (SyncState.IDLE, SyncState.ABORTING) or owner is None:
+            cause = f"; the last one ended: {sync.cause}" if sync.cause else ""
             raise InvalidTransition(400, NO_TRANSFER + cause)
         if owner.group_name != TRANSFER_GROUP:
             now = trio.current_time()
-            raise InvalidTransition(409, f"there is {owner.describe(now, session.state)}")
+            raise InvalidTransition(409, f"there is {owner.describe(now, sync.state)}")
 
     def _require_open(self) -> None:
         self._require_transfer()
-        if not self._lifecycle.session.has_unpublished:
+        if not self._lifecycle.sync.has_unpublished:
             raise InvalidTransition(400, NOT_STARTED)
 
 

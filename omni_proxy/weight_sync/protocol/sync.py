@@ -192,7 +192,7 @@ class Round:
         return self.batched or (self.calls > 0 and (self.last.last or self.all_abort))
 
 
-class SyncSession:
+class WeightSync:
     """`cause`: why the last sync failed, "" if it did not."""
 
     def __init__(self) -> None:

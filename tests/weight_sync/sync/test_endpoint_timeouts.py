@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from omni_proxy.config.schema import AdminConfig
-from omni_proxy.weight_sync.session import steps
+from omni_proxy.weight_sync.sync import steps
 from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.operation_fixture import api_with, cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (

@@ -4,8 +4,8 @@ import pytest
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.weight_sync.checksum import roll_up
-from omni_proxy.weight_sync.session.verification import cached_proof
 from omni_proxy.weight_sync.store.manifest import HeaderRow, Manifest, StoredVersion
+from omni_proxy.weight_sync.sync.verification import cached_proof
 from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.version_holders import CHECKER, DISK, VersionEngines
 

@@ -43,12 +43,12 @@ from omni_proxy.weight_sync.protocol.requests import (
     parse_object,
     parse_transfer_init,
 )
-from omni_proxy.weight_sync.protocol.session import GroupOwner, InvalidTransition, SyncState
-from omni_proxy.weight_sync.session.commit import RoundCommit, RoundDelivery
-from omni_proxy.weight_sync.session.lifecycle import SessionLifecycle
-from omni_proxy.weight_sync.session.member import WorkerMember
-from omni_proxy.weight_sync.session.transfer_steps import TransferSteps
+from omni_proxy.weight_sync.protocol.sync import GroupOwner, InvalidTransition, SyncState
 from omni_proxy.weight_sync.state_journal import OperationContext
+from omni_proxy.weight_sync.sync.commit import RoundCommit, RoundDelivery
+from omni_proxy.weight_sync.sync.lifecycle import SyncLifecycle
+from omni_proxy.weight_sync.sync.member import WorkerMember
+from omni_proxy.weight_sync.sync.transfer_steps import TransferSteps
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
 
@@ -79,7 +79,7 @@ class SyncEndpoint:
     """The sync lives on between the calls; each call runs as a queued operation."""
 
     def __init__(self, context: OperationContext, version_service: VersionService) -> None:
-        self.lifecycle = SessionLifecycle(context)
+        self.lifecycle = SyncLifecycle(context)
         self._config_store = context.config_store
         self._journal = context.journal
         self._commit = RoundCommit(self.lifecycle, RoundDelivery(self.lifecycle, version_service))
@@ -103,7 +103,7 @@ class SyncEndpoint:
     def handles(self, route: AdminRoute) -> bool:
         if self._config_store.config.weight_sync.mode not in MODES and not self._is_active:
             return False
-        closes = route.path == END and self.lifecycle.session.has_unpublished
+        closes = route.path == END and self.lifecycle.sync.has_unpublished
         return route.path in ROUTES or closes
 
     def stored_response(self, call: AdminCall) -> AdminResponse | None:
@@ -122,7 +122,7 @@ class SyncEndpoint:
         if call.route.path in INITS:
             self._next_owner = await _with_http_errors(self._admit_owner(call))
         elif call.route.path == DESTROY and self.lifecycle.busy.locked():
-            owner = self.lifecycle.session.owner
+            owner = self.lifecycle.sync.owner
             if owner is not None and _names_group(call, owner.group_name):
                 self._destroy_requested = owner.group_name
                 self.lifecycle.interrupt("its destroy was asked for", "destroyed")
@@ -150,7 +150,7 @@ class SyncEndpoint:
                 secs = trio.current_time() - started_at
                 lifecycle.meters.note(PHASES[call.route.path], secs, ok=ok)
                 lifecycle.end_if_over()
-        if lifecycle.session.state is SyncState.ABORTING:
+        if lifecycle.sync.state is SyncState.ABORTING:
             with trio.move_on_after(TEARDOWN_WAIT_SECS):
                 await lifecycle.wait_idle()
         if call.route.path in (COMPLETE, FINISH_UPDATE):
@@ -166,11 +166,11 @@ class SyncEndpoint:
     async def _end_round(self, headers: Mapping[str, str]) -> dict[str, object]:
         """Close a complete round; abandon one that is not complete."""
         lifecycle = self.lifecycle
-        if lifecycle.session.round.started:
+        if lifecycle.sync.round.started:
             return await self._end_started_round()
         if (
-            not lifecycle.session.has_unpublished
-            or lifecycle.session.state is not SyncState.GROUPED
+            not lifecycle.sync.has_unpublished
+            or lifecycle.sync.state is not SyncState.GROUPED
             or lifecycle.busy.locked()
         ):
             return {}
@@ -181,7 +181,7 @@ class SyncEndpoint:
                     cause = "the trainer is gone: its connection has ended"
                     lifecycle.interrupt(cause, "owner_dead")
                     return {}
-                if lifecycle.session.round.is_complete:
+                if lifecycle.sync.round.is_complete:
                     return await self._commit.close(headers)
                 return {"uncertain": await self._commit.abandon()}
             finally:
@@ -190,7 +190,7 @@ class SyncEndpoint:
     async def _end_started_round(self) -> dict[str, object]:
         """vLLM's engines have no whole weights before the finish: the update is over."""
         lifecycle = self.lifecycle
-        if not lifecycle.session.round.batched:
+        if not lifecycle.sync.round.batched:
             cause = "generation was resumed before the update was finished"
             lifecycle.interrupt(cause, "resumed")
             await lifecycle.wait_idle()
@@ -204,9 +204,9 @@ class SyncEndpoint:
 
     def check_conflict(self, route: AdminRoute) -> None:
         """Raises HttpError 409 for an update that would mix with the weights of the sync."""
-        session = self.lifecycle.session
-        grouped_or_idle = session.state in (SyncState.IDLE, SyncState.GROUPED)
-        is_quiet = grouped_or_idle and not session.has_unpublished
+        sync = self.lifecycle.sync
+        grouped_or_idle = sync.state in (SyncState.IDLE, SyncState.GROUPED)
+        is_quiet = grouped_or_idle and not sync.has_unpublished
         if route.kind is Kind.UPDATE and not is_quiet and route.path != END:
             message = f"a weight sync is under way: {self.lifecycle.describe()}"
             raise HttpError(409, message, "sync_in_progress", detail=message)
@@ -216,7 +216,7 @@ class SyncEndpoint:
 
     @property
     def _is_active(self) -> bool:
-        return self.lifecycle.session.state is not SyncState.IDLE
+        return self.lifecycle.sync.state is not SyncState.IDLE
 
     async def _step(self, call: AdminCall, workers: Sequence[Worker]) -> AdminResponse:
         steps, path = self._steps, call.route.path
@@ -248,7 +248,7 @@ class SyncEndpoint:
         lifecycle = self.lifecycle
         await lifecycle.wait_settled()
         while self._is_active:
-            if lifecycle.session.state is not SyncState.ABORTING:
+            if lifecycle.sync.state is not SyncState.ABORTING:
                 await self._replace_owner(claim)
             await lifecycle.wait_idle()
         now = trio.current_time()
@@ -266,9 +266,9 @@ class SyncEndpoint:
             # vLLM's calls name no trainer, and its trainers join anew without leaving first.
             _log.info("weight_transfer_rejoined trainer=%s", claim.address)
         elif await lifecycle.is_owner_alive():
-            owner = lifecycle.session.owner
+            owner = lifecycle.sync.owner
             assert owner is not None
-            raise _owned_error(owner, lifecycle.describe(), lifecycle.session.state)
+            raise _owned_error(owner, lifecycle.describe(), lifecycle.sync.state)
         else:
             _log.warning("stale_group_replaced sync=%r", lifecycle.describe())
             lifecycle.interrupt("its trainer is gone, and another one came", "owner_dead")

@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from omni_proxy.config.schema import RoutingConfig, ServerConfig, WeightSyncConfig
-from omni_proxy.weight_sync.session import lifecycle
+from omni_proxy.weight_sync.sync import lifecycle
 from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.operation_fixture import PAUSE, api_with, cordon_reasons_of
 from tests.weight_sync.trainer_fixture import (

@@ -33,15 +33,15 @@ from omni_proxy.weight_sync.protocol.requests import (
     parse_object,
     parse_prepare,
 )
-from omni_proxy.weight_sync.protocol.session import (
+from omni_proxy.weight_sync.protocol.sync import (
     GroupOwner,
     InvalidTransition,
     SyncEvent,
     SyncState,
 )
-from omni_proxy.weight_sync.session.commit import JsonObject, RoundCommit, is_unchanged
-from omni_proxy.weight_sync.session.lifecycle import SessionLifecycle
-from omni_proxy.weight_sync.session.member import (
+from omni_proxy.weight_sync.sync.commit import JsonObject, RoundCommit, is_unchanged
+from omni_proxy.weight_sync.sync.lifecycle import SyncLifecycle
+from omni_proxy.weight_sync.sync.member import (
     FanOutTimeouts,
     GroupFanOut,
     Member,
@@ -58,11 +58,11 @@ V = TypeVar("V")
 T = TypeVar("T")
 
 
-class SessionSteps:
-    """One method per step. The caller holds `SessionLifecycle.busy`."""
+class SyncSteps:
+    """One method per step. The caller holds `SyncLifecycle.busy`."""
 
     def __init__(
-        self, lifecycle: SessionLifecycle, commit: RoundCommit, version_service: VersionService
+        self, lifecycle: SyncLifecycle, commit: RoundCommit, version_service: VersionService
     ) -> None:
         self._lifecycle = lifecycle
         self._commit = commit
@@ -72,7 +72,7 @@ class SessionSteps:
         lifecycle, config = self._lifecycle, self._lifecycle.config_store.config.weight_sync
         body = await parse_in_thread(call.body, parse_object, call.body)
         request = parse_init(body)
-        lifecycle.session.check(SyncEvent.INIT)
+        lifecycle.sync.check(SyncEvent.INIT)
         members = await self._build_members(workers, call.credentials)
         counts = {member.name: member.ranks for member in members}
         ranges = assign_ranks(request.rank_offset, request.world_size, counts)
@@ -104,12 +104,12 @@ class SessionSteps:
 
     async def prepare(self, call: AdminCall) -> AdminResponse:
         lifecycle, config = self._lifecycle, self._lifecycle.config_store.config.weight_sync
-        lifecycle.session.check(SyncEvent.PREPARE)
+        lifecycle.sync.check(SyncEvent.PREPARE)
         body = await parse_in_thread(call.body, parse_object, call.body)
         self._require_group(body)
         request = await parse_in_thread(body, parse_prepare, call.body)
         lifecycle.announced_bytes = request.nbytes
-        lifecycle.session.arm(batched=request.batched, buckets=request.buckets, names=request.names)
+        lifecycle.sync.arm(batched=request.batched, buckets=request.buckets, names=request.names)
         await self._record(call)
         results, cause = await self._fan_out(
             lambda member: member.prepare(call.body),
@@ -121,30 +121,30 @@ class SessionSteps:
 
     async def complete(self, call: AdminCall) -> AdminResponse:
         lifecycle = self._lifecycle
-        lifecycle.session.check(SyncEvent.COMPLETE)
+        lifecycle.sync.check(SyncEvent.COMPLETE)
         body = await parse_in_thread(call.body, parse_object, call.body)
         self._require_group(body)
         flags = parse_flags(body)
-        lifecycle.session.commit(flags)
+        lifecycle.sync.commit(flags)
         self._commit.on_call(flags, flushes=flags.flush_cache is True)
         return await self._apply(call, lambda member: member.complete(call.body))
 
     async def update(self, call: AdminCall) -> AdminResponse:
         """Prepare and complete in one call. Engines flush their caches unless told not to."""
         lifecycle = self._lifecycle
-        lifecycle.session.check(SyncEvent.UPDATE)
+        lifecycle.sync.check(SyncEvent.UPDATE)
         body = await parse_in_thread(call.body, parse_object, call.body)
         self._require_group(body)
         request = await parse_in_thread(body, parse_prepare, call.body)
         flags = parse_flags(body)
         lifecycle.announced_bytes = request.nbytes
-        lifecycle.session.update(flags, request.names)
+        lifecycle.sync.update(flags, request.names)
         self._commit.on_call(flags, flushes=flags.flush_cache is not False)
         return await self._apply(call, lambda member: member.update(call.body))
 
     async def end(self, call: AdminCall) -> AdminResponse:
         """The trainer ends the round: the workers end theirs first."""
-        self._lifecycle.session.commit_end()
+        self._lifecycle.sync.commit_end()
         return await self._end(call)
 
     async def _end(self, call: AdminCall) -> AdminResponse:
@@ -161,7 +161,7 @@ class SessionSteps:
 
     async def destroy(self, call: AdminCall) -> AdminResponse:
         lifecycle = self._lifecycle
-        lifecycle.session.check(SyncEvent.DESTROY)
+        lifecycle.sync.check(SyncEvent.DESTROY)
         body = await parse_in_thread(call.body, parse_object, call.body)
         self._require_group(body)
         return await self._leave(call)
@@ -170,10 +170,10 @@ class SessionSteps:
         """The trainer leaves the group; what it applied to all of them counts."""
         lifecycle = self._lifecycle
         more: JsonObject = {}
-        if lifecycle.session.has_unpublished and lifecycle.session.state is SyncState.GROUPED:
+        if lifecycle.sync.has_unpublished and lifecycle.sync.state is SyncState.GROUPED:
             more = await self._commit.close(call.credentials)
-        if lifecycle.session.state is not SyncState.ABORTING:
-            lifecycle.session.leave()
+        if lifecycle.sync.state is not SyncState.ABORTING:
+            lifecycle.sync.leave()
         lifecycle.end_if_over()
         await lifecycle.wait_idle()
         response = self.destroyed_response(call)
@@ -188,7 +188,7 @@ class SessionSteps:
         After an earlier failure some had left by themselves, and refuse: that is a success.
         """
         results = self._lifecycle.leave_results
-        response = merge_results(call.route.path, results, self._lifecycle.session)
+        response = merge_results(call.route.path, results, self._lifecycle.sync)
         if response.ok or not all(result.success or result.refused for result in results):
             return response
         message = "the group is destroyed; some members had left it by themselves"
@@ -213,8 +213,8 @@ class SessionSteps:
         changed: Changed | None = None,
     ) -> AdminResponse:
         """`changed`: which of the results may have changed weights; by default by their words."""
-        lifecycle, session = self._lifecycle, self._lifecycle.session
-        batched = session.round.batched
+        lifecycle, sync = self._lifecycle, self._lifecycle.sync
+        batched = sync.round.batched
         fan_out = GroupFanOut(list(lifecycle.members.values()), member_call)
         results = await lifecycle.fan_out(fan_out, timeouts)
         modified = changed(results) if changed is not None else None
@@ -222,17 +222,17 @@ class SessionSteps:
             touched = result.success or not is_unchanged(result, batched=batched)
             if modified is not None:
                 touched = result.worker in modified
-            session.on_result(result, modified=touched)
+            sync.on_result(result, modified=touched)
             if result.success:
                 lifecycle.meters.nbytes += received_bytes(result) or lifecycle.announced_bytes
         lifecycle.announced_bytes = 0
-        failure = session.cause = "" if session.all_ok else fan_out.cause
+        failure = sync.cause = "" if sync.all_ok else fan_out.cause
         more: JsonObject = {}
-        if session.finish_step() is SyncState.VERIFYING:
+        if sync.finish_step() is SyncState.VERIFYING:
             more = await self._commit.close(call.credentials)
             results = self._commit.with_delivery_results(results)
             failure = self._commit.failure(failure)
-        elif session.state is SyncState.GROUPED:
+        elif sync.state is SyncState.GROUPED:
             await lifecycle.record_after_step()
         response = with_bucket_count(self._response(call, results, failure, more), results)
         if not failure and more.get("uncertain"):
@@ -244,16 +244,16 @@ class SessionSteps:
         self, member_call: MemberCall, timeouts: FanOutTimeouts
     ) -> tuple[list[WorkerResult], str]:
         """Every member's result, and why the step failed, or ""."""
-        lifecycle, session = self._lifecycle, self._lifecycle.session
+        lifecycle, sync = self._lifecycle, self._lifecycle.sync
         fan_out = GroupFanOut(list(lifecycle.members.values()), member_call)
         results = await lifecycle.fan_out(fan_out, timeouts)
         for result in results:
-            session.on_result(result)
-        if fan_out.cause and session.all_ok:
-            session.fail(fan_out.cause)
+            sync.on_result(result)
+        if fan_out.cause and sync.all_ok:
+            sync.fail(fan_out.cause)
         else:
-            session.cause = fan_out.cause
-            session.finish_step()
+            sync.cause = fan_out.cause
+            sync.finish_step()
         return results, fan_out.cause
 
     async def _record(self, call: AdminCall) -> None:
@@ -264,7 +264,7 @@ class SessionSteps:
             reason = error.strerror or error
             path = self._lifecycle.journal.path
             message = f"nothing was sent: the journal {path} can't be written: {reason}"
-            self._lifecycle.session.fail(message)
+            self._lifecycle.sync.fail(message)
             raise HttpError(503, message, "journal_unwritable") from None
 
     async def _build_members(
@@ -295,9 +295,9 @@ class SessionSteps:
         return [*members, versions.proxy_rank] if versions.is_enabled else members
 
     def _require_group(self, body: Mapping[str, Any]) -> None:
-        owner, name = self._lifecycle.session.owner, parse_group_name(body)
+        owner, name = self._lifecycle.sync.owner, parse_group_name(body)
         if owner is not None and name != owner.group_name:
-            now, state = trio.current_time(), self._lifecycle.session.state
+            now, state = trio.current_time(), self._lifecycle.sync.state
             message = f"there is no group {name!r}; there is {owner.describe(now, state)}"
             raise InvalidTransition(400, message)
 
@@ -306,7 +306,7 @@ class SessionSteps:
     ) -> AdminResponse:
         status = self._lifecycle.end_status if cause == self._lifecycle.end_cause else 0
         failure = StepFailure(cause, status)
-        response = merge_results(call.route.path, results, self._lifecycle.session, failure)
+        response = merge_results(call.route.path, results, self._lifecycle.sync, failure)
         if response.ok and call.route.one_engine:
             response = as_one(call.route.path, response, results)
         return AdminResponse(response.status, {**response.body, **more})

@@ -25,9 +25,11 @@ from omni_proxy.weight_sync.delivery.proxy_rank import NAME
 from omni_proxy.weight_sync.delivery.service import VersionService
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
 from omni_proxy.weight_sync.protocol.requests import UpdateFlags
-from omni_proxy.weight_sync.protocol.session import SyncSession, SyncState
-from omni_proxy.weight_sync.session.lifecycle import SessionLifecycle
-from omni_proxy.weight_sync.session.verification import (
+from omni_proxy.weight_sync.protocol.sync import SyncState, WeightSync
+from omni_proxy.weight_sync.store.manifest import StoredVersion
+from omni_proxy.weight_sync.store.version_store import UnknownVersion
+from omni_proxy.weight_sync.sync.lifecycle import SyncLifecycle
+from omni_proxy.weight_sync.sync.verification import (
     MISMATCH,
     CachedProof,
     Proof,
@@ -37,8 +39,6 @@ from omni_proxy.weight_sync.session.verification import (
     read_instances,
     recovered_workers,
 )
-from omni_proxy.weight_sync.store.manifest import StoredVersion
-from omni_proxy.weight_sync.store.version_store import UnknownVersion
 from omni_proxy.weight_sync.worker_calls import (
     RECOVERY_SECS,
     compare_checksums,
@@ -64,7 +64,7 @@ class RoundDelivery:
     `proofs`: what workers proved with a delivery.
     """
 
-    def __init__(self, lifecycle: SessionLifecycle, version_service: VersionService) -> None:
+    def __init__(self, lifecycle: SyncLifecycle, version_service: VersionService) -> None:
         self._lifecycle = lifecycle
         self._version_service = version_service
         self.version: StoredVersion | None = None
@@ -75,7 +75,7 @@ class RoundDelivery:
 
     def recipients(self) -> list[Worker]:
         """Healthy workers, if only the proxy's rank was in the group; others catch up later."""
-        if NAME not in self._lifecycle.session.members or self._lifecycle.workers:
+        if NAME not in self._lifecycle.sync.members or self._lifecycle.workers:
             return []
         workers = self._lifecycle.fleet.workers
         return [worker for worker in workers if worker.health.state is Health.HEALTHY]
@@ -97,7 +97,7 @@ class RoundDelivery:
     @property
     def received(self) -> bool:
         """Whether the proxy's rank took part, and received everything."""
-        member = self._lifecycle.session.members.get(NAME)
+        member = self._lifecycle.sync.members.get(NAME)
         return member is not None and not member.failed
 
     @property
@@ -187,7 +187,7 @@ class RoundCommit:
     `cause`: why the last round was no success although all members applied it, or "".
     """
 
-    def __init__(self, lifecycle: SessionLifecycle, delivery: RoundDelivery) -> None:
+    def __init__(self, lifecycle: SyncLifecycle, delivery: RoundDelivery) -> None:
         self._lifecycle = lifecycle
         self._delivery = delivery
         self._labels: set[str] = set()  # that the calls of the round named
@@ -215,12 +215,12 @@ class RoundCommit:
     async def close(self, headers: Mapping[str, str]) -> JsonObject:
         """Prove and publish what the round applied; return keys for the response.
 
-        The session is in VERIFYING, or enters it.
+        The sync is in VERIFYING, or enters it.
         """
-        lifecycle, session = self._lifecycle, self._lifecycle.session
-        if session.state is not SyncState.VERIFYING:
-            session.close()
-        names = frozenset(session.round.names)
+        lifecycle, sync = self._lifecycle, self._lifecycle.sync
+        if sync.state is not SyncState.VERIFYING:
+            sync.close()
+        names = frozenset(sync.round.names)
         started_at = trio.current_time()
         proof, mismatched = await self._deliver_and_prove(headers)
         more: JsonObject = {}
@@ -252,10 +252,10 @@ class RoundCommit:
         lifecycle, journal = self._lifecycle, self._lifecycle.journal
         is_unchanged = {w.url for w in lifecycle.fleet.workers if w.url not in journal.uncertain}
         matching = recovered_workers(proof, names, lifecycle.uncertain_tensors, is_unchanged)
-        if lifecycle.session.round.whole:
+        if lifecycle.sync.round.whole:
             matching = [worker.url for worker in proof.agreed]
         agreed = {*(worker.url for worker in proof.agreed), NAME}
-        left_out = lifecycle.session.publish(agreed)
+        left_out = lifecycle.sync.publish(agreed)
         uncertain = {url: reason for url, reason in left_out.items() if url not in agreed} | dict(
             mismatched
         )
@@ -309,8 +309,8 @@ class RoundCommit:
     async def abandon(self) -> dict[str, str]:
         """The trainer left the round open: drop it. Return uncertain workers: URL to reason."""
         lifecycle = self._lifecycle
-        names = set(lifecycle.session.round.names)
-        uncertain = lifecycle.session.abandon()
+        names = set(lifecycle.sync.round.names)
+        uncertain = lifecycle.sync.abandon()
         await self._delivery.discard_received()
         lifecycle.mark_uncertain(uncertain, names)
         await lifecycle.record_after_step()
@@ -331,7 +331,7 @@ class RoundCommit:
     async def _deliver_and_prove(self, headers: Mapping[str, str]) -> tuple[Proof, dict[str, str]]:
         """The proof of the workers that took the version, and the others: URL to reason."""
         lifecycle, delivery = self._lifecycle, self._delivery
-        members = lifecycle.session.members
+        members = lifecycle.sync.members
         delivery.begin()
         self.cause, self._recovered_all = "", False
         receivers = [worker for worker in lifecycle.workers if not members[worker.url].failed]
@@ -348,8 +348,8 @@ class RoundCommit:
                 failed |= result.failed
             self.cause = _first(result.failed)
         proof = await self._prove(receivers, headers, self._label)
-        if not lifecycle.session.all_ok:
-            proof = _reject_lone_proof(proof, lifecycle.session)
+        if not lifecycle.sync.all_ok:
+            proof = _reject_lone_proof(proof, lifecycle.sync)
         return proof, failed | dict(proof.wrong)
 
     async def _deliver(self, version: StoredVersion, headers: Mapping[str, str]) -> DeliveryResult:
@@ -401,7 +401,7 @@ class RoundCommit:
     @property
     def _label(self) -> str | None:
         """The trainer's label of the version."""
-        last = self._lifecycle.session.round.last.weight_version
+        last = self._lifecycle.sync.round.last.weight_version
         only = next(iter(self._labels)) if len(self._labels) == 1 else None
         return last if last is not None else only
 
@@ -434,13 +434,13 @@ class RoundCommit:
                 self._lifecycle.fleet.cache_cleared(worker)
 
 
-def _reject_lone_proof(proof: Proof, session: SyncSession) -> Proof:
+def _reject_lone_proof(proof: Proof, sync: WeightSync) -> Proof:
     """If a member refused the weights, a worker that took them needs another one that agrees."""
-    refused = any(member.refused for member in session.members.values())
+    refused = any(member.refused for member in sync.members.values())
     unconfirmed = len(proof.agreed) < MIN_AGREEING or len(proof.verdict.checked) < MIN_AGREEING
     if not refused or not unconfirmed:
         return proof
-    reason = f"it took what another refused, and nobody agrees with it: {session.first_failure}"
+    reason = f"it took what another refused, and nobody agrees with it: {sync.first_failure}"
     return replace(proof, wrong={**proof.wrong, **{w.url: reason for w in proof.agreed}})
 
 

@@ -24,46 +24,46 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.metrics import SyncMetrics
 from omni_proxy.weight_sync.protocol.journal import JournalEntry
 from omni_proxy.weight_sync.protocol.requests import TRANSFER_GROUP, RankRange
-from omni_proxy.weight_sync.protocol.session import GroupOwner, SyncSession, SyncState
-from omni_proxy.weight_sync.session import watchdog
-from omni_proxy.weight_sync.session.member import (
+from omni_proxy.weight_sync.protocol.sync import GroupOwner, SyncState, WeightSync
+from omni_proxy.weight_sync.state_journal import OperationContext, StateJournal
+from omni_proxy.weight_sync.sync import watchdog
+from omni_proxy.weight_sync.sync.member import (
     FanOutTimeouts,
     GroupFanOut,
     Member,
     TransferMember,
     WorkerMember,
 )
-from omni_proxy.weight_sync.session.own_pauses import OwnPauses
-from omni_proxy.weight_sync.session.verification import VersionQuarantine
-from omni_proxy.weight_sync.session.watchdog import TrainerLink, is_store_reachable
-from omni_proxy.weight_sync.state_journal import OperationContext, StateJournal
+from omni_proxy.weight_sync.sync.own_pauses import OwnPauses
+from omni_proxy.weight_sync.sync.verification import VersionQuarantine
+from omni_proxy.weight_sync.sync.watchdog import TrainerLink, is_store_reachable
 
 
-def session_status(
-    session: SyncSession,
+def sync_status(
+    sync: WeightSync,
     members: Mapping[str, Member],
     fan_out: GroupFanOut | None,
     now: float,
     step_at: float,
 ) -> dict[str, Any]:
     """The state, the owner, and a row per member. `step_at`: when the present step began."""
-    owner = session.owner if session.state is not SyncState.IDLE else None
+    owner = sync.owner if sync.state is not SyncState.IDLE else None
     return {
-        "state": session.state.value,
+        "state": sync.state.value,
         "owner": owner.to_dict(now) if owner else None,
         "step_secs": round(now - step_at, 3) if owner else 0.0,
-        "open": session.has_unpublished,
-        "buckets": session.round.buckets,
-        "members": [_member_row(session, members.get(name), fan_out, name)
-                    for name in session.members] if owner else [],
-        "last_cause": session.cause or None,
+        "open": sync.has_unpublished,
+        "buckets": sync.round.buckets,
+        "members": [_member_row(sync, members.get(name), fan_out, name)
+                    for name in sync.members] if owner else [],
+        "last_cause": sync.cause or None,
     }  # fmt: skip
 
 
 def _member_row(
-    session: SyncSession, member: Member | None, fan_out: GroupFanOut | None, name: str
+    sync: WeightSync, member: Member | None, fan_out: GroupFanOut | None, name: str
 ) -> dict[str, Any]:
-    ranks = session.members[name].ranks
+    ranks = sync.members[name].ranks
     result = fan_out.results.get(name) if fan_out is not None else None
     answered = "done" if result and result.success else "failed" if result else "asked"
     progress = getattr(member, "status", None)
@@ -71,7 +71,7 @@ def _member_row(
         "member": name,
         "rank_offset": ranks.offset,
         "ranks": ranks.ranks,
-        "standing": session.member_statuses()[name],
+        "standing": sync.member_statuses()[name],
         "progress": answered if fan_out is not None else "idle",
         **({"receive": progress()} if callable(progress) else {}),
     }
@@ -176,13 +176,13 @@ STATUS: Final = {
 _log = logging.getLogger(__name__)
 
 
-class SessionLifecycle:
+class SyncLifecycle:
     """One sync at a time: `begin` opens it; `interrupt` or `end_if_over` ends it."""
 
     def __init__(self, context: OperationContext) -> None:
         self.fleet, self.config_store = context.fleet, context.config_store
         self.journal = context.journal
-        self.session = SyncSession()
+        self.sync = WeightSync()
         self.quarantine = VersionQuarantine(context.fleet)
         self.leftovers = LeftoverGroups(context.fleet, context.journal)
         self.members: dict[str, Member] = {}
@@ -197,7 +197,7 @@ class SessionLifecycle:
         # Per worker that a sync made uncertain: names of the tensors that it may hold in part.
         self.uncertain_tensors: dict[str, frozenset[str]] = {}
         self.nursery: trio.Nursery | None = None
-        self.busy = trio.Lock()  # held while a step changes the session
+        self.busy = trio.Lock()  # held while a step changes the sync
         # Gets URLs of workers to probe, because the sync left them uncertain.
         self.on_left: Callable[[Iterable[str]], None] = lambda _: None
         self._lost_member = ""  # the member whose loss ends the sync
@@ -213,7 +213,7 @@ class SessionLifecycle:
     def start(self, nursery: trio.Nursery) -> None:
         """If the service was restarted in the middle of a sync, that sync ends now."""
         self.nursery, self._tearing_down = nursery, False
-        if self.session.state is not SyncState.IDLE:
+        if self.sync.state is not SyncState.IDLE:
             self.end_cause = self.end_cause or "the proxy's own task for it has failed"
             self.end_if_over()
 
@@ -225,8 +225,8 @@ class SessionLifecycle:
 
     def describe(self) -> str:
         """The present sync, for error messages."""
-        owner = self.session.owner
-        return owner.describe(trio.current_time(), self.session.state) if owner else ""
+        owner = self.sync.owner
+        return owner.describe(trio.current_time(), self.sync.state) if owner else ""
 
     @property
     def leaving(self) -> set[str]:
@@ -242,7 +242,7 @@ class SessionLifecycle:
         members have ranks, so nobody may join or leave the fleet meanwhile.
         """
         assert self.nursery is not None
-        self.session.begin(owner, ranges)
+        self.sync.begin(owner, ranges)
         self.members = {member.name: member for member in members}
         self.workers = [m.worker for m in members if isinstance(m, WorkerMember)]
         self.end_cause, self.leave_results, self.recipients = "", [], []
@@ -256,11 +256,11 @@ class SessionLifecycle:
 
     async def record(self, path: str) -> None:
         """Write the step to the journal first. Raises OSError: then no call may be sent."""
-        assert self.session.owner is not None
+        assert self.sync.owner is not None
         self._step_at = trio.current_time()
         await self.journal.begin_sync(
             JournalEntry(
-                operation=self.session.owner.group_name,
+                operation=self.sync.owner.group_name,
                 path=path,
                 targets=tuple(worker.url for worker in self._affected_workers),
                 begun_at=datetime.now(UTC).isoformat(),
@@ -278,8 +278,8 @@ class SessionLifecycle:
     @property
     def _recorded_step(self) -> str:
         """Between the calls of a round that is not published, members hold a part of it."""
-        state = self.session.state
-        grouped = state is SyncState.GROUPED and self.session.has_unpublished
+        state = self.sync.state
+        grouped = state is SyncState.GROUPED and self.sync.has_unpublished
         return "open" if grouped else state.value
 
     @property
@@ -294,7 +294,7 @@ class SessionLifecycle:
     @property
     def _affected_workers(self) -> list[Worker]:
         """Workers whose weights may be about to change."""
-        delivers = self.session.state is SyncState.VERIFYING
+        delivers = self.sync.state is SyncState.VERIFYING
         return [*self.workers, *(self.recipients if delivers else ())]
 
     async def fan_out(self, fan_out: GroupFanOut, timeouts: FanOutTimeouts) -> list[WorkerResult]:
@@ -315,24 +315,24 @@ class SessionLifecycle:
 
     def leave_idle_group(self) -> bool:
         """Take down a group of vLLM's kind that nothing is open in. False if there is none."""
-        session = self.session
-        idle = session.state is SyncState.GROUPED and not session.has_unpublished
-        owner = session.owner
+        sync = self.sync
+        idle = sync.state is SyncState.GROUPED and not sync.has_unpublished
+        owner = sync.owner
         if not idle or self.busy.locked() or not owner or owner.group_name != TRANSFER_GROUP:
             return False
-        session.leave()
+        sync.leave()
         self.end_if_over()
         return True
 
     async def is_owner_alive(self) -> bool:
-        link, owner = self._link, self.session.owner
+        link, owner = self._link, self.sync.owner
         if owner is None:
             return False
         if link is None:
             return True  # nothing tells
         if link.is_open:
             return await link.ping(PING_TIMEOUT_SECS)
-        if self.session.state is SyncState.JOINING:
+        if self.sync.state is SyncState.JOINING:
             return True  # its store may still be starting
         host, _, port = owner.address.rpartition(":")
         return await is_store_reachable(host.strip("[]"), int(port), PING_TIMEOUT_SECS)
@@ -345,7 +345,7 @@ class SessionLifecycle:
 
     def interrupt(self, cause: str, reason: str, name: str = "") -> None:
         """End the sync from outside. `why`: one word for the metrics; `name`: a lost member."""
-        if self.session.state in (SyncState.IDLE, SyncState.ABORTING) or self.end_cause:
+        if self.sync.state in (SyncState.IDLE, SyncState.ABORTING) or self.end_cause:
             return
         self.end_cause, self.end_status, self._lost_member = cause, STATUS.get(reason, 502), name
         self.meters.aborts[reason] += 1
@@ -360,10 +360,10 @@ class SessionLifecycle:
 
     def end_if_over(self) -> None:
         """Call while no step runs. If the sync is over, tell all members to leave."""
-        session = self.session
-        if self.end_cause and session.state not in (SyncState.IDLE, SyncState.ABORTING):
-            session.fail(self.end_cause, self._lost_member)
-        is_over = session.state is SyncState.ABORTING
+        sync = self.sync
+        if self.end_cause and sync.state not in (SyncState.IDLE, SyncState.ABORTING):
+            sync.fail(self.end_cause, self._lost_member)
+        is_over = sync.state is SyncState.ABORTING
         if is_over and self.nursery is not None and not self._tearing_down:
             self._tearing_down = True
             self._watching.cancel()
@@ -398,16 +398,16 @@ class SessionLifecycle:
         )
 
     async def _tear_down(self) -> None:
-        session, names = self.session, set(self.session.round.names)
-        assert session.owner is not None
-        group_name = session.owner.group_name
+        sync, names = self.sync, set(self.sync.round.names)
+        assert sync.owner is not None
+        group_name = sync.owner.group_name
         body = destroy_body(group_name)
         results: dict[str, WorkerResult] = {}
 
         async def leave(member: Member) -> None:
             results[member.name] = result = await destroy_group(member, body)
             has_left = result.success or result.refused
-            session.on_left(member.name, ok=has_left)
+            sync.on_left(member.name, ok=has_left)
             if not has_left:
                 self.leftovers.unanswered[member.name] = group_name
 
@@ -415,7 +415,7 @@ class SessionLifecycle:
             for member in self.members.values():
                 nursery.start_soon(leave, member)
         self.leave_results = [results[name] for name in self.members]
-        uncertain = session.end()
+        uncertain = sync.end()
         self.mark_uncertain(uncertain, names)
         await self.own_pauses.end(self.workers, {})
         await self.journal.finish_sync()
@@ -441,4 +441,4 @@ class SessionLifecycle:
     def status(self) -> dict[str, Any]:
         """JSON-ready."""
         now = trio.current_time()
-        return session_status(self.session, self.members, self._fan_out, now, self._step_at)
+        return sync_status(self.sync, self.members, self._fan_out, now, self._step_at)

@@ -21,8 +21,8 @@ from omni_proxy.process_group.rendezvous import StoreConnection, connect_store
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.weight_sync.protocol.receive_progress import ReceiveProgress, StallDetector
-from omni_proxy.weight_sync.protocol.session import SyncSession, SyncState
-from omni_proxy.weight_sync.session.member import Member
+from omni_proxy.weight_sync.protocol.sync import SyncState, WeightSync
+from omni_proxy.weight_sync.sync.member import Member
 from omni_proxy.weight_sync.worker_calls import wait_until_refused
 
 POLL_SECS: Final = 0.05
@@ -152,9 +152,9 @@ _MOVING: Final = (SyncState.ARMING, SyncState.ARMED, SyncState.COMMITTING)
 
 
 class WatchedSync(Protocol):
-    """What the watchdog needs of a session lifecycle."""
+    """What the watchdog needs of a sync."""
 
-    session: SyncSession
+    sync: WeightSync
     config_store: ConfigStore
     members: dict[str, Member]
     workers: list[Worker]
@@ -164,54 +164,54 @@ class WatchedSync(Protocol):
     def on_member_lost(self, worker: Worker, reason: str) -> None: ...
 
 
-async def watch(sync: WatchedSync, link: TrainerLink | None) -> None:
-    """Run until cancelled; a finding is reported to `sync.interrupt`."""
+async def watch(watched: WatchedSync, link: TrainerLink | None) -> None:
+    """Run until cancelled; a finding is reported to `watched.interrupt`."""
     async with trio.open_nursery() as nursery:
         if link is not None:
-            nursery.start_soon(_watch_owner, sync, link)
-        nursery.start_soon(_watch_progress, sync)
-        for worker in sync.workers:
-            nursery.start_soon(_watch_member, sync, worker)
+            nursery.start_soon(_watch_owner, watched, link)
+        nursery.start_soon(_watch_progress, watched)
+        for worker in watched.workers:
+            nursery.start_soon(_watch_member, watched, worker)
 
 
-async def _watch_owner(sync: WatchedSync, link: TrainerLink) -> None:
+async def _watch_owner(watched: WatchedSync, link: TrainerLink) -> None:
     try:
         await link.open()
     except GroupError as error:
-        if sync.session.state is SyncState.JOINING:
-            sync.interrupt(str(error), "owner_unreachable")
+        if watched.sync.state is SyncState.JOINING:
+            watched.interrupt(str(error), "owner_unreachable")
         return
 
     def silent_secs() -> float:
         """A trainer that only has a group may be busy without limit."""
-        moving = sync.session.state in _MOVING or sync.session.has_unpublished
-        return _stall_secs(sync) if moving else inf
+        moving = watched.sync.state in _MOVING or watched.sync.has_unpublished
+        return _stall_secs(watched) if moving else inf
 
     reason = await link.wait_gone(silent_secs)
-    sync.interrupt(f"the trainer is gone: {reason}", "owner_dead")
+    watched.interrupt(f"the trainer is gone: {reason}", "owner_dead")
 
 
-async def _watch_member(sync: WatchedSync, worker: Worker) -> None:
-    reason = await wait_until_refused(worker, sync.config_store.config.health.endpoint)
-    sync.on_member_lost(worker, reason)
+async def _watch_member(watched: WatchedSync, worker: Worker) -> None:
+    reason = await wait_until_refused(worker, watched.config_store.config.health.endpoint)
+    watched.on_member_lost(worker, reason)
 
 
-async def _watch_progress(sync: WatchedSync) -> None:
+async def _watch_progress(watched: WatchedSync) -> None:
     """Detect a stall while all members are armed; a running call reports its own failure."""
     detector: StallDetector | None = None
     while True:
         await trio.sleep(PROGRESS_INTERVAL_SECS)
-        if sync.session.state is not SyncState.ARMED:
+        if watched.sync.state is not SyncState.ARMED:
             detector = None
             continue
         detector = detector or StallDetector(trio.current_time())
-        reports = await _read_progress(sync.members)
-        if sync.session.state is SyncState.ARMED:
-            first_secs = sync.config_store.config.weight_sync.ready_timeout_secs or inf
+        reports = await _read_progress(watched.members)
+        if watched.sync.state is SyncState.ARMED:
+            first_secs = watched.config_store.config.weight_sync.ready_timeout_secs or inf
             now = trio.current_time()
-            reason, name = detector.update(now, reports, _stall_secs(sync), first_secs)
+            reason, name = detector.update(now, reports, _stall_secs(watched), first_secs)
             if reason:
-                sync.interrupt(reason, "member_failed" if name else "stall", name)
+                watched.interrupt(reason, "member_failed" if name else "stall", name)
 
 
 async def _read_progress(members: Mapping[str, Member]) -> dict[str, ReceiveProgress]:
@@ -227,5 +227,5 @@ async def _read_progress(members: Mapping[str, Member]) -> dict[str, ReceiveProg
     return reports
 
 
-def _stall_secs(sync: WatchedSync) -> float:
-    return sync.config_store.config.weight_sync.stall_timeout_secs or inf
+def _stall_secs(watched: WatchedSync) -> float:
+    return watched.config_store.config.weight_sync.stall_timeout_secs or inf

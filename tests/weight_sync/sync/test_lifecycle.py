@@ -7,7 +7,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.weight_sync.protocol.journal import decode
-from omni_proxy.weight_sync.session import lifecycle
+from omni_proxy.weight_sync.sync import lifecycle
 from tests.admin_api.api_fixture import NOW, A, B
 from tests.weight_sync.trainer_fixture import (
     BUCKETS,

@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from omni_proxy.process_group.tensor_plan import GroupError
-from omni_proxy.weight_sync.session.watchdog import TrainerLink, is_store_reachable
+from omni_proxy.weight_sync.sync.watchdog import TrainerLink, is_store_reachable
 
 
 @pytest.fixture
