@@ -36,6 +36,7 @@ from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.policies import Policy, RandomBelow, build_policy
 from omni_proxy.routing.policies.session_load import Sessions
@@ -76,7 +77,8 @@ class DataPlane:
         self.pools = UpstreamPools(self.loop, admin_socket)
         self.inflight = self._new_inflight()
         policy = build_policy(config.routing, self.random_below, self.loop.now)
-        self.balancer = Balancer(fleet, policy, self.voices, self.recorders)
+        pools = PoolPolicies(config.routing, self.random_below, lambda: self.loop.now)
+        self.balancer = Balancer(fleet, policy, pools, self.voices, self.recorders)
         self.update_gate = UpdateGate(self.loop, fleet, self.settings, self.balancer)
         self.queue = Queue(fleet, self.settings, self.inflight, self.balancer, self.update_gate)
         self.services = ExchangeServices(
@@ -101,7 +103,7 @@ class DataPlane:
         fleet.watch_members(self._follow_fleet)
         fleet.watch_worker(self._follow_worker)
         fleet.watch_cache_cleared(self._forget)
-        fleet.watch_replaced(lambda target: self.policy.forget_worker(target))
+        fleet.watch_replaced(self._forget_target)
 
     def _new_inflight(self) -> InFlight:
         return InFlight(self.settings)
@@ -124,8 +126,11 @@ class DataPlane:
         self.voices.configure(config.routing.voice_owner)
         self.balancer.affinity_keys = affinity_keys_of(config)
         self.balancer.policy = self.build_policy(config.routing)
+        self.balancer.pools.configure(config.routing)
+        held = reasons_to_hold_sessions(config)
         if isinstance(self.policy, Sticky):
-            self.policy.hold_for(reasons_to_hold_sessions(config), self._is_member)
+            self.policy.hold_for(held, self._is_member)
+        self.balancer.pools.hold_for(held, self._is_member)
         self.queue.serve(changed=True)
 
     def build_policy(self, routing: RoutingConfig) -> Policy:
@@ -140,16 +145,22 @@ class DataPlane:
         self._shared_sessions = sessions
         if isinstance(self.policy, Sticky):
             self.policy.use_sessions(sessions, self.settings.config.routing)
+        self.balancer.pools.use_sessions(sessions)
 
     def finish_session(self, key: str) -> bool:
         """Forget a sticky session; whether it was known."""
-        return isinstance(self.policy, Sticky) and self.policy.finish_session(key)
+        in_pools = self.balancer.pools.finish_session(key)
+        known = isinstance(self.policy, Sticky) and self.policy.finish_session(key)
+        return known or in_pools
 
     def session_count(self, worker: Worker) -> int:
         """The sticky sessions that are at this worker, or at a rank."""
+        targets = worker.dp_ranks or (worker,)
+        if worker.role != "regular":
+            return sum(map(self.balancer.pools.session_count, targets))
         if not isinstance(self.policy, Sticky):
             return 0
-        return sum(map(self.policy.session_count, worker.dp_ranks or (worker,)))
+        return sum(map(self.policy.session_count, targets))
 
     def _is_member(self, target: Worker) -> bool:
         worker = target.worker
@@ -160,7 +171,11 @@ class DataPlane:
     def _forget(self, worker: Worker) -> None:
         """Its cache, and that of each of its ranks, is gone."""
         for target in (worker, *worker.dp_ranks):
-            self.policy.forget_worker(target)
+            self._forget_target(target)
+
+    def _forget_target(self, target: Worker) -> None:
+        self.policy.forget_worker(target)
+        self.balancer.pools.forget_worker(target)
 
     def prepare(self, new: Config) -> PreparedListeners:
         """Open and read what `new` needs; the result puts it in force. Raises OSError, ConfigError,
@@ -260,5 +275,6 @@ class DataPlane:
 
     def _sweep(self) -> None:
         self.policy.maintain(self.loop.now)
+        self.balancer.pools.maintain(self.loop.now)
         self.pools.sweep()
         self.listeners.retry_accepting()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from omni_proxy.config.schema import Role
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker, capability_names
@@ -73,13 +74,13 @@ def pick_worker(
     ):  # else nothing is narrowed, and a call is saved
         candidates = _narrowed(fleet, requirements, candidates, owner)
     if tried and len(candidates) > 1:
-        candidates = _untried(candidates, tried) or candidates
+        candidates = untried(candidates, tried) or candidates
     if not candidates:
         raise no_worker_error(fleet, requirements, owner)
     return policy.pick(candidates, requirements)
 
 
-def _untried(candidates: Sequence[Worker], tried: Collection[Worker]) -> Sequence[Worker]:
+def untried(candidates: Sequence[Worker], tried: Collection[Worker]) -> Sequence[Worker]:
     """Ranks of workers that were tried are left as well, where there is nothing else."""
     untried = [target for target in candidates if target not in tried]
     return [target for target in untried if target.worker not in tried] or untried
@@ -108,12 +109,19 @@ def _placed(
 
 
 def ineligibility_reasons(
-    fleet: Fleet, worker: Worker, requirements: Requirements, owner: str = ""
+    fleet: Fleet,
+    worker: Worker,
+    requirements: Requirements,
+    owner: str = "",
+    role: Role = "regular",
 ) -> list[str]:
-    """Why this worker is not eligible, the most important reason first; empty if it is."""
+    """Why this worker is not eligible, the most important reason first; empty if it is. `role`: of
+    whom the request needs one."""
     reasons = []
-    if worker.role != "regular":
-        reasons.append(f"serves only the {worker.role} leg of requests")
+    if worker.role != role:
+        serves = "serves" if worker.role == "regular" else f"serves only the {worker.role} leg of"
+        what = "whole requests, not their legs" if worker.role == "regular" else "requests"
+        reasons.append(f"{serves} {what}")
     reasons += _unroutable_reasons(worker)
     missing = capability_names(requirements.mask & ~worker.mask)
     if missing:
@@ -121,7 +129,7 @@ def ineligibility_reasons(
     if (
         requirements.model
         and worker.model != requirements.model
-        and _model_counts(fleet, requirements)
+        and _model_counts(fleet, requirements, role)
     ):
         serves = f"serves the model {worker.model!r}" if worker.model else "names no model"
         reasons.append(f"{serves}, not {requirements.model!r}")
@@ -169,40 +177,48 @@ def _reasons_against_voice_owner(
     return ["is not the first that could keep voices"] if first and worker not in first else []
 
 
-def _model_counts(fleet: Fleet, requirements: Requirements) -> bool:
+def _model_counts(fleet: Fleet, requirements: Requirements, role: Role) -> bool:
     """Whether the model counts: only if one of the other eligible workers names a model."""
     return any(
         worker.model
         for worker in fleet.workers
-        if worker.role == "regular"
+        if worker.role == role
         and worker.routable
         and worker.mask & requirements.mask == requirements.mask
     )
 
 
-def no_worker_error(fleet: Fleet, requirements: Requirements, owner: str = "") -> HttpError:
+def no_worker_error(
+    fleet: Fleet, requirements: Requirements, owner: str = "", role: Role = "regular"
+) -> HttpError:
     """The 503 for a request that no worker can take, with the first reason that explains it; the
     400 where only the rank that it names can't."""
-    if requirements.dp_rank != ANY_RANK:
+    if requirements.dp_rank != ANY_RANK and role == "regular":
         others = eligible_workers(fleet, structs.replace(requirements, dp_rank=ANY_RANK), owner)
         if others:
             return rank_error(others, fleet.workers, requirements.dp_rank)
-    held_workers = workers_held_for_update(fleet, requirements, owner)
+    held_workers = workers_held_for_update(fleet, requirements, owner, role)
     code, message = (
-        _by_weights(held_workers) if held_workers else _first_cause(fleet, requirements, owner)
+        _by_weights(held_workers)
+        if held_workers
+        else _first_cause(fleet, requirements, owner, role)
     )
-    return HttpError(503, f"no eligible upstream: {message}", code).with_headers(
-        ("retry-after", "1")
-    )
+    return unavailable(code, message if role == "regular" else f"for {role}: {message}")
+
+
+def unavailable(code: str, message: str) -> HttpError:
+    """The 503 of a request that nobody can take now."""
+    error = HttpError(503, f"no eligible upstream: {message}", code)
+    return error.with_headers(("retry-after", "1"))
 
 
 def workers_held_for_update(
-    fleet: Fleet, requirements: Requirements, owner: str = ""
+    fleet: Fleet, requirements: Requirements, owner: str = "", role: Role = "regular"
 ) -> list[Worker]:
     """Workers that only a weight operation makes ineligible; [] if another worker is eligible or
     that is not the cause."""
     remaining = _meant(fleet, requirements, owner)
-    for code, _, narrow in _steps(requirements):
+    for code, _, narrow in _steps(requirements, role):
         if code == "all_held":
             break
         remaining = narrow(remaining)
@@ -236,12 +252,14 @@ def _by_weights(held_workers: Iterable[Worker]) -> tuple[str, str]:
     return "weights_uncertain", message
 
 
-def _first_cause(fleet: Fleet, requirements: Requirements, owner: str) -> tuple[str, str]:
+def _first_cause(
+    fleet: Fleet, requirements: Requirements, owner: str, role: Role
+) -> tuple[str, str]:
     """Narrow the fleet as the pick does, and name the step that leaves no worker."""
     remaining = fleet.workers
     if not remaining:
         return "no_workers", "no worker is registered"
-    for code, message, narrow in _steps(requirements):
+    for code, message, narrow in _steps(requirements, role):
         passed = narrow(remaining)
         if not passed:
             return code, message(remaining)
@@ -264,15 +282,24 @@ _HELD_WORDS = {
     "catching_up": "being brought up to the version of the others",
     "unproven": "being queried for its weight version",
 }
+_NO_SUCH_ROLE: dict[Role, str] = {
+    "regular": "no_regular_worker",
+    "prefill": "no_prefill_worker",
+    "decode": "no_decode_worker",
+}
 _Workers = list[Worker]
 _Step = tuple[str, Callable[[_Workers], str], Callable[[_Workers], _Workers]]
 
 
-def _steps(requirements: Requirements) -> Iterator[_Step]:
+def _steps(requirements: Requirements, role: Role) -> Iterator[_Step]:
     yield (
-        "no_regular_worker",
-        lambda _: "every worker serves only the prefill or the decode leg of requests",
-        lambda remaining: [worker for worker in remaining if worker.role == "regular"],
+        _NO_SUCH_ROLE[role],
+        lambda _: (
+            "every worker serves only the prefill or the decode leg of requests"
+            if role == "regular"
+            else f"no worker has the role {role}"
+        ),
+        lambda remaining: [worker for worker in remaining if worker.role == role],
     )
     yield (
         "no_capable_worker",
@@ -337,7 +364,7 @@ def _each(text: Iterable[Iterable[str]]) -> str:
     return ", ".join(sorted({item for group in text for item in group}))
 
 
-class _Preview(Policy):
+class Preview(Policy):
     """Previews where `pick_worker` picks, and keeps the reason."""
 
     __slots__ = ("_policy", "details", "name", "reason")
@@ -379,7 +406,7 @@ def explain(
         for worker in fleet.workers
         for target in worker.dp_ranks or (worker,)
     ]
-    preview = _Preview(policy)
+    preview = Preview(policy)
     try:
         picked = pick_worker(fleet, requirements, preview, owner=owner)
     except HttpError as error:

@@ -40,6 +40,26 @@ UNPINNED, VOICE_OWNER, NAMED, RESPONSE_OWNER = Pinning
 
 
 @dataclass(frozen=True, slots=True)
+class Legs:
+    """What prefill and decode workers do for the requests of a route. `connectors`: with which they
+    are served in two legs. `alone`: with which a decode worker can serve them whole, where
+    [routing.disaggregation] allows it. `no_model`: they need no model, so that it always can."""
+
+    connectors: frozenset[str] = frozenset()
+    alone: frozenset[str] = frozenset()
+    no_model: bool = False
+
+
+_VLLM = frozenset(("nixl", "mooncake"))
+NO_LEGS = Legs()
+BOTH_ENGINES = Legs(_VLLM | {"sglang"}, _VLLM)
+SGLANG_ONLY = Legs(frozenset(("sglang",)), _VLLM)
+VLLM_ONLY = Legs(_VLLM, _VLLM)
+DECODE_ALONE = Legs(alone=_VLLM)  # the route's requests have no field for the transfer
+NO_MODEL = Legs(no_model=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """One row. `traffic` is the class its counts are kept under (omni-router.md 3), `counter_index`
     where they begin. `text`: the keys of the body whose content is the prefix text, where those are
@@ -53,6 +73,7 @@ class Route:
     pinning: Pinning = Pinning.ANY
     websocket: bool = False
     text: tuple[str, ...] = ()
+    legs: Legs = NO_LEGS
     counter_index: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,25 +93,30 @@ def _row(path: str, traffic: str, needs: str, body: BodyKind, **more: object) ->
 
 
 _ROWS = (
-    _row("/v1/chat/completions", "generation", "chat", BodyKind.JSON),
-    _row("/v1/completions", "generation", "chat", BodyKind.JSON),
+    _row("/v1/chat/completions", "generation", "chat", BodyKind.JSON, legs=BOTH_ENGINES),
+    _row("/v1/completions", "generation", "chat", BodyKind.JSON, legs=BOTH_ENGINES),
     _row("/v1/embeddings", "generation", "chat", BodyKind.JSON),
-    _row("/generate", "generation", "chat", BodyKind.JSON),
-    _row("/inference/v1/generate", "generation", "chat", BodyKind.JSON),
-    _row("/v1/messages", "generation", "chat", BodyKind.JSON),
-    _row("/v1/chat/completions/batch", "generation", "chat", BodyKind.JSON),
+    _row("/generate", "generation", "chat", BodyKind.JSON, legs=SGLANG_ONLY),
+    _row("/inference/v1/generate", "generation", "chat", BodyKind.JSON, legs=VLLM_ONLY),
+    _row("/v1/messages", "generation", "chat", BodyKind.JSON, legs=DECODE_ALONE),
+    _row("/v1/chat/completions/batch", "generation", "chat", BodyKind.JSON, legs=DECODE_ALONE),
     _row(
         "/v1/responses", "responses", "chat", BodyKind.JSON,
-        pinning=Pinning.RESPONSE_OWNER, text=("instructions", "input"),
+        pinning=Pinning.RESPONSE_OWNER, text=("instructions", "input"), legs=VLLM_ONLY,
     ),
     *(
-        _row(path, "auxiliary", "chat", BodyKind.JSON)
+        _row(path, "auxiliary", "chat", BodyKind.JSON, legs=NO_MODEL)
         for path in (
             "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize",
             "/v1/chat/completions/render", "/v1/completions/render", "/v1/messages/render",
             "/v1/responses/render", "/v1/chat/completions/derender", "/v1/completions/derender",
-            "/derender", "/v1/messages/count_tokens", "/v1/rerank", "/rerank", "/v1/score",
-            "/score", "/v1/classify", "/classify", "/pooling",
+            "/derender", "/v1/messages/count_tokens",
+        )
+    ),
+    *(
+        _row(path, "auxiliary", "chat", BodyKind.JSON)
+        for path in (
+            "/v1/rerank", "/rerank", "/v1/score", "/score", "/v1/classify", "/classify", "/pooling",
         )
     ),
     _row("/v1/images/generations", "images", "chat", BodyKind.JSON),
@@ -118,11 +144,11 @@ _VOICE = Route(
 )  # fmt: skip
 _RESPONSE = Route(
     "/v1/responses/{response_id}", frozenset(("GET", "DELETE")), "responses",
-    capability_mask(["chat"]), BodyKind.OPAQUE, Pinning.RESPONSE_OWNER,
+    capability_mask(["chat"]), BodyKind.OPAQUE, Pinning.RESPONSE_OWNER, legs=NO_MODEL,
 )  # fmt: skip
 _CANCEL = Route(
     "/v1/responses/{response_id}/cancel", frozenset(("POST",)), "responses",
-    capability_mask(["chat"]), BodyKind.OPAQUE, Pinning.RESPONSE_OWNER,
+    capability_mask(["chat"]), BodyKind.OPAQUE, Pinning.RESPONSE_OWNER, legs=NO_MODEL,
 )  # fmt: skip
 _EXACT[_SPEECH_STREAM.path] = _SPEECH_STREAM
 MODEL_PATHS = tuple(_EXACT)  # those that are spelled out

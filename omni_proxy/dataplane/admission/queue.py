@@ -27,7 +27,6 @@ from omni_proxy.dataplane.upstream.acquire import Balancer
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.pick import filter_by_version
 from omni_proxy.routing.routes import UNPINNED
 from omni_proxy.wire.errors import HttpError
 
@@ -35,7 +34,8 @@ from omni_proxy.wire.errors import HttpError
 WEIGHT_CODES: Final = frozenset(("weights_updating", "paused", "weights_uncertain"))
 WAITABLE_CODES: Final = WEIGHT_CODES | {
     "all_disabled", "all_held", "none_healthy", "all_full", "no_workers",
-    "weight_version_unavailable",
+    "weight_version_unavailable", "weight_versions_differ", "no_prefill_worker",
+    "no_decode_worker",
 }  # fmt: skip
 
 
@@ -198,7 +198,7 @@ class Queue:
     def _admit(self, waiter: _Waiter) -> bool:
         exchange, need = waiter.exchange, waiter.need
         try:
-            if need is not None and not self._balancer.eligible(need):
+            if need is not None and not self._balancer.is_eligible(need):
                 return False
             if not self._inflight.admit(exchange):
                 return False
@@ -238,7 +238,7 @@ class Queue:
             return True
         if self._held_worker(need) is not None:
             return False
-        return bool(filter_by_version(need, self._fleet.candidates(need.model, need.mask)))
+        return self._balancer.could_take(need)
 
     async def _wait(self, waiter: _Waiter, error: HttpError) -> None:
         """`error`: why it can't go now. Raises HttpError if the queue is full, or after a
@@ -319,7 +319,7 @@ def _line_key(need: Requirements | None, held: Worker | None, *, names_models: b
     model = need.model if names_models else None
     place = need.pinning if need.pinning is not UNPINNED else ""
     where = (place, need.named_worker, need.dp_rank)
-    return model, need.mask, where, need.version_constraint, held
+    return model, need.mask, where, need.version_constraint, held, need.legs
 
 
 def _timeout_status(error: HttpError, server: ServerConfig) -> int:

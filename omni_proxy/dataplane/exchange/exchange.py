@@ -22,6 +22,18 @@ from omni_proxy.wire.request import RequestHead
 REQUEST_ID_NAME: Final = b"X-SGLang-Omni-Request-ID: "
 
 
+class PrefillLeg:
+    """The prefill leg of an attempt in two legs, as long as its worker counts it as in flight."""
+
+    __slots__ = ("half_open_id", "rank", "version", "worker")
+
+    def __init__(self, worker: Worker, rank: DpRank | None) -> None:
+        self.worker = worker
+        self.rank = rank  # of `worker`, where that has ranks
+        self.version = worker.version  # when the attempt began
+        self.half_open_id = 0
+
+
 class Exchange:
     """Times are of the event loop's clock in seconds, 0.0 for a phase that was not reached."""
 
@@ -30,9 +42,9 @@ class Exchange:
         "connect_secs", "cors", "ended_at", "ended_by", "error", "failed_attempts", "first_at",
         "half_open_id", "head_at", "held_bytes", "idempotency_key", "last_chunk", "last_rank",
         "last_worker", "longest_gap", "method", "outcome", "own_secs", "phase", "policy",
-        "queued_secs", "rank", "relayed", "request_id", "request_id_line", "requirements",
-        "response_head_at", "route", "sent_at", "single_chunk", "started_at", "status", "stream",
-        "target", "version", "worker", "worker_seen",
+        "prefill", "queued_secs", "rank", "relayed", "request_id", "request_id_line",
+        "requirements", "response_head_at", "route", "sent_at", "single_chunk", "started_at",
+        "status", "stream", "target", "version", "worker", "worker_seen",
     )  # fmt: skip
 
     def __init__(self, started_at: float, client: str) -> None:
@@ -60,6 +72,7 @@ class Exchange:
         self.body = b""  # of the request, as long as it may have to be sent again
         self.worker: Worker | None = None  # of the present attempt
         self.rank: DpRank | None = None  # of `worker`, where that has ranks
+        self.prefill: PrefillLeg | None = None  # of the present attempt, if it has two legs
         # Of the last attempt that is over.
         self.last_worker: Worker | None = None
         self.last_rank: DpRank | None = None

@@ -133,6 +133,8 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
     worker, outcome = exchange.worker, exchange.outcome or "cut_by_proxy"
     exchange.phase = exchange.phase or phase
     exchange.ended_at = services.loop.now
+    if exchange.prefill is not None:
+        services.balancer.release_prefill(exchange, FAILED)
     if worker is not None:
         result = FAILED
         if outcome == "completed" and 0 < exchange.status < 400:

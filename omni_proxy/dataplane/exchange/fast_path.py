@@ -170,7 +170,8 @@ class FastPath:
         except HttpError:
             return False
         pool = services.pools.of(rank or worker)
-        upstream = None if worker.api_key_env else pool.reuse(self)
+        whole = exchange.prefill is None and not worker.api_key_env
+        upstream = pool.reuse(self) if whole else None
         if upstream is None:
             return False
         io.upstream = self.waiting_on = upstream

@@ -190,8 +190,8 @@ def _streamable(
 ) -> Requirements | None:
     """The requirements of a large body, where they are known before all of it has come."""
     assert exchange.route is not None
-    if body.whole:
-        return None
+    if body.whole or (io.services.fleet.has_pools and exchange.route.legs.connectors):
+        return None  # in two legs a body is sent twice, with keys of the proxy's own
     io.body_stream = body  # an error from here on leaves the rest of it unread
     need = requirements_of_beginning(io.services.fleet, exchange.route, body.beginning, head)
     if need is None:
@@ -248,7 +248,7 @@ def set_requirements(
     exchange.requirements = need
     exchange.stream = need.stream
     balancer = io.services.balancer
-    if balancer.policy.needs_affinity_key:
+    if balancer.needs_affinity_key:
         need.affinity_key = balancer.affinity_keys.read(b"".join(lines), body)
     if not need.stream:
         io.deadline = io.loop.now + io.settings.limits.total

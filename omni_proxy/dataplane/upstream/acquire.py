@@ -2,7 +2,8 @@
 
 Invariant: a worker that was acquired is released exactly once, and no worker has more in flight
 than its `max_inflight`, over all data-plane processes; the same holds for a data-parallel rank,
-which is counted with its worker. Nothing is awaited between the choice and the count.
+which is counted with its worker. Nothing is awaited between the choice and the count. A prefill and
+a decode worker are acquired together; each is released when its leg ends.
 """
 
 from __future__ import annotations
@@ -11,21 +12,34 @@ from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Final
 
-from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders
-from omni_proxy.fleet.dp_rank import DpRank
+from omni_proxy.dataplane.exchange.exchange import Exchange, PrefillLeg, Recorders
+from omni_proxy.fleet.dp_rank import DpRank, rank_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.disaggregation.errors import held_for_update, no_pair_error
+from omni_proxy.routing.disaggregation.pairing import (
+    Pairing,
+    Placement,
+    Policies,
+    all_tried,
+    could_take,
+    is_eligible,
+    pick_placement,
+)
+from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.affinity_key import AffinityKeyReader
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.pick import (
     eligible_workers,
+    filter_by_version,
     no_worker_error,
     pick_worker,
     workers_held_for_update,
 )
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.policies.sticky import Sticky
+from omni_proxy.routing.routes import NO_LEGS
 from omni_proxy.routing.stored_responses import ResponseOwners, own_response_owners
 
 # Two processes that both give up the same place find it free again at their next choice; that this
@@ -37,38 +51,80 @@ class Balancer:
     """Chooses the worker of each attempt by the policy in force."""
 
     def __init__(
-        self, fleet: Fleet, policy: Policy, voices: VoiceRegistry, recorders: Recorders
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        pools: PoolPolicies,
+        voices: VoiceRegistry,
+        recorders: Recorders,
     ) -> None:
-        self.policy = policy
+        self.policy = policy  # of regular workers
+        self.pools = pools
         self.affinity_keys = AffinityKeyReader(())
         self.voices = voices
         self.response_owners: ResponseOwners = own_response_owners()
         self._fleet = fleet
+        self._pairing = Pairing(fleet)
         self._recorders = recorders
 
-    def eligible(self, need: Requirements) -> list[Worker]:
-        return list(eligible_workers(self._fleet, need, self.voices.owner))
+    def uses_pools(self, need: Requirements) -> bool:
+        """Whether prefill and decode workers may take it."""
+        return self._fleet.has_pools and need.legs is not NO_LEGS
+
+    @property
+    def needs_affinity_key(self) -> bool:
+        return self.policy.needs_affinity_key or (
+            self._fleet.has_pools and self.pools.needs_affinity_key
+        )
+
+    def is_eligible(self, need: Requirements) -> bool:
+        """Whether `acquire` would find a worker now. Raises HttpError 404."""
+        if self.uses_pools(need):
+            return is_eligible(self._pairing, need, self.pools, self.voices.owner)
+        return bool(eligible_workers(self._fleet, need, self.voices.owner))
+
+    def could_take(self, need: Requirements) -> bool:
+        """Whether there is a worker for it that only has no room. Raises HttpError 404."""
+        if self.uses_pools(need):
+            return could_take(self._pairing, need, self.pools)
+        return bool(filter_by_version(need, self._fleet.candidates(need.model, need.mask)))
+
+    def all_tried(self, need: Requirements, tried: Collection[Worker]) -> bool:
+        """Whether the next attempt can only go where one has failed; false if there is no worker
+        for it. Raises HttpError 404."""
+        if self.uses_pools(need):
+            return all_tried(self._pairing, need, self.pools, tried, self.voices.owner)
+        workers = eligible_workers(self._fleet, need, self.voices.owner)
+        return bool(workers) and all(target.worker in tried for target in workers)
 
     def held_for_update(self, need: Requirements) -> list[Worker]:
         held = self.held_worker(need)
         if held is not None:
             return [held.worker]
+        if self.uses_pools(need):
+            return held_for_update(self._fleet, need, self.voices.owner)
         return list(workers_held_for_update(self._fleet, need, self.voices.owner))
 
     def held_worker(self, need: Requirements) -> Worker | None:
         """The worker that the request's session waits for; None where it does not wait."""
+        if self.uses_pools(need) and (held := self.pools.held_worker(need)) is not None:
+            return held
         return self.policy.held_worker(need) if isinstance(self.policy, Sticky) else None
 
     def acquire(self, exchange: Exchange, tried: Collection[Worker] = ()) -> Worker:
-        """Begin an attempt at the worker that this returns. Raises HttpError: none can take it."""
+        """Begin an attempt at the worker that this returns. If it is served in two legs, its other
+        worker is in `exchange.prefill`. Raises HttpError: none can take it."""
         need, fleet = exchange.requirements, self._fleet
         assert need is not None
-        worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
-        worker.in_flight += 1
-        if fleet.has_ranks:
-            worker = self._take_rank(exchange, need, tried, worker)
-        elif fleet.has_inflight_limits and fleet.is_over_limit(worker):
-            worker = self._acquire_another(need, tried, worker)
+        if fleet.has_pools and need.legs is not NO_LEGS:
+            worker = self._acquire_placement(exchange, need, tried)
+        else:
+            worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
+            worker.in_flight += 1
+            if fleet.has_ranks:
+                worker = self._take_rank(exchange, need, tried, worker)
+            elif fleet.has_inflight_limits and fleet.is_over_limit(worker):
+                worker = self._acquire_another(need, tried, worker)
         exchange.worker = worker
         exchange.version = worker.version
         if self._recorders.route_log is not None:
@@ -110,6 +166,48 @@ class Balancer:
             count_at_worker(worker, -1)
         raise no_worker_error(fleet, need, self.voices.owner)
 
+    def _acquire_placement(
+        self, exchange: Exchange, need: Requirements, tried: Collection[Worker]
+    ) -> Worker:
+        """Counts both workers as in flight and begins the prefill leg. Raises HttpError."""
+        fleet = self._fleet
+        policies = Policies(self.policy, self.pools)
+        for _ in range(CHOICES):
+            placement = pick_placement(self._pairing, need, policies, tried, self.voices.owner)
+            if self._count(placement):
+                break
+        else:
+            raise no_pair_error(fleet, need, self.voices.owner)
+        if placement.prefill is not None:
+            exchange.prefill = self._begin_prefill(exchange, placement.prefill)
+        return note_rank(exchange, placement.worker)
+
+    def _begin_prefill(self, exchange: Exchange, target: Worker) -> PrefillLeg:
+        """`target`, a worker or a rank, is counted already."""
+        leg = PrefillLeg(target.worker, rank_of(target))
+        for each in (leg.worker, leg.rank):
+            if each is not None:
+                each.peak_in_flight = max(each.peak_in_flight, each.in_flight)
+                if exchange.route is not None:
+                    each.counts[exchange.route.counter_index] += 1
+        if leg.worker.health.breaker_tripped:
+            leg.half_open_id = self._fleet.begin_half_open(leg.worker)
+        return leg
+
+    def _count(self, placement: Placement) -> bool:
+        """Whether both workers had room, over all processes; then they are counted."""
+        fleet, prefill, worker = self._fleet, placement.prefill, placement.worker
+        both = (worker,) if prefill is None else (worker, prefill)
+        for each in both:
+            each.in_flight += 1
+            count_at_worker(each, 1)
+        if not fleet.has_inflight_limits or not any(fleet.is_over_limit(each) for each in both):
+            return True
+        for each in both:
+            each.in_flight -= 1
+            count_at_worker(each, -1)
+        return False
+
     def release(self, exchange: Exchange, worker: Worker, result: int) -> None:
         """The attempt at `worker`, the present one, is over: SUCCEEDED or FAILED. The caller serves
         the admission queue."""
@@ -123,6 +221,20 @@ class Balancer:
         route = exchange.route
         if route is not None:
             worker.counts[route.counter_index + result] += 1
+
+    def release_prefill(self, exchange: Exchange, result: int) -> None:
+        """The prefill leg is over, if there is one: SUCCEEDED or FAILED. The caller serves the
+        admission queue."""
+        leg, exchange.prefill = exchange.prefill, None
+        if leg is None:
+            return
+        for each in (leg.worker, leg.rank):
+            if each is not None:
+                each.in_flight -= 1
+                if exchange.route is not None:
+                    each.counts[exchange.route.counter_index + result] += 1
+        if leg.half_open_id:
+            self._fleet.end_half_open(leg.worker, leg.half_open_id)
 
 
 def count_at_worker(target: Worker, requests: int) -> None:

@@ -119,8 +119,7 @@ class RetryState:
         io, need = self._io, self._exchange.requirements
         services = io.services
         assert need is not None
-        workers = services.balancer.eligible(need)
-        if not workers or not self._tried.issuperset(each.worker for each in workers):
+        if not services.balancer.all_tried(need, self._tried):
             return
         if io.client.peer_closed and io.settings.half_close_aborts:
             raise ClientDisconnected

@@ -31,7 +31,17 @@ from omni_proxy.routing.inspect.body_fields import (
     starts_with,
 )
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, LargeJsonFields, read_large_json
-from omni_proxy.routing.routes import ALWAYS_JSON, FORM, JSON, NAMED, UNPINNED, Pinning, Route
+from omni_proxy.routing.routes import (
+    ALWAYS_JSON,
+    FORM,
+    JSON,
+    NAMED,
+    NO_LEGS,
+    UNPINNED,
+    Legs,
+    Pinning,
+    Route,
+)
 from omni_proxy.routing.version_constraint import VersionConstraint, parse_version_constraint
 from omni_proxy.wire.errors import HttpError
 
@@ -92,6 +102,7 @@ class Requirements(msgspec.Struct, gc=False):
     ranks_in_large_body: tuple[tuple[str, bytes], ...] = ()  # of such a request: keys and values
     dp_rank: int = ANY_RANK  # the data-parallel rank that the client names
     names_rank_in_body: bool = False
+    legs: Legs = NO_LEGS  # what prefill and decode workers can do for it
 
     @property
     def capabilities(self) -> list[str]:

@@ -137,6 +137,18 @@ class CacheAware(Policy):
         matched = {worker.url: max(0, depths.get(worker, 0) - text.start) for worker in candidates}
         return {"text_bytes": text.length, "matched_bytes": matched}
 
+    def cached_prefix(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[bytes, dict[Worker, int]]:
+        text = _text(candidates, requirements)
+        if not text.whole:
+            return b"", {}
+        mark = text.start - 1  # which begins the text and does not count
+        depths = self._tree.depths(text.whole)
+        return text.whole[mark:], {
+            worker: depth - text.start for worker, depth in depths.items() if depth > text.start
+        }
+
     def record_pick(self, worker: Worker, requirements: Requirements) -> None:
         text = _text((worker,), requirements)
         if text.whole:

@@ -62,6 +62,14 @@ class Policy(ABC):
         """JSON-able facts for POST /explain, beside health and load. Must change no state."""
         return {}
 
+    def cached_prefix(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[bytes, dict[Worker, int]] | None:
+        """The request's text behind its mark, and how many bytes of it workers are believed to have
+        cached, those with none left out; None for a policy that does not know. Must change no
+        state."""
+        return None
+
     def record_pick(self, worker: Worker, requirements: Requirements) -> None:  # noqa: B027
         """Something else chose this worker (a sticky session): remember what `pick` would."""
 

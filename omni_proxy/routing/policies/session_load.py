@@ -112,3 +112,35 @@ def fewest_sessions(candidates: Sequence[Worker], sessions: Sessions, turn: int)
     lowest = min(fills)
     ties = [worker for worker, fill in zip(candidates, fills, strict=True) if fill == lowest]
     return ties[turn % len(ties)]
+
+
+class PrefixedSessions:
+    """Part of a table that other policies use too: its keys begin with `prefix`."""
+
+    __slots__ = ("_prefix", "_sessions")
+
+    def __init__(self, sessions: Sessions, prefix: str) -> None:
+        self._sessions = sessions
+        self._prefix = prefix
+
+    def tune(self, most: int, idle_secs: float) -> None:
+        self._sessions.tune(most, idle_secs)
+
+    def find(self, key: str, now: float) -> Worker | None:
+        return self._sessions.find(self._prefix + key, now)
+
+    def keep(self, key: str, worker: Worker, now: float) -> None:
+        self._sessions.keep(self._prefix + key, worker, now)
+
+    def finish(self, key: str) -> bool:
+        return self._sessions.finish(self._prefix + key)
+
+    def count(self, worker: Worker) -> int:
+        return self._sessions.count(worker)
+
+    def maintain(self, now: float) -> None:
+        self._sessions.maintain(now)
+
+    def __len__(self) -> int:
+        """Of the whole table."""
+        return len(self._sessions)

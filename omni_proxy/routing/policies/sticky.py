@@ -127,6 +127,11 @@ class Sticky(Policy):
     ) -> dict[str, object]:
         return self.inner.explain_pick(candidates, requirements)
 
+    def cached_prefix(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[bytes, dict[Worker, int]] | None:
+        return self.inner.cached_prefix(candidates, requirements)
+
     def record_pick(self, worker: Worker, requirements: Requirements) -> None:
         self.inner.record_pick(worker, requirements)
 

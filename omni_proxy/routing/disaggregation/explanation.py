@@ -1,0 +1,164 @@
+"""Explains a placement: a verdict on each worker for its leg, both picks and the policies' reasons.
+
+Invariant: changes no state of a policy; a worker has no reasons exactly when `pick_placement` could
+choose it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from omni_proxy.config.schema import DisaggregationConfig, Role
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.disaggregation.errors import of_leg
+from omni_proxy.routing.disaggregation.pairing import Pairing, Placement, Policies, pick_placement
+from omni_proxy.routing.disaggregation.partners import Pools, alone, same_weights
+from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.pick import Explanation, Preview, explain, ineligibility_reasons
+from omni_proxy.routing.policies import Policy
+from omni_proxy.routing.routes import NO_LEGS
+from omni_proxy.wire.errors import HttpError
+
+WITHOUT_PREFILL: Mapping[str, str] = {
+    "cached": "the decode worker has enough of the prompt cached to compute the rest itself",
+    "fallback": "the decode worker computes the prompt itself: no prefill worker can",
+    "no_model": "the request needs no model",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPick:
+    """The other leg of an explained placement; `worker` None: `reason` says why there is none."""
+
+    worker: Worker | None
+    policy: str
+    reason: str = ""
+    details: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementExplanation:
+    """`explanation`: of the worker that answers the client. `policy`: which picked it. `prefill`:
+    None where a regular worker takes the request, or nobody does."""
+
+    explanation: Explanation
+    policy: str
+    prefill: PrefillPick | None = None
+
+
+class _Previews:
+    """`PoolPolicies` whose picks change nothing."""
+
+    def __init__(self, policies: PoolPolicies) -> None:
+        self._policies = policies
+        self._previews: dict[Role, Preview] = {}
+
+    @property
+    def rules(self) -> DisaggregationConfig:
+        return self._policies.rules
+
+    def of(self, role: Role) -> Preview:
+        preview = self._previews.get(role)
+        if preview is None:
+            preview = self._previews[role] = Preview(self._policies.of(role))
+        return preview
+
+    def uncached_tokens(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> Callable[[Worker], int | None]:
+        return self._policies.uncached_tokens(candidates, requirements)
+
+    def record_cached(self, worker: Worker, requirements: Requirements) -> None:
+        """A preview sends no prompt to anybody."""
+
+
+def explain_placement(
+    fleet: Fleet, need: Requirements, policy: Policy, policies: PoolPolicies, owner: str = ""
+) -> PlacementExplanation:
+    """Verdicts are in registration order."""
+    if need.legs is NO_LEGS or not fleet.has_pools:
+        return PlacementExplanation(explain(fleet, need, policy, owner), policy.name)
+    pairing, previews, regular = Pairing(fleet), _Previews(policies), Preview(policy)
+    try:
+        reasons = _verdicts(pairing, need, policies, owner)
+        placement = pick_placement(pairing, need, Policies(regular, previews), owner=owner)
+    except HttpError as error:
+        reasons = (
+            [(target, ["is not the worker that the request names"]) for target in _targets(fleet)]
+            if error.status == 404
+            else _verdicts(pairing, need, policies, owner)
+        )
+        return PlacementExplanation(Explanation(reasons, error=error), policy.name)
+    picked_by = regular if placement.worker.role == "regular" else previews.of("decode")
+    explanation = Explanation(reasons, placement.worker, picked_by.reason, picked_by.details)
+    return PlacementExplanation(explanation, picked_by.name, _prefill_pick(placement, previews))
+
+
+def _prefill_pick(placement: Placement, previews: _Previews) -> PrefillPick | None:
+    if placement.worker.role == "regular":
+        return None
+    preview = previews.of("prefill")
+    if placement.prefill is None:
+        return PrefillPick(None, preview.name, WITHOUT_PREFILL[placement.reason])
+    return PrefillPick(placement.prefill, preview.name, preview.reason, preview.details)
+
+
+def _verdicts(
+    pairing: Pairing, need: Requirements, policies: PoolPolicies, owner: str
+) -> list[tuple[Worker, list[str]]]:
+    """Raises HttpError 404."""
+    fleet, pools = pairing.fleet, pairing.pools(need)
+    lone = alone(pools.decodes, need.legs, fallback=policies.rules.fallback == "decode")
+    taken = bool(pools.paired or lone)
+    verdicts = []
+    for worker in _targets(fleet):
+        leg = of_leg(fleet, need, worker.role) if worker.role != "regular" else need
+        reasons = ineligibility_reasons(fleet, worker, leg, owner, worker.role)
+        if not reasons and worker.role == "regular" and taken:
+            reasons = ["the prefill and decode workers take it"]
+        elif not reasons and worker.role == "prefill":
+            reasons = _against_prefill(worker, pools, need)
+        elif not reasons and worker.role == "decode":
+            reasons = _against_decode(worker, pools, lone, need)
+        verdicts.append((worker, reasons))
+    return verdicts
+
+
+def _targets(fleet: Fleet) -> list[Worker]:
+    return [target for worker in fleet.workers for target in worker.dp_ranks or (worker,)]
+
+
+def _against_prefill(worker: Worker, pools: Pools, need: Requirements) -> list[str]:
+    if any(worker in partners for partners in pools.partners.values()):
+        return []
+    if worker not in pools.prefills:
+        return ["is not the worker that the request names"]
+    return [f"no decode worker pairs with it: {_mismatch(worker, pools.decodes, need)}"]
+
+
+def _against_decode(
+    worker: Worker, pools: Pools, lone: Sequence[Worker], need: Requirements
+) -> list[str]:
+    if worker in pools.partners or (worker in lone and not pools.paired):
+        return []
+    if worker not in pools.decodes:
+        return ["is not the worker that the request names"]
+    return [f"no prefill worker pairs with it: {_mismatch(worker, pools.prefills, need)}"]
+
+
+def _mismatch(worker: Worker, others: Sequence[Worker], need: Requirements) -> str:
+    if worker.kv_connector not in need.legs.connectors:
+        return f"with kv_connector {worker.kv_connector} this route is not served in two legs"
+    if not others:
+        return "none is eligible"
+    others = [each for each in others if each.kv_connector == worker.kv_connector]
+    if not others:
+        return f"none has kv_connector {worker.kv_connector}"
+    others = [each for each in others if each.model == worker.model]
+    if not others:
+        return f"none has the model {worker.model or 'that is not named'}"
+    assert not any(same_weights(each.version, worker.version) for each in others)
+    return f"none has the weights {worker.version}"

@@ -1,0 +1,228 @@
+"""Picks the workers of a request where there are prefill and decode workers.
+
+    decode worker     by decode_policy, among those that a prefill worker pairs with
+    uncached < bound  the decode worker computes the prompt itself     (min_uncached_tokens)
+    prefill worker    by prefill_policy, among those that pair with the decode worker
+    no pair           the decode worker alone (fallback = "decode"), else a regular worker
+
+Invariants: both workers of a placement pair (`partners`); nothing is picked that is not routable,
+capable and below its limit; what was not tried yet comes first; a placement exists exactly when
+`is_eligible`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from omni_proxy.config.schema import DisaggregationConfig, Role
+from omni_proxy.fleet.registry import CANDIDATE_LISTS, Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.disaggregation.errors import no_pair_error
+from omni_proxy.routing.disaggregation.partners import Pools, alone, pair_up, pinned
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.pick import (
+    eligible_workers,
+    filter_by_version,
+    has_room,
+    pick_worker,
+    untried,
+)
+from omni_proxy.routing.policies import Policy
+from omni_proxy.routing.routes import NO_LEGS, UNPINNED, Legs
+from omni_proxy.wire.errors import HttpError
+
+
+class PoolChoice(Protocol):
+    """What the choice asks of `PoolPolicies`, or of a preview of them."""
+
+    @property
+    def rules(self) -> DisaggregationConfig: ...
+
+    def of(self, role: Role) -> Policy: ...
+
+    def uncached_tokens(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> Callable[[Worker], int | None]: ...
+
+    def record_cached(self, worker: Worker, requirements: Requirements) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """`regular`: of regular workers. `pools`: of the prefill and decode pools."""
+
+    regular: Policy
+    pools: PoolChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`worker` answers the client: a decode worker, or a regular one. `prefill`: the worker of the
+    other leg; None if `worker` computes the prompt itself. Then `reason` says why: "" for a regular
+    worker, else "cached", "fallback" or "no_model"."""
+
+    worker: Worker
+    prefill: Worker | None = None
+    reason: str = ""
+
+
+class Pairing:
+    """Finds the pools of a request; what does not depend on the moment is kept until the fleet
+    changes."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self._revision = -1
+        self._kept: dict[tuple[int, int, Legs], Pools] = {}
+
+    def pools(self, need: Requirements) -> Pools:
+        """Those that can take it now. Raises HttpError 404 if it names an unknown worker."""
+        fleet = self.fleet
+        prefills: Sequence[Worker] = fleet.pool("prefill", need.model, need.mask)
+        decodes: Sequence[Worker] = fleet.pool("decode", need.model, need.mask)
+        if need.pinning is UNPINNED and need.version_constraint is None and need.dp_rank < 0:
+            kept = self._pools(prefills, decodes, need.legs)
+            if not fleet.has_inflight_limits:
+                return kept
+        prefills, decodes = pinned(fleet, need, prefills, decodes)
+        if need.version_constraint is not None:
+            prefills = filter_by_version(need, prefills)
+            decodes = filter_by_version(need, decodes)
+        if fleet.has_inflight_limits:
+            prefills = [worker for worker in prefills if has_room(worker)]
+            decodes = [worker for worker in decodes if has_room(worker)]
+        return pair_up(prefills, decodes, need.legs)
+
+    def _pools(self, prefills: Sequence[Worker], decodes: Sequence[Worker], legs: Legs) -> Pools:
+        if self._revision != self.fleet.revision or len(self._kept) >= CANDIDATE_LISTS:
+            self._kept.clear()
+            self._revision = self.fleet.revision
+        key = (id(prefills), id(decodes), legs)
+        kept = self._kept.get(key)
+        if kept is None:  # it refers to both lists, so that their ids stay theirs
+            kept = self._kept[key] = pair_up(prefills, decodes, legs)
+        return kept
+
+
+def pick_placement(
+    pairing: Pairing,
+    need: Requirements,
+    policies: Policies,
+    tried: Collection[Worker] = (),
+    owner: str = "",
+) -> Placement:
+    """The workers for this attempt; of each pool one that was not tried yet if there is any.
+
+    `owner` as for `pick_worker`. Raises HttpError 503 with the reason why there are none.
+    """
+    fleet = pairing.fleet
+    if need.legs is not NO_LEGS:
+        placement = _from_pools(pairing.pools(need), need, policies.pools, tried)
+        if placement is not None:
+            return placement
+    try:
+        return Placement(pick_worker(fleet, need, policies.regular, tried, owner))
+    except HttpError as error:
+        if need.legs is NO_LEGS or error.code not in ("no_regular_worker", "model_not_found"):
+            raise
+        raise no_pair_error(fleet, need, owner) from None
+
+
+def _from_pools(
+    pools: Pools, need: Requirements, policies: PoolChoice, tried: Collection[Worker]
+) -> Placement | None:
+    """None if a regular worker has to take it."""
+    legs, decodes = need.legs, pools.paired
+    lone: Sequence[Worker] | None = None
+    if tried and decodes:
+        partners = pools.partners
+        decodes = [w for w in decodes if any(each.worker not in tried for each in partners[w])]
+        if not decodes:
+            lone = _alone(pools, legs, policies)
+            decodes = () if lone else pools.paired
+        decodes = _untried(decodes, tried)
+    if decodes:
+        return _two_legs(pools, decodes, need, policies, tried)
+    lone = _alone(pools, legs, policies) if lone is None else lone
+    if not lone:
+        return None
+    worker = policies.of("decode").pick(_untried(lone, tried), need)
+    return Placement(worker, None, "no_model" if legs.no_model else "fallback")
+
+
+def _two_legs(
+    pools: Pools,
+    decodes: Sequence[Worker],
+    need: Requirements,
+    policies: PoolChoice,
+    tried: Collection[Worker],
+) -> Placement:
+    bound = policies.rules.min_uncached_tokens
+    # Before the pick, with which the policy believes that the prompt is cached there.
+    uncached = policies.uncached_tokens(decodes, need) if bound else None
+    decode = policies.of("decode").pick(decodes, need)
+    if uncached is not None:
+        tokens = uncached(decode) if decode.kv_connector in need.legs.alone else None
+        policies.record_cached(decode, need)
+        if tokens is not None and tokens < bound:
+            return Placement(decode, None, "cached")
+    prefill = policies.of("prefill").pick(_untried(pools.partners[decode], tried), need)
+    return Placement(decode, prefill)
+
+
+def _alone(pools: Pools, legs: Legs, policies: PoolChoice) -> Sequence[Worker]:
+    return alone(pools.decodes, legs, fallback=policies.rules.fallback == "decode")
+
+
+def _untried(workers: Sequence[Worker], tried: Collection[Worker]) -> Sequence[Worker]:
+    """Those that were not tried yet, or all. The same list while nothing was tried: policies
+    recognize it."""
+    return untried(workers, tried) or workers if tried else workers
+
+
+def is_eligible(
+    pairing: Pairing, need: Requirements, policies: PoolChoice, owner: str = ""
+) -> bool:
+    """Whether `pick_placement` would find workers now. Raises HttpError 404."""
+    pools = pairing.pools(need)
+    if pools.paired or _alone(pools, need.legs, policies):
+        return True
+    return bool(eligible_workers(pairing.fleet, need, owner))
+
+
+def could_take(pairing: Pairing, need: Requirements, policies: PoolChoice) -> bool:
+    """Whether there are workers for it that only have no room. Raises HttpError 404."""
+    fleet = pairing.fleet
+    prefills, decodes = pinned(
+        fleet,
+        need,
+        filter_by_version(need, fleet.pool("prefill", need.model, need.mask)),
+        filter_by_version(need, fleet.pool("decode", need.model, need.mask)),
+    )
+    pools = pair_up(prefills, decodes, need.legs)
+    if pools.paired or _alone(pools, need.legs, policies):
+        return True
+    return bool(filter_by_version(need, fleet.candidates(need.model, need.mask)))
+
+
+def all_tried(
+    pairing: Pairing,
+    need: Requirements,
+    policies: PoolChoice,
+    tried: Collection[Worker],
+    owner: str = "",
+) -> bool:
+    """Whether the next attempt could only go where one has failed; false if nobody can take it.
+    Raises HttpError 404."""
+    pools = pairing.pools(need)
+    for decode in pools.paired:
+        fresh = any(each.worker not in tried for each in pools.partners[decode])
+        if fresh and decode.worker not in tried:
+            return False
+    lone = _alone(pools, need.legs, policies)
+    if pools.paired and not lone:
+        return True
+    others = lone or eligible_workers(pairing.fleet, need, owner)
+    return bool(others) and all(target.worker in tried for target in others)

@@ -1,0 +1,88 @@
+"""Which prefill and decode workers pair, and which decode workers may serve a request alone.
+
+Two workers pair if they have the same KV connector, the same model and the same weights: a prompt
+that one version computed is never continued by another. Must not pick: `pairing` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.weight_version import WeightVersion
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.requirements import ANY_RANK, Requirements
+from omni_proxy.routing.rank_pinning import candidates_of_rank
+from omni_proxy.routing.routes import NAMED, UNPINNED, Legs
+from omni_proxy.wire.errors import HttpError
+
+
+def may_pair(prefill: Worker, decode: Worker) -> bool:
+    return (
+        prefill.kv_connector == decode.kv_connector
+        and prefill.model == decode.model
+        and same_weights(prefill.version, decode.version)
+    )
+
+
+def same_weights(one: WeightVersion, other: WeightVersion) -> bool:
+    """A label that is not known yet is no other version, the proxy's own epoch is."""
+    if one.epoch != other.epoch:
+        return False
+    return one.label == other.label or one.label is None or other.label is None
+
+
+@dataclass(slots=True)
+class Pools:
+    """The workers of both pools that a request could use, and who pairs with whom. `paired`: the
+    decode workers that have a partner. Lists are shared and must not be changed."""
+
+    prefills: Sequence[Worker]
+    decodes: Sequence[Worker]
+    paired: Sequence[Worker]
+    partners: dict[Worker, Sequence[Worker]]
+
+
+def pair_up(prefills: Sequence[Worker], decodes: Sequence[Worker], legs: Legs) -> Pools:
+    """Equal workers share a list of partners, by which policies recognize it."""
+    lists: dict[tuple[str, str | None, WeightVersion], Sequence[Worker]] = {}
+    partners: dict[Worker, Sequence[Worker]] = {}
+    for decode in decodes:
+        key = (decode.kv_connector, decode.model, decode.version)
+        found = lists.get(key)
+        if found is None:
+            fits = decode.kv_connector in legs.connectors
+            found = [each for each in prefills if fits and may_pair(each, decode)]
+            lists[key] = found
+        if found:
+            partners[decode] = found
+    paired = decodes if len(partners) == len(decodes) else [w for w in decodes if w in partners]
+    return Pools(prefills, decodes, paired, partners)
+
+
+def pinned(
+    fleet: Fleet, need: Requirements, prefills: Sequence[Worker], decodes: Sequence[Worker]
+) -> tuple[Sequence[Worker], Sequence[Worker]]:
+    """Both pools without those that its pinning rules out: one worker may be named, of either
+    pool, and a data-parallel rank, which is that of the decode worker. Raises HttpError 404 for an
+    unknown worker."""
+    if need.dp_rank != ANY_RANK:
+        decodes = candidates_of_rank(decodes, need.dp_rank)
+    if need.pinning is UNPINNED:
+        return prefills, decodes
+    named = fleet.get(need.named_worker) if need.pinning is NAMED else None
+    if need.pinning is NAMED and named is None:
+        raise HttpError(404, "unknown route worker", "unknown_worker")
+    if named is None or named.role == "regular":
+        return [], []
+    if named.role == "prefill":
+        return [target for target in prefills if target.worker is named], decodes
+    return prefills, [target for target in decodes if target.worker is named]
+
+
+def alone(decodes: Sequence[Worker], legs: Legs, *, fallback: bool) -> Sequence[Worker]:
+    """The decode workers that may serve it without a prefill worker."""
+    if legs.no_model:
+        return decodes
+    return [worker for worker in decodes if worker.kv_connector in legs.alone] if fallback else []

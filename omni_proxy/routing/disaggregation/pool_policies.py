@@ -1,0 +1,158 @@
+"""The policies of the prefill and the decode pool, each with its own state, and what the decode
+workers are believed to have cached.
+
+Invariant: each pool has its own policy object: the turns, prefix trees and sessions of one pool
+know nothing of the other's, nor of the regular workers'. A reload keeps the state of a policy whose
+name stays. A fleet without pools builds no policy here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from msgspec.structs import replace
+
+from omni_proxy.config.schema import DisaggregationConfig, Role, RoutingConfig
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.prefix_text import LIMIT, TOKENS
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.policies import Policy, RandomBelow, build_policy
+from omni_proxy.routing.policies.cache_aware import CacheAware
+from omni_proxy.routing.policies.session_load import PrefixedSessions, Sessions
+from omni_proxy.routing.policies.sticky import Sticky
+
+BYTES_PER_TOKEN: Final = 4  # of UTF-8 text, in the mean of English and code
+POOLS: Final[tuple[Role, ...]] = ("prefill", "decode")
+
+
+class PoolPolicies:
+    """`random_below` and `now` as for `build_policy`."""
+
+    def __init__(
+        self, routing: RoutingConfig, random_below: RandomBelow, now: Callable[[], float]
+    ) -> None:
+        self.rules: DisaggregationConfig = routing.disaggregation
+        self._routing = routing
+        self._random_below = random_below
+        self._now = now
+        self._policies: dict[Role, Policy] = {}
+        self._knowledge: CacheAware | None = None  # where the decode policy has none
+        self._sessions: Sessions | None = None
+        self._held: tuple[frozenset[str], Callable[[Worker], bool]] | None = None
+
+    def of(self, role: Role) -> Policy:
+        """The policy of the prefill or the decode pool."""
+        policy = self._policies.get(role)
+        if policy is None:
+            policy = self._policies[role] = self._build(role, None)
+        return policy
+
+    def configure(self, routing: RoutingConfig) -> None:
+        """Put another configuration in force."""
+        self._routing, self.rules = routing, routing.disaggregation
+        for role, before in self._policies.items():
+            self._policies[role] = self._build(role, before)
+        if not self.rules.min_uncached_tokens:
+            self._knowledge = None
+        elif self._knowledge is not None:
+            self._knowledge.reconfigure(routing)
+
+    def use_sessions(self, sessions: Sessions) -> None:
+        """A table for sticky sessions that other policies use too."""
+        self._sessions = sessions
+        for role, policy in self._policies.items():
+            self._share_sessions(role, policy)
+
+    def hold_for(self, reasons: frozenset[str], is_member: Callable[[Worker], bool]) -> None:
+        """As for `Sticky`: a session waits for its decode worker, whose cache has its past; not for
+        its prefill worker."""
+        self._held = (reasons, is_member)
+        policy = self._policies.get("decode")
+        if isinstance(policy, Sticky):
+            policy.hold_for(reasons, is_member)
+
+    @property
+    def needs_affinity_key(self) -> bool:
+        return any(self.of(role).needs_affinity_key for role in POOLS)
+
+    def held_worker(self, requirements: Requirements) -> Worker | None:
+        """The decode worker that its session waits for; None where it does not wait."""
+        policy = self.of("decode")
+        return policy.held_worker(requirements) if isinstance(policy, Sticky) else None
+
+    def finish_session(self, key: str) -> bool:
+        known = [
+            policy.finish_session(key)
+            for policy in self._policies.values()
+            if isinstance(policy, Sticky)
+        ]
+        return any(known)
+
+    def session_count(self, worker: Worker) -> int:
+        """The sessions of its pool that are at this worker."""
+        policy = self._policies.get(worker.role)
+        return policy.session_count(worker) if isinstance(policy, Sticky) else 0
+
+    def forget_worker(self, worker: Worker) -> None:
+        for policy in self._known():
+            policy.forget_worker(worker)
+
+    def maintain(self, now: float) -> None:
+        for policy in self._known():
+            policy.maintain(now)
+
+    def stats(self) -> dict[str, dict[str, object]]:
+        """JSON-able, by role; empty while no pool was used."""
+        return {
+            role: {"name": policy.name, **policy.stats()} for role, policy in self._policies.items()
+        }
+
+    def uncached_tokens(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> Callable[[Worker], int | None]:
+        """How many tokens of the prompt each candidate would have to compute, by its cache as known
+        before this request; None where that is unknown: no text, or more of it than is compared.
+        """
+        known = self.of("decode").cached_prefix(candidates, requirements)
+        if known is None:
+            known = self._own_knowledge().cached_prefix(candidates, requirements)
+        text, cached = known
+        if not text or len(text) >= LIMIT:
+            return lambda worker: None
+        return lambda worker: estimate_tokens(text[:1], text[1 + cached.get(worker, 0) :])
+
+    def record_cached(self, worker: Worker, requirements: Requirements) -> None:
+        """The decode worker gets this prompt: it has it cached from now on."""
+        if self._knowledge is not None:
+            self._knowledge.record_pick(worker, requirements)
+
+    def _own_knowledge(self) -> CacheAware:
+        if self._knowledge is None:
+            self._knowledge = CacheAware(self._routing, self._now())
+        return self._knowledge
+
+    def _known(self) -> list[Policy]:
+        known = list(self._policies.values())
+        return [*known, self._knowledge] if self._knowledge is not None else known
+
+    def _build(self, role: Role, before: Policy | None) -> Policy:
+        rules = self.rules
+        name = rules.prefill_policy if role == "prefill" else rules.decode_policy
+        routing = replace(self._routing, policy=name or self._routing.policy)
+        policy = build_policy(routing, self._random_below, self._now(), before)
+        self._share_sessions(role, policy)
+        if role == "decode" and self._held is not None and isinstance(policy, Sticky):
+            policy.hold_for(*self._held)
+        return policy
+
+    def _share_sessions(self, role: Role, policy: Policy) -> None:
+        if isinstance(policy, Sticky) and self._sessions is not None:
+            policy.use_sessions(PrefixedSessions(self._sessions, f"{role}\n"), self._routing)
+
+
+def estimate_tokens(mark: bytes, text: bytes) -> int:
+    """How many tokens these bytes of prefix text are. Token ids are spelled as in JSON."""
+    if mark == TOKENS:
+        return text.count(b",") + bool(text.strip(b" ,]\r\n\t"))
+    return -(-len(text) // BYTES_PER_TOKEN)
