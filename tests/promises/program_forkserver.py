@@ -11,12 +11,14 @@ import importlib
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -55,10 +57,16 @@ class Nest:
 
     async def start(self, *words: str, stderr: int | None = None) -> Forked:
         """The program with these words. It gets a copy of `stderr`, or nobody hears it."""
-        return await trio.to_thread.run_sync(self._start, words, stderr)
+        return Forked(*await trio.to_thread.run_sync(self._start, words, stderr, os.environ))
 
-    def _start(self, words: tuple[str, ...], stderr: int | None) -> Forked:
-        told = {"words": words, "environ": dict(os.environ), "folder": os.getcwd()}
+    def popen(self, *words: str, stderr: int | None = None) -> ForkedPopen:
+        """The same where no event loop runs; the environment is that of the fork server."""
+        return ForkedPopen(*self._start(words, stderr, {**os.environ, **ENV}))
+
+    def _start(
+        self, words: tuple[str, ...], stderr: int | None, environ: Mapping[str, str]
+    ) -> tuple[int, int, socket.socket]:
+        told = {"words": words, "environ": dict(environ), "folder": os.getcwd()}
         ended, reports = socket.socketpair()
         with self._turn, reports, open(os.devnull, "wb") as nobody:
             sent = [nobody.fileno() if stderr is None else stderr, reports.fileno()]
@@ -66,7 +74,7 @@ class Nest:
             pid, descriptors, *_ = socket.recv_fds(self._ours, 32, 1)
         if not descriptors:
             raise RuntimeError("the nest of the programs has ended: its reason is on stderr")
-        return Forked(int(pid), descriptors[0], ended)
+        return int(pid), descriptors[0], ended
 
     def close(self) -> None:
         self._ours.close()
@@ -90,15 +98,14 @@ def close_nests() -> None:
         _NESTS.pop().close()
 
 
-class Forked:
-    """What a trio.Process would be, of a process that is no child of ours."""
+class _Forked:
+    """A process that is no child of ours: its fork server sends its status to `ended`."""
 
     def __init__(self, pid: int, descriptor: int, ended: socket.socket) -> None:
         self.pid = pid
         self._descriptor = descriptor
         self._ended = ended
         self._ended.setblocking(False)
-        self._turn = trio.Lock()
         self._status: int | None = None
 
     @property
@@ -110,13 +117,6 @@ class Forked:
                 return None
             self._ended.close()
             os.close(self._descriptor)
-        return self._status
-
-    async def wait(self) -> int:
-        async with self._turn:
-            while self.returncode is None:
-                await trio.lowlevel.wait_readable(self._ended)
-        assert self._status is not None
         return self._status
 
     def send_signal(self, number: int) -> None:
@@ -131,6 +131,34 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class Forked(_Forked):
+    """As a trio.Process."""
+
+    def __init__(self, pid: int, descriptor: int, ended: socket.socket) -> None:
+        super().__init__(pid, descriptor, ended)
+        self._turn = trio.Lock()
+
+    async def wait(self) -> int:
+        async with self._turn:
+            while (status := self.returncode) is None:
+                await trio.lowlevel.wait_readable(self._ended)
+        return status
+
+
+class ForkedPopen(_Forked):
+    """As a subprocess.Popen."""
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises TimeoutError."""
+        while (status := self.returncode) is None:
+            if not select.select([self._ended], [], [], timeout)[0]:
+                raise TimeoutError(f"process {self.pid} still runs after {timeout} s")
+        return status
 
 
 def hatch(control: socket.socket) -> list[str] | None:

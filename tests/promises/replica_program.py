@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import httpx
 import trio
 
 from tests.ports import free_port
+from tests.promises.program_forkserver import REPLICA, ForkedPopen, nest
 
 PATIENCE_SECS = 90
 PIPELINE = """
@@ -60,7 +59,7 @@ def after_prepare(payload) -> str:
 
 @dataclass(frozen=True)
 class Program:
-    process: subprocess.Popen
+    process: ForkedPopen
     port: int
 
     @property
@@ -81,36 +80,25 @@ class Program:
 @contextmanager
 def program(folder, max_in_flight=0) -> Iterator[Program]:
     """A replica that is starting; `healthy` waits for it."""
-    port = free_port()
     file = folder / "pipeline.toml"
     file.write_text(PIPELINE.format(max_in_flight=max_in_flight))
-    argv = [sys.executable, "-m", "omni_proxy", "replica", "--port", str(port)]
-    argv += ["--pipeline", str(file), "--log-level", "error"]
-    with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as process:
-        try:
-            yield Program(process, port)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            finally:
-                process.kill()
+    with started("--pipeline", str(file)) as running:
+        yield running
 
 
 @contextmanager
 def started(*words) -> Iterator[Program]:
     """A replica with these arguments that is starting."""
     port = free_port()
-    argv = [sys.executable, "-m", "omni_proxy", "replica", "--port", str(port), *words]
-    with subprocess.Popen([*argv, "--log-level", "error"], stderr=subprocess.DEVNULL) as process:
+    process = nest(*REPLICA).popen("replica", "--port", str(port), *words, "--log-level", "error")
+    try:
+        yield Program(process, port)
+    finally:
+        process.send_signal(signal.SIGTERM)
         try:
-            yield Program(process, port)
+            process.wait(20)
         finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            finally:
-                process.kill()
+            process.kill()
 
 
 async def until(holds):

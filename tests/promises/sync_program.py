@@ -6,10 +6,7 @@ started; one proxy runs at a time. FleetClient reads labels and digests of a fle
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from contextlib import asynccontextmanager, suppress
 
 import httpx
@@ -17,13 +14,13 @@ import trio
 
 from omni_proxy.watchdog import STALL_EVENT
 from tests.ports import free_port
+from tests.promises.program_forkserver import PROXY, REPLICA, nest
 
 FAR, BASE = "far", "base"
 PATIENCE_SECS = 120  # a deadline for hung tests, not a claim about speed
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 PREPARE, COMPLETE = "/prepare_weights_update", "/complete_weights_update"
-ENV = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 FILE = """\
 [server]
 port = {port}
@@ -60,10 +57,10 @@ class Replica:
         self._words += ["--weights-join-secs", "90", "--weights-receive-secs", "60"]
 
     def start(self):
-        argv = [sys.executable, "-m", "omni_proxy", "replica", *self._words]
-        argv += ["--log-level", "warning"]
         with self._log.open("a") as out:
-            self.process = subprocess.Popen(argv, stdout=out, stderr=out, env=ENV)
+            self.process = nest(*REPLICA).popen(
+                "replica", *self._words, "--log-level", "warning", stderr=out.fileno()
+            )
 
     def kill(self):
         self.process.kill()
@@ -178,9 +175,9 @@ class Fleet:
         assert STALL_EVENT not in self.log(), self.log()
 
     def start_proxy(self):
-        argv = [sys.executable, "-m", "omni_proxy", "--config", str(self.folder / "proxy.toml")]
+        words = ("--config", str(self.folder / "proxy.toml"))
         with self._log.open("a") as out:
-            self.proxy = subprocess.Popen(argv, stdout=out, stderr=out, env=ENV)
+            self.proxy = nest(*PROXY).popen(*words, stderr=out.fileno())
 
     def kill_proxy(self):
         self.proxy.kill()
