@@ -125,7 +125,7 @@ def _message(request: AbortedRequest) -> Fields:
 
 
 def _response(request: AbortedRequest) -> Fields:
-    """The Responses API, whose word for it is `cancelled`."""
+    """The Responses API, whose status for it is `cancelled`."""
     return {
         "id": request.id,
         "object": "response",

@@ -19,7 +19,7 @@ class TooManyValues(ValueError):
 
 
 def max_value_count(raw: bytes) -> int:
-    """Never fewer than `raw` has: each but the first stands behind one of these."""
+    """An upper bound of the values in `raw`: each but the first follows one of these bytes."""
     return 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{") + raw.count(b":")
 
 

@@ -1,6 +1,6 @@
 """Chunked transfer coding: request bodies parsed to their exact end, and chunks encoded.
 
-llhttp doesn't say how many bytes belong to a message, and what follows is the next request. So the
+llhttp does not report how many bytes belong to a message, and the next request follows it. So the
 framing is parsed here, strictly: sizes are plain hexadecimal, lines end with CRLF, trailers are
 dropped. Invariant: `feed` never consumes a byte past the end of the body.
 """
@@ -15,12 +15,12 @@ LAST_CHUNK = b"0\r\n\r\n"
 MAX_LINE_BYTES = 4096  # a size line with its extensions
 MAX_TRAILER_BYTES = 16384
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\x00]*)?\Z")
-# Dropped, and yet read as strictly as those of a head: others might take them for something else.
+# Trailers are dropped, but validated like the fields of a head, so that no parser can differ.
 _FIELD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\Z")
 
 
 def encode_chunk(payload: bytes) -> bytes:
-    """Never of an empty one: that is what ends a body."""
+    """`payload` must not be empty: an empty chunk ends the body."""
     return b"%x\r\n%b\r\n" % (len(payload), payload)
 
 
@@ -29,7 +29,7 @@ def _bad(message: str) -> HttpError:
 
 
 class ChunkedBody:
-    """Feed what came; take `payload` when `whole`; what follows the body stays in `rest`."""
+    """`feed` received bytes; read `payload` when `whole`; bytes after the body stay in `rest`."""
 
     __slots__ = ("_buffer", "_chunk", "_limit", "_read", "_trailer", "payload", "whole")
 
@@ -37,10 +37,10 @@ class ChunkedBody:
         self.payload: list[bytes] = []
         self.whole = False
         self._buffer = bytearray()
-        self._chunk = 0  # bytes of the current chunk (with its CRLF) still to come
+        self._chunk = 0  # missing bytes of the current chunk, with its CRLF
         self._read = 0
         self._limit = limit
-        self._trailer = -1  # bytes of trailer read; -1 while chunks still come
+        self._trailer = -1  # bytes of trailer read; -1 before the last chunk
 
     @property
     def rest(self) -> bytes:
@@ -80,7 +80,7 @@ class ChunkedBody:
         return True
 
     def _take_chunk(self) -> bool:
-        """Pass payload on as it comes, so that a large chunk is never held twice."""
+        """Move payload as it arrives, so that a large chunk is never held twice."""
         have = len(self._buffer)
         if self._chunk > 2 and have:
             part = bytes(self._buffer[: min(have, self._chunk - 2)])

@@ -51,7 +51,7 @@ class Cors:
         return self._lines or encode_fields(self.fields(origin.decode("latin-1")))
 
     def preflight(self, origin: str, methods: Iterable[str], asked: str | None) -> Fields:
-        """For the answer to a preflight that asks for the fields `asked`; () for a refused one."""
+        """For the response to a preflight that requests the fields `asked`; () if it is refused."""
         if not self.allows(origin):
             return ()
         fields = [

@@ -31,9 +31,8 @@ _READ: Final = frozenset((_PROTO, _HOST))
 @dataclass(frozen=True, slots=True)
 class ForwardedHeaders:
     """`forwarded` as the configuration has it; `id_name` is the field of the request id, or empty.
-    `id_sources` are further fields that may hold it, in lower case, the first that does.
-
-    False where there is nothing to write or read.
+    `id_sources` are further fields that may hold it, in lower case; the first one with a value
+    counts. False if there is nothing to write or read.
     """
 
     forwarded: str = "off"
@@ -44,15 +43,15 @@ class ForwardedHeaders:
         return self.forwarded != "off" or bool(self.id_name) or bool(self.id_sources)
 
     def read_fields(self) -> frozenset[bytes]:
-        """The fields whose values `prepare` reads, in lower case, but for that of the id."""
+        """Lower-case names of the fields that `prepare` reads, without that of the id."""
         return _READ if self.forwarded != "off" else frozenset()
 
     def id_fields(self) -> frozenset[bytes]:
-        """The fields whose values may become the request's id, in lower case."""
+        """Lower-case names of the fields that may hold the request id."""
         return frozenset((self.id_name, *self.id_sources))
 
     def prepare(self, head: RequestHead, *, secure: bool) -> None:
-        """The part that does not vary, written into `head`."""
+        """Write the constant part into `head`."""
         named = (field_value(head.lines, name) for name in self.id_sources)
         head.request_id = next(filter(None, named), head.request_id)
         if self.id_name:
@@ -70,7 +69,7 @@ class ForwardedHeaders:
         head.lines += b"via: %b %b\r\n" % (b"1.0" if head.http_1_0 else b"1.1", VIA_NAME)
 
     def forwarded_for_line(self, peer: str) -> bytes:
-        """X-Forwarded-For, a line of its own behind those that came; empty without an address."""
+        """X-Forwarded-For as a separate line after the received ones; empty without an address."""
         address = peer.rpartition(":")[0].strip("[]")
         if self.forwarded == "off" or not address:
             return b""
@@ -80,15 +79,14 @@ class ForwardedHeaders:
         return b"%b: %b\r\n" % (self.id_name, request_id)
 
     def set_request_id(self, lines: bytes, request_id: bytes) -> bytes:
-        """Field lines that carry the id: the client's own field stays as it is."""
+        """Field lines with the id; a field that the client sent is unchanged."""
         if field_value(lines, self.id_name):
             return lines
         return drop_fields(lines, frozenset((self.id_name,))) + self.request_id_line(request_id)
 
 
 def field_value(lines: bytes, name: bytes) -> bytes:
-    """The value of a field in the lines of a head, empty where it is not there; `name` is lower
-    case."""
+    """The value of a field in the lines of a head, or empty; `name` is lower-case."""
     if name not in lines.lower():
         return b""
     for line in lines.split(b"\r\n")[1:]:
@@ -98,8 +96,8 @@ def field_value(lines: bytes, name: bytes) -> bytes:
     return b""
 
 
-HOP_FIELD: Final = "x-omni-hop"  # in requests: the id of each proxy that it came through
-PROXY_FIELD: Final = "x-omni-proxy"  # in answers of control routes: the id of the proxy
+HOP_FIELD: Final = "x-omni-hop"  # in requests: the id of each proxy on the path
+PROXY_FIELD: Final = "x-omni-proxy"  # in responses of control routes: the id of the proxy
 
 
 def hop_line(proxy_id: str) -> bytes:
@@ -107,8 +105,10 @@ def hop_line(proxy_id: str) -> bytes:
 
 
 def reject_loop(head: bytes, proxy_id: bytes) -> None:
-    """Raises HttpError 508 for a request that has been here before. An id is random: it is looked
-    for anywhere in the head."""
+    """Raises HttpError 508 for a request that already passed this proxy.
+
+    The id is random, so it is searched in the whole head.
+    """
     if proxy_id and proxy_id in head:
         message = "this request came back to the proxy: some worker leads to the proxy itself"
         raise HttpError(508, message, "loop_detected", close=True)
@@ -122,7 +122,7 @@ FIELD: Final = b"x-omni-received"
 
 @dataclass(frozen=True, slots=True)
 class ReceivedVia:
-    """`host` is the Host field as it came, empty without one. `local`: by a Unix socket."""
+    """`host`: the Host field as received, or empty. `local`: received on a Unix socket."""
 
     scheme: str
     host: str
@@ -130,7 +130,7 @@ class ReceivedVia:
 
 
 def with_received(lines: bytes, host: bytes, *, secure: bool, local: bool) -> bytes:
-    """Field lines with the field, and with no other of that name."""
+    """Field lines with this field, and without any other of its name."""
     if FIELD in lines.lower():
         lines = drop_fields(lines, frozenset((FIELD,)))
     scheme = b"https" if secure else b"http"
@@ -139,8 +139,8 @@ def with_received(lines: bytes, host: bytes, *, secure: bool, local: bool) -> by
 
 
 def read_received(value: str) -> ReceivedVia:
-    """Of the field's value. Raises ValueError for what `with_received` does not write."""
+    """Parse the field's value. Raises ValueError for what `with_received` does not write."""
     listener, scheme, host = (*value.split(" "), "", "")[:3]
     if listener not in ("unix", "tcp") or scheme not in ("http", "https"):
-        raise ValueError(f"{value!r} does not say how a request was received")
+        raise ValueError(f"{value!r} is not a valid {FIELD.decode()} value")
     return ReceivedVia(scheme, host, listener == "unix")

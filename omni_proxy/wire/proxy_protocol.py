@@ -28,39 +28,39 @@ _LOCAL, _PROXY = 0x20, 0x21
 
 
 class ProxyHeaderError(DownstreamError):
-    """The bytes are no introduction."""
+    """The bytes are not a valid PROXY header."""
 
 
 class ProxyHeader(NamedTuple):
-    """`length`: bytes that it took. `peer`: HOST:PORT of the client, "" where it is not told."""
+    """`length`: its size in bytes. `peer`: HOST:PORT of the client, "" if it is not given."""
 
     length: int
     peer: str
 
 
-def parse_proxy_header(came: bytes) -> ProxyHeader | None:
-    """None while more must come. Raises ProxyHeaderError."""
-    if came.startswith(_SIGNATURE):
-        return _read_v2(came)
-    if _SIGNATURE.startswith(came):
+def parse_proxy_header(data: bytes) -> ProxyHeader | None:
+    """None while the header is incomplete. Raises ProxyHeaderError."""
+    if data.startswith(_SIGNATURE):
+        return _read_v2(data)
+    if _SIGNATURE.startswith(data):
         return None
-    return _read_v1(came)
+    return _read_v1(data)
 
 
-def _read_v1(came: bytes) -> ProxyHeader | None:
-    if not (came.startswith(b"PROXY ") or b"PROXY ".startswith(came)):
+def _read_v1(data: bytes) -> ProxyHeader | None:
+    if not (data.startswith(b"PROXY ") or b"PROXY ".startswith(data)):
         raise ProxyHeaderError("neither version of the PROXY protocol begins like this")
-    end = came.find(b"\r\n", 0, _V1_BYTES)
+    end = data.find(b"\r\n", 0, _V1_BYTES)
     if end < 0:
-        if len(came) >= _V1_BYTES or b"\n" in came or b"\r" in came[:-1]:
+        if len(data) >= _V1_BYTES or b"\n" in data or b"\r" in data[:-1]:
             raise ProxyHeaderError("the line of version 1 does not end")
         return None
-    line = came[:end]
+    line = data[:end]
     if _UNKNOWN.match(line):
         return ProxyHeader(end + 2, "")
     found = _LINE.match(line)
     if found is None:
-        raise ProxyHeaderError("the line of version 1 is not as it should be")
+        raise ProxyHeaderError("the line of version 1 is malformed")
     kind = IPv4Address if found[1] == b"TCP4" else IPv6Address
     try:
         source, _ = (kind(text.decode()) for text in found.group(2, 3))
@@ -68,31 +68,31 @@ def _read_v1(came: bytes) -> ProxyHeader | None:
         raise ProxyHeaderError(str(error)) from None
     if max(int(found[4]), int(found[5])) > 65535:
         raise ProxyHeaderError("a port above 65535")
-    return ProxyHeader(end + 2, _place(source, int(found[4])))
+    return ProxyHeader(end + 2, _format_address(source, int(found[4])))
 
 
-def _read_v2(came: bytes) -> ProxyHeader | None:
-    if len(came) < _V2_HEAD_BYTES:
+def _read_v2(data: bytes) -> ProxyHeader | None:
+    if len(data) < _V2_HEAD_BYTES:
         return None
-    command, family = came[12], came[13]
-    length = _V2_HEAD_BYTES + int.from_bytes(came[14:16], "big")
+    command, family = data[12], data[13]
+    length = _V2_HEAD_BYTES + int.from_bytes(data[14:16], "big")
     if command not in (_LOCAL, _PROXY):
         raise ProxyHeaderError(f"version and command {command:#04x}")
     if length > MAX_BYTES:
-        raise ProxyHeaderError(f"an introduction of {length} bytes")
-    if len(came) < length:
+        raise ProxyHeaderError(f"a header of {length} bytes")
+    if len(data) < length:
         return None
     if command == _LOCAL or family in _V2_OTHERS:
         return ProxyHeader(length, "")
     layout = _V2_ADDRESSES.get(family)
     if layout is None or length < _V2_HEAD_BYTES + layout.size:
         raise ProxyHeaderError(f"address family {family:#04x}, {length - _V2_HEAD_BYTES} bytes")
-    source, _, port, _ = layout.unpack_from(came, _V2_HEAD_BYTES)
+    source, _, port, _ = layout.unpack_from(data, _V2_HEAD_BYTES)
     address = IPv4Address(source) if len(source) == 4 else IPv6Address(source)
-    return ProxyHeader(length, _place(address, port))
+    return ProxyHeader(length, _format_address(address, port))
 
 
-def _place(address: IPv4Address | IPv6Address, port: int) -> str:
+def _format_address(address: IPv4Address | IPv6Address, port: int) -> str:
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return format_peer(str(mapped or address), port)
 
@@ -100,23 +100,23 @@ def _place(address: IPv4Address | IPv6Address, port: int) -> str:
 # The client's address as text, `1.2.3.4:567` or `[::1]:567`, and the field that gives it to the
 # admin API. An IPv4 client of a dual-stack socket is shown as IPv4.
 
-FIELD: Final = b"x-omni-peer"  # in a control request; the last one is ours
+FIELD: Final = b"x-omni-peer"  # in a control request; the proxy's own is the last one
 _MAPPED: Final = "::ffff:"
 
 
 def format_peer(host: str, port: int) -> str:
-    """`host` as the kernel writes it."""
+    """HOST:PORT; `host` as the kernel formats it."""
     address = host.removeprefix(_MAPPED)
     if ":" not in address:
         return f"{address}:{port}"
     return f"[{host}]:{port}"
 
 
-def peer_field(place: str) -> bytes:
+def peer_field(peer: str) -> bytes:
     """A field line that names the client; empty for one without an address (a Unix socket)."""
-    return b"%b: %b\r\n" % (FIELD, place.encode("latin-1", "replace")) if place else b""
+    return b"%b: %b\r\n" % (FIELD, peer.encode("latin-1", "replace")) if peer else b""
 
 
-def peer_host(place: str) -> str:
+def peer_host(peer: str) -> str:
     """The address without its port."""
-    return place.rpartition(":")[0].strip("[]")
+    return peer.rpartition(":")[0].strip("[]")

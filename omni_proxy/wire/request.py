@@ -22,7 +22,7 @@ MAX_TARGET_BYTES = 16384
 CHUNKED = -1
 
 HINT_PREFIX = b"x-sglang-omni-route-"
-# What clients say of routing, and how it is keyed in a head.
+# Routing hints of clients: field name to key in `RequestHead.hints`.
 HINTS = {
     **{HINT_PREFIX + key: key for key in (b"model", b"stream", b"capabilities", b"worker")},
     b"x-omni-weight-version": b"weight-version",
@@ -31,24 +31,24 @@ HINTS = {
 RANK_HINT = b"data-parallel-rank"  # as the header of that name is keyed among them
 _CONDITIONS = frozenset((b"x-omni-weight-version", b"x-omni-min-weight-epoch"))
 
-# Fields that end at us (RFC 9110 7.6.1) or are written anew.
+# Fields that are not forwarded (RFC 9110 7.6.1) or that the proxy writes itself.
 _ENDING = (
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
     b"proxy-connection", b"te", b"trailer", b"trailers", b"transfer-encoding", b"upgrade", b"host",
     b"content-length", b"expect", *HINTS,
 )  # fmt: skip
 REQUEST_ID_FIELDS = (b"x-sglang-omni-request-id", b"x-request-id", b"x-correlation-id")
-# Read and passed on.
+# Read and forwarded.
 _PASSED = (
     b"content-type", *REQUEST_ID_FIELDS, b"idempotency-key", b"sec-websocket-key", b"origin",
     b"x-omni-hop", b"x-data-parallel-rank",
 )  # fmt: skip
-# Of all other fields only the syntax is judged.
+# All other fields are only validated for syntax.
 READ_FIELDS = frozenset((*_ENDING, *_PASSED))
 _OURS = re.compile(
     rb"\r\n(?i:(%b)|(%b))[ \t]*:[ \t]*([^\r\n]*)" % (b"|".join(_ENDING), b"|".join(_PASSED))
 )
-# Stricter than llhttp, which takes several spaces, RTSP and fragments (RFC 9112 3).
+# Stricter than llhttp, which accepts several spaces, RTSP and fragments (RFC 9112 3).
 _REQUEST_LINE = re.compile(rb"[A-Z-]+ ([!-\"$-~]+) HTTP/1\.[01]\r\n")
 _REQUEST_LINE_SPARE = 64  # room for method and version beside the longest target
 _BARE_LF = re.compile(rb"(?<!\r)\n")
@@ -60,14 +60,14 @@ PLAIN_OPTIONS = frozenset((b"keep-alive", b"close", b"upgrade"))
 
 
 class RequestHead(msgspec.Struct, gc=False):
-    """What the rest of the program may know of a request's head."""
+    """A parsed request head: all that other modules use of it."""
 
     method: bytes
-    target: bytes  # origin form, as it will be sent on
+    target: bytes  # in origin form, as it is forwarded
     lines: bytes  # request line and the client's own fields, each ended by CRLF
     keep_alive: bool
     http_1_0: bool
-    length: int  # bytes of body; CHUNKED where only the end tells
+    length: int  # bytes of body, or CHUNKED
     expects_continue: bool = False
     upgrade: bytes = b""
     host: bytes = b""
@@ -78,7 +78,7 @@ class RequestHead(msgspec.Struct, gc=False):
     hints: dict[bytes, bytes] = {}
     origin: bytes = b""
     log_words: tuple[str, str, str] = ("", "", "")  # method, target without secrets, path: as text
-    template: HeadTemplate | None = None  # how it was written, where that is remembered
+    template: HeadTemplate | None = None  # its cached template, if it has one
 
 
 def _bad(message: str, code: str = "malformed_request") -> HttpError:
@@ -86,7 +86,7 @@ def _bad(message: str, code: str = "malformed_request") -> HttpError:
 
 
 def skip_empty_lines(buffer: bytes) -> bytes:
-    """What follows the empty lines before a request (RFC 9112 2.2); half a line end is none."""
+    """`buffer` without the empty lines before a request (RFC 9112 2.2)."""
     if buffer[:2] != b"\r\n":
         return buffer
     at = 2
@@ -96,16 +96,16 @@ def skip_empty_lines(buffer: bytes) -> bytes:
 
 
 def find_head_end(buffer: bytes | bytearray, searched: int = 0) -> int:
-    """Where the head ends (past its blank line), 0 while it isn't whole.
+    """The end of the head (past its blank line), 0 while it is incomplete.
 
-    `searched` bytes were looked at before. Raises HttpError 414 or 431 when no end can come any
-    more, and 400 at once for bytes that can't begin a request (TLS).
+    `searched` bytes were searched before. Raises HttpError 414 or 431 when the head is too large,
+    and 400 at once for bytes that can't begin a request (TLS).
     """
     end = buffer.find(b"\r\n\r\n", searched - 3 if searched > 3 else 0)
     if 0 <= end <= MAX_HEAD_BYTES - 4:
         return end + 4
     if buffer[:1] == b"\x16":
-        raise _bad("this listener speaks plain HTTP, and TLS bytes came", "tls_on_plain_port")
+        raise _bad("this listener is plain HTTP, and received TLS", "tls_on_plain_port")
     if end < 0 and len(buffer) <= MAX_HEAD_BYTES:
         longest = MAX_TARGET_BYTES + _REQUEST_LINE_SPARE
         if len(buffer) > longest and buffer.find(b"\r\n", 0, longest) < 0:
@@ -123,11 +123,11 @@ def _too_long() -> HttpError:
 
 
 def parse_request_head(head: bytes) -> RequestHead:
-    """Read one whole head (ends with its blank line). Raises HttpError for what must not pass."""
+    """Parse one complete head, with its blank line. Raises HttpError if it must not pass."""
     parser = _parsed(head)
     version, method = parser.get_http_version(), parser.get_method()
     if version not in ("1.1", "1.0"):
-        raise HttpError(505, f"HTTP/{version} is not spoken here", "http_version", close=True)
+        raise HttpError(505, f"HTTP/{version} is not supported", "http_version", close=True)
     if method in (b"CONNECT", b"TRACE"):
         raise HttpError(
             405, f"{method.decode()} is not served", "method_not_allowed", close=True,
@@ -171,14 +171,14 @@ def _words(method: bytes, target: bytes) -> tuple[str, str, str]:
 
 
 def _parsed(head: bytes) -> httptools.HttpRequestParser:
-    """What llhttp takes, less HTTP/2 and folded lines."""
+    """The head parsed by llhttp; HTTP/2 and folded lines are refused."""
     if head.startswith(b"PRI * HTTP/2"):
-        raise HttpError(505, "HTTP/2 is not spoken here", "http_version", close=True)
-    parser = httptools.HttpRequestParser(None)  # no listener: the parser itself is asked
+        raise HttpError(505, "HTTP/2 is not supported", "http_version", close=True)
+    parser = httptools.HttpRequestParser(None)  # no callbacks: results are read from the parser
     try:
         parser.feed_data(head)
     except httptools.HttpParserUpgrade:
-        pass  # llhttp stops here so that we can decide: `upgrade` in the head
+        pass  # llhttp stops here for the caller to decide: `upgrade` in the head
     except httptools.HttpParserError as error:
         raise _bad(f"malformed request head: {error}") from None
     if b"\r\n " in head or b"\r\n\t" in head:
@@ -190,10 +190,10 @@ _Fields = dict[bytes, list[bytes]]
 
 
 def _split(head: bytes) -> tuple[bytes, _Fields]:
-    """The client's own field lines without those that end here, and every field that we read."""
+    """The field lines of the client that are forwarded, and every field that is read."""
     kept: list[bytes] = []
     fields: _Fields = {}
-    at = head.index(b"\r\n")  # the request line is written anew
+    at = head.index(b"\r\n")  # the request line is written again
     for found in _OURS.finditer(head, at):
         ours, passed, value = found.groups()
         fields.setdefault((ours or passed).lower(), []).append(value.rstrip(b" \t"))
@@ -205,9 +205,9 @@ def _split(head: bytes) -> tuple[bytes, _Fields]:
 
 
 def _hints(fields: _Fields) -> dict[bytes, bytes]:
-    """Of a hint said twice the first counts; two conditions could be met by no worker."""
+    """The first value of each hint; a repeated weight version condition is an error."""
     if any(len(fields.get(name, ())) > 1 for name in _CONDITIONS):
-        raise _bad("a condition on the weights is said twice")
+        raise _bad("a weight version condition is given twice")
     hints = {HINTS[name]: values[0] for name, values in fields.items() if name in HINTS}
     ranks = fields.get(b"x-data-parallel-rank")
     if ranks is not None:  # it is passed on, too: the engine may be the one that reads it
@@ -227,7 +227,7 @@ def _first(fields: _Fields, name: bytes) -> bytes:
 
 
 def is_persistent(options: frozenset[bytes], *, http_1_0: bool) -> bool:
-    """RFC 9112 9.3. llhttp can't be asked: it forgets the options once a message is complete."""
+    """RFC 9112 9.3. llhttp forgets the options once a message is complete."""
     return b"close" not in options and (not http_1_0 or b"keep-alive" in options)
 
 
@@ -243,7 +243,7 @@ def _length(fields: _Fields, version: str) -> int:
     if lengths and codings:
         raise _bad("content-length and transfer-encoding together")  # RFC 9112 6.3: smuggling
     if len(lengths) > 1 or len(codings) > 1:
-        raise _bad("the body's length is said twice")
+        raise _bad("the body's length is given twice")
     if lengths:
         if not _LENGTH.match(lengths[0]):
             raise _bad("content-length is not a plain number")
@@ -286,7 +286,7 @@ def _origin_form(target: bytes, method: bytes, host: bytes) -> bytes:
 
 
 def drop_fields(lines: bytes, names: frozenset[bytes]) -> bytes:
-    """Field lines without those of these lower-case names (RFC 9110 7.6.1 for nominated ones)."""
+    """Field lines without those of these lower-case names (nominated ones: RFC 9110 7.6.1)."""
     kept = [
         line + b"\r\n"
         for line in lines.split(b"\r\n")[:-1]
@@ -296,6 +296,6 @@ def drop_fields(lines: bytes, names: frozenset[bytes]) -> bytes:
 
 
 def set_bearer(lines: bytes, key: bytes) -> bytes:
-    """Field lines with this key as their one authorization."""
+    """Field lines with this key as their only authorization."""
     kept = drop_fields(lines, frozenset((b"authorization",)))
     return b"%bauthorization: Bearer %b\r\n" % (kept, key)

@@ -1,7 +1,7 @@
 """A worker's response: the head cleaned, the body followed to its exact end.
 
 Invariant: `whole` becomes true only by the framing, and no byte past the end is passed on
-(response splitting); `excess` says that such bytes came and the connection can't be reused. Body
+(response splitting); `excess`: such bytes arrived, and the connection can't be reused. Body
 bytes are never changed here.
 """
 
@@ -23,13 +23,13 @@ from omni_proxy.wire.request import (
     is_persistent,
 )
 
-# Interim (1xx) heads before one answer: there is use for two or three, and each costs a turn.
+# Interim (1xx) heads before one response: two or three are of use, and each costs an iteration.
 INTERIM_HEADS = 100
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] [0-9]{3}(?: [\t -~\x80-\xff]*)?\r\n")
 _CHUNK_SIZE = re.compile(rb"(?:\A|(?<=\r\n))([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n]*)?\r\n")
-# A worker that nominates the length can't take it from the client.
+# A worker can't remove the length from the client's response by nominating it.
 _STAYING = PLAIN_OPTIONS | {b"content-length"}
-# Of these fields of an answer only the proxy's own may reach a client
+# Fields of which only the proxy's own values may reach a client
 # (`dataplane.exchange.exchange.diagnostics`, `fleet.weight_version`): a worker could claim to be
 # another one, or to have other weights.
 DIAGNOSTICS = (
@@ -45,23 +45,23 @@ _OURS = re.compile(
 
 
 class Framing(Enum):
-    """How the end of the body is told (RFC 9112 6.3)."""
+    """How the end of the body is determined (RFC 9112 6.3)."""
 
     LENGTH = "length"
     CHUNKED = "chunked"
     CLOSE = "close"
 
 
-# Of an enum itself a member costs 0.2 us to look up in Python 3.11, ten times a name of a module.
+# A module's name is looked up ten times faster than a member of an enum (Python 3.11).
 LENGTH, CHUNKED, CLOSE = Framing
 
 
 class UpstreamProtocolError(UpstreamError):
-    """The worker's bytes are no HTTP/1.1 answer."""
+    """The worker's bytes are not an HTTP/1.1 response."""
 
 
 class UpstreamResponse:
-    """One answer, fed piece by piece after its head. Also llhttp's listener."""
+    """One response, fed in chunks after its head. It is llhttp's callback object too."""
 
     __slots__ = (
         "excess", "framing", "keep_alive", "lines", "parser", "refused", "remaining", "sse",
@@ -69,7 +69,7 @@ class UpstreamResponse:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.parser: httptools.HttpResponseParser | None = None  # only where it has work
+        self.parser: httptools.HttpResponseParser | None = None  # made by `read_head`
         self.status = 0
         self.lines = b""  # status line and the worker's own fields, each ended by CRLF
         self.framing = LENGTH
@@ -78,13 +78,13 @@ class UpstreamResponse:
         self.sse = False
         self.whole = False
         self.excess = False
-        self.refused = b""  # the piece of a chunked body that broke its framing
+        self.refused = b""  # the data of a chunked body that broke its framing
 
     def read_head(self, head: bytes, *, to_head: bool) -> None:
-        """Take one whole head; `to_head` says that the request was a HEAD.
+        """Parse one complete head; `to_head`: the request was a HEAD.
 
-        Raises UpstreamProtocolError. A 1xx head leaves the answer unread: feed the next one to a
-        new UpstreamResponse.
+        Raises UpstreamProtocolError. After a 1xx head the response is still to come: feed the next
+        head to a new UpstreamResponse.
         """
         if b"\r\n " in head or b"\r\n\t" in head:
             raise UpstreamProtocolError("folded header line")
@@ -102,7 +102,7 @@ class UpstreamResponse:
             raise UpstreamProtocolError(f"status {self.status}")
         self._clean(head)
         if to_head or self.status in (204, 304) or self.status < 200:
-            self.whole = True  # RFC 9112 6.3: no body, whatever the fields say
+            self.whole = True  # RFC 9112 6.3: no body, regardless of the fields
         elif self.framing is LENGTH:
             self.whole = self.remaining == 0
         else:
@@ -126,17 +126,17 @@ class UpstreamResponse:
                 elif name == b"connection":
                     connection.append(value)
             elif read.lower() == b"content-length":
-                length = int(value)  # llhttp has judged it
+                length = int(value)  # llhttp has validated it
             else:
                 self.sse = value[:17].lower() == b"text/event-stream"
         kept.append(head[at:-2])
-        lines = b"HTTP/1.1" + b"".join(kept)[8:]  # a worker may speak HTTP/1.0, we do not
+        lines = b"HTTP/1.1" + b"".join(kept)[8:]  # a worker may use HTTP/1.0, the proxy does not
         nominated = connection_options(connection)
         self.keep_alive = is_persistent(nominated, http_1_0=head.startswith(b"HTTP/1.0"))
         names = nominated - _STAYING
         self.lines = drop_fields(lines, names) if names else lines
         if codings:
-            # Of any other coding llhttp would read to the connection's end, and call it whole.
+            # With any other coding llhttp would take all until the connection's end as the body.
             if codings != [b"chunked"]:
                 raise UpstreamProtocolError("a transfer-encoding other than chunked")
             self.framing = CHUNKED
@@ -146,23 +146,23 @@ class UpstreamResponse:
             self.framing = CLOSE
 
     def feed(self, piece: bytes) -> bytes:
-        """Follow the body; the part of `piece` that belongs to it.
+        """Follow the body; returns the part of `piece` that belongs to it.
 
-        Raises UpstreamProtocolError where the framing is broken, or where bytes follow a chunked
-        end: which of them were the body's isn't known then, and they could be taken for another
-        answer.
+        Raises UpstreamProtocolError if the framing is broken, or if bytes follow the last chunk:
+        how many of them are the body's is unknown then, and they could be taken for another
+        response.
         """
         if self.framing is CHUNKED and self.parser is not None:
             try:
                 self.parser.feed_data(piece)
-            except httptools.HttpParserUpgrade:  # another answer stands behind this one
+            except httptools.HttpParserUpgrade:  # another response follows this one
                 self.excess = True
             except httptools.HttpParserError as error:
                 self.refused = piece
                 raise UpstreamProtocolError(str(error)) from None
             if self.excess:
                 self.refused = piece
-                raise UpstreamProtocolError("bytes after the end of the answer")
+                raise UpstreamProtocolError("bytes after the end of the response")
             if self.whole:
                 return self._without_stray_lines(piece)
         elif self.framing is LENGTH:
@@ -183,18 +183,18 @@ class UpstreamResponse:
         return piece
 
     def is_between_chunks(self, last: bytes) -> bool:
-        """Whether what was accepted so far, whose last piece is `last`, ends with a chunk. Asked
-        once: nothing can be fed after it.
+        """Whether the accepted body, whose last piece is `last`, ends at the end of a chunk.
 
-        llhttp would tell of each chunk, which costs every event a tenth; so it is tried. Where a
-        piece was refused it can't be: it is believed then if `last` ends with a whole chunk, and
-        the refused piece would be refused behind one.
+        Call it once: nothing can be fed afterwards. A callback of llhttp for each chunk would make
+        each event a tenth slower, so a last chunk is fed and must be accepted. After a refused
+        piece that is impossible: then `last` must end with a complete chunk, and the refused piece
+        must be invalid after one.
         """
         if self.parser is None:
             return False
         if self.refused:
             ended = not last or _ends_with_chunk(last)
-            return ended and _is_refused_behind_a_chunk(self.refused)
+            return ended and _is_refused_after_a_chunk(self.refused)
         if self.whole:
             return False
         try:
@@ -211,23 +211,25 @@ class UpstreamResponse:
 
 
 def check_interim(count: int) -> None:
-    """Raises UpstreamProtocolError where so many interim heads before an answer are too many."""
+    """Raises UpstreamProtocolError for too many interim heads before a response."""
     if count > INTERIM_HEADS:
-        raise UpstreamProtocolError(f"more than {INTERIM_HEADS} interim heads before the answer")
+        raise UpstreamProtocolError(f"more than {INTERIM_HEADS} interim heads before the response")
 
 
 def _ends_with_chunk(piece: bytes) -> bool:
-    """Whether a piece ends with a whole chunk. What it begins with isn't known: so the first line
-    counts from which on it reads as chunks."""
+    """Whether a piece ends with a complete chunk.
+
+    It may begin inside a chunk: the first line counts from which on it parses as chunks.
+    """
     for found in _CHUNK_SIZE.finditer(piece):
-        ended = _walks_to_its_end(piece, found)
+        ended = _ends_after_chunks(piece, found)
         if ended is not None:
             return ended
     return False
 
 
-def _walks_to_its_end(piece: bytes, size: re.Match[bytes]) -> bool | None:
-    """From a size line on: None where no chunk stands there."""
+def _ends_after_chunks(piece: bytes, size: re.Match[bytes]) -> bool | None:
+    """Follow the chunks from a size line on; None if no chunk begins there."""
     at: re.Match[bytes] | None = size
     while at is not None:
         end = at.end() + int(at[1], 16)
@@ -239,7 +241,7 @@ def _walks_to_its_end(piece: bytes, size: re.Match[bytes]) -> bool | None:
     return False
 
 
-def _is_refused_behind_a_chunk(piece: bytes) -> bool:
+def _is_refused_after_a_chunk(piece: bytes) -> bool:
     other = UpstreamResponse()
     other.read_head(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", to_head=False)
     try:
@@ -250,15 +252,17 @@ def _is_refused_behind_a_chunk(piece: bytes) -> bool:
 
 
 def find_response_head_end(buffer: bytes | bytearray) -> int:
-    """Where the head ends (past its blank line), 0 while it isn't whole. Raises
-    UpstreamProtocolError."""
+    """The end of the head (past its blank line), 0 while it is incomplete.
+
+    Raises UpstreamProtocolError.
+    """
     end = buffer.find(b"\r\n\r\n")
     if end >= 0:
         return end + 4
     if len(buffer) > MAX_HEAD_BYTES:
         raise UpstreamProtocolError("the head is too large")
     if not b"HTTP/".startswith(buffer[:5]) and not buffer.startswith(b"HTTP/"):
-        raise UpstreamProtocolError("no HTTP answer")
+        raise UpstreamProtocolError("not an HTTP response")
     return 0
 
 
@@ -283,11 +287,11 @@ class Unchunker:
         return payload
 
 
-def add_reason_phrase(answer: UpstreamResponse) -> bytes:
-    """Its lines with the usual reason phrase where a server (Hypercorn) sends an empty one."""
-    bare = b"HTTP/1.1 %d \r\n" % answer.status
-    if not answer.lines.startswith(bare):
-        return answer.lines
+def add_reason_phrase(response: UpstreamResponse) -> bytes:
+    """Its lines, with the standard reason phrase if the server (Hypercorn) sends an empty one."""
+    bare = b"HTTP/1.1 %d \r\n" % response.status
+    if not response.lines.startswith(bare):
+        return response.lines
     reasons = HTTPStatus.__members__.values()
-    reason = next((known.phrase for known in reasons if known == answer.status), "")
-    return bare[:-2] + reason.encode() + b"\r\n" + answer.lines[len(bare) :]
+    reason = next((known.phrase for known in reasons if known == response.status), "")
+    return bare[:-2] + reason.encode() + b"\r\n" + response.lines[len(bare) :]

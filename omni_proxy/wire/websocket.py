@@ -1,14 +1,12 @@
 """WebSocket for a relay: both handshakes as heads, and the frames of one side of a session.
 
-wsproto reads and writes the frames. The heads are ours, so that a client's fields reach the worker
-as they came; wsproto's own handshake would rewrite them and refuse hosts that IDNA can't encode.
-Invariant: no extension and no subprotocol is ever agreed on, so payloads pass unchanged and their
-fragments may be cut anew (RFC 6455 5.4).
+wsproto reads and writes the frames. The heads are written here, so that a client's fields reach
+the worker unchanged; wsproto's own handshake would rewrite them and refuse hosts that IDNA can't
+encode. Invariant: no extension and no subprotocol is ever agreed on, so payloads pass unchanged
+and messages may be fragmented again (RFC 6455 5.4).
 
-The state of a speech session as the worker's text messages report it: done, error, failed audio.
-
-Must not change or delay messages. Unreadable messages, and messages longer than any event of the
-protocol, are ignored. Source: the events of `/v1/audio/speech/stream`.
+`SpeechEvents` is the state of a speech session as the worker's text messages report it; it neither
+changes nor delays them. Source: the events of `/v1/audio/speech/stream`.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.response import UpstreamProtocolError, UpstreamResponse
 
-PONGS_HELD_BYTES = 4096  # past it a peer pings without reading: pongs are lost, not gathered
+PONGS_HELD_BYTES = 4096  # beyond it the peer pings without reading: further pongs are dropped
 
 _KEY = re.compile(rb"[A-Za-z0-9+/]{22}==\Z")
 _FIELD = re.compile(rb"\r\n(?i:(upgrade|sec-websocket-[a-z0-9-]+))[ \t]*:[ \t]*([^\r\n]*)")
@@ -35,14 +33,14 @@ _encode = msgspec.json.encode
 
 
 def accept_handshake(head: RequestHead, lines: bytes = b"") -> bytes:
-    """The 101 that takes a client's offer, with `lines` of ours. Raises HttpError 426 and 400."""
+    """The 101 that accepts a client's handshake, with `lines` added. Raises HttpError 426, 400."""
     if head.upgrade != b"websocket" or head.http_1_0:
-        raise _only_websocket("this path speaks WebSocket only", close=bool(head.length))
+        raise _only_websocket("this path supports WebSocket only", close=bool(head.length))
     if head.length:
         raise HttpError(400, "a WebSocket handshake has no body", "bad_handshake", close=True)
     if _fields(b"\r\n" + head.lines).get(b"sec-websocket-version") != b"13":
-        refusal = _only_websocket("only version 13 of WebSocket is spoken here", close=True)
-        raise refusal.with_headers(("sec-websocket-version", "13"))
+        error = _only_websocket("only WebSocket version 13 is supported", close=True)
+        raise error.with_headers(("sec-websocket-version", "13"))
     if not _KEY.match(head.websocket_key):
         message = "sec-websocket-key must be 16 bytes in base64"
         raise HttpError(400, message, "bad_handshake", close=True)
@@ -53,7 +51,7 @@ def accept_handshake(head: RequestHead, lines: bytes = b"") -> bytes:
 
 
 def _only_websocket(message: str, *, close: bool) -> HttpError:
-    # RFC 9110 15.5.22: a 426 names the protocol it asks for.
+    # RFC 9110 15.5.22: a 426 names the required protocol.
     return HttpError(426, message, "upgrade_required", close=close).with_headers(
         ("upgrade", "websocket"), ("connection", "upgrade")
     )
@@ -69,19 +67,19 @@ def encode_handshake(lines: bytes, host_line: bytes, key: bytes) -> bytes:
 
 
 def parse_handshake_response(raw: bytes, key: bytes) -> int:
-    """What a worker said to our offer. Raises UpstreamProtocolError, also for a 101 that is
-    none."""
-    answer = UpstreamResponse()
-    answer.read_head(raw, to_head=False)
-    if answer.status == 101:
+    """The status of a worker's handshake response. Raises UpstreamProtocolError, also for a 101
+    that does not accept this handshake."""
+    response = UpstreamResponse()
+    response.read_head(raw, to_head=False)
+    if response.status == 101:
         fields = _fields(raw)
         if fields.get(b"upgrade", b"").lower() != b"websocket":
             raise UpstreamProtocolError("its 101 is not for WebSocket")
         if fields.get(b"sec-websocket-accept") != generate_accept_token(key):
-            raise UpstreamProtocolError("its sec-websocket-accept does not fit our key")
+            raise UpstreamProtocolError("its sec-websocket-accept does not match the key")
         if b"sec-websocket-extensions" in fields or b"sec-websocket-protocol" in fields:
-            raise UpstreamProtocolError("it agrees to what nobody offered")
-    return answer.status
+            raise UpstreamProtocolError("it accepts an extension or subprotocol not offered")
+    return response.status
 
 
 def _fields(raw: bytes) -> dict[bytes, bytes]:
@@ -89,10 +87,10 @@ def _fields(raw: bytes) -> dict[bytes, bytes]:
 
 
 class WebSocketFrames:
-    """One side of a session: `feed` what it sent and take `events`; what it shall get is in `out`.
+    """One side of a session: `feed` its bytes and read `events`; bytes to send to it are in `out`.
 
-    `left`: its closing frame has come, or bytes that are no frames, and nothing it sends counts.
-    `in_message`: it has the beginning of a message whose end is still to come.
+    `left`: its closing frame or invalid bytes were received, and all that follows is ignored.
+    `in_message`: the beginning of a message was sent to it, and not its end.
     """
 
     __slots__ = ("_parts", "_size", "_ws", "broken", "in_message", "left", "out")
@@ -111,7 +109,7 @@ class WebSocketFrames:
             self._ws.receive_data(piece)
 
     def events(self) -> Iterator[Event]:
-        """Messages in pieces, and one CloseConnection. Pings are answered here."""
+        """Fragments of messages, and one CloseConnection. Pings are answered here."""
         for event in self._ws.events():
             if isinstance(event, Ping):
                 if self._ws.state is ConnectionState.OPEN and len(self.out) < PONGS_HELD_BYTES:
@@ -119,7 +117,7 @@ class WebSocketFrames:
                 continue
             if isinstance(event, CloseConnection):
                 self.left = True
-                # wsproto tells a peer's violation as a close, too, and stays in its state then.
+                # wsproto reports a violation as a close too, without a change of its state.
                 self.broken = self._ws.state in (
                     ConnectionState.OPEN,
                     ConnectionState.LOCAL_CLOSING,
@@ -127,8 +125,10 @@ class WebSocketFrames:
             yield event
 
     def join(self, event: Message[Any], limit: int) -> str | bytes | None:
-        """The whole message when this was its last piece. Raises HttpError 413 past `limit`
-        bytes."""
+        """The complete message if this was its last fragment, else None.
+
+        Raises HttpError 413 beyond `limit` bytes.
+        """
         data = event.data
         self._size += len(data) if not isinstance(data, str) else len(data.encode())
         if self._size > limit:
@@ -143,7 +143,7 @@ class WebSocketFrames:
         return whole
 
     def send(self, data: str | bytes, *, finished: bool = True) -> None:
-        """A message or the next piece of one."""
+        """Queue a message or its next fragment."""
         event: Message[Any]
         if isinstance(data, str):
             event = TextMessage(data=data, message_finished=finished)
@@ -153,29 +153,29 @@ class WebSocketFrames:
         self.in_message = not finished
 
     def close(self, code: int, reason: str) -> None:
-        """Our closing frame, or our answer to its own; only the first one goes out."""
+        """Queue the closing frame, or the reply to the peer's; only the first one is sent."""
         if self._ws.state in (ConnectionState.OPEN, ConnectionState.REMOTE_CLOSING):
             self.out += self._ws.send(CloseConnection(code=code, reason=reason))
 
 
-def error_event(refusal: HttpError) -> str:
+def error_event(error: HttpError) -> str:
     """A router-made error as a message of the session (omni-router.md 12)."""
-    event = {"type": "error", "message": refusal.message, "error_type": refusal.type}
-    numeric = isinstance(refusal.code, int)
-    reason = refusal.extra.get("reason") if numeric else refusal.code
-    more = {"code": refusal.code if numeric else refusal.status, "reason": reason}
+    event = {"type": "error", "message": error.message, "error_type": error.type}
+    numeric = isinstance(error.code, int)
+    reason = error.extra.get("reason") if numeric else error.code
+    more = {"code": error.code if numeric else error.status, "reason": reason}
     return _encode({**event, **{key: value for key, value in more.items() if value}}).decode()
 
 
 def close_code(status: int) -> int:
-    """The closing code that goes with a router-made error (omni-router.md 12)."""
+    """The closing code for a router-made error (omni-router.md 12)."""
     special = {413: 1009, 429: 1013, 503: 1013}
     return special.get(status, 1008 if status < 500 else 1011)
 
 
 MAX_EVENT_BYTES = 65536
 
-# With these the worker is well and the session was not (omni-router.md 12).
+# The session failed, and the worker is healthy (omni-router.md 12).
 _APPLICATION_CODES = frozenset((1002, 1003, 1007, 1008, 1009, 1010, 1013))
 
 
@@ -192,7 +192,10 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class SpeechEvents:
-    """`done`: session.done has come; `error`: an error event; `failed_audio`: a failed sentence."""
+    """Flags: session.done, an error event, and a failed sentence (`failed_audio`) were received.
+
+    Unreadable messages, and messages longer than any event of the protocol, are ignored.
+    """
 
     __slots__ = ("_parts", "_size", "done", "error", "failed_audio")
 
@@ -202,7 +205,7 @@ class SpeechEvents:
         self._size = 0
 
     def feed(self, piece: str, *, finished: bool) -> None:
-        """The next piece of a text message."""
+        """The next fragment of a text message."""
         self._size += len(piece)
         if self._size <= MAX_EVENT_BYTES:
             self._parts.append(piece)

@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """At most `most` entries; the least recently used one goes first."""
+    """At most `most` entries; the least recently used one is evicted first."""
 
     __slots__ = ("_entries", "_most")
 
@@ -26,7 +26,7 @@ class LruCache(Generic[K, V]):
         return len(self._entries)
 
     def get(self, key: K) -> V | None:
-        """The entry, used now; None where there is none."""
+        """The entry, which counts as used now; None if there is none."""
         found = self._entries.get(key)
         if found is not None:
             self._entries.move_to_end(key)
@@ -40,9 +40,9 @@ class LruCache(Generic[K, V]):
 
 
 class Doorkeeper:
-    """Tells whether a key was seen before, among the last `most` that were new.
+    """Whether a key was seen before, among the last `most` new keys.
 
-    It keeps hashes only: equal ones of two keys cost one entry too early, and nothing else.
+    It keeps hashes only: a collision admits one key too early, and has no other effect.
     """
 
     __slots__ = ("_most", "_seen")
@@ -52,7 +52,7 @@ class Doorkeeper:
         self._most = most
 
     def admits(self, key: Hashable) -> bool:
-        """False the first time; True the second time, which is forgotten then."""
+        """False the first time, True the second time; then the key is forgotten."""
         hashed = hash(key)
         if hashed in self._seen:
             del self._seen[hashed]

@@ -35,58 +35,58 @@ def learn_template(
     sample: bytes,
     varying: Collection[int],
     ids: Collection[bytes],
-    judge: Callable[[bytes], RequestHead],
+    parse: Callable[[bytes], RequestHead],
 ) -> tuple[RequestHead, HeadTemplate] | None:
-    """What `parse` says of heads like the whole head `sample`, and how they are written.
+    """The parsed head and the template for heads like `sample`, a complete head.
 
-    `varying` are the numbers of its lines whose values vary, `ids` the lower-case names of fields
-    of which one may be the request's id. None where it does not pass the values on as they are.
+    `varying`: indexes of the lines whose values vary; `ids`: lower-case names of fields that may
+    hold the request id. None if the parser does not pass the values on unchanged.
     """
     lines = sample[:-4].split(CRLF)
-    stem = blake2b(sample, digest_size=16).hexdigest()  # which no head holds of itself
+    stem = blake2b(sample, digest_size=16).hexdigest()  # no head contains its own hash
     marks = {
         at: b"%b-%d." % (stem.encode(), at)
         for at in sorted(varying)
         if name_of(lines[at]) != LENGTH_NAME
     }
     marked = [
-        _beginning(line) + marks[at] if at in marks else line for at, line in enumerate(lines)
+        _up_to_value(line) + marks[at] if at in marks else line for at, line in enumerate(lines)
     ]
     try:
-        head = judge(CRLF.join((*marked, b"", b"")))
+        head = parse(CRLF.join((*marked, b"", b"")))
     except HttpError:
         return None
-    behind = _behind(head.lines, marks)
-    if head.lines.count(stem.encode()) != len(behind) or not _only_in_lines(head, stem):
-        return None  # one stands twice, or elsewhere than it came
+    after = _text_after_marks(head.lines, marks)
+    if head.lines.count(stem.encode()) != len(after) or not _only_in_lines(head, stem):
+        return None  # a mark occurs twice, or in another place
     id_of = next((at for at, mark in marks.items() if mark == head.request_id), None)
-    if id_of not in behind and stem.encode() in head.request_id:
+    if id_of not in after and stem.encode() in head.request_id:
         return None
     template = HeadTemplate(
         head.lines.partition(stem.encode())[0],
-        *_steps(lines, sorted(varying), behind, ids),
+        *_steps(lines, sorted(varying), after, ids),
         counted=len(marks) < len(varying),
-        id_index=2 * list(behind).index(id_of) + 1 if id_of in behind else -1,
+        id_index=2 * list(after).index(id_of) + 1 if id_of in after else -1,
     )
     head.lines = b""
     return head, template
 
 
 def _steps(
-    lines: list[bytes], varying: list[int], behind: dict[int, bytes], ids: Collection[bytes]
+    lines: list[bytes], varying: list[int], after: dict[int, bytes], ids: Collection[bytes]
 ) -> tuple[tuple[Step, ...], bytes]:
     """`steps` and `last` of a HeadTemplate."""
     steps: list[Step] = []
     done = 0
     for at in varying:
         before = b"".join(line + CRLF for line in lines[done:at])
-        beginning = _beginning(lines[at])
+        beginning = _up_to_value(lines[at])
         name = name_of(beginning)
         forbidden = CONTROLS_AND_SPACES if name in ids else CONTROLS
         if name == LENGTH_NAME:
             forbidden = COUNT
         same = before + beginning
-        steps.append((same, len(same), forbidden, behind.get(at)))
+        steps.append((same, len(same), forbidden, after.get(at)))
         done = at + 1
     return tuple(steps), CRLF.join(lines[done:])
 
@@ -96,52 +96,52 @@ def name_of(field: bytes) -> bytes:
     return field.partition(b":")[0].lower()
 
 
-def _beginning(field: bytes) -> bytes:
-    """Of one field line, what stands before its value."""
+def _up_to_value(field: bytes) -> bytes:
+    """The part of a field line before its value."""
     name, _, value = field.partition(b":")
     return name + b": " if value[:1] == b" " else name + b":"
 
 
 def _only_in_lines(head: RequestHead, stem: str) -> bool:
-    """Whether nothing else that is known of it comes of a mark, its id aside."""
+    """Whether no part of the parsed head but its lines and its request id holds a mark."""
     others = [
         getattr(head, name)
         for name in RequestHead.__struct_fields__
-        if name not in ("lines", "request_id", "spelling")
+        if name not in ("lines", "request_id", "template")
     ]
     return stem not in repr(others)
 
 
-def _behind(lines: bytes, marks: dict[int, bytes]) -> dict[int, bytes]:
-    """Of each mark that is there, in their order, what follows it until the next."""
+def _text_after_marks(lines: bytes, marks: dict[int, bytes]) -> dict[int, bytes]:
+    """For each mark in `lines`, in order: the text from it to the next mark."""
     found: dict[int, bytes] = {}
     rest, last = lines, None
     for at, mark in marks.items():
-        before, is_there, behind = rest.partition(mark)
+        before, is_there, after = rest.partition(mark)
         if is_there:
             if last is not None:
                 found[last] = before
-            found[at] = rest = behind
+            found[at] = rest = after
             last = at
     return found
 
 
 TEMPLATES: Final = 1024
-# A larger head, or one with more values that vary, meets the judge: to compare it costs no less.
+# A larger head, or one with more varying values, is parsed: comparing it would cost as much.
 TEMPLATE_BYTES: Final = 8192
 TEMPLATE_FIELDS: Final = 64
 MOST_VARYING: Final = 16
 
 _LENGTH: Final = re.compile(rb"\r\n(?i:content-length): ?([0-9]{1,15})\r\n")
-# Of these any value will do, as long as there is one.
+# Fields of which the key has only the name: any value that is not empty matches.
 _ANY_VALUE: Final = frozenset((LENGTH_NAME, b"idempotency-key", *REQUEST_ID_FIELDS))
 
 Key = tuple[bytes, ...]
-Judge = Callable[[bytes], RequestHead]
+Parse = Callable[[bytes], RequestHead]
 
 
 class RequestHeadCache:
-    """`parse` as `wire.request.judge`, remembered, and stamped for what came over TLS or not."""
+    """`parse_request_head` with a cache; `secure`: the forwarded headers are those of TLS."""
 
     def __init__(
         self,
@@ -160,33 +160,33 @@ class RequestHeadCache:
             self._ids |= forwarded.id_fields()
         self._known: LruCache[Key, _Template] = LruCache(TEMPLATES)
         self._seen_once = Doorkeeper(TEMPLATES)
-        self._last: _Template | None = None  # what was used last will most often do again
+        self._last: _Template | None = None  # the next head most often has the same template
 
     def parse(self, head: bytes) -> RequestHead:
-        """Raises Refusal for what must not pass."""
+        """Raises HttpError, as `parse_request_head` does."""
         match = _LENGTH.search(head)
         length = match[1] if match is not None else None
         last = self._last
         found = last.read(head, length) if last is not None else None
-        return found if found is not None else self._looked_up(head, length)
+        return found if found is not None else self._look_up(head, length)
 
-    def _looked_up(self, head: bytes, length: bytes | None) -> RequestHead:
+    def _look_up(self, head: bytes, length: bytes | None) -> RequestHead:
         key = self._key(head)
         template = self._known.get(key) if key else None
         found = template.read(head, length) if template is not None else None
         if found is None:
-            found = self._judge(head)
+            found = self._parse(head)
             template = self._learn(key, template, head)
             if template is not None:
-                template.understand(found, length, self._judge, self._ids)
+                template.build(found, length, self._parse, self._ids)
         if template is not None and template.template is not None:
             self._use(template)
         return found
 
     def _learn(self, key: Key, template: _Template | None, head: bytes) -> _Template | None:
-        """What is to be understood from this head anew, None where nothing is."""
+        """The template to build again with this head, None if there is none."""
         if template is not None:
-            return template if template.widen(head) else None
+            return template if template.add_varying(head) else None
         if not key or not self._seen_once.admits(key):
             return None
         template = _Template(key, head, self._always_varying(head))
@@ -196,18 +196,18 @@ class RequestHeadCache:
     def _use(self, template: _Template) -> None:
         last = self._last
         if last is not None and last is not template:
-            self._known.get(last.key)  # so that it counts as used until now
+            self._known.get(last.key)  # marks it as recently used
         self._last = template
 
-    def _judge(self, head: bytes) -> RequestHead:
-        reject_loop(head, self._proxy_id)  # a hit has the same marks as a head that was let in
+    def _parse(self, head: bytes) -> RequestHead:
+        reject_loop(head, self._proxy_id)  # a cache hit has the hop field of an accepted head
         found = parse_request_head(head)
         if self._forwarded is not None:
             self._forwarded.prepare(found, secure=self._secure)
         return found
 
     def _key(self, head: bytes) -> Key:
-        """Empty for a head that shall not be kept."""
+        """Empty for a head that is not cached."""
         if len(head) > TEMPLATE_BYTES:
             return ()
         line, *fields = head[:-4].split(CRLF)
@@ -220,14 +220,14 @@ class RequestHeadCache:
         return tuple(key)
 
     def _always_varying(self, head: bytes) -> frozenset[int]:
-        """The lines of those fields of which that is known before two heads were compared."""
+        """Lines of fields that vary always, whatever two heads have in common."""
         names = self._ids | {LENGTH_NAME}
         fields = enumerate(head[:-4].split(CRLF))
         return frozenset(at for at, field in fields if name_of(field) in names)
 
 
 class _Template:
-    """The heads of one key. `template` is None where they are judged each time."""
+    """The heads of one key. `template` is None if they are parsed each time."""
 
     __slots__ = ("_head", "_sample", "_varying", "key", "template")
 
@@ -236,10 +236,10 @@ class _Template:
         self.template: HeadTemplate | None = None
         self._head: RequestHead | None = None
         self._sample = sample
-        self._varying = varying  # which of its lines do
+        self._varying = varying  # indexes of lines
 
     def read(self, head: bytes, length: bytes | None) -> RequestHead | None:
-        """None where the judge is to say it. `length`: the content-length of this head."""
+        """None if the head must be parsed. `length`: the content-length of this head."""
         known, template = self._head, self.template
         if known is None or template is None:
             return None
@@ -266,8 +266,8 @@ class _Template:
             template,
         )
 
-    def widen(self, head: bytes) -> bool:
-        """Let what differs in another head of this key vary, too; False where nothing does."""
+    def add_varying(self, head: bytes) -> bool:
+        """Add the lines that differ in another head of this key; False if none does."""
         both = zip(self._sample.split(CRLF), head.split(CRLF), strict=True)
         differ = {at for at, (one, other) in enumerate(both) if one != other}
         if differ <= self._varying:
@@ -276,14 +276,14 @@ class _Template:
         self._sample = head
         return True
 
-    def understand(
+    def build(
         self,
-        seen: RequestHead,
+        parsed: RequestHead,
         length: bytes | None,
-        parse_request_head: Judge,
+        parse_request_head: Parse,
         ids: frozenset[bytes],
     ) -> None:
-        """Judge by comparing from now on, if that gives what was `seen` of the sample."""
+        """Build the template, and use it if it gives `parsed` for the sample."""
         self.template = None
         if len(self._varying) > MOST_VARYING:
             return
@@ -291,6 +291,6 @@ class _Template:
         if made is None:
             return
         self._head, self.template = made
-        seen.template = self.template
-        if self.read(self._sample, length) != seen:
-            self.template = seen.template = None
+        parsed.template = self.template
+        if self.read(self._sample, length) != parsed:
+            self.template = parsed.template = None

@@ -11,37 +11,39 @@ from typing import Final
 import msgspec
 
 _CRLF: Final = b"\r\n"
-# What a value that varies must not hold: where its field goes on unread (RFC 9110 5.5), and where
-# it may be the request's id, of which spaces at its ends would be no part. There are few of them,
-# for their number is what looking for them costs.
+# Bytes that a varying value must not contain: in a field that is passed on unread (RFC 9110 5.5),
+# and in one that may be the request id, to which surrounding spaces do not belong. The cost of the
+# check grows with their number.
 CONTROLS: Final = bytes(range(0x09)) + bytes(range(0x0A, 0x20)) + b"\x7f"
 CONTROLS_AND_SPACES: Final = CONTROLS + b"\t "
-# In their place where the value is the content-length.
+# In their place if the value is the content-length.
 COUNT: Final = b""
 
 Step = tuple[bytes, int, bytes, bytes | None]
 
 
 class HeadTemplate(msgspec.Struct, gc=False, eq=False):
-    """How a head that is known is written, between the values that vary.
+    """The constant text of a head, between its varying values.
 
-    Each step to a value is what stays the same since the last one (with its line end), up to the
-    name of the value's field and its colon, how long that is, the bytes that the value must not
-    hold, and what goes on behind it; that is None for a field that ends here, such as the
-    content-length, which is written anew. `last` is what follows the last value, without the blank
-    line.
+    Each step leads to one value: the constant text since the value before it (with its line end)
+    up to the colon of the value's field, the length of that text, the bytes that the value must
+    not contain, and the text that is sent after the value. That is None for a field that is not
+    forwarded, such as the content-length, which is written again. `last` is the text after the
+    last value, without the blank line.
     """
 
-    first: bytes  # of the lines as they go on, until the first value in them
+    first: bytes  # of the forwarded lines, up to the first value in them
     steps: tuple[Step, ...]
     last: bytes
     counted: bool  # the content-length is among them
-    id_index: int  # where the request's id is among the parts; -1: it is none of the values
+    id_index: int  # index of the request id among the parts; -1: it is none of the values
 
     def match(self, head: bytes, length: bytes | None) -> list[bytes] | None:
-        """The lines, in parts, of a head without its blank line, as they go on. None where it is
-        not written like this, its content-length is not `length`, or a value is empty or not
-        plainly well-formed."""
+        """The lines to forward, in parts, for a head without its blank line.
+
+        None if the head does not match, its content-length is not `length`, or a value is empty or
+        not plainly well-formed.
+        """
         parts = [self.first]
         for same, size, forbidden, after in self.steps:
             if not head.startswith(same):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.wire.head_caching.response_heads import ANSWERS, NOT_CACHED, ResponseHeadCache
+from omni_proxy.wire.head_caching.response_heads import MAX_ENTRIES, NOT_CACHED, ResponseHeadCache
 from omni_proxy.wire.response import UpstreamProtocolError, UpstreamResponse
 
 
@@ -120,7 +120,7 @@ def test_varying_heads_of_one_worker_evict_no_entry_of_another():
     templates = ResponseHeadCache()
     for _ in range(2):
         templates.read(answer(5), to_head=False)
-    for n in range(2 * ANSWERS):
+    for n in range(2 * MAX_ENTRIES):
         templates.read(answer(5, more=[f"Date: {n}"]), to_head=False)
         templates.read(answer(5, more=[f"X-Request-Id: {n}"]), to_head=False)
     assert templates.usual(answer(77)[:-4]).status == 200
@@ -129,8 +129,8 @@ def test_varying_heads_of_one_worker_evict_no_entry_of_another():
 
 def test_no_more_answers_are_remembered_than_allowed():
     templates = ResponseHeadCache()
-    for n in range(2 * (ANSWERS + 10)):
+    for n in range(2 * (MAX_ENTRIES + 10)):
         templates.read(answer(5, more=[f"Date: {n // 2}"]), to_head=False)
-    assert len(templates._known) == ANSWERS
-    assert templates.usual(answer(5, more=[f"Date: {ANSWERS}"])[:-4]) is not NOT_CACHED
+    assert len(templates._known) == MAX_ENTRIES
+    assert templates.usual(answer(5, more=[f"Date: {MAX_ENTRIES}"])[:-4]) is not NOT_CACHED
     assert templates.usual(answer(5, more=["Date: 0"])[:-4]) is NOT_CACHED
