@@ -164,7 +164,7 @@ def accepts(words):
 def test_the_configurations_that_are_shown_load():
     pages = (README, ROUTING, MIGRATION, START, TRAINERS, WEIGHT_SYNC, OPERATIONS)
     whole = [text for page in pages for text in blocks(page, "toml")]
-    assert len(whole) == 21
+    assert len(whole) == 22
     for text in whole:
         parse(text)
 

@@ -25,7 +25,7 @@ from omni_proxy.cli.screen.text_table import NOTHING, printable, render_table, s
 
 NO_WORKER: Final = 1
 DEFAULT_PATH: Final = "/v1/chat/completions"
-_SHOWN: Final = frozenset(("worker_id", "url", "reason"))
+_SHOWN: Final = frozenset(("worker_id", "url", "rank", "reason"))
 _EPILOG: Final = """\
 examples:
   omni-proxy explain request.json
@@ -103,7 +103,7 @@ def render_explanation(body: JsonObject) -> list[str]:
     model = printable(requirements["model"]) if requirements.get("model") else "any"
     rows = [
         (
-            worker["url"],
+            _target(worker),
             "yes" if worker["eligible"] else "no",
             worker["in_flight"],
             worker["health_state"],
@@ -122,6 +122,11 @@ def render_explanation(body: JsonObject) -> list[str]:
     ]
 
 
+def _target(row: JsonObject) -> str:
+    """The worker's URL; with its data-parallel rank, where it has any."""
+    return f"{row['url']} rank {row['rank']}" if "rank" in row else str(row["url"])
+
+
 def _verdict(body: JsonObject) -> Iterator[str]:
     pick = body.get("pick")
     if not pick:
@@ -129,7 +134,7 @@ def _verdict(body: JsonObject) -> Iterator[str]:
         code = printable(refusal.get("code", ""))
         yield f"no worker {refusal.get('status')} {code}: {printable(refusal.get('message', ''))}"
         return
-    yield f"goes to   {printable(pick['url'])}"
+    yield f"goes to   {printable(_target(pick))}"
     if pick.get("reason"):
         yield f"because   {printable(pick['reason'])}"
     for name, value in pick.items():

@@ -251,6 +251,24 @@ def _attempts(metrics: Metrics) -> Iterator[Metric]:
     yield from counters("worker_health_changes", text, ("worker", "state"), changes)
 
 
+def _ranks(workers: Sequence[Worker]) -> Iterator[Metric]:
+    """Of workers with data-parallel ranks; nothing where there are none."""
+    ranks = [((w.url, str(n)), rank) for w in workers for n, rank in enumerate(w.dp_ranks)]
+    if not ranks:
+        return
+    rows: Iterable[tuple[Labels, float]] = ((key, rank.in_flight) for key, rank in ranks)
+    text = "Requests in flight at a data-parallel rank"
+    yield from gauges("worker_rank_in_flight", text, ("worker", "rank"), rows)
+    results = (("succeeded", "succeeded"), ("failed", "failed"))
+    rows = (
+        ((*key, result), sum(getattr(rank, counted).values()))
+        for key, rank in ranks
+        for result, counted in results
+    )
+    text = "Attempts at a data-parallel rank that ended"
+    yield from counters("worker_rank_attempts", text, ("worker", "rank", "result"), rows)
+
+
 def fleet_families(fleet: Fleet) -> Iterator[Metric]:
     workers = fleet.workers
     states = [
@@ -264,6 +282,7 @@ def fleet_families(fleet: Fleet) -> Iterator[Metric]:
     for name, text, value_of in WHILE_TRUE:
         rows = (((w.url,), value) for w in workers if (value := value_of(w)))
         yield from gauges(name, text, ("worker",), rows)
+    yield from _ranks(workers)
     half_open = [((w.url,), w.health.half_open_count) for w in workers]
     text = "Half-open requests that it got"
     yield from counters("worker_half_open_requests", text, ("worker",), half_open)

@@ -29,6 +29,7 @@ HINTS = {
     b"x-omni-min-weight-epoch": b"min-weight-epoch",
 }
 RANK_HINT = b"data-parallel-rank"  # as the header of that name is keyed among them
+HINTED_FIELDS = {**HINTS, b"x-data-parallel-rank": RANK_HINT}
 _CONDITIONS = frozenset((b"x-omni-weight-version", b"x-omni-min-weight-epoch"))
 
 # Fields that are not forwarded (RFC 9110 7.6.1) or that the proxy writes itself.

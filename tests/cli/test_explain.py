@@ -44,6 +44,17 @@ def test_the_pick_is_shown_with_its_reason_and_all_verdicts():
     ]
 
 
+def test_a_data_parallel_rank_is_shown_behind_its_worker():
+    rows = [{**worker(A), "rank": 0}, {**worker(A, "full: 2 of 2 in flight"), "rank": 1}]
+    lines = render_explanation(told(pick={**PICK, "rank": 0}, workers=rows))
+    assert lines[2] == "goes to   http://a:1 rank 0"
+    assert not any("rank:" in line for line in lines)
+    assert [line.split("  ")[0] for line in lines[-2:]] == [
+        "http://a:1 rank 0",
+        "http://a:1 rank 1",
+    ]
+
+
 def test_a_reason_has_no_errno():
     why = "dead ([Errno 111] Error connecting to ('10.0.0.1', 8000): Connection refused)"
     assert render_explanation(told(workers=[worker(B, why)]))[-1].endswith(

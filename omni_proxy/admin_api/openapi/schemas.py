@@ -50,6 +50,12 @@ def body(least: int = 0, /, **properties: Schema) -> Schema:
     return {**schema, "minProperties": least} if least else schema
 
 
+RANK_COUNTS: Final = (
+    "rank", "in_flight", "peak_in_flight", "max_inflight", "routed_requests",
+    "successful_requests", "failed_requests", "sessions",
+)  # fmt: skip
+
+
 def _worker() -> Schema:
     texts = ("worker_id", "id", "display_id", "url", "worker_type", "connection_mode", "origin")
     flags = ("disabled", "routable", "half_open", "trial", "is_healthy")
@@ -79,6 +85,8 @@ def _worker() -> Schema:
         paused=OBJECT_OR_NULL,
         cost=NUMBER,
         labels=OBJECT,
+        configured_ranks=ANY,
+        ranks=listed(shape(**dict.fromkeys(RANK_COUNTS, COUNT))),
         job_status=shape(
             **dict.fromkeys(("job_type", "worker_url", "status", "message"), TEXT), timestamp=TIME
         ),

@@ -20,6 +20,7 @@ from quart import Quart, Response, request
 
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.services import Services
+from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
@@ -33,6 +34,7 @@ from omni_proxy.routing.inspect.requirements import (
 )
 from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
 from omni_proxy.routing.pick import Explanation, explain
+from omni_proxy.routing.rank_pinning import pin_to_rank
 from omni_proxy.routing.routes import (
     RESPONSE_OWNER,
     MethodNotAllowed,
@@ -46,7 +48,7 @@ from omni_proxy.routing.voice_pinning import pin_to_voice_owner
 from omni_proxy.upstream_http.client import Call, CallResult, broadcast
 from omni_proxy.wire.bounded_json import TooManyValues, read_json
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.request import HINTS
+from omni_proxy.wire.request import HINTED_FIELDS
 
 
 def explanation_record(
@@ -65,8 +67,7 @@ def explanation_record(
     }
     if explanation.pick is not None:
         record["pick"] = {
-            "worker_id": explanation.pick.id,
-            "url": explanation.pick.url,
+            **_picked(explanation.pick),
             "reason": explanation.reason,
             **explanation.details,
         }
@@ -76,10 +77,16 @@ def explanation_record(
     return record
 
 
+def _picked(target: Worker) -> dict[str, object]:
+    """A worker; of a data-parallel rank its worker, and which rank it is."""
+    worker = target.worker
+    named: dict[str, object] = {"worker_id": worker.id, "url": worker.url}
+    return {**named, "rank": target.index} if isinstance(target, DpRank) else named
+
+
 def _verdict(worker: Worker, reasons: list[str]) -> dict[str, object]:
     return {
-        "worker_id": worker.id,
-        "url": worker.url,
+        **_picked(worker),
         "eligible": not reasons,
         "reasons": reasons,
         "in_flight": worker.in_flight,
@@ -250,6 +257,8 @@ class ExplainRoutes:
         requirements = await _need_of(route, body, _facts())
         if requirements.large_body_class:
             settle_large(self._services.fleet, requirements)
+        if self._services.fleet.has_ranks:
+            pin_to_rank(requirements, _facts().hints, body)
         data_plane = self._services.data_plane
         pin_to_voice_owner(data_plane.voices, route.traffic, requirements)
         if route.text and not requirements.large_body_class:
@@ -297,8 +306,8 @@ def _facts() -> RequestFacts:
     if content_type == "application/x-www-form-urlencoded":  # curl -d sends it for any body
         content_type = "application/json"
     hints = {
-        HINTS[field]: value.encode("latin-1", "replace")
+        HINTED_FIELDS[field]: value.encode("latin-1", "replace")
         for name, value in request.headers
-        if (field := name.lower().encode("latin-1", "replace")) in HINTS
+        if (field := name.lower().encode("latin-1", "replace")) in HINTED_FIELDS
     }
     return RequestFacts(content_type.encode("latin-1", "replace"), hints)

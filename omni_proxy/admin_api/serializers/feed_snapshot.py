@@ -116,6 +116,7 @@ class Snapshots:
             "in_flight": worker.in_flight,
             "max_inflight": worker.max_inflight,
             "sessions": self._services.data_plane.session_count(worker),
+            "ranks_in_flight": [rank.in_flight for rank in worker.dp_ranks],
             **instruments.recent.worker_window(worker, now)._asdict(),
             "silent_secs": instruments.stall_detector.silent_secs(worker, now) if counted else None,
             "routed": sum(worker.routed.values()),

@@ -102,6 +102,19 @@ GATEWAY_STATUS = {
 }
 
 
+def rank_record(rank: Worker, index: int) -> dict[str, object]:
+    """Of a data-parallel rank, what is its own."""
+    return {
+        "rank": index,
+        "in_flight": rank.in_flight,
+        "peak_in_flight": rank.peak_in_flight,
+        "max_inflight": rank.max_inflight,
+        "routed_requests": sum(rank.routed.values()),
+        "successful_requests": sum(rank.succeeded.values()),
+        "failed_requests": sum(rank.failed.values()),
+    }
+
+
 def worker_record(worker: Worker) -> dict[str, object]:
     """The record of omni-router.md 3, then the proxy's own keys."""
     health = worker.health
@@ -141,6 +154,8 @@ def worker_record(worker: Worker) -> dict[str, object]:
         "weight_version": worker.weight_version,
         "weight_epoch": worker.weight_epoch,
         "health": worker.health_body,
+        "configured_ranks": worker.ranks,
+        "ranks": [rank_record(rank, index) for index, rank in enumerate(worker.dp_ranks)],
     }
 
 
@@ -193,4 +208,8 @@ class WorkerRecords:
             "priority": note.priority,
             "cost": note.cost,
             "labels": note.labels,
+            "ranks": [
+                {**rank_record(rank, index), "sessions": self._data_plane.session_count(rank)}
+                for index, rank in enumerate(worker.dp_ranks)
+            ],
         }

@@ -51,6 +51,7 @@ class FleetRow(Struct, frozen=True):
     in_flight: int = 0
     max_inflight: int = 0
     sessions: int = 0  # sticky ones that are there
+    ranks_in_flight: tuple[int, ...] = ()  # of each data-parallel rank
     rate: float = 0.0
     errors: int = 0
     answers: int = 0

@@ -223,7 +223,10 @@ def _about(row: FleetRow, view: TopView) -> Iterator[Line]:
     launch = row.launch or {}
     process = f" as process {launch.get('pid')}, {launch.get('restarts', 0)} restarts"
     origin = f"from {printable(row.origin)}{process if launch else ''}"
-    yield f"  {model}{served}, {weights}, {origin}", ""
+    ranks = ""
+    if row.ranks_in_flight:
+        ranks = f"ranks {' '.join(map(str, row.ranks_in_flight))} in flight, "
+    yield f"  {model}{ranks}{served}, {weights}, {origin}", ""
 
 
 def _describe_end(end: FinishedRequest) -> str:

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders
+from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.wire.log_text import ascii_json, escape_match
 
@@ -59,6 +60,7 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
         "model": need.model if need else None,
         "stream": exchange.stream,
         "worker": worker.url if worker else None,
+        "rank": _rank_index(exchange),
         "policy": exchange.policy or None,
         "attempts": exchange.attempts,
         "weight_version": exchange.version.label,
@@ -82,6 +84,12 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
     return _encode(record)
 
 
+def _rank_index(exchange: Exchange) -> int | None:
+    """The data-parallel rank of the last attempt; None where its worker has none."""
+    target = exchange.sent_to
+    return target.index if isinstance(target, DpRank) else None
+
+
 def access_text(line: bytes) -> bytes:
     """The same record for people, empty fields left out. No field holds a space."""
     record = msgspec.json.decode(line)
@@ -94,7 +102,7 @@ def access_text(line: bytes) -> bytes:
     fields_text += (
         f"{key}={str(value).lower() if value is True else value}"
         for key, value in record.items()
-        if value not in (None, "", 0)
+        if value not in (None, "", 0) or (key == "rank" and value is not None)
     )
     return " ".join(_UNSHOWN.sub(_escaped, each) for each in fields_text).encode()
 
@@ -121,6 +129,7 @@ def route_record(exchange: Exchange, worker: Worker) -> dict[str, object]:
         "required_capabilities": need.capabilities if need else [],
         "worker_id": worker.id,
         "worker_url": worker.url,
+        **({} if (rank := _rank_index(exchange)) is None else {"dp_rank": rank}),
         "policy": exchange.policy,
         "worker_state": state,
         "worker_health_state": state,

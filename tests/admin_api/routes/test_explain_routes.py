@@ -110,3 +110,31 @@ async def test_a_configured_route_is_explained_like_a_built_in_one():
     api.healthy(A)
     answer = await api.client().post("/explain?path=/own", data=b'{"x": [1, 2]}')
     assert (await answer.get_json())["need"]["capabilities"] == ["speech"]
+
+
+async def test_each_data_parallel_rank_has_a_verdict_and_the_pick_names_its_rank():
+    api = build_api(entry(A, ranks=2), entry(B))
+    api.healthy(A)
+    body = await (await api.client().post("/explain", data=CHAT)).get_json()
+    rows = [(row["url"], row.get("rank"), row["eligible"]) for row in body["workers"]]
+    assert rows == [(A, 0, True), (A, 1, True), (B, None, False)]
+    assert (body["pick"]["url"], body["pick"]["rank"]) == (A, 0)
+
+
+@pytest.mark.parametrize("by", ["header", "body"])
+async def test_a_rank_that_the_client_names_counts(by):
+    api = build_api(entry(A, ranks=2))
+    api.healthy(A)
+    headers = {"X-data-parallel-rank": "1"} if by == "header" else {}
+    body = b'{"routed_dp_rank": 1}' if by == "body" else CHAT
+    answer = await (await api.client().post("/explain", data=body, headers=headers)).get_json()
+    assert answer["pick"]["rank"] == 1
+    assert [row["reasons"] for row in answer["workers"]] == [["is not data-parallel rank 1"], []]
+
+
+async def test_a_rank_that_does_not_exist_is_refused_as_the_request_would_be():
+    api = build_api(entry(A, ranks=2))
+    api.healthy(A)
+    headers = {"X-data-parallel-rank": "7"}
+    answer = await (await api.client().post("/explain", data=CHAT, headers=headers)).get_json()
+    assert answer["refusal"]["code"] == "invalid_rank"

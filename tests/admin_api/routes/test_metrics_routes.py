@@ -28,10 +28,14 @@ OPERATIONS = (ROOT / "docs/operations.md").read_text()
 @pytest.fixture
 def busy():
     """An API in which everything that is counted has happened once."""
-    api = build_api(entry(A, model="m"), entry(B), routing=RoutingConfig(sticky_sessions=True))
+    api = build_api(
+        entry(A, model="m", ranks=2), entry(B), routing=RoutingConfig(sticky_sessions=True)
+    )
     api.healthy(A, B)
     api.data_plane.sessions = {"one": A, "two": A}
     a, b = api.worker(A), api.worker(B)
+    a.dp_ranks[1].in_flight = 1
+    a.dp_ranks[1].add_counts("generation", routed=4, succeeded=3, failed=1)
     count = api.instruments.metrics.record
     usage = b'{"usage":{"prompt_tokens":3,"completion_tokens":4}}'
     count(ended(a, model="m", last_chunk=usage, queued_secs=0.1, connect_secs=0.01), a)
@@ -340,3 +344,24 @@ async def test_each_data_plane_process_has_its_series_also_under_the_old_names(b
     assert 'omni_proxy_door_up{door="1"} 0.0' in told
     assert 'omni_proxy_door_requests_in_flight{door="0"} 2.0' in told
     assert 'omni_proxy_door_restarts_total{door="1"} 1.0' in told
+
+
+async def test_data_parallel_ranks_have_series_of_their_own(busy):
+    text = (await (await busy.client().get("/metrics")).get_data()).decode()
+    series = {line for line in text.splitlines() if line.startswith("omni_proxy_worker_rank_")}
+    named = [
+        ("in_flight", "0", "", 0), ("in_flight", "1", "", 1),
+        ("attempts_total", "0", 'result="succeeded",', 0),
+        ("attempts_total", "0", 'result="failed",', 0),
+        ("attempts_total", "1", 'result="succeeded",', 3),
+        ("attempts_total", "1", 'result="failed",', 1),
+    ]  # fmt: skip
+    assert series == {
+        f'omni_proxy_worker_rank_{name}{{rank="{rank}",{result}worker="{A}"}} {count}.0'
+        for name, rank, result, count in named
+    }
+
+
+async def test_a_fleet_without_ranks_has_no_series_of_them():
+    text = (await (await build_api(entry(A)).client().get("/metrics")).get_data()).decode()
+    assert "omni_proxy_worker_rank" not in text

@@ -89,3 +89,18 @@ def test_the_old_name_of_half_open_has_the_same_value():
     heal(fleet, worker)
     record = worker_record(worker)
     assert record["trial"] is record["half_open"] is True
+
+
+def test_a_record_lists_the_data_parallel_ranks_with_their_counts(worker):
+    assert worker_record(worker)["ranks"] == []
+    fleet = fleet_of(entry("a", ranks=2, max_inflight=3))
+    second = fleet.workers[0].dp_ranks[1]
+    second.in_flight, second.peak_in_flight = 1, 2
+    second.add_counts("generation", routed=4, succeeded=2, failed=1)
+    record = json.loads(json.dumps(worker_record(fleet.workers[0])))
+    assert record["configured_ranks"] == 2
+    assert [each["rank"] for each in record["ranks"]] == [0, 1]
+    assert record["ranks"][1] == {
+        "rank": 1, "in_flight": 1, "peak_in_flight": 2, "max_inflight": 2, "routed_requests": 4,
+        "successful_requests": 2, "failed_requests": 1,
+    }  # fmt: skip

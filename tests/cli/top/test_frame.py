@@ -159,3 +159,9 @@ def test_any_feed_renders_to_a_frame_that_fits(told, width, height, keys):
     for line in lines:
         assert line.isprintable()
         assert display_width(line) <= width
+
+
+def test_a_worker_with_data_parallel_ranks_shows_the_load_of_each():
+    text = "\n".join(drawn(feed_of(feed(row("a:1", ranks_in_flight=(3, 0, 12))))))
+    assert "  ranks 3 0 12 in flight, " in text
+    assert "ranks" not in "\n".join(drawn(feed_of(feed(row("a:1")))))

@@ -1,0 +1,367 @@
+"""Data-parallel ranks behind one URL: what reaches the engine for each, over real sockets."""
+
+import json
+from collections import Counter
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from omni_proxy.config.overlay import desired_workers
+from omni_proxy.config.state import SavedState
+from tests.fleet.entries import NOW
+from tests.promises.clients import CHAT, post
+from tests.promises.dataplane_fixture import configured, run_dataplane
+from tests.promises.fakes import CHUNKED_HEAD, LAST_CHUNK, answering, chunk, counted, fake_workers
+
+HEADER = "x-data-parallel-rank"
+JSON_ROUTES = [
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/inference/v1/generate",
+    "/v1/messages", "/v1/responses", "/v1/rerank", "/tokenize", "/v1/audio/speech",
+]  # fmt: skip
+ODD = b' {"text" : "a",\t"a": 1, "a": 2, "x": 1.0e0, "t": "\\u00e4"}\r\n'
+
+
+def with_ranks(url, ranks, more=""):
+    return f'{more}\n[[workers]]\nurl = "{url}"\nranks = {ranks}\n'
+
+
+class Recorder:
+    """An engine that keeps the headers and the body of each request."""
+
+    def __init__(self):
+        self.heads = []
+        self.bodies = []
+        self.connections = set()
+
+    async def script(self, call):
+        self.heads.append(call.fields)
+        self.bodies.append(call.body)
+        self.connections.add(call)
+        await call.send(counted(b"{}"))
+
+    def ranks(self):
+        return [[value for name, value in head if name == HEADER] for head in self.heads]
+
+
+@asynccontextmanager
+async def before_ranks(ranks=4, more=""):
+    """A data plane with one worker of so many ranks, a client of it, and what the worker got."""
+    recorder = Recorder()
+    async with (
+        fake_workers(recorder.script) as (worker,),
+        run_dataplane(worker, config=with_ranks(worker.url, ranks, more)) as opened,
+        opened.client() as client,
+    ):
+        yield opened, client, recorder
+
+
+async def ask(client, request):
+    await client.send(request)
+    return await client.answer()
+
+
+@pytest.mark.parametrize("path", JSON_ROUTES)
+async def test_the_rank_goes_into_the_header_and_the_body_stays_as_it_was(path):
+    async with before_ranks() as (_, client, recorder):
+        for _ in range(8):  # from the second one on without a coroutine
+            assert (await ask(client, post(ODD, path=path))).status == 200
+    assert recorder.ranks() == [[str(n % 4)] for n in range(8)]
+    assert set(recorder.bodies) == {ODD}
+    assert len(recorder.connections) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ODD,
+        b'{"input_ids": [1, 2], "sampling_params": {"routed_dp_rank": 7}}',
+        b'{"text": "a", "x": NaN}',
+        b'\xef\xbb\xbf{"text": "a"}',
+        b'{"text": "' + b"a" * 100_000 + b'"}',
+        b'{"text": "' + b"a" * 2_000_000 + b'"}',
+        b'{"text": "' + b"a" * 9_000_000 + b'"}',
+    ],
+    ids=["odd", "nested", "nan", "bom", "100 kB", "2 MB", "9 MB"],
+)
+async def test_generate_gets_one_key_more_and_all_other_bytes_stay(body):
+    async with before_ranks(3) as (_, client, recorder):
+        for _ in range(4):
+            assert (await ask(client, post(body, path="/generate"))).status == 200
+    before, brace, after = body.partition(b"{")
+    assert recorder.ranks() == [["0"], ["1"], ["2"], ["0"]]
+    assert recorder.bodies == [
+        b'%b%b"routed_dp_rank":%d,%b' % (before, brace, n % 3, after) for n in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "sent"),
+    [
+        (b"{}", b'{"routed_dp_rank":0}'),
+        (b'{"routed_dp_rank": null, "a": 1}', b'{"routed_dp_rank": 0, "a": 1}'),
+        (b'{"data_parallel_rank": null}', b'{"routed_dp_rank":0,"data_parallel_rank": null}'),
+    ],
+)
+async def test_generate_gets_the_key_also_where_it_has_no_value(body, sent):
+    async with before_ranks() as (_, client, recorder):
+        assert (await ask(client, post(body, path="/generate"))).status == 200
+    assert recorder.bodies == [sent]
+
+
+async def test_a_chunked_request_to_generate_gets_the_key():
+    request = (
+        b"POST /generate HTTP/1.1\r\nhost: door\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n" + chunk(b'{"te') + chunk(b'xt": "a"}') + LAST_CHUNK
+    )
+    async with before_ranks() as (_, client, recorder):
+        assert (await ask(client, request)).status == 200
+    assert recorder.bodies == [b'{"routed_dp_rank":0,"text": "a"}']
+
+
+async def test_a_body_of_generate_that_is_no_json_goes_on_unchanged():
+    async with before_ranks() as (_, client, recorder):
+        assert (await ask(client, post(b"a=1", path="/generate", kind="content-type: a/b"))).status
+    assert (recorder.ranks(), recorder.bodies) == ([["0"]], [b"a=1"])
+
+
+@pytest.mark.parametrize("name", ["X-data-parallel-rank", "X-Data-Parallel-Rank", HEADER.upper()])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
+async def test_a_rank_that_the_header_names_is_taken_and_named_once(name, path):
+    async with before_ranks() as (_, client, recorder):
+        for _ in range(3):
+            assert (await ask(client, post(CHAT, f"{name}:  2 ", path=path))).status == 200
+    assert recorder.ranks() == [["2"]] * 3
+    own = b'{"routed_dp_rank":2,' + CHAT[1:] if path == "/generate" else CHAT
+    assert recorder.bodies == [own] * 3
+
+
+@pytest.mark.parametrize("key", ["routed_dp_rank", "data_parallel_rank"])
+@pytest.mark.parametrize("size", [1, 2_000_000, 9_000_000])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
+async def test_a_rank_that_the_body_names_is_taken_and_the_body_stays(key, size, path):
+    body = json.dumps({"text": "a" * size, key: 3}).encode()
+    async with before_ranks() as (_, client, recorder):
+        for _ in range(2):
+            assert (await ask(client, post(body, path=path))).status == 200
+    assert recorder.ranks() == [["3"]] * 2
+    assert recorder.bodies == [body] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "fields", "message"),
+    [
+        (CHAT, [f"{HEADER}: 4"], "data-parallel rank 4 does not exist"),
+        (b'{"routed_dp_rank": 9}', [], "data-parallel rank 9 does not exist"),
+        (b'{"data_parallel_rank": "x"}', [], "is no data-parallel rank"),
+        (CHAT, [f"{HEADER}: abc"], "is no data-parallel rank"),
+        (CHAT, [f"{HEADER}: -1"], "is no data-parallel rank"),
+        (CHAT, [f"{HEADER}: 1", f"{HEADER}: 2"], "is no data-parallel rank"),
+        (b'{"routed_dp_rank": 1}', [f"{HEADER}: 2"], "names two data-parallel ranks"),
+        (b'{"routed_dp_rank": 1, "data_parallel_rank": 2}', [], "names two data-parallel ranks"),
+        (b'{"routed_dp_rank": 1, "routed_dp_rank": 1}', [], "is in the body twice"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
+async def test_a_rank_that_can_not_be_meant_is_refused_and_reaches_no_engine(
+    path, body, fields, message
+):
+    async with before_ranks() as (_, client, recorder):
+        answer = await ask(client, post(body, *fields, path=path))
+        assert answer.status == 400
+        assert message in answer.body.decode()
+        assert (await ask(client, post(path=path))).status == 200
+    assert len(recorder.heads) == 1
+
+
+async def test_the_ranks_that_could_be_taken_are_named_instead():
+    async with before_ranks(2) as (opened, client, _):
+        answer = await ask(client, post(CHAT, f"{HEADER}: 2"))
+        place = opened.fleet.workers[0].display_id
+        assert f"{place}@0, {place}@1" in answer.body.decode()
+
+
+@pytest.mark.parametrize("body", [CHAT, b'{"routed_dp_rank": "any", "routed_dp_rank": 5}'])
+async def test_without_ranks_in_the_fleet_such_a_header_and_key_are_the_engines_to_judge(body):
+    async with before_ranks(1) as (_, client, recorder):
+        for _ in range(3):
+            await ask(client, post(body, "X-DATA-Parallel-Rank: abc", path="/generate"))
+    assert recorder.ranks() == [["abc"]] * 3
+    assert recorder.bodies == [body] * 3
+
+
+async def test_beside_ranks_a_worker_without_any_gets_no_header():
+    recorder, plain = Recorder(), Recorder()
+    async with fake_workers(recorder.script, plain.script) as (first, second):
+        config = with_ranks(first.url, 2) + f'[[workers]]\nurl = "{second.url}"\n'
+        async with run_dataplane(config=config) as opened, opened.client() as client:
+            for _ in range(6):
+                assert (await ask(client, post(path="/generate"))).status == 200
+    assert Counter(map(str, recorder.ranks())) == {"['0']": 2, "['1']": 2}
+    assert plain.ranks() == [[], []]
+    assert plain.bodies == [CHAT] * 2
+
+
+async def test_requests_in_flight_are_spread_evenly_and_their_counts_end_at_zero():
+    arrived, gate = [], trio.Event()
+
+    async def script(call):
+        arrived.append(dict(call.fields)[HEADER])
+        await gate.wait()
+        await call.send(counted(b"{}"))
+
+    async with fake_workers(script) as (worker,):
+        config = with_ranks(worker.url, 4, '[routing]\npolicy = "least_request"')
+        async with run_dataplane(config=config) as opened, trio.open_nursery() as nursery:
+
+            async def one():
+                async with opened.client() as client:
+                    assert (await ask(client, post())).status == 200
+
+            for _ in range(12):
+                nursery.start_soon(one)
+            while len(arrived) < 12:
+                await trio.sleep(0.01)
+            (worker,) = opened.fleet.workers
+            assert [rank.in_flight for rank in worker.dp_ranks] == [3, 3, 3, 3]
+            assert worker.in_flight == 12
+            gate.set()
+        assert [rank.in_flight for rank in worker.dp_ranks] == [0] * 4
+    assert Counter(arrived) == {"0": 3, "1": 3, "2": 3, "3": 3}
+
+
+async def test_a_session_stays_at_its_rank():
+    more = '[routing]\nsticky_sessions = true\nsession_headers = ["x-session-id"]'
+    async with before_ranks(4, more) as (opened, client, recorder):
+        for session in "abcabcabc":
+            assert (await ask(client, post(CHAT, f"x-session-id: {session}"))).status == 200
+        assert opened.door.session_count(opened.fleet.workers[0]) == 3
+    assert recorder.ranks() == [["0"], ["1"], ["2"]] * 3
+
+
+@pytest.mark.parametrize("policy", ["cache_aware", "prefix_hash", "consistent_hashing"])
+async def test_equal_prompts_go_to_the_same_rank_and_different_ones_to_all(policy):
+    more = f'[routing]\npolicy = "{policy}"\nsession_headers = ["x-session-id"]'
+    async with before_ranks(4, more) as (_, client, recorder):
+        for turn in range(2):
+            for number in range(24):
+                body = json.dumps({"prompt": f"{number} " + f"{number * 37} " * 200}).encode()
+                request = post(body, f"x-session-id: {number}", path="/v1/completions")
+                assert (await ask(client, request)).status == 200, turn
+    ranks = recorder.ranks()
+    assert ranks[:24] == ranks[24:]
+    assert len(Counter(map(str, ranks))) == 4
+
+
+async def test_a_change_of_the_ranks_ends_nothing_in_flight():
+    gate = trio.Event()
+
+    async def script(call):
+        await call.send(CHUNKED_HEAD, chunk(b"first "))
+        await gate.wait()
+        await call.send(chunk(dict(call.fields).get(HEADER, "none").encode()), LAST_CHUNK)
+
+    async with fake_workers(script) as (fake,):
+        async with (
+            run_dataplane(config=with_ranks(fake.url, 4)) as opened,
+            opened.client() as client,
+            opened.client() as other,
+        ):
+            (worker,) = opened.fleet.workers
+            await client.send(post(CHAT, f"{HEADER}: 3"))
+            while not worker.in_flight:
+                await trio.sleep(0.01)
+            last = worker.dp_ranks[3]
+            for ranks, known in ((2, 2), (1, 0), (8, 8)):
+                config = configured(with_ranks(fake.url, ranks), [])
+                opened.fleet.apply(desired_workers(config, (), SavedState()), NOW)
+                assert len(worker.dp_ranks) == known
+                assert (worker.in_flight, last.in_flight) == (1, 1)
+            assert worker.dp_ranks[3] is last
+            await other.send(post(CHAT, f"{HEADER}: 7"))
+            gate.set()
+            assert (await client.answer()).body == b"first 3"
+            assert (await other.answer()).body == b"first 7"
+        assert (worker.in_flight, last.in_flight) == (0, 0)
+
+
+async def test_a_rank_that_fails_is_tried_again_elsewhere_and_only_its_worker_is_blamed():
+    async def failing(call):
+        call.reset()
+
+    ok = Recorder()
+    async with fake_workers(failing, ok.script) as (first, second):
+        config = with_ranks(first.url, 2) + with_ranks(second.url, 2)
+        async with run_dataplane(config=config) as opened, opened.client() as client:
+            answer = await ask(client, post())
+            assert answer.status == 200
+            bad, good = opened.fleet.workers
+            assert opened.failures() == [1, 0]
+            assert answer.one("x-omni-attempts") == (
+                f"{bad.display_id}@0=reset_before_response, {good.display_id}@1=200"
+            )
+            assert [each.in_flight for each in (*bad.dp_ranks, *good.dp_ranks)] == [0] * 4
+            assert (bad.failed, good.succeeded) == ({"generation": 1}, {"generation": 1})
+            assert bad.dp_ranks[0].failed == {"generation": 1}
+            assert opened.last["rank"] == 1
+            tried = [each["worker"] for each in opened.last["tried"]]
+            assert tried == [f"{bad.url}@0", f"{good.url}@1"]
+
+
+async def test_the_workers_own_key_goes_to_each_of_its_ranks(monkeypatch):
+    monkeypatch.setenv("RANK_KEY", "secret")
+    recorder = Recorder()
+    async with fake_workers(recorder.script) as (worker,):
+        config = with_ranks(worker.url, 2) + 'api_key_env = "RANK_KEY"\n'
+        async with run_dataplane(config=config) as opened, opened.client() as client:
+            for _ in range(4):
+                assert (await ask(client, post(path="/generate"))).status == 200
+    assert recorder.ranks() == [["0"], ["1"], ["0"], ["1"]]
+    assert {dict(head)["authorization"] for head in recorder.heads} == {"Bearer secret"}
+    assert [json.loads(body)["routed_dp_rank"] for body in recorder.bodies] == [0, 1, 0, 1]
+
+
+async def test_bounds_of_ranks_make_requests_wait_and_each_goes_where_room_is():
+    gates, arrived = {}, []
+
+    async def script(call):
+        rank = dict(call.fields)[HEADER]
+        arrived.append(rank)
+        await gates.setdefault(len(arrived), trio.Event()).wait()
+        await call.send(counted(rank.encode()))
+
+    async with fake_workers(script) as (fake,):
+        config = with_ranks(fake.url, 2, "[server]\nqueue_size = 10") + "max_inflight = 2\n"
+        async with run_dataplane(config=config) as opened, trio.open_nursery() as nursery:
+            answers = []
+
+            async def one():
+                async with opened.client() as client:
+                    answers.append((await ask(client, post())).body)
+
+            for _ in range(3):
+                nursery.start_soon(one)
+            while len(arrived) < 2 or not opened.door.queue.waiting:
+                await trio.sleep(0.01)
+            assert sorted(arrived) == ["0", "1"]
+            gates[2].set()
+            while len(arrived) < 3:
+                await trio.sleep(0.01)
+            assert arrived[2] == arrived[1]
+            for number in (1, 3):
+                gates.setdefault(number, trio.Event()).set()
+        assert len(answers) == 3
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+async def test_no_answer_of_the_engine_is_changed(path):
+    said = counted(b'{"routed_dp_rank": 1}', "x-data-parallel-rank: 5")
+    async with (
+        fake_workers(answering(said)) as (fake,),
+        run_dataplane(config=with_ranks(fake.url, 2)) as opened,
+        opened.client() as client,
+    ):
+        for _ in range(3):
+            answer = await ask(client, post(path=path))
+            assert answer.body == b'{"routed_dp_rank": 1}'
+            assert answer.one("x-data-parallel-rank") == "5"
