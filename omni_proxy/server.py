@@ -32,6 +32,7 @@ from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.health.engine_ranks import EngineRanks
 from omni_proxy.health.outlier_removal import OutlierRemoval
 from omni_proxy.health.prober import Prober
 from omni_proxy.health.voice_list import VoiceList
@@ -117,6 +118,7 @@ class Server:
         voices = config_store.state.voices
         self.data_plane.voices.restore(voices.owner, voices.names)
         self.voice_list = VoiceList(fleet, self.data_plane.voices, config_store.save_voices)
+        self.engine_ranks = EngineRanks(fleet)
         self.instruments = Instruments(
             fleet,
             lambda: self.view.load,
@@ -171,6 +173,7 @@ class Server:
                 old_name="ejector",
             ),
             Supervisor("drains", lambda status: self.drains.run(task_status=status)),
+            Supervisor("engine_ranks", lambda status: self.engine_ranks.run(task_status=status)),
             Supervisor("voice_list", lambda status: self.voice_list.run(task_status=status)),
             Supervisor(
                 "ticker",
