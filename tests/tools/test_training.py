@@ -10,13 +10,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
 
+from omni_proxy.replica.api.vllm.weight_transfer_routes import ranked_checksums  # noqa: E402
 from omni_proxy.replica.models.text_model import load_text_model  # noqa: E402
+from omni_proxy.replica.tp.sharded_model import Shard  # noqa: E402
 from omni_proxy.weight_sync.checksum import roll_up  # noqa: E402
 from tools.training.arguments import deadline_of, parser, understood, wishes_of  # noqa: E402
 from tools.training.buckets import FLATTENED, buckets_of  # noqa: E402
 from tools.training.endpoint import Answer, Endpoint  # noqa: E402
 from tools.training.faults import FAULTS, ON_DISK, Moment  # noqa: E402
-from tools.training.learner import ANSWER, Learner, checksum_of  # noqa: E402
+from tools.training.learner import ANSWER, Learner, checksum_of, digests_of  # noqa: E402
 from tools.training.rounds import Round  # noqa: E402
 from tools.training.transfer import Transfer, messages, refusal  # noqa: E402
 
@@ -282,6 +284,10 @@ def test_an_engine_that_is_not_there_ends_the_sync_with_a_reason(tensors):
     assert done.why.startswith("/get_world_size said 0: ")
 
 
+def own_digest(ranks):
+    return f"the digest of {ranks} ranks"
+
+
 def vllm_engines(words):
     """What engines with vLLM's routes alone answer, through a proxy or not; by path."""
     digests = {"dp0:pp0:pcp0:tp0:a": "1", "dp0:pp0:pcp0:tp0:b": "2"}
@@ -301,8 +307,37 @@ def test_vllm_engines_are_called_in_the_vllm_dialect(monkeypatch, words, status)
     monkeypatch.setattr(Endpoint, "look", look)
     endpoint = Endpoint("http://127.0.0.1:9", 5.0)
     assert endpoint.ranks() == 3
-    found = endpoint.checksums()
+    found = endpoint.checksums(own_digest)
     endpoint.close()
     expected = roll_up({"a": "1", "b": "2"})
     names = [endpoint.url] if words == "alone" else ["w0", "w1"]
     assert found == dict.fromkeys(names, expected)
+
+
+def parts_of_two_ranks(learner):
+    """A replica's report of its weights over two ranks, in the words of vLLM."""
+    config = learner.text.model.config
+    shards = [Shard(config, rank, 2) for rank in range(2)]
+    parts = [{n: s.shard_of(n, t) for n, t in learner.named().items()} for s in shards]
+    results = [{"data": {"checksums": digests_of(part)}} for part in parts]
+    return ranked_checksums({"rank_results": results})
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_parts_of_two_vllm_ranks_are_compared_with_the_trainers_own_parts(monkeypatch, changed):
+    learner = Learner("tiny", steps=1)
+    checksums = parts_of_two_ranks(learner)
+    assert len(checksums) > len(learner.named())
+    if changed:
+        checksums[next(key for key in checksums if ":tp1:" in key)] = "something else"
+    answers = {"/weight_checker": {"checksums": checksums}}
+
+    def look(endpoint, path, body=None):
+        found = answers.get(path)
+        return Answer(path, 404 if found is None else 200, found or {}, 0.0)
+
+    monkeypatch.setattr(Endpoint, "look", look)
+    endpoint = Endpoint("http://127.0.0.1:9", 5.0)
+    (found,) = endpoint.checksums(learner.checksum).values()
+    endpoint.close()
+    assert (found == learner.checksum()) is not changed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from omni_proxy.weight_sync.checksum import roll_up
 
 SHORT_SECS = 60.0
 ABSENT = (404, 502)  # of a vLLM engine, and of a proxy where no engine has the route
+OwnDigest = Callable[[int], str]
 UNAUTHORIZED = 401  # nothing that could be a key was sent; a wrong one gets 403, in clear words
 
 
@@ -157,25 +158,28 @@ class Endpoint:
             told = self.call("/weight_info")
         return text, version or str(told.body.get("weight_version") or "")
 
-    def checksums(self) -> dict[str, str]:
-        """The digest over whole tensors of each replica behind the endpoint, by its name."""
+    def checksums(self, own: OwnDigest) -> dict[str, str]:
+        """The digest over whole tensors of each replica behind the endpoint, by its name.
+
+        vLLM hashes the part of each rank. `own(n)` is the digest of the trainer's weights as parts
+        of n ranks: a replica with the same parts has the whole tensors of `own(1)`.
+        """
         told = self.call("/weights_checker", {"action": "checksum"})
         if told.status in ABSENT:
-            return self._vllm_checksums()
+            return self._vllm_checksums(own)
         replicas = [each for each in _rows(told.body.get("results")) if "worker" in each]
         if not replicas:
             return {self.url: next(_digests(told.body), "")}
         return {
-            str(each["worker"]): next(_digests(each), "") or _vllm_digest(each.get("body"))
+            str(each["worker"]): next(_digests(each), "") or _vllm_digest(each.get("body"), own)
             for each in replicas
         }
 
-    def _vllm_checksums(self) -> dict[str, str]:
-        """Of engines of one rank: there the parts that are hashed are whole tensors."""
+    def _vllm_checksums(self, own: OwnDigest) -> dict[str, str]:
         told = self.call("/weight_checker", {"action": "checksum"}).body
         rows = [each for each in _rows(told.get("results")) if "worker" in each]
         found = {str(each["worker"]): each.get("body") for each in rows} or {self.url: told}
-        return {worker: _vllm_digest(body) for worker, body in found.items()}
+        return {worker: _vllm_digest(body, own) for worker, body in found.items()}
 
     def close(self) -> None:
         self._client.close()
@@ -185,10 +189,24 @@ class Endpoint:
         return explain_tls_error(self.url, told, self._papers) or told
 
 
-def _vllm_digest(body: object) -> str:
+def _vllm_digest(body: object, own: OwnDigest) -> str:
+    """Of names such as `dp0:pp0:pcp0:tp1:model.norm.weight`."""
     found = body.get("checksums") if isinstance(body, dict) else None
-    named = found.items() if isinstance(found, dict) else ()
-    return roll_up({str(name).rpartition(":")[2]: str(digest) for name, digest in named})
+    ranks: dict[str, dict[str, str]] = {}
+    for key, digest in found.items() if isinstance(found, dict) else ():
+        rank, _, name = str(key).rpartition(":")
+        ranks.setdefault(rank, {})[name] = str(digest)
+    digest = digest_of_ranks(list(ranks.values()))
+    return own(1) if len(ranks) > 1 and digest == own(len(ranks)) else digest
+
+
+def digest_of_ranks(ranks: Sequence[Mapping[str, str]]) -> str:
+    """One digest of the tensors of all ranks; of one rank, the digest of its tensors."""
+    if len(ranks) < 2:
+        return roll_up(dict(*ranks))
+    return roll_up(
+        {f"{number}:{name}": each[name] for number, each in enumerate(ranks) for name in each}
+    )
 
 
 def _cause(body: dict[str, Any]) -> str:

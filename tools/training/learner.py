@@ -15,7 +15,9 @@ from torch.nn import functional
 
 from omni_proxy.replica.models.llama import MLP, Attention, Batch, Llama, Span, rotary_tables
 from omni_proxy.replica.models.text_model import TextModel, load_text_model
+from omni_proxy.replica.tp.sharded_model import Shard
 from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
+from tools.training.endpoint import digest_of_ranks
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -64,8 +66,16 @@ class Learner:
         """What a sync sends: the live weights, not copies."""
         return {name: each.detach() for name, each in self._model.named_parameters()}
 
-    def checksum(self) -> str:
-        return checksum_of(self.named())
+    def checksum(self, ranks: int = 1) -> str:
+        """The digest over whole tensors, or over the parts of all ranks; "" if there are none."""
+        config, named = self._model.config, self.named()
+        try:
+            shards = [Shard(config, rank, ranks) for rank in range(ranks)]
+        except ValueError:
+            return ""
+        return digest_of_ranks(
+            [digests_of({n: shard.shard_of(n, t) for n, t in named.items()}) for shard in shards]
+        )
 
     def _loss(self) -> Tensor:
         inputs, targets = self._tokens[:-1], self._tokens[1:]
@@ -81,12 +91,14 @@ class Learner:
 
 def checksum_of(tensors: Mapping[str, Tensor]) -> str:
     """The digest over whole tensors that a replica with these weights tells (api-server.md 3)."""
-    return roll_up(
-        {
-            name: tensor_digest(name, str(each.dtype), each.shape, _bytes_of(each))
-            for name, each in tensors.items()
-        }
-    )
+    return roll_up(digests_of(tensors))
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {
+        name: tensor_digest(name, str(each.dtype), each.shape, _bytes_of(each))
+        for name, each in tensors.items()
+    }
 
 
 def _bytes_of(tensor: Tensor) -> Buffer:

@@ -86,7 +86,7 @@ class Training:
     def before(self) -> Round:
         """What the endpoint says before it has learnt anything."""
         answer, version = self._endpoint.ask(QUESTION, BEFORE_SECS)
-        own, sums = self._learner.checksum(), self._endpoint.checksums()
+        own, sums = self._learner.checksum(), self._endpoint.checksums(self._learner.checksum)
         return Round(0, None, 0, 0.0, 0.0, version, sums, own, answer)
 
     def _sync(self, label: str, fault: Fault) -> Synced:
@@ -98,7 +98,7 @@ class Training:
         loss = self._learner.learn()
         label = f"step-{number}"
         synced = self._sync(label, fault)
-        own, sums = self._learner.checksum(), self._endpoint.checksums()
+        own, sums = self._learner.checksum(), self._endpoint.checksums(self._learner.checksum)
         answer, version = self._endpoint.ask(QUESTION)
         moved = synced.nbytes if synced.ok else 0
         return Round(
