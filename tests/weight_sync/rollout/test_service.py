@@ -1,19 +1,15 @@
-"""Rollouts over scripted engines: order of the calls, outcomes, the way back, restarts."""
+"""Rollouts over scripted engines: order of the calls, outcomes, rollback, plans, vLLM."""
 
 import json
 
 import httpx
 import pytest
-import trio
 
 from omni_proxy.config.schema import WeightSyncConfig
-from omni_proxy.weight_sync.delivery import catchup
 from omni_proxy.weight_sync.operations.weight_operations import RESOLVE
 from omni_proxy.weight_sync.rollout.request import parse_rollout
 from omni_proxy.weight_sync.rollout.service import RolloutCall
-from omni_proxy.wire.errors import HttpError
 from tests.admin_api.api_fixture import A, B, build_api, entry
-from tests.idle import wait_until_idle
 from tests.weight_sync.operation_fixture import (
     PAUSE,
     UPDATE,
@@ -23,80 +19,20 @@ from tests.weight_sync.operation_fixture import (
     cordon_reasons_of,
     read_journal,
 )
-
-CHECKER, PROBE, INFO = "/weights_checker", "/health_generate", "/model_info"
-BODY = {"model_path": "/m/v2", "weight_version": "v2"}
-
-
-class LoadingEngines(GatedEngines):
-    """Each has a path, and takes label and checksum from what it loads."""
-
-    def __init__(self):
-        super().__init__()
-        self.paths_held = {A: "/m/v1", B: "/m/v1"}
-        self.sums = {A: "/m/v1", B: "/m/v1"}
-        self.broken_loads = set()  # paths after whose load the checksum is another one
-
-    async def answer(self, request):
-        url = str(request.url.copy_with(raw_path=b"/")).rstrip("/")
-        if request.url.path == UPDATE and (url, UPDATE) not in self.replies:
-            body = json.loads(request.content)
-            self.paths_held[url], self.labels[url] = body["model_path"], body["weight_version"]
-            self.sums[url] = body["model_path"]
-            if (url, body["model_path"]) in self.broken_loads:
-                self.sums[url] = "something else"
-        return await super().answer(request)
-
-    def default_response(self, url, path):
-        if path == INFO:
-            return {"weight_version": self.labels[url], "model_path": self.paths_held[url]}
-        return super().default_response(url, path)
-
-    def loaded(self, url):
-        port = int(url.rpartition(":")[2])
-        sent = [r for r in self.requests if r.url.path == UPDATE and r.url.port == port]
-        return [json.loads(request.content)["model_path"] for request in sent]
-
+from tests.weight_sync.rollout.rollout_fixture import (
+    BODY,
+    CHECKER,
+    INFO,
+    PROBE,
+    LoadingEngines,
+    begin,
+    ended,
+    stands,
+    states,
+    versions,
+)
 
 ENGINES = LoadingEngines
-
-
-async def begin(api, **fields):
-    return await api.operations.start_rollout(
-        RolloutCall(parse_rollout({**BODY, **fields}), None, "me")
-    )
-
-
-async def ended(api):
-    """The rollout, once it has ended."""
-    progress = api.operations.rollouts.progress
-    with trio.fail_after(20):
-        while progress.active is not None:
-            await progress.changed.wait()
-    return progress.to_dict()
-
-
-async def stands(api, holds):
-    """The rollout, once `holds(rollout)`."""
-    progress = api.operations.rollouts.progress
-    with trio.fail_after(20):
-        while not holds(progress.to_dict()):
-            await progress.changed.wait()
-    return progress.to_dict()
-
-
-def states(told):
-    return [row["state"] for row in told["workers"]]
-
-
-def versions(api):
-    return [(worker.weight_version, worker.weight_epoch) for worker in api.fleet.workers]
-
-
-@pytest.fixture
-async def settled(api):
-    await api.settle()
-    return api
 
 
 async def test_one_worker_after_the_other_gets_it_while_the_other_serves(settled, engines):
@@ -250,195 +186,6 @@ async def test_with_verify_off_no_checksum_is_requested(engines, folder, nursery
     assert CHECKER not in engines.paths(A)
 
 
-async def test_while_it_runs_nothing_else_changes_weights_or_pauses(settled, engines):
-    engines.close_gate(UPDATE, A)
-    await begin(settled)
-    await engines.arrived[A, UPDATE].wait()
-    for call in (admin_call(PAUSE), admin_call(UPDATE), admin_call("/init_weights_update_group")):
-        refused = await settled.operations.submit(call)
-        assert (refused.status, refused.body["error"]["code"]) == (409, "rollout_in_progress")
-        assert "/weights/rollout/cancel" in refused.body["message"]
-    again = await begin(settled, weight_version="v3")
-    assert again.body["error"]["code"] == "rollout_in_progress"
-    assert (await settled.operations.submit(admin_call("/continue_generation"))).ok
-    engines.open_gate(UPDATE, A)
-    assert (await ended(settled))["state"] == "succeeded"
-
-
-async def test_an_operation_that_already_waits_for_its_turn_is_refused_then(
-    settled, engines, nursery
-):
-    engines.close_gate(UPDATE, A)
-    first = []
-
-    async def update():
-        first.append(
-            await settled.operations.submit(admin_call(UPDATE, {**BODY, "weight_version": "v0"}))
-        )
-
-    nursery.start_soon(update)
-    await engines.arrived[A, UPDATE].wait()
-    refused = []
-
-    async def wait():
-        refused.append(await settled.operations.submit(admin_call(UPDATE, {"model_path": "/m/v9"})))
-
-    nursery.start_soon(begin, settled)
-    await wait_until_idle()
-    nursery.start_soon(wait)
-    await wait_until_idle()
-    engines.open_gate(UPDATE, A)
-    told = await stands(settled, lambda told: told is not None and told["state"] == "succeeded")
-    assert told["updated"] == 2
-    assert first[0].ok
-    assert refused[0].body["error"]["code"] == "rollout_in_progress"
-
-
-async def test_a_pause_takes_effect_after_the_batch_and_resume_continues(settled, engines):
-    rollouts = settled.operations.rollouts
-    engines.close_gate(UPDATE, A)
-    await begin(settled)
-    await engines.arrived[A, UPDATE].wait()
-    assert (await rollouts.pause()).ok
-    assert rollouts.status()["state"] == "pausing"
-    engines.open_gate(UPDATE, A)
-    told = await stands(settled, lambda told: told["state"] == "paused")
-    assert states(told) == ["updated", "pending"]
-    assert (await rollouts.pause()).ok
-    assert (await rollouts.resume()).ok
-    assert (await ended(settled))["state"] == "succeeded"
-    for steer in (rollouts.pause, rollouts.resume):
-        with pytest.raises(HttpError, match="no rollout is running"):
-            await steer()
-
-
-async def test_a_pause_while_the_journal_is_written_is_not_lost(settled, monkeypatch):
-    """The batch that has begun is completed, and the next one waits."""
-    journal, rollouts = settled.operations.journal, settled.operations.rollouts
-    record = journal.record_rollout
-
-    async def recording(state):
-        await record(state)
-        if "updating" in [row.phase for row in state.workers]:
-            await rollouts.pause()
-
-    monkeypatch.setattr(journal, "record_rollout", recording)
-    await begin(settled)
-    told = await stands(settled, lambda told: told["state"] == "paused")
-    assert states(told) == ["updated", "pending"]
-
-
-async def test_a_disk_that_fails_in_the_middle_ends_it_untouched(settled, engines, monkeypatch):
-    journal = settled.operations.journal
-    record = journal.record_rollout
-
-    async def recording(state):
-        if "updating" in [row.phase for row in state.workers]:
-            raise OSError(28, "No space left on device")
-        await record(state)
-
-    monkeypatch.setattr(journal, "record_rollout", recording)
-    await begin(settled)
-    told = await ended(settled)
-    assert (told["state"], states(told)) == ("failed", ["pending", "pending"])
-    assert "nothing was sent: the journal" in told["cause"]
-    assert "No space left on device" in told["cause"]
-    assert engines.loaded(A) == []
-    assert cordon_reasons_of(settled) == [[], []]
-
-
-async def test_a_cancel_while_the_end_is_written_is_too_late(settled, monkeypatch):
-    journal, rollouts = settled.operations.journal, settled.operations.rollouts
-    save, refusals = journal.save_rollout, []
-
-    async def saving(state):
-        if state is None:
-            with pytest.raises(HttpError) as refusal:
-                await rollouts.cancel("late")
-            refusals.append((refusal.value.status, refusal.value.message))
-        await save(state)
-
-    monkeypatch.setattr(journal, "save_rollout", saving)
-    await begin(settled)
-    assert (await ended(settled))["state"] == "succeeded"
-    assert refusals == [(409, "the rollout is ending")]
-
-
-async def test_a_cancel_while_draining_gives_the_worker_back(settled, engines):
-    settled.worker(A).in_flight = 1
-    await begin(settled)
-    await stands(settled, lambda told: told["workers"][0]["step"] == "draining")
-    assert (await settled.operations.rollouts.cancel("an operator")).ok
-    told = await ended(settled)
-    assert (told["state"], told["cause"]) == ("cancelled", "cancelled by an operator")
-    assert states(told) == ["pending", "pending"]
-    assert engines.loaded(A) == []
-    assert cordon_reasons_of(settled) == [[], []]
-
-
-async def test_a_cancel_takes_back_what_was_updated(settled, engines):
-    await begin(settled, pause_after_canary=True)
-    await stands(settled, lambda told: told["state"] == "paused")
-    await settled.operations.rollouts.cancel("")
-    told = await ended(settled)
-    assert (told["state"], states(told)) == ("cancelled", ["restored", "pending"])
-    assert versions(settled) == [("v1", 0), ("v1", 0)]
-
-
-async def test_after_a_restart_the_worker_is_done_again_and_it_ends_whole(engines, folder, nursery):
-    api = api_with(folder)
-    async with trio.open_nursery() as first:
-        await first.start(api.operations.run)
-        await api.settle()
-        engines.close_gate(UPDATE, A)
-        await begin(api)
-        await engines.arrived[A, UPDATE].wait()
-        first.cancel_scope.cancel()
-    del engines.gates[A, UPDATE], engines.arrived[A, UPDATE]
-    engines.requests.clear()
-    again = build_api(entry(A), entry(B), folder=folder)
-    assert list(again.operations.journal.uncertain) == [A]
-    await nursery.start(again.operations.run)
-    again.healthy(A, B)
-    told = await ended(again)
-    assert (told["state"], told["updated"]) == ("succeeded", 2)
-    assert (engines.loaded(A), engines.loaded(B)) == (["/m/v2"], ["/m/v2"])
-    assert [label for label, _ in versions(again)] == ["v2", "v2"]
-    assert again.operations.journal.uncertain == {}
-
-
-async def test_after_a_restart_a_paused_one_stays_paused(engines, folder, nursery):
-    api = api_with(folder)
-    async with trio.open_nursery() as first:
-        await first.start(api.operations.run)
-        await api.settle()
-        await begin(api, pause_after_canary=True)
-        await stands(api, lambda told: told["state"] == "paused")
-        first.cancel_scope.cancel()
-    again = build_api(entry(A), entry(B), folder=folder)
-    await nursery.start(again.operations.run)
-    again.healthy(A, B)
-    await wait_until_idle()
-    assert again.operations.rollouts.status()["state"] == "paused"
-    await again.operations.rollouts.resume()
-    assert (await ended(again))["state"] == "succeeded"
-
-
-async def test_a_worker_that_joins_in_the_middle_is_updated_too(engines, folder, nursery):
-    engines.labels = {A: "v1", B: "v1"}
-    api = build_api(entry(A), folder=folder)
-    api.healthy(A)
-    await nursery.start(api.operations.run)
-    await api.settle()
-    await begin(api, pause_after_canary=False)
-    api.config_store.config = build_api(entry(A), entry(B)).config_store.config
-    api.config_store.apply()
-    api.healthy(B)
-    told = await ended(api)
-    assert states(told) in (["updated"], ["updated", "updated"])
-    await caught_up(api, B)  # by the rollout, or after it
-
-
 async def test_bad_plans_are_refused_before_anything_is_changed(settled, engines):
     journal = settled.operations.journal
     in_use = await begin(settled, weight_version="v1")
@@ -480,66 +227,6 @@ async def test_a_plan_that_cannot_be_recorded_is_refused(settled, folder):
     refused = await begin(settled)
     assert (refused.status, refused.body["error"]["code"]) == (503, "journal_unwritable")
     assert settled.operations.rollouts.status() is None
-
-
-async def test_a_worker_that_is_not_healthy_is_left_out_and_held_afterwards(
-    engines, folder, nursery
-):
-    api = build_api(entry(A), entry(B), folder=folder)
-    api.healthy(A)
-    await nursery.start(api.operations.run)
-    api.fleet.cache_cleared(api.worker(A))
-    await wait_until_idle()
-    await begin(api)
-    told = await ended(api)
-    assert (told["state"], states(told)) == ("succeeded", ["updated", "skipped"])
-    api.healthy(B)
-    await caught_up(api, B)
-    assert engines.loaded(B) == ["/m/v2"]
-
-
-async def caught_up(api, url):
-    """Until the worker is in rotation with the version of the rollout."""
-    with trio.fail_after(30):
-        while not api.worker(url).routable or api.worker(url).weight_version != "v2":  # noqa: ASYNC110
-            await trio.sleep(0.01)
-    assert api.worker(url).weight_epoch == api.operations.journal.published.epoch
-    assert url not in api.operations.journal.uncertain
-
-
-async def test_a_worker_that_restarts_afterwards_gets_the_version_before_any_request(
-    settled, engines
-):
-    await begin(settled)
-    await ended(settled)
-    restart(engines, B)
-    engines.close_gate(UPDATE, B)
-    settled.fleet.set_version(settled.worker(B), None, 0)
-    settled.fleet.cache_cleared(settled.worker(B))
-    await engines.arrived[B, UPDATE].wait()
-    assert settled.worker(B).cordon_reasons == {"catching_up"}
-    engines.open_gate(UPDATE, B)
-    await caught_up(settled, B)
-    assert engines.loaded(B) == ["/m/v2", "/m/v2"]
-
-
-async def test_a_path_that_is_gone_keeps_a_worker_that_restarted_out(settled, engines, monkeypatch):
-    monkeypatch.setattr(catchup, "RETRY_SECS", (0.01,))
-    await begin(settled)
-    await ended(settled)
-    restart(engines, B)
-    engines.set_reply(B, UPDATE, {"success": False, "message": "no such file"}, 400)
-    settled.fleet.set_version(settled.worker(B), None, 0)
-    settled.fleet.cache_cleared(settled.worker(B))
-    with trio.fail_after(30):
-        while B not in settled.operations.journal.uncertain:  # noqa: ASYNC110
-            await trio.sleep(0.01)
-    reason = settled.operations.journal.uncertain[B]
-    assert reason == ("missed the update of epoch 1 and did not catch up: status 400: no such file")
-
-
-def restart(engines, url):
-    engines.labels[url], engines.paths_held[url], engines.sums[url] = "v1", "/m/v1", "/m/v1"
 
 
 VLLM_PATHS = ("/weight_info", "/v1/models")

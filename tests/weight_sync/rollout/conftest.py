@@ -1,0 +1,7 @@
+import pytest
+
+
+@pytest.fixture
+async def settled(api):
+    await api.settle()
+    return api
