@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self, TypedDict
 
 import trio
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -65,7 +66,10 @@ class RequestMetrics:
 
 
 class RequestTimer:
-    """Timer of one request, started when created; `finish` or `close` ends it once."""
+    """Timer of one request, started when created; `finish` or `close` ends it once.
+
+    As a context manager it finishes at a normal exit, and counts any other as aborted.
+    """
 
     __slots__ = ("_awaits_output", "_metrics", "_model_name", "_open", "_started_secs")
 
@@ -75,6 +79,20 @@ class RequestTimer:
         self._started_secs = trio.current_time()
         self._awaits_output = True
         self._open = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.close()
 
     def mark_first_output(self) -> None:
         """Record the time of the first output; later calls do nothing."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import trio
@@ -34,7 +35,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     is_token_ids,
     new_request_id,
     parse_prompts,
-    stop_strings,
+    sampling_params,
 )
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.vllm.control_routes import id_matcher
@@ -43,7 +44,6 @@ from omni_proxy.replica.pipeline.requests import (
     GenerateChunk,
     GenerateRequest,
     PromptMessage,
-    SamplingParams,
 )
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
@@ -107,11 +107,8 @@ class SglangGenerate:
             formatter = SglangResponse(request_id, logprobs=logprobs)
             return stream_response(EventStream(generation, formatter, timing, cut=cut))
         started_secs = trio.current_time()
-        try:
+        with timing:
             results = await complete_all(context.client, requests, ids)
-            timing.finish()
-        finally:
-            timing.close()
         answers = []
         for answer_id, result in zip(ids, results, strict=True):
             response = SglangResponse(answer_id, logprobs=logprobs, started_secs=started_secs)
@@ -200,19 +197,13 @@ def _to_generate_request(body: NativeBody, prompt: Prompt) -> GenerateRequest:
             400, "sampling_params.n must be 1: this server makes one answer per prompt"
         )
     limit = given.max_new_tokens
-    sampling = SamplingParams(
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
-        min_p=given.min_p,
-        repetition_penalty=given.repetition_penalty,
-        seed=given.seed if given.sampling_seed is None else given.sampling_seed,
-        max_new_tokens=DEFAULT_MAX_NEW_TOKENS if limit is None else limit,
-        stop=stop_strings(given.stop),
-        stop_token_ids=tuple(given.stop_token_ids or ()),
+    sampling = sampling_params(
+        given,
+        DEFAULT_MAX_NEW_TOKENS if limit is None else limit,
         logprobs=bool(body.return_logprob),
-        ignore_eos=bool(given.ignore_eos),
     )
+    if given.sampling_seed is not None:
+        sampling = replace(sampling, seed=given.sampling_seed)
     return GenerateRequest(
         prompt=prompt, sampling=sampling, stream=bool(body.stream), task="completion"
     )
@@ -274,11 +265,8 @@ class GenerateRoutes:
         context = self._context
         request = await self._to_generate_request(body)
         timing = context.meters.timed(context.model_name)
-        try:
+        with timing:
             result = await context.client.completion(request, new_request_id())
-            timing.finish()
-        finally:
-            timing.close()
         return json_response(_response_body(body, result))
 
     async def _to_generate_request(self, body: RolloutBody) -> GenerateRequest:
@@ -295,7 +283,11 @@ class GenerateRoutes:
         return GenerateRequest(
             prompt=prompt,
             model=body.model,
-            sampling=_sampling(sampling, logprobs=body.wants_logprobs),
+            sampling=sampling_params(
+                sampling,
+                sampling.max_new_tokens or sampling.max_tokens,
+                logprobs=body.wants_logprobs,
+            ),
             output_modalities=tuple(body.output_modalities or ("text",)),
             task="chat" if body.messages is not None else "completion",
             metadata={"request_metadata": body.metadata} if body.metadata else {},
@@ -319,21 +311,6 @@ def _check_supported(body: RolloutBody) -> None:
             raise DetailError(
                 400, f"{name} is not supported: this server's model has nothing of it"
             )
-
-
-def _sampling(given: RolloutSampling, *, logprobs: bool) -> SamplingParams:
-    return SamplingParams(
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
-        min_p=given.min_p,
-        repetition_penalty=given.repetition_penalty,
-        seed=given.seed,
-        max_new_tokens=given.max_new_tokens or given.max_tokens,
-        stop=stop_strings(given.stop),
-        stop_token_ids=tuple(given.stop_token_ids or ()),
-        logprobs=logprobs,
-    )
 
 
 def _response_body(body: RolloutBody, result: CompletionResult) -> dict[str, Any]:

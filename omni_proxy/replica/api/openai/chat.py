@@ -272,11 +272,8 @@ class ChatRoutes:
             formatter = ChatChunkFormatter(options, ids)
             cut = context.cut_failed_streams
             return stream_response(EventStream(source, formatter, timing, cut=cut))
-        try:
+        with timing:
             results = await complete_all(context.client, requests, ids)
-            timing.finish()
-        finally:
-            timing.close()
         return json_response(chat_completion(options, results))
 
     def _response_options(self, body: ChatBody, *, logprobs: bool) -> ChatResponseOptions:

@@ -106,11 +106,8 @@ class CompletionRoutes:
             return stream_response(
                 EventStream(source, formatter, timing, cut=context.cut_failed_streams)
             )
-        try:
+        with timing:
             results = await complete_all(context.client, requests, ids)
-            timing.finish()
-        finally:
-            timing.close()
         choices = [_choice(index, result, stops) for index, result in enumerate(results)]
         usage = total_usage([result.usage for result in results], count)
         return json_response(head | {"choices": choices, "usage": usage})

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeAlias, TypeGuard
 
@@ -67,6 +68,9 @@ UNSUPPORTED_FIELDS = {
     "truncate_prompt_tokens": "shorten the prompt",
     "web_search_options": "the model has no network",
 }
+# Fields of the same name in the bodies of all text routes and in SamplingParams.
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+SHAPING_FIELDS = ("presence_penalty", "frequency_penalty", "logit_bias")
 NO_TOOLS = "this server calls no tools; leave it out, or ask for a JSON schema in response_format"
 TEXT_TOOL_CHOICES = (None, "auto", "none")
 FIELD = "response_format"
@@ -124,25 +128,29 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def sampling_params(
-    body: CommonFields, max_new_tokens: int | None, *, top: int | None, schema: str | None
+    body: Struct,
+    max_new_tokens: int | None,
+    *,
+    logprobs: bool = False,
+    top: int | None = None,
+    schema: str | None = None,
 ) -> SamplingParams:
-    """`top` is how many top candidates to list per token; None means no log probabilities."""
+    """The sampling fields of a text route's body, which all routes name alike.
+
+    A field that the body does not have is unset. A penalty of 0 and an empty bias are unset, too,
+    so that the request gets the plain sampler. `top` is how many top candidates to list per token;
+    it includes `logprobs`.
+    """
+    given = partial(getattr, body)
     return SamplingParams(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        seed=body.seed,
+        **{name: given(name, None) for name in SAMPLING_FIELDS},
+        **{name: given(name, None) or None for name in SHAPING_FIELDS},
         max_new_tokens=max_new_tokens,
-        stop=stop_strings(body.stop),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        logprobs=top is not None,
-        ignore_eos=bool(body.ignore_eos),
+        stop=stop_strings(given("stop", None)),
+        stop_token_ids=tuple(given("stop_token_ids", None) or ()),
+        ignore_eos=bool(given("ignore_eos", None)),
+        logprobs=logprobs or top is not None,
         top_logprobs=top,
-        presence_penalty=body.presence_penalty or None,
-        frequency_penalty=body.frequency_penalty or None,
-        logit_bias=body.logit_bias or None,
         json_schema=schema,
     )
 

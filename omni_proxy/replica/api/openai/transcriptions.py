@@ -267,12 +267,9 @@ class _Routes:
         self, generate_request: GenerateRequest, fields: TranscriptionFields, duration_secs: float
     ) -> Response:
         timing = self._context.meters.timed(self._context.model_name)
-        try:
+        with timing:
             result = await self._context.client.completion(generate_request, _new_id())
             timing.mark_first_output()
-            timing.finish()
-        finally:
-            timing.close()
         transcript = TranscriptResponse.of(result, duration_secs)
         match fields.response_format:
             case "json":

@@ -86,12 +86,9 @@ class _Routes:
         if stream_format is not None:
             return await self._stream(speech_request, stream_format, request_id)
         timing = self._context.meters.timed(self._context.model_name)
-        try:
+        with timing:
             result = await self._service.synthesize(speech_request, request_id)
             timing.mark_first_output()
-            timing.finish()
-        finally:
-            timing.close()
         self._outcomes.add(request_id, _outcome_of(result))
         return _whole_file(result, speech_request, request_id)
 

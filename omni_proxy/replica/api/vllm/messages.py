@@ -215,11 +215,8 @@ class MessageRoutes:
                 await stream.aclose()
                 raise
             return deferred_response(stream, EVENT_STREAM_HEADERS)
-        try:
+        with timing:
             result = await context.client.completion(request, request_id)
-            timing.finish()
-        finally:
-            timing.close()
         return json_response(anthropic_message(f"chatcmpl-{request_id}", model, result))
 
     async def _to_request(self, body: MessagesBody) -> GenerateRequest:

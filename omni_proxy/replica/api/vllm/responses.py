@@ -34,7 +34,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     MediaReader,
     PositiveInt64,
     response_schema,
-    stop_strings,
+    sampling_params,
 )
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.vllm.response_events import (
@@ -48,7 +48,6 @@ from omni_proxy.replica.pipeline.requests import (
     CompletionResult,
     GenerateRequest,
     PromptMessage,
-    SamplingParams,
 )
 
 MAX_BYTES: Final = 64 << 20
@@ -190,11 +189,8 @@ class ResponseRoutes:
 
     async def _whole(self, turn: _Turn, request: GenerateRequest) -> Response:
         timing = self._context.meters.timed(self._context.model_name)
-        try:
+        with timing:
             result = await self._context.client.completion(request, turn.request_id)
-            timing.finish()
-        finally:
-            timing.close()
         return json_response(self._ended(turn, result))
 
     async def _streamed(self, turn: _Turn, request: GenerateRequest) -> Response:
@@ -281,22 +277,8 @@ class ResponseRoutes:
         reader = MediaReader(self._context)
         turn.messages = [*earlier, *await reader.messages(_given(body.input), {})]
         system = [PromptMessage("system", body.instructions)] if body.instructions else []
-        sampling = SamplingParams(
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
-            presence_penalty=body.presence_penalty or None,
-            frequency_penalty=body.frequency_penalty or None,
-            seed=body.seed,
-            max_new_tokens=body.max_output_tokens,
-            stop=stop_strings(body.stop),
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-            ignore_eos=bool(body.ignore_eos),
-            logit_bias=body.logit_bias or None,
-            json_schema=await response_schema(self._context, _text_format(body.text)),
-        )
+        schema = await response_schema(self._context, _text_format(body.text))
+        sampling = sampling_params(body, body.max_output_tokens, schema=schema)
         return GenerateRequest(
             prompt=[*system, *turn.messages], model=body.model, sampling=sampling,
             stream=bool(body.stream), task="chat", media=reader.media,

@@ -31,7 +31,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     Int64,
     PositiveInt64,
     check_supported_fields,
-    stop_strings,
+    sampling_params,
 )
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.vllm.vllm_errors import VllmError, invalid, vllm_view
@@ -39,7 +39,6 @@ from omni_proxy.replica.pipeline.requests import (
     CompletionResult,
     GenerateChunk,
     GenerateRequest,
-    SamplingParams,
 )
 
 InputToken = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -108,11 +107,8 @@ class TokenRoutes:
         if body.stream:
             source = merged_stream(self._context.client, requests, ids)
             return stream_response(EventStream(source, TokenEvents(form, ids), timing))
-        try:
+        with timing:
             results = await complete_all(self._context.client, requests, ids)
-            timing.finish()
-        finally:
-            timing.close()
         return json_response(form.whole(results))
 
 
@@ -124,23 +120,7 @@ def to_request(body: TokensBody) -> GenerateRequest:
         raise DetailError(400, f"logprobs must be within 0 and {MAX_TOP_LOGPROBS}, not {top}")
     if top is not None and body.output_mode == "text":
         raise DetailError(400, "logprobs are those of tokens: leave output_mode out")
-    sampling = SamplingParams(
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
-        min_p=given.min_p,
-        repetition_penalty=given.repetition_penalty,
-        presence_penalty=given.presence_penalty or None,
-        frequency_penalty=given.frequency_penalty or None,
-        seed=given.seed,
-        max_new_tokens=given.max_tokens,
-        stop=stop_strings(given.stop),
-        stop_token_ids=tuple(given.stop_token_ids or ()),
-        logprobs=top is not None,
-        top_logprobs=top,
-        ignore_eos=bool(given.ignore_eos),
-        logit_bias=given.logit_bias or None,
-    )
+    sampling = sampling_params(given, given.max_tokens, top=top)
     return GenerateRequest(
         prompt=body.token_ids, model=body.model, sampling=sampling,
         stream=bool(body.stream), task="completion",
