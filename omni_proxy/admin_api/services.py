@@ -17,6 +17,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import Prober
+from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.stored_responses import ResponseOwners
 from omni_proxy.runtime_config.config_store import ConfigStore
@@ -30,6 +31,10 @@ class DataPlaneView(Protocol):
 
     @property
     def policy(self) -> Policy: ...
+    @property
+    def pool_policies(self) -> PoolPolicies: ...
+    @property
+    def needs_affinity_key(self) -> bool: ...
     @property
     def draining(self) -> bool: ...
     @property

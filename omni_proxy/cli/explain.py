@@ -101,9 +101,11 @@ def render_explanation(body: JsonObject) -> list[str]:
         f"; weights {printable(requirements['weights'])}" if requirements.get("weights") else ""
     )
     model = printable(requirements["model"]) if requirements.get("model") else "any"
+    has_roles = any(worker.get("role", "regular") != "regular" for worker in body["workers"])
     rows = [
         (
             _target(worker),
+            *([worker["role"]] if has_roles else []),
             "yes" if worker["eligible"] else "no",
             worker["in_flight"],
             worker["health_state"],
@@ -112,7 +114,9 @@ def render_explanation(body: JsonObject) -> list[str]:
         )
         for worker in body["workers"]
     ]
-    head = ("WORKER", "ELIGIBLE", "BUSY", "HEALTH", "WEIGHTS", "AGAINST IT")
+    head = ["WORKER", "ELIGIBLE", "BUSY", "HEALTH", "WEIGHTS", "AGAINST IT"]
+    if has_roles:
+        head.insert(1, "ROLE")
     return [
         f"needs     {printable(capabilities)}; model {model}{weights}",
         f"policy    {printable(body['policy'])}",
@@ -135,6 +139,16 @@ def _verdict(body: JsonObject) -> Iterator[str]:
         yield f"no worker {refusal.get('status')} {code}: {printable(refusal.get('message', ''))}"
         return
     yield f"goes to   {printable(_target(pick))}"
+    yield from _pick_lines(pick)
+    prefill = body.get("prefill")
+    if prefill and prefill.get("pick"):
+        yield f"prefill   {printable(_target(prefill['pick']))}, by {printable(prefill['policy'])}"
+        yield from _pick_lines(prefill["pick"])
+    elif prefill:
+        yield f"prefill   no worker: {printable(prefill['reason'])}"
+
+
+def _pick_lines(pick: JsonObject) -> Iterator[str]:
     if pick.get("reason"):
         yield f"because   {printable(pick['reason'])}"
     for name, value in pick.items():

@@ -18,6 +18,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.ipc import ProcessStats
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.multiprocess.process_slot import ProcessSlot
+from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.stored_responses import ResponseOwners
@@ -52,6 +53,15 @@ class AggregateView:
     def policy(self) -> Policy:
         policy = self._dataplane.policy
         return AggregatePolicy(policy, self._all_stats()) if self._manager.slots else policy
+
+    @property
+    def pool_policies(self) -> PoolPolicies:
+        """Those of the main process."""
+        return self._dataplane.balancer.pools
+
+    @property
+    def needs_affinity_key(self) -> bool:
+        return self._dataplane.balancer.needs_affinity_key
 
     @property
     def draining(self) -> bool:

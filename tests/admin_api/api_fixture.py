@@ -19,6 +19,7 @@ from omni_proxy.config.schema import CAPABILITIES, AdminConfig, Config, RoutingC
 from omni_proxy.config.state import SavedState
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
+from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.policies import build_policy
 from omni_proxy.routing.stored_responses import own_response_owners
 from omni_proxy.runtime_config.membership_lock import MembershipLock
@@ -103,6 +104,8 @@ class FakeProber:
 class FakeDataPlane:
     def __init__(self):
         self.policy = build_policy(RoutingConfig(), lambda _: 0, 0.0)
+        self.pool_policies = PoolPolicies(RoutingConfig(), lambda _: 0, lambda: 0.0)
+        self.needs_affinity_key = True  # whatever the policy, for tests change that
         self.draining = False
         self.voices = VoiceRegistry()
         self.process_rows = []

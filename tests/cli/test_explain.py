@@ -55,6 +55,26 @@ def test_a_data_parallel_rank_is_shown_behind_its_worker():
     ]
 
 
+def test_both_picks_of_a_pair_are_shown_with_the_role_of_each_worker():
+    pair = [{**worker(A), "role": "decode"}, {**worker(B), "role": "prefill"}]
+    prefill = {"policy": "round_robin", "reason": "", "pick": {"url": B, "reason": "its turn"}}
+    assert render_explanation(told(pick=PICK, workers=pair, prefill=prefill))[2:] == [
+        "goes to   http://a:1",
+        "because   it has the most of it",
+        "          text_bytes: 9",
+        "          matched_bytes: http://a:1: 9, http://b:1: 0",
+        "prefill   http://b:1, by round_robin",
+        "because   its turn",
+        "",
+        "WORKER      ROLE     ELIGIBLE  BUSY  HEALTH   WEIGHTS  AGAINST IT",
+        "http://a:1  decode   yes          2  healthy  -        -",
+        "http://b:1  prefill  yes          2  healthy  -        -",
+    ]
+    alone = {"policy": "round_robin", "reason": "enough is cached", "pick": None}
+    lines = render_explanation(told(pick=PICK, workers=pair, prefill=alone))
+    assert "prefill   no worker: enough is cached" in lines
+
+
 def test_a_reason_has_no_errno():
     why = "dead ([Errno 111] Error connecting to ('10.0.0.1', 8000): Connection refused)"
     assert render_explanation(told(workers=[worker(B, why)]))[-1].endswith(

@@ -22,6 +22,10 @@ from omni_proxy.admin_api.responses import bad_request, body_bytes, json_respons
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.disaggregation.explanation import (
+    PlacementExplanation,
+    explain_placement,
+)
 from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
@@ -33,7 +37,6 @@ from omni_proxy.routing.inspect.requirements import (
     requirements_of_large_json,
 )
 from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
-from omni_proxy.routing.pick import Explanation, explain
 from omni_proxy.routing.rank_pinning import pin_to_rank
 from omni_proxy.routing.routes import (
     RESPONSE_OWNER,
@@ -51,9 +54,8 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import HINTED_FIELDS
 
 
-def explanation_record(
-    explanation: Explanation, need: Requirements, policy: str
-) -> dict[str, object]:
+def explanation_record(explained: PlacementExplanation, need: Requirements) -> dict[str, object]:
+    explanation = explained.explanation
     record: dict[str, object] = {
         "need": {
             "model": need.model,
@@ -61,20 +63,25 @@ def explanation_record(
             "capabilities": need.capabilities,
             "weights": str(need.version_constraint) if need.version_constraint else None,
         },
-        "policy": policy,
+        "policy": explained.policy,
         "workers": [_verdict(worker, reasons) for worker, reasons in explanation.reasons],
         "pick": None,
     }
     if explanation.pick is not None:
-        record["pick"] = {
-            **_picked(explanation.pick),
-            "reason": explanation.reason,
-            **explanation.details,
-        }
+        picked = explanation.pick
+        record["pick"] = _pick_record(picked, explanation.reason, explanation.details)
+    prefill = explained.prefill
+    if prefill is not None:
+        other = prefill.worker and _pick_record(prefill.worker, prefill.reason, prefill.details)
+        record["prefill"] = {"policy": prefill.policy, "pick": other, "reason": prefill.reason}
     if explanation.error is not None:
         error = explanation.error
         record["refusal"] = {"status": error.status, "message": error.message, "code": error.code}
     return record
+
+
+def _pick_record(target: Worker, reason: str, details: Mapping[str, object]) -> dict[str, object]:
+    return {**_picked(target), "reason": reason, **details}
 
 
 def _picked(target: Worker) -> dict[str, object]:
@@ -87,6 +94,7 @@ def _picked(target: Worker) -> dict[str, object]:
 def _verdict(worker: Worker, reasons: list[str]) -> dict[str, object]:
     return {
         **_picked(worker),
+        "role": worker.role,
         "eligible": not reasons,
         "reasons": reasons,
         "in_flight": worker.in_flight,
@@ -267,12 +275,15 @@ class ExplainRoutes:
             named_id = named_response(path, b"" if requirements.large_body_class else body)
             owners, now = data_plane.response_owners, time.monotonic()
             pin_to_response_owner(requirements, named_id, owners, now)
-        if data_plane.policy.needs_affinity_key:
+        requirements.legs = route.legs
+        if data_plane.needs_affinity_key:
             keys = affinity_keys_of(self._services.config_store.config)
             requirements.affinity_key = keys.read(_lines(), body)
-        policy = data_plane.policy
-        explanation = explain(self._services.fleet, requirements, policy, data_plane.voices.owner)
-        return json_response(explanation_record(explanation, requirements, policy.name))
+        explained = explain_placement(
+            self._services.fleet, requirements, data_plane.policy, data_plane.pool_policies,
+            data_plane.voices.owner,
+        )  # fmt: skip
+        return json_response(explanation_record(explained, requirements))
 
 
 async def _need_of(route: Route, body: bytes, request_facts: RequestFacts) -> Requirements:

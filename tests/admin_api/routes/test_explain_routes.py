@@ -138,3 +138,18 @@ async def test_a_rank_that_does_not_exist_is_refused_as_the_request_would_be():
     headers = {"X-data-parallel-rank": "7"}
     answer = await (await api.client().post("/explain", data=CHAT, headers=headers)).get_json()
     assert answer["refusal"]["code"] == "invalid_rank"
+
+
+async def test_both_picks_of_a_pair_are_explained_and_each_worker_has_the_verdict_of_its_leg():
+    api = build_api(entry(A, role="prefill"), entry(B, role="decode"))
+    api.healthy(A, B)
+    body = await (await api.client().post("/explain", data=CHAT)).get_json()
+    assert [(row["role"], row["eligible"]) for row in body["workers"]] == [
+        ("prefill", True),
+        ("decode", True),
+    ]
+    assert (body["pick"]["url"], body["prefill"]["pick"]["url"]) == (B, A)
+    answer = await api.client().post("/explain?path=/v1/embeddings", data=CHAT)
+    body = await answer.get_json()
+    assert body["refusal"]["code"] == "no_regular_worker"
+    assert "prefill" not in body
