@@ -16,7 +16,7 @@ from typing import Final
 from omni_proxy.cli.flags.arguments import router_parser, serve_parser, short_help
 from omni_proxy.cli.flags.peer_flags import overrides, warnings
 from omni_proxy.cli.frozen_binary import lead_process_group
-from omni_proxy.config.flags import Dialect, Startup, parse_worker_urls
+from omni_proxy.config.flags import Dialect, Startup, parse_worker_urls, ranks_in_urls
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import LaunchEntry, RetryCause
 
@@ -72,10 +72,13 @@ def startup_of(
     arguments: Namespace, environment_key: str, launch: tuple[LaunchEntry, ...] = ()
 ) -> Startup:
     """Raises ConfigError for invalid worker URLs."""
+    urls = parse_worker_urls(arguments.worker_urls)
+    ranks = ranks_in_urls(arguments.worker_urls)
+    in_urls = {} if ranks is None else {"routing.ranks": ranks}
     return Startup(
         config_path=arguments.config,
-        overrides=overrides(arguments),
-        flag_urls=parse_worker_urls(arguments.worker_urls),
+        overrides=in_urls | overrides(arguments),
+        flag_urls=urls,
         admin_key=environment_key,
         launch=launch,
         warnings=warnings(arguments),

@@ -12,7 +12,7 @@ import msgspec
 
 from omni_proxy.config.problem import ConfigError, Problem, format_path, to_toml_literal
 from omni_proxy.config.schema import Config, LaunchEntry
-from omni_proxy.config.url import normalize_url
+from omni_proxy.config.url import normalize_url, split_rank
 from omni_proxy.config.validate import check_rules, walk
 
 FLAGS: Final = {
@@ -127,21 +127,44 @@ def apply_flags(config: Config, overrides: Mapping[str, object]) -> Config:
 
 
 def parse_worker_urls(texts: Iterable[str]) -> tuple[str, ...]:
-    """The URLs of --worker-urls, normalized; raises ConfigError."""
-    urls: list[str] = []
+    """The URLs of --worker-urls, normalized, those with ranks once; raises ConfigError."""
+    ranks: dict[str, list[int]] = {}
     findings = []
     for text in texts:
+        bare, rank = split_rank(text)
         try:
-            url = normalize_url(text, allow_unix=False)
-            reason = "is named twice" if url in urls else ""
+            url = normalize_url(bare, allow_unix=False)
+            known = ranks.get(url)
+            named_twice = known is not None and (rank is None or rank in known or not known)
+            reason = "is named twice" if named_twice else ""
         except ValueError as error:
             url, reason = text, str(error)
         if reason:
             findings.append(("--worker-urls", f"{to_toml_literal(text)}: {reason}", ""))
-        urls.append(url)
+        ranks.setdefault(url, []).extend([] if rank is None else [rank])
     if findings:
         raise _refusal(findings)
-    return tuple(urls)
+    return tuple(ranks)
+
+
+def ranks_in_urls(texts: Iterable[str]) -> int | None:
+    """How many ranks each of --worker-urls has, where they are named as `URL@RANK`; None where
+    they are not. `texts`: valid ones. Raises ConfigError unless each URL has all of them."""
+    named: dict[str, set[int]] = {}
+    for text in texts:
+        url, rank = split_rank(text)
+        named.setdefault(normalize_url(url, allow_unix=False), set()).update(
+            () if rank is None else (rank,)
+        )
+    if not any(named.values()):
+        return None
+    count = max(map(len, named.values()))
+    for url, ranks in named.items():
+        if ranks != set(range(count)):
+            reason = f"{to_toml_literal(url)}: ranks 0 to {count - 1} are not all named"
+            hint = "name each URL with all its ranks; or once, with `ranks` in [[workers]]"
+            raise _refusal([("--worker-urls", reason, hint)])
+    return count
 
 
 def _number(value: object) -> object:

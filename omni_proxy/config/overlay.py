@@ -66,7 +66,7 @@ class WorkerSpec:
     role: Literal["", "regular", "prefill", "decode"] = ""  # "": as the engine reports
     kv_connector: KvConnector = "sglang"  # of prefill and decode workers
     bootstrap_port: int | None = None  # of prefill workers; None while unknown
-    ranks: int | Literal["auto"] = 1
+    ranks: int | Literal["auto"] = 1  # 0 until `with_defaults`: routing.ranks
     loras: tuple[str, ...] | Literal["auto"] = ()
 
 
@@ -91,6 +91,7 @@ def with_defaults(worker: WorkerSpec, config: Config) -> WorkerSpec:
     return replace(
         worker,
         model=worker.model or config.routing.model or None,
+        ranks=worker.ranks or config.routing.ranks,
         tls_ca=worker.tls_ca or config.server.tls_worker_ca if secure else "",
     )
 

@@ -81,6 +81,7 @@ KvConnector = Literal["sglang", "nixl", "mooncake"]
 DEFAULT_BOOTSTRAP_PORT: Final = 8998  # SGLang's and vLLM's default
 BootstrapPort = Annotated[int, Meta(ge=0, le=65535)]
 Ranks: TypeAlias = Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"]
+WorkerRanks: TypeAlias = Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"]  # 0: routing.ranks
 Loras: TypeAlias = tuple[Name, ...] | Literal["auto"]
 
 
@@ -255,6 +256,8 @@ class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     policy: PolicyName = "round_robin"
     # The model of workers that name none.
     model: str = ""
+    # The data-parallel ranks of workers that name none; "auto": as their engines report.
+    ranks: Ranks = 1
     # The worker that keeps uploaded voices; empty: the one that got the first upload.
     voice_owner: OptionalWorkerUrl = ""
     # Failed attempts in a row, over all requests, that eject a worker; 0: never.
@@ -389,9 +392,10 @@ class WorkerEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     kv_connector: Literal["", "sglang", "nixl", "mooncake"] = ""
     # Of prefill workers of sglang and mooncake; 0: unknown.
     bootstrap_port: BootstrapPort = DEFAULT_BOOTSTRAP_PORT
-    # Data-parallel ranks behind this URL; above 1 each is picked and counted separately; "auto":
+    # Data-parallel ranks behind this URL; 0: routing.ranks; above 1 each is picked and counted
+    # separately; "auto":
     # as the engine reports.
-    ranks: Ranks = 1
+    ranks: WorkerRanks = 0
     # Adapters that requests may name as their model; "auto": those of its /v1/models.
     loras: Loras = ()
     # For https: PEM file of its CAs; empty: server.tls_worker_ca.

@@ -20,8 +20,8 @@ from omni_proxy.config.schema import (
     Loras,
     NetworkUrl,
     OptionalWorkerUrl,
-    Ranks,
     Weight,
+    WorkerRanks,
 )
 from omni_proxy.config.validate import Finding, walk
 
@@ -47,7 +47,7 @@ class StateWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     role: Literal["", "regular", "prefill", "decode"] = ""
     kv_connector: Literal["", "sglang", "nixl", "mooncake"] = ""
     bootstrap_port: BootstrapPort = 0
-    ranks: Ranks = 1
+    ranks: WorkerRanks = 0
     loras: Loras = ()
 
 

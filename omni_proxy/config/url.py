@@ -50,6 +50,7 @@ _TEREDO: Final = ipaddress.IPv6Network("2001::/32")  # RFC 4380
 _ISATAP: Final = (0x00005EFE, 0x02005EFE)  # RFC 5214: the interface identifier's first half
 _IPV4: Final = 0xFFFFFFFF
 _MAX_UNIX_PATH_BYTES: Final = 107  # sun_path of Linux, less its closing zero
+_RANK_DIGITS: Final = 4
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
@@ -66,6 +67,15 @@ def normalize_url(text: str, *, allow_unix: bool) -> str:
     parts = _split(text)
     host = _normal_host(parts.hostname or "", bracketed="[" in parts.netloc)
     return f"{parts.scheme}://{host}{_port(parts)}"
+
+
+def split_rank(text: str) -> tuple[str, int | None]:
+    """A URL, and the data-parallel rank that other routers write behind it: `http://HOST:PORT@3`.
+    The rank is None where there is none."""
+    url, at, rank = text.strip().rpartition("@")
+    if at and "://" in url and rank.isascii() and rank.isdecimal() and len(rank) <= _RANK_DIGITS:
+        return url, int(rank)
+    return text, None
 
 
 def worker_id(url: str) -> str:

@@ -114,7 +114,6 @@ def test_each_argument_without_effect_has_one_warning_and_unknown_ones_share_one
         (SglangRouterArgs(pd_disaggregation=True), "pd_disaggregation: prefill and decode"),
         (VllmRouterArgs(prefill_urls=[("http://p:1", None)]), "prefill_urls: prefill and decode"),
         (SglangRouterArgs(service_discovery=True), "service_discovery: Kubernetes"),
-        (SglangRouterArgs(dp_aware=True), "dp_aware: ranks of one engine"),
         (SglangRouterArgs(backend="openai"), "backend: workers of any engine"),
         (SglangRouterArgs(oracle_password="s3cret"), "oracle_password: responses"),
         (VllmRouterArgs(policy="kv_aware"), "kv_aware"),

@@ -45,6 +45,7 @@ SPELLED = {
         unique_by=lambda alias: alias.name,
         max_size=3,
     ).map(tuple),
+    "routing.ranks": st.sampled_from([1, 4, "auto"]),
     "routing.voice_owner": st.just("") | NAMES.map(lambda name: f"http://{name}.voices:80"),
     "health.endpoint": st.just("/health") | NAMES.map(lambda name: f"/{name}"),
 }
@@ -93,7 +94,7 @@ WORKERS = st.builds(
     max_inflight=st.integers(0, 9),
     role=st.sampled_from(["", "prefill", "decode"]),
     kv_connector=st.sampled_from(["", "sglang", "mooncake"]),
-    ranks=st.sampled_from([1, 8, "auto"]),
+    ranks=st.sampled_from([0, 1, 8, "auto"]),
     loras=st.sampled_from([(), ("l", "k"), "auto"]),
 )
 GROUPS = st.builds(

@@ -59,7 +59,7 @@ def test_ranks_and_adapters_may_be_left_to_the_engine():
         ('role = "prefil"', "did you mean `prefill`?"),
         ('kv_connector = "moriio"', "is not one of"),
         ('ranks = "all"', 'expected a whole number or "auto", got "all"'),
-        ("ranks = 0", "at least 1"),
+        ("ranks = -1", "at least 0"),
         ("ranks = true", "expected a whole number"),
         ('loras = "x"', 'expected a list or "auto", got "x"'),
         ('loras = [""]', "must not be empty"),
@@ -129,3 +129,12 @@ def test_a_tombstone_of_an_earlier_release_still_buries_its_entry():
     assert state.tombstones == {"http://a:1": "51f7c42f5c0e438e"}
     assert not desired_workers(parse(worker('model = "m"')), (), state)
     assert desired_workers(parse(worker('model = "m"\nranks = 2')), (), state)
+
+
+@pytest.mark.parametrize("default", ["4", '"auto"'])
+def test_the_ranks_of_routing_are_those_of_workers_that_name_none(default):
+    text = f'[routing]\nranks = {default}\n[[workers]]\nurl = "http://a"\n'
+    text += '[[workers]]\nurl = "http://b"\nranks = 1\n'
+    specs = desired_workers(parse(text), ("http://c",), SavedState())
+    expected = "auto" if "auto" in default else 4
+    assert [spec.ranks for spec in specs] == [expected, 1, expected]

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.flags import FLAGS, Startup, apply_flags, parse_worker_urls
+from omni_proxy.config.flags import FLAGS, Startup, apply_flags, parse_worker_urls, ranks_in_urls
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import Config
 
@@ -94,3 +94,36 @@ def test_the_admin_key_is_the_flags_then_the_files_then_the_environments():
         "file",
     ]
     assert Startup(None, {}, (), "").effective_config(silent) == silent
+
+
+def test_urls_with_their_data_parallel_ranks_are_one_worker_each():
+    texts = ["http://a:1@0", "http://A:1/@1", "http://b@1", "http://b@0"]
+    assert parse_worker_urls(texts) == ("http://a:1", "http://b")
+    assert ranks_in_urls(texts) == 2
+    assert ranks_in_urls(["http://a:1", "http://b"]) is None
+
+
+@pytest.mark.parametrize(
+    ("texts", "reason"),
+    [
+        (["http://a@0", "http://a@0"], "is named twice"),
+        (["http://a", "http://a@0"], "is named twice"),
+        (["http://a@0", "http://a"], "is named twice"),
+        (["http://user@b:1"], "must not contain user-info"),
+        (["http://a@-1"], "must not contain user-info"),
+        (["http://a@99999"], "must not contain user-info"),
+        (["@0"], "scheme must be"),
+    ],
+)
+def test_a_url_with_a_rank_is_refused_where_it_is_no_further_rank(texts, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parse_worker_urls(texts)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [["http://a@1"], ["http://a@0", "http://b"], ["http://a@0", "http://a@1", "http://b@0"]],
+)
+def test_ranks_that_are_not_all_named_are_refused(texts):
+    with pytest.raises(ConfigError, match="are not all named"):
+        ranks_in_urls(texts)

@@ -26,6 +26,7 @@ _JOINED: Final = "joined:"
 # Set a key of ours, with the value that follows.
 VALUED: Final = {
     "--api-key": "server.api_key",
+    "--intra-node-data-parallel-size": "routing.ranks",
     "--header-read-timeout-secs": "server.timeouts.client_head_secs",
     "--idle-connection-timeout-secs": "server.timeouts.client_idle_secs",
     "--max-idle-secs": "routing.sticky_idle_secs",
@@ -57,6 +58,7 @@ SWITCHES: Final[dict[str, tuple[str, object]]] = {
     "--disable-circuit-breaker": ("routing.max_worker_retries", 0),
     "--disable-health-check": ("health.probe_healthy", False),
     "--disable-retries": ("routing.max_total_retries", 1),
+    "--dp-aware": ("routing.ranks", "auto"),
     "--log-json": ("server.log_format", "json"),
     "--routing-key-override": ("routing.sticky_sessions", True),
     "--sticky-sessions": ("routing.sticky_sessions", True),
@@ -192,9 +194,9 @@ _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
         ),
     ),
     (
-        "ranks of one engine are not addressed; let the engine spread its requests, or start an "
-        "engine for each rank and name them all",
-        ("--dp-aware", "--dp-minimum-", "--intra-node-data-parallel-size"),
+        "the policy picks among data-parallel ranks by requests in flight, which --policy "
+        "least_request compares; tokens are not counted",
+        ("--dp-minimum-",),
     ),
     (
         "responses and conversations are kept by the engines, if they keep them",

@@ -153,6 +153,20 @@ def test_other_names_of_policies_are_taken(started, name, policy, sticky):
     assert (routing.policy, routing.sticky_sessions) == (policy, sticky)
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("--dp-aware", "auto"),
+        ("--intra-node-data-parallel-size 8", 8),
+        ("--worker-urls http://a@0 http://a@1", 2),
+        ("--worker-urls http://a@0 http://a@1 --dp-aware", "auto"),
+    ],
+)
+def test_flags_for_data_parallel_ranks_are_taken(started, words, ranks):
+    main_router(words.split())
+    assert started[0].effective_config(Config()).routing.ranks == ranks
+
+
 def test_beside_an_engine_the_routers_flags_have_its_prefix(started):
     words = (
         "--engine sglang --model-path org/m --router-disable-retries --router-cb-success-threshold "
@@ -173,7 +187,7 @@ def test_beside_an_engine_the_routers_flags_have_its_prefix(started):
         "--pd-disaggregation --prefill http://a:1 9000 --decode http://b:1",
         "--service-discovery --selector app=x",
         "--history-backend redis",
-        "--dp-aware",
+        "--dp-minimum-tokens-scheduler",
     ],
 )
 def test_what_is_not_served_is_refused_with_what_to_use_instead(started, capsys, words):
