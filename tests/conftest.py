@@ -4,6 +4,7 @@ torch asks the DNS for the name of each address that it connects to or hears fro
 where an answer gets lost, that takes 5 s unless somebody says less.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -48,6 +49,13 @@ def logging_as_it_was():
     yield
     root.handlers[:] = before
     root.setLevel(level)
+
+
+def pytest_collection_finish():
+    """A worker holds a million objects of imported modules and collected tests. No garbage
+    collection that a test asks for, or sets off, needs to look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish():
