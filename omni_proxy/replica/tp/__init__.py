@@ -1,5 +1,5 @@
-"""One text model over several processes: each rank holds a part of every layer (tensor parallel).
+"""Tensor parallelism: one text model over several processes, each with a part of every layer.
 
-Rank 0, the leader, lives in the text stage's thread and decides; the others, its followers, are
-child processes that repeat each of its steps. What the scheduler sees is an ordinary model.
+Rank 0, the leader, runs in the text stage's thread and decides; the other ranks, its followers, are
+child processes that repeat each of its steps. The scheduler uses them as an ordinary model.
 """

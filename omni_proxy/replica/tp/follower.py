@@ -1,8 +1,9 @@
 """A follower rank in its own process, which repeats the leader's steps and answers operations.
 
-It is a text stage without requests: steps arrive as messages, operations are the stage's own, one
-slow step at a time as the leader's verdicts allow. The process around it ends with the leader's
-socket (`pipeline/child.py`), also in the middle of a sum. What fails here ends it.
+It is a text stage without requests: steps arrive as messages, operations are the stage's own, and
+each slow step waits for the leader's verdict on the previous one. The process ends when the
+leader's socket closes (`pipeline/stage_process.py`), even during a collective operation. An error
+here ends it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from omni_proxy.replica.text.stage_settings import (
     with_weight_operations,
 )
 from omni_proxy.replica.tp.group import (
-    GIVE_UP,
+    ABORT_STEP,
     STEP,
     VERDICT,
     RankGroup,
@@ -37,7 +38,7 @@ from omni_proxy.replica.weights.live_tensors import DamagedWeightsError
 
 
 def build(stage_name: str, *, rank: int, port: int, settings: dict[str, Any]) -> FollowerScheduler:
-    """Load rank `rank`'s part of the model; the ranks meet at the leader's `port`."""
+    """Load the part of rank `rank` of the model; the ranks connect to the leader's `port`."""
     own = TextSettings(**settings)
     text = load_model(own)
     group = RankGroup(rank, own.tp)
@@ -61,16 +62,16 @@ class FollowerScheduler(TextScheduler):
 
     def run(self, inbox: SimpleQueue[StageInput], emit: Emit) -> None:
         group = self.worker.group
-        group.meet(join_store(self.port, group.size))
+        group.join(join_store(self.port, group.size))
 
-        def tell(message: StageOutput) -> None:
+        def emit_as_follower(message: StageOutput) -> None:
             if isinstance(message, AdminResult):
                 self._slow_steps.pop(message.op_id, None)
                 rank = self.worker.tp_rank
                 emit(msgspec.structs.replace(message, rank=rank, role="follower"))
 
         self._vote = cast("Any", emit)
-        super().run(inbox, tell)
+        super().run(inbox, emit_as_follower)
 
     def take(self, message: StageInput | StepDone | CompiledConstraint) -> None:
         match message:
@@ -81,8 +82,8 @@ class FollowerScheduler(TextScheduler):
             case Admin(op_id, action, payload) if action == VERDICT:
                 if op_id in self._slow_steps:
                     self._slow_steps[op_id].verdicts[payload["number"]] = payload["fault"]
-                    self._go_on(op_id)
-            case Admin(op_id, action, payload) if action == GIVE_UP:
+                    self._proceed(op_id)
+            case Admin(op_id, action, payload) if action == ABORT_STEP:
                 slow = self._slow_steps.get(op_id)
                 if slow is not None and slow.number + 1 == payload["number"]:
                     self.interrupt(op_id, payload["fault"])
@@ -102,10 +103,10 @@ class FollowerScheduler(TextScheduler):
         slow.done = done
         fault = "" if done.error is None else str(done.error) or type(done.error).__name__
         self._vote(Vote(op_id, slow.number, fault, isinstance(done.error, DamagedWeightsError)))
-        self._go_on(op_id)
+        self._proceed(op_id)
 
-    def _go_on(self, op_id: str) -> None:
-        """Go on with an operation whose step is done here and judged by the leader."""
+    def _proceed(self, op_id: str) -> None:
+        """Continue an operation whose step is finished here and has the leader's verdict."""
         slow = self._slow_steps[op_id]
         done, fault = slow.done, slow.verdicts.get(slow.number)
         if done is None or fault is None:
@@ -118,7 +119,7 @@ class FollowerScheduler(TextScheduler):
 
 @dataclasses.dataclass(slots=True)
 class _SlowStep:
-    """How far one operation is here: its `number`th step, and the verdicts that came."""
+    """The progress of one operation at this rank: its step `number`, and the verdicts received."""
 
     number: int = 0
     done: StepDone | None = None

@@ -1,12 +1,9 @@
-"""The ranks' collective operations: sums and gatherings over gloo, on loopback alone.
+"""The ranks' process group: sum and gather over gloo, on loopback only; messages between the ranks.
 
-Invariant: the group is built directly over a store of its own and touches no default group, so that
-trainers' groups live beside it. No wait outlasts a peer's known death by more than WATCH_SECS.
-
-Messages between the leader and its followers, in addition to those of every stage.
-
-A follower receives only ordinary stage messages: those for tensor parallelism are `Admin` messages
-with actions that no route has.
+Invariant: the group has its own store and is not the default group, so trainers' groups can exist
+in the same process. No wait outlasts the end of a peer by more than WATCH_SECS. Messages for tensor
+parallelism are `Admin` messages with actions that no route has, so a follower gets only ordinary
+stage messages.
 """
 
 from __future__ import annotations
@@ -26,23 +23,23 @@ from torch._C._distributed_c10d import GatherOptions, PrefixStore, ProcessGroupG
 from omni_proxy.replica.pipeline.messages import Admin, StageOutput
 
 LOOPBACK = "127.0.0.1"
-STEP_SECS = 60.0  # of one collective operation, for a peer that lives but does not answer
-MEET_SECS = 60.0  # for all to have come to the store
+STEP_SECS = 60.0  # for one collective operation, if a peer runs but does not answer
+RENDEZVOUS_SECS = 60.0  # for all ranks to connect to the store
 WATCH_SECS = 0.5
-PART_SECS = 2.0
+CLOSE_SECS = 2.0
 
 
 class RankLost(Exception):
-    """A rank is gone or out of step: the others can compute nothing any more."""
+    """A rank has ended or is out of step: the others cannot compute any more."""
 
 
 def never_lost() -> str:
-    """Where the end of the peer ends this process, nothing need be asked."""
+    """For a rank whose process ends with its peer, so there is nothing to check."""
     return ""
 
 
 def open_store(size: int) -> tuple[Any, int]:
-    """The store where the ranks meet, and its port: bound to loopback, not to every address."""
+    """The store for the rendezvous, and its port: bound to loopback, not to every address."""
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
         listener.listen()
@@ -56,15 +53,15 @@ def join_store(port: int, size: int) -> Any:
 
 
 def _store(port: int, size: int, **how: Any) -> Any:
-    timeout = timedelta(seconds=MEET_SECS)
+    timeout = timedelta(seconds=RENDEZVOUS_SECS)
     return TCPStore(LOOPBACK, port, size, timeout=timeout, wait_for_workers=False, **how)
 
 
 class RankGroup:
     """All methods but `close` are collective: each rank calls them in the same order.
 
-    One thread at a time may use it. `lost` tells why a peer is known to be gone, or "". Once
-    `broken` says why an operation failed, none will succeed.
+    One thread at a time may use it. `lost` returns why a peer is lost, or "". Once `broken` is set,
+    to the reason of the first failure, no operation succeeds.
     """
 
     def __init__(self, rank: int, size: int, lost: Callable[[], str] = never_lost) -> None:
@@ -73,8 +70,8 @@ class RankGroup:
         self.broken = ""
         self._group: Any = None
 
-    def meet(self, store: Any) -> None:
-        """Wait for all ranks; raises RankLost where one does not come."""
+    def join(self, store: Any) -> None:
+        """Wait for all ranks; raises RankLost if one does not connect."""
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
         options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         options._timeout = timedelta(seconds=STEP_SECS)
@@ -82,7 +79,7 @@ class RankGroup:
         try:
             self._group = ProcessGroupGloo(prefixed, self.rank, self.size, options)
         except RuntimeError as error:
-            raise RankLost(f"the {self.size} ranks did not meet: {error}") from error
+            raise RankLost(f"the {self.size} ranks did not connect: {error}") from error
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """Make `tensor` the sum of all ranks' tensors, in place; raises RankLost."""
@@ -104,7 +101,7 @@ class RankGroup:
 
     def _finish(self, begin: Callable[[], Any]) -> None:
         if self._group is None:
-            raise RankLost("the ranks have not met, or have parted")
+            raise RankLost("the ranks have not connected, or have left the group")
         try:
             work = begin()
         except RuntimeError as error:
@@ -115,7 +112,7 @@ class RankGroup:
                 work.wait(timedelta(seconds=WATCH_SECS))
                 return
             except RuntimeError as error:
-                # A wait that is over is told like an operation that failed.
+                # torch raises the same error for a wait that timed out and an operation that failed.
                 over = time.monotonic() >= until
                 if over or self._lost() or "timed out" not in str(error).lower():
                     raise self._fault(error) from error
@@ -125,22 +122,22 @@ class RankGroup:
         return RankLost(self.broken)
 
     def close(self) -> None:
-        """Leaves the group; a collective operation that still runs delays this by PART_SECS."""
+        """Leaves the group; a collective operation that still runs delays this by CLOSE_SECS."""
         held = [self._group]
         self._group = None
-        # Its destructor waits for what is in flight, and would end a process that ends meanwhile.
-        parting = threading.Thread(target=held.clear, name="tp-part", daemon=True)
-        parting.start()
-        parting.join(PART_SECS)
+        # Its destructor waits for operations in flight, and would abort a process that exits.
+        closing = threading.Thread(target=held.clear, name="tp-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECS)
 
 
 STEP = "tp_step"
 VERDICT = "tp_verdict"
-GIVE_UP = "tp_give_up"
+ABORT_STEP = "tp_abort_step"
 
 
 class Vote(Struct, frozen=True, tag="vote"):
-    """A follower has done the slow step `number` of an operation; `fault` "" means success.
+    """A follower has finished the slow step `number` of an operation; `fault` "" means success.
 
     `damaged`: the step left a mix of old and new weights."""
 
@@ -177,6 +174,6 @@ def verdict(op_id: str, number: int, fault: str) -> Admin:
     return Admin(op_id, VERDICT, {"number": number, "fault": fault})
 
 
-def give_up(op_id: str, number: int, fault: str) -> Admin:
-    """Aborts the slow step `number` at ranks still in it, because another rank has failed."""
-    return Admin(op_id, GIVE_UP, {"number": number, "fault": fault})
+def abort_step(op_id: str, number: int, fault: str) -> Admin:
+    """Aborts the slow step `number` at ranks that are still in it, because another rank failed."""
+    return Admin(op_id, ABORT_STEP, {"number": number, "fault": fault})

@@ -79,11 +79,11 @@ Post = Callable[[RankMessage | RankLost], None]
 
 _decoder: msgspec.msgpack.Decoder[FollowerMessage] = msgspec.msgpack.Decoder(FollowerMessage)
 FOLLOWER = "omni_proxy.replica.tp.follower:build"
-FromElsewhere = StepDone | CompiledConstraint | RankMessage | StepOverdue | RankLost
+LeaderMessage = StepDone | CompiledConstraint | RankMessage | StepOverdue | RankLost
 
 
 class Follower:
-    """One follower's process; the end of either end of its socket ends the follower."""
+    """One follower's process, which ends when either end of its socket is closed."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -106,8 +106,8 @@ class Follower:
     def send(self, frame: bytes) -> None:
         self._connection.sendall(frame)
 
-    def heard(self, until: float | None = None) -> list[FollowerMessage]:
-        """What the next read brings; raises OSError, FrameError, msgspec.DecodeError."""
+    def receive(self, until: float | None = None) -> list[FollowerMessage]:
+        """The messages of the next read; raises OSError, FrameError, msgspec.DecodeError."""
         left = None if until is None else max(0.001, until - time.monotonic())
         self._connection.settimeout(left)
         data = self._connection.recv(READ_BYTES)
@@ -118,7 +118,7 @@ class Follower:
 
     def hang_up(self) -> None:
         """Closes the connection; the shutdown also wakes this side's reader."""
-        with suppress(OSError):  # it was first
+        with suppress(OSError):  # the follower closed it first
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
@@ -154,7 +154,7 @@ class Followers:
             self._members[-1].begin(StageCall(self._stage, factory, each))
 
     def await_ready(self) -> None:
-        """Wait until all have loaded their part; raises RankLost with the reason of one."""
+        """Wait until all have loaded their part; raises RankLost with the first reason."""
         until = time.monotonic() + READY_SECS
         for member in self._members:
             try:
@@ -164,14 +164,14 @@ class Followers:
                 raise self.lose(member.rank, str(error)) from error
 
     def _next(self, member: Follower, until: float | None = None) -> list[FollowerMessage]:
-        heard = member.heard(until)
-        for each in heard:
+        received = member.receive(until)
+        for each in received:
             if isinstance(each, StageEnded):
-                raise ConnectionAbortedError(each.error or "it ended unasked")
-        return heard
+                raise ConnectionAbortedError(each.error or "it ended unexpectedly")
+        return received
 
     def lose(self, rank: int, reason: str) -> RankLost:
-        """Note that nothing can be computed any more; returns what to raise."""
+        """Record that no batch can be computed any more; returns the error to raise."""
         if not self.lost:
             self.lost = f"rank {rank} of stage {self._stage} is lost: {reason}"
         return RankLost(self.lost)
@@ -179,13 +179,13 @@ class Followers:
     def listen(self, post: Post) -> None:
         for member in self._members:
             threading.Thread(
-                target=self._hear,
+                target=self._read,
                 args=(member, post),
                 name=f"{self._stage}-rank-{member.rank}",
                 daemon=True,
             ).start()
 
-    def _hear(self, member: Follower, post: Post) -> None:
+    def _read(self, member: Follower, post: Post) -> None:
         try:
             while True:
                 for message in self._next(member):
@@ -194,7 +194,7 @@ class Followers:
             if not self._closed:
                 post(self.lose(member.rank, str(error)))
 
-    def tell(self, message: Admin) -> None:
+    def send_all(self, message: Admin) -> None:
         """Send to all; raises RankLost."""
         if self.lost:
             raise RankLost(self.lost)
@@ -216,7 +216,7 @@ class Followers:
 def start_leader(stage_name: str, text: TextModel, settings: TextSettings) -> LeaderScheduler:
     """Start the followers and return the scheduler over all ranks.
 
-    Raises ValueError where the model cannot be split so, RankLost where a follower did not come up.
+    Raises ValueError if the model cannot be split so, RankLost if a follower did not start.
     """
     shard = Shard(text.model.config, 0, settings.tp)
     store, port = open_store(settings.tp)
@@ -227,7 +227,7 @@ def start_leader(stage_name: str, text: TextModel, settings: TextSettings) -> Le
         followers.start(FOLLOWER, ({"rank": rank} | shared for rank in range(1, settings.tp)))
         model = LeaderLlama(text.model, shard, group, followers)
         followers.await_ready()
-        group.meet(store)
+        group.join(store)
         worker = LeaderWorker(dataclasses.replace(text, model=model), group, followers)
         scheduler = LeaderScheduler(stage_name, worker, *batch_limits_and_cache(settings))
         return with_weight_operations(scheduler, settings)
@@ -257,10 +257,10 @@ class LeaderLlama(ShardedLlama):
             return super().hidden(tokens)
 
     def _batch(self, parts: Sequence[BatchPart]) -> Batch:
-        batch = super()._batch(parts)  # what it refuses, the followers never hear of
+        batch = super()._batch(parts)  # raises before the followers get a batch that it refuses
         forked = [(cast("MirroredKV", kv).number, list(tokens)) for tokens, kv in parts]
         self._announced = True
-        self._followers.tell(step(self._journal.take(), forked))
+        self._followers.send_all(step(self._journal.take(), forked))
         return batch
 
     @contextmanager
@@ -270,10 +270,10 @@ class LeaderLlama(ShardedLlama):
             yield
         except RankLost:
             raise
-        except Exception as error:  # whatever it was: half a step cannot be taken back
+        except Exception as error:  # of any kind: the followers have already begun the step
             if not self._announced:
                 raise
-            reason = f"it gave up in the middle of a step: {type(error).__name__}: {error}"
+            reason = f"it failed in the middle of a step: {type(error).__name__}: {error}"
             raise self._followers.lose(0, reason) from error
 
 
@@ -286,7 +286,7 @@ class LeaderWorker(RankWorker):
 
     @property
     def lost(self) -> str:
-        """Why nothing can be computed any more, or ""."""
+        """Why no batch can be computed any more, or ""."""
         return self.followers.lost or self.group.broken
 
     def close(self) -> None:
@@ -296,69 +296,69 @@ class LeaderWorker(RankWorker):
 
 
 class LeaderScheduler(TextScheduler):
-    """The stage's scheduler; `run` raises RankLost as soon as a rank is known to be lost."""
+    """The stage's scheduler; `run` raises RankLost as soon as it detects that a rank is lost."""
 
     worker: LeaderWorker
 
     def __init__(self, stage_name: str, worker: LeaderWorker, *bounds: Any) -> None:
         super().__init__(stage_name, worker, *bounds)
         self._fan_out = RankFanOut(self, worker.followers.ranks)
-        self._way_out: Emit = self.emit
+        self._stage_emit: Emit = self.emit
         self.info |= {"tp_size": worker.tp_size, "follower_pids": worker.followers.pids}
 
     def run(self, inbox: SimpleQueue[StageInput], emit: Emit) -> None:
-        self._way_out = emit
+        self._stage_emit = emit
         try:
-            self.worker.followers.listen(cast("Callable[[FromElsewhere], None]", inbox.put))
-            super().run(inbox, self._catch)
+            self.worker.followers.listen(cast("Callable[[LeaderMessage], None]", inbox.put))
+            super().run(inbox, self._emit_or_merge)
         finally:
             self.worker.close()
 
-    def _catch(self, message: StageOutput) -> None:
+    def _emit_or_merge(self, message: StageOutput) -> None:
         """Emits every message except rank 0's answers, which are merged into the stage's."""
         if isinstance(message, AdminResult):
             self._fan_out.own_answer(message)
         else:
-            self._way_out(message)
+            self._stage_emit(message)
 
     @property
     def halted(self) -> bool:
         return super().halted or self._fan_out.halting
 
-    def take(self, message: StageInput | FromElsewhere) -> None:
+    def take(self, message: StageInput | LeaderMessage) -> None:
         match message:
             case Admin():
                 self._fan_out.run(message, lambda: super(LeaderScheduler, self).take(message))
             case StepDone():
                 self._fan_out.own_step(message)
             case RankMessage(rank, reported):
-                self._fan_out.heard(rank, reported)
+                self._fan_out.receive(rank, reported)
             case StepOverdue():
                 self._fan_out.overdue(message)
             case RankLost():
                 raise message
             case _:
                 super().take(message)
-        self._require_all()
+        self._require_all_ranks()
 
     def step(self) -> None:
         super().step()
-        self._require_all()
+        self._require_all_ranks()
 
-    def _require_all(self) -> None:
+    def _require_all_ranks(self) -> None:
         if self.worker.lost:
             raise RankLost(self.worker.lost)
 
-    # What the fan-out asks
+    # FanOutLeader
 
-    def tell(self, message: Admin) -> None:
-        self.worker.followers.tell(message)
+    def send_all(self, message: Admin) -> None:
+        self.worker.followers.send_all(message)
 
-    def remind(self, message: StepOverdue, after_secs: float) -> Callable[[], None]:
-        reminder = threading.Timer(after_secs, self._post, (message,))
-        reminder.daemon = True
-        reminder.start()
-        return reminder.cancel
+    def schedule(self, message: StepOverdue, after_secs: float) -> Callable[[], None]:
+        timer = threading.Timer(after_secs, self._post, (message,))
+        timer.daemon = True
+        timer.start()
+        return timer.cancel
 
     def advance(self, done: StepDone) -> None:
         super().take(done)
@@ -367,4 +367,4 @@ class LeaderScheduler(TextScheduler):
         self.weights_damaged()
 
     def answer(self, result: AdminResult) -> None:
-        self._way_out(result)
+        self._stage_emit(result)

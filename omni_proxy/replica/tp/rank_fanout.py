@@ -1,12 +1,13 @@
-"""An operation of the leader at all ranks: who hears of it, in lockstep, and one answer of all.
+"""An operation of the leader at all ranks: sent to all, run in lockstep, answered once.
 
-    begin ──refused by rank 0──> its answer alone
-      └──> order to all ──> (step done by all ──> verdict to all) * ──> answers of all ──> merged
-                                 └──one failed──> whoever is still in that step may give it up
-Invariant: no rank begins a slow step before every rank has done the one before it, and where one
-failed, all are told: an operation that stages first and applies then does either at all or at none.
-Nothing is computed while a step that halts may still run at any rank, nor after one that left a
-follower's weights damaged.
+    begin ──refused by rank 0──> its answer only
+      └──> sent to all ──> (step done by all ──> verdict to all) * ──> answers of all ──> merged
+                                 └──one failed──> ranks still in that step may abort it
+
+Invariant: no rank begins a slow step before every rank has finished the previous one. If a step
+failed at one rank, all ranks get that verdict, so an operation that stages first and then applies
+does so at all ranks or at none. No batch is computed while a step that halts may still run at any
+rank, nor after a step that left a follower's weights damaged.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import msgspec
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult
 from omni_proxy.replica.text.operations import DAMAGED, PeerError, StepDone
-from omni_proxy.replica.tp.group import FollowerMessage, StepOverdue, Vote, give_up, verdict
+from omni_proxy.replica.tp.group import FollowerMessage, StepOverdue, Vote, abort_step, verdict
 
-COLLECT_SECS = 60.0  # for the followers' part, where the operation sets no limit
+COLLECT_SECS = 60.0  # for the followers' part, if the operation sets no limit
 NOT_COLLECTED = "failed to collect TP follower admin results"
 
 log = logging.getLogger(__name__)
@@ -31,23 +32,23 @@ log = logging.getLogger(__name__)
 class FanOutLeader(Protocol):
     """What the operations need of the leader; all methods are called in its thread."""
 
-    def tell(self, message: Admin) -> None:
+    def send_all(self, message: Admin) -> None:
         """Send to all followers."""
 
-    def remind(self, message: StepOverdue, after_secs: float) -> Callable[[], None]:
+    def schedule(self, message: StepOverdue, after_secs: float) -> Callable[[], None]:
         """Delivers `message` after `after_secs`, unless the returned function cancels it."""
 
     def advance(self, done: StepDone) -> None:
-        """Lets rank 0 continue after its step; its answer may come before this returns."""
+        """Lets rank 0 continue after its step; its answer may be reported before this returns."""
 
     def interrupt(self, op_id: str, why: str) -> None:
         """Makes rank 0's current step end soon, if it can."""
 
     def halts(self, op_id: str) -> bool:
-        """Is rank 0's part of an operation in a step beside which nothing may be computed?"""
+        """Whether rank 0 is in a step of the operation during which no batch may be computed."""
 
     def damaged(self) -> None:
-        """A follower's weights are damaged: nothing may be computed with them."""
+        """A follower's weights are damaged: no batch may be computed with them."""
 
     def answer(self, result: AdminResult) -> None:
         """Sends the stage's single answer."""
@@ -55,11 +56,11 @@ class FanOutLeader(Protocol):
 
 @dataclass(slots=True)
 class _Operation:
-    """`number` counts rank 0's slow steps, `judged` those of them whose verdict was told.
+    """`number` counts rank 0's slow steps, `decided` those whose verdict was sent.
 
-    `given_up` is the last step that everybody was told to end before its time.
-    `done` is the step that waits for its verdict, `told` whether the followers have the order.
-    `halting` is that of rank 0's last step: some follower may still be at it when rank 0 has ended.
+    `announced`: the followers have the operation. `aborted` is the last step that all ranks had
+    to abort. `done` is the step that waits for its verdict. `halting` is that of rank 0's last
+    step: a follower may still be in it when rank 0 has ended.
     """
 
     order: Admin
@@ -68,11 +69,11 @@ class _Operation:
     halting: bool = True
     answered: bool = False
     number: int = 0
-    judged: int = 0
-    given_up: int = 0
+    decided: int = 0
+    aborted: int = 0
     done: StepDone | None = None
     own: AdminResult | None = None
-    forget_reminder: Callable[[], None] = lambda: None
+    cancel_timer: Callable[[], None] = lambda: None
     votes: dict[int, Vote] = field(default_factory=dict)
     results: dict[int, AdminResult] = field(default_factory=dict)
 
@@ -87,25 +88,25 @@ class RankFanOut:
 
     @property
     def halting(self) -> bool:
-        """Whether any follower runs a step during which nothing may be computed."""
+        """Whether any follower runs a step during which no batch may be computed."""
         return any(each.announced and each.halting for each in self._live.values())
 
     def run(self, order: Admin, begin: Callable[[], None]) -> None:
-        """Starts the operation at rank 0 and, unless that refuses at once, at all others."""
+        """Starts the operation at rank 0 and, unless rank 0 refuses at once, at all others."""
         operation = self._live[order.op_id] = _Operation(order)
         begin()
         self._note_halt(operation)
         if operation.own is None or operation.own.success:
             operation.announced = True
-            self._leading.tell(order)
-        self._go_on(operation)
+            self._leading.send_all(order)
+        self._proceed(operation)
 
     def own_step(self, done: StepDone) -> None:
-        """Rank 0 has done a slow step."""
+        """Rank 0 has finished a slow step."""
         operation = self._live[done.op_id]
         operation.done = done
         operation.number += 1
-        self._go_on(operation)
+        self._proceed(operation)
 
     def own_answer(self, result: AdminResult) -> None:
         """Rank 0 has ended its part, or refused it."""
@@ -116,8 +117,8 @@ class RankFanOut:
         operation.own = result
         operation.number += 1
 
-    def heard(self, rank: int, message: FollowerMessage) -> None:
-        """A follower has done a slow step or ended its part; other messages are ignored."""
+    def receive(self, rank: int, message: FollowerMessage) -> None:
+        """A follower has finished a slow step or ended its part; other messages are ignored."""
         if not isinstance(message, Vote | AdminResult):
             return
         operation = self._live.get(message.op_id)
@@ -128,54 +129,54 @@ class RankFanOut:
             self._leading.damaged()
         if isinstance(message, AdminResult):
             operation.results[rank] = message
-        elif message.number > operation.judged:
+        elif message.number > operation.decided:
             operation.votes[rank] = message
-        self._go_on(operation)
+        self._proceed(operation)
 
     def overdue(self, message: StepOverdue) -> None:
         operation = self._live.get(message.op_id)
         if operation is not None and operation.number == message.number:
             operation.late = True
-            self._go_on(operation)
+            self._proceed(operation)
 
-    def _go_on(self, operation: _Operation) -> None:
-        """Does everything that is possible now, and sets a deadline for the rest."""
-        self._give_up(operation)
+    def _proceed(self, operation: _Operation) -> None:
+        """Does all that is possible now, and sets a deadline for the rest."""
+        self._abort_step(operation)
         if operation.done is not None:
-            self._judge(operation, operation.done)
+            self._decide(operation, operation.done)
         if operation.own is not None:
-            self._settle(operation, operation.own)
-        operation.forget_reminder()
+            self._finish(operation, operation.own)
+        operation.cancel_timer()
         waits = operation.done is not None or operation.own is not None
         if waits and not operation.answered and not operation.late:
             limit = operation.order.timeout_s
-            operation.forget_reminder = self._leading.remind(
+            operation.cancel_timer = self._leading.schedule(
                 StepOverdue(operation.order.op_id, operation.number),
                 COLLECT_SECS if limit is None else max(0.0, limit),
             )
 
-    def _give_up(self, operation: _Operation) -> None:
-        """If a rank has failed the current step, aborts it at the others."""
-        number = operation.judged + 1
-        if not operation.announced or operation.own is not None or operation.given_up == number:
+    def _abort_step(self, operation: _Operation) -> None:
+        """If the current step failed at one rank, aborts it at the others."""
+        number = operation.decided + 1
+        if not operation.announced or operation.own is not None or operation.aborted == number:
             return
         if fault := _fault_of(operation, number):
-            operation.given_up = number
-            self._leading.tell(give_up(operation.order.op_id, number, fault))
+            operation.aborted = number
+            self._leading.send_all(abort_step(operation.order.op_id, number, fault))
             if operation.done is None:
                 self._leading.interrupt(operation.order.op_id, fault)
 
-    def _judge(self, operation: _Operation, done: StepDone) -> None:
-        """Once every rank has done the step, or the deadline passed, sends the verdict."""
+    def _decide(self, operation: _Operation, done: StepDone) -> None:
+        """Once every rank has finished the step, or the deadline passed, sends the verdict."""
         number = operation.number
         voted = {rank for rank, vote in operation.votes.items() if vote.number >= number}
         missing = [r for r in self._ranks if r not in operation.results and r not in voted]
         if missing and not operation.late:
             return
         fault = _fault_of(operation, number, missing)
-        operation.done, operation.judged = None, number
+        operation.done, operation.decided = None, number
         operation.votes = {r: vote for r, vote in operation.votes.items() if vote.number > number}
-        self._leading.tell(verdict(operation.order.op_id, number, fault))
+        self._leading.send_all(verdict(operation.order.op_id, number, fault))
         if fault and done.error is None:
             done = StepDone(done.op_id, error=PeerError(fault))
         self._leading.advance(done)
@@ -185,13 +186,13 @@ class RankFanOut:
         if operation.own is None:
             operation.halting = self._leading.halts(operation.order.op_id)
 
-    def _settle(self, operation: _Operation, own: AdminResult) -> None:
+    def _finish(self, operation: _Operation, own: AdminResult) -> None:
         """Answers once rank 0 has ended and all others have too, or are overdue."""
         for vote in operation.votes.values():
-            # A follower that has more steps than rank 0 had would wait for ever.
+            # A follower with more steps than rank 0 had would wait for a verdict forever.
             fault = "" if own.success else f"rank 0: {own.error or own.message}"
-            self._leading.tell(verdict(own.op_id, vote.number, fault))
-            operation.judged = max(operation.judged, vote.number)
+            self._leading.send_all(verdict(own.op_id, vote.number, fault))
+            operation.decided = max(operation.decided, vote.number)
         operation.votes.clear()
         missing = (
             [r for r in self._ranks if r not in operation.results] if operation.announced else []
@@ -240,7 +241,7 @@ def merged(
     elif own.success and failed:
         message = error = "; ".join(map(_describe, failed))
     merged = {"tp_size": size, "rank_results": [msgspec.structs.asdict(each) for each in ranked]}
-    if damaged := [each for each in ranked if _damaged(each)]:  # rank 0 holds its own for whole
+    if damaged := [each for each in ranked if _damaged(each)]:  # rank 0's own weights are intact
         message = error = "; ".join(map(_describe, damaged))
         merged |= {DAMAGED: True, "engine_paused": True}
     return msgspec.structs.replace(

@@ -39,7 +39,7 @@ Sum = Callable[[Tensor], Tensor]
 
 ROWS, COLUMNS = 0, 1  # of a weight [out, in]
 FORK, TRUNCATE, FREE = "fork", "truncate", "free"
-Entry = Sequence[Any]  # one of the words above, then the number of the KV it is about
+Entry = Sequence[Any]  # one of the three operations, then the number of the KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _either(sizes: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What rank `rank` of `size` holds; raises ValueError where the model cannot be split so."""
+    """The slices of rank `rank` of `size`; raises ValueError if the model cannot be split so."""
 
     config: LlamaConfig
     rank: int
@@ -97,7 +97,7 @@ class Shard:
 
     @property
     def kv_heads(self) -> range:
-        """Those that the rank's attention heads look at."""
+        """The key-value heads that the rank's attention heads use."""
         return _share(self.config.num_key_value_heads, self.rank, self.size)
 
     @property
@@ -106,7 +106,7 @@ class Shard:
         return _share(self.config.intermediate_size, self.rank, self.size)
 
     def cut(self, name: str) -> TensorSlice | None:
-        """What of the tensor of this name is held here; None: all of it."""
+        """This rank's slice of the tensor of this name; None: all of it."""
         config, words = self.config, name.split(".")
         layer_part = words[-2] if len(words) > 2 and words[-1] == "weight" else ""
         match layer_part:
@@ -123,19 +123,19 @@ class Shard:
         return None
 
     def shard_of(self, name: str, tensor: Tensor) -> Tensor:
-        """The part of a whole tensor that is held here, without a copy."""
+        """This rank's slice of a whole tensor, without a copy."""
         cut = self.cut(name)
         return tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start)
 
     def whole_shape(self, name: str, held: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole tensor of which a part of the shape `held` is held here."""
+        """The shape of the whole tensor whose slice at this rank has the shape `held`."""
         cut, shape = self.cut(name), list(held)
         if cut is not None:
             shape[cut.dim] = cut.length
         return tuple(shape)
 
     def gather(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Put all ranks' parts, in the order of the ranks, together to the whole tensor."""
+        """Join all ranks' slices, in the order of the ranks, to the whole tensor."""
         if self.cut(name) is None:
             return parts[self.rank]
         whole = parts[0].new_empty(self.whole_shape(name, parts[0].shape))

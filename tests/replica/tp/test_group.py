@@ -18,7 +18,7 @@ class Ranks:
         self.threads = ThreadPoolExecutor(size)
         store, port = open_store(size)
         stores = [store, *(join_store(port, size) for _ in range(1, size))]
-        self.each(lambda rank: self.groups[rank].meet(stores[rank]))
+        self.each(lambda rank: self.groups[rank].join(stores[rank]))
 
     def __enter__(self):
         return self
@@ -81,16 +81,16 @@ def test_a_peer_that_parts_is_noticed_and_breaks_the_group():
         with pytest.raises(RankLost, match="rank 0 got nothing"):
             ranks.groups[0].add_up(torch.ones(1))
         assert ranks.groups[0].broken
-        with pytest.raises(RankLost, match="have not met, or have parted"):
+        with pytest.raises(RankLost, match="have not connected, or have left"):
             ranks.groups[1].add_up(torch.ones(1))
 
 
 def test_a_missing_rank_is_reported(monkeypatch):
-    monkeypatch.setattr(module, "MEET_SECS", 0.2)
+    monkeypatch.setattr(module, "RENDEZVOUS_SECS", 0.2)
     monkeypatch.setattr(module, "STEP_SECS", 0.2)
     store, _ = open_store(2)
-    with pytest.raises(RankLost, match="the 2 ranks did not meet"):
-        RankGroup(0, 2).meet(store)
+    with pytest.raises(RankLost, match="the 2 ranks did not connect"):
+        RankGroup(0, 2).join(store)
 
 
 @pytest.mark.parametrize("size", [2, 4])

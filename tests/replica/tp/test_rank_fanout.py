@@ -2,7 +2,7 @@ import pytest
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, StageStats
 from omni_proxy.replica.text.operations import DAMAGED, PeerError, StepDone
-from omni_proxy.replica.tp.group import GIVE_UP, VERDICT, StepOverdue, Vote
+from omni_proxy.replica.tp.group import ABORT_STEP, VERDICT, StepOverdue, Vote
 from omni_proxy.replica.tp.rank_fanout import COLLECT_SECS, NOT_COLLECTED, RankFanOut
 
 
@@ -12,10 +12,10 @@ def result(success=True, message="ok", rank=0, data=None):
 
 
 class Leader:
-    """Rank 0, whose operation has some slow steps and then ends as told."""
+    """Rank 0, whose operation has `steps` slow steps and then ends with `ends`."""
 
     def __init__(self, ranks=(1, 2), ends=None, steps=0):
-        self.told, self.reminded, self.advanced, self.answers = [], [], [], []
+        self.sent, self.scheduled, self.advanced, self.answers = [], [], [], []
         self.interrupted, self.damages = [], 0
         self.ends, self.steps = ends or result(), steps
         self.steps_halt = True
@@ -34,36 +34,36 @@ class Leader:
         self.fan_out.own_step(StepDone("op", error=error))
 
     def vote(self, rank, number=1, fault=""):
-        self.fan_out.heard(rank, Vote("op", number, fault))
+        self.fan_out.receive(rank, Vote("op", number, fault))
 
     def ended(self, rank, *how):
-        self.fan_out.heard(rank, result(*how, rank=rank))
+        self.fan_out.receive(rank, result(*how, rank=rank))
 
-    def time_is_over(self):
-        reminder, _ = self.reminded[-1]
+    def expire(self):
+        reminder, _ = self.scheduled[-1]
         self.fan_out.overdue(reminder)
 
     def verdicts(self):
-        payloads = [each.payload for each in self.told if each.action == VERDICT]
+        payloads = [each.payload for each in self.sent if each.action == VERDICT]
         return [(each["number"], each["fault"]) for each in payloads]
 
-    def given_up(self):
-        payloads = [each.payload for each in self.told if each.action == GIVE_UP]
+    def aborted_steps(self):
+        payloads = [each.payload for each in self.sent if each.action == ABORT_STEP]
         return [(each["number"], each["fault"]) for each in payloads]
 
     def only_answer(self):
         (answer,) = self.answers
         return answer
 
-    # What a fan-out asks of its leader
+    # FanOutLeader
 
-    def tell(self, message):
-        self.told.append(message)
+    def send_all(self, message):
+        self.sent.append(message)
 
-    def remind(self, message, after_secs):
+    def schedule(self, message, after_secs):
         entry = (message, after_secs)
-        self.reminded.append(entry)
-        return lambda: self.reminded.remove(entry) if entry in self.reminded else None
+        self.scheduled.append(entry)
+        return lambda: self.scheduled.remove(entry) if entry in self.scheduled else None
 
     def advance(self, done):
         self.advanced.append(done)
@@ -87,12 +87,12 @@ class Leader:
 def test_a_follower_that_could_not_undo_its_swap_is_reported_and_nothing_is_computed_any_more():
     leader = Leader(steps=1)
     leader.start()
-    leader.fan_out.heard(1, Vote("op", 1, "RuntimeError: no memory", damaged=True))
+    leader.fan_out.receive(1, Vote("op", 1, "RuntimeError: no memory", damaged=True))
     assert leader.damages == 1  # at once, while rank 0 is still at its step
     leader.vote(2)
     leader.step_done()
     said = "The weights are damaged: update them before you continue."
-    leader.fan_out.heard(1, result(False, said, 1, {DAMAGED: True}))
+    leader.fan_out.receive(1, result(False, said, 1, {DAMAGED: True}))
     leader.ended(2, False, "undone")
     answer = leader.only_answer()
     assert not answer.success
@@ -109,7 +109,7 @@ def test_an_undo_that_fails_after_the_last_verdict_is_reported_as_well():
     leader.step_done()
     leader.ended(2, False, "undone")
     assert (leader.damages, leader.answers) == (0, [])
-    leader.fan_out.heard(1, result(False, "The weights are damaged", 1, {DAMAGED: True}))
+    leader.fan_out.receive(1, result(False, "The weights are damaged", 1, {DAMAGED: True}))
     assert leader.damages == 1
     assert leader.only_answer().message == "rank 1: The weights are damaged"
 
@@ -118,7 +118,7 @@ def test_a_refusal_of_the_first_rank_reaches_no_other():
     leader = Leader(ends=result(False, "no"))
     leader.start()
     answer = leader.only_answer()
-    assert leader.told == []
+    assert leader.sent == []
     assert (answer.success, answer.message, answer.rank, answer.role) == (False, "no", 0, "leader")
     assert answer.data["tp_size"] == 3
     assert [each["rank"] for each in answer.data["rank_results"]] == [0]
@@ -128,7 +128,7 @@ def test_a_refusal_of_the_first_rank_reaches_no_other():
 def test_the_answer_is_that_of_all_ranks():
     leader = Leader(ends=result(data={"count": 7}))
     leader.start()
-    assert [(each.action, each.payload) for each in leader.told] == [("act", {"key": 1})]
+    assert [(each.action, each.payload) for each in leader.sent] == [("act", {"key": 1})]
     assert leader.fan_out.halting
     leader.ended(2)
     assert leader.answers == []
@@ -140,7 +140,7 @@ def test_the_answer_is_that_of_all_ranks():
         (0, "leader"), (1, "single"), (2, "single"),
     ]  # fmt: skip
     assert not leader.fan_out.halting
-    assert leader.reminded == []
+    assert leader.scheduled == []
 
 
 def test_beside_a_step_that_does_not_halt_all_ranks_may_compute():
@@ -169,12 +169,12 @@ def test_a_step_that_one_rank_has_failed_is_given_up_by_those_still_in_it():
     leader.vote(1)
     leader.vote(2)
     leader.step_done()
-    assert (leader.given_up(), leader.interrupted) == ([], [])
+    assert (leader.aborted_steps(), leader.interrupted) == ([], [])
     leader.vote(2, 2, "no room")
-    assert leader.given_up() == [(2, "rank 2: no room")]
+    assert leader.aborted_steps() == [(2, "rank 2: no room")]
     assert leader.interrupted == [("op", "rank 2: no room")]
     leader.vote(1, 2, "given up")
-    assert len(leader.given_up()) == len(leader.interrupted) == 1
+    assert len(leader.aborted_steps()) == len(leader.interrupted) == 1
     leader.step_done(RuntimeError("given up"))
     (fault,) = [fault for number, fault in leader.verdicts() if number == 2]
     assert "rank 2: no room" in fault
@@ -184,7 +184,7 @@ def test_a_step_that_rank_0_has_failed_is_given_up_by_the_others():
     leader = Leader(steps=1)
     leader.start()
     leader.step_done(RuntimeError("no"))
-    assert (leader.given_up(), leader.interrupted) == ([(1, "rank 0: no")], [])
+    assert (leader.aborted_steps(), leader.interrupted) == ([(1, "rank 0: no")], [])
 
 
 def test_one_rank_that_fails_fails_all_and_is_named():
@@ -268,9 +268,9 @@ def test_a_rank_with_more_steps_than_the_first_is_not_left_waiting():
 def test_a_rank_that_does_not_answer_in_time_fails_the_collection(timeout_s, secs):
     leader = Leader()
     leader.start(timeout_s)
-    assert [after for _, after in leader.reminded] == [secs]
+    assert [after for _, after in leader.scheduled] == [secs]
     leader.ended(1)
-    leader.time_is_over()
+    leader.expire()
     answer = leader.only_answer()
     assert (answer.success, answer.message) == (False, NOT_COLLECTED)
     assert answer.error == f"{NOT_COLLECTED}: no answer from rank 2"
@@ -287,15 +287,15 @@ def test_a_rank_that_is_late_with_a_step_fails_it_and_may_not_go_on_later():
     leader.start()
     leader.vote(1)
     leader.step_done()
-    leader.time_is_over()
-    told = f"{NOT_COLLECTED}: no answer from rank 2"
-    assert leader.verdicts() == [(1, told)]
+    leader.expire()
+    sent = f"{NOT_COLLECTED}: no answer from rank 2"
+    assert leader.verdicts() == [(1, sent)]
     assert isinstance(leader.advanced[0].error, PeerError)
     assert not leader.only_answer().success
     leader.vote(2)
-    assert leader.verdicts() == [(1, told)]
-    leader.ended(1, False, told)
-    leader.ended(2, False, told)
+    assert leader.verdicts() == [(1, sent)]
+    leader.ended(1, False, sent)
+    leader.ended(2, False, sent)
     assert not leader.fan_out.halting
 
 
@@ -312,7 +312,7 @@ def test_a_reminder_of_an_earlier_wait_means_nothing():
 
 def test_invalid_and_unexpected_replies_are_ignored():
     leader = Leader()
-    leader.fan_out.heard(1, StageStats("decode", {}))
+    leader.fan_out.receive(1, StageStats("decode", {}))
     leader.ended(1)
     leader.fan_out.own_answer(result())
     assert leader.only_answer() == result()
