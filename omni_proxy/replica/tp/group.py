@@ -112,7 +112,7 @@ class RankGroup:
                 work.wait(timedelta(seconds=WATCH_SECS))
                 return
             except RuntimeError as error:
-                # torch raises the same error for a wait that timed out and an operation that failed.
+                # torch raises the same error for a timeout of the wait and for a failed operation.
                 over = time.monotonic() >= until
                 if over or self._lost() or "timed out" not in str(error).lower():
                     raise self._fault(error) from error

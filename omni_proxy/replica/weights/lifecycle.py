@@ -2,8 +2,8 @@
 
     active requests? ──> stage (thread) ──> drop ──> swap (thread) ──> forget old keys, new version
 Invariant: requests are dropped only once the new weights are known to fit. A failed update leaves
-the old weights unchanged and says so. KVs computed with old weights are never used again: a request
-that runs during a swap without a pause is recomputed, and continues with the new weights.
+the old weights unchanged and reports it. KVs computed with old weights are never used again: a
+request that runs during a swap without a pause is recomputed and continues with the new weights.
 Weights are `open` while a single bucket may not be the last one (two-phase.md 7, S7), `uncertain`
 if such a sync can no longer finish or a swap failed halfway; no request is refused because of that.
 """
@@ -82,7 +82,7 @@ class VersionIntegrity:
         return {"weights": self.standing.value, "buckets_applied": self.buckets}
 
     def describe(self, version: str) -> str:
-        """The state of the weights in words, for error texts."""
+        """The state of the weights as text, for error messages."""
         if self.standing is IntegrityState.WHOLE:
             return f"the weights of version {version!r} are whole"
         if not self.buckets:
@@ -106,22 +106,22 @@ ACTIVE_ERROR = "active requests present during weight update"
 UPDATED = "Succeeded to update parameter online."
 IDS_SHOWN = 16
 
-# Yields the steps that bring new values here, and returns them.
+# Yields the steps that read or receive new values, and returns them.
 StagingSteps: TypeAlias = Generator[Step, Any, StagedTensors]
 PayloadFields: TypeAlias = Mapping[str, Any]
 
 
 def stage_in_background(step: Callable[[], StagedTensors]) -> StagingSteps:
-    """One step that does it all."""
+    """A single step."""
     staged: StagedTensors = yield step
     return staged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateOptions:
-    """What an update's caller wants besides the weights. `pause_on_failure`: the route's custom.
+    """Options of an update. `pause_on_failure` is set by the route.
 
-    `whole`: what comes is all of this update; else it is a bucket of one, perhaps the last.
+    `whole`: the tensors are a complete update; else they are one bucket of it, perhaps the last.
     """
 
     abort_all_requests: bool = False
@@ -134,7 +134,7 @@ class UpdateOptions:
 
     @property
     def last(self) -> bool:
-        """Does the caller say that no more of this sync follows?"""
+        """Whether the caller declares that this is the last bucket of the sync."""
         return self.whole or self.weight_version is not None or self.flush_cache
 
     @classmethod
@@ -146,7 +146,7 @@ class UpdateOptions:
         flush_cache: bool = True,
         whole: bool = True,
     ) -> UpdateOptions:
-        """`flush_cache` where the caller does not say."""
+        """The default of `flush_cache`."""
         version = payload.get("weight_version")
         return cls(
             abort_all_requests=bool(payload.get("abort_all_requests", False)),
@@ -161,7 +161,7 @@ class UpdateOptions:
 
 @dataclass(slots=True)
 class UpdateSession:
-    """What came between begin and end of one sync: all of it is swapped in at its end."""
+    """The tensors received between begin and end of one sync, swapped in together at its end."""
 
     staged: StagedTensors
     weight_version: str | None = None
@@ -184,7 +184,7 @@ class Lifecycle:
         self.session = UpdateSession(StagedTensors(self._target))
 
     def drop_session(self) -> Generator[Step, Any, None]:
-        """Nobody will end the session that is open, if one is."""
+        """Discard the open session, if there is one."""
         session, self.session = self.session, None
         if session is not None:
             with suppress(PeerError):
@@ -198,9 +198,9 @@ class Lifecycle:
         *,
         in_session: bool = True,
     ) -> Generator[Step, Any, OperationOutcome]:
-        """Run one update, which running requests refuse; `told` is in its answer's data.
+        """Run one update, refused if requests are running; `told` is added to the result's data.
 
-        While a session is open it keeps the new weights, but for an update not `in_session`.
+        An open session keeps the new weights, except for an update that is not `in_session`.
         """
         active = self._scheduler.active_ids()
         if active and not (options.abort_all_requests or self._retracted):
@@ -217,7 +217,7 @@ class Lifecycle:
         *,
         in_session: bool = True,
     ) -> Generator[Step, Any, OperationOutcome]:
-        """The same whatever is running."""
+        """As `update`, also if requests are running."""
         dropped, flushed = 0, None
         staged: StagedTensors | None = None
         try:
@@ -229,7 +229,7 @@ class Lifecycle:
             else:
                 yield from self.swap(staged, options)
                 flushed = True if options.flush_cache else None
-        except Exception as error:  # whatever it was, the caller must learn what weights there are
+        except Exception as error:  # of any kind: the response must report the state of the weights
             if staged is not None:
                 with suppress(PeerError):
                     yield BackgroundStep(staged.forget)
@@ -239,20 +239,20 @@ class Lifecycle:
         return True, UPDATED, self._data(options, dropped, flushed) | dict(details), None
 
     def swap(self, staged: StagedTensors, options: UpdateOptions) -> Generator[Step, Any, None]:
-        """Put new weights in place and forget what was computed with the old ones."""
+        """Swap in new weights and drop everything that was computed with the old ones."""
         scheduler = self._scheduler
-        # No request that goes on may mix the keys of two sets of weights.
+        # No running request may mix keys of two sets of weights.
         scheduler.batch_queue.retract()
         try:
-            # Only another rank's failure would make it necessary to go back.
+            # Only a failure of another rank would require an undo.
             yield staged.apply if self._target.split else staged.apply_for_good
         except PeerError as fault:
             staged.undo()
             raise ApplyError(str(fault)) from fault
-        # The swap is done at every rank: one that is late with this has it none the less.
+        # The swap is done at every rank, also at one that is late with this step.
         with suppress(PeerError):
             yield staged.forget
-        # Even where the caller wants no flush: what is kept there belongs to the old weights.
+        # Even without `flush_cache`: cached prefixes belong to the old weights.
         scheduler.cache.flush()
         self.integrity.bucket(last=options.last)
         if options.weight_version is not None:
@@ -261,8 +261,8 @@ class Lifecycle:
             torch.cuda.empty_cache()
 
     def end_session(self, *, running: bool = False) -> Generator[Step, Any, OperationOutcome]:
-        """Swap in what the session holds; refused under running requests, unless `running` ones
-        may be recomputed; else it is over then."""
+        """Swap in the session's tensors and end it; refused if requests are running, unless
+        `running` requests may be recomputed."""
         session, scheduler = self.session, self._scheduler
         if session is None:
             details = "no weight-update session is open; call begin_weight_update() first"
@@ -282,19 +282,19 @@ class Lifecycle:
         return True, "Succeeded to end weight update.", data, None
 
     def overwritten(self) -> None:
-        """The weights are of no version at all, and what was computed with others is void."""
+        """The weights are of no version; everything computed with earlier weights is dropped."""
         self._scheduler.batch_queue.retract()
         self._scheduler.cache.flush()
         self.integrity.damaged()
 
     def damaged(self) -> None:
-        """Live weights, here or at another rank, are of two kinds: nothing is computed with them
-        until they are updated, or somebody continues all the same."""
+        """Live weights, at this or another rank, are a mix of two versions: no batch is computed
+        until they are updated, or until generation is continued explicitly."""
         self.integrity.damaged()
         self._hold()
 
     def name_version(self, version: str) -> None:
-        """Call the weights `version`: at once, or those of the open session at its end."""
+        """Set the version: of the live weights now, or of an open session's weights at its end."""
         if self.session is not None:
             self.session.weight_version = version
         else:
@@ -310,7 +310,7 @@ class Lifecycle:
             session.weight_version = options.weight_version
 
     def _hold(self) -> None:
-        """Pause, in place unless it is paused already."""
+        """Pause in place, unless the stage is paused already."""
         if not self._scheduler.paused:
             self._scheduler.pause("in_place")
 
@@ -329,10 +329,8 @@ class Lifecycle:
     def failed(
         self, options: UpdateOptions, error: Exception, details: PayloadFields
     ) -> OperationOutcome:
-        """The answer for an update that did not come to its end."""
-        if not isinstance(
-            error, CallOutOfOrder
-        ):  # that one came at the wrong time, and ended nothing
+        """The result of an update that did not complete."""
+        if not isinstance(error, CallOutOfOrder):  # an out-of-order call, which ended nothing
             self.integrity.broken()
         held = self.integrity.describe(self._scheduler.weight_version)
         match error:

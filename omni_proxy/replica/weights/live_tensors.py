@@ -62,7 +62,7 @@ def swap_tensors(pairs: Iterable[Pair]) -> None:
 
     try:
         _each_share(pairs, move)
-    except Exception:  # no memory or no thread for one of them; no thread moves any more
+    except Exception:  # no memory or no thread for one of them; all threads have stopped
         for one, other in moved:
             _exchange(one, other, spare)
         raise
@@ -106,7 +106,7 @@ def _exchange(one: Bytes, other: Bytes, room: Bytes) -> None:
         np.copyto(b, kept)
 
 
-# Stored by older checkpoints, but computed by every loader itself.
+# Older checkpoints store it, but every loader computes it.
 DERIVED_ENDINGS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 NAMED_AT_MOST = 5
 
@@ -218,7 +218,7 @@ class LiveTensors:
 
     @property
     def split(self) -> bool:
-        """Whether other processes hold the rest of the model."""
+        """Whether this process has only a shard of the model."""
         return self._shard is not None
 
     def part_of(self, name: str, tensor: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class LiveTensors:
 class StagedTensors:
     """New values, validated and converted to the live tensors' dtypes, not applied yet.
 
-    `give_back` is called once no value is held any more, to release their memory.
+    `give_back` is called when no value is referenced any more, to release their memory.
     """
 
     def __init__(self, target: LiveTensors, give_back: Callable[[], None] | None = None) -> None:
@@ -258,7 +258,7 @@ class StagedTensors:
         part = target.part_of(name, tensor.detach())
         new = part.to(device=live.device, dtype=live.dtype)
         if own in self._new and not torch.equal(self._new[own], new):
-            raise WeightsError(f"{name} comes twice, with different values")
+            raise WeightsError(f"{name} is given twice, with different values")
         self._new[own] = new
 
     def update(self, later: StagedTensors) -> None:
@@ -280,7 +280,7 @@ class StagedTensors:
                     old[name] = live.clone()
                     # Old values take the place of new ones in memory, one tensor after another.
                     live.copy_(self._new.pop(name))
-        except Exception as error:  # whatever a device raises, the model must be whole again
+        except Exception as error:  # of any kind: the old weights must be restored
             self.undo()
             raise ApplyError(f"{type(error).__name__}: {error}") from error
 
@@ -290,7 +290,7 @@ class StagedTensors:
         if all(can_swap(pairs)):
             try:
                 copy_tensors(pairs)
-            except Exception as error:  # no thread could be had, say: some may have been written
+            except Exception as error:  # such as no thread: some tensors may have been written
                 raise DamagedWeightsError(f"{type(error).__name__}: {error}") from error
         else:
             self.apply()
@@ -311,7 +311,7 @@ class StagedTensors:
             with torch.no_grad():
                 for name, values in self._old.items():
                     self._target.live(name).copy_(values)
-        except Exception as error:  # the device is lost, or nearly so
+        except Exception as error:  # the device is probably lost
             raise DamagedWeightsError(f"{type(error).__name__}: {error}") from error
 
     def forget(self) -> None:

@@ -1,8 +1,9 @@
 """The state machine of receiving weights over trainers' groups. Pure.
 
-    idle ─join─> grouped ─prepare─> arming ─armed─> receiving ─came─> received ─apply─> applying
+    idle ─join─> grouped ─prepare─> arming ─armed─> receiving ─received─> received ─apply─> applying
     arming ─refused─> grouped    arming, receiving, received ─lost─> failed ─join, prepare─> ...
     applying ─settled─> grouped  every state ─leave, replaced by a new trainer─> grouped or idle
+
 Invariant: one transfer at a time, for any number of groups; a late report of a superseded call
 changes nothing. `grouped` without a group is `idle`.
 """
@@ -44,7 +45,7 @@ class ReceiveEvent(StrEnum):
 
 
 _S, _E = ReceivePhase, ReceiveEvent
-# What is not here cannot happen. GROUPED stands for IDLE too: the groups decide which it is.
+# A transition not listed here cannot happen. GROUPED includes IDLE: it depends on the groups.
 TABLE: Final[Mapping[ReceivePhase, Mapping[ReceiveEvent, ReceivePhase]]] = {
     _S.IDLE: {_E.JOINED: _S.GROUPED},
     _S.GROUPED: {_E.JOINED: _S.GROUPED, _E.PREPARED: _S.ARMING},
@@ -57,7 +58,7 @@ TABLE: Final[Mapping[ReceivePhase, Mapping[ReceiveEvent, ReceivePhase]]] = {
     },
     _S.RECEIVING: {_E.CAME: _S.RECEIVED, _E.LOST: _S.FAILED, _E.ENDED: _S.GROUPED},
     _S.RECEIVED: {_E.APPLIES: _S.APPLYING, _E.LOST: _S.FAILED, _E.ENDED: _S.GROUPED},
-    # All is here by now: neither a trainer's death nor the end of its group takes it away.
+    # Everything was received: neither the trainer's end nor that of its group discards it.
     _S.APPLYING: {_E.SETTLED: _S.GROUPED},
 }
 LIVE: Final = frozenset({_S.ARMING, _S.RECEIVING, _S.RECEIVED, _S.APPLYING})
@@ -65,7 +66,7 @@ DISARMED_BY_END: Final = frozenset({_S.ARMING, _S.RECEIVING, _S.RECEIVED})
 
 
 class CallOutOfOrder(GroupError):
-    """A call that does not fit the state; `status` is 409 where somebody else is in its way."""
+    """A call that is not allowed in this state; `status` is 409 if another operation blocks it."""
 
     def __init__(self, message: str, status: int = OUT_OF_ORDER_STATUS) -> None:
         super().__init__(message)
@@ -74,7 +75,7 @@ class CallOutOfOrder(GroupError):
 
 @dataclass(frozen=True, slots=True)
 class GroupMembership:
-    """A group that this replica is in, or is joining: `rank` is that of its first process."""
+    """A group that this replica has joined or is joining; `rank` is that of its first process."""
 
     group_name: str
     owner: str
@@ -86,7 +87,7 @@ class GroupMembership:
 
 @dataclass(slots=True)
 class TransferRecord:
-    """One prepared update, from its prepare on; `fault` once it failed."""
+    """One update, from its prepare call on; `fault` is set when it fails."""
 
     number: int
     group_name: str
@@ -97,13 +98,13 @@ class TransferRecord:
 
 
 def do_nothing() -> None:
-    """Where no transfer's end matters to anyone."""
+    """The default of `on_lost`."""
 
 
 class ReceiveState:
-    """All methods are atoms. Calls raise CallOutOfOrder; reports of what came of them never do.
+    """All methods are atomic. Calls raise CallOutOfOrder; reports of their outcome never do.
 
-    `on_lost` is called when what was announced will not come any more, whoever ended it.
+    `on_lost` is called when a prepared transfer cannot complete any more, for any reason.
     """
 
     def __init__(self) -> None:
@@ -130,7 +131,7 @@ class ReceiveState:
     # Groups
 
     def joining(self, group: GroupMembership) -> bool:
-        """A trainer calls; returns whether there is a group of that name, which may be in use."""
+        """A trainer's join begins; returns whether a group of that name exists, perhaps in use."""
         name = group.group_name
         known = self._groups.get(name)
         if name in self._joining:
@@ -148,12 +149,12 @@ class ReceiveState:
         return group_name in self._joining
 
     def not_replaced(self, group: GroupMembership) -> None:
-        """The group that was there has a trainer that lives: it stays as it is."""
+        """The trainer of the existing group is alive: the group stays unchanged."""
         if self._joining.get(group.group_name) is group:
             del self._joining[group.group_name]
 
     def joined(self, group: GroupMembership) -> bool:
-        """All ranks met: a transfer of the group before it is over. False: it was destroyed."""
+        """All ranks joined; ends a transfer of the replaced group. False: it was destroyed."""
         name = group.group_name
         if self._joining.get(name) is not group:
             return False
@@ -168,7 +169,7 @@ class ReceiveState:
         return True
 
     def not_joined(self, group: GroupMembership) -> bool:
-        """No group of that name is left, nor the one before it. False: it was destroyed before."""
+        """The join failed: no group of that name is left. False: it was already destroyed."""
         name = group.group_name
         if self._joining.get(name) is not group:
             return False
@@ -176,12 +177,12 @@ class ReceiveState:
         del self._joining[name]
         before = self._groups.pop(name, None)
         if before is not None and before.joined:
-            # Another rank may still be in it: a destroy must get as far as there.
+            # Another rank may still be in it, so a destroy must reach that rank.
             self._remember(name, f"the trainer at {group.owner} has not replaced it")
         return True
 
     def require_group(self, group_name: str) -> None:
-        """Whether there is something to destroy: a group that failed has been one, once."""
+        """Whether there is a group to destroy; a failed group counts."""
         if group_name not in self._groups and group_name not in self._ended:
             raise CallOutOfOrder("The group to be destroyed does not exist.")
 
@@ -204,7 +205,7 @@ class ReceiveState:
             )
 
     def prepare(self, group_name: str, buckets: int, now_s: float) -> TransferRecord:
-        """The transfer that begins; there was memory for nothing yet."""
+        """Begin a transfer; no memory is allocated yet."""
         self.require_free()
         self._require_joined(group_name)
         self._last += 1
@@ -213,7 +214,7 @@ class ReceiveState:
         return self.transfer
 
     def complete(self, group_name: str) -> TransferRecord:
-        """The transfer whose end is awaited from now on."""
+        """The transfer that a completion now waits for."""
         transfer = self.transfer
         if transfer is None and group_name in self._ended:
             raise CallOutOfOrder(
@@ -245,13 +246,13 @@ class ReceiveState:
         return transfer is self.transfer and self._state in LIVE
 
     def report(self, transfer: TransferRecord, event: ReceiveEvent, fault: str = "") -> bool:
-        """Whether this counts: not of a transfer that is over, nor what cannot happen now."""
+        """Whether the event applies: not to an ended transfer, nor in a state without it."""
         if not self.is_current(transfer) or event not in TABLE[self._state]:
             return False
         self._state = TABLE[self._state][event]
         if event is ReceiveEvent.LOST:
             transfer.fault = fault
-            # A group that failed once only hangs later: its receiver has left it.
+            # A failed group cannot be used again: its receiver has left it.
             self._groups.pop(transfer.group_name, None)
             self._remember(transfer.group_name, fault)
             self.on_lost()

@@ -50,7 +50,7 @@ FilePiece = tuple[int, int, memoryview]
 
 
 class TruncatedFile(Exception):
-    """A file had fewer bytes than its header promised."""
+    """A file has fewer bytes than its header declares."""
 
 
 def allocate_read_buffer(nbytes: int) -> Tensor:
@@ -121,7 +121,7 @@ def _read(piece: FilePiece) -> None:
         place, into = place + count, into[count:]
 
 
-EVERYTHING: Final = sys.maxsize  # more bytes than any file has
+EVERYTHING: Final = sys.maxsize  # larger than any file
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class FileSelection:
     sha256: str | None = None
 
     def names_in(self, stored: StoredTensors) -> list[str]:
-        """Raises WeightsError where there are none."""
+        """Raises WeightsError if there are none."""
         names = stored.names if self.names is None else list(self.names)
         if not names:
             raise WeightsError(f"{stored.title} holds no tensor")
@@ -299,23 +299,23 @@ def _require_digest(file: BufferedReader, part: FileSelection) -> None:
         file.seek(0)
         found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != part.sha256.lower():
-            raise WeightsError(f"{part.path} has the SHA-256 {found}, not the promised one")
+            raise WeightsError(f"{part.path} has the SHA-256 {found}, not the expected one")
 
 
 # How long a prefetched file is kept without an update: its writer may have failed.
 KEEP_SECS: Final = 60.0
-# Read per step, after which an update may take over; one thread, as other work goes on.
+# Read per step, after which an update may take over; one thread, to leave cores to the model.
 STEP_BYTES: Final = 64 << 20
 THREADS: Final = 1
 
 
 class FilePrefetcher:
-    """Holds the latest file only. Safe from any thread; an update waits for one step at most."""
+    """Keeps the latest file only. Thread-safe; an update waits for one step at most."""
 
     def __init__(self, keep_secs: float = KEEP_SECS) -> None:
         self._keep_secs = keep_secs
         self._lock = threading.Lock()
-        self._wanted = threading.Event()  # by an update, which reads what is missing faster
+        self._wanted = threading.Event()  # by an update, which reads the rest on all threads
         self._path: Path | None = None
         self._loading: SafetensorsLoader | None = None
         self._timer: threading.Timer | None = None
@@ -344,7 +344,7 @@ class FilePrefetcher:
             return sum(each.form.nbytes for each in loading.as_they_are)
 
     def take(self, parts: Sequence[FileSelection]) -> SafetensorsLoader | None:
-        """The loader of exactly these files, which the caller ends; any other one is dropped."""
+        """The loader of exactly these files, which the caller must close; any other is dropped."""
         self._wanted.set()
         try:
             with self._lock:

@@ -77,14 +77,14 @@ class StoredTensors:
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         start, first = file.read(8), file.read(1)
-        # Either may begin a safetensors file as well: but its header begins so too.
+        # A safetensors file may begin with either, but then its header does, too.
         if start.startswith((PICKLE, ZIP)) and first != b"{":
             raise self._fault("is a pickle, which is never read; send safetensors")
         if len(start) < 8:
             raise self._fault(f"is truncated: {size} bytes are no safetensors file")
         (header_bytes,) = struct.unpack("<Q", start)
         if header_bytes > MAX_HEADER_BYTES:
-            raise self._fault("is no safetensors file: its header is longer than any may be")
+            raise self._fault("is no safetensors file: its header is too long")
         if 8 + header_bytes > size:
             raise self._fault(f"is truncated: its header has {header_bytes} bytes, it has {size}")
         self._data_start = 8 + header_bytes
@@ -143,7 +143,7 @@ class StoredTensors:
         return entries
 
     def _check_layout(self, data_bytes: int) -> None:
-        """The tensors must fill the data without gaps, as the format has it."""
+        """The tensors must fill the data without gaps, as the format requires."""
         place = 0
         for name, entry in sorted(self._entries.items(), key=lambda each: each[1].data_offsets):
             begin, end = entry.data_offsets
@@ -151,7 +151,7 @@ class StoredTensors:
             if begin != place or end - begin != nbytes:
                 raise self._fault(
                     f"has a broken header: {short_repr(name)} of {entry.dtype} {entry.shape} needs "
-                    f"{nbytes} bytes from {place} on, and is said to be at {begin} to {end}"
+                    f"{nbytes} bytes from {place} on, but its offsets are {begin} to {end}"
                 )
             place = end
         if place > data_bytes:

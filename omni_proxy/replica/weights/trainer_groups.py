@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from omni_proxy.process_group.receiver import PendingReceive, Received, Receiver
     from omni_proxy.process_group.rendezvous import Rendezvous
 
-# No deadline is longer: what waits for one may be told by a number of seconds.
+# No deadline is longer, so that it is a plain number of seconds.
 MAX_DEADLINE_SECS = 3600.0
 
 Isolation = Literal["process", "thread"]
@@ -54,11 +54,11 @@ StepGenerator = Generator[Step, Any, T]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveSettings:
-    """How a replica receives, and how patient it is.
+    """How a replica receives weights, and its timeouts.
 
-    `isolation`: where the blocking receive lives. A trainer has `join_secs` to bring all ranks
-    together, every rank `ready_secs` to be armed, and nothing may stand still for `stall_secs`;
-    `receive_secs` is how long a completion waits for what has not come yet.
+    `isolation`: where the blocking receive runs. All ranks must join within `join_secs` and be
+    armed within `ready_secs`; a receive without progress for `stall_secs` fails; a completion
+    waits up to `receive_secs` for tensors that have not been received.
     """
 
     isolation: Isolation = "process"
@@ -73,7 +73,7 @@ DEFAULT_RECEIVE_SETTINGS = ReceiveSettings()
 
 @dataclass(frozen=True, slots=True)
 class ArmRequest:
-    """What to be armed for, within `ready_secs`; `whole`: all of an update, not one bucket."""
+    """The tensors to receive, armed within `ready_secs`; `whole`: a complete update."""
 
     group_name: str
     plans: tuple[TensorPlan, ...]
@@ -83,30 +83,30 @@ class ArmRequest:
 
 @dataclass(slots=True)
 class PendingTransfer:
-    """One transfer with what blocks for it; `armed` and `received` are set by its steps' threads.
+    """One transfer and its receiver; `armed` and `received` are set by the threads of its steps.
 
-    `whole`: it is all of an update, not one bucket of it. `buckets_come` is known once it is over.
+    `whole`: a complete update, not one bucket of it. `buckets_received` is set at its end.
     """
 
     transfer: TransferRecord
     plans: tuple[TensorPlan, ...]
     whole: bool = False
-    buckets_come: int = 0
+    buckets_received: int = 0
     armed: PendingReceive | None = None
     received: Received | None = None
 
     def close(self) -> None:
-        """Give the memory back; more than once is the same as once."""
+        """Release the memory; idempotent."""
         received, self.received = self.received, None
         armed, self.armed = self.armed, None
         if armed is not None:
-            self.buckets_come = armed.progress().buckets_done
+            self.buckets_received = armed.progress().buckets_done
         if received is not None:
             received.close()
 
 
 class TrainerGroups:
-    """All but the steps runs in the stage's thread. `size` ranks of one model go in lockstep."""
+    """Everything but the steps runs in the stage's thread. `size` ranks run in lockstep."""
 
     def __init__(
         self, name: str, target: LiveTensors, terms: ReceiveSettings, *, size: int = 1,
@@ -120,12 +120,12 @@ class TrainerGroups:
         self._clock = clock
         self._receiver: Receiver | None = None
         self._current: PendingTransfer | None = None
-        self._joining: dict[str, CancelToken] = {}  # of the groups that are still meeting
+        self._joining: dict[str, CancelToken] = {}  # of the groups that are still joining
 
     # Groups
 
     def join(self, rendezvous: Rendezvous) -> StepGenerator[None]:
-        """Raises GroupError, CallOutOfOrder for a name that a living trainer has, PeerError."""
+        """Raises GroupError, PeerError, and CallOutOfOrder for a name in use by a live trainer."""
         group = GroupMembership(
             rendezvous.group_name,
             f"{rendezvous.master_address}:{rendezvous.master_port}",
@@ -136,7 +136,7 @@ class TrainerGroups:
         known, name = self.receive_state.joining(group), group.group_name
         stop = self._joining[name] = CancelToken()
         try:
-            # The ranks meet all or not at all: where one cannot, the others need not wait for it.
+            # Either all ranks join or none: if one cannot, the others need not wait for it.
             yield BackgroundStep(
                 InterruptibleCall(partial(self._join, rendezvous, stop, known), stop.cancel)
             )
@@ -147,7 +147,7 @@ class TrainerGroups:
             self._not_joined(group)
             raise
         except Exception:
-            # What not every rank has joined is of use to none; nor is what nobody foresaw.
+            # A group without all ranks is of no use, whatever the error.
             with suppress(PeerError):
                 yield BackgroundStep(partial(self._destroy, name))
             self._not_joined(group)
@@ -160,11 +160,11 @@ class TrainerGroups:
         self._let_go(name)
 
     def leave(self, name: str) -> StepGenerator[None]:
-        """Ends the group and whatever it does; raises CallOutOfOrder where there is none."""
-        self.look()
+        """Ends the group and any transfer over it; raises CallOutOfOrder if there is none."""
+        self.refresh()
         self.receive_state.require_group(name)
         if name in self._joining:
-            # Its receiver may not know of it yet, and would have nothing to destroy.
+            # Its receiver may not have the group yet, and would have nothing to destroy.
             self._joining[name].cancel(f"group {name!r} was destroyed")
         try:
             with suppress(PeerError):
@@ -186,12 +186,12 @@ class TrainerGroups:
             raise
 
     def _opened(self) -> Receiver:
-        # Most replicas never join a group: what that needs is imported where it is wanted.
+        # Most replicas never join a group, so its imports are local.
         if self._receiver is None:
             from omni_proxy.process_group.receiver import GroupLimits, open_receiver
 
             terms = self.terms
-            # Nothing comes before the slowest of all the trainer's receivers is armed as well.
+            # The trainer sends nothing before its slowest receiver is armed.
             first_byte_secs = max(terms.stall_secs, terms.ready_secs)
             limits = GroupLimits(stall_secs=terms.stall_secs, first_byte_secs=first_byte_secs)
             self._receiver = open_receiver(self.terms.isolation, limits, name=self._name)
@@ -207,7 +207,7 @@ class TrainerGroups:
             self._let_go(group.group_name)
 
     def _let_go(self, name: str) -> None:
-        """Of a group that is over: its transfer, unless that is being applied."""
+        """End the transfer of an ended group, unless it is being applied."""
         current = self._current
         if current is None or self.receive_state.state is ReceivePhase.APPLYING:
             return
@@ -217,7 +217,7 @@ class TrainerGroups:
     # Receiving
 
     def planned(self, payload: dict[str, Any]) -> tuple[TensorPlan, ...]:
-        """A step: what is announced, checked against the model; raises GroupError, WeightsError."""
+        """A step: checks announced tensors against the model; raises GroupError, WeightsError."""
         plans = parse_plans(payload)
         staged = StagedTensors(self._target)
         for plan in plans:
@@ -226,9 +226,9 @@ class TrainerGroups:
         return plans
 
     def arm(self, wanted: ArmRequest, *, halting: bool) -> StepGenerator[PendingTransfer]:
-        """Ready at every rank; raises GroupError (also CallOutOfOrder) and PeerError: then at
-        none."""
-        self.look()
+        """Arm every rank. Raises GroupError (also CallOutOfOrder) and PeerError; then no rank is
+        armed."""
+        self.refresh()
         name = wanted.group_name
         transfer = self.receive_state.prepare(name, len(wanted.plans), self._clock())
         current = self._current = PendingTransfer(transfer, wanted.plans, wanted.whole)
@@ -242,13 +242,15 @@ class TrainerGroups:
         return current
 
     def completing(self, name: str) -> PendingTransfer:
-        """The transfer whose end is awaited from now on; raises CallOutOfOrder."""
+        """The transfer that a completion now waits for; raises CallOutOfOrder."""
         self.receive_state.complete(name)
         assert self._current is not None
         return self._current
 
-    def come(self, current: PendingTransfer, secs: float, *, halting: bool) -> StepGenerator[None]:
-        """Wait until all is here, at every rank; raises as `arm`, and the group is gone then."""
+    def await_received(
+        self, current: PendingTransfer, secs: float, *, halting: bool
+    ) -> StepGenerator[None]:
+        """Wait until every rank has received all; raises as `arm`, and then ends the group."""
         armed = current.armed
         assert armed is not None
         try:
@@ -260,10 +262,10 @@ class TrainerGroups:
         self.receive_state.report(current.transfer, ReceiveEvent.CAME)
         if not self.receive_state.report(current.transfer, ReceiveEvent.APPLIES):
             current.close()
-            raise GroupError(f"group {current.transfer.group_name!r} was ended meanwhile")
+            raise GroupError(f"group {current.transfer.group_name!r} was ended during the transfer")
 
     def stage(self, current: PendingTransfer) -> StagedTensors:
-        """A step: what came, as this model's new values; raises WeightsError."""
+        """A step: stages the received tensors as new values of the model; raises WeightsError."""
         received = current.received
         assert received is not None
         staged = StagedTensors(self._target, current.close)
@@ -276,12 +278,12 @@ class TrainerGroups:
         return staged
 
     def settle(self, current: PendingTransfer, *, kept: bool) -> StepGenerator[None]:
-        """The transfer is over, however it ended; `kept`: somebody has what it brought."""
+        """The transfer has ended, with any outcome; `kept`: its tensors are in use."""
         self.receive_state.report(current.transfer, ReceiveEvent.SETTLED)
         if self._current is current:
             self._current = None
         if not kept:
-            # What this rank staged is lost to it where another one could not.
+            # If another rank could not stage its part, this rank's is discarded, too.
             with suppress(PeerError):
                 yield BackgroundStep(current.close)
 
@@ -294,11 +296,11 @@ class TrainerGroups:
         current.received = current.armed.wait(secs)
 
     def _disarm(self, current: PendingTransfer, error: Exception) -> StepGenerator[None]:
-        """Where one rank failed none goes on: its group cannot be used by the others any more."""
+        """If one rank failed, all stop: the other ranks cannot use the group any more."""
         transfer, refused = current.transfer, isinstance(error, GroupError)
         dropped = isinstance(error, GroupError) and error.group_dropped
         if dropped or not refused or self._size > 1:
-            # What a new trainer is joining under this name is not ours to end.
+            # A new trainer may be joining under this name: its group is not ended.
             ours = self.receive_state.is_current(transfer) and not self.receive_state.is_joining(
                 transfer.group_name
             )
@@ -321,8 +323,8 @@ class TrainerGroups:
 
     # Looking
 
-    def look(self) -> None:
-        """Take note of what the receive has come to by itself."""
+    def refresh(self) -> None:
+        """Update the state if the receive has ended on its own."""
         current = self._current
         if (
             current is None
@@ -339,8 +341,8 @@ class TrainerGroups:
             self.receive_state.report(current.transfer, ReceiveEvent.CAME)
 
     def facts(self) -> dict[str, Any]:
-        """JSON-ready: what `/model_info` tells (state, group, owner, progress)."""
-        self.look()
+        """JSON-ready: state, group, owner and progress for `/model_info`."""
+        self.refresh()
         current = self._current
         armed = current.armed if current is not None else None
         progress = armed.progress() if armed is not None else None

@@ -1,12 +1,12 @@
-"""Weights over a group: announced first and completed later, or both in one call (two-phase.md 1).
+"""Weights over a group: prepared first and completed later, or both in one call (two-phase.md 1).
 
     prepare: check all, arm ──> (the trainer broadcasts) ──> complete: wait, stage, swap, version
-Between and beside these the stage generates; only the swap halts it. In the form with `buckets` one
-completion applies all of them. In the form with one bucket's names at the top each completion
-applies that bucket, so that until one carries a version or a wish to flush the weights may be of
-two versions: `/model_info` and every answer tell (`weights`, `buckets_applied`), and a
-begin_weight_update before the first bucket makes all of them one. Old weights stay whole where a
-receive fails, whatever the reason.
+
+The stage generates between and during these; only the swap halts it. With `buckets`, one completion
+applies all of them. With one bucket's names at the top level, each completion applies that bucket,
+so the weights may be of two versions until a completion carries a version or a flush: `/model_info`
+and every answer report it (`weights`, `buckets_applied`). A begin_weight_update before the first
+bucket applies them all at once. If a receive fails for any reason, the old weights are intact.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def group_name(payload: dict[str, Any]) -> str:
 
 
 def parse_deadline(payload: dict[str, Any], default_secs: float) -> float:
-    """How long the caller would wait; raises GroupError for what is no time at all."""
+    """The caller's timeout in seconds; raises GroupError for an invalid one."""
     secs = payload.get("deadline_secs", default_secs)
     if not 0 < secs < float("inf"):
         raise GroupError(f"timeout {secs!r}: it must be a positive number of seconds")
@@ -61,7 +61,7 @@ class TwoPhase:
         except (WeightsError, GroupError, PeerError) as error:
             if isinstance(error, CallOutOfOrder):
                 return False, str(error), response | {"status_code": error.status}, str(error)
-            # Whoever is refused the next bucket of a sync has nothing to end it with.
+            # A trainer whose next bucket is refused has no call to end the sync.
             self._lifecycle.integrity.broken()
             return False, str(error), response, str(error)
         response |= _size(current)
@@ -73,14 +73,14 @@ class TwoPhase:
 
     def complete_weights_update(self, order: Admin) -> Steps:
         payload, name = order.payload, group_name(order.payload)
-        self._sync.look()
+        self._sync.refresh()
         try:
             secs = parse_deadline(payload, self._sync.terms.receive_secs)
             current = self._sync.completing(name)
         except GroupError as refusal:
             status = refusal.status if isinstance(refusal, CallOutOfOrder) else OUT_OF_ORDER_STATUS
             return False, str(refusal), {"group_name": name, "status_code": status}, str(refusal)
-        # Whoever cannot say it means no flush: the seed's default, not SGLang's.
+        # Callers without this field mean no flush: the default of the seed, not of SGLang.
         options = UpdateOptions.of(
             payload, pause_on_failure=False, flush_cache=False, whole=current.whole
         )
@@ -88,14 +88,16 @@ class TwoPhase:
         answer = yield from self._lifecycle.take_in(options, bring, {"group_name": name})
         success, message, data, error = answer
         yield from self._sync.settle(current, kept=success)
-        data |= {"num_buckets_received": len(current.plans) if success else current.buckets_come}
+        data |= {
+            "num_buckets_received": len(current.plans) if success else current.buckets_received
+        }
         if success:
             data |= _size(current)
         data |= self._lifecycle.integrity.facts() | {"weight_version": self._lifecycle.version}
         return success, message, data, error
 
     def update_weights_from_distributed(self, order: Admin) -> Steps:
-        """Both phases at once, while nothing is computed."""
+        """Both phases in one call, while no batch is computed."""
         payload = order.payload
         options = UpdateOptions.of(payload, pause_on_failure=True, whole=False)
         response = {"group_name": group_name(payload), "names": payload.get("names")}
@@ -117,14 +119,14 @@ class TwoPhase:
         return staged
 
     def _receive(self, current: PendingTransfer, secs: float, *, halting: bool) -> StagingSteps:
-        yield from self._sync.come(current, secs, halting=halting)
+        yield from self._sync.await_received(current, secs, halting=halting)
         step = partial(self._sync.stage, current)
         staged: StagedTensors = yield step if halting else BackgroundStep(step)
         return staged
 
 
 def _size(current: PendingTransfer) -> dict[str, Any]:
-    """What a reception expects, in numbers."""
+    """The size of a transfer in numbers."""
     return {
         "num_buckets": len(current.plans),
         "num_tensors": sum(len(plan.tensors) for plan in current.plans),

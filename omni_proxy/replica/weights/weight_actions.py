@@ -60,7 +60,7 @@ class ModelRank:
 class WeightActions:
     """Registers itself with `scheduler`; `weights_root` bounds what may be read from disk.
 
-    `load_first` loads the model of the start anew: what a `model_path` of its name means.
+    `load_first` loads the initial model again, for a `model_path` that is its name.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class WeightActions:
         self._checker = WeightsChecker(self._target, rank.layout, scheduler.worker.whole)
         self._lifecycle = Lifecycle(scheduler, self._target)
         self._sync = TrainerGroups(f"weights-rank-{rank.rank}", self._target, terms, size=rank.size)
-        # A bucket that will not come leaves those before it without the rest of their version.
+        # If a bucket is lost, the buckets before it lack the rest of their version.
         self._sync.receive_state.on_lost = self._lifecycle.integrity.broken
         self._two_phase = TwoPhase(self._lifecycle, self._sync)
         self._transfer = WeightTransfer(self._lifecycle, self._sync, self._target, rank.rank)
@@ -104,7 +104,7 @@ class WeightActions:
         )
         for function in one_by_one:
             scheduler.register_slow_admin(function.__name__, function)
-        # What only waits may begin at any time, and so may what ends a receive that never would.
+        # Actions that only wait may begin at any time, and so may those that end a stuck receive.
         beside: tuple[SlowFunction, ...] = (
             self.init_weights_update_group,
             self.destroy_weights_update_group,
@@ -122,7 +122,7 @@ class WeightActions:
         resume = scheduler.admin_actions["continue_generation"]
 
         def continue_generation(payload: dict[str, Any]) -> OperationOutcome:
-            # Whoever goes on with weights of two versions has given the rest of a sync up.
+            # Continuing with weights of two versions abandons the rest of the sync.
             self._lifecycle.integrity.broken()
             return resume(payload)
 
@@ -144,7 +144,7 @@ class WeightActions:
             return refusal
         options = UpdateOptions.of(payload, pause_on_failure=False)
         bring = stage_in_background(partial(self._stage, payload))
-        # Whoever calls as in vLLM has running requests recomputed.
+        # For calls in vLLM's format, running requests are recomputed.
         beside = payload.get("beside_requests", False)
         update = self._lifecycle.take_in if beside else self._lifecycle.update
         answer = yield from update(options, bring, {}, in_session=False)
@@ -153,7 +153,7 @@ class WeightActions:
             message = "Succeeded to update model weights."
             scheduler.model_path = payload["model_path"]
             scheduler.load_format = payload.get("load_format") or scheduler.load_format
-            # The whole model is new: what was gathered for the one before fits no more.
+            # The whole model was replaced: tensors gathered for the previous one are void.
             yield from self._lifecycle.drop_session()
         response = {
             "model_path": payload.get("model_path"),
@@ -173,7 +173,7 @@ class WeightActions:
         return staged
 
     def read_weights_ahead(self, order: Admin) -> Steps:
-        """So much of a file is final that an update from disk will name once all of it is."""
+        """Prefetch the final part of a file that a later update from disk will name."""
         try:
             nbytes = yield BackgroundStep(
                 partial(self._folder.read_ahead, order.payload, self._target)
@@ -194,8 +194,8 @@ class WeightActions:
         return answer
 
     def _busy(self) -> OperationOutcome | None:
-        """The refusal of what would come between an update's preparation and its end."""
-        self._sync.look()
+        """The refusal of actions between an update's preparation and its end."""
+        self._sync.refresh()
         try:
             self._sync.receive_state.require_free()
         except CallOutOfOrder as error:
@@ -227,7 +227,7 @@ class WeightActions:
             message = f"Failed to initialize custom process group: {error}"
             status = {"status_code": error.status} if isinstance(error, CallOutOfOrder) else {}
             return False, message, response | status, message
-        # Whoever makes a group begins anew: nobody is left who would end an older sync.
+        # A new group begins a new sync: an older one will not be ended by its trainer.
         self._lifecycle.integrity.broken()
         yield from self._lifecycle.drop_session()
         return True, "Succeeded to initialize custom process group.", response, None
@@ -287,7 +287,7 @@ class WeightActions:
         return True, "ok", {"name": name, "parameter": values}, None
 
     def _rows(self, name: str, count: int) -> list[Any]:
-        """The first rows of the whole tensor; at other ranks than the first, of the part here."""
+        """The first rows of the whole tensor; at ranks other than the first, of their part."""
         tensor = self._target.live(name)
         whole = self._scheduler.worker.whole(name, tensor)
         held = tensor if whole is None else whole

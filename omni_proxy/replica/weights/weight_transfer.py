@@ -61,7 +61,7 @@ class WireForm:
 
     @classmethod
     def of(cls, info: Mapping[str, Any], default: WireForm | None = None) -> WireForm:
-        """vLLM 0.32 says it in the init, older trainers in each update; raises GroupError."""
+        """vLLM 0.32 sends it in the init, older trainers in each update; raises GroupError."""
         before = default or cls()
         packed = info.get("packed", before.packed)
         size = info.get("packed_buffer_size_bytes", before.buffer_bytes)
@@ -73,10 +73,10 @@ class WireForm:
 
 
 def announced(info: Mapping[str, Any], form: WireForm) -> dict[str, Any]:
-    """An update_info in the words of a plan (`parse_plans`); raises GroupError.
+    """An update_info in the format of a plan (`parse_plans`); raises GroupError.
 
-    A packed message takes tensors, in order, until it is larger than the buffer: so the trainer's
-    side packs them, and both have to agree.
+    A packed message is filled with tensors, in order, until it exceeds the buffer size. The trainer
+    packs them in the same way: both sides must agree.
     """
     names, dtypes, shapes = (info.get(key) for key in ("names", "dtype_names", "shapes"))
     for key, value in (("names", names), ("dtype_names", dtypes), ("shapes", shapes)):
@@ -113,7 +113,7 @@ def packed_ends(sizes: Sequence[int], form: WireForm) -> list[int]:
 
 
 def _nbytes(dtype: Any, shape: Any) -> int:
-    """0 for what the plan will refuse by name."""
+    """0 for an invalid dtype or shape, which the plan refuses by name."""
     bare = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
     valid = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
     return prod(shape) * ITEM_BYTES.get(bare, 0) if valid else 0
@@ -133,13 +133,13 @@ class WeightTransfer:
         self._joined = False
 
     def init_weight_transfer_engine(self, order: Admin) -> Steps:
-        """Join the trainer's group; one that is there is left first, as in vLLM."""
+        """Join the trainer's group, after leaving an earlier one, as in vLLM."""
         info = order.payload.get("init_info")
         info = info if isinstance(info, dict) else {}
         try:
             form = WireForm.of(info)
             rendezvous = self._rendezvous(info)
-            self._sync.look()
+            self._sync.refresh()
             self._sync.receive_state.require_free()
             if self._joined:
                 yield from self._leave()
@@ -169,7 +169,7 @@ class WeightTransfer:
         return True, "Weight update started", {}, None
 
     def update_weights(self, order: Admin) -> Steps:
-        """Receive what is announced; ended by its last byte, an error, or its deadline."""
+        """Receive the announced tensors, until the last byte, an error, or the deadline."""
         session = self._lifecycle.session
         if session is None:
             return failure(NOT_STARTED)
@@ -192,7 +192,7 @@ class WeightTransfer:
         session = self._lifecycle.session
         if session is None:
             return failure(NO_MATCH)
-        self._sync.look()
+        self._sync.refresh()
         try:
             self._sync.receive_state.require_free()
         except CallOutOfOrder as refusal:
@@ -204,7 +204,7 @@ class WeightTransfer:
         return success, "Weight update finished" if success else message, data, error
 
     def reset_weights(self, order: Admin) -> Steps:
-        """Overwrite every tensor with random values: what proves that an update came."""
+        """Overwrite every tensor with random values, so that a test can prove a later update."""
         yield self._randomize
         self._lifecycle.overwritten()
         return True, "Weights reset", {}, None
@@ -235,15 +235,15 @@ class WeightTransfer:
         current = yield from self._sync.arm(wanted, halting=False)
         box.append(current)
         self._sync.completing(GROUP_NAME)
-        yield from self._sync.come(current, terms.receive_secs, halting=False)
+        yield from self._sync.await_received(current, terms.receive_secs, halting=False)
         staged: StagedTensors = yield BackgroundStep(lambda: self._sync.stage(current))
         if self._lifecycle.session is not session:
             staged.forget()
-            raise GroupError("the weight update was ended while its tensors came")
+            raise GroupError("the weight update was ended while tensors were being received")
         return staged
 
     def _rendezvous(self, info: Mapping[str, Any]) -> Rendezvous:
-        """Raises GroupError for what cannot be a group."""
+        """Raises GroupError for invalid fields."""
         if info.get("nccl_unique_id_b64"):
             raise GroupError(
                 "nccl_unique_id_b64 needs NCCL without a store: give master_address and master_port"

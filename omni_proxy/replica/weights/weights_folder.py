@@ -43,7 +43,7 @@ class ManifestFile(Struct, forbid_unknown_fields=True):
 
 
 class UpdateManifest(Struct, forbid_unknown_fields=True):
-    """See above; exactly one of the two is given."""
+    """A manifest: exactly one of the two is given."""
 
     files: list[str | ManifestFile] | None = None
     tensors: dict[str, str] | None = None
@@ -56,12 +56,12 @@ class CheckpointIndex(Struct):
 
 
 class WeightsFolder:
-    """Finds files under `server`; "" is no root at all, and then nothing is read."""
+    """Finds files below the root; with the root "", no file is read."""
 
     def __init__(self, root: str) -> None:
         self._root = Path(root).resolve() if root else None
-        self._rooms = ReadBufferPool()
-        self._ahead = FilePrefetcher()
+        self._buffers = ReadBufferPool()
+        self._prefetcher = FilePrefetcher()
 
     def stage(self, payload: Mapping[str, Any], target: LiveTensors) -> StagedTensors:
         """Read what `model_path` and `manifest` name; raises WeightsError."""
@@ -73,7 +73,7 @@ class WeightsFolder:
         manifest = parse_manifest(payload.get("manifest"))
         try:
             parts = self._parts(self._inside(payload.get("model_path")), manifest)
-            with self._ahead.take(parts) or self._opened(parts, target) as loading:
+            with self._prefetcher.take(parts) or self._opened(parts, target) as loading:
                 if manifest is None:
                     try:
                         target.require_all(loading.names)
@@ -96,13 +96,13 @@ class WeightsFolder:
         try:
             path = self._inside(name)
             parts = [FileSelection(self._file(path.parent, path.name))]
-            return self._ahead.read(path, nbytes, partial(self._opened, parts, target))
+            return self._prefetcher.read(path, nbytes, partial(self._opened, parts, target))
         except OSError as error:
             raise WeightsError(f"{short_repr(name)}: {error}") from error
 
     def _opened(self, parts: Sequence[FileSelection], target: LiveTensors) -> SafetensorsLoader:
         """Raises WeightsError, OSError."""
-        loading = SafetensorsLoader(target, self._rooms)
+        loading = SafetensorsLoader(target, self._buffers)
         try:
             for part in parts:
                 loading.look(part)
@@ -115,8 +115,8 @@ class WeightsFolder:
         """The resolved path, relative to `folder` or the root; raises WeightsError if outside."""
         if self._root is None:
             raise WeightsError(
-                "this replica reads no weights from disk: it listens for others and has neither an "
-                "admin key nor a --weights-root"
+                "this replica reads no weights from disk: it listens on the network without an admin "
+                "key and without a --weights-root"
             )
         if not isinstance(path, str) or not path:
             raise WeightsError("model_path must be the path of a safetensors file or folder")

@@ -120,7 +120,7 @@ def header(entries, data=b"") -> bytes:
                 "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
                 "b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
             },
-            "from 4 on, and is said to be at 0",
+            "from 4 on, but its offsets are 0",
         ),
         ([1], "Expected `object`"),
     ],

@@ -97,7 +97,7 @@ def test_the_tied_head_may_have_its_other_name_but_not_other_values(stage, tmp_p
     save(tmp_path / "odd.safetensors", both | {"lm_head.weight": new[EMBEDDING] + 1})
     answer = stage.update("odd.safetensors")
     assert not answer.success
-    assert "comes twice, with different values" in answer.message
+    assert "is given twice, with different values" in answer.message
 
 
 def test_half_precision_becomes_what_the_model_computes_in(stage, tmp_path):
@@ -210,7 +210,7 @@ BAD = {
     "is truncated: its header": lambda tmp_path: broken(tmp_path, lambda data: data[:40]),
     "1 bytes that belong to no tensor": lambda tmp_path: broken(tmp_path, lambda d: d + b"x"),
     "is a pickle": lambda tmp_path: broken(tmp_path, lambda data: b"\x80\x04}."),
-    "longer than any may be": lambda tmp_path: broken(tmp_path, lambda d: b"\xff" * 7 + b"\0" * 9),
+    "its header is too long": lambda tmp_path: broken(tmp_path, lambda d: b"\xff" * 7 + b"\0" * 9),
     "broken safetensors header": lambda tmp_path: broken(tmp_path, lambda d: header_of(b"{]")),
     "holds no tensor": lambda tmp_path: broken(tmp_path, lambda data: header_of(b"{}")),
     "within 0 and": lambda tmp_path: broken(
