@@ -1,4 +1,4 @@
-"""The app: every route over one pipeline client, and the settings that hold for all of them.
+"""The app: every route over one pipeline client, and the settings of all routes.
 
 Invariant: creating it starts nothing: no pipeline, no server, no profiler. Its lifetime is that of
 the server that serves it; the caller owns the client.

@@ -32,7 +32,7 @@ _LABELS = ("model_name",)
 ADMIN_KEY_VARIABLE = "SGLANG_OMNI_ADMIN_KEY"
 MIB = 1024 * 1024
 SpeechStreamFormat = Literal["sse", "pcm", "openai-sse"]
-# Whose routes for trainers and operators are served; those of models are always there.
+# Whose routes for trainers and operators are served; model routes are always served.
 Dialect = Literal["both", "sglang", "vllm"]
 
 
@@ -153,8 +153,8 @@ class RouteContext:
     event and without `[DONE]`, as older servers do. `enable_tensor_updates` accepts new weights in
     request bodies. `profile_root` is the only folder for profiles; None allows any folder with an
     admin key, else the folder for temporary files. An empty list of media domains, or a media path
-    of None, allows nothing. `dialect` says which engine's routes are served beside those of OpenAI.
-    `tokenizer_model` is the text model whose tokens /tokenize tells, "" if there is none.
+    of None, allows nothing. `dialect` selects the engine whose routes are served beside OpenAI's.
+    `tokenizer_model` is the text model of /tokenize, "" if there is none.
     `stored_responses` is how many of /v1/responses are kept. `started_unix_secs` and `instance`
     identify this process.
     """

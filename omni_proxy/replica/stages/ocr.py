@@ -47,7 +47,7 @@ OcrDetection: TypeAlias = tuple[Sequence[Sequence[float]], str, float]
 
 
 class ImageError(ValueError):
-    """The image cannot be read; the text says why and what can be."""
+    """The image cannot be read; the text has the reason and the supported formats."""
 
 
 class MissingOcrError(Exception):
@@ -88,7 +88,7 @@ def decode_image(image_bytes: bytes) -> Image.Image:
             file.draft("RGB", (MAX_SIDE, MAX_SIDE))
             image = _on_white(ImageOps.exif_transpose(file))
     except UnidentifiedImageError:
-        raise ImageError(f"this is no image of a known form: {', '.join(FORMATS)}") from None
+        raise ImageError(f"this is no image in a supported format: {', '.join(FORMATS)}") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageError(f"the image is too large: {error}") from None
     except ImageError:

@@ -86,16 +86,16 @@ IMAGE_PARTS = frozenset({"image", "image_url", "input_image"})
 READING = "[text in the image: {}]"
 NOTHING_TO_READ = "[an image without text]"
 NO_VISION_STAGE = (
-    "{} cannot be used: no stage of this pipeline sees; send its text instead, start the server "
+    "{} cannot be used: no stage of this pipeline reads images; send the text, start the server "
     "with --images ocr, or run a pipeline with a vision stage (--pipeline FILE.toml)"
 )
-UNUSED_MEDIA = "{} of the {}s have no part in a message that stands for them"
+UNUSED_MEDIA = "{} of the {}s have no part in a message"
 TOO_LONG = (
     "The prompt has {}, and the model's context length is {} tokens for prompt and answer "
     "together: shorten the prompt"
 )
 NO_TRANSCRIPTION_STAGE = (
-    "audio cannot be used: no stage of this pipeline hears; start the server with "
+    "audio cannot be used: no stage of this pipeline transcribes; start the server with "
     "--transcription whisper-tiny"
 )
 

@@ -1,5 +1,4 @@
-"""The speech stage ("speak"): text in, one chunk of audio per sentence out, by the voice of hibari-
-tts.
+"""The speech stage ("speak"): text in, one chunk of audio per sentence out, by hibari-tts.
 
 Invariant: the result's audio is that of all chunks in order, and depends on text, voice, speed and
 seed only, whether the text arrived at once or in chunks; a sentence's noise depends on the seed and
@@ -41,7 +40,7 @@ FRAME_SECS = 0.0125
 
 
 class VoiceError(ValueError):
-    """The request cannot be synthesized; the text says why and what is possible."""
+    """The request cannot be synthesized; the text has the reason and what is possible."""
 
 
 class MissingVoiceError(Exception):

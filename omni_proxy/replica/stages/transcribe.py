@@ -176,5 +176,5 @@ def _check_language(payload: StagePayload) -> None:
     language = str(params.get("language") or "").strip().lower()
     if language.partition("-")[0] not in ACCEPTED_LANGUAGES:
         raise CallerError(
-            f"language {language!r} cannot be transcribed: this model knows {LANGUAGE!r} only"
+            f"language {language!r} cannot be transcribed: this model supports {LANGUAGE!r} only"
         )

@@ -115,8 +115,8 @@ class WeightsFolder:
         """The resolved path, relative to `folder` or the root; raises WeightsError if outside."""
         if self._root is None:
             raise WeightsError(
-                "this replica reads no weights from disk: it listens on the network without an admin "
-                "key and without a --weights-root"
+                "this replica reads no weights from disk: it listens on the network without an "
+                "admin key and without a --weights-root"
             )
         if not isinstance(path, str) or not path:
             raise WeightsError("model_path must be the path of a safetensors file or folder")

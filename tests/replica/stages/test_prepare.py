@@ -97,7 +97,10 @@ def test_media_and_their_parts_must_be_as_many(inputs, data, reason):
         (user([{"type": "audio"}]), "--transcription whisper-tiny"),
         (user([{"type": "image_url", "image_url": {}}]), "part of type image_url cannot be used"),
         (user([{"type": "video_url"}]), "part of type video_url cannot be used"),
-        (user("hi") | {"images": ["x"]}, "images cannot be used: no stage of this pipeline sees"),
+        (
+            user("hi") | {"images": ["x"]},
+            "images cannot be used: no stage of this pipeline reads images",
+        ),
         (user("hi") | {"videos": ["x"]}, "videos cannot be used"),
         ({"messages": []}, "at least one message"),
         ({"messages": "hi"}, "a message must have a role"),

@@ -76,7 +76,7 @@ def json_response(payload: object, status: int = 200, headers: Mapping[str, str]
 
 
 def empty_response() -> Response:
-    """200 and nothing else, for routes whose answer is that they were called."""
+    """200 without a body."""
     return Response(b"", 200, content_type="text/plain; charset=utf-8")
 
 

@@ -305,6 +305,6 @@ async def validate_body(kind: type[S]) -> S:
 
 
 def value_error(message: str, given: object) -> InvalidBody:
-    """The 422 of a body whose fields are valid one by one, but not together."""
+    """The 422 for a body whose fields are valid each, but not together."""
     item = problem("value_error", ("body",), f"Value error, {message}", given)
     return InvalidBody([item | {"ctx": {"error": {}}}])

@@ -163,7 +163,7 @@ async def _resolve(url: str, allowed: tuple[str, ...], allow_private: bool, kind
     try:
         entries = await trio.socket.getaddrinfo(host, port, type=trio.socket.SOCK_STREAM)
     except OSError:
-        raise FetchError(f"the host {host} is not known") from None
+        raise FetchError(f"the host {host} cannot be resolved") from None
     addresses = [str(entry[4][0]) for entry in entries]
     if not allow_private and not all(_is_public(address) for address in addresses):
         raise FetchError(f"the host {host} has an address that is not public")

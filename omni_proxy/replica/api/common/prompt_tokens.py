@@ -18,7 +18,7 @@ from omni_proxy.replica.pipeline.stage import CallerError
 if TYPE_CHECKING:
     from omni_proxy.replica.stages.prepare import PromptBuilder
 
-NO_TOKENIZER = "this server was started without a text model whose tokens could be told"
+NO_TOKENIZER = "this server was started without a text model, so it has no tokenizer"
 
 
 class PromptTokens:
@@ -90,7 +90,7 @@ class PromptTokens:
 
 
 def _load(model: str) -> PromptBuilder:
-    # Most servers never need it: what it imports is imported where it is wanted.
+    # Most servers never need it, so its imports are local.
     from omni_proxy.replica.stages.prepare import load_prompt_builder
 
     return load_prompt_builder(model)

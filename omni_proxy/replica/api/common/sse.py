@@ -36,7 +36,7 @@ from omni_proxy.replica.pipeline.requests import GenerateChunk
 
 DONE = b"data: [DONE]\n\n"
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
-# Of streams whose events have names, Anthropic's and those of Responses.
+# Of streams whose events have names: Anthropic's messages and OpenAI's responses.
 EVENT_STREAM_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",

@@ -25,7 +25,7 @@ from omni_proxy.replica.api.route_context import RouteContext
 
 MODEL_INFO_TIMEOUT_SECS = 30.0
 SHARED_FACTS = ("weight_version", "model_path", "load_format")
-# What a trainer needs to know; read from the first stage that has weights.
+# Facts for trainers, read from the first stage that has weights.
 MODEL_FACTS = ("weight_sync", "dtype", "kv_cache_dtype", "cache_epoch", "disable_radix_cache")
 PAUSED_COUNT = "num_paused_requests"
 DEFAULT_ERROR_STATUS = 400
@@ -62,7 +62,7 @@ class Continue(OperationBody, kw_only=True):
 
 
 def with_status(aggregate: dict[str, Any]) -> dict[str, Any]:
-    """An aggregate that succeeded, with the keys that sglang's clients read beside it."""
+    """A successful aggregate, with additional keys that sglang's clients read."""
     counts = [
         result["data"][PAUSED_COUNT]
         for result in aggregate["results"]
@@ -141,7 +141,7 @@ async def run_operation(
 ) -> dict[str, Any]:
     """Return the aggregate of an operation that succeeded; raises DetailError with a failed one.
 
-    The status is 400, or what a stage's `data` says (409: another trainer is active).
+    The status is 400, or the one in a stage's `data` (409: another trainer is active).
     """
     limit_secs = body.limit_secs(route.timeout_secs)
     aggregate = await context.client.admin(route.action, body.payload(), body.stages, limit_secs)
@@ -180,7 +180,7 @@ class ModelInfoRoutes:
 class ModelFacts:
     """`shared`: values that all stages with weights agree on, else None; `versions` of all stages.
 
-    MODEL_FACTS come from the first stage with weights: a pipeline has one model that trainers
+    MODEL_FACTS are those of the first stage with weights: a pipeline has one model that trainers
     update.
     """
 

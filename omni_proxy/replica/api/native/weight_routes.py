@@ -1,6 +1,6 @@
 """Operations on weights: updates, trainer groups, versions, checks (api-server.md 2.2, 3, 9.1).
 
-Invariant: tensors come from a disk or a group, never in a body, unless `enable_tensor_updates`
+Invariant: tensors are read from disk or a group, never from a body, unless `enable_tensor_updates`
 allows it; then as safetensors, never as a pickle. Responses are those of `admin_operations`, except
 where trainers expect sglang's: an array for a tensor, and its message for what is not supported.
 """
@@ -118,7 +118,7 @@ class PrepareUpdate(StageDeadlineBody, kw_only=True):
 
 
 class CompleteUpdate(StageDeadlineBody, kw_only=True):
-    """The cache is flushed only if asked for, as in the older of the two formats."""
+    """The cache is flushed only on request, as in the older of the two formats."""
 
     group_name: str | None = "weight_update_group"
     flush_cache: bool | None = False

@@ -293,7 +293,7 @@ class ChatRoutes:
         if "audio" in modalities and audio_format not in AUDIO_FORMATS:
             supported = " or ".join(AUDIO_FORMATS)
             raise DetailError(
-                400, f"audio.format {audio_format!r} cannot be made; ask for {supported}"
+                400, f"audio.format {audio_format!r} is not supported; use {supported}"
             )
         return ChatResponseOptions(
             request_id=new_request_id(body.request_id),

@@ -65,7 +65,7 @@ def merged_stream(
 
 
 class MergedStream:
-    """Several generations as one: their chunks as they arrive, told apart by `request_id`.
+    """Several generations as one: their chunks as they arrive, each with its `request_id`.
 
     Entered and left by one task, as an async context manager around its iteration.
     """

@@ -88,10 +88,10 @@ MEDIA_PARTS = {
     "image": ("image", "image", "url"),
 }
 _UNSUPPORTED = {
-    "audio": "this server takes no audio: start it with a transcription model",
+    "audio": "this server accepts no audio: start it with a transcription model",
     "image": "this server takes no images: its model reads text alone; start it with --images ocr "
     "(after pip install 'omni-proxy[ocr]') to have the text in them read",
-    "video": "this server takes no videos: its model reads text alone",
+    "video": "this server accepts no videos: its model reads text only",
 }
 
 
@@ -135,7 +135,7 @@ def sampling_params(
     top: int | None = None,
     schema: str | None = None,
 ) -> SamplingParams:
-    """The sampling fields of a text route's body, which all routes name alike.
+    """The sampling fields of a text route's body, which have the same names in all routes.
 
     A field that the body does not have is unset. A penalty of 0 and an empty bias are unset, too,
     so that the request gets the plain sampler. `top` is how many top candidates to list per token;
@@ -359,7 +359,7 @@ def _message(role: str, parts: list[dict[str, Any]]) -> PromptMessage:
 
 
 def raise_unsupported_medium(medium: str, where: str) -> NoReturn:
-    """Raises DetailError 400 that says how to start a server that supports it."""
+    """Raises DetailError 400, which explains how to start a server that supports it."""
     raise DetailError(400, f"{where}: {_UNSUPPORTED[medium]}")
 
 

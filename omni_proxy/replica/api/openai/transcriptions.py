@@ -257,7 +257,7 @@ class _Routes:
             capabilities is None or TIMESTAMPS not in capabilities
         ):
             raise DetailError(
-                400, f"response_format {response_format!r} needs a model that tells timestamps"
+                400, f"response_format {response_format!r} needs a model with timestamps"
             )
         if fields.stream and response_format not in ("json", "text"):
             raise DetailError(400, f"a stream has no {response_format!r} form: use json or text")
@@ -330,7 +330,7 @@ class _Routes:
 
     async def diarize(self) -> Response:
         """POST /v1/audio/diarizations: refused."""
-        raise DetailError(400, "this server's model does not tell speakers apart")
+        raise DetailError(400, "this server's model does not identify speakers")
 
 
 def _new_id() -> str:

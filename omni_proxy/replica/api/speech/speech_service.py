@@ -89,7 +89,7 @@ class SpeechService:
         """Raises SpeechError if the pipeline has no speech stage."""
         if not self._context.can("speech"):
             raise SpeechError(
-                "this replica does not speak; start it with --speech hibari",
+                "this replica has no speech model; start it with --speech hibari",
                 kind="invalid_request_error",
                 code="speech_not_available",
             )

@@ -214,7 +214,7 @@ class _Session:
             with trio.move_on_after(IDLE_SECS) as timeout:
                 frame = await frames.receive()
             if timeout.cancelled_caught:
-                raise _SessionEnd(POLICY, f"no message came for {IDLE_SECS:g} seconds")
+                raise _SessionEnd(POLICY, f"no message was received for {IDLE_SECS:g} seconds")
             try:
                 if await self._handle(_message(frame, FRAME_BYTES), speaker):
                     return

@@ -60,11 +60,11 @@ NO_CACHE: Final = dict.fromkeys(
 
 
 class StoredVoiceError(ValueError):
-    """The voice cannot be stored; the text says why."""
+    """The voice cannot be stored; the text is the reason."""
 
 
 class StoredVoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is known of one uploaded voice; also the response to its upload."""
+    """One uploaded voice; also the response to its upload."""
 
     name: str
     consent: str

@@ -59,7 +59,7 @@ class EngineCalls:
             if not result["data"].get("skipped"):
                 data: dict[str, Any] = result["data"]
                 return data
-        raise VllmError(501, f"no stage of this pipeline knows {action}")
+        raise VllmError(501, f"no stage of this pipeline supports {action}")
 
     async def facts(self) -> ModelFacts:
         return model_facts(await self._context.client.admin("model_info", {}, None, CONTROL_SECS))
@@ -108,7 +108,7 @@ class EngineCalls:
     # Requests
 
     def abort(self, request_ids: Sequence[str]) -> int:
-        """End these requests with what they have; how many were live."""
+        """Abort these requests, which return what they have; returns how many were live."""
         return len(self._context.client.end_early(id_matcher(request_ids)))
 
     def abort_all(self) -> int:
@@ -186,7 +186,7 @@ class ControlRoutes:
     # Requests and caches
 
     async def abort_requests(self) -> Response:
-        """All requests, or those named; counts what was named, known or not, as vLLM does."""
+        """Abort all requests, or those named; counts the names, known or not, as vLLM does."""
         ids = await self._ids_of_body()
         if ids:
             self._engine.abort(ids)

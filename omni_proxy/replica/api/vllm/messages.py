@@ -79,7 +79,7 @@ def anthropic_message(message_id: str, model: str, result: CompletionResult) -> 
 
 
 def stop_reason(finish_reason: str | None, hit: Any) -> tuple[str | None, str | None]:
-    """None for a request that was aborted: Anthropic has no word for it."""
+    """None for an aborted request: Anthropic has no stop reason for it."""
     if finish_reason == "length":
         return "max_tokens", None
     if finish_reason != "stop":
@@ -239,7 +239,7 @@ class MessageRoutes:
 
 
 def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """`output_config.format` in OpenAI's words."""
+    """`output_config.format` in OpenAI's format."""
     wanted = (config or {}).get("format")
     if not isinstance(wanted, dict):
         return None

@@ -147,7 +147,7 @@ class ResponsesBody(Struct, kw_only=True):
 
 
 class _Turn:
-    """One request on its way: what was asked, and the response as far as it has come."""
+    """One request in flight: its body, and its response so far."""
 
     def __init__(self, body: ResponsesBody, response: dict[str, Any]) -> None:
         self.body = body
@@ -175,7 +175,7 @@ class ResponseRoutes:
         if body.background and (body.store is False or not self._store.limit):
             raise VllmError(400, NOT_STORED, kind=CALLER, param="background")
         if body.background and body.stream:
-            text = "a background response cannot be streamed here: ask for it by its id"
+            text = "a background response cannot be streamed here: get it by its id"
             raise VllmError(400, text, kind=CALLER, param="stream")
         if body.tool_choice not in TEXT_TOOL_CHOICES:
             raise VllmError(400, f"tool_choice must be auto or none: {NO_TOOLS}", kind=CALLER)
@@ -219,7 +219,7 @@ class ResponseRoutes:
     async def _generate(
         self, turn: _Turn, request: GenerateRequest, stored: StoredResponse, scope: trio.CancelScope
     ) -> None:
-        """A background response; whatever it comes to is in the store, if it is still there."""
+        """Run a background response; its outcome is stored, unless it was deleted."""
         with scope:
             stored.body = turn.response = turn.response | {"status": "in_progress"}
             try:
@@ -286,7 +286,7 @@ class ResponseRoutes:
 
 
 def _text_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
-    """`text.format` in the words of `response_format`."""
+    """`text.format` in the format of `response_format`."""
     wanted = (text or {}).get("format")
     if not isinstance(wanted, dict) or wanted.get("type") in (None, "text"):
         return None
@@ -297,7 +297,7 @@ def _text_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _given(items: str | list[dict[str, Any]]) -> list[tuple[str, Any]]:
-    """Input items as roles and contents; raises VllmError 400 for a kind that is not known."""
+    """Input items as roles and contents; raises VllmError 400 for an unknown kind."""
     if isinstance(items, str):
         return [("user", items)]
     given: list[tuple[str, Any]] = []
@@ -310,7 +310,7 @@ def _given(items: str | list[dict[str, Any]]) -> list[tuple[str, Any]]:
             case "function_call_output":
                 given.append(("user", _content(item.get("output"))))
             case "reasoning":
-                pass  # of an earlier turn: the model does not see it again
+                pass  # of an earlier turn: it is not passed to the model again
             case kind:
                 text = f"input[{index}].type {kind!r} is not supported"
                 raise VllmError(400, text, kind=CALLER, param="input")
@@ -326,7 +326,7 @@ def _role(item: dict[str, Any], index: int) -> str:
 
 
 def _content(content: Any) -> Any:
-    """Parts in the words of a chat: an answer's text is plain text there."""
+    """Parts in the format of a chat, where the text of an answer is plain text."""
     if not isinstance(content, list):
         return content
     return [

@@ -41,7 +41,7 @@ SpelledToken = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 UNSUPPORTED = ("chat_template", "continue_final_message")
 NO_FORMAT = "response_format has no place among tokens: generate with /v1/chat/completions"
 _DEFAULTS = Sampling()
-# The rest of what vLLM returns, which means nothing here.
+# vLLM's other keys, which have no meaning here.
 _UNSET: dict[str, Any] = {
     "token_offsets": None, "features": None, "content_parts": None,
 }  # fmt: skip

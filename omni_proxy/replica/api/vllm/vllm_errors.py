@@ -1,6 +1,6 @@
 """vLLM's error format: `{"error": {message, type, param, code}}`, where `code` is the HTTP status.
 
-`vllm_view` wraps a route: whatever the route raises for its caller leaves in this format. The text
+`vllm_view` wraps a route: every error that it raises for its caller has this format. The text
 of an invalid body is that of FastAPI's validation as vLLM prints it: one line for each problem.
 """
 
@@ -136,7 +136,7 @@ def embedded(kind: type[S], given: object) -> S:
 
 
 def query_choice(name: str, choices: tuple[str, ...], default: str) -> str:
-    """One of these words; raises VllmError for another one."""
+    """One of these values; raises VllmError for any other."""
     given = request.args.get(name, default)
     if given in choices:
         return given

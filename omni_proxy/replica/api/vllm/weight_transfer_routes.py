@@ -1,7 +1,7 @@
 """vLLM's weight routes: join a trainer, start, update, finish, and the version's label.
 
 Each is one admin action of the text stage (`weights/weight_transfer.py`). Invariant: the response
-comes when all is done at every rank; a refusal is vLLM's 500 with the worker's reason.
+is sent when every rank is done; a refusal is vLLM's 500 with the worker's reason.
 """
 
 from __future__ import annotations

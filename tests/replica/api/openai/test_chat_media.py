@@ -237,7 +237,7 @@ async def test_a_server_without_vision_names_the_flag_for_it(tiny, kind):
 async def test_a_pipeline_that_is_not_known_refuses_images_itself(tiny):
     answer = await tiny.chat(images=[url()])
     assert answer.status_code == 400
-    assert "no stage of this pipeline sees" in (await answer.get_json())["detail"]
+    assert "no stage of this pipeline reads images" in (await answer.get_json())["detail"]
 
 
 @needs_reader
