@@ -154,7 +154,7 @@ def merged(findings: Iterable[AbortFindings]) -> AbortFindings:
     return AbortFindings(waiting, tuple(known), running)
 
 
-def urls_to_ask(target: AbortTarget, findings: AbortFindings) -> Collection[str] | None:
+def urls_to_call(target: AbortTarget, findings: AbortFindings) -> Collection[str] | None:
     """The workers that have the requests; None if all must be called to be sure."""
     is_known = not (target.everything or target.prefix) and set(target.ids) <= set(findings.known)
     return findings.running.keys() if is_known else None

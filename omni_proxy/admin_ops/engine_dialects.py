@@ -38,7 +38,7 @@ class EngineCall:
         return query[name] if name in query else _fields(self.body).get(name)
 
 
-def in_other_words(call: EngineCall) -> tuple[EngineCall, ...]:
+def translate(call: EngineCall) -> tuple[EngineCall, ...]:
     """The calls, one after the other, that do the same at an engine of the other kind.
 
     () if that kind cannot do it, or has the same call.
@@ -73,8 +73,8 @@ def _pause_generation(call: EngineCall) -> tuple[EngineCall, ...]:
 
 def _checker(path: str) -> Callable[[EngineCall], tuple[EngineCall, ...]]:
     def translate(call: EngineCall) -> tuple[EngineCall, ...]:
-        asks_checksum = call.argument("action") in (None, "checksum")
-        return (EngineCall("POST", path, CHECKSUM),) if asks_checksum else ()
+        is_checksum = call.argument("action") in (None, "checksum")
+        return (EngineCall("POST", path, CHECKSUM),) if is_checksum else ()
 
     return translate
 

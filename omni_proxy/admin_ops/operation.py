@@ -102,7 +102,7 @@ class Operation:
     id: str
     route: AdminRoute
     caller: str
-    asked_at: float
+    requested_at: float
     step: Step = Step.WAITING
     since: float = 0.0
     targets: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class Operation:
         self.targets = tuple(holds)
         self.was = dict(holds)
 
-    def hear(self, result: WorkerResult) -> None:
+    def on_result(self, result: WorkerResult) -> None:
         self.answers[result.worker] = result
 
     def progress(self) -> list[dict[str, object]]:
@@ -133,15 +133,15 @@ class Operation:
             "path": self.route.path,
             "caller": self.caller,
             "step": self.step.value,
-            "age_secs": round(at - self.asked_at, 3),
+            "age_secs": round(at - self.requested_at, 3),
             "step_secs": round(at - self.since, 3) if self.since else 0.0,
             "workers": self.progress(),
         }
 
-    def in_words(self, at: float) -> str:
+    def describe(self, at: float) -> str:
         """A sentence for a caller that waits for it."""
         by = f" of {self.caller}" if self.caller else ""
-        text = f"{self.route.name}{by} began {at - self.asked_at:.1f} s ago, step {self.step}"
+        text = f"{self.route.name}{by} began {at - self.requested_at:.1f} s ago, step {self.step}"
         if self.step is Step.CALLING:
             text += f", {len(self.answers)} of {len(self.targets)} workers have answered"
         return text

@@ -256,8 +256,8 @@ def as_one(path: str, response: AdminResponse, results: Sequence[WorkerResult]) 
     if not response.ok:
         return _refused_alike(response, results)
     bodies = [result.body if isinstance(result.body, dict) else {} for result in results]
-    same_words = not any(result.sent_to for result in results)
-    body = {**response.body, **(_agreed(bodies) if same_words else {})}
+    same_dialect = not any(result.sent_to for result in results)
+    body = {**response.body, **(_agreed(bodies) if same_dialect else {})}
     if (merge := _MERGED.get(path)) is not None:
         body |= merge(bodies)
     if path == "/weight_checker":

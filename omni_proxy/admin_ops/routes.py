@@ -53,14 +53,14 @@ class AdminRoute:
     one_engine: bool = False
 
     @property
-    def takes_turn(self) -> bool:
+    def needs_lock(self) -> bool:
         """One at a time over the fleet, written down before its first call leaves."""
         return self.kind in (Kind.PAUSE, Kind.GROUP, Kind.UPDATE)
 
     @property
     def hold(self) -> str:
         """Why its targets are out of rotation while it runs; "" if they are not."""
-        if not self.takes_turn:
+        if not self.needs_lock:
             return ""
         return "paused" if self.kind is Kind.PAUSE else "updating"
 

@@ -96,42 +96,44 @@ class AggregateView:
 
     def admission(self) -> dict[str, int]:
         totals, worker_ids = self._dataplane.admission(), self._manager.worker_ids
-        stands = self._all_stats()
+        all_stats = self._all_stats()
         if not self._manager.slots and not self._manager.exited_counts:
             return totals
         if self._manager.slots:
             totals["inflight"] = worker_ids.in_flight
         totals["peak_inflight"] = max(totals["peak_inflight"], worker_ids.peak_in_flight)
         totals["rejected_total"] += self._sum_of("rejected")
-        totals["waiting"] += sum(stats.waiting for stats in stands)
+        totals["waiting"] += sum(stats.waiting for stats in all_stats)
         totals["peak_waiting"] = max(totals["peak_waiting"], totals["waiting"])
-        totals["held_bytes"] += sum(stats.held_bytes for stats in stands)
+        totals["held_bytes"] += sum(stats.held_bytes for stats in all_stats)
         return totals
 
     def counts(self) -> dict[str, object]:
         counts = self._dataplane.counts()
-        stands = self._all_stats()
-        if not stands and not self._manager.exited_counts:
+        all_stats = self._all_stats()
+        if not all_stats and not self._manager.exited_counts:
             return counts
         for name in COUNTS:
             counts[name] = int(str(counts[name])) + self._sum_of(name)
         ended = Counter(self._dataplane.services.totals.ended) + self._manager.exited_outcomes
-        for stats in stands:
+        for stats in all_stats:
             ended.update(stats.ended)
         counts["ended"] = dict(ended)
-        counts["connections"] = len(self._dataplane.loop.tasks) + sum(s.connections for s in stands)
+        counts["connections"] = len(self._dataplane.loop.tasks) + sum(
+            s.connections for s in all_stats
+        )
         return counts
 
     def status(self) -> dict[str, object]:
         """The data plane's, summed; `processes` has a row for each data-plane process."""
         status = self._dataplane.status()
-        stands = self._all_stats()
+        all_stats = self._all_stats()
         status.update(self.counts())
         status.update(self.admission())
         totals: Any = status
         phases = Counter(totals["phases"])
         oldest = list(totals["oldest_connections"])
-        for stats in stands:
+        for stats in all_stats:
             phases.update(stats.phases)
             oldest += stats.oldest
         oldest.sort(key=lambda row: -row["age_secs"])
@@ -185,9 +187,9 @@ class AggregatePolicy(Policy):
 
     __slots__ = ("_policy", "_stats", "name", "needs_affinity_key")
 
-    def __init__(self, policy: Policy, stands: Sequence[ProcessStats]) -> None:
+    def __init__(self, policy: Policy, all_stats: Sequence[ProcessStats]) -> None:
         self._policy = policy
-        self._stats = stands
+        self._stats = all_stats
         self.name = policy.name
         self.needs_affinity_key = policy.needs_affinity_key
 

@@ -111,7 +111,7 @@ async def _serve(channel: IpcChannel[ProcessCommand], nursery: trio.Nursery) -> 
                 process.take(message)
             applied += 1
         if process is not None:
-            process.heard_from_main()
+            process.on_main_message()
             channel.send(AckEvent(applied, process.revision))
 
 
@@ -165,8 +165,8 @@ class DataPlaneProcess:
         if not optional or self._channel.waiting_bytes < MAX_UNSENT_BYTES:
             self._channel.send(message)
 
-    def heard_from_main(self) -> None:
-        self.dataplane.main_process.heard_at = self.dataplane.loop.clock()
+    def on_main_message(self) -> None:
+        self.dataplane.main_process.last_message_at = self.dataplane.loop.clock()
 
     def take(self, message: ProcessCommand) -> None:
         match message:

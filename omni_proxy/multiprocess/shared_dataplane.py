@@ -118,23 +118,23 @@ class SharedDataPlane(DataPlane):
 class MainProcessPool(AdminApiPool):
     """Connections to the admin API; refused while the main process is silent."""
 
-    __slots__ = ("_silent_secs", "heard_at")
+    __slots__ = ("_silent_secs", "last_message_at")
 
     def __init__(self, loop: EventLoop, start: StartCommand) -> None:
         super().__init__(loop, start.admin_socket, "front")
         self._silent_secs = start.silent_secs
-        self.heard_at = loop.now
+        self.last_message_at = loop.now
 
     @property
     def is_silent(self) -> bool:
-        return self.loop.now - self.heard_at > self._silent_secs
+        return self.loop.now - self.last_message_at > self._silent_secs
 
     def reuse(self, task: EventHandler) -> Stream | None:
         return None if self.is_silent else super().reuse(task)
 
     async def dial(self, task: ConnectionTask) -> Stream:
         if self.is_silent:
-            secs = self.loop.now - self.heard_at
+            secs = self.loop.now - self.last_message_at
             raise OSError(f"the main process has been silent for {secs:.0f} s")
         return await super().dial(task)
 

@@ -110,7 +110,7 @@ class AbandonedThreads:
 
 
 class CancelToken:
-    """Cancels one call, from any thread, whether it comes before the call or during it.
+    """Cancels one call, from any thread, before the call or during it.
 
     Invariant: it stays cancelled, and the callback runs once: in the thread that cancels or, if
     the token was cancelled earlier, in the thread that registers the callback.

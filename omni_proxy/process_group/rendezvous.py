@@ -157,7 +157,7 @@ def connect_store(
 ) -> StoreConnection:
     """Waits until a store answers at `address`; `cancelled` is called between attempts.
 
-    Raises GroupError if another protocol answers there, if no answer comes within `silent_secs`
+    Raises GroupError if another protocol answers there, if there is no answer within `silent_secs`
     of the first connection, or once `cancelled` returns True.
     """
     pause = threading.Event()

@@ -1,7 +1,7 @@
 """What a trainer announces before it sends: names, dtypes, shapes, and how they are batched.
 
 Pure: no torch, no socket. Invariant: a `TensorPlan` is consistent: known dtypes, valid shapes,
-unique names, offsets that a view may start at. It does not say whether memory for it is free.
+unique names, offsets that a view may start at. Whether memory for it is free is not checked.
 """
 
 from __future__ import annotations

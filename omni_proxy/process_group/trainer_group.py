@@ -3,7 +3,7 @@
 joining -> ready <-> receiving. Any failure, and the trainer's end, drops the group, because a group
 that failed once hangs later. All calls block: each needs a thread of its own. `destroy` and `close`
 may be called while another thread is inside `init` or `receive`: that call then raises GroupError
-within POLL_SECS. Knows no HTTP, model or scheduler.
+within POLL_SECS. It has no HTTP, model or scheduler.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ class Groups:
 
     def _record_drop(self, group: _JoinedGroup, reason: str, *, dropped: bool) -> None:
         with self._lock:
-            # A destroyed group needs no reason: its trainer asked for it.
+            # A destroyed group needs no reason: its trainer requested it.
             if not dropped or self._groups.get(group.rendezvous.group_name) is not group:
                 return
             self._drop_reasons[group.rendezvous.group_name] = reason

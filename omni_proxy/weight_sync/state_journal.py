@@ -120,7 +120,7 @@ def _fsync_folder(folder: Path) -> None:
 UNCERTAIN: Final = "uncertain"
 UPDATING: Final = "updating"
 PAUSED: Final = "paused"
-# Beside UPDATING: sticky sessions move away. Others serve meanwhile, and a drain may take minutes.
+# Beside UPDATING: sticky sessions move. Other workers serve, and a drain may take minutes.
 ROLLOUT_BATCH: Final = "rollout"
 _log = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ class StateJournal:
                 raise
 
     async def save_rollout(self, rollout: RolloutState | None) -> None:
-        """As it stands now; None once it has ended."""
+        """Its present state; None once it has ended."""
         async with self._write_lock:
             self.rollout = rollout
             await self._try_to_write()
@@ -281,7 +281,7 @@ class StateJournal:
             await self.save()
 
     async def publish(self, target: TargetVersion, urls: Iterable[str] | None) -> PublishedVersion:
-        """Publish the next epoch; it never goes back. `urls`: its targets, None for all workers."""
+        """Publish the next epoch; it never decreases. `urls`: its targets, None for all workers."""
         current_urls = {ALL_WORKERS, *(worker.url for worker in self._fleet.workers)}
         rows = {url: row for url, row in self.published.targets.items() if url in current_urls}
         self.published = replace(self.published, targets=rows).after(target, urls)
@@ -309,7 +309,7 @@ class StateJournal:
             await self._write_published()
 
     async def waive_targets(self, urls: Iterable[str]) -> None:
-        """An operator vouches for the weights of these workers, whatever update they missed."""
+        """An operator confirms the weights of these workers, whatever update they missed."""
         workers = [worker for url in urls if (worker := self._fleet.find(url)) is not None]
         self.published = self.published.waive({worker.url: worker.model for worker in workers})
         if self.published.targets:
@@ -370,7 +370,7 @@ class StateJournal:
             self.record_error(error)
 
     def _on_cache_cleared(self, worker: Worker) -> None:
-        """A restarted engine generates. A flush is told apart by the version, which it keeps."""
+        """A restarted engine is not paused. A flush differs from it by keeping the version."""
         if worker.weight_version is None:
             self._on_engine_restarted(worker.url)
 

@@ -2,7 +2,7 @@
 
 Invariant: `call_all` has no bound on how many workers it calls at a time. Workers that join a group
 wait for each other, so a bound would be a deadlock. Labels and checksums come from the workers
-alone, never from what a caller asked for; a worker that reports no label has none.
+alone, never from the call's body; a worker that reports no label has none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 import trio
 
-from omni_proxy.admin_ops.engine_dialects import EngineCall, in_other_words
+from omni_proxy.admin_ops.engine_dialects import EngineCall, translate
 from omni_proxy.admin_ops.results import WorkerResult, parsed, version_of
 from omni_proxy.admin_ops.routes import CONTINUE, AdminRoute
 from omni_proxy.fleet.worker import Worker
@@ -84,12 +84,12 @@ class AdminCall:
 async def request_worker(worker: Worker, call: Call) -> WorkerResult:
     """Send one call, and parse the response. Never raises for what the worker does.
 
-    A worker that does not have the route is asked in the words of the other kind of engine.
+    A worker that does not have the route is called in the dialect of the other kind of engine.
     """
     result = await _request(worker, call)
     if result.status not in ROUTE_ABSENT:
         return result
-    requests = in_other_words(EngineCall(call.method, call.target, call.body))
+    requests = translate(EngineCall(call.method, call.target, call.body))
     secs, retried = result.secs, result
     for number, request in enumerate(requests):
         headers = {**call.headers, **(JSON_TYPE if request.body else {})}
@@ -189,7 +189,7 @@ async def compare_checksums(
 
 
 # Engines that a failed update left paused, or with an old prefix cache. A one-phase update that
-# fails leaves its engine paused, even if it was told to continue before (api-server.md 2.4).
+# fails leaves its engine paused, even if it was resumed before (api-server.md 2.4).
 
 RECOVERY_SECS: Final = 30.0
 
@@ -204,7 +204,7 @@ async def continue_generation(
 
 
 async def flush_worker_cache(worker: Worker) -> bool:
-    """Whether the worker says that its cache is empty; one without a flush route has no cache."""
+    """Whether the worker reports an empty cache; one without a flush route has no cache."""
     outcome = await flush_cache(worker, {}, RECOVERY_SECS)
     return outcome.ok or outcome.status in ROUTE_ABSENT
 

@@ -14,7 +14,7 @@ from omni_proxy.admin_ops.abort_requests import (
     call_bodies,
     merged,
     read_target,
-    urls_to_ask,
+    urls_to_call,
 )
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.wire.errors import HttpError
@@ -103,11 +103,11 @@ def test_an_id_means_the_request_of_that_id_whatever_else_is_named(others, own):
 
 def test_only_workers_that_have_all_named_requests_are_called():
     found = AbortFindings(known=("a", "b"), running={"http://x": ("a",)})
-    assert set(urls_to_ask(AbortTarget(("a",)), found)) == {"http://x"}
-    assert set(urls_to_ask(AbortTarget(("a", "b")), found)) == {"http://x"}
-    assert urls_to_ask(AbortTarget(("a", "c")), found) is None
-    assert urls_to_ask(AbortTarget(("a",), prefix=True), found) is None
-    assert urls_to_ask(ALL, found) is None
+    assert set(urls_to_call(AbortTarget(("a",)), found)) == {"http://x"}
+    assert set(urls_to_call(AbortTarget(("a", "b")), found)) == {"http://x"}
+    assert urls_to_call(AbortTarget(("a", "c")), found) is None
+    assert urls_to_call(AbortTarget(("a",), prefix=True), found) is None
+    assert urls_to_call(ALL, found) is None
 
 
 def test_findings_of_several_processes_are_merged():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.admin_ops.engine_dialects import EngineCall, in_other_words
+from omni_proxy.admin_ops.engine_dialects import EngineCall, translate
 
 
 def post(target, **fields):
@@ -14,7 +14,7 @@ def post(target, **fields):
 def said(call):
     return [
         (each.method, each.target, json.loads(each.body) if each.body else None)
-        for each in in_other_words(call)
+        for each in translate(call)
     ]
 
 
@@ -101,5 +101,5 @@ def test_an_argument_is_read_from_the_query_first():
 @given(st.binary(max_size=64), st.text(max_size=20))
 def test_no_body_and_no_query_is_too_odd(body, query):
     for path in ("/pause", "/pause_generation", "/update_weights_from_disk", "/weight_checker"):
-        for each in in_other_words(EngineCall("POST", f"{path}?mode={query}", body)):
+        for each in translate(EngineCall("POST", f"{path}?mode={query}", body)):
             assert each.path != path

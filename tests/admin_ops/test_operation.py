@@ -71,7 +71,7 @@ def test_the_reason_names_the_route_and_the_workers_error():
 def test_only_what_changes_workers_takes_a_turn_and_holds_them():
     for route in ROUTES:
         changes = route.kind in (Kind.PAUSE, Kind.GROUP, Kind.UPDATE)
-        assert route.takes_turn is changes
+        assert route.needs_lock is changes
         assert bool(route.hold) is changes
     assert BY_PATH["/pause_generation"].hold == "paused"
     assert not BY_PATH[INIT].drains
@@ -102,7 +102,7 @@ class Steps(RuleBasedStateMachine):
     def hear(self, kind):
         url = f"http://{len(self.heard)}"
         status, body, error = ANSWER_OF[kind]
-        self.operation.hear(WorkerResult(url, status, body, error))
+        self.operation.on_result(WorkerResult(url, status, body, error))
         self.heard[url] = kind
 
     @invariant()
@@ -119,7 +119,7 @@ class Steps(RuleBasedStateMachine):
 
     @invariant()
     def its_words_name_it(self):
-        words = self.operation.in_words(12.5)
+        words = self.operation.describe(12.5)
         assert words.startswith("pause_generation of me began 2.5 s ago, step ")
         asked = f"{len(self.heard)} of 2 workers" in words
         assert asked is (self.taken[-1] is Step.CALLING)
@@ -133,4 +133,4 @@ def test_the_holds_of_before_are_kept():
     operation = Operation("1", BY_PATH[INIT], "", 0.0)
     operation.target({"http://a": frozenset(("paused",))})
     assert (operation.targets, operation.was["http://a"]) == (("http://a",), {"paused"})
-    assert operation.in_words(1.0).startswith("init_weights_update_group began 1.0 s ago")
+    assert operation.describe(1.0).startswith("init_weights_update_group began 1.0 s ago")

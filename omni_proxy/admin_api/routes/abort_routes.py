@@ -25,7 +25,7 @@ from omni_proxy.admin_ops.abort_requests import (
     abort_response,
     call_bodies,
     read_target,
-    urls_to_ask,
+    urls_to_call,
 )
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.health_state import Health
@@ -88,7 +88,7 @@ class FleetAbortRoutes:
         configured = limit_secs(self._services.config_store.config.admin.worker_timeout_secs)
         abort = _Abort(dialect, await body_bytes(), min(ABORT_SECS, configured))
         abort.findings = await self._services.data_plane.abort(abort.target)
-        workers = self._to_ask(urls_to_ask(abort.target, abort.findings))
+        workers = self._to_call(urls_to_call(abort.target, abort.findings))
         results = await self._ask(workers, abort)
         sent_ids = len(abort.target.ids)
         response = abort_response(dialect, results, sent_ids, abort.findings.waiting)
@@ -98,7 +98,7 @@ class FleetAbortRoutes:
         )  # fmt: skip
         return json_response(response.body, response.status)
 
-    def _to_ask(self, urls: Collection[str] | None) -> list[Worker]:
+    def _to_call(self, urls: Collection[str] | None) -> list[Worker]:
         """All that are not dead, or those that have the requests, dead or not: one that can't be
         reached must show in the response."""
         workers = self._services.fleet.workers

@@ -206,7 +206,7 @@ def _make_stateless_group(
 
 
 def _other_prefix(store: TCPStore) -> str | None:
-    """Where the trainer keeps its keys if it knows its own address by another name than we do."""
+    """The prefix of the trainer's keys if the trainer uses another name for its address."""
     list_keys = getattr(store, "list_keys", None)  # of newer versions of torch
     keys = list_keys() if list_keys is not None else ()
     return next((key[: -len(GLOO_KEY)] for key in keys if _STATELESS_KEY.fullmatch(key)), None)
@@ -260,7 +260,7 @@ class NcclBackend:
     """Bytes into GPU memory. An abort from another thread ends a blocked receive.
 
     Trainers build the communicator either at once or with their first broadcast, and this side
-    cannot know which: its communicator is built in a thread of its own, which fits both.
+    cannot detect which: its communicator is built in a separate thread, which works with both.
     """
 
     backend = NCCL
@@ -273,7 +273,7 @@ class NcclBackend:
             os.environ.setdefault(key, value)
         store.set_timeout(timedelta(seconds=FIRST_BROADCAST_SECS))
         options = ProcessGroupNCCL.Options()
-        # torch's own deadline would end more than the group: the monitor's has to come first.
+        # torch's own deadline would end more than the group: the monitor's must be earlier.
         options._timeout = timedelta(seconds=2 * rendezvous.timeout_s + 60)
         self._device = torch.device("cuda", rendezvous.device)
         self._group: Any = ProcessGroupNCCL(store, rendezvous.rank, rendezvous.world_size, options)

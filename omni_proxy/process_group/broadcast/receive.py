@@ -1,6 +1,6 @@
 """One receive: the announced tensors arrive complete and in time, or a GroupError says why not.
 
-Knows no HTTP and no model. Backends do not report a peer that sends less than it announced: a
+It has no HTTP and no model. Backends do not report a peer that sends less than it announced: a
 known pattern (sentinel) at the end of each message detects that (weight-sync.md 6.5b), and shows
 how far the bytes have arrived. A peer that sends more ends the process inside gloo: a caller that
 must survive that receives in a child process.

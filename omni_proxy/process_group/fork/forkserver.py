@@ -1,7 +1,7 @@
 """The fork server's loop: forks a process for each request and reports how each one exited.
 
 Invariant: the server has a single thread, so that a fork is consistent; a fork inherits no
-descriptor of the server or of another fork, and does not outlive the server. Knows neither torch
+descriptor of the server or of another fork, and does not outlive the server. Imports neither torch
 nor what the forks do.
 """
 

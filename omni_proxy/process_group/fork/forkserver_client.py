@@ -53,7 +53,7 @@ class ForkedProcess:
         self._lock = threading.Lock()
 
     def kill(self) -> None:
-        """From any thread, any number of times; the server kills it, which alone knows its pid."""
+        """From any thread, any number of times; the server kills it, which alone has its pid."""
         self.channel.shutdown()
         with self._lock, suppress(OSError):  # it has exited, and the socket is closed
             self._events.shutdown(socket.SHUT_WR)

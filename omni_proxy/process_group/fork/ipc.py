@@ -1,7 +1,7 @@
 """The protocol between a receiver and its child process: JSON lines over a socket, descriptors.
 
 Each command has a number that its reply repeats. A descriptor is sent with the first byte of its
-line; `LOST` takes the place of one that this process had no free slot for. Knows no torch. Both
+line; `LOST` replaces one that this process had no free slot for. Without torch. Both
 ends are always the same version of this program.
 """
 
@@ -64,7 +64,7 @@ class Destroy(Struct, tag=True):
 
 
 class CheckTrainer(Struct, tag=True):
-    """Asks whether the group's trainer has gone; with `ping`, whether its store answers."""
+    """Check whether the group's trainer has gone; with `ping`, whether its store answers."""
 
     number: int
     group_name: str
@@ -110,7 +110,7 @@ class Ready(Struct, tag=True):
 
 
 class Reply(Struct, tag=True):
-    """The result of a command: `error`, or `values` if it asked for some."""
+    """The result of a command: `error`, or `values` if it returns some."""
 
     number: int
     error: str | None = None

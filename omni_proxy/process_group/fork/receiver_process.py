@@ -106,7 +106,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 class PassedDescriptor:
-    """A descriptor that came with a command. It is closed once: by the code that took it, or by
+    """A descriptor received with a command. It is closed once: by the code that took it, or by
     `close` if it was not taken. The two may run in different threads."""
 
     def __init__(self, descriptor: int) -> None:
@@ -272,7 +272,7 @@ class _CommandExecutor:
     ) -> None:
         reported = transfer.progress()
         while not transfer.has_ended():
-            # Each complete bucket is reported at once: the parent prefetches it meanwhile.
+            # Each complete bucket is reported at once, so that the parent can prefetch it.
             if (progress := transfer.wait_past(reported.buckets_done, REPORT_SECS)) != reported:
                 reported = progress
                 self._events.write(

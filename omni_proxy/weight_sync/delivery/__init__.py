@@ -1,2 +1,2 @@
-"""Delivery of weight versions to workers: from disk, over the network, to workers that come up
+"""Delivery of weight versions to workers: from disk, over the network, to workers that return
 late."""

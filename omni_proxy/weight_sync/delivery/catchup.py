@@ -1,4 +1,4 @@
-"""Brings workers that come up without the published version to it, before they get a request.
+"""Updates workers that become healthy without the published version, before they get a request.
 
     comes up ─cordon─> target version? ─neither stored nor of a path─────────> uncordon
                           └─> has it? ─its digests prove it──> recorded ───> uncordon

@@ -1,8 +1,8 @@
 """Delivers a version from the store to workers that were not in the trainer's group.
 
-A worker that reads the same files is told the path. Any other worker gets the version through a
+A worker that reads the same files gets the path. Any other worker gets the version through a
 process group of its own with the proxy as rank 0: a child process sends the bytes from the
-version's file, and nothing here imports torch. The worker is paused meanwhile and continues unless
+version's file, and nothing here imports torch. The worker is paused for it and continues unless
 a caller had paused it. Invariant: a success means that the worker reported success and, if digests
 can be compared, that its tensors match; no group, child process or TCPStore outlives its delivery.
 """

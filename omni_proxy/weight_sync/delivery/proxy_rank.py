@@ -74,11 +74,11 @@ class ProxyRank:
             (await self._open()).warm()
         except GroupError as error:
             _log.warning("weight_sync_unavailable error=%r", str(error))
-        await self.close_when_unused()  # in case the mode has changed meanwhile
+        await self.close_when_unused()  # in case the mode has changed since
 
     async def close_when_unused(self) -> None:
         """No versions are kept any more: end the child process as soon as it is idle."""
-        while self._receiver is not None and not self._store_service.wanted:
+        while self._receiver is not None and not self._store_service.enabled:
             async with self._opening:
                 if not self._senders_opening and not await self._busy():
                     await self.close()

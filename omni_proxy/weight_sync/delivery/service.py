@@ -46,7 +46,7 @@ class VersionService:
     @property
     def is_enabled(self) -> bool:
         """Whether a rank of the proxy joins the groups of trainers."""
-        return self.store_service.wanted
+        return self.store_service.enabled
 
     @property
     def delivers_to_all(self) -> bool:

@@ -80,7 +80,7 @@ def _unavailable() -> HttpError:
 class OperationQueue:
     """`on_response(operation, response)`: it has a response, and still holds the lock.
 
-    `on_end(operation)`: the lock is released, whatever the operation came to.
+    `on_end(operation)`: the lock is released, whatever the result.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class OperationQueue:
             await lock.acquire()
         if scope.cancelled_caught:
             now = trio.current_time()
-            holder = self.current.in_words(now) if self.current else "a change of the fleet"
+            holder = self.current.describe(now) if self.current else "a change of the fleet"
             message = (
                 f"admin update lock not acquired within {secs:g}s; another update operation may be "
                 f"in progress: {holder}"

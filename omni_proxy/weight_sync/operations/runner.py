@@ -87,7 +87,7 @@ class OperationRunner:
     async def _call_workers(self, workers: Sequence[Worker]) -> list[WorkerResult]:
         """Send the call itself. Results in the order of the workers."""
         call = self._call.to_workers(limit_secs(self._config.admin.worker_timeout_secs))
-        return await call_all(workers, call, self._operation.hear)
+        return await call_all(workers, call, self._operation.on_result)
 
     def _enter(self, step: Step) -> None:
         self._operation.enter(step, trio.current_time())
@@ -319,7 +319,7 @@ class RollbackSource:
 
     async def open_store(self) -> VersionStore:
         """Raises HttpError 404 if no versions are kept, 503 if they cannot be read."""
-        if not self.store_service.wanted and self.store_service.store is None:
+        if not self.store_service.enabled and self.store_service.store is None:
             message = 'no versions are kept: [weight_sync] mode is neither "receive" nor "both"'
             raise HttpError(404, message, "no_versions", detail=message)
         try:
@@ -368,7 +368,7 @@ class Rollback(OperationRunner):
             reason = f"{version.name} can't be read: {error}"
             results = [WorkerResult(worker.url, None, error=reason) for worker in workers]
         for result in results:
-            self._operation.hear(result)
+            self._operation.on_result(result)
         return results
 
     async def _publish(

@@ -1,7 +1,7 @@
 """Reads the weight version of each worker when it becomes healthy or restarts.
 
 Invariant: a worker gets an epoch only if its label or digest proves it; if its label is unknown,
-the old label is not assumed. A worker that comes up without the weights of the last update that
+the old label is not assumed. A worker that returns without the weights of the last update that
 targeted it is marked uncertain.
 """
 
@@ -29,7 +29,7 @@ from omni_proxy.weight_sync.worker_calls import (
 
 RETRY_SECS = 5.0
 CHECKSUM_SECS = 300.0
-MAX_CONCURRENT: Final = 64  # probes at a time when a fleet comes up
+MAX_CONCURRENT: Final = 64  # concurrent probes when a whole fleet starts
 TURNS_EACH: Final = 4  # event loop turns per probe: health probes go first, a label is not urgent
 UNPROVEN: Final = "unproven"  # the cordon reason of a worker whose version is not read yet
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class VersionProbe:
     """`busy(worker)`: an operation works on it, and will read its label back itself.
 
     `may_hash()`: whether a worker may be blocked for the time that hashing takes. `strict()`:
-    whether a worker that comes up is cordoned until its version is read.
+    whether a worker that becomes healthy is cordoned until its version is read.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class VersionProbe:
         self._slots = trio.CapacityLimiter(MAX_CONCURRENT)
         self._throttle = StartThrottle(TURNS_EACH)
         self.nursery: trio.Nursery | None = None
-        fleet.watch_health(lambda worker, _: self.probe_soon(worker, came_up=True))
+        fleet.watch_health(lambda worker, _: self.probe_soon(worker, returned=True))
         fleet.watch_cache_cleared(self.probe_soon)
 
     def start(self, nursery: trio.Nursery) -> None:
@@ -69,16 +69,16 @@ class VersionProbe:
             if self._busy(worker):
                 self._uncordon(worker)
             elif self._may_have_missed(worker):
-                self.probe_soon(worker, came_up=True)
+                self.probe_soon(worker, returned=True)
 
-    def probe_soon(self, worker: Worker, *, came_up: bool = False) -> None:
-        """A worker without a known label counts as come up too: its restart cleared the label."""
+    def probe_soon(self, worker: Worker, *, returned: bool = False) -> None:
+        """A worker without a known label counts as restarted too: a restart clears the label."""
         if not self._is_healthy(worker) or self._busy(worker):
             return
         self.cordon(worker)
         if self.nursery is not None:
             self._latest[worker] = token = object()
-            self.nursery.start_soon(self._probe, worker, token, came_up)
+            self.nursery.start_soon(self._probe, worker, token, returned)
 
     def cordon(self, worker: Worker) -> None:
         """Cordon the worker until `probe_soon` has read its version, if that is required."""
@@ -92,7 +92,7 @@ class VersionProbe:
             self._fleet.cordon(worker, UNPROVEN)
 
     def _may_have_missed(self, worker: Worker) -> bool:
-        """Whether an update targeted it, and it is not known to have the weights."""
+        """Whether an update targeted it, and its weights are not proven."""
         target = self._target(worker)
         return target is not None and not target.waived and worker.weight_epoch != target.epoch
 
@@ -113,7 +113,7 @@ class VersionProbe:
     def _target(self, worker: Worker) -> TargetVersion | None:
         return self._journal.published.target_for(worker.url, worker.model)
 
-    async def _probe(self, worker: Worker, token: object, came_up: bool) -> None:
+    async def _probe(self, worker: Worker, token: object, returned: bool) -> None:
         try:
             while self._is_healthy(worker) and self._latest.get(worker) is token:
                 async with self._slots:
@@ -126,7 +126,7 @@ class VersionProbe:
                 target = self._target(worker)
                 if target is None or target.label is None or label is not None:
                     uncertain = worker.url in self._journal.uncertain
-                    if target is not None and (came_up or uncertain or version.label is None):
+                    if target is not None and (returned or uncertain or version.label is None):
                         await self._check(worker, target, label)
                     return
                 self._uncordon(worker)  # it reports no label, so nothing is claimed of it

@@ -75,14 +75,14 @@ class OperationHistory:
         now = trio.current_time()
         path = operation.route.path
         self.ended[path, response.ok] += 1
-        self.spent_secs[path] = self.spent_secs.get(path, 0.0) + now - operation.asked_at
+        self.spent_secs[path] = self.spent_secs.get(path, 0.0) + now - operation.requested_at
         self.rows.append(
             {
                 "id": operation.id,
                 "path": operation.route.path,
                 "caller": operation.caller,
                 "ended_at": datetime.now(UTC).isoformat(),
-                "secs": round(now - operation.asked_at, 3),
+                "secs": round(now - operation.requested_at, 3),
                 "http_status": response.status,
                 "success": response.ok,
                 "message": response.body.get("message"),
@@ -212,7 +212,7 @@ class WeightOperations:
         return self._queue.targets(worker) or in_sync
 
     async def _perform(self, call: AdminCall) -> AdminResponse:
-        if not call.route.takes_turn:
+        if not call.route.needs_lock:
             return await self._call_at_once(call)
         self.rollouts.check_conflict(call.route)
         if self.sync.handles(call.route):
@@ -222,7 +222,7 @@ class WeightOperations:
         operation = self._new_operation(call.route, call.caller)
 
         async def perform() -> AdminResponse:
-            workers = self._targets(call)  # again, because the fleet may have changed meanwhile
+            workers = self._targets(call)  # again, because the fleet may have changed since
             self.rollouts.check_conflict(call.route)
             self.sync.check_conflict(call.route)
             _check_rank_clash(call, workers)
@@ -289,10 +289,10 @@ class WeightOperations:
         if call.route.one_engine:
             response = as_one(call.route.path, response, results)
         response = AdminResponse(response.status, {**response.body, **more})
-        operation = self._new_operation(call.route, call.caller, asked_at=started_at)
+        operation = self._new_operation(call.route, call.caller, requested_at=started_at)
         operation.targets = tuple(worker.url for worker in workers)
         for result in results:
-            operation.hear(result)
+            operation.on_result(result)
         self.history.record(operation, response)
         return response
 
@@ -312,7 +312,7 @@ class WeightOperations:
     async def _after_continue(
         self, resumed: Sequence[Worker], headers: Mapping[str, str]
     ) -> dict[str, object]:
-        """What the engines compare now, and whose pause has ended. Return response keys."""
+        """Compared checksums and ended pauses of the engines, as response keys."""
         awake = await self._awake(resumed, headers)
         more = await self.sync.verify_deferred(awake, headers)
         if self._clear_pauses(awake):
@@ -354,7 +354,7 @@ class WeightOperations:
             operation.targets = tuple(worker.url for worker in alive)
             secs = limit_secs(self._config_store.config.admin.worker_timeout_secs)
             call = AdminCall(CONTINUE, "POST", CONTINUE.path, b"{}", headers)
-            results = await call_all(alive, call.to_workers(secs), operation.hear)
+            results = await call_all(alive, call.to_workers(secs), operation.on_result)
             # A worker without the route cannot have been paused.
             stuck = {r.worker: r for r in results if not r.success and r.status not in ROUTE_ABSENT}
             readable, self.journal.readable = self.journal.readable, True
@@ -380,9 +380,9 @@ class WeightOperations:
         return selected
 
     def _new_operation(
-        self, route: AdminRoute, caller: str, asked_at: float | None = None
+        self, route: AdminRoute, caller: str, requested_at: float | None = None
     ) -> Operation:
-        now = trio.current_time() if asked_at is None else asked_at
+        now = trio.current_time() if requested_at is None else requested_at
         return Operation(uuid4().hex, route, caller, now)
 
     def _clear_pauses(self, workers: list[Worker]) -> bool:
@@ -420,7 +420,7 @@ class WeightOperations:
             if self._is_busy(worker):
                 self._deferred.add(url)
             else:
-                self._probe.probe_soon(worker, came_up=True)
+                self._probe.probe_soon(worker, returned=True)
 
     def _probe_instead(self, worker: Worker) -> None:
         """It cannot catch up, because the version is not in the store: probe label and digest."""

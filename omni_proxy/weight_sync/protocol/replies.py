@@ -69,7 +69,7 @@ def with_bucket_count(response: AdminResponse, results: Sequence[WorkerResult]) 
 
 
 def received_bytes(result: WorkerResult) -> int:
-    """How many bytes the member says it received; 0 if it does not say."""
+    """The received bytes that the member reports; 0 if it reports none."""
     nbytes = _find(result.body, "bytes")
     return nbytes if isinstance(nbytes, int) else 0
 

@@ -1,6 +1,6 @@
 """Parses the bodies of a trainer's calls before anything is forwarded. Pure.
 
-Group calls (weight-sync.md 3.1): unknown keys are ignored; numbers may come as text. vLLM's weight
+Group calls (weight-sync.md 3.1): unknown keys are ignored; numbers may be text. vLLM's weight
 transfer (features.md 3.2): `init_info` and `update_info` belong to the engines' backend (nccl, ipc,
 m2n and others) and are opaque but for the ranks: each worker gets its own `rank_offset` and its own
 part of a list with an entry for each rank. Rank ranges are consecutive from the given offset.
@@ -55,7 +55,7 @@ class PrepareRequest:
 
 @dataclass(frozen=True, slots=True)
 class UpdateFlags:
-    """What a call that applies weights says about the sync that it belongs to."""
+    """The fields of a call that applies weights which concern its sync."""
 
     flush_cache: bool | None = None
     weight_version: str | None = None
@@ -63,7 +63,7 @@ class UpdateFlags:
 
     @property
     def last(self) -> bool:
-        """Whether the call says that it is the last one of its round."""
+        """Whether the call is marked as the last one of its round."""
         return self.flush_cache is True or self.weight_version is not None
 
 
@@ -161,7 +161,7 @@ def _port(value: object) -> int | str:
 
 
 def count_ranks(info: object) -> int:
-    """The number of ranks of a server, from its /server_info; 1 if it does not say."""
+    """The number of ranks of a server, from its /server_info; 1 if not given."""
     size = info.get("tp_size") if isinstance(info, Mapping) else None
     return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 1
 
@@ -235,7 +235,7 @@ class TransferInit:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def body_for(self, rank_offset: int) -> bytes:
-        """The init call of the member whose ranks begin there."""
+        """The init call of the member whose first rank that is."""
         fields = {"rank_offset": rank_offset, "world_size": self.world_size}
         ranks = {} if self.rank_offset is None else fields
         return json.dumps({"init_info": {**self.info, **ranks}}).encode()

@@ -7,7 +7,7 @@
     any but idle ─failed, destroy→ aborting ─disarmed→ idle
 Invariants: no transition but `TRANSITIONS`; a refused call has a row in `REFUSALS` (weight-sync.md
 6.2); a step succeeds only if every member did; a version is published only for members that took
-all of it and agree; who may hold other weights ends as uncertain; a failure ends the group.
+all of it and agree; one that may hold other weights ends as uncertain; a failure ends the group.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Round:
     """What was applied or announced since the last publication.
 
     `started`: it has a start and a finish of its own, and nothing else ends it. `whole`: it had all
-    the weights, whatever the names of its tensors say.
+    the weights, whatever the names of its tensors.
     """
 
     started: bool = False
@@ -186,7 +186,7 @@ class Round:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its calls said that nothing more follows."""
+        """Whether a call was marked as the last one."""
         if self.started:
             return self.batched
         return self.batched or (self.calls > 0 and (self.last.last or self.all_abort))
@@ -329,14 +329,14 @@ class WeightSync:
         self._enter(SyncEvent.DESTROY)
 
     def on_left(self, name: str, *, ok: bool) -> None:
-        """A member was told to leave the group; `ok`: it has, or never was in it."""
+        """A member was called to leave the group; `ok`: it has left, or never was in it."""
         member = self.members[name]
         member.armed, member.joined = member.armed and not ok, member.joined and not ok
         if not ok and member.status is not MemberStatus.UNCERTAIN:
             member.status = MemberStatus.LOST
 
     def end(self) -> dict[str, str]:
-        """All members were told to leave. Return the uncertain ones: name to reason."""
+        """All members were called to leave. Return the uncertain ones: name to reason."""
         uncertain = self.abandon()
         self._enter(SyncEvent.DISARMED)
         return uncertain

@@ -110,7 +110,7 @@ class BatchChange:
     # Before the first call
 
     async def _drain(self) -> bool:
-        """Whether all are idle. A worker that goes back has no deadline: its requests are whole."""
+        """Whether all are idle. A restored worker has no deadline: its requests may finish."""
         secs = 0.0 if self._restores else self._progress.now.drain_secs
         phase = self._progress.now.phase
         with trio.move_on_after(secs or math.inf):
@@ -143,7 +143,7 @@ class BatchChange:
             return False
         rows = [state.worker(url) for url in urls]
         self._redone = {row.url for row in rows if row.phase is not WorkerPhase.PENDING}
-        # Taken before it is written: a pause or a cancel meanwhile must not be lost.
+        # Read before the write: a pause or a cancel during it must not be lost.
         self._progress.put(state_machine.begin(state, urls))
         try:
             await self._progress.record()
@@ -189,7 +189,7 @@ class BatchChange:
             return
         dialect = state.worker(url).dialect
         result = await self._context.updater.load(worker, dialect, source, self._settings)
-        self._operation.hear(result)
+        self._operation.on_result(result)
         if result.unchanged and url not in self._redone:
             self._fleet.set_version(worker, before.label, before.epoch)
             self._progress.put(state_machine.refuse(self._progress.now, url, result.reason))
@@ -258,7 +258,7 @@ class BatchChange:
         )
 
     async def _break_off(self, worker: Worker, reason: str) -> None:
-        """Its weights are unknown: it stays out, and the rollout goes back."""
+        """Its weights are unknown: it stays out of rotation, and the rollout rolls back."""
         state = self._progress.now
         self._journal.mark_uncertain({worker.url: f"{state.name}: {reason}"})
         self._progress.put(state_machine.break_off(state, worker.url, reason))
@@ -284,7 +284,7 @@ class BatchChange:
         self._enter(worker, "loading")
         self._fleet.set_version(worker, None, 0)
         result = await self._context.updater.load(worker, row.dialect, source, self._settings)
-        self._operation.hear(result)
+        self._operation.on_result(result)
         problem = "" if result.success else result.reason
         if not problem:
             _, problem = await self._prove(worker, former.label, former.digest)
@@ -324,7 +324,7 @@ class BatchChange:
             self._progress.enter(worker.url, step)
 
     def _release(self, worker: Worker) -> None:
-        """Back into rotation, unless something else keeps it out: it is uncertain, say."""
+        """Uncordon it, unless there is another reason, such as uncertain weights."""
         self._enter(worker, "")
         for reason in (ROLLOUT_BATCH, UPDATING):
             if reason in worker.cordon_reasons:

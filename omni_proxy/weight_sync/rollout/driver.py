@@ -1,8 +1,8 @@
-"""Runs a rollout: looks at the fleet, decides what is next, takes the turn for it, and ends.
+"""Runs a rollout: observes the fleet, decides the next batch, takes the operation lock, ends.
 
-Between two batches the operation lock is free, so workers may come and go; other operations on
-weights are refused for the whole rollout (service.py). Invariant: what a batch does is decided
-anew once the turn is there, and the end is published only when nothing is left to do.
+Between two batches the operation lock is free, so workers may join and leave; other operations on
+weights are refused for the whole rollout (service.py). Invariant: a batch is decided again once
+the lock is held, and the end is published only when nothing is left to do.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FleetView:
         return Presence.SERVING if worker.routable else Presence.OUT
 
     async def newcomers(self) -> list[RolloutWorker]:
-        """Workers that came into the fleet since, or are healthy again."""
+        """Workers that joined the fleet since, or are healthy again."""
         state = self._context.progress.now
         urls = {row.url for row in state.workers if row.phase is not WorkerPhase.SKIPPED}
         expected = {row.url for row in state.workers}
@@ -234,7 +234,7 @@ class RolloutDriver:
         _log.log(level, "rollout_%s id=%s version=%r%s", phase, state.id, name, cause)
 
     async def _publish_to_all(self) -> None:
-        """From here on a worker that comes up is expected to have the version."""
+        """From here on a worker that becomes healthy is expected to have the version."""
         state = self._progress.now
         target = self._journal.published.targets.get(state.urls(WorkerPhase.UPDATED)[0])
         if target is not None and state.open_ended:

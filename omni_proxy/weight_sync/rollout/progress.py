@@ -1,7 +1,7 @@
-"""Where a rollout stands: its state in memory and in the journal, and whoever follows it.
+"""The state of a rollout, in memory and in the journal, and its followers.
 
-Invariant: each change of the state wakes up everybody who waits on `changed`. The state in memory
-leads: if the disk fails, only what has not begun is refused.
+Invariant: each change of the state wakes every task that waits on `changed`. The state in memory
+is authoritative: if the disk fails, only steps that have not begun are refused.
 """
 
 from __future__ import annotations

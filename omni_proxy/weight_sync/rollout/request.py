@@ -1,7 +1,7 @@
 """Parses the body of POST /weights/rollout. Pure.
 
-Invariant: a body that parses here names exactly one thing to roll out and the label that tells it
-from what is served now; whatever else is wrong with it is found before a worker is touched. Errors
+Invariant: a body that parses here names exactly one version to roll out, and a label that differs
+from the served one; all other errors are found before a worker is changed. Errors
 are HttpError 400 that name the key and how to mend it.
 """
 

@@ -1,6 +1,6 @@
 """Starts and steers rollouts: what POST /weights/rollout and its pause, resume and cancel do.
 
-Invariants: one rollout at a time; before it is accepted every worker of it has said what it has,
+Invariants: one rollout at a time; before it is accepted every worker has reported its version,
 and nothing was changed. While it has not ended no other operation changes weights or pauses.
 """
 
@@ -40,7 +40,7 @@ from omni_proxy.wire.errors import HttpError
 
 @dataclass(frozen=True, slots=True)
 class RolloutCall:
-    """A request for a rollout. `chosen`: URLs of its workers, None for all; `caller`: who asks."""
+    """A request for a rollout. `chosen`: URLs of its workers, None for all; `caller`: client."""
 
     request: RolloutRequest
     chosen: frozenset[str] | None = None
@@ -78,7 +78,7 @@ class RolloutService:
     def check_conflict(self, route: AdminRoute) -> None:
         """Raises HttpError 409 for what would mix with a rollout that has not ended."""
         state = self.progress.active
-        if state is not None and route.takes_turn:
+        if state is not None and route.needs_lock:
             message = (
                 f"{state.name} is {state.phase}: updates and pauses are refused until it has "
                 "ended; POST /weights/rollout/cancel ends it and takes it back"

@@ -1,13 +1,13 @@
-"""The state machine of a rollout: which workers are next, and what an outcome leads to. Pure.
+"""The state machine of a rollout: which workers are next, and what follows an outcome. Pure.
 
     rollout  running <-> paused; both -> rolling_back -> failed, cancelled; running -> succeeded
     worker   pending -> updating -> updated                       -> restoring -> restored
                            ├─> broken: its weights are unknown  ──────┴─> lost: out, until resolved
                            └─> restored: it refused, and has what it had
-Invariants: never more than `max_unavailable` serving workers are out at a time while it goes
-forward; nothing but the canary is touched before every worker of it is updated; after the first
-failure or a cancel no further worker is updated, and each that was touched ends restored or lost.
-A state is a value: a step makes another one, and a step that does not fit raises InvalidStep.
+Invariants: while it rolls forward, at most `max_unavailable` serving workers are out of rotation;
+only the canary is changed until every worker of it is updated; after the first failure or a cancel
+no further worker is updated, and each changed one ends restored or lost.
+A state is a value: a step returns another one, and a step that does not fit raises InvalidStep.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from omni_proxy.weight_sync.protocol.published_version import TargetVersion
 
 
 class RolloutPhase(StrEnum):
-    """Of the rollout; the diagram is above."""
+    """The phase of the rollout; the diagram is above."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -36,7 +36,7 @@ class RolloutPhase(StrEnum):
 
 
 class WorkerPhase(StrEnum):
-    """Of one worker in a rollout; the diagram is above."""
+    """The phase of one worker in a rollout; the diagram is above."""
 
     PENDING = "pending"
     UPDATING = "updating"
@@ -49,7 +49,7 @@ class WorkerPhase(StrEnum):
 
 
 class Presence(StrEnum):
-    """How a worker stands apart from what the rollout does with it.
+    """The state of a worker, independent of the rollout.
 
     `MISSED`: it restarted after its update, and no longer has the new weights. `UNKNOWN`: not
     probed yet, or its weights are being read.
@@ -70,9 +70,9 @@ _SETTLED: Final = (WorkerPhase.RESTORED, WorkerPhase.LOST, WorkerPhase.SKIPPED)
 
 
 class FormerVersion(Struct, frozen=True, kw_only=True):
-    """What a worker had before: the version to go back to.
+    """What a worker had before: the version to restore.
 
-    `path`: what its engine says that it loaded; `number`: of the version in the store, 0 if it is
+    `path`: what its engine reports as loaded; `number`: of the version in the store, 0 if it is
     not there. `target`: its row among the published versions. `digest`: None if not compared.
     """
 
@@ -86,7 +86,7 @@ class FormerVersion(Struct, frozen=True, kw_only=True):
 
 class RolloutWorker(Struct, frozen=True, kw_only=True):
     """`dialect`: how its engine loads, see worker_update.py. `former`: None where it is unknown,
-    so that there is no way back. `served`: it was in rotation, so it counts when it is out."""
+    so it can't be restored. `served`: it was in rotation, so it counts while it is out."""
 
     url: str
     dialect: str = "disk"
@@ -159,7 +159,7 @@ class InvalidStep(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class NextBatch:
-    """These workers are next; `restores`: they go back."""
+    """These workers are next; `restores`: they get their former version."""
 
     urls: tuple[str, ...]
     restores: bool = False
@@ -167,7 +167,7 @@ class NextBatch:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Nothing can be done now. `reason`: in words for whoever asks why."""
+    """Nothing can be done now; `reason` is text for users."""
 
     reason: str
 
@@ -235,7 +235,7 @@ def _urgency(worker: RolloutWorker, presence: Presence) -> int:
 
 
 def _decide_back(state: RolloutState, presence: Mapping[str, Presence]) -> Decision:
-    """A worker that is not healthy is tried all the same: it must not keep the end away."""
+    """A worker that is not healthy is restored too: it must not delay the end."""
     touched = state.urls(WorkerPhase.BROKEN, WorkerPhase.UPDATED)
     if not touched:
         phase = RolloutPhase.CANCELLED if state.cancelled else RolloutPhase.FAILED
@@ -251,7 +251,7 @@ def _decide_back(state: RolloutState, presence: Mapping[str, Presence]) -> Decis
 
 
 def unavailable(state: RolloutState, presence: Mapping[str, Presence]) -> list[str]:
-    """Workers that served and do not now, whatever the reason; without those that are gone."""
+    """Workers that served and do not now, for any reason; without those that are gone."""
     return [
         worker.url
         for worker in state.workers
@@ -266,10 +266,12 @@ def unavailable(state: RolloutState, presence: Mapping[str, Presence]) -> list[s
 
 
 def join(state: RolloutState, workers: Iterable[RolloutWorker]) -> RolloutState:
-    """Workers that came into the fleet, or back. One that is part of it already is unchanged,
-    unless it was skipped."""
+    """Add workers that joined the fleet or returned to it.
+
+    A worker that is part of the rollout already is unchanged, unless it was skipped.
+    """
     if state.ended or state.phase is RolloutPhase.ROLLING_BACK:
-        raise InvalidStep(f"nobody joins while it is {state.phase}")
+        raise InvalidStep(f"no worker can join while it is {state.phase}")
     rows = {worker.url: worker for worker in state.workers}
     for worker in workers:
         row = rows.get(worker.url)
@@ -279,7 +281,7 @@ def join(state: RolloutState, workers: Iterable[RolloutWorker]) -> RolloutState:
 
 
 def observe(state: RolloutState, presence: Mapping[str, Presence]) -> RolloutState:
-    """Note who serves, and who is gone."""
+    """Record which workers serve, and which are gone."""
     return replace(
         state, workers=tuple(_observed(other_row, presence) for other_row in state.workers)
     )
@@ -303,7 +305,7 @@ def begin(state: RolloutState, urls: Collection[str]) -> RolloutState:
 
 
 def give_back(state: RolloutState, rows: Iterable[RolloutWorker]) -> RolloutState:
-    """Nothing was sent to these after all: they are as before `begin`."""
+    """Nothing was sent to these: their rows are those before `begin`."""
     for row in rows:
         if state.worker(row.url).phase is not WorkerPhase.UPDATING:
             raise InvalidStep(f"{row.url} is {state.worker(row.url).phase}, not begun")
@@ -318,10 +320,10 @@ def begin_restore(state: RolloutState, urls: Collection[str]) -> RolloutState:
 
 
 def remember(state: RolloutState, url: str, former: FormerVersion) -> RolloutState:
-    """What the worker has, read just before it is touched."""
+    """Record what the worker has, read just before it is changed."""
     row = state.worker(url)
     if row.phase is not WorkerPhase.PENDING:
-        raise InvalidStep(f"{url} is {row.phase}: what it had before can't be read any more")
+        raise InvalidStep(f"{url} is {row.phase}: its former version can't be read any more")
     return _with(state, replace(row, former=former))
 
 
@@ -339,13 +341,13 @@ def succeed(
 
 
 def refuse(state: RolloutState, url: str, reason: str) -> RolloutState:
-    """The worker refused, and certainly has what it had."""
+    """The worker refused, and still has its former version."""
     state = _moved(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.RESTORED, reason)
     return fail(state, f"{url}: {reason}")
 
 
 def break_off(state: RolloutState, url: str, reason: str) -> RolloutState:
-    """The update failed, and what the worker has now is unknown."""
+    """The update failed, and the worker's weights are unknown."""
     state = _moved(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.BROKEN, reason)
     return fail(state, f"{url}: {reason}")
 
@@ -356,7 +358,7 @@ def restore(state: RolloutState, url: str) -> RolloutState:
 
 
 def lose(state: RolloutState, url: str, reason: str) -> RolloutState:
-    """The worker could not be taken back: it stays out."""
+    """The worker could not be restored: it stays out of rotation."""
     return _moved(state, [url], (WorkerPhase.RESTORING,), WorkerPhase.LOST, reason)
 
 
@@ -379,7 +381,7 @@ def resume(state: RolloutState) -> RolloutState:
 
 
 def cancel(state: RolloutState, by: str) -> RolloutState:
-    """End it, and take back what it touched. Of one that rolls back already nothing changes."""
+    """End it, and restore what it changed; a rollback that runs already is unchanged."""
     if state.phase is RolloutPhase.ROLLING_BACK:
         return state
     _require(state, RolloutPhase.RUNNING, RolloutPhase.PAUSED)

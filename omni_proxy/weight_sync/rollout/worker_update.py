@@ -1,13 +1,13 @@
 """One worker in a rollout: what it has, calls that load a version, the proof, the probe request.
 
-An engine is told apart by what it answers:
+The dialect of an engine follows from its replies:
 
-    dialect         known by                      loads by                    goes back to
+    dialect         detected by                   loads by                    restores
     disk            /model_info, /get_model_info  /update_weights_from_disk   its model_path
     collective_rpc  /weight_info (vLLM, dev mode) reload_weights, then        root in /v1/models
                                                   /update_weight_version
-Invariant: a result whose `unchanged` is true comes from an engine that still has what it had.
-Nothing is claimed of a worker that does not say so itself: label and digest are read back. Sources:
+Invariant: a result with `unchanged` is from an engine that still has its former weights. Nothing
+is assumed of a worker that it does not report: label and digest are read back. Sources:
 weight-sync.md 3, real-engines.md 5.1, and the CPU build of vLLM 0.32.0 for `reload_weights`.
 """
 
@@ -43,13 +43,13 @@ INFO_PATHS: Final = ("/model_info", "/get_model_info")
 WEIGHT_INFO: Final = "/weight_info"
 RPC: Final = "/collective_rpc"
 SET_LABEL: Final = "/update_weight_version"
-# What a vLLM server says that knows no such call: its weights are as they were.
+# Errors of a vLLM server without such a call: its weights are unchanged.
 _UNKNOWN_CALL: Final = ("unexpected keyword argument", "has no attribute 'reload_weights'")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a worker says of itself. `path`: "" if it does not say what it loaded."""
+    """What a worker reports of itself. `path`: "" if it does not report what it loaded."""
 
     dialect: str
     label: str
@@ -57,12 +57,12 @@ class EngineFacts:
 
 
 class CannotUpdate(Exception):
-    """A rollout can't change the weights of this worker; the text says why."""
+    """A rollout can't change the weights of this worker; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where a version comes from: a path that the worker reads, or a stored version."""
+    """The source of a version: a path that the worker reads, or a stored version."""
 
     label: str
     path: str = ""
@@ -84,7 +84,7 @@ async def inspect(worker: Worker, headers: Mapping[str, str]) -> EngineFacts:
     for path in INFO_PATHS:
         result = await _get(worker, path, headers)
         if result.sent_to:
-            continue  # it answered in vLLM's words, which are asked for below
+            continue  # it replied in vLLM's dialect, which is used below
         if result.success:
             return EngineFacts(BY_DISK, _label(result, path), _one(result.body, "model_path"))
         if result.status not in ROUTE_ABSENT:
@@ -144,7 +144,7 @@ async def read_digest(worker: Worker, settings: UpdateSettings) -> Digest | None
 
 
 async def check_label(worker: Worker, label: str, settings: UpdateSettings) -> str:
-    """Why the worker does not have the version, as far as its label tells; "" if it has it."""
+    """Why the worker does not have the version, judging by its label; "" if it has it."""
     now = (await read_labels([worker], settings.headers))[worker]
     return "" if now == label else f"it reports the weight version {now!r} after loading {label!r}"
 
@@ -213,14 +213,14 @@ async def _post(
 
 
 async def _request(worker: Worker, call: Call) -> WorkerResult:
-    """In these words and no others: a refusal must say which of the calls was refused."""
+    """In this dialect only: a refusal must be that of this call."""
     outcome = await call_worker(worker, call)
     body = parsed(outcome.body)
     return WorkerResult(worker.url, outcome.status, body, outcome.error, outcome.secs)
 
 
 def _label(result: WorkerResult, path: str) -> str:
-    """Raises CannotUpdate: without a label nothing could tell old from new weights."""
+    """Raises CannotUpdate: without a label old and new weights can't be distinguished."""
     label = version_of(result.body)
     if label is None:
         raise CannotUpdate(f"GET {path} names no weight_version, or several")

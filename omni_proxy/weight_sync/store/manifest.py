@@ -45,7 +45,7 @@ _RESERVED: Final = "__metadata__"
 
 
 class SafetensorsError(ValueError):
-    """Not a valid safetensors file, or these tensors cannot be one; the text says why."""
+    """Not a valid safetensors file, or these tensors cannot be one; the text has the reason."""
 
 
 class HeaderRow(Struct, frozen=True):

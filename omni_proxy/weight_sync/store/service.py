@@ -44,7 +44,7 @@ class StoreService:
         self.error = ""  # why the store could not be opened or a version written
 
     @property
-    def wanted(self) -> bool:
+    def enabled(self) -> bool:
         """Whether the configured mode stores versions."""
         return self._settings().mode in MODES
 
@@ -127,12 +127,12 @@ class StoreService:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Maintains the store until it is cancelled. Stored versions are listed once started."""
-        await self._open_if_wanted()
+        await self._open_if_enabled()
         task_status.started()
         try:
             while True:
                 self._changed = trio.Event()
-                await self._open_if_wanted()
+                await self._open_if_enabled()
                 retry_secs = RETRY_SECS if not await self._maintain() else float("inf")
                 with trio.move_on_after(retry_secs):
                     await self._changed.wait()
@@ -150,8 +150,8 @@ class StoreService:
                     "version_store_close_failed folder=%s error=%r", store.folder, str(error)
                 )
 
-    async def _open_if_wanted(self) -> None:
-        if self.wanted:
+    async def _open_if_enabled(self) -> None:
+        if self.enabled:
             try:
                 await self.open()
             except OSError:

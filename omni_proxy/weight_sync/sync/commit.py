@@ -81,7 +81,7 @@ class RoundDelivery:
         return [worker for worker in workers if worker.health.state is Health.HEALTHY]
 
     def cordon_late_workers(self) -> None:
-        """Cordon workers that came up during the round, before others get the new version."""
+        """Cordon workers that became healthy in the round, before others get the new version."""
         if self.version is not None:
             lifecycle = self._lifecycle
             members = (*lifecycle.workers, *lifecycle.recipients)
@@ -108,7 +108,7 @@ class RoundDelivery:
         return current if current is not None and current.epoch == epoch else None
 
     async def seal(self, label: str | None) -> None:
-        """Also if no worker needs a delivery: workers that come up later will."""
+        """Also if no worker needs a delivery: workers that become healthy later will."""
         try:
             self.version = await self._version_service.proxy_rank.seal(label)
         except (OSError, LookupError) as error:
@@ -248,7 +248,7 @@ class RoundCommit:
         names: frozenset[str],
         headers: Mapping[str, str],
     ) -> dict[str, str]:
-        """Record who is uncertain, put the others back into rotation. Return URL to reason."""
+        """Record the uncertain workers, uncordon the others. Return URL to reason."""
         lifecycle, journal = self._lifecycle, self._lifecycle.journal
         is_unchanged = {w.url for w in lifecycle.fleet.workers if w.url not in journal.uncertain}
         matching = recovered_workers(proof, names, lifecycle.uncertain_tensors, is_unchanged)
@@ -277,7 +277,7 @@ class RoundCommit:
     async def verify_deferred(
         self, resumed: Sequence[Worker], headers: Mapping[str, str]
     ) -> JsonObject:
-        """Compare the checksums of workers whose checker needs them unpaused, now that they are.
+        """Compare the checksums of workers whose checker needs a running engine, after the resume.
 
         Return keys for the response; {} if nothing was left to compare.
         """

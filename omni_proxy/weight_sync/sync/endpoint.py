@@ -1,6 +1,6 @@
 """The fleet as one endpoint of a trainer's group: admits calls, and stores repeated responses.
 
-Contract: `handles` says which admin routes belong to the sync, and only if [weight_sync] mode
+Contract: `handles` selects the admin routes that belong to the sync, and only if [weight_sync] mode
 enables it. A caller that disconnects cancels nothing; if it repeats the call, it gets the stored
 response.
 """
@@ -128,7 +128,7 @@ class SyncEndpoint:
                 self.lifecycle.interrupt("its destroy was asked for", "destroyed")
 
     def after_step(self, call: AdminCall) -> None:
-        """Called after `before_step`, whatever the step came to."""
+        """Called after `before_step`, whatever the result of the step."""
         if call.route.path in INITS:
             self._next_owner = None
 
@@ -177,7 +177,7 @@ class SyncEndpoint:
         async with lifecycle.busy:
             try:
                 if await lifecycle.has_owner_disconnected():
-                    # Nothing can tell any more whether it had sent everything.
+                    # It is unknown now whether it had sent everything.
                     cause = "the trainer is gone: its connection has ended"
                     lifecycle.interrupt(cause, "owner_dead")
                     return {}
@@ -276,7 +276,7 @@ class SyncEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """Who wants to own the sync. `force`: even from an owner that is alive."""
+    """The caller that requests the sync. `force`: even from an owner that is alive."""
 
     group_name: str
     address: str

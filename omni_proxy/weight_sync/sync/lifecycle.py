@@ -1,9 +1,9 @@
 """Lifecycle of a weight sync with a trainer's group: begin, record, interrupt, tear down.
 
-Invariant: whatever ends a sync, every member is told to leave its group, every worker that may
+Invariant: whatever ends a sync, every member is called to leave its group, every worker that may
 hold new weights is marked uncertain, and only then may the set of workers change again. A new group
 begins only after members of an earlier one that was cut short (named in the journal), or that never
-answered its end, were told to leave it. Nothing here waits for the operation lock: the loss of a
+answered its end, were called to leave it. Nothing here waits for the operation lock: the loss of a
 trainer is handled within seconds, whatever else is queued.
 """
 
@@ -86,14 +86,14 @@ def destroy_body(group_name: str) -> bytes:
 
 
 async def destroy_group(member: Member, body: bytes) -> WorkerResult:
-    """Tell a member to leave its group; the result is an error if it does not answer in time."""
+    """Call a member to leave its group; the result is an error if it does not answer in time."""
     with trio.move_on_after(DESTROY_TIMEOUT_SECS):
         return await member.destroy(body)
     return WorkerResult(member.name, None, error=f"no answer within {DESTROY_TIMEOUT_SECS:g} s")
 
 
 class LeftoverGroups:
-    """`leaving`: URLs of workers that are being told to leave a cut-short group.
+    """`leaving`: URLs of workers that are being called to leave a cut-short group.
 
     `unanswered`: member name to the group that it may still be in.
     """
@@ -108,11 +108,11 @@ class LeftoverGroups:
         self._cleaned.set()
 
     async def wait_cleaned(self) -> None:
-        """Wait until the members of a cut-short group were told to leave."""
+        """Wait until the members of a cut-short group were called to leave."""
         await self._cleaned.wait()
 
     async def leave_unanswered(self, members: Iterable[Member]) -> None:
-        """Tell members again that never answered the end of an earlier group."""
+        """Call members again that never answered the end of an earlier group."""
         unanswered, self.unanswered = self.unanswered, {}
         for member in members:
             if member.name in unanswered:
@@ -126,7 +126,7 @@ class LeftoverGroups:
         group_name: str,
         on_left: Callable[[Iterable[str]], None],
     ) -> None:
-        """Tell the members of a cut-short group to leave it; `on_left` gets URLs to probe."""
+        """Call the members of a cut-short group to leave it; `on_left` gets URLs to probe."""
         self.leaving, self._cleaned = set(urls), trio.Event()
         nursery.start_soon(self._clean_up, urls, group_name, on_left)
 
@@ -230,7 +230,7 @@ class SyncLifecycle:
 
     @property
     def leaving(self) -> set[str]:
-        """URLs of workers that are being told to leave a group of an earlier run."""
+        """URLs of workers that are being called to leave a group of an earlier run."""
         return self.leftovers.leaving
 
     def begin(self, owner: GroupOwner, address: tuple[str, int] | None,
@@ -239,7 +239,7 @@ class SyncLifecycle:
         """Raises InvalidTransition while there is another sync.
 
         `address`: of the trainer's store, None if there is none that could be watched. `fixed`: the
-        members have ranks, so nobody may join or leave the fleet meanwhile.
+        members have ranks, so no worker may join or leave the fleet during it.
         """
         assert self.nursery is not None
         self.sync.begin(owner, ranges)
@@ -329,7 +329,7 @@ class SyncLifecycle:
         if owner is None:
             return False
         if link is None:
-            return True  # nothing tells
+            return True  # no connection to watch
         if link.is_open:
             return await link.ping(PING_TIMEOUT_SECS)
         if self.sync.state is SyncState.JOINING:
@@ -359,7 +359,7 @@ class SyncLifecycle:
             self.end_if_over()
 
     def end_if_over(self) -> None:
-        """Call while no step runs. If the sync is over, tell all members to leave."""
+        """Call while no step runs. If the sync is over, all members are called to leave."""
         sync = self.sync
         if self.end_cause and sync.state not in (SyncState.IDLE, SyncState.ABORTING):
             sync.fail(self.end_cause, self._lost_member)

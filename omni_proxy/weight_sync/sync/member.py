@@ -184,7 +184,7 @@ class GroupFanOut:
             self.fail(f"{member.name}: {result.reason}")
 
 
-ACTIVE: Final = "already active"  # how vLLM words that an update is open
+ACTIVE: Final = "already active"  # part of vLLM's error for an update that is open already
 STARTS: Final = (START_UPDATE, START_DRAFT_UPDATE)
 
 

@@ -1,10 +1,10 @@
 """Pauses that the proxy itself makes for an update, of engines that no caller paused.
 
-vLLM's engines hold no weights between the start and the finish of an update, and a request that
-they go on with ends them (run with 0.32.0). So an engine that nobody paused is paused before the
-start, and generates again after the end. Invariant: such a pause is in the journal before the
-engine is asked, so it is ended after a crash of the proxy, too; a pause of a caller is never ended
-here. Requests that ran on weights that are unknown now are aborted, not answered.
+vLLM's engines hold no weights between the start and the finish of an update, and running a request
+then crashes them (run with 0.32.0). So an engine that is not paused is paused before the start,
+and resumed after the end. Invariant: such a pause is in the journal before the engine is called,
+so it is ended after a crash of the proxy, too; a pause of a caller is never ended here. Requests
+on weights that are unknown now are aborted, not continued.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from omni_proxy.weight_sync.state_journal import StateJournal
 from omni_proxy.weight_sync.worker_calls import JSON_TYPE, REFUSED, call_all
 
 BY: Final = "the proxy"
-TELL_SECS: Final = 10.0
-# Running requests keep their tokens, and their KV cache is computed again by the new weights.
+CALL_SECS: Final = 10.0
+# Running requests keep their tokens, and their KV cache is computed again with the new weights.
 FLUSH: Final = "/reset_prefix_cache?reset_running_requests=true"
 
 
@@ -34,9 +34,9 @@ class OwnPauses:
         self._journal = journal
 
     async def begin(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
-        """Pause those that no caller has paused; what they run stays where it is.
+        """Pause those that no caller has paused; their running requests stay.
 
-        An engine that refuses is told to start all the same, and says there what it thinks.
+        A refusal is ignored here: the engine then reports its error in the start call.
         """
         paused = self._journal.all_paused
         running = [worker for worker in workers if worker.url not in paused]
@@ -53,41 +53,41 @@ class OwnPauses:
             )
         if running:
             await self._journal.save()
-            await self._tell(running, "/pause?mode=keep", headers)
+            await self._call_engines(running, "/pause?mode=keep", headers)
 
     async def flush(self, workers: Iterable[Worker], headers: Mapping[str, str]) -> list[Worker]:
-        """Have those that are paused by us forget what the old weights cached. Returns them."""
-        ours = self._ours(workers)
-        await self._tell(ours, FLUSH, headers)
-        return ours
+        """Flush the prefix caches of engines that the proxy has paused. Returns these workers."""
+        paused = self._paused_here(workers)
+        await self._call_engines(paused, FLUSH, headers)
+        return paused
 
     async def end(self, workers: Iterable[Worker], headers: Mapping[str, str]) -> None:
-        """Let those that are paused by us generate again."""
-        ours = self._ours(workers)
-        if not ours:
+        """Resume the engines that the proxy has paused."""
+        paused = self._paused_here(workers)
+        if not paused:
             return
-        await abort_all([w for w in ours if w.url in self._journal.uncertain], headers)
-        results = await self._tell(ours, "/resume", headers)
-        # One that answers nothing is told again at the end of the next update.
+        await abort_all([w for w in paused if w.url in self._journal.uncertain], headers)
+        results = await self._call_engines(paused, "/resume", headers)
+        # An engine without an answer is called again at the end of the next update.
         ended = [r.worker for r in results if r.status is not None or r.error == REFUSED]
         self._journal.forget_pauses(ended)
         await self._journal.save()
 
-    def _ours(self, workers: Iterable[Worker]) -> list[Worker]:
+    def _paused_here(self, workers: Iterable[Worker]) -> list[Worker]:
         pauses = self._journal.pauses()
         return [w for w in workers if (p := pauses.get(w.url)) and (p.by, p.path) == _OURS]
 
-    async def _tell(
+    async def _call_engines(
         self, workers: Sequence[Worker], target: str, headers: Mapping[str, str]
     ) -> list[WorkerResult]:
-        call = Call("POST", target, headers=headers, timeout_secs=TELL_SECS)
+        call = Call("POST", target, headers=headers, timeout_secs=CALL_SECS)
         return await call_all(workers, call)
 
 
 async def abort_all(workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
-    """End what they run: their clients get what is generated so far, marked as aborted."""
+    """Abort all requests: clients get what is generated so far, marked as aborted."""
     headers = {**headers, **JSON_TYPE}
-    call = Call("POST", "/abort_requests", b"{}", headers, timeout_secs=TELL_SECS)
+    call = Call("POST", "/abort_requests", b"{}", headers, timeout_secs=CALL_SECS)
     await call_all(workers, call)
 
 

@@ -130,7 +130,7 @@ class SyncSteps:
         return await self._apply(call, lambda member: member.complete(call.body))
 
     async def update(self, call: AdminCall) -> AdminResponse:
-        """Prepare and complete in one call. Engines flush their caches unless told not to."""
+        """Prepare and complete in one call. Engines flush their caches unless disabled."""
         lifecycle = self._lifecycle
         lifecycle.sync.check(SyncEvent.UPDATE)
         body = await parse_in_thread(call.body, parse_object, call.body)
@@ -212,7 +212,7 @@ class SyncSteps:
         timeouts: FanOutTimeouts,
         changed: Changed | None = None,
     ) -> AdminResponse:
-        """`changed`: which of the results may have changed weights; by default by their words."""
+        """`changed`: which of the results may have changed weights; by default by their texts."""
         lifecycle, sync = self._lifecycle, self._lifecycle.sync
         batched = sync.round.batched
         fan_out = GroupFanOut(list(lifecycle.members.values()), member_call)

@@ -2,8 +2,8 @@
 
 They are those of a sync in parts (steps.py), with a start and a finish of their own, over the
 engines' own group, which the proxy does not join. Invariant: from the start on no member serves
-until the finish has succeeded: vLLM's engines hold no whole weights in between, whether bytes have
-come or not. A round that fails keeps every member that it touched out, until a whole one succeeds.
+until the finish has succeeded: vLLM's engines hold no complete weights in between, whether bytes
+arrived or not. A failed round keeps its changed members out until a complete one succeeds.
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ class TransferSteps(SyncSteps):
         secs = self._lifecycle.config_store.config.health.timeout_secs
         call = Call("GET", WORLD_SIZE, headers=headers, timeout_secs=secs)
         results = await call_all(workers, call)
-        strangers = [result.worker for result in results if result.sent_to]
-        if strangers:
+        other_engines = [result.worker for result in results if result.sent_to]
+        if other_engines:
             message = (
-                f"nothing was forwarded: {', '.join(strangers)} cannot be a rank of a group of "
+                f"nothing was forwarded: {', '.join(other_engines)} cannot be a rank of a group of "
                 "vLLM's kind. Name the vLLM workers in ?selector=, and update the others from disk"
             )
             raise HttpError(422, message, "mixed_engines", detail=message)
@@ -135,7 +135,7 @@ class TransferSteps(SyncSteps):
             size = result.body.get("world_size") if isinstance(result.body, dict) else None
             if not result.success or type(size) is not int or size < 1:
                 reason = result.reason if not result.success else f"world_size is {size!r}"
-                message = f"nothing was forwarded: {worker.url} does not tell its ranks: {reason}"
+                message = f"nothing was forwarded: {worker.url} does not report its ranks: {reason}"
                 raise HttpError(502, message, "ranks_unknown")
             member = TransferMember(worker, size)
             member.headers = dict(headers)
@@ -177,17 +177,17 @@ def _transfer(member: Member) -> TransferMember:
 
 
 def _touched_by_start(results: Sequence[WorkerResult]) -> set[str]:
-    """Those that may have opened the update, and so have no whole weights any more.
+    """The workers that may have opened the update, and so have no complete weights any more.
 
-    If all say no, in whole answers, none has: the first thing that fails is a setting of them all.
+    If all refuse, in complete responses, none has: they refuse for a setting that all share.
     """
-    nobody = all(not result.success and result.status is not None for result in results)
-    open_before = [result for result in results if not result.success and not _says_no(result)]
-    if nobody and not open_before:
+    all_refused = all(not result.success and result.status is not None for result in results)
+    open_before = [r for r in results if not r.success and not _is_plain_refusal(r)]
+    if all_refused and not open_before:
         return set()
     return {result.worker for result in results}
 
 
-def _says_no(result: WorkerResult) -> bool:
-    """A plain no; an update that is open already was opened by somebody, and is no such thing."""
+def _is_plain_refusal(result: WorkerResult) -> bool:
+    """Whether it changed nothing; the error that an update is open already means that one is."""
     return result.status is not None and ACTIVE not in result.reason

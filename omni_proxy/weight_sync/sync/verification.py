@@ -154,7 +154,7 @@ async def _prove_from_cache(
 
 
 def _misnamed(labels: Mapping[Worker, str | None], label: str | None) -> dict[str, str]:
-    """Workers whose label differs from the sync's, although other workers took that label.
+    """Workers whose label differs from the sync's, although other workers have that label.
 
     If no worker took the label, the engines keep their old ones, and the labels mean nothing.
     """

@@ -212,7 +212,7 @@ async def test_an_adapter_is_loaded_where_the_engine_has_it(api, mixed):
 async def test_an_engine_restarted_with_its_first_weights_gets_no_request(api, engines):
     assert (await ask(api, "/update_weight_version", {"new_version": "v2"})).ok
     engines.labels[B] = "default"  # it has restarted
-    api.operations._probe.probe_soon(api.worker(B), came_up=True)
+    api.operations._probe.probe_soon(api.worker(B), returned=True)
     await wait_all_tasks_blocked(0.05)
     assert uncertain_workers(api) == [B]
     assert "came up with 'default'" in api.operations.journal.uncertain[B]
