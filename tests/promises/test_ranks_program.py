@@ -1,0 +1,167 @@
+"""Data-parallel ranks in the whole program: asked of the engine, shown, bounded over processes."""
+
+import json
+import os
+import signal
+from collections import Counter
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from tests.promises.clients import client_of, post
+from tests.promises.fakes import FakeWorker, counted
+from tests.promises.fleet_program import chat, program, put
+from tests.promises.processes_fixture import serving
+
+HEADER = "x-data-parallel-rank"
+
+
+class Engine(FakeWorker):
+    """SGLang of four ranks; `posts` has each request with its rank."""
+
+    def __init__(self):
+        super().__init__(self._answer)
+        self.dp_size = 4
+        self.posts = []
+        self.gate = trio.Event()
+        self.gate.set()
+
+    async def _answer(self, call):
+        method, path, _ = call.line.split()
+        path = path.partition("?")[0]
+        if path == "/server_info":
+            await call.send(counted(json.dumps({"tp_size": 1, "dp_size": self.dp_size}).encode()))
+            return
+        if method == "POST":
+            self.posts.append((path, dict(call.fields).get(HEADER)))
+        if path.startswith("/v1/chat") or path == "/generate":
+            await self.gate.wait()
+        await call.send(counted(b'{"success": true}', "content-type: application/json"))
+
+    def ranks(self, path):
+        return Counter(rank for posted, rank in self.posts if posted == path)
+
+
+@asynccontextmanager
+async def started(tmp_path, *, processes=1, worker="", server=""):
+    engine, file = Engine(), tmp_path / "proxy.toml"
+    async with trio.open_nursery() as nursery:
+        await nursery.start(engine.serve)
+        put(file, (
+            f"[server]\nport = 0\nprocesses = {processes}\n{server}\n"
+            "[health]\ninterval_secs = 0.2\nsuccess_threshold = 1\n"
+            '[routing]\npolicy = "least_request"\n'
+            f'[[workers]]\nurl = "{engine.url}"\nranks = "auto"\n{worker}\n'
+        ))  # fmt: skip
+        async with program("--config", file) as running:
+            running.client.headers["connection"] = "close"
+            await running.until("/workers", lambda told: ranks_of(told) == 4)
+            if processes > 1:
+                await running.until("/status", lambda told: serving(told, processes))
+            yield running, engine
+        nursery.cancel_scope.cancel()
+
+
+def ranks_of(told):
+    return len(told["workers"][0]["ranks"])
+
+
+async def test_the_engine_is_asked_and_all_calls_but_requests_reach_it_once(tmp_path):
+    async with started(tmp_path) as (running, engine):
+        for _ in range(8):
+            assert (await running.client.post("/v1/chat/completions", json=chat())).is_success
+        assert engine.ranks("/v1/chat/completions") == {str(rank): 2 for rank in range(4)}
+        for path, body in (
+            ("/pause_generation", {"mode": "abort"}), ("/continue_generation", {}),
+            ("/flush_cache", {}), ("/update_weights_from_disk", {"model_path": "m"}),
+        ):  # fmt: skip
+            assert (await running.client.post(path, json=body)).is_success, path
+            assert engine.ranks(path) == {None: 1}
+        (record,) = (await running.get_json("/workers"))["workers"]
+        assert record["configured_ranks"] == "auto"
+        assert [(r["rank"], r["successful_requests"], r["in_flight"]) for r in record["ranks"]] == [
+            (rank, 2, 0) for rank in range(4)
+        ]
+        metrics = (await running.client.get("/metrics")).text
+        for rank in range(4):
+            labels = f'{{rank="{rank}",result="succeeded",worker="{engine.url}"}}'
+            assert f"omni_proxy_worker_rank_attempts_total{labels} 2.0" in metrics
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+async def test_no_rank_and_no_worker_ever_has_more_than_its_bound(tmp_path, processes):
+    bound = "max_inflight = 6"  # for each rank 2
+    server = "queue_size = 100"
+    async with started(tmp_path, processes=processes, worker=bound, server=server) as (
+        running,
+        engine,
+    ):
+        engine.gate = trio.Event()
+        place = running.client.base_url.netloc.decode()
+        async with trio.open_nursery() as nursery:
+            answers = []
+
+            async def one(number):
+                async with client_of(place) as client:
+                    fields = [f"{HEADER}: 3"] if number < 2 else []
+                    await client.send(post(json.dumps(chat()).encode(), *fields))
+                    answers.append((await client.answer()).status)
+
+            for number in range(2):
+                nursery.start_soon(one, number)
+            while len(engine.posts) < 2:
+                await trio.sleep(0.01)
+            assert engine.ranks("/v1/chat/completions") == {"3": 2}
+            for number in range(2, 20):
+                nursery.start_soon(one, number)
+            await running.until("/status", lambda told: told["data_plane"]["waiting"] == 14)
+            assert sum(engine.ranks("/v1/chat/completions").values()) == 6
+            told = await running.until("/workers", lambda told: told["workers"][0]["load"] == 6)
+            (record,) = told["workers"]
+            assert [rank["in_flight"] for rank in record["ranks"]].count(0) <= 1
+            assert record["ranks"][3]["in_flight"] == 2
+            assert max(rank["in_flight"] for rank in record["ranks"]) == 2
+            assert sum(rank["in_flight"] for rank in record["ranks"]) == 6
+            engine.gate.set()
+        assert answers == [200] * 20
+        await running.until("/workers", lambda told: at_ranks(told) == 0)
+        await running.until("/workers", lambda told: succeeded_at_ranks(told) == 20)
+
+
+async def test_a_killed_process_leaves_nothing_counted_at_a_rank(tmp_path):
+    async with started(tmp_path, processes=2) as (running, engine):
+        engine.gate = trio.Event()
+        place = running.client.base_url.netloc.decode()
+        async with trio.open_nursery() as nursery:
+
+            async def one():
+                async with client_of(place) as client:
+                    await client.send(post(json.dumps(chat()).encode()))
+                    await trio.sleep_forever()
+
+            busy = []
+            while len(busy) < 2:  # the kernel deals connections out
+                nursery.start_soon(one)
+                told = await running.get_json("/status")
+                busy = [row for row in told["data_plane"]["processes"] if row["in_flight"]]
+            os.kill(busy[0]["pid"], signal.SIGKILL)
+            await running.until("/status", lambda told: serving(told, 2))
+            await running.until("/workers", holds_what_is_left)
+            left = (await running.get_json("/workers"))["workers"][0]["in_flight"]
+            assert left < len(engine.posts)
+            nursery.cancel_scope.cancel()
+        await running.until("/workers", lambda told: at_ranks(told) == 0)
+        engine.gate.set()
+
+
+def at_ranks(told):
+    return sum(rank["in_flight"] for rank in told["workers"][0]["ranks"])
+
+
+def holds_what_is_left(told):
+    return 0 < told["workers"][0]["in_flight"] == at_ranks(told)
+
+
+def succeeded_at_ranks(told):
+    return sum(rank["successful_requests"] for rank in told["workers"][0]["ranks"])
