@@ -66,7 +66,7 @@ class WorkerSpec:
     role: Literal["", "regular", "prefill", "decode"] = ""  # "": as the engine reports
     kv_connector: KvConnector = "sglang"  # of prefill and decode workers
     bootstrap_port: int | None = None  # of prefill workers; None while unknown
-    ranks: int | Literal["auto"] = 1  # 0 until `with_defaults`: routing.ranks
+    ranks: int | Literal["auto"] = 0  # 0, before `with_defaults`: routing.ranks
     loras: tuple[str, ...] | Literal["auto"] = ()
 
 

@@ -200,7 +200,7 @@ class Worker(_RequestFields):
     @property
     def rank_count(self) -> int:
         """The data-parallel ranks behind its URL; 1 while they are to be asked for."""
-        return max(1, self.reported_ranks) if self.ranks == "auto" else self.ranks
+        return max(1, self.reported_ranks) if self.ranks == "auto" else self.ranks or 1
 
     def report_role(self, role: ReportedRole) -> bool:
         """Take over what its engine reports, "" for nothing; whether its role changed."""

@@ -15,6 +15,7 @@ from omni_proxy.config.overlay import (
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import Config, DisaggregationConfig, WorkerEntry
 from omni_proxy.config.state import StateWorker
+from tests.fleet.entries import entry
 
 
 def worker(lines="", url="http://a:1"):
@@ -135,6 +136,7 @@ def test_a_tombstone_of_an_earlier_release_still_buries_its_entry():
 def test_the_ranks_of_routing_are_those_of_workers_that_name_none(default):
     text = f'[routing]\nranks = {default}\n[[workers]]\nurl = "http://a"\n'
     text += '[[workers]]\nurl = "http://b"\nranks = 1\n'
-    specs = desired_workers(parse(text), ("http://c",), SavedState())
+    state = with_added(SavedState(), entry("d"))
+    specs = desired_workers(parse(text), ("http://c",), read_state(render_state(state), "state"))
     expected = "auto" if "auto" in default else 4
-    assert [spec.ranks for spec in specs] == [expected, 1, expected]
+    assert [spec.ranks for spec in specs] == [expected, 1, expected, expected]
