@@ -148,6 +148,7 @@ class Server:
             supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
             leaving=lambda: self.leaving,
             dialect=config_store.startup.dialect,
+            kv_connector=config_store.startup.kv_connector,
             given=config_store.startup.flag_urls,
             proxy_id=proxy_id,
         )

@@ -14,6 +14,7 @@ from typing import Final
 from urllib.parse import quote, unquote
 from uuid import NAMESPACE_URL, uuid5
 
+import msgspec
 import trio
 from quart import request
 
@@ -21,12 +22,14 @@ from omni_proxy.admin_api.responses import bad_request, if_match, raise_on_misma
 from omni_proxy.admin_api.services import Services
 from omni_proxy.config.overlay import (
     SavedState,
+    StateWorker,
     WorkerSpec,
+    spec_of,
     with_added,
     with_defaults,
     with_deleted,
 )
-from omni_proxy.config.schema import CAPABILITIES, Config
+from omni_proxy.config.schema import Config, KvConnector
 from omni_proxy.config.url import dial_address, normalize_url
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
@@ -46,6 +49,7 @@ Edit = Callable[[SavedState, Config], SavedState]
 
 
 UUID_CHARS: Final = 36
+_NO_SETTINGS: Final[Mapping[str, object]] = {}
 
 
 class FleetChanges:
@@ -173,18 +177,13 @@ def requested_url(body: Mapping[str, object]) -> str:
 
 
 def api_worker_spec(
-    url: str, model: str = "", capabilities: frozenset[str] | None = None
+    url: str, settings: Mapping[str, object] = _NO_SETTINGS, kv_connector: KvConnector = "sglang"
 ) -> WorkerSpec:
-    """The spec of a worker added over HTTP; without `capabilities` it has all of them."""
-    return WorkerSpec(
-        url=url,
-        model=model or None,
-        capabilities=frozenset(CAPABILITIES) if capabilities is None else capabilities,
-        disabled=False,
-        weight=1,
-        max_inflight=0,
-        origin="api",
-    )
+    """The spec of a worker added over HTTP; `settings` as in a `WorkerBody`. Without capabilities
+    it has all of them, without a KV connector `kv_connector`."""
+    values = {"url": url, "kv_connector": kv_connector, **settings}
+    worker = msgspec.convert(values, StateWorker)
+    return spec_of(worker, "api")
 
 
 WAIT_SECS = 30.0  # for a worker that is still starting, by default

@@ -71,8 +71,8 @@ class SelectorResolver:
             "id": worker.id,
             "url": worker.url,
             "model": worker.model or "",
-            "worker_type": "regular",
-            "role": "regular",
+            "worker_type": worker.role,
+            "role": worker.role,
             "health": worker.health.state.value,
             "weight_version": worker.weight_version or "",
         }

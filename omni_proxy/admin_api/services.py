@@ -13,6 +13,7 @@ from typing import Protocol
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.config.flags import Dialect
+from omni_proxy.config.schema import KvConnector
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
@@ -71,6 +72,7 @@ class Services:
     drains: WorkerDrains
     leaving: Callable[[], bool] = lambda: False
     dialect: Dialect = "omni"
+    kv_connector: KvConnector = "sglang"  # of workers added over HTTP that name none
     # URLs of the workers on the command line.
     given: tuple[str, ...] = ()
     proxy_id: str = ""  # see `wire.proxy_headers`

@@ -9,23 +9,28 @@ notes live as long as their worker object and are never written to disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Final, get_args
 
 from omni_proxy.admin_api.fleet_changes import gateway_id
 from omni_proxy.admin_api.responses import bad_request
-from omni_proxy.config.schema import CAPABILITIES
+from omni_proxy.config.schema import CAPABILITIES, KvConnector, Role
 from omni_proxy.config.url import normalize_url
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 
-OMNI_ADD = frozenset(("url", "worker_url", "model", "capabilities"))
-OMNI_SWITCH = frozenset(("disabled", "is_dead", "capabilities", "model"))
+MAX_PORT: Final = 65535
+MAX_RANKS: Final = 1024  # as the key `ranks` takes
+# What a worker does of a request, and what its partner has to know.
+ROLE_KEYS = frozenset(("role", "kv_connector", "bootstrap_port"))
+OMNI_ADD = frozenset(("url", "worker_url", "model", "capabilities", "ranks", "loras")) | ROLE_KEYS
+OMNI_SWITCH = frozenset(("disabled", "is_dead", "capabilities", "model")) | ROLE_KEYS
 SMG_PATCH = frozenset(("priority", "cost", "labels", "api_key", "health"))
 SMG_SPEC = SMG_PATCH | {
-    "bootstrap_host", "bootstrap_port", "chat_template", "connection_mode", "disable_health_check",
+    "bootstrap_host", "chat_template", "connection_mode", "disable_health_check",
     "http_pool", "load_monitor_interval_secs", "max_connection_attempts", "metadata", "model_id",
     "models", "provider", "reasoning_parser", "resilience", "runtime_type", "tokenizer_path",
     "tool_parser", "worker_type",
@@ -39,7 +44,8 @@ HONOURED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class WorkerBody:
-    """A validated body. `settings` holds model ("" = none), capabilities and disabled, if given."""
+    """A validated body. `settings` holds, if given, model ("" = none), capabilities, disabled,
+    role, kv_connector, bootstrap_port (0 = unknown), ranks and loras."""
 
     settings: dict[str, object]
     is_dead: bool | None
@@ -71,7 +77,7 @@ def _normalized(url: object) -> object:
 
 
 def parse_patch(body: Mapping[str, object]) -> WorkerBody:
-    return _parse(body, frozenset(), SMG_PATCH, prefers_async=True)
+    return _parse(body, ROLE_KEYS, SMG_PATCH, prefers_async=True)
 
 
 def _parse(
@@ -97,6 +103,7 @@ def _parse(
     model = _model(body)
     if model is not None:
         settings["model"] = model
+    settings.update(_role_settings(body))
     return WorkerBody(
         settings, flags["is_dead"], _remarks(body), sorted(spec - HONOURED - {"url"}), in_background
     )
@@ -137,6 +144,62 @@ def _model(body: Mapping[str, object]) -> str | None:
     return (model or "").strip()
 
 
+def _role_settings(body: Mapping[str, object]) -> dict[str, object]:
+    """role (smg's worker_type), kv_connector, bootstrap_port, ranks and loras, where given."""
+    settings: dict[str, object] = {}
+    for name in ("worker_type", "role"):
+        if name in body:
+            if settings.get("role", body[name]) != body[name]:
+                raise bad_request("role and worker_type differ; one of them is enough")
+            settings["role"] = _one_of(name, body[name], get_args(Role))
+    if body.get("kv_connector") is not None:
+        settings["kv_connector"] = _one_of(
+            "kv_connector", body["kv_connector"], get_args(KvConnector)
+        )
+    if "bootstrap_port" in body:
+        settings["bootstrap_port"] = _bootstrap_port(body["bootstrap_port"], settings.get("role"))
+    if "ranks" in body:
+        settings["ranks"] = _ranks(body["ranks"])
+    if "loras" in body:
+        settings["loras"] = _loras(body["loras"])
+    return settings
+
+
+def _one_of(name: str, value: object, choices: Sequence[str]) -> str:
+    if value not in choices or not isinstance(value, str):
+        shown = ", ".join(f'"{choice}"' for choice in choices)
+        raise bad_request(f"{name} must be one of {shown}")
+    return value
+
+
+def _bootstrap_port(value: object, role: object) -> int:
+    """0 for null. Raises HttpError 400."""
+    if value is None:
+        return 0
+    if not _is_count(value) or not isinstance(value, int) or not 1 <= value <= MAX_PORT:
+        raise bad_request(f"bootstrap_port must be a port, 1 to {MAX_PORT}, or null")
+    if role in ("regular", "decode"):
+        raise bad_request(f"bootstrap_port is for prefill workers only, not for role {role}")
+    return value
+
+
+def _ranks(value: object) -> int | str:
+    if value == "auto":
+        return "auto"
+    if not _is_count(value) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
+        raise bad_request(f'ranks must be a whole number, 1 to {MAX_RANKS}, or "auto"')
+    return value
+
+
+def _loras(value: object) -> tuple[str, ...] | str:
+    if value == "auto":
+        return "auto"
+    names = value if isinstance(value, list) else [None]
+    if not all(isinstance(name, str) and name for name in names):
+        raise bad_request('loras must be a list of adapter names, or "auto"')
+    return tuple(str(name) for name in names)
+
+
 def _first(models: object) -> object:
     """smg lists model cards or names; a worker here has one model."""
     first = models[0] if isinstance(models, list) else None
@@ -155,7 +218,6 @@ _SMG_RULES: dict[str, tuple[Callable[[object], bool], str]] = {
     "priority": (_is_count, "a whole number from 0 on"),
     "cost": (_is_number, "a number from 0 on"),
     "labels": (lambda value: isinstance(value, dict), "an object"),
-    "worker_type": (lambda value: value == "regular", '"regular": no other type is served'),
     "connection_mode": (lambda value: str(value).lower() == "http", '"http": no other is spoken'),
 }
 

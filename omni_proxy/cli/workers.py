@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, get_args
 
 from omni_proxy.cli.client.admin_client import (
     NOT_REACHABLE,
@@ -41,7 +41,7 @@ from omni_proxy.cli.screen.text_table import (
     render_table,
     strip_noise,
 )
-from omni_proxy.config.schema import CAPABILITIES
+from omni_proxy.config.schema import CAPABILITIES, KvConnector, Role
 
 REFUSED: Final = 1
 # A reply may wait for a weight update, for a probe, or for the end of a drain.
@@ -100,6 +100,16 @@ def _add_command_flags(subparser: argparse.ArgumentParser, name: str) -> None:
         subparser.add_argument("--model", metavar="NAME", help="the model that they serve")
         subparser.add_argument(
             "--capabilities", metavar="NAMES", help=f"of {','.join(CAPABILITIES)}; default all"
+        )
+        subparser.add_argument(
+            "--role", choices=get_args(Role), help="the leg of requests that they serve"
+        )
+        subparser.add_argument(
+            "--kv-connector", choices=get_args(KvConnector),
+            help="how prefill and decode workers pass KV caches",
+        )  # fmt: skip
+        subparser.add_argument(
+            "--bootstrap-port", metavar="PORT", type=int, help="of a prefill worker"
         )
     if name == "remove":
         subparser.add_argument("--drain", action="store_true", help="wait until none is in flight")
@@ -162,6 +172,9 @@ def _add(proxy: AdminClient, arguments: argparse.Namespace, url: str) -> JsonObj
     if arguments.capabilities is not None:
         names = arguments.capabilities.replace(",", " ").split()
         body["capabilities"] = names
+    for key in ("role", "kv_connector", "bootstrap_port"):
+        if getattr(arguments, key) is not None:
+            body[key] = getattr(arguments, key)
     return require_accepted(proxy.send("POST", "/workers", body)).body
 
 
@@ -207,9 +220,11 @@ def _follow_drain(
 def render_workers(fleet: Sequence[JsonObject]) -> list[str]:
     if not fleet:
         return ["no workers: omni-proxy workers add URL, or put them into the file"]
+    has_roles = any(record.get("role", "regular") != "regular" for record in fleet)
     rows = [
         (
             record["url"],
+            *([printable(record["role"])] if has_roles else []),
             record.get("model") or "any",
             record.get("in_flight", 0),
             record.get("routed_requests", 0),
@@ -220,7 +235,8 @@ def render_workers(fleet: Sequence[JsonObject]) -> list[str]:
         )
         for record in fleet
     ]
-    return render_table(_HEAD, rows, right_aligned=["BUSY", "ROUTED", "FAILED"])
+    head = [_HEAD[0], "ROLE", *_HEAD[1:]] if has_roles else _HEAD
+    return render_table(head, rows, right_aligned=["BUSY", "ROUTED", "FAILED"])
 
 
 def describe_state(record: JsonObject) -> str:

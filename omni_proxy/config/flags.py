@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from omni_proxy.config.problem import ConfigError, Problem, format_path, to_toml_literal
-from omni_proxy.config.schema import Config, LaunchEntry
+from omni_proxy.config.schema import Config, KvConnector, LaunchEntry
 from omni_proxy.config.url import normalize_url, split_rank
 from omni_proxy.config.validate import check_rules, walk
 
@@ -91,6 +91,7 @@ class Startup:
     # Replicas of the command line, beside those of FILE.
     launch: tuple[LaunchEntry, ...] = ()
     dialect: Dialect = "omni"
+    kv_connector: KvConnector = "sglang"  # of prefill and decode workers that name none
     # Flags without effect, to be logged.
     warnings: tuple[str, ...] = ()
 

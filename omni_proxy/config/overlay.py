@@ -39,6 +39,7 @@ __all__ = [
     "prune_state",
     "read_state",
     "render_state",
+    "spec_of",
     "with_added",
     "with_defaults",
     "with_deleted",
@@ -94,6 +95,11 @@ def with_defaults(worker: WorkerSpec, config: Config) -> WorkerSpec:
         ranks=worker.ranks or config.routing.ranks,
         tls_ca=worker.tls_ca or config.server.tls_worker_ca if secure else "",
     )
+
+
+def spec_of(worker: StateWorker, origin: Origin) -> WorkerSpec:
+    """Without the defaults that a configuration has."""
+    return _desired(worker, origin, None)
 
 
 def prune_state(state: SavedState, config: Config, flag_urls: tuple[str, ...] = ()) -> SavedState:

@@ -109,10 +109,42 @@ def test_smgs_remarks_are_kept_and_the_rest_is_named_as_ignored():
     "body",
     [
         {"priority": -1}, {"priority": True}, {"priority": 1.5}, {"cost": "1"}, {"cost": False},
-        {"labels": []}, {"worker_type": "prefill"}, {"connection_mode": "grpc"},
+        {"labels": []}, {"worker_type": "encode"}, {"connection_mode": "grpc"},
+        {"role": "prefil"}, {"role": None}, {"kv_connector": "moriio"}, {"kv_connector": 1},
+        {"bootstrap_port": 0}, {"bootstrap_port": "8998"}, {"bootstrap_port": 65536},
+        {"bootstrap_port": True},
     ],
 )  # fmt: skip
 def test_smg_values_that_we_cannot_honour_are_refused(body):
+    assert f"{next(iter(body))} must be" in refusal(add, body)
+
+
+def test_the_role_is_read_in_both_dialects():
+    sglang = add({"url": URL, "worker_type": "prefill", "bootstrap_port": 9001})
+    assert sglang.settings == {"role": "prefill", "bootstrap_port": 9001}
+    assert (sglang.in_background, sglang.ignored) == (True, [])
+    omni = add({"url": URL, "role": "decode", "kv_connector": "nixl", "bootstrap_port": None})
+    assert omni.settings == {"role": "decode", "kv_connector": "nixl", "bootstrap_port": 0}
+    assert not omni.in_background
+    assert switch({"role": "regular"}).settings == {"role": "regular"}
+    assert parse_patch({"role": "prefill"}).settings == {"role": "prefill"}
+
+
+def test_contradicting_keys_of_a_role_are_refused():
+    body = {"url": URL, "role": "prefill", "worker_type": "decode"}
+    assert "differ" in refusal(add, body)
+    body = {"url": URL, "role": "decode", "bootstrap_port": 9001}
+    assert "for prefill workers only" in refusal(add, body)
+
+
+def test_ranks_and_adapters_are_read():
+    assert add({"url": URL, "ranks": 8, "loras": ["a"]}).settings == {"ranks": 8, "loras": ("a",)}
+    both = add({"url": URL, "ranks": "auto", "loras": "auto"})
+    assert both.settings == {"ranks": "auto", "loras": "auto"}
+
+
+@pytest.mark.parametrize("body", [{"ranks": 0}, {"ranks": "all"}, {"loras": "x"}, {"loras": [""]}])
+def test_wrong_ranks_and_adapters_are_refused(body):
     assert f"{next(iter(body))} must be" in refusal(add, body)
 
 

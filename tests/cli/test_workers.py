@@ -181,3 +181,18 @@ def test_a_record_shows_its_reason_and_its_pause():
     assert describe_state(record) == "held: updating"
     paused = {"health_state": "healthy", "routable": True, "paused": {"at": None}}
     assert describe_state(paused) == "PAUSED, healthy: omni-proxy weights continue"
+
+
+def test_roles_have_a_column_only_where_workers_have_them(fleet):
+    assert "ROLE" not in render_workers(FLEET)[0]
+    pair = [record(A, role="prefill"), record(B, role="decode")]
+    lines = render_workers(pair)
+    assert lines[0].split()[:2] == ["WORKER", "ROLE"]
+    assert lines[1].split()[:2] == [A, "prefill"]
+
+
+def test_a_worker_is_added_with_its_role(fleet):
+    fleet.says["/workers"] = (200, {"worker": record(A)})
+    assert run(fleet, "add", A, "--role", "prefill", "--bootstrap-port", "9001") == 0
+    body = {"url": A, "role": "prefill", "bootstrap_port": 9001}
+    assert fleet.asked[-1][:2] == ("/workers", body)

@@ -6,10 +6,17 @@ Invariant: a schema lists the keys that are always present; clients must accept 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, get_args
 
-from omni_proxy.admin_api.worker_requests import SMG_PATCH, SMG_PREFIXES, SMG_SPEC
-from omni_proxy.config.schema import CAPABILITIES
+from omni_proxy.admin_api.worker_requests import (
+    MAX_PORT,
+    MAX_RANKS,
+    ROLE_KEYS,
+    SMG_PATCH,
+    SMG_PREFIXES,
+    SMG_SPEC,
+)
+from omni_proxy.config.schema import CAPABILITIES, KvConnector, Role
 from omni_proxy.fleet.health_state import Health
 
 Schema = dict[str, object]
@@ -26,6 +33,10 @@ OBJECT_OR_NULL: Final[Schema] = {"type": ["object", "null"]}
 TIME: Final[Schema] = {"type": "string", "format": "date-time"}
 COUNTS: Final[Schema] = {"type": "object", "additionalProperties": COUNT}
 CAPABILITY: Final[Schema] = {"type": "string", "enum": list(CAPABILITIES)}
+
+
+def or_auto(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"const": "auto"}]}
 
 
 def ref(name: str) -> Schema:
@@ -50,6 +61,8 @@ def body(least: int = 0, /, **properties: Schema) -> Schema:
     return {**schema, "minProperties": least} if least else schema
 
 
+ROLE: Final[Schema] = {"type": "string", "enum": list(get_args(Role))}
+KV_CONNECTOR: Final[Schema] = {"type": "string", "enum": list(get_args(KvConnector))}
 RANK_COUNTS: Final = (
     "rank", "in_flight", "peak_in_flight", "max_inflight", "routed_requests",
     "successful_requests", "failed_requests", "sessions",
@@ -85,6 +98,10 @@ def _worker() -> Schema:
         paused=OBJECT_OR_NULL,
         cost=NUMBER,
         labels=OBJECT,
+        role=ROLE,
+        kv_connector={"anyOf": [KV_CONNECTOR, {"type": "null"}]},
+        bootstrap_port=COUNT_OR_NULL,
+        loras=ANY,
         configured_ranks=ANY,
         ranks=listed(shape(**dict.fromkeys(RANK_COUNTS, COUNT))),
         job_status=shape(
@@ -143,7 +160,10 @@ _SPEC: Final[dict[str, Schema]] = {
     "model_id": TEXT_OR_NULL,
     "models": listed(OBJECT),
     "capabilities": {**listed(CAPABILITY), "minItems": 1},
-    "worker_type": {"const": "regular"},
+    "worker_type": ROLE,
+    "role": ROLE,
+    "kv_connector": {"anyOf": [KV_CONNECTOR, {"type": "null"}]},
+    "bootstrap_port": {"type": ["integer", "null"], "minimum": 1, "maximum": MAX_PORT},
     "connection_mode": _HTTP,
     "url": TEXT,
 }
@@ -221,13 +241,21 @@ SCHEMAS: Final[dict[str, Schema]] = {
             ),
         ]
     },
-    "NewWorker": {**body(**_SPEC, worker_url=TEXT), **_BEGINNINGS},
+    "NewWorker": {
+        **body(
+            **_SPEC,
+            worker_url=TEXT,
+            ranks=or_auto({"type": "integer", "minimum": 1, "maximum": MAX_RANKS}),
+            loras=or_auto(listed({"type": "string", "minLength": 1})),
+        ),
+        **_BEGINNINGS,
+    },
     "Switches": {
         **body(1, **_SPEC, disabled=FLAG, is_dead=FLAG),
         **_BEGINNINGS,
         "description": "A `url` must be the worker's own.",
     },
-    "Remarks": body(1, **_REMARKS),
+    "Remarks": body(1, **_REMARKS, **{name: _SPEC[name] for name in sorted(ROLE_KEYS)}),
     "Changed": shape(status=TEXT, worker=ref("Worker")),
     "Accepted": shape(
         ("ignored",), status={"const": "accepted"}, worker_id=TEXT, url=TEXT, location=TEXT,

@@ -62,7 +62,8 @@ class SglangRoutes:
         if self._services.fleet.find(url):
             raise _known_already()
         await self._changes.check_address(url)
-        entry = api_worker_spec(url, request.args.get("model", ""))
+        settings = {"model": request.args.get("model", "")}
+        entry = api_worker_spec(url, settings, self._services.kv_connector)
         await self._arrivals.until_healthy(entry, _wait_secs())
         try:
             worker = await self._changes.add(entry)

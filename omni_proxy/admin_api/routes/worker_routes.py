@@ -149,8 +149,9 @@ class WorkerRoutes:
 
     async def all(self) -> Response:
         pool = self._records.pool("ok", request.args.get("model"))
-        total = len(self._services.fleet.workers)
-        stats = {"prefill_count": 0, "decode_count": 0, "regular_count": total}
+        roles = [worker.role for worker in self._services.fleet.workers]
+        total = len(roles)
+        stats = {f"{role}_count": roles.count(role) for role in ("prefill", "decode", "regular")}
         return json_response({**pool, "total": total, "stats": stats})
 
     async def one(self, name: str) -> Response:
@@ -164,10 +165,11 @@ class WorkerRoutes:
         parsed = parse_add(body, prefers_async=self._is_async())
         url = requested_url(body)
         await self._changes.check_address(url)
+        entry = api_worker_spec(url, parsed.settings, self._services.kv_connector)
         wait_secs = self._wait_secs()
         if wait_secs is not None:
-            return await self._add_when_healthy(_entry(url, parsed), parsed, wait_secs)
-        worker = await self._changes.add(_entry(url, parsed))
+            return await self._add_when_healthy(entry, parsed, wait_secs)
+        worker = await self._changes.add(entry)
         log.info("worker_registered worker=%s url=%s", worker.display_id, url)
         self._notes.update(worker, parsed.note_fields)
         if parsed.in_background:
@@ -234,7 +236,7 @@ class WorkerRoutes:
     async def patch(self, name: str) -> Response:
         parsed = parse_patch(await json_object())
         worker = self._changes.find(name)
-        await self._changes.change(self._switching(worker, {}), at_once=True)
+        await self._changes.change(self._switching(worker, parsed.settings), at_once=True)
         self._notes.update(worker, parsed.note_fields)
         return self._accepted(worker, "worker updated", parsed.ignored)
 
@@ -315,9 +317,3 @@ def _preferences() -> dict[str, str]:
     named = request.headers.get("Prefer", "").lower().replace(";", ",").split(",")
     parts = (part.partition("=") for part in named)
     return {name.strip(): value.strip(' "') for name, _, value in parts}
-
-
-def _entry(url: str, parsed: WorkerBody) -> WorkerSpec:
-    named = parsed.settings.get("capabilities")
-    capabilities = frozenset(named) if isinstance(named, tuple) else None
-    return api_worker_spec(url, str(parsed.settings.get("model", "")), capabilities)

@@ -103,6 +103,7 @@ class Snapshots:
             "url": worker.url,
             "display_id": worker.display_id,
             "model": worker.model,
+            "role": worker.role,
             "health": machine.state.value,
             "routable": worker.routable,
             "disabled": worker.disabled,

@@ -71,7 +71,7 @@ def _record(outcome: CallResult, report: Mapping[str, object], index: int) -> di
     }  # fmt: skip
     record: dict[str, object] = {
         "worker": outcome.worker.url,
-        "worker_type": "regular",
+        "worker_type": outcome.worker.role,
         "dp_rank": rank if isinstance(rank := report.get("dp_rank"), int) else index,
         "source": "engine" if report else "proxy",
     }

@@ -40,6 +40,7 @@ class FleetRow(Struct, frozen=True):
     url: str
     display_id: str = ""
     model: str | None = None
+    role: str = "regular"
     health: str = "unknown"
     routable: bool = False
     disabled: bool = False

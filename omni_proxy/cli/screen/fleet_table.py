@@ -20,11 +20,12 @@ from omni_proxy.cli.screen.text_table import (
     truncate_middle,
 )
 
-HEAD: Final = ("WORKER", "STATE", "BUSY", "SESS", "REQ/S", "P50", "P99", "ERR", "WEIGHTS")
+HEAD: Final = ("WORKER", "ROLE", "STATE", "BUSY", "SESS", "REQ/S", "P50", "P99", "ERR", "WEIGHTS")
 _RIGHT: Final = ("BUSY", "SESS", "REQ/S", "P50", "P99", "ERR")
 # Columns dropped on a narrow screen, in this order.
-_SPARE: Final = ("WEIGHTS", "P50", "REQ/S", "SESS", "BUSY", "P99")
+_SPARE: Final = ("WEIGHTS", "P50", "REQ/S", "SESS", "BUSY", "P99", "ROLE")
 _SESSIONS: Final = "SESS"  # dropped while there are none
+_ROLE: Final = "ROLE"  # dropped while all workers are regular
 _WEIGHTS_WIDTH: Final = 16
 _LEAST_NAME: Final = 12
 
@@ -43,11 +44,16 @@ def fleet_table(
     cells = [_cells(row, verdicts[row.id]) for row in rows]
     titles = list(HEAD)
     spare = [title for title in _SPARE if title != sort_column]
-    if sort_column != _SESSIONS and not any(row.sessions for row in rows):
-        spare.remove(_SESSIONS)
-        column = titles.index(_SESSIONS)
-        for row_cells in (titles, *cells):
-            del row_cells[column]
+    empty = {
+        _SESSIONS: not any(row.sessions for row in rows),
+        _ROLE: all(row.role == "regular" for row in rows),
+    }
+    for title, is_empty in empty.items():
+        if is_empty and sort_column != title:
+            spare.remove(title)
+            column = titles.index(title)
+            for row_cells in (titles, *cells):
+                del row_cells[column]
     right_aligned = [title + sort_mark if title == sort_column else title for title in _RIGHT]
     while True:
         head = [title + sort_mark if title == sort_column else title for title in titles]
@@ -74,6 +80,7 @@ def fleet_table(
 def _cells(row: FleetRow, verdict: Diagnosis) -> list[str]:
     return [
         printable(row.name),
+        printable(row.role),
         verdict.state,
         f"{row.in_flight}/{row.max_inflight}" if row.max_inflight else str(row.in_flight),
         str(row.sessions),

@@ -396,7 +396,7 @@ async def test_a_job_whose_worker_died_has_failed(api):
         ("POST", "/workers", {"url": A}, "WORKER_ALREADY_EXISTS"),
         ("POST", "/workers", {}, "BAD_REQUEST"),
         ("POST", "/workers", {"url": "ftp://x"}, "BAD_REQUEST"),
-        ("POST", "/workers", {"url": C, "worker_type": "prefill"}, "BAD_REQUEST"),
+        ("POST", "/workers", {"url": C, "worker_type": "encode"}, "BAD_REQUEST"),
         ("POST", "/workers", {"url": C, "colour": "red"}, "BAD_REQUEST"),
         ("POST", "/workers", b"{", "BAD_REQUEST"),
         ("GET", "/workers/none", None, "WORKER_NOT_FOUND"),
@@ -459,3 +459,31 @@ async def test_clients_of_sglang_router_find_the_ids_that_they_check():
     plain = build_api(entry(A))
     theirs = next(each["id"] for each in listed if each["url"] == A)
     assert (await call(plain, "GET", f"/workers/{theirs}"))[1]["id"] == ID_A
+
+
+async def test_a_prefill_worker_is_registered_as_sglang_router_takes_it(api):
+    body = {"url": C, "worker_type": "prefill", "bootstrap_port": 9001}
+    answer = await api.client().post("/workers", json=body)
+    assert answer.status_code == 202
+    record = (await answer.get_json())["worker"]
+    shown = [record[key] for key in ("role", "worker_type", "kv_connector", "bootstrap_port")]
+    assert shown == ["prefill", "prefill", "sglang", 9001]
+    listed = await (await api.client().get("/workers")).get_json()
+    assert listed["stats"] == {"prefill_count": 1, "decode_count": 0, "regular_count": 2}
+    (saved,) = api.config_store.state.workers
+    assert (saved.role, saved.bootstrap_port) == ("prefill", 9001)
+
+
+async def test_without_a_connector_a_worker_has_that_of_the_command_line():
+    api = build_api(entry(A), services={"kv_connector": "nixl"})
+    answer = await api.client().post("/workers", json={"url": C, "role": "decode"})
+    assert (await answer.get_json())["worker"]["kv_connector"] == "nixl"
+
+
+@pytest.mark.parametrize("method", ["PUT", "PATCH"])
+async def test_a_role_is_changed_over_http(api, method):
+    path = f"/workers/{api.worker(A).id}"
+    answer = await api.client().open(path, method=method, json={"role": "decode"})
+    assert answer.status_code in (200, 202)
+    assert api.worker(A).role == "decode"
+    assert api.fleet.has_pools

@@ -1,16 +1,19 @@
 from omni_proxy.admin_api.routes.models_routes import explanation_record
 from omni_proxy.fleet.worker import CAPABILITY_BITS
+from omni_proxy.routing.disaggregation.explanation import explain_placement
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.pick import explain
+from omni_proxy.routing.routes import BOTH_ENGINES
 from omni_proxy.routing.version_constraint import VersionConstraint
 from tests.fleet.entries import entry, fleet_of
+from tests.routing.disaggregation.pools_fixture import pools_of
 from tests.routing.policies.chats import build, chat
 
 CHAT = CAPABILITY_BITS["chat"]
 
 
 def record(fleet, need, policy):
-    return explanation_record(explain(fleet, need, policy), need, policy.name)
+    return explanation_record(explain_placement(fleet, need, policy, pools_of()), need)
 
 
 def asked(text):
@@ -59,3 +62,19 @@ def test_asking_teaches_the_policy_nothing():
     before = policy.stats()
     explain(fleet, asked("x" * 100), policy)
     assert policy.stats() == before
+
+
+def test_a_pair_has_both_picks_and_a_decode_worker_alone_the_reason():
+    fleet = fleet_of(
+        entry("p", role="prefill", kv_connector="nixl"),
+        entry("d", role="decode", kv_connector="nixl"),
+    )
+    need = Requirements(CHAT, legs=BOTH_ENGINES)
+    told = record(fleet, need, build("round_robin"))
+    assert (told["pick"]["url"], told["prefill"]["pick"]["url"]) == ("http://d:1", "http://p:1")
+    assert told["prefill"]["pick"]["reason"] == "it is its turn: 1 of 1"
+    fleet.cordon(fleet.workers[0], "paused")
+    told = record(fleet, need, build("round_robin"))
+    assert (told["pick"]["url"], told["prefill"]["pick"]) == ("http://d:1", None)
+    assert "no prefill worker can" in told["prefill"]["reason"]
+    assert [row["role"] for row in told["workers"]] == ["prefill", "decode"]
