@@ -198,6 +198,7 @@ def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _duplicates(_alias_names(aliases), "alias")
     for index, alias in enumerate(aliases):
         yield from _duplicates(_alias_targets(alias, index), "target")
+    yield from _aliases_of_aliases(aliases)
 
 
 def _role_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
@@ -224,6 +225,16 @@ def _alias_targets(alias: Mapping[str, Any], index: int) -> Iterator[tuple[Path,
     for number, target in enumerate(alias.get("targets", [])):
         if "model" in target:
             yield ("routing", "models", index, "targets", number, "model"), target["model"]
+
+
+def _aliases_of_aliases(aliases: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """A target that is an alias itself. Its own name is not: it means the model of that name."""
+    names = {name for _, name in _alias_names(aliases)}
+    for index, alias in enumerate(aliases):
+        for path, model in _alias_targets(alias, index):
+            if model in names and model != alias.get("name"):
+                reason = f'"{model}" is an alias itself; targets are models of workers'
+                yield path, reason, "name the targets of that alias"
 
 
 def _voice_owner_capabilities(tables: Mapping[str, Any]) -> Iterator[Finding]:

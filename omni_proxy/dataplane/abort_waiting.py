@@ -78,7 +78,7 @@ def _reply(exchange: Exchange, made_at: int) -> HttpError:
             path=route.path if route is not None else "",
             request_id=exchange.request_id.decode("latin-1"),
             ids=need.rids if need is not None else (),
-            model=(need.model or "") if need is not None else "",
+            model=(need.asked_model or "") if need is not None else "",
             stream=exchange.stream,
             made_at=made_at,
         )

@@ -125,6 +125,7 @@ class DataPlane:
         self.settings.configure(config)
         self.voices.configure(config.routing.voice_owner)
         self.balancer.affinity_keys = affinity_keys_of(config)
+        self.balancer.configure_aliases(config)
         self.balancer.policy = self.build_policy(config.routing)
         self.balancer.pools.configure(config.routing)
         held = reasons_to_hold_sessions(config)

@@ -20,6 +20,7 @@ from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.multiprocess.process_slot import ProcessSlot
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.model_aliases import ModelAliases, TargetChecks
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.stored_responses import ResponseOwners
 from omni_proxy.watchdog import Watchdog
@@ -74,6 +75,14 @@ class AggregateView:
     @property
     def response_owners(self) -> ResponseOwners:
         return self._dataplane.balancer.response_owners
+
+    @property
+    def aliases(self) -> ModelAliases | None:
+        return self._dataplane.balancer.aliases
+
+    @property
+    def target_checks(self) -> TargetChecks:
+        return self._dataplane.balancer
 
     @property
     def load(self) -> tuple[int, int]:

@@ -202,6 +202,7 @@ class MetricsEvent(Struct, frozen=True, tag=True):
     ends: list[RecentEndDelta]
     failed_attempts: list[tuple[int, str, int]]
     retries: int
+    alias_targets: list[tuple[str, str, int]]  # alias, target
     worker_ends: list[tuple[int, str, int, int, int]]  # traffic, routed, succeeded, failed
 
 

@@ -63,6 +63,7 @@ class MetricsDelta(Metrics):
         phases, self._phases = self.phases, {}
         failed, self.failed_attempts = self.failed_attempts, Counter()
         retries, self.retries = self.retries, 0
+        targets, self.alias_targets = self.alias_targets, Counter()
         recent, self._recent = self._recent, RecentDelta()
         assert isinstance(recent, RecentDelta)
         return MetricsEvent(
@@ -74,6 +75,7 @@ class MetricsDelta(Metrics):
             ends=recent.end_deltas(),
             failed_attempts=[(_serial(w), cause, count) for (w, cause), count in failed.items()],
             retries=retries,
+            alias_targets=[(*names, count) for names, count in targets.items()],
             worker_ends=_worker_counts(self._fleet.targets()),
         )
 
@@ -112,6 +114,8 @@ def merge_metrics(
         if worker is not None:
             meters.failed_attempts[worker, cause] += count
     meters.retries += event.retries
+    for alias, target, count in event.alias_targets:
+        meters.alias_targets[alias, target] += count
     _merge_recent(event, recent, find)
     for serial, traffic, routed, succeeded, failed in event.worker_ends:
         worker = find(serial)

@@ -184,6 +184,7 @@ class Metrics:
         self.ejections: Counter[Worker] = Counter()
         self.health_changes: Counter[tuple[Worker, Health]] = Counter()
         self.retries = 0
+        self.alias_targets: Counter[tuple[str, str]] = Counter()  # requests by alias and target
         self._phases: dict[str, RoutePhases] = {}
         self._series: dict[str, dict[Worker | None, RouteSeries]] = {}
         self._fleet = fleet
@@ -233,6 +234,10 @@ class Metrics:
             if exchange.route is not None
             else None
         )
+
+    def count_target(self, alias: str, target: str) -> None:
+        """A request for an alias goes to this target; both are names of the configuration."""
+        self.alias_targets[alias, target] += 1
 
     def count_gaps(self, worker: Worker) -> int:
         """The count over its streams, running ones included."""

@@ -236,6 +236,10 @@ def _tokens(series: SeriesRows) -> Iterator[Metric]:
 
 
 def _attempts(metrics: Metrics) -> Iterator[Metric]:
+    yield from counters(
+        "model_alias_requests", "Requests for an alias, by the target that they went to",
+        ("alias", "target"), metrics.alias_targets.items(),
+    )  # fmt: skip
     yield total("retries", "Attempts of requests beyond their first", metrics.retries)
     failed = [((w.url, cause), count) for (w, cause), count in metrics.failed_attempts.items()]
     yield from counters("failed_attempts", "Attempts that failed", ("worker", "cause"), failed)

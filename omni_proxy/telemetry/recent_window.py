@@ -82,6 +82,7 @@ class FinishedExchange(NamedTuple):
     first_secs: float | None
     total_secs: float
     request_id: str
+    target_model: str | None = None  # of an alias, which is `model`
 
 
 def _gather_nothing(_: Worker | None) -> None:
@@ -215,7 +216,8 @@ class RecentWindow:
 def _end_of(exchange: Exchange, worker: Worker | None) -> FinishedExchange:
     """Texts are truncated: clients and workers choose them."""
     requirements, route = exchange.requirements, exchange.route
-    model = requirements.model if requirements is not None else None
+    model = requirements.asked_model if requirements is not None else None
+    target = requirements.target_model if requirements is not None else None
     return FinishedExchange(
         exchange.ended_at,
         route.path if route is not None else "",
@@ -230,6 +232,7 @@ def _end_of(exchange: Exchange, worker: Worker | None) -> FinishedExchange:
         exchange.first_at - exchange.started_at if exchange.first_at else None,
         exchange.ended_at - exchange.started_at,
         exchange.request_id[:TEXT_CHARS].decode("latin-1"),
+        target[:TEXT_CHARS] if target else target,
     )
 
 

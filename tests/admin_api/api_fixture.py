@@ -114,6 +114,8 @@ class FakeDataPlane:
         self.watched = Watchdog()
 
         self.response_owners = own_response_owners()
+        self.aliases = None
+        self.target_checks = None  # of aliases
         self.found = AbortFindings()  # what an abort finds
         self.aborted = []
 

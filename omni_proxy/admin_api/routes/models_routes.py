@@ -37,6 +37,7 @@ from omni_proxy.routing.inspect.requirements import (
     requirements_of_large_json,
 )
 from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
+from omni_proxy.routing.model_aliases import TargetExplanation, explain_target
 from omni_proxy.routing.rank_pinning import pin_to_rank
 from omni_proxy.routing.routes import (
     RESPONSE_OWNER,
@@ -58,7 +59,7 @@ def explanation_record(explained: PlacementExplanation, need: Requirements) -> d
     explanation = explained.explanation
     record: dict[str, object] = {
         "need": {
-            "model": need.model,
+            "model": need.asked_model,
             "stream": need.stream,
             "capabilities": need.capabilities,
             "weights": str(need.version_constraint) if need.version_constraint else None,
@@ -89,6 +90,22 @@ def _picked(target: Worker) -> dict[str, object]:
     worker = target.worker
     named: dict[str, object] = {"worker_id": worker.id, "url": worker.url}
     return {**named, "rank": target.index} if isinstance(target, DpRank) else named
+
+
+def alias_record(explanation: TargetExplanation) -> dict[str, object]:
+    """What the name that the request has stands for. `target`: None if no target has a worker."""
+    split = explanation.split
+    targets = zip(split.models, split.weights, explanation.available, strict=True)
+    return {
+        "name": split.name,
+        "target": explanation.target,
+        "reason": explanation.reason,
+        "rewrite": split.rewrite,
+        "targets": [
+            {"model": model, "weight": weight, "available": available}
+            for model, weight, available in targets
+        ],
+    }
 
 
 def _verdict(worker: Worker, reasons: list[str]) -> dict[str, object]:
@@ -279,11 +296,15 @@ class ExplainRoutes:
         if data_plane.needs_affinity_key:
             keys = affinity_keys_of(self._services.config_store.config)
             requirements.affinity_key = keys.read(_lines(), body)
+        if data_plane.aliases is not None:
+            data_plane.aliases.resolve(requirements, _lines(), body)
+        target = explain_target(requirements, data_plane.target_checks)
         explained = explain_placement(
             self._services.fleet, requirements, data_plane.policy, data_plane.pool_policies,
             data_plane.voices.owner,
         )  # fmt: skip
-        return json_response(explanation_record(explained, requirements))
+        record = explanation_record(explained, requirements)
+        return json_response({**record, "alias": target and alias_record(target)})
 
 
 async def _need_of(route: Route, body: bytes, request_facts: RequestFacts) -> Requirements:

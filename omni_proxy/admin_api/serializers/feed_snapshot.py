@@ -156,6 +156,7 @@ def _ends(ends: list[FinishedExchange], offset: float) -> list[dict[str, object]
             "at": _iso(end.at + offset),
             "route": end.route,
             "model": end.model,
+            "target_model": end.target_model,
             "worker": end.worker or None,
             "status": end.status,
             "end": end.end,

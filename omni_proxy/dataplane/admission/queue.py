@@ -316,7 +316,7 @@ def _line_key(need: Requirements | None, held: Worker | None, *, names_models: b
     `held`: the only worker that may take it, since its session waits for that."""
     if need is None:
         return None
-    model = need.model if names_models else None
+    model = need.asked_model if names_models else None
     place = need.pinning if need.pinning is not UNPINNED else ""
     where = (place, need.named_worker, need.dp_rank)
     return model, need.mask, where, need.version_constraint, held, need.legs

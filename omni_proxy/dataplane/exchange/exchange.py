@@ -178,6 +178,8 @@ class RequestObserver(Protocol):
 
     def gap_histogram(self, exchange: Exchange) -> GapRecorder | None: ...
 
+    def count_target(self, alias: str, target: str) -> None: ...
+
 
 class Recorders:
     """The observers in use; None where one is switched off."""

@@ -30,6 +30,7 @@ from omni_proxy.dataplane.upstream.attempt import (
     length_lines,
     start_waiting,
 )
+from omni_proxy.dataplane.upstream.outgoing_body import find_spans, parts_for_target
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.routing.inspect.body_fields import decode_body
 from omni_proxy.routing.inspect.requirements import requirements_of_fields
@@ -152,6 +153,8 @@ class FastPath:
             return False  # it may name a rank
         try:
             need = requirements_of_fields(cached.route, decode_body(body))
+            if services.balancer.aliases is not None:
+                find_spans(services.balancer.aliases, need, cached.route, body, cached.head)
             exchange = self._spare or self._new_exchange()
             exchange.recycle(io.loop.now)
             exchange.bytes_in = size
@@ -163,6 +166,9 @@ class FastPath:
             set_requirements(io, exchange, need, lines, body)
             exchange.policy = services.balancer.policy.name
             worker = services.balancer.acquire(exchange)
+            if need.alias is not None and need.alias.spans:
+                body = b"".join(parts_for_target(need, cached.route, body))
+                length_line = length_lines(len(body))[1]
             rank = exchange.rank if has_ranks else None
             if rank is not None:
                 body = b"".join(body_for_rank(cached.route.path, need, rank, body))

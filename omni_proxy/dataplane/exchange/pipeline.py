@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hmac
 import socket
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Coroutine, Generator, Sequence
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from omni_proxy.admin_ops.routes import is_known
@@ -36,10 +36,12 @@ from omni_proxy.dataplane.exchange.stored_responses import read_keys
 from omni_proxy.dataplane.loop.task import ClientDisconnected, pause
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed, SentRequest, run_attempt
+from omni_proxy.dataplane.upstream.outgoing_body import find_spans
 from omni_proxy.dataplane.upstream.retry import RetryState
 from omni_proxy.dataplane.websocket import relay as websocket_relay
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, ONE_PASS_BYTES, walk_large_json
+from omni_proxy.routing.inspect.model_field import walk_model_spans
 from omni_proxy.routing.inspect.requirements import (
     Requirements,
     has_json_body,
@@ -57,12 +59,14 @@ from omni_proxy.routing.routes import (
     match_route,
 )
 from omni_proxy.routing.voice_pinning import pin_to_voice_owner
+from omni_proxy.routing.weighted_split import AliasRequirement, Split
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.forwarded import field_value, with_received
 from omni_proxy.wire.proxy_protocol import peer_field
 from omni_proxy.wire.request import RequestHead, hint_lines
 
 Response = Coroutine[Any, Any, bool]
+Found = TypeVar("Found")
 
 
 def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
@@ -175,12 +179,23 @@ async def _walk(
     if not has_json_body(route, head):
         return None
     io.phase_deadline = io.deadline  # all of it has come
-    walk = walk_large_json(body.held_whole())
+    fields = await _in_slices(io, walk_large_json(body.held_whole()))
+    need = requirements_of_large_json(route, fields, head)
+    split = _rewriting_split(io, need)
+    if split is not None:
+        spans = await _in_slices(io, walk_model_spans(body.held_whole()))
+        need.alias = AliasRequirement(split, spans=spans)
+    return need
+
+
+async def _in_slices(io: ExchangeIO, walk: Generator[None, None, Found]) -> Found:
+    """What the walk finds; other connections have a turn between two slices."""
     while True:
         try:
             next(walk)
         except StopIteration as found:
-            return requirements_of_large_json(route, found.value, head)
+            result: Found = found.value
+            return result
         io.loop.wake(io)
         await pause
 
@@ -194,9 +209,18 @@ def _streamable(
         return None  # in two legs a body is sent twice, with keys of the proxy's own
     io.body_stream = body  # an error from here on leaves the rest of it unread
     need = requirements_of_beginning(io.services.fleet, exchange.route, body.beginning, head)
+    if need is not None and _rewriting_split(io, need) is not None:
+        need = None  # the body's model may be in the part that has not come yet
     if need is None:
         io.body_stream = None
     return need
+
+
+def _rewriting_split(io: ExchangeIO, need: Requirements) -> Split | None:
+    """Of the alias that it names, if its requests get the target's model."""
+    aliases = io.services.balancer.aliases
+    split = aliases.find(need.model) if aliases is not None else None
+    return split if split is not None and split.rewrite else None
 
 
 async def _stream(
@@ -226,6 +250,8 @@ def _inspected(
         if route.text or route.pinning is RESPONSE_OWNER:
             read_keys(io, exchange, need)
     exchange.request_id = head.request_id or id_from_body(need)
+    if services.balancer.aliases is not None:
+        find_spans(services.balancer.aliases, need, route, exchange.body, head)
     set_requirements(io, exchange, need, (head.lines,), exchange.body)
     if io.settings.forwarded is not None:
         add_forwarded(io.settings.forwarded, exchange, head)
@@ -250,6 +276,8 @@ def set_requirements(
     balancer = io.services.balancer
     if balancer.needs_affinity_key:
         need.affinity_key = balancer.affinity_keys.read(b"".join(lines), body)
+    if balancer.aliases is not None:
+        balancer.aliases.resolve(need, b"".join(lines), body)
     if not need.stream:
         io.deadline = io.loop.now + io.settings.limits.total
 

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Final
 
+from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.exchange.exchange import Exchange, PrefillLeg, Recorders
 from omni_proxy.fleet.dp_rank import DpRank, rank_of
 from omni_proxy.fleet.registry import Fleet
@@ -30,6 +31,12 @@ from omni_proxy.routing.disaggregation.pairing import (
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.affinity_key import AffinityKeyReader
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.model_aliases import (
+    ModelAliases,
+    all_targets_tried,
+    any_target,
+    choose_target,
+)
 from omni_proxy.routing.pick import (
     eligible_workers,
     filter_by_version,
@@ -41,6 +48,7 @@ from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.routing.routes import NO_LEGS
 from omni_proxy.routing.stored_responses import ResponseOwners, own_response_owners
+from omni_proxy.wire.errors import HttpError
 
 # Two processes that both give up the same place find it free again at their next choice; that this
 # happens three times in a row is less likely than one in a million.
@@ -61,11 +69,17 @@ class Balancer:
         self.policy = policy  # of regular workers
         self.pools = pools
         self.affinity_keys = AffinityKeyReader(())
+        self.aliases: ModelAliases | None = None  # None: there are none
         self.voices = voices
         self.response_owners: ResponseOwners = own_response_owners()
         self._fleet = fleet
         self._pairing = Pairing(fleet)
         self._recorders = recorders
+
+    def configure_aliases(self, config: Config) -> None:
+        """Those of `config`; equal ones go on where they were."""
+        before = self.aliases
+        self.aliases = ModelAliases(config, before) if config.routing.models else None
 
     def uses_pools(self, need: Requirements) -> bool:
         """Whether prefill and decode workers may take it."""
@@ -79,12 +93,23 @@ class Balancer:
 
     def is_eligible(self, need: Requirements) -> bool:
         """Whether `acquire` would find a worker now. Raises HttpError 404."""
+        if need.alias is not None:
+            return any_target(need, self.can_take)
+        return self.can_take(need)
+
+    def can_take(self, need: Requirements) -> bool:
+        """The same of a request for `need.model`."""
         if self.uses_pools(need):
             return is_eligible(self._pairing, need, self.pools, self.voices.owner)
         return bool(eligible_workers(self._fleet, need, self.voices.owner))
 
     def could_take(self, need: Requirements) -> bool:
         """Whether there is a worker for it that only has no room. Raises HttpError 404."""
+        if need.alias is not None:
+            return any_target(need, self._could_take)
+        return self._could_take(need)
+
+    def _could_take(self, need: Requirements) -> bool:
         if self.uses_pools(need):
             return could_take(self._pairing, need, self.pools)
         return bool(filter_by_version(need, self._fleet.candidates(need.model, need.mask)))
@@ -92,10 +117,23 @@ class Balancer:
     def all_tried(self, need: Requirements, tried: Collection[Worker]) -> bool:
         """Whether the next attempt can only go where one has failed; false if there is no worker
         for it. Raises HttpError 404."""
+        if need.alias is not None:
+            return all_targets_tried(need, self, tried)
+        return self.has_tried_all(need, tried)
+
+    def has_tried_all(self, need: Requirements, tried: Collection[Worker]) -> bool:
+        """The same of a request for `need.model`."""
         if self.uses_pools(need):
             return all_tried(self._pairing, need, self.pools, tried, self.voices.owner)
         workers = eligible_workers(self._fleet, need, self.voices.owner)
         return bool(workers) and all(target.worker in tried for target in workers)
+
+    def error_for(self, need: Requirements) -> HttpError:
+        """Why nobody can take a request for `need.model` now."""
+        error = no_worker_error(self._fleet, need, self.voices.owner)
+        if self.uses_pools(need) and error.code in ("no_regular_worker", "model_not_found"):
+            return no_pair_error(self._fleet, need, self.voices.owner)
+        return error
 
     def held_for_update(self, need: Requirements) -> list[Worker]:
         held = self.held_worker(need)
@@ -116,6 +154,8 @@ class Balancer:
         worker is in `exchange.prefill`. Raises HttpError: none can take it."""
         need, fleet = exchange.requirements, self._fleet
         assert need is not None
+        if need.alias is not None and choose_target(need, self, tried):
+            self._count_target(need.alias.split.name, need.model)
         if fleet.has_pools and need.legs is not NO_LEGS:
             worker = self._acquire_placement(exchange, need, tried)
         else:
@@ -207,6 +247,10 @@ class Balancer:
             each.in_flight -= 1
             count_at_worker(each, -1)
         return False
+
+    def _count_target(self, alias: str, target: str | None) -> None:
+        if self._recorders.meters is not None and target is not None:
+            self._recorders.meters.count_target(alias, target)
 
     def release(self, exchange: Exchange, worker: Worker, result: int) -> None:
         """The attempt at `worker`, the present one, is over: SUCCEEDED or FAILED. The caller serves

@@ -18,9 +18,8 @@ from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO, StreamedBody
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
+from omni_proxy.dataplane.upstream.outgoing_body import changed_parts
 from omni_proxy.dataplane.upstream.pool import ResponseStart, UpstreamPool, with_key
-from omni_proxy.fleet.dp_rank import DpRank
-from omni_proxy.routing.rank_pinning import body_for_rank
 from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.wire.errors import HttpError, UpstreamError
 from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_fields
@@ -194,36 +193,24 @@ async def _send(
 def _encode(
     exchange: Exchange, head: RequestHead, pool: UpstreamPool, body_stream: StreamedBody | None
 ) -> _Parts:
-    worker, lines = pool.worker, head.lines
-    start: bytes = b""
-    body: bytes | memoryview = exchange.body
-    if exchange.rank is not None:
-        lines, start, body = _parts_for_rank(exchange, exchange.rank, head)
+    worker, lines, body = pool.worker, head.lines, exchange.body
+    if exchange.rank is not None and RANK_HINT in head.hints:
+        lines = drop_fields(lines, _RANK_FIELD)  # the pool adds the one that names the rank
     if worker is not None and worker.api_key_env:
         lines = with_key(worker, lines)
     if body_stream is not None:
         return [body_stream.start_stream(lines + pool.host_line)]
-    size = len(start) + len(body)
-    if not (size or head.length or head.method in (b"POST", b"PUT", b"PATCH")):
+    if not (body or head.length or head.method in (b"POST", b"PUT", b"PATCH")):
         return [lines + pool.host_line + b"\r\n"]
-    length_line = length_lines(size)[1] + start
-    if size < JOIN_BYTES:
-        return [encode_request(pool, [lines], length_line, bytes(body))]
-    return [encode_request(pool, [lines], length_line, b""), body]
-
-
-def _parts_for_rank(
-    exchange: Exchange, rank: DpRank, head: RequestHead
-) -> tuple[bytes, bytes, bytes | memoryview]:
-    """The head's lines, and the body in two parts, for this rank. The pool adds the header that
-    names it, so a client's own goes."""
-    lines, body, need, route = head.lines, exchange.body, exchange.requirements, exchange.route
-    if RANK_HINT in head.hints:
-        lines = drop_fields(lines, _RANK_FIELD)
-    if not body or need is None or route is None:
-        return lines, b"", body
-    *before, rest = body_for_rank(route.path, need, rank, body)
-    return lines, b"".join(before), rest
+    parts = changed_parts(exchange)
+    if parts is not None:
+        size = sum(map(len, parts))
+        if size >= JOIN_BYTES:
+            return [encode_request(pool, [lines], length_lines(size)[1], b""), *parts]
+        body = b"".join(parts)
+    if len(body) < JOIN_BYTES:
+        return [encode_request(pool, [lines], length_lines(len(body))[1], body)]
+    return [encode_request(pool, [lines], length_lines(len(body))[1], b""), body]
 
 
 async def _response_start(
@@ -312,16 +299,17 @@ async def _send_large(io: ExchangeIO, stream: Stream, request: _Parts) -> bool:
 
 async def _send_part(io: ExchangeIO, stream: Stream, view: memoryview, secs: float) -> bool:
     """False where the worker responded (413, say) or broke before it had read everything."""
-    while view:
-        io.set_timeout("send", secs)
-        if stream.has_input():
-            return False
-        io.waiting_on = stream
-        await pause
+    io.set_timeout("send", secs)
+    while not stream.has_input():
         try:
             view = view[stream.send(view) :]
         except BlockingIOError:
-            continue
+            pass
         except OSError:
             return False
-    return True
+        if not view:
+            return True
+        io.waiting_on = stream  # it is full, so there will be an event when it is not
+        await pause
+        io.set_timeout("send", secs)
+    return False

@@ -26,7 +26,12 @@ from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, PhaseTimeout, pause
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.websocket.connect import connect_worker
-from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_session
+from omni_proxy.routing.inspect.model_field import session_spans, with_model
+from omni_proxy.routing.inspect.requirements import (
+    RequestFacts,
+    Requirements,
+    inspect_session,
+)
 from omni_proxy.routing.rank_pinning import pin_to_rank
 from omni_proxy.routing.voice_pinning import pin_to_voice_owner
 from omni_proxy.wire.errors import HttpError
@@ -108,11 +113,15 @@ class _Session:
         pin_to_voice_owner(io.services.balancer.voices, route.traffic, need)
         if io.services.fleet.has_ranks:
             pin_to_rank(need, head.hints, b"")
+        if io.services.balancer.aliases is not None:
+            io.services.balancer.aliases.resolve(need, head.lines, b"")
+            if need.alias is not None and need.alias.split.rewrite:
+                need.alias.spans = session_spans(first)
         io.services.inflight.hold(exchange, len(first))
         worker, chunk = await connect_worker(io, exchange, head)
         io.services.inflight.release_bytes(exchange)
         need.body_fields = None
-        self.up.send(first)
+        self.up.send(_for_target(first, need))
         self.up.feed(chunk)
         try:
             await self._relay(io.client, worker)
@@ -325,6 +334,16 @@ class _Session:
             frames.feed(chunk)
             for _ in frames.events():
                 pass
+
+
+def _for_target(first: str | bytes, need: Requirements) -> str | bytes:
+    """The client's first message, with the model of the alias's target where it names one."""
+    alias, model = need.alias, need.target_model
+    if alias is None or model is None or not alias.spans:
+        return first
+    text = first.encode() if isinstance(first, str) else first
+    rewritten = b"".join(with_model(text, alias.spans, model, is_json=True))
+    return rewritten.decode() if isinstance(first, str) else rewritten
 
 
 def _close_text(close: CloseConnection) -> str:

@@ -270,29 +270,41 @@ _NAME = re.compile(rb'[;\s]name="?([^";\r\n]+)"?', re.IGNORECASE)
 
 def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
     """The requested fields that are present; the first of each wins."""
+    fields: dict[str, str] = {}
+    for name, start, end in _form_values(body, content_type):
+        if name in WANTED and name not in fields and end - start <= MAX_VALUE_BYTES:
+            fields[name] = body[start:end].decode("utf-8", "replace")
+            if len(fields) == len(WANTED):
+                break
+    return fields
+
+
+def form_values(body: bytes, content_type: bytes, name: str) -> Iterator[tuple[int, int]]:
+    """Where the values of all fields of that name begin and end."""
+    for found, start, end in _form_values(body, content_type):
+        if found == name:
+            yield start, end
+
+
+def _form_values(body: bytes, content_type: bytes) -> Iterator[tuple[str, int, int]]:
+    """Name, beginning and end of each field; the name of a file is ""."""
     if not content_type.lower().startswith(b"multipart/form-data"):
-        return {}
+        return
     match = _BOUNDARY.search(content_type)
     if not match:
-        return {}
+        return
     prefix = b"--" + match[1].strip()
-    fields: dict[str, str] = {}
     at = body.find(prefix)
     for _ in range(MAX_PARTS):
-        if at < 0 or len(fields) == len(WANTED):
-            break
         start = at + len(prefix)
-        if body[start : start + 2] != b"\r\n":
-            break
+        if at < 0 or body[start : start + 2] != b"\r\n":
+            return
         at = body.find(b"\r\n" + prefix, start)
         head_end = body.find(b"\r\n\r\n", start, start + MAX_PART_HEAD_BYTES)
         if at < 0 or head_end < 0:
-            break
-        name = _plain_name(body[start:head_end])
-        if name in WANTED and name not in fields and at - head_end - 4 <= MAX_VALUE_BYTES:
-            fields[name] = body[head_end + 4 : at].decode("utf-8", "replace")
+            return
+        yield _plain_name(body[start:head_end]), head_end + 4, at
         at += 2
-    return fields
 
 
 def _plain_name(head: bytes) -> str:

@@ -48,7 +48,7 @@ def splice_parts(
     `members`: of the body where they are known (`walk_members`): of one that is too large to be
     read at once.
     """
-    start = _object_at(body)
+    start = object_at(body)
     if members is None:
         members = find_members(body, start)
     return _parts(memoryview(body), start, edits, members)
@@ -60,7 +60,7 @@ def find_members(body: bytes, start: int = 0) -> list[JsonMember]:
     return _walked_members(body, start) if members is None else members
 
 
-def _object_at(body: bytes) -> int:
+def object_at(body: bytes) -> int:
     """Where the object begins. Raises HttpError 400."""
     start = len(_BOM) if body.startswith(_BOM) else 0
     while body[start : start + 1] in (b" ", b"\t", b"\r", b"\n"):
@@ -144,7 +144,7 @@ def _edited(edits: Edits, members: Sequence[JsonMember]) -> dict[str, int]:
     """Where the keys of `edits` are. Raises HttpError 400 for one that is there twice."""
     found: dict[str, int] = {}
     for place, member in enumerate(members):
-        name = _name(member.name)
+        name = key_text(member.name)
         if name not in edits:
             continue
         if name in found:
@@ -154,7 +154,8 @@ def _edited(edits: Edits, members: Sequence[JsonMember]) -> dict[str, int]:
     return found
 
 
-def _name(spelled: bytes) -> str:
+def key_text(spelled: bytes) -> str:
+    """The key that a member's `name` spells."""
     text = spelled.decode("utf-8", "replace")
     if "\\" not in text:
         return text

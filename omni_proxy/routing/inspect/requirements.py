@@ -43,6 +43,7 @@ from omni_proxy.routing.routes import (
     Route,
 )
 from omni_proxy.routing.version_constraint import VersionConstraint, parse_version_constraint
+from omni_proxy.routing.weighted_split import AliasRequirement
 from omni_proxy.wire.errors import HttpError
 
 STREAMING, IMAGE, AUDIO, VIDEO, AUDIO_OUT = (
@@ -103,6 +104,17 @@ class Requirements(msgspec.Struct, gc=False):
     dp_rank: int = ANY_RANK  # the data-parallel rank that the client names
     names_rank_in_body: bool = False
     legs: Legs = NO_LEGS  # what prefill and decode workers can do for it
+    alias: AliasRequirement | None = None  # then `model` is its target's, once that is chosen
+
+    @property
+    def asked_model(self) -> str | None:
+        """As the request names it."""
+        return self.model if self.alias is None else self.alias.split.name
+
+    @property
+    def target_model(self) -> str | None:
+        """Of an alias: what its present or last attempt goes to; None without one."""
+        return None if self.alias is None else self.alias.model
 
     @property
     def capabilities(self) -> list[str]:

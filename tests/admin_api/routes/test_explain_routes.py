@@ -5,8 +5,10 @@ from omni_proxy.admin_api.routes.models_routes import top_of
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, SLICE_BYTES
+from omni_proxy.routing.model_aliases import ModelAliases
 from omni_proxy.routing.policies import build_policy
 from tests.admin_api.api_fixture import A, B, build_api, entry
+from tests.routing.regular_workers import RegularWorkers
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
 
@@ -153,3 +155,32 @@ async def test_both_picks_of_a_pair_are_explained_and_each_worker_has_the_verdic
     body = await answer.get_json()
     assert body["refusal"]["code"] == "no_regular_worker"
     assert "prefill" not in body
+
+
+ALIAS = """
+[[routing.models]]
+name = "alias"
+targets = [{ model = "m1", weight = 3 }, { model = "m2" }]
+"""
+
+
+async def test_an_alias_is_explained_with_its_target_and_why():
+    api = build_api(entry(A, model="m1"), entry(B, model="m2"))
+    api.healthy(A)
+    api.data_plane.aliases = ModelAliases(parse(ALIAS))
+    api.data_plane.target_checks = RegularWorkers(api.fleet)
+    answer = await api.client().post("/explain", data=b'{"model": "alias"}')
+    body = await answer.get_json()
+    assert body["alias"] == {
+        "name": "alias",
+        "target": "m1",
+        "reason": "no other target has a worker for it now",
+        "rewrite": True,
+        "targets": [
+            {"model": "m1", "weight": 3, "available": True},
+            {"model": "m2", "weight": 1, "available": False},
+        ],
+    }
+    assert (body["need"]["model"], body["pick"]["url"]) == ("alias", A)
+    answer = await api.client().post("/explain", data=b'{"model": "m1"}')
+    assert (await answer.get_json())["alias"] is None

@@ -285,3 +285,29 @@ async def test_pings_of_both_sides_are_answered_by_the_door():
         assert await client.text() == DONE
         await client.send(Ping(payload=b"after"))
         assert await client.event() == Pong(payload=b"after")
+
+
+ALIAS = """
+[[routing.models]]
+name = "alias"
+targets = [{ model = "m2" }]
+"""
+
+
+async def test_the_first_message_of_a_session_for_an_alias_names_the_target():
+    heard = []
+
+    async def note(socket):
+        heard.append(await socket.text())
+
+    workers = Worker(note), Worker(note)
+    entries = [{"model": "m1"}, {"model": "m2"}]
+    async with running(*workers, config=ALIAS, entries=entries) as setting:
+        async with setting.client() as client:
+            await client.say('{"type":"session.config", "session":{"model": "alias","x":1.0}}')
+            await client.error()
+            await client.closed()
+            await client.close()
+        await setting.settled()
+    assert heard == ['{"type":"session.config", "session":{"model": "m2","x":1.0}}']
+    assert [len(worker.requests) for worker in workers] == [0, 1]

@@ -1,0 +1,55 @@
+"""The body that an attempt sends: the client's bytes, or with what this attempt changes in them.
+
+That is the model of an alias with `rewrite`, and the key that names a data-parallel rank where the
+engine ignores the header. Invariant: without either it is the client's body itself, and a change is
+a splice. What a leg of a request changes further, it changes in what `outgoing_body` returns.
+"""
+
+from __future__ import annotations
+
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.routing.inspect.model_field import Parts, model_spans, with_model
+from omni_proxy.routing.inspect.requirements import HeadFacts, Requirements
+from omni_proxy.routing.model_aliases import ModelAliases
+from omni_proxy.routing.rank_pinning import body_for_rank
+from omni_proxy.routing.routes import FORM, Route
+from omni_proxy.routing.weighted_split import AliasRequirement
+
+
+def outgoing_body(exchange: Exchange) -> bytes:
+    """The body for the present attempt, whole."""
+    parts = changed_parts(exchange)
+    return exchange.body if parts is None else b"".join(parts)
+
+
+def changed_parts(exchange: Exchange) -> Parts | None:
+    """The same in parts which refer to the client's body; None where it is that body."""
+    need, route, body, rank = (
+        exchange.requirements, exchange.route, exchange.body, exchange.rank
+    )  # fmt: skip
+    if need is None or route is None or not body:
+        return None
+    parts = None
+    if need.alias is not None and need.alias.spans:
+        parts = parts_for_target(need, route, body)
+    if rank is None:
+        return parts
+    return body_for_rank(route.path, need, rank, body if parts is None else b"".join(parts))
+
+
+def parts_for_target(need: Requirements, route: Route, body: bytes) -> Parts:
+    """`body` with the target's model, where `find_spans` has found that it names one."""
+    alias, model = need.alias, need.target_model
+    if alias is None or model is None or not alias.spans:
+        return [body]
+    return with_model(body, alias.spans, model, is_json=route.body_kind is not FORM)
+
+
+def find_spans(
+    aliases: ModelAliases, need: Requirements, route: Route, body: bytes, facts: HeadFacts
+) -> None:
+    """Note where the body names its model, if that is an alias with `rewrite`. Raises HttpError
+    400."""
+    split = aliases.find(need.model)
+    if split is not None and split.rewrite and need.alias is None:
+        need.alias = AliasRequirement(split, spans=model_spans(route, body, facts))

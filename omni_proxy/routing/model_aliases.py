@@ -1,0 +1,199 @@
+"""Model aliases: requests for one name go to workers of other models, by weight.
+
+Contract: an alias wins over a model of the same name; its targets are models and adapters, never
+aliases. One target is chosen before the worker, anew for each attempt: a session's own, else by
+weight; and after a failed attempt the same one while it has a worker that was not tried. A target
+without a worker that could take the request now gets none while another one has such a worker.
+`Requirements.model` is the target's from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from omni_proxy.config.schema import Config, RoutingConfig
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.affinity_key import (
+    AffinityKeyReader,
+    affinity_key_reader,
+    affinity_keys_of,
+)
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.weighted_split import AliasRequirement, Split
+from omni_proxy.wire.errors import HttpError
+
+# They name a client, which may be a gateway that sends all requests there are: a split by them
+# would send all to one target. A list of headers in the configuration counts as it is.
+_CLIENT_HEADERS: Final = frozenset(("authorization", "x-forwarded-for"))
+# Such a target has no worker at all; another one's may come back, so that is the better reason.
+_ABSENT: Final = frozenset(
+    ("no_workers", "no_regular_worker", "model_not_found", "no_capable_worker")
+)
+
+
+class ModelAliases:
+    """The aliases of a configuration."""
+
+    __slots__ = ("_session_keys", "splits")
+
+    def __init__(self, config: Config, previous: ModelAliases | None = None) -> None:
+        """An alias whose targets are those of `previous` goes on where it was."""
+        before = previous.splits if previous is not None else {}
+        self.splits: Mapping[str, Split] = {
+            entry.name: Split(entry, before.get(entry.name)) for entry in config.routing.models
+        }
+        self._session_keys = _session_keys_of(config)
+
+    def find(self, model: str | None) -> Split | None:
+        """The alias of this name."""
+        return self.splits.get(model) if model is not None else None
+
+    def resolve(self, need: Requirements, lines: bytes, body: bytes) -> None:
+        """Give `need` the alias that it names, if it names one. `lines`: of the head."""
+        split = self.find(need.model)
+        if split is None:
+            return
+        if need.alias is None:
+            need.alias = AliasRequirement(split)
+        need.alias.session = need.affinity_key or self._session_keys.read(lines, body)
+
+
+def _session_keys_of(config: Config) -> AffinityKeyReader:
+    routing = config.routing
+    if routing.session_headers != RoutingConfig().session_headers:
+        return affinity_keys_of(config)
+    headers = tuple(name for name in routing.session_headers if name not in _CLIENT_HEADERS)
+    return affinity_key_reader(headers, routing.session_body_keys)
+
+
+class TargetChecks(Protocol):
+    """What a choice asks of each target, about a request for `need.model`. The first two raise
+    HttpError 404 if it names an unknown worker."""
+
+    def can_take(self, need: Requirements) -> bool:
+        """Whether somebody could take it now."""
+
+    def has_tried_all(self, need: Requirements, tried: Collection[Worker]) -> bool:
+        """Whether all who could were tried; false if nobody could."""
+
+    def error_for(self, need: Requirements) -> HttpError:
+        """Why nobody can."""
+
+
+def choose_target(need: Requirements, checks: TargetChecks, tried: Collection[Worker] = ()) -> bool:
+    """Set `need.model` to the model of the target for this attempt; whether it is another one than
+    before.
+
+    Raises HttpError, as for a model, if no target has a worker that could take the request.
+    """
+    alias = need.alias
+    assert alias is not None
+    split, before = alias.split, alias.target
+    available = _available(need, checks, tried)
+    if not available:
+        raise _no_target_error(need, checks)
+    alias.target = _preferred(alias, available)
+    if alias.target < 0:
+        alias.target = split.choose(available)
+    need.model = split.models[alias.target]
+    return alias.target != before
+
+
+@dataclass(frozen=True, slots=True)
+class TargetExplanation:
+    """The target of a request for an alias, and why it is that one; without a target, why not.
+
+    `available`: of each target, whether it has a worker that could take the request now.
+    """
+
+    split: Split
+    target: str | None
+    reason: str
+    available: Sequence[bool]
+
+
+def explain_target(need: Requirements, checks: TargetChecks) -> TargetExplanation | None:
+    """The target that `choose_target` would choose for a new request, and nothing is counted; None
+    for a request that names no alias. `need.model` is the target's then."""
+    alias = need.alias
+    if alias is None:
+        return None
+    split = alias.split
+    available = _available(need, checks)
+    shown = [index in available for index in range(len(split.models))]
+    if not available:
+        return TargetExplanation(split, None, _no_target_error(need, checks).message, shown)
+    alias.target = _preferred(alias, available)
+    reason = "its session belongs there"
+    if alias.target < 0:
+        alias.target = split.preview(available)
+        reason = "it is its turn by weight"
+    elif split.session_order(alias.session)[0] != alias.target:
+        reason = "the target of its session has no worker for it now"
+    if len(available) == 1 and len(split.models) > 1:
+        reason = "no other target has a worker for it now"
+    need.model = split.models[alias.target]
+    return TargetExplanation(split, need.model, reason, shown)
+
+
+def any_target(need: Requirements, check: Callable[[Requirements], bool]) -> bool:
+    """Whether the check holds for one of the alias's targets."""
+    return any(_of_targets(need, check))
+
+
+def all_targets_tried(need: Requirements, checks: TargetChecks, tried: Collection[Worker]) -> bool:
+    """As `has_tried_all`, of all targets together."""
+    able = list(_of_targets(need, checks.can_take))
+    through = list(_of_targets(need, lambda each: checks.has_tried_all(each, tried)))
+    return any(able) and all(done for done, can in zip(through, able, strict=True) if can)
+
+
+def _of_targets(need: Requirements, check: Callable[[Requirements], bool]) -> Iterator[bool]:
+    """Of each target in its order."""
+    alias, asked = need.alias, need.model
+    assert alias is not None
+    try:
+        for model in alias.split.models:
+            need.model = model
+            yield check(need)
+    finally:
+        need.model = asked
+
+
+def _available(
+    need: Requirements, checks: TargetChecks, tried: Collection[Worker] = ()
+) -> list[int]:
+    """The targets with a worker that could take it now, and was not tried if there is any such."""
+    able = [index for index, can in enumerate(_of_targets(need, checks.can_take)) if can]
+    if not tried:
+        return able
+    through = list(_of_targets(need, lambda each: checks.has_tried_all(each, tried)))
+    return [index for index in able if not through[index]] or able
+
+
+def _preferred(alias: AliasRequirement, available: Sequence[int]) -> int:
+    """The target of the attempt before, or of the session; -1 where the weights decide."""
+    if alias.target in available:
+        return alias.target
+    if not alias.session:
+        return -1
+    order = alias.split.session_order(alias.session)
+    return next(index for index in order if index in available)
+
+
+def _no_target_error(need: Requirements, checks: TargetChecks) -> HttpError:
+    """That of the first target which has a worker at all; `need.model` is that one's model."""
+    alias = need.alias
+    assert alias is not None
+    models = alias.split.models
+    errors = []
+    for model in models:
+        need.model = model
+        errors.append(checks.error_for(need))
+    index = next((n for n, error in enumerate(errors) if error.code not in _ABSENT), 0)
+    need.model = models[index]
+    names = ", ".join(repr(model) for model in models)
+    errors[index].message += f"; {alias.split.name!r} is an alias of {names}"
+    return errors[index]

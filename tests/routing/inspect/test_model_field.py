@@ -1,0 +1,146 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.routing.inspect.model_field import (
+    model_spans,
+    session_spans,
+    walk_model_spans,
+    with_model,
+)
+from omni_proxy.routing.inspect.requirements import RequestFacts
+from omni_proxy.routing.routes import match_route
+from omni_proxy.wire.errors import HttpError
+from tests.routing.inspect.test_multipart import TYPE, form, part
+
+CHAT = match_route("POST", "/v1/chat/completions")
+BATCH = match_route("POST", "/v1/audio/speech/batch")
+TRANSCRIPTION = match_route("POST", "/v1/audio/transcriptions")
+JSON = RequestFacts(b"application/json")
+
+
+def rewritten(body, model="new", route=CHAT, facts=JSON):
+    spans = model_spans(route, body, facts)
+    return b"".join(with_model(body, spans, model, is_json=route is not TRANSCRIPTION))
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(st.text(max_size=6) | st.just("model"), values, max_size=5),
+    st.text(max_size=8),
+    st.sampled_from([None, 2]),
+    st.booleans(),
+)
+def test_a_reader_sees_the_new_model_and_all_else_as_it_was(fields, model, indent, ascii_only):
+    fields["model"] = "old"
+    body = json.dumps(fields, indent=indent, ensure_ascii=ascii_only).encode()
+    ((start, end),) = model_spans(CHAT, body, JSON)
+    made = rewritten(body, model)
+    assert json.loads(made) == fields | {"model": model}
+    assert made.startswith(body[:start])
+    assert made.endswith(body[end:])
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"model":"a","x":{"model":"a"}}', b'{"model":"new","x":{"model":"a"}}'),
+        (b'\xef\xbb\xbf {"x":NaN, "model" : "a" }', b'\xef\xbb\xbf {"x":NaN, "model" : "new" }'),
+        (b'{"mod\\u0065l":"a","b":1}', b'{"mod\\u0065l":"new","b":1}'),
+        (b'{"messages":[]}', b'{"messages":[]}'),
+        (b'{"model":null}', b'{"model":"new"}'),
+    ],
+)
+def test_only_the_value_changes(body, expected):
+    assert rewritten(body) == expected
+
+
+@pytest.mark.parametrize("body", [b'{"model":"a","model":"a"}', b'{"model":"a","mod\\u0065l":"b"}'])
+def test_a_model_that_is_named_twice_is_refused(body):
+    with pytest.raises(HttpError) as caught:
+        rewritten(body)
+    assert (caught.value.status, caught.value.code) == (400, "duplicate_key")
+
+
+def test_json_that_is_not_utf_8_is_refused():
+    with pytest.raises(HttpError, match="UTF-8"):
+        rewritten('{"model": "a"}'.encode("utf-16"))
+
+
+@pytest.mark.parametrize("space", [b"", b" \n"])
+def test_the_items_of_a_batch_name_it_too(space):
+    body = b'{"items":[{"model":"a","x":1},%b{"y":2},3,{"model":"a"}],"model":"a"}' % space
+    expected = b'{"items":[{"model":"new","x":1},%b{"y":2},3,{"model":"new"}],"model":"new"}'
+    assert rewritten(body, route=BATCH) == expected % space
+    assert rewritten(b'{"items":[]}', route=BATCH) == b'{"items":[]}'
+    assert rewritten(b'{"items":[ ],"model":"a"}', route=BATCH) == b'{"items":[ ],"model":"new"}'
+    assert rewritten(b'{"items":null,"model":"a"}', route=BATCH) == b'{"items":null,"model":"new"}'
+
+
+def test_items_that_cannot_be_read_are_refused():
+    with pytest.raises(HttpError):
+        rewritten(b'{"items":[{"model":"a","x":NaN}]}', route=BATCH)
+
+
+def test_the_field_of_a_form_changes_and_files_do_not():
+    facts = RequestFacts(TYPE)
+    file = part("model", b"binary", file=True)
+    body = form(part("stream", b"true"), file, part("model", b"a"), part("file", b"model"))
+    expected = form(
+        part("stream", b"true"), file, part("model", "né".encode()), part("file", b"model")
+    )
+    assert rewritten(body, "né", TRANSCRIPTION, facts) == expected
+    assert rewritten(form(file), "new", TRANSCRIPTION, facts) == form(file)
+    with pytest.raises(HttpError):
+        rewritten(form(part("model", b"a"), part("model", b"a")), "new", TRANSCRIPTION, facts)
+
+
+def test_a_body_that_is_neither_stays():
+    assert rewritten(b"model=a", facts=RequestFacts(b"text/plain")) == b"model=a"
+    assert rewritten(b"") == b""
+
+
+@given(st.integers(0, 3), st.text(max_size=20))
+def test_a_walk_finds_what_one_look_finds(others, text):
+    fields = {f"k{n}": [text] * n for n in range(others)} | {"model": "a", "prompt": text}
+    body = json.dumps(fields).encode()
+    walk = walk_model_spans(body)
+    assert result_of(walk) == model_spans(CHAT, body, JSON)
+
+
+def result_of(walk):
+    try:
+        while True:
+            next(walk)
+    except StopIteration as stop:
+        return stop.value
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        ('{"type":"session.config","session":{"voice":"v","model":"a"}}', ['"a"']),
+        ('{"type":"session.config","model":"é a"}', ['"é a"']),
+        ('{"model":"top","session":{"model":"inner"}}', ['"inner"']),
+        ('{"type":"session.config","session":{}}', []),
+        (b"bytes", []),
+    ],
+)
+def test_the_first_message_of_a_session_names_it(first, expected):
+    text = first.encode() if isinstance(first, str) else first
+    assert [text[start:end].decode() for start, end in session_spans(first)] == expected
+
+
+def test_a_session_message_with_two_sessions_is_refused():
+    with pytest.raises(HttpError):
+        session_spans('{"session":{"model":"a"},"session":{"model":"b"}}')

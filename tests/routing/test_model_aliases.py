@@ -1,0 +1,265 @@
+from collections import Counter
+
+import pytest
+
+from omni_proxy.config.parse import parse
+from omni_proxy.config.schema import CAPABILITIES
+from omni_proxy.fleet.worker import CAPABILITY_BITS
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.model_aliases import (
+    ModelAliases,
+    all_targets_tried,
+    any_target,
+    choose_target,
+    explain_target,
+)
+from omni_proxy.routing.routes import NAMED
+from omni_proxy.wire.errors import HttpError
+from tests.fleet.entries import NOW, entry, fleet_of, heal
+from tests.routing.regular_workers import RegularWorkers
+
+CHAT = CAPABILITY_BITS["chat"]
+ALIAS = """
+[[routing.models]]
+name = "alias"
+targets = [{ model = "big", weight = 3 }, { model = "small", weight = 1 }]
+"""
+
+
+def aliases_of(text=ALIAS, previous=None):
+    return ModelAliases(parse(text), previous)
+
+
+@pytest.fixture
+def fleet():
+    return fleet_of(entry("b1", model="big"), entry("b2", model="big"), entry("s1", model="small"))
+
+
+def request(aliases, session="", model="alias", mask=CHAT):
+    need = Requirements(mask, model)
+    lines = f"x-session-id: {session}\r\n".encode() if session else b""
+    aliases.resolve(need, lines, b"")
+    return need
+
+
+def workers(fleet, *names):
+    return [fleet.find(f"http://{name}:1") for name in names]
+
+
+def disable(fleet, *names):
+    fleet.apply(
+        [
+            entry(w.display_id.partition(":")[0], model=w.model, disabled=w.display_id[:2] in names)
+            for w in fleet.workers
+        ],
+        NOW,
+    )
+
+
+def test_a_request_for_another_name_is_left_alone(fleet):
+    need = request(aliases_of(), model="big")
+    assert (need.alias, need.model, need.asked_model) == (None, "big", "big")
+
+
+def test_requests_go_to_the_targets_by_weight(fleet):
+    aliases = aliases_of()
+    models = Counter()
+    for _ in range(40):
+        need = request(aliases)
+        assert choose_target(need, RegularWorkers(fleet))
+        assert (need.asked_model, need.target_model) == ("alias", need.model)
+        models[need.model] += 1
+    assert models == {"big": 30, "small": 10}
+
+
+def test_an_alias_wins_over_a_model_of_its_name_which_may_be_its_target(fleet):
+    aliases = aliases_of('[[routing.models]]\nname = "big"\ntargets = [{ model = "small" }]')
+    need = request(aliases, model="big")
+    choose_target(need, RegularWorkers(fleet))
+    assert need.model == "small"
+    aliases = aliases_of(
+        '[[routing.models]]\nname = "big"\ntargets = [{ model = "small" }, { model = "big" }]'
+    )
+    chosen = set()
+    for _ in range(2):
+        need = request(aliases, model="big")
+        choose_target(need, RegularWorkers(fleet))
+        chosen.add(need.model)
+    assert chosen == {"small", "big"}
+
+
+def test_a_target_without_a_worker_gets_none_while_another_has_one(fleet):
+    aliases = aliases_of()
+    disable(fleet, "s1")
+    for _ in range(8):
+        need = request(aliases)
+        choose_target(need, RegularWorkers(fleet))
+        assert need.model == "big"
+    disable(fleet)
+    heal(fleet, fleet.workers[2])
+    models = Counter()
+    for _ in range(8):
+        need = request(aliases)
+        choose_target(need, RegularWorkers(fleet))
+        models[need.model] += 1
+    assert models == {"big": 6, "small": 2}
+
+
+def test_a_target_whose_workers_are_full_or_lack_a_capability_is_out_for_that_request():
+    fleet = fleet_of(
+        entry("b1", model="big", max_inflight=1),
+        entry("s1", model="small", capabilities=frozenset(CAPABILITIES) - {"image_input"}),
+    )
+    aliases = aliases_of()
+    need = request(aliases, mask=CHAT | CAPABILITY_BITS["image_input"])
+    choose_target(need, RegularWorkers(fleet))
+    assert need.model == "big"
+    fleet.workers[0].in_flight = 1
+    need = request(aliases)
+    choose_target(need, RegularWorkers(fleet))
+    assert need.model == "small"
+
+
+def test_a_session_stays_at_its_target_and_returns_to_it(fleet):
+    aliases = aliases_of()
+    home = {}
+    for number in range(60):
+        need = request(aliases, f"s{number}")
+        choose_target(need, RegularWorkers(fleet))
+        home[number] = need.model
+    assert set(home.values()) == {"big", "small"}
+
+    def again():
+        found = {}
+        for number in home:
+            need = request(aliases, f"s{number}")
+            choose_target(need, RegularWorkers(fleet))
+            found[number] = need.model
+        return found
+
+    assert again() == home
+    disable(fleet, "s1")
+    assert set(again().values()) == {"big"}
+    disable(fleet)
+    heal(fleet, fleet.workers[2])
+    assert again() == home
+    assert aliases_of().splits["alias"].session_order("s1") == (
+        aliases.splits["alias"].session_order("s1")
+    )
+
+
+@pytest.mark.parametrize("header", ["authorization", "x-forwarded-for"])
+def test_a_header_that_names_a_client_does_not_bind_it_to_a_target(fleet, header):
+    aliases = aliases_of()
+    need = Requirements(CHAT, "alias")
+    aliases.resolve(need, f"{header}: one\r\n".encode(), b"")
+    assert need.alias.session == ""
+    listed = aliases_of(f'[routing]\nsession_headers = ["{header}"]\n' + ALIAS)
+    need = Requirements(CHAT, "alias")
+    listed.resolve(need, f"{header}: one\r\n".encode(), b"")
+    assert need.alias.session == "one"
+
+
+def test_the_key_that_the_policy_goes_by_is_the_splits_too(fleet):
+    need = Requirements(CHAT, "alias", affinity_key="key")
+    aliases_of().resolve(need, b"x-session-id: other\r\n", b"")
+    assert need.alias.session == "key"
+
+
+def test_a_key_of_the_body_names_the_session(fleet):
+    aliases = aliases_of('[routing]\nsession_body_keys = ["user"]\n' + ALIAS)
+    need = Requirements(CHAT, "alias")
+    aliases.resolve(need, b"", b'{"user": "me"}')
+    assert need.alias.session == "me"
+
+
+def test_a_retry_stays_at_its_target_until_its_workers_are_all_tried(fleet):
+    need = request(aliases_of())
+    choose_target(need, RegularWorkers(fleet))
+    assert need.model == "big"
+    first, second, small = workers(fleet, "b1", "b2", "s1")
+    assert not choose_target(need, RegularWorkers(fleet), {first})
+    assert need.model == "big"
+    assert choose_target(need, RegularWorkers(fleet), {first, second})
+    assert need.model == "small"
+    assert not choose_target(need, RegularWorkers(fleet), {first, second, small})
+    assert need.model == "small"
+
+
+def test_without_any_worker_the_error_is_that_of_a_model(fleet):
+    aliases = aliases_of(
+        '[[routing.models]]\nname = "alias"\ntargets = [{ model = "x" }, { model = "y" }]'
+    )
+    with pytest.raises(HttpError) as caught:
+        choose_target(request(aliases), RegularWorkers(fleet))
+    assert "'alias' is an alias of 'x', 'y'" in caught.value.message
+    assert (caught.value.status, caught.value.code) == (503, "model_not_found")
+
+
+def test_a_target_that_may_come_back_gives_the_reason(fleet):
+    aliases = aliases_of(
+        '[[routing.models]]\nname = "alias"\ntargets = [{ model = "x" }, { model = "small" }]'
+    )
+    disable(fleet, "s1")
+    need = request(aliases)
+    with pytest.raises(HttpError) as caught:
+        choose_target(need, RegularWorkers(fleet))
+    assert (caught.value.code, need.model) == ("all_disabled", "small")
+    assert need.target_model is None
+
+
+def test_a_request_that_names_its_worker_goes_to_that_workers_target(fleet):
+    aliases = aliases_of()
+    small = workers(fleet, "s1")[0]
+    for _ in range(3):
+        need = request(aliases)
+        need.pinning, need.named_worker = NAMED, small.id
+        choose_target(need, RegularWorkers(fleet))
+        assert need.model == "small"
+
+
+def test_an_alias_can_be_taken_where_one_of_its_targets_can(fleet):
+    need, checks = request(aliases_of()), RegularWorkers(fleet)
+    assert any_target(need, checks.can_take)
+    assert need.model == "alias"
+    b1, b2, small = workers(fleet, "b1", "b2", "s1")
+    assert not all_targets_tried(need, checks, {b1, b2})
+    assert all_targets_tried(need, checks, {b1, b2, small})
+    disable(fleet, "s1")
+    assert all_targets_tried(need, checks, {b1, b2})
+    disable(fleet, "s1", "b1", "b2")
+    assert not any_target(need, checks.can_take)
+    assert not all_targets_tried(need, checks, {b1, b2, small})
+
+
+def test_an_explanation_says_which_target_comes_and_counts_nothing(fleet):
+    aliases = aliases_of()
+    for _ in range(5):
+        told = explain_target(request(aliases), RegularWorkers(fleet))
+        need = request(aliases)
+        choose_target(need, RegularWorkers(fleet))
+        assert (told.target, told.reason) == (need.model, "it is its turn by weight")
+    assert told.available == [True, True]
+    assert (
+        explain_target(request(aliases, "s"), RegularWorkers(fleet)).reason
+        == "its session belongs there"
+    )
+    disable(fleet, "s1")
+    reasons = {
+        explain_target(request(aliases, f"{n}"), RegularWorkers(fleet)).reason for n in range(20)
+    }
+    assert reasons == {"no other target has a worker for it now"}
+    disable(fleet, "s1", "b1", "b2")
+    told = explain_target(request(aliases), RegularWorkers(fleet))
+    assert told.target is None
+    assert "is an alias of" in told.reason
+    assert explain_target(request(aliases, model="big"), RegularWorkers(fleet)) is None
+
+
+def test_a_reload_keeps_the_place_of_aliases_that_stay(fleet):
+    aliases = aliases_of()
+    for _ in range(2):
+        choose_target(request(aliases), RegularWorkers(fleet))
+    expected = aliases.splits["alias"].preview((0, 1))
+    assert expected != aliases_of().splits["alias"].preview((0, 1))
+    assert aliases_of(previous=aliases).splits["alias"].preview((0, 1)) == expected
