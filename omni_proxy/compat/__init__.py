@@ -5,8 +5,8 @@ import. Contract: the command line of omni-proxy decides what each argument does
 an effect of its own.
 """
 
-from omni_proxy.compat.command_line import RouterArgsError as RouterArgsError
 from omni_proxy.compat.launch_router import Router as Router
+from omni_proxy.compat.launch_router import RouterArgsError as RouterArgsError
 from omni_proxy.compat.launch_router import RouterEnded as RouterEnded
 from omni_proxy.compat.launch_router import VllmRouter as VllmRouter
 from omni_proxy.compat.launch_router import launch_router as launch_router

@@ -1,9 +1,12 @@
-"""`launch_router`: the proxy for a trainer, from its router arguments, until somebody ends it.
+"""`launch_router`: the proxy for a trainer, from its router arguments, until it is ended.
 
 Contract: the call blocks as that of the other routers does. The proxy runs in an interpreter of its
 own, a child of the calling process: a trainer's process may be a fork with threads, event loops and
 signal handlers of its own, and the call may come from any thread. Signals to the calling process
-are handed on, and the child ends with it, however it ends.
+are passed on, and the child ends with it, however it ends.
+Arguments become flags of `omni-proxy launch-router`: those with a key always, so that the values
+that a trainer logs are the ones in use; others where they differ from their default, and the
+command warns. One that would change which worker serves a request raises RouterArgsError.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import site
 import subprocess
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -23,14 +26,72 @@ from typing import Final
 
 import msgspec
 
-from omni_proxy.compat.command_line import RouterArgsError, command_words, unknown_warning
-from omni_proxy.compat.router_args import RouterArgsBase
+from omni_proxy.cli.flags.peer_flags import PAGE
+from omni_proxy.compat.router_args import (
+    RouterArgsBase,
+    default_of,
+    field_table,
+    flag_of,
+    has_effect,
+    refusal_of,
+)
 from omni_proxy.compat.router_process import FROM_STDIN, Order, startup_of
 from omni_proxy.compat.sglang_args import SglangRouterArgs
 from omni_proxy.compat.vllm_args import VllmRouterArgs
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.self_exec import program_argv
+
+_SCRAPED: Final = frozenset(("--prometheus-host",))
+
+
+class RouterArgsError(ValueError):
+    """These arguments can't be served; the text says which, why, and what to do instead."""
+
+
+def command_words(args: RouterArgsBase) -> list[str]:
+    """The words after `omni-proxy launch-router`. Raises RouterArgsError."""
+    refused = []
+    words: list[str] = []
+    for name, field in field_table(type(args)).items():
+        value, flag = getattr(args, name), flag_of(name)
+        if flag in _idle_flags(args):
+            continue
+        if not has_effect(flag):
+            if value in (None, False, default_of(field)):
+                continue
+            if why := refusal_of(flag):
+                refused.append(f"{name}: {why} ({PAGE})")
+                continue
+        words += _words(flag, value)
+    if refused:
+        raise RouterArgsError("\n".join(("not served by omni-proxy:", *refused)))
+    return words
+
+
+def unknown_warning(names: Sequence[str]) -> str:
+    """The one line of the log for arguments that nobody here knows."""
+    return f"router arguments that are not known here and have no effect: {', '.join(names)}"
+
+
+def _idle_flags(args: RouterArgsBase) -> frozenset[str]:
+    """What means nothing to those routers beside these arguments."""
+    return _SCRAPED if getattr(args, "prometheus_port", None) is None else frozenset()
+
+
+def _words(flag: str, value: object) -> list[str]:
+    """None, false and empty lists are not said: they are what holds without the flag."""
+    if value is None or value is False or value in ([], ()):
+        return []
+    if value is True:
+        return [flag]
+    if isinstance(value, list | tuple):
+        return [flag, *map(str, value)]
+    text = str(value)
+    if flag == "--host":  # as trainers write an address of IPv6
+        text = text.removeprefix("[").removesuffix("]")
+    return [f"{flag}={text}"]
+
 
 # Not SIGHUP: it ends the caller, as it would with those routers, and the child with it.
 HANDED_ON: Final = (signal.SIGTERM, signal.SIGINT)

@@ -1,8 +1,9 @@
-"""What both classes of router arguments have: construction, flags of a parser, and reading them.
+"""What both classes of router arguments share: construction, parser flags, the flags' effects.
 
 Contract: a trainer that built its router from sglang_router or vllm_router builds it from here
 without a change. A name that a class does not have is kept as an attribute; the launcher names it
-in the log. Nothing is judged here: what an argument does is told by `command_line`.
+in the log. A flag of theirs sets a key, is refused, or has no effect, by the tables here; no flag
+is two of these. Arguments are validated by `launch_router`.
 Source: `RouterArgs` of sglang-router 0.3.2 and vllm-router 0.1.17.
 """
 
@@ -14,7 +15,8 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Self
 
-from omni_proxy.compat.flag_effects import describe_flag
+from omni_proxy.cli.flags import peer_flags
+from omni_proxy.config.flags import FLAG_ALIASES, FLAGS
 
 # Fields whose flags have another name: the destination in a namespace.
 DESTINATIONS: Final = {
@@ -223,3 +225,44 @@ def _control_key(text: object) -> object:
         )
     number, name, role, key = parts
     return number, name, key, role.lower()
+
+
+# Of the command itself.
+_OWN: Final = frozenset(("--worker-urls",))
+# What a command line would be told in other words than a program.
+_REFUSED: Final = {
+    "--backend": "workers of any engine are taken as they are: name them in worker_urls",
+    "--bootstrap-port-annotation": peer_flags.MISSING["--service-discovery"],
+    "--ca-cert-paths": "name one file as tls_worker_ca in [server] of a configuration file, and "
+    "start the proxy by its command",
+}
+_KEYS: Final[dict[str, str]] = {
+    **FLAGS,
+    **{name: FLAGS[flag] for flag, names in FLAG_ALIASES.items() for name in names},
+    **peer_flags.VALUED,
+    **peer_flags.LISTS,
+    **peer_flags.JOINED,
+    **{flag: key for flag, (key, _) in peer_flags.SWITCHES.items()},
+}
+
+
+def has_effect(flag: str) -> bool:
+    """Whether it sets something here."""
+    return flag in _OWN or flag in _KEYS
+
+
+def refusal_of(flag: str) -> str:
+    """Why it is refused, and what to do instead; "" where it is not."""
+    return _REFUSED.get(flag) or peer_flags.explain_missing_flag(flag)
+
+
+def describe_flag(flag: str) -> str:
+    """One line for a parser's help."""
+    if has_effect(flag):
+        key = _KEYS.get(flag, "")
+        return f"sets {key}" if key else "workers that run already"
+    if why := refusal_of(flag):
+        return f"not served: {why}"
+    if flag in peer_flags.WITHOUT_EFFECT:
+        return f"no effect: {peer_flags.WITHOUT_EFFECT[flag][0]}"
+    return "no effect here"

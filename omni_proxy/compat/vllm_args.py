@@ -1,8 +1,8 @@
 """The arguments of vllm-router, by the names and with the defaults of its `RouterArgs`.
 
 Contract: names, order, types and defaults are those of vllm-router 0.1.17, so that code written for
-it runs unchanged; `pd_disaggregation`, which it has not and SkyRL reads, is the last. What each
-does here is told by `command_line`.
+it runs unchanged; the last one, `pd_disaggregation`, is not theirs: SkyRL reads it. What each does
+here is in `launch_router`.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ from omni_proxy.routing.routes import (
 from omni_proxy.routing.voice_pinning import SPEECH_TRAFFIC
 from omni_proxy.wire.head_caching.lru import LruCache
 from omni_proxy.wire.head_caching.request_heads import TEMPLATES
-from omni_proxy.wire.head_caching.template import HeadTemplate
-from omni_proxy.wire.request import RANK_HINT, RequestHead
+from omni_proxy.wire.request import RANK_HINT, HeadTemplate, RequestHead
 
 
 class CachedRequest:

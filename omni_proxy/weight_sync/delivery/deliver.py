@@ -28,10 +28,14 @@ from omni_proxy.process_group.rendezvous import GLOO, HostedRendezvous
 from omni_proxy.process_group.sender import FileRegion, Sender
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, parse_plans
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
-from omni_proxy.weight_sync.store.manifest import SafetensorsError, StoredVersion
+from omni_proxy.weight_sync.store.manifest import (
+    SafetensorsError,
+    StoredVersion,
+    WorkerProof,
+    compare_checksums,
+)
 from omni_proxy.weight_sync.store.recovery import read_header_rows
 from omni_proxy.weight_sync.store.service import StoreService
-from omni_proxy.weight_sync.store.worker_proof import WorkerProof, compare_checksums
 from omni_proxy.weight_sync.worker_calls import CHECKSUM, limit_secs, post_json, request_worker
 
 NO_LIMIT_SECS: Final = 86400.0  # for a timeout that is off: torch requires a number

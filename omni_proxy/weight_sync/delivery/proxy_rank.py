@@ -32,7 +32,7 @@ from omni_proxy.process_group.sender import Sender
 from omni_proxy.process_group.tensor_plan import TensorPlan, parse_plans
 from omni_proxy.weight_sync.delivery.deliver import NO_LIMIT_SECS, BlockingCalls
 from omni_proxy.weight_sync.delivery.prefetch import IncomingVersion
-from omni_proxy.weight_sync.protocol.receive_progress import FAILED, RECEIVING, ReceiveProgress
+from omni_proxy.weight_sync.protocol.member_reports import FAILED, RECEIVING, ReceiveProgress
 from omni_proxy.weight_sync.protocol.requests import parse_group_name, parse_object
 from omni_proxy.weight_sync.store.draft import Draft
 from omni_proxy.weight_sync.store.manifest import SafetensorsError, StoredVersion

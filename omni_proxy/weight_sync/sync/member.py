@@ -29,8 +29,11 @@ from omni_proxy.admin_ops.routes import (
 )
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
-from omni_proxy.weight_sync.protocol.receive_progress import ReceiveProgress, parse_progress
-from omni_proxy.weight_sync.protocol.replies import NOT_AWAITED
+from omni_proxy.weight_sync.protocol.member_reports import (
+    NOT_AWAITED,
+    ReceiveProgress,
+    parse_progress,
+)
 from omni_proxy.weight_sync.protocol.requests import RankRange, TransferInit, TransferUpdate
 from omni_proxy.weight_sync.worker_calls import post_json
 

@@ -15,7 +15,7 @@ from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, as_one
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, broadcast
 from omni_proxy.weight_sync.delivery.service import VersionService
-from omni_proxy.weight_sync.protocol.replies import (
+from omni_proxy.weight_sync.protocol.member_reports import (
     StepFailure,
     merge_results,
     received_bytes,

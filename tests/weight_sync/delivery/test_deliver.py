@@ -14,9 +14,13 @@ from omni_proxy.weight_sync.delivery.deliver import (
     is_local_address,
     local_address_towards,
 )
-from omni_proxy.weight_sync.store.manifest import HeaderRow, Manifest, StoredVersion
+from omni_proxy.weight_sync.store.manifest import (
+    HeaderRow,
+    Manifest,
+    StoredVersion,
+    compare_checksums,
+)
 from omni_proxy.weight_sync.store.version_store import VersionStore
-from omni_proxy.weight_sync.store.worker_proof import compare_checksums
 from tests.admin_api.api_fixture import A
 from tests.weight_sync.operation_fixture import api_with
 from tests.weight_sync.store.drafts import delete_store, store_version

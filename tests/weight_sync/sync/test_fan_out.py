@@ -1,7 +1,7 @@
 import trio
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.weight_sync.protocol.replies import NOT_AWAITED
+from omni_proxy.weight_sync.protocol.member_reports import NOT_AWAITED
 from omni_proxy.weight_sync.sync.member import FanOutTimeouts, GroupFanOut
 
 

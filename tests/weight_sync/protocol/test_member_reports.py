@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.weight_sync.protocol.receive_progress import (
+from omni_proxy.weight_sync.protocol.member_reports import (
     ReceiveProgress,
     StallDetector,
     parse_progress,
