@@ -16,6 +16,7 @@ ALLOWED = {
     "counts turns",
     "omni_proxy.dataplane.loop.io_task.flush": ENDS,
     "omni_proxy.dataplane.exchange.pipeline.respond_by_worker": "bounded by the tries of a request",
+    "omni_proxy.simulate.simulation._respond": "bounded by the attempts of a request; there is no trio",
     "omni_proxy.dataplane.websocket.connect.connect_worker": "bounded by the tries of a request",
     "omni_proxy.dataplane.upstream.attempt._response_start": "`for_head` pauses",
     "omni_proxy.dataplane.loop.event_loop.run": "it gives trio a turn when trio needs one",

@@ -19,8 +19,8 @@ SHARED = (
 LAYERS = (
     *SHARED, "wire", "config", "process_group", "fleet", "system", "routing", "admin_ops",
     "upstream_http", "runtime_config", "dataplane", "telemetry", "health", "launch",
-    "weight_sync", "multiprocess", "admin_api", "supervisor", "server", "replica", "cli", "compat",
-    "__main__",
+    "weight_sync", "multiprocess", "admin_api", "supervisor", "server", "replica", "simulate",
+    "cli", "compat", "__main__",
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "logs": "omni_proxy.cli.logs",
     "replica": "omni_proxy.replica.command",
     "serve": "omni_proxy.cli.serve",
+    "simulate": "omni_proxy.cli.simulate.command",
     "status": "omni_proxy.cli.status",
     "top": "omni_proxy.cli.top.command",
     "weights": "omni_proxy.cli.weights",

@@ -61,6 +61,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     from omni_proxy.cli import explain, logs, status, weights, workers
     from omni_proxy.cli.flags import arguments
     from omni_proxy.cli.flags.engines import ENGINES
+    from omni_proxy.cli.simulate import arguments as simulate
     from omni_proxy.cli.top import command as top
     from omni_proxy.replica import command as replica
     from omni_proxy.replica.profiling import report as profile
@@ -73,6 +74,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield "explain", explain.parser()
     yield "logs", logs.parser()
     yield "weights", weights.parser()
+    yield "simulate", simulate.parser()
     yield "launch", arguments.launch_parser(tuple(ENGINES))
     yield "launch-router", arguments.router_parser()
     yield "replica", replica.serve_parser()

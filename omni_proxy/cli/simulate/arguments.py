@@ -1,0 +1,153 @@
+"""The arguments of `omni-proxy simulate`, checked one by one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NoReturn
+
+from omni_proxy.config.fields import POLICIES
+from omni_proxy.simulate.engine import EngineSpec
+from omni_proxy.simulate.faults import EXPECTED
+from omni_proxy.simulate.workload import WORKLOADS
+
+WORKERS: Final = 8
+REQUESTS: Final = 10_000  # of a made workload
+MAX_REQUESTS: Final = 10_000_000
+MAX_WORKERS: Final = 10_000
+DEFAULT_ENGINE: Final = EngineSpec()
+_EPILOG: Final = """\
+examples:
+  omni-proxy simulate --trace mooncake-conversation.jsonl.gz --workers 8
+  omni-proxy simulate --config proxy.toml --workload chats --policies least_request,cache_aware
+  omni-proxy simulate --workload shared --policies cache_aware \\
+      --sweep routing.cache_aware.cache_threshold=0.3,0.5,0.8
+  omni-proxy simulate --calibrate http://127.0.0.1:8000
+
+A trace is .jsonl (Mooncake) or .csv (TIMESTAMP,ContextTokens,GeneratedTokens), also gzipped.
+Equal arguments give equal figures. docs/simulate.md says what is modelled and what is not.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="omni-proxy simulate",
+        description="Compare policies on a workload, in virtual time. Nothing is sent.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_source(result)
+    _add_proxy(result)
+    _add_engine(result)
+    result.add_argument(
+        "--fault", action="append", default=[], metavar="SPEC",
+        help=f"repeatable: {EXPECTED}; W counts from 0",
+    )  # fmt: skip
+    result.add_argument(
+        "--deadline-ms", type=_positive, metavar="N",
+        help="count the requests that end within it, per second",
+    )  # fmt: skip
+    result.add_argument("--json", action="store_true", help="print one JSON object")
+    result.add_argument("--plot", type=Path, metavar="FILE", help="also write a picture (SVG)")
+    return result
+
+
+def _add_source(result: argparse.ArgumentParser) -> None:
+    source = result.add_mutually_exclusive_group()
+    source.add_argument("--trace", type=Path, metavar="FILE", help="requests of a trace")
+    source.add_argument(
+        "--workload", choices=tuple(WORKLOADS), metavar="NAME",
+        help=f"requests made here: {', '.join(WORKLOADS)}",
+    )  # fmt: skip
+    source.add_argument(
+        "--route-log", type=Path, metavar="FILE", help="requests of a route log of this proxy"
+    )
+    result.add_argument(
+        "--requests", type=_whole(1, MAX_REQUESTS), metavar="N",
+        help=f"the first N of a trace, or how many to make (default all, or {REQUESTS})",
+    )  # fmt: skip
+    result.add_argument(
+        "--seed", type=_whole(0, 2**63), default=0, metavar="N", help="of all chance (default 0)"
+    )
+
+
+def _add_proxy(result: argparse.ArgumentParser) -> None:
+    result.add_argument(
+        "--config", type=Path, metavar="FILE",
+        help="the proxy's configuration: its [routing], [server] and [health] are in force",
+    )  # fmt: skip
+    result.add_argument(
+        "--policies", metavar="A,B",
+        help=f"default: the one of --config, else {', '.join(POLICIES)}",
+    )  # fmt: skip
+    result.add_argument(
+        "--workers", type=_whole(1, MAX_WORKERS), metavar="N",
+        help=f"default: those of --config, else {WORKERS}",
+    )  # fmt: skip
+    result.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=A,B",
+        help="repeatable: a key of the configuration, as in routing.cache_aware.cache_threshold",
+    )  # fmt: skip
+
+
+def _add_engine(result: argparse.ArgumentParser) -> None:
+    engine = result.add_argument_group("engines")
+    for name, kind, default, text in (
+        ("prefill-tokens-per-sec", _positive, DEFAULT_ENGINE.prefill_tokens_per_sec, "of prompts"),
+        ("decode-step-ms", _not_negative, DEFAULT_ENGINE.decode_step_ms, "a step of the batch"),
+        (
+            "decode-step-ms-per-request", _not_negative, DEFAULT_ENGINE.decode_step_ms_per_request,
+            "more for each request in it",
+        ),
+    ):  # fmt: skip
+        engine.add_argument(
+            f"--{name}", type=kind, metavar="X", help=f"{text} (default {default:g})"
+        )
+    engine.add_argument(
+        "--max-batch", type=_whole(1, 1_000_000), metavar="N",
+        help=f"requests that run at a time on a worker (default {DEFAULT_ENGINE.max_batch})",
+    )  # fmt: skip
+    engine.add_argument(
+        "--kv-tokens", type=_whole(0, 2**53), metavar="N",
+        help=f"KV memory of a worker; 0: no bound (default {DEFAULT_ENGINE.kv_tokens})",
+    )  # fmt: skip
+    engine.add_argument(
+        "--calibrate", metavar="URL",
+        help="measure a running worker and use its speed; alone: print it as flags",
+    )  # fmt: skip
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            _refuse(f"{text!r}: expected a whole number from {low} to {high}")
+        return value
+
+    return whole
+
+
+def _positive(text: str) -> float:
+    value = _not_negative(text)
+    if not value:
+        _refuse(f"{text!r}: expected a number above 0")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e15:
+        _refuse(f"{text!r}: expected a number, 0 or more")
+    return value
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(reason)

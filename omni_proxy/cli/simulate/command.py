@@ -1,0 +1,270 @@
+"""`omni-proxy simulate`: compare policies on a workload in virtual time; nothing is sent.
+
+The proxy's own policy, queue, retry and health objects run over modelled engines, with the settings
+of `--config`. Exit status 0: done; 2: bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from random import Random
+from time import monotonic
+from typing import Any
+
+import tomli_w
+
+from omni_proxy.cli import USAGE_ERROR
+from omni_proxy.cli.screen.text_table import printable, render_table
+from omni_proxy.cli.simulate.arguments import DEFAULT_ENGINE, REQUESTS, WORKERS, parser
+from omni_proxy.config.fields import POLICIES
+from omni_proxy.config.overlay import SavedState, WorkerSpec, desired_workers
+from omni_proxy.config.parse import ConfigError, decode_text, parse, parse_tables
+from omni_proxy.config.schema import Config
+from omni_proxy.routing.policies.plugins import check_policy
+from omni_proxy.simulate.calibrate import CalibrationError, measure
+from omni_proxy.simulate.engine import EngineSpec
+from omni_proxy.simulate.faults import Fault, parse_fault
+from omni_proxy.simulate.plot import svg
+from omni_proxy.simulate.report import Run, as_json, summarize, table
+from omni_proxy.simulate.simulation import Scenario, Simulation, simulated_worker
+from omni_proxy.simulate.traces import TraceError, read_route_log, read_trace
+from omni_proxy.simulate.workload import WORKLOADS, Facts, Workload
+
+
+class _InputError(Exception):
+    """The text says what is wrong, where, and what is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is to be run. `workload` makes a new one for each run."""
+
+    runs: list[tuple[str, dict[str, object], Config]]
+    workers: list[WorkerSpec]
+    workload: Callable[[], Workload]
+    spec: EngineSpec
+    faults: list[Fault]
+    seed: int
+    deadline_ms: float | None
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(argv)
+    if not (arguments.trace or arguments.workload or arguments.route_log or arguments.calibrate):
+        parser().error("one of --trace, --workload, --route-log or --calibrate is needed")
+    try:
+        spec = _engine_spec(arguments)
+        if not (arguments.trace or arguments.workload or arguments.route_log):
+            print(_as_flags(spec))
+            return 0
+        plan = _plan(arguments, spec)
+        began_at = monotonic()
+        facts, runs = _run(plan)
+        wall_secs = monotonic() - began_at
+        if arguments.plot is not None:
+            _write_plot(arguments.plot, facts, len(plan.workers), runs)
+    except (_InputError, TraceError, CalibrationError) as error:
+        print(f"omni-proxy simulate: {printable(error)}", file=sys.stderr)
+        return USAGE_ERROR
+    except ConfigError as refusal:
+        print(refusal, file=sys.stderr)
+        return USAGE_ERROR
+    if arguments.json:
+        found = as_json(plan.seed, len(plan.workers), facts, runs)
+        print(json.dumps({**found, "wall_secs": round(wall_secs, 3)}, indent=2))
+        return 0
+    print("\n".join(_heading(facts, len(plan.workers), wall_secs)))
+    head, rows = table(runs)
+    print("\n".join(render_table(head, rows, right_aligned=head[1:])))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace, spec: EngineSpec) -> _Plan:
+    """Raises _InputError, TraceError, ConfigError."""
+    tables, file = _tables(arguments.config)
+    config = _parsed(tables, file)
+    policies = _policies(arguments, config)
+    sweeps = [_sweep(text) for text in arguments.sweep]
+    runs = []
+    for policy in policies:
+        for values in product(*(choices for _, choices in sweeps)):
+            settings = dict(zip((key for key, _ in sweeps), values, strict=True))
+            runs.append((policy, settings, _with(tables, file, policy, settings)))
+    workers = _workers(arguments, config)
+    faults = [_fault(text, len(workers)) for text in arguments.fault]
+    workload = _workload(arguments, len(workers))
+    return _Plan(runs, workers, workload, spec, faults, arguments.seed, arguments.deadline_ms)
+
+
+def _run(plan: _Plan) -> tuple[Facts, list[Run]]:
+    found: list[Run] = []
+    facts: Facts | None = None
+    for number, (policy, settings, config) in enumerate(plan.runs, 1):
+        _progress(f"{number} of {len(plan.runs)}: {policy}")
+        scenario = Scenario(plan.workers, plan.workload(), plan.spec, plan.faults, plan.seed)
+        simulation = Simulation(config, scenario)
+        simulation.run()
+        facts = facts or simulation.facts.facts()
+        found.append(summarize(policy, settings, simulation, plan.deadline_ms))
+    _progress("")
+    assert facts is not None
+    return facts, found
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _heading(facts: Facts, workers: int, wall_secs: float) -> list[str]:
+    return [
+        f"{facts.requests} requests in {facts.duration_secs:.0f} s, mean "
+        f"{facts.mean_input_tokens:.0f} tokens in and {facts.mean_output_tokens:.0f} out; "
+        f"{workers} workers",
+        f"best possible hit rate {facts.best_possible_hit_rate * 100:.1f} %: one worker that never "
+        "forgets",
+        f"times in ms; simulated in {wall_secs:.1f} s",
+        "",
+    ]
+
+
+def _write_plot(path: Path, facts: Facts, workers: int, runs: Sequence[Run]) -> None:
+    """Raises _InputError."""
+    note = (
+        f"{facts.requests} requests, {workers} workers; best possible hit rate "
+        f"{facts.best_possible_hit_rate * 100:.1f} %"
+    )
+    try:
+        path.write_text(svg("Policies in simulation", note, runs), encoding="utf-8")
+    except OSError as error:
+        raise _InputError(f"--plot {path}: {error.strerror}") from None
+
+
+def _engine_spec(arguments: argparse.Namespace) -> EngineSpec:
+    """What the flags say, else what was measured, else the defaults. Raises CalibrationError."""
+    base = DEFAULT_ENGINE
+    if arguments.calibrate:
+        base = measure(arguments.calibrate, _progress)
+        _progress("")
+    given = {
+        name: value
+        for name in EngineSpec.__slots__
+        if (value := getattr(arguments, name)) is not None
+    }
+    return EngineSpec(**({name: getattr(base, name) for name in EngineSpec.__slots__} | given))
+
+
+def _as_flags(spec: EngineSpec) -> str:
+    return " ".join(
+        (
+            f"--prefill-tokens-per-sec {spec.prefill_tokens_per_sec:.1f}",
+            f"--decode-step-ms {spec.decode_step_ms:.3f}",
+            f"--decode-step-ms-per-request {spec.decode_step_ms_per_request:.3f}",
+            f"--max-batch {spec.max_batch}",
+        )
+    )
+
+
+def _tables(path: Path | None) -> tuple[dict[str, Any], str]:
+    """Raises _InputError, ConfigError."""
+    if path is None:
+        return {}, "defaults"
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise _InputError(f"--config {path}: {error.strerror}") from None
+    parse(raw, str(path))
+    return parse_tables(decode_text(raw, str(path)), str(path)), str(path)
+
+
+def _parsed(tables: Mapping[str, Any], file: str) -> Config:
+    """Raises ConfigError."""
+    config = parse(tomli_w.dumps(tables), file)
+    check_policy(config, file)
+    return config
+
+
+def _with(
+    tables: Mapping[str, Any], file: str, policy: str, settings: Mapping[str, object]
+) -> Config:
+    """The configuration with another policy and swept values. Raises _InputError, ConfigError."""
+    changed: dict[str, Any] = deepcopy(dict(tables))
+    for key, value in {"routing.policy": policy, **settings}.items():
+        *path, last = key.split(".")
+        table = changed
+        for name in path:
+            table = table.setdefault(name, {})
+            if not isinstance(table, dict):
+                raise _InputError(f"--sweep {key}: {name} is no table of the configuration")
+        table[last] = value
+    return _parsed(changed, f"{file} with --sweep" if settings else file)
+
+
+def _policies(arguments: argparse.Namespace, config: Config) -> list[str]:
+    """Raises _InputError."""
+    if arguments.policies is None:
+        return [config.routing.policy] if arguments.config is not None else list(POLICIES)
+    policies = [name.strip() for name in arguments.policies.split(",") if name.strip()]
+    if not policies:
+        raise _InputError("--policies names none")
+    return policies
+
+
+def _sweep(text: str) -> tuple[str, list[object]]:
+    """Raises _InputError."""
+    key, equals, values = text.partition("=")
+    if not equals or not key.strip() or not values.strip():
+        raise _InputError(f"--sweep {text}: expected KEY=A,B")
+    return key.strip(), [_value(value.strip()) for value in values.split(",")]
+
+
+def _value(text: str) -> object:
+    """As in TOML; a word without quotes is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _workers(arguments: argparse.Namespace, config: Config) -> list[WorkerSpec]:
+    """Raises _InputError."""
+    named = list(desired_workers(config, (), SavedState()))
+    for worker in named:
+        if worker.role not in ("", "regular") or worker.ranks != 1:
+            raise _InputError(
+                f"{worker.url}: roles and ranks of workers are not simulated; give --workers N"
+            )
+    if arguments.workers is None:
+        return named or [simulated_worker(place) for place in range(WORKERS)]
+    return [simulated_worker(place) for place in range(arguments.workers)]
+
+
+def _fault(text: str, workers: int) -> Fault:
+    """Raises _InputError."""
+    try:
+        fault = parse_fault(text)
+    except ValueError as error:
+        raise _InputError(f"--fault {text}: {error}") from None
+    if fault.worker >= workers:
+        raise _InputError(f"--fault {text}: there are workers 0 to {workers - 1}")
+    return fault
+
+
+def _workload(arguments: argparse.Namespace, workers: int) -> Callable[[], Workload]:
+    """Raises TraceError."""
+    if arguments.workload:
+        make, number = WORKLOADS[arguments.workload], arguments.requests or REQUESTS
+        return lambda: make(number, workers, Random(f"{arguments.seed} workload"))
+    if arguments.trace:
+        workload = read_trace(arguments.trace, arguments.requests)
+    else:
+        workload = read_route_log(arguments.route_log, arguments.requests)
+    return lambda: workload

@@ -1,0 +1,311 @@
+"""A model of an inference engine: continuous batching, chunked prefill, a block cache with LRU.
+
+A step computes at most `CHUNK_TOKENS` prompt tokens, in the order of admission, and one token of
+each request that decodes. A request is admitted where the batch has a place and its prompt and its
+output fit into the KV memory. Blocks that no request uses stay until memory is needed: the longest
+unused go first. Invariants: `used + idle + free` tokens are `kv_tokens`; only computed leading
+blocks are reused, and at least one token of each prompt is computed. Simplified: memory for the
+whole output is reserved, so nothing is preempted. No I/O; the time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import ceil, inf
+from typing import Final, Protocol
+
+from omni_proxy.simulate.workload import Request
+
+CHUNK_TOKENS: Final = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What a worker can do. `kv_tokens` 0: no bound."""
+
+    prefill_tokens_per_sec: float = 8000.0
+    decode_step_ms: float = 6.0
+    decode_step_ms_per_request: float = 0.35
+    max_batch: int = 256
+    kv_tokens: int = 524288
+
+
+class ResponseListener(Protocol):
+    """Who sent a request: it gets the first token and the end."""
+
+    def on_first_token(self) -> None: ...
+
+    def on_completed(self) -> None: ...
+
+    def on_failed(self, error: str, *, refused: bool = False) -> None: ...
+
+
+# schedule(at, callback, number): the callback gets the number, by which a late one is recognised.
+Schedule = Callable[[float, Callable[[int], None], int], None]
+
+
+class Job:
+    """One request at an engine."""
+
+    __slots__ = (
+        "cached_blocks",
+        "cached_tokens",
+        "listener",
+        "pinned",
+        "prefill",
+        "private",
+        "request",
+    )
+
+    def __init__(self, request: Request, listener: ResponseListener) -> None:
+        self.request = request
+        self.listener = listener
+        self.cached_blocks = 0  # of its prompt, found at admission
+        self.cached_tokens = 0
+        self.prefill = 0  # prompt tokens that are still to be computed
+        self.private = 0  # KV tokens that only this request uses
+        self.pinned: tuple[int, ...] = ()  # blocks that it uses
+
+
+class _Block:
+    __slots__ = ("tokens", "users")
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.users = 1
+
+
+class BlockCache:
+    """The KV memory: blocks of prompts by id, and what requests use for themselves. In tokens."""
+
+    def __init__(self, kv_tokens: int) -> None:
+        self.free: float = kv_tokens or inf
+        self._blocks: dict[int, _Block] = {}
+        self._idle: OrderedDict[int, _Block] = OrderedDict()  # without users, longest unused first
+        self._idle_tokens = 0
+
+    def leading(self, blocks: tuple[int, ...]) -> int:
+        """How many of the first blocks are there."""
+        known = self._blocks
+        count = 0
+        for block in blocks:
+            if block not in known:
+                break
+            count += 1
+        return count
+
+    def admit(self, job: Job) -> bool:
+        """Reserve memory for all of its prompt and output; False where there is not enough."""
+        request = job.request
+        found = self.leading(request.blocks)
+        pinned = request.blocks[:found]
+        cached = sum(
+            min(self._blocks[name].tokens, request.block_size(place))
+            for place, name in enumerate(pinned)
+        )
+        needed = request.input_tokens + request.output_tokens - cached
+        kept = sum(block.tokens for name in pinned if (block := self._idle.get(name)))
+        if needed > self.free + self._idle_tokens - kept:
+            return False
+        for name in pinned:
+            block = self._blocks[name]
+            block.users += 1
+            if self._idle.pop(name, None) is not None:
+                self._idle_tokens -= block.tokens
+        while self.free < needed:
+            self._evict_one()
+        self.free -= needed
+        job.private = needed
+        job.pinned = pinned
+        job.cached_blocks = found
+        job.cached_tokens = min(cached, request.input_tokens - 1)
+        job.prefill = request.input_tokens - job.cached_tokens
+        return True
+
+    def publish(self, job: Job) -> None:
+        """Its prompt is computed: all of its blocks can be reused."""
+        request = job.request
+        for place in range(len(job.pinned), len(request.blocks)):
+            name = request.blocks[place]
+            tokens = request.block_size(place)
+            block = self._blocks.get(name)
+            job.private -= tokens
+            if block is None:
+                self._blocks[name] = _Block(tokens)
+                continue
+            self.free += tokens  # another request has computed the same one meanwhile
+            block.users += 1
+            if self._idle.pop(name, None) is not None:
+                self._idle_tokens -= block.tokens
+        job.pinned = request.blocks
+
+    def release(self, job: Job) -> None:
+        self.free += job.private
+        job.private = 0
+        for name in reversed(job.pinned):
+            block = self._blocks[name]
+            block.users -= 1
+            if not block.users:
+                self._idle[name] = block
+                self._idle_tokens += block.tokens
+        job.pinned = ()
+
+    def clear(self) -> None:
+        """Forget all blocks that no request uses."""
+        while self._idle:
+            self._evict_one()
+
+    def _evict_one(self) -> None:
+        name, block = self._idle.popitem(last=False)
+        del self._blocks[name]
+        self._idle_tokens -= block.tokens
+        self.free += block.tokens
+
+
+class Engine:
+    """One worker's engine. `found_blocks` of `seen_blocks` were in its cache at admission."""
+
+    def __init__(self, spec: EngineSpec, schedule: Schedule, *, started_at: float = 0.0) -> None:
+        self.spec = spec
+        self.alive = True
+        self.factor = 1.0  # every step takes so many times as long
+        self.found_blocks = 0
+        self.seen_blocks = 0
+        self.requests = 0  # that were sent to it
+        self._schedule = schedule
+        self._cache = BlockCache(spec.kv_tokens)
+        self._waiting: deque[Job] = deque()
+        self._prefilling: deque[Job] = deque()
+        self._decoding: list[tuple[int, int, Job]] = []  # by the step of the last token
+        self._step = 0
+        self._admitted = 0
+        # The steps that run now: when they began, how long each takes, and how many they are.
+        self._running = 0
+        self._number = 0
+        self._began_at = started_at
+        self._step_secs = 0.0
+        self._chunk = 0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._waiting) + len(self._prefilling) + len(self._decoding)
+
+    def submit(self, request: Request, listener: ResponseListener, now: float) -> None:
+        """It computes the request, and calls the listener at the first token and at the end."""
+        self.requests += 1
+        if (
+            self.spec.kv_tokens
+            and request.input_tokens + request.output_tokens > self.spec.kv_tokens
+        ):
+            listener.on_failed("the request is longer than the KV memory", refused=True)
+            return
+        self._waiting.append(Job(request, listener))
+        if not self._running:
+            self._begin(now)
+        elif not self._chunk and len(self._waiting) == 1 and self._has_place():
+            self._shorten(now)
+
+    def die(self) -> None:
+        """The process is gone: every request fails, and no new one is taken."""
+        self.alive = False
+        self._number += 1
+        self._running = 0
+        jobs = [
+            *(job for _, _, job in sorted(self._decoding, key=_order)),
+            *self._prefilling,
+            *self._waiting,
+        ]
+        self._decoding.clear()
+        self._prefilling.clear()
+        self._waiting.clear()
+        self._cache = BlockCache(self.spec.kv_tokens)
+        for job in jobs:
+            job.listener.on_failed("the worker died")
+
+    def cancel(self, listener: ResponseListener) -> None:
+        """Its client or the proxy has closed the connection."""
+        for queue in (self._waiting, self._prefilling):
+            for job in queue:
+                if job.listener is listener:
+                    queue.remove(job)
+                    self._cache.release(job)
+                    return
+        for entry in self._decoding:
+            if entry[2].listener is listener:
+                self._decoding.remove(entry)
+                heapify(self._decoding)
+                self._cache.release(entry[2])
+                return
+
+    def evict(self) -> None:
+        """Drop every cached block that no request uses."""
+        self._cache.clear()
+
+    def _has_place(self) -> bool:
+        return len(self._prefilling) + len(self._decoding) < self.spec.max_batch
+
+    def _shorten(self, now: float) -> None:
+        """The steps that run end with the present one, so that a request can be admitted."""
+        done = max(1, ceil((now - self._began_at) / self._step_secs - 1e-9))
+        if done < self._running:
+            self._run(done)
+
+    def _begin(self, now: float) -> None:
+        self._admit()
+        spec, decoding = self.spec, len(self._decoding)
+        self._began_at = now
+        self._chunk = min(CHUNK_TOKENS, sum(job.prefill for job in self._prefilling))
+        if not self._chunk and not decoding:
+            self._running = 0
+            return
+        secs = self._chunk / spec.prefill_tokens_per_sec
+        if decoding:
+            secs += (spec.decode_step_ms + spec.decode_step_ms_per_request * decoding) / 1000
+        self._step_secs = secs * self.factor
+        self._run(1 if self._chunk else self._decoding[0][0] - self._step)
+
+    def _run(self, steps: int) -> None:
+        self._running = steps
+        self._number += 1
+        self._schedule(self._began_at + steps * self._step_secs, self._on_steps_end, self._number)
+
+    def _admit(self) -> None:
+        while self._waiting and self._has_place():
+            job = self._waiting[0]
+            if not self._cache.admit(job):
+                return
+            self._waiting.popleft()
+            self._prefilling.append(job)
+            self.found_blocks += job.cached_blocks
+            self.seen_blocks += job.request.block_count
+
+    def _on_steps_end(self, number: int) -> None:
+        if number != self._number:
+            return
+        now = self._began_at + self._running * self._step_secs
+        self._step += self._running
+        left = self._chunk
+        while left and self._prefilling:
+            job = self._prefilling[0]
+            computed = min(left, job.prefill)
+            job.prefill -= computed
+            left -= computed
+            if not job.prefill:
+                self._prefilling.popleft()
+                self._cache.publish(job)
+                self._admitted += 1
+                last = self._step + job.request.output_tokens - 1
+                heappush(self._decoding, (last, self._admitted, job))
+                job.listener.on_first_token()
+        while self._decoding and self._decoding[0][0] <= self._step:
+            job = heappop(self._decoding)[2]
+            self._cache.release(job)
+            job.listener.on_completed()
+        self._begin(now)
+
+
+def _order(entry: tuple[int, int, Job]) -> int:
+    return entry[1]

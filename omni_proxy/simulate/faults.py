@@ -1,0 +1,44 @@
+"""What goes wrong in a simulation: workers that die, slow down, join, or lose their cache.
+
+Spelling: `die:W@SECS`, `slow:W@SECSxFACTOR`, `join@SECS`, `evict:W@SECS`; W counts from 0.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Kind = Literal["die", "slow", "join", "evict"]
+
+_NUMBER: Final = r"(\d+(?:\.\d+)?)"
+_DIE_OR_EVICT: Final = re.compile(rf"(die|evict):(\d+)@{_NUMBER}")
+_SLOW: Final = re.compile(rf"slow:(\d+)@{_NUMBER}x{_NUMBER}")
+_JOIN: Final = re.compile(rf"join@{_NUMBER}")
+EXPECTED: Final = "die:W@SECS, slow:W@SECSxFACTOR, join@SECS or evict:W@SECS"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`worker`: its place among the workers, -1 for one that joins."""
+
+    kind: Kind
+    at: float
+    worker: int = -1
+    factor: float = 1.0
+
+
+def parse_fault(text: str) -> Fault:
+    """Raises ValueError with the reason."""
+    if found := _DIE_OR_EVICT.fullmatch(text):
+        kind: Kind = "die" if found[1] == "die" else "evict"
+        return Fault(kind, float(found[3]), int(found[2]))
+    if found := _SLOW.fullmatch(text):
+        if not float(found[3]):
+            raise ValueError("the factor of slow must be above 0")
+        return Fault("slow", float(found[2]), int(found[1]), float(found[3]))
+    if found := _JOIN.fullmatch(text):
+        return Fault("join", float(found[1]))
+    if text.startswith("lose_events:"):
+        raise ValueError("lose_events has no effect: no policy reads events of the engines' caches")
+    raise ValueError(f"expected {EXPECTED}")

@@ -1,0 +1,124 @@
+"""What a simulation found, as figures: for a table, for JSON and for a picture.
+
+PURE. Times are in milliseconds, rates are shares from 0 to 1. Percentiles are the nearest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Final
+
+from omni_proxy.simulate.simulation import Simulation
+from omni_proxy.simulate.workload import Facts
+
+PERCENTILES: Final = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One policy with one set of swept values. `ttft`, `total`: mean, p50, p90 and p99 in ms."""
+
+    policy: str
+    settings: Mapping[str, object]
+    requests: int
+    completed: int
+    failed: int
+    retries: int
+    hit_rate: float
+    imbalance: float
+    goodput_rps: float | None  # None without a deadline
+    ttft_ms: Mapping[str, float]
+    total_ms: Mapping[str, float]
+
+
+def summarize(
+    policy: str,
+    settings: Mapping[str, object],
+    simulation: Simulation,
+    deadline_ms: float | None,
+) -> Run:
+    """The figures of a simulation that has run."""
+    outcomes, engines = simulation.outcomes, list(simulation.engines.values())
+    duration_secs = simulation.time.now
+    seen = sum(engine.seen_blocks for engine in engines)
+    sent = [engine.requests for engine in engines]
+    goodput = None
+    if deadline_ms is not None:
+        in_time = sum(secs * 1000 <= deadline_ms for secs in outcomes.total_secs)
+        goodput = round(in_time / duration_secs, 6) if duration_secs else 0.0
+    return Run(
+        policy=policy,
+        settings=settings,
+        requests=outcomes.completed + outcomes.failed,
+        completed=outcomes.completed,
+        failed=outcomes.failed,
+        retries=outcomes.retries,
+        hit_rate=round(sum(engine.found_blocks for engine in engines) / seen, 6) if seen else 0.0,
+        imbalance=round(max(sent) * len(sent) / sum(sent), 4) if any(sent) else 1.0,
+        goodput_rps=goodput,
+        ttft_ms=_spread(outcomes.first_token_secs),
+        total_ms=_spread(outcomes.total_secs),
+    )
+
+
+def _spread(secs: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(secs)
+    mean = sum(ordered) / len(ordered) if ordered else 0.0
+    spread = {"mean": round(mean * 1000, 3)}
+    for percent in PERCENTILES:
+        spread[f"p{percent}"] = round(percentile(ordered, percent) * 1000, 3)
+    return spread
+
+
+def percentile(ordered: Sequence[float], percent: int) -> float:
+    """The smallest value that `percent` of all are not above; 0 without any."""
+    if not ordered:
+        return 0.0
+    return ordered[max(0, ceil(len(ordered) * percent / 100) - 1)]
+
+
+def as_json(seed: int, workers: int, facts: Facts, runs: Sequence[Run]) -> dict[str, object]:
+    """One object, with keys that stay."""
+    return {
+        "seed": seed,
+        "workers": workers,
+        "workload": {
+            "requests": facts.requests,
+            "mean_input_tokens": round(facts.mean_input_tokens, 3),
+            "mean_output_tokens": round(facts.mean_output_tokens, 3),
+            "duration_secs": round(facts.duration_secs, 3),
+            "best_possible_hit_rate": round(facts.best_possible_hit_rate, 6),
+        },
+        "runs": [asdict(run) for run in runs],
+    }
+
+
+def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows of a table: one row for each run."""
+    keys = list(runs[0].settings) if runs else []
+    with_goodput = any(run.goodput_rps is not None for run in runs)
+    head = [
+        "POLICY", *(key.upper() for key in keys), "OK", "FAILED", "RETRIES", "HIT %", "BUSIEST",
+        "TTFT p50", "p90", "p99", "TOTAL p50", "p90", "p99",
+    ]  # fmt: skip
+    rows = []
+    for run in runs:
+        row = [run.policy, *(_shown(run.settings[key]) for key in keys)]
+        row += [f"{run.completed}", f"{run.failed}", f"{run.retries}", f"{run.hit_rate * 100:.1f}"]
+        row.append(f"{run.imbalance:.2f}")
+        for spread in (run.ttft_ms, run.total_ms):
+            row += [_ms(spread[f"p{percent}"]) for percent in PERCENTILES]
+        if with_goodput:
+            row.append(f"{run.goodput_rps or 0:.2f}")
+        rows.append(row)
+    return head + ["GOODPUT/s"] * with_goodput, rows
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

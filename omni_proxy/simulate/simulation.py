@@ -1,0 +1,385 @@
+"""One run: the proxy's own admission, queue, policy, retries and health over modelled engines.
+
+The objects are those of the data plane (`ExchangeServices`) and of the fleet; only sockets, engines
+and time are models. A response's head comes with its first token. Health checks run at the
+configured interval. Invariant: no chance but that of `seed`, no real time, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from math import inf
+from random import Random
+from typing import Final, cast
+
+from omni_proxy.config.overlay import WorkerSpec
+from omni_proxy.config.schema import CAPABILITIES, Config
+from omni_proxy.dataplane.admission.inflight import InFlight
+from omni_proxy.dataplane.admission.queue import Queue
+from omni_proxy.dataplane.admission.update_gate import UpdateGate, reasons_to_hold_sessions
+from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders
+from omni_proxy.dataplane.exchange.exchange_io import PUBLIC, ExchangeIO, finalize
+from omni_proxy.dataplane.loop.io_task import IoTask
+from omni_proxy.dataplane.loop.stream import Stream
+from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
+from omni_proxy.dataplane.services import ExchangeServices, Totals
+from omni_proxy.dataplane.settings import Settings
+from omni_proxy.dataplane.upstream.acquire import Balancer, report_failure
+from omni_proxy.dataplane.upstream.attempt import AttemptFailed
+from omni_proxy.dataplane.upstream.pool import UpstreamPools
+from omni_proxy.dataplane.upstream.retry import RetryState
+from omni_proxy.fleet.health_state import Health, thresholds_of
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.voice_registry import VoiceRegistry
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.health.prober import OUT_INTERVAL_SECS, RECOVERY_INTERVAL_SECS
+from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
+from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
+from omni_proxy.routing.inspect.requirements import requirements_of_json
+from omni_proxy.routing.policies import build_policy
+from omni_proxy.routing.policies.sticky import Sticky
+from omni_proxy.routing.routes import Route, match_route
+from omni_proxy.simulate.engine import Engine, EngineSpec
+from omni_proxy.simulate.faults import Fault
+from omni_proxy.simulate.virtual_time import VirtualLoop, VirtualTime, VirtualTimers
+from omni_proxy.simulate.workload import BYTES_PER_TOKEN, FactsCounter, Request, Workload
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
+
+EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)  # of virtual time, where a date is wanted
+MAINTAIN_SECS: Final = 0.25
+PATH: Final = "/v1/completions"
+HEX: Final = 16  # characters of a block's id in the text of a prompt
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """What clients saw. Times in seconds, of completed requests, in the order of their end."""
+
+    completed: int = 0
+    failed: int = 0
+    retries: int = 0
+    first_token_secs: list[float] = field(default_factory=list)
+    total_secs: list[float] = field(default_factory=list)
+
+
+class _OpenConnection:
+    """A client that neither leaves nor reads slowly."""
+
+    peer_closed = False
+    closed = False
+    pending = b""
+
+
+class SimulatedExchange(ExchangeIO):
+    """One client's request: what `dataplane.exchange.pipeline` does, at modelled engines."""
+
+    __slots__ = ("_broken", "_ended", "_first_at", "_refused", "number", "request", "simulation")
+
+    def __init__(self, simulation: Simulation, request: Request, number: int) -> None:
+        services = simulation.services
+        IoTask.__init__(self, services.loop)
+        self.services = services
+        self.settings = services.settings
+        self.client = cast("Stream", _OpenConnection())
+        self.role, self.peer = PUBLIC, ""
+        self.exchange = self.upstream = self.body_stream = self.keepalive = self.watch = None
+        self.close_after_response = False
+        self.rest, self.head_bytes = b"", 0
+        self.simulation = simulation
+        self.request = request
+        self.number = number  # different for each request of a run
+        self._first_at = 0.0
+        self._ended = self._refused = False
+        self._broken = ""
+
+    def set_timeout(self, phase: str, secs: float) -> None:
+        super().set_timeout(phase, secs)
+        if self.phase_deadline < inf:
+            self.simulation.time.schedule(self.phase_deadline, self._expire, None)
+
+    def _expire(self, _: object) -> None:
+        loop = self.services.loop
+        loop.now = self.simulation.time.now
+        if self.phase_deadline <= loop.now and self in loop.tasks:
+            self.on_phase_timeout()
+
+    def await_next_request(self) -> None:
+        """The connection has one request."""
+
+    async def serve(self) -> None:
+        exchange = self.exchange = Exchange(self.loop.now, "")
+        exchange.head_at = exchange.body_at = self.loop.now
+        exchange.method, exchange.target = "POST", PATH
+        exchange.route = self.simulation.route
+        try:
+            await self._respond(exchange)
+        except HttpError as refusal:
+            exchange.status = refusal.status
+            exchange.end("refused", "proxy", str(refusal.code))
+        except PhaseTimeout as expired:
+            exchange.end("timed_out", "proxy", str(expired))
+        finally:
+            finalize(self.services, exchange, self.phase)
+            self.simulation.on_end(self, exchange, self._first_at)
+
+    async def _respond(self, exchange: Exchange) -> None:
+        services, route = self.services, exchange.route
+        assert route is not None
+        if not services.inflight.admit(exchange):
+            await services.queue.wait_for_slot(self, exchange, unread=True)
+        body = exchange.body = _body(self.request, self.number)
+        need = exchange.requirements = requirements_of_json(route, body)
+        exchange.stream = need.stream
+        if services.balancer.policy.needs_affinity_key:
+            need.affinity_key = self.request.session
+        exchange.policy = services.balancer.policy.name
+        try:
+            worker = services.balancer.acquire(exchange)
+        except HttpError as no_worker:
+            worker = await services.queue.wait_for_worker(self, exchange, no_worker)
+        retry: RetryState | None = None
+        while True:
+            try:
+                await self._attempt(exchange, worker)
+            except AttemptFailed as failed:
+                report_failure(services.fleet, exchange, worker, failed.error)
+                error = HttpError(failed.status, failed.error, failed.kind)
+                retry = retry or RetryState(self, exchange, len(exchange.body))
+                worker = await retry.next_worker(failed.kind, error)
+                continue
+            break
+        if exchange.error:
+            report_failure(services.fleet, exchange, worker, exchange.error)
+        elif worker.health.failed_requests:
+            services.fleet.observe_success(worker, exchange.half_open_id)
+
+    async def _attempt(self, exchange: Exchange, worker: Worker) -> None:
+        """Raises AttemptFailed before the first token; later `exchange` says how it ended."""
+        engine = self.simulation.engines[worker.url]
+        exchange.sent_at = self.loop.now
+        if not engine.alive:
+            raise AttemptFailed("connect_failure", "ConnectError: Connection refused")
+        self._ended, self._broken = False, ""
+        self.set_timeout("wait", self.settings.limits.response_head)
+        engine.submit(self.request, self, self.loop.now)
+        try:
+            while not self._ended:
+                self.waiting_on = self
+                await pause
+        except PhaseTimeout:
+            engine.cancel(self)
+            raise AttemptFailed("response_timeout", "ReadTimeout: no head in time", 504) from None
+        exchange.status = 400 if self._refused else 200
+        if not self._broken or self._refused:
+            exchange.end("completed", "")
+        elif self._first_at:
+            exchange.end("stream_error", "worker", self._broken)
+        else:
+            raise AttemptFailed("reset_before_response", f"RemoteProtocolError: {self._broken}")
+
+    def on_first_token(self) -> None:
+        exchange = self.exchange
+        assert exchange is not None
+        self.phase, self.phase_deadline = "relay", inf
+        self._first_at = exchange.first_at = exchange.response_head_at = self.simulation.time.now
+        exchange.relayed = True
+
+    def on_completed(self) -> None:
+        self._ended = True
+        self.loop.wake(self)
+
+    def on_failed(self, error: str, *, refused: bool = False) -> None:
+        self._broken, self._refused, self._ended = error, refused, True
+        self.loop.wake(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What the proxy is put in front of. `seed` decides all chance of the proxy."""
+
+    workers: Sequence[WorkerSpec]
+    workload: Workload
+    engine: EngineSpec
+    faults: Sequence[Fault] = ()
+    seed: int = 0
+
+
+class Simulation:
+    """One fleet under one workload."""
+
+    def __init__(self, config: Config, scenario: Scenario) -> None:
+        workers, seed = scenario.workers, scenario.seed
+        self.time = VirtualTime()
+        self.outcomes = Outcomes()
+        self.facts = FactsCounter()
+        self.engines: dict[str, Engine] = {}
+        self.route = _route()
+        self._config = config
+        self._workload = scenario.workload
+        self._spec = scenario.engine
+        self._random = Random(f"{seed} probes")
+        self._members = list(workers)
+        self._active = 0  # requests that have come or will come, and have not ended
+        self._loop = VirtualLoop(self.time)
+        self._fleet = Fleet()
+        self._fleet.thresholds = thresholds_of(config)
+        self.services = self._build_services(Random(f"{seed} proxy"))
+        for worker in workers:
+            self._add_engine(worker)
+        self._fleet.apply(workers, EPOCH)
+        for member in self._fleet.workers:
+            for _ in range(self._fleet.thresholds.rise):
+                self._observe(member, None)
+            self._schedule_probe(member)
+        for fault in scenario.faults:
+            self.time.schedule(fault.at, self._apply, fault)
+
+    def run(self) -> Outcomes:
+        """Until every request has ended."""
+        arrivals = iter(self._workload.requests)
+        self._active = len(self._workload.requests)
+        self.time.schedule(0.0, self._maintain, None)
+
+        def arrive(request: Request) -> None:
+            self._start(request)
+            if (following := next(arrivals, None)) is not None:
+                self.time.schedule(following.at, arrive, following)
+
+        if (first := next(arrivals, None)) is not None:
+            self.time.schedule(first.at, arrive, first)
+        try:
+            while self._active and self.time.advance():
+                self._loop.step_ready()
+        finally:
+            self._loop.close()
+        return self.outcomes
+
+    def on_end(self, io: SimulatedExchange, exchange: Exchange, first_at: float) -> None:
+        """Record what the client saw."""
+        outcomes, now = self.outcomes, self.time.now
+        self._active -= 1
+        outcomes.retries += max(0, exchange.attempts - 1)
+        if exchange.outcome == "completed" and exchange.status == 200:
+            outcomes.completed += 1
+            outcomes.first_token_secs.append(first_at - exchange.started_at)
+            outcomes.total_secs.append(now - exchange.started_at)
+        else:
+            outcomes.failed += 1
+        for request in self._workload.next_after(io.request, now):
+            self._active += 1
+            self.time.schedule(request.at, self._start, request)
+
+    def _build_services(self, random: Random) -> ExchangeServices:
+        loop, fleet, config = self._loop, self._fleet, self._config
+        settings, recorders = Settings(config, ""), Recorders()
+        policy = build_policy(config.routing, random.randrange, 0.0)
+        if isinstance(policy, Sticky):
+            policy.hold_for(
+                reasons_to_hold_sessions(config), lambda worker: fleet.find(worker.url) is worker
+            )
+        pools = PoolPolicies(config.routing, random.randrange, self.time.clock)
+        balancer = Balancer(fleet, policy, pools, VoiceRegistry(), recorders)
+        balancer.affinity_keys = affinity_keys_of(config)
+        inflight = InFlight(settings)
+        update_gate = UpdateGate(loop, fleet, settings, balancer)
+        queue = Queue(fleet, settings, inflight, balancer, update_gate)
+        fleet.watch(lambda: queue.serve(changed=True))
+        fleet.watch_cache_cleared(policy.forget_worker)
+        return ExchangeServices(
+            loop=loop, fleet=fleet, settings=settings, inflight=inflight, balancer=balancer,
+            queue=queue, pools=UpstreamPools(loop, ""), response_heads=ResponseHeadCache(),
+            timers=VirtualTimers(loop, self.time), recorders=recorders, totals=Totals(),
+            keep_voices_at=lambda worker: None, random_below=random.randrange,
+        )  # fmt: skip
+
+    def _add_engine(self, worker: WorkerSpec) -> None:
+        self.engines[worker.url] = Engine(self._spec, self.time.schedule, started_at=self.time.now)
+
+    def _start(self, request: Request) -> None:
+        self.facts.add(request)
+        self._loop.now = self.time.now
+        SimulatedExchange(self, request, self.facts.requests).start()
+
+    def _maintain(self, _: object) -> None:
+        self.services.balancer.policy.maintain(self.time.now)
+        self.time.schedule(self.time.now + MAINTAIN_SECS, self._maintain, None)
+
+    def _probe(self, worker: Worker) -> None:
+        if self._fleet.find(worker.url) is not worker or worker.health.state is Health.DEAD:
+            return
+        alive = self.engines[worker.url].alive
+        self._observe(worker, None if alive else "ConnectError: Connection refused")
+        self._schedule_probe(worker)
+
+    def _observe(self, worker: Worker, error: str | None) -> None:
+        at = EPOCH + timedelta(seconds=self.time.now)
+        self._fleet.observe_probe(
+            worker, status=None if error else 200, error=error, at=at, epoch=worker.health.epoch
+        )
+
+    def _schedule_probe(self, worker: Worker) -> None:
+        secs, machine = self._config.health.interval_secs, worker.health
+        if machine.state is not Health.HEALTHY:
+            out_secs = (
+                RECOVERY_INTERVAL_SECS if machine.consecutive_successes else OUT_INTERVAL_SECS
+            )
+            secs = min(secs, out_secs)
+        secs *= 0.8 + 0.4 * self._random.random()
+        self.time.schedule(self.time.now + secs, self._probe, worker)
+
+    def _apply(self, fault: Fault) -> None:
+        if fault.kind == "join":
+            self._join()
+            return
+        engine = self.engines[self._members[fault.worker].url]
+        self._loop.now = self.time.now
+        if fault.kind == "die":
+            engine.die()
+        elif fault.kind == "slow":
+            engine.factor *= fault.factor
+        else:
+            engine.evict()
+
+    def _join(self) -> None:
+        """A worker like the first one; it gets requests once its probes have succeeded."""
+        spec = simulated_worker(len(self._members), self._members[0])
+        self._members.append(spec)
+        self._add_engine(spec)
+        change = self._fleet.apply(self._members, EPOCH + timedelta(seconds=self.time.now))
+        for worker in change.added:
+            self._probe(worker)
+
+
+def _body(request: Request, number: int) -> bytes:
+    """A request of the completions API: text that shares leading bytes exactly where the prompt
+    shares leading blocks."""
+    size = request.block_tokens * BYTES_PER_TOKEN
+    if request.blocks:
+        text = "".join(f"{block:0{HEX}x}" * (size // HEX) for block in request.blocks)[
+            : request.input_tokens * BYTES_PER_TOKEN
+        ]
+    else:
+        wanted = request.input_tokens * BYTES_PER_TOKEN
+        text = (f"{number:0{HEX}x}" * (wanted // HEX + 1))[:wanted]
+    model = f'"model":"{request.model}",' if request.model else ""
+    return f'{{{model}"stream":true,"prompt":"{text}"}}'.encode()
+
+
+def _route() -> Route:
+    route = match_route("POST", PATH)
+    assert route is not None
+    return route
+
+
+def simulated_worker(place: int, like: WorkerSpec | None = None) -> WorkerSpec:
+    """A worker at an address that is never dialled."""
+    url = f"http://10.{place >> 16 & 255}.{place >> 8 & 255}.{place & 255}:8000"
+    if like is not None:
+        return replace(like, url=url)
+    return WorkerSpec(
+        url=url, model=None, capabilities=frozenset(CAPABILITIES), disabled=False, weight=1,
+        max_inflight=0, origin="flag",
+    )  # fmt: skip

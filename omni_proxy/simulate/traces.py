@@ -1,0 +1,187 @@
+"""Reads request traces: Mooncake's `.jsonl`, Azure's `.csv`, and the proxy's own route log.
+
+A file may be compressed with gzip. Invariant: every line is checked, and bad input raises
+TraceError with the file and the line; only blank lines are skipped. Sources: Mooncake's trace
+release (FAST '25): `timestamp` in ms, `input_length`, `output_length`, `hash_ids` of blocks of 512
+tokens. Azure LLM inference trace 2023: `TIMESTAMP,ContextTokens,GeneratedTokens`. A route log has
+bytes and no tokens: these are estimated by `BYTES_PER_TOKEN` and `BYTES_PER_EVENT`.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import re
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from omni_proxy.simulate.workload import BYTES_PER_TOKEN, OpenLoop, Request, Workload
+
+BYTES_PER_EVENT: Final = 240  # of an OpenAI stream: one token with its JSON around it
+GZIP_MAGIC: Final = b"\x1f\x8b"
+CSV_HEADER: Final = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+MAX_TOKENS: Final = 100_000_000
+
+Line = TypeVar("Line")
+
+
+class TraceError(Exception):
+    """The text is `FILE:LINE: reason`."""
+
+
+class _MooncakeLine(msgspec.Struct, gc=False):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+class _RouteLine(msgspec.Struct, gc=False):
+    timestamp: datetime
+    duration_s: float
+    request_bytes: int
+    response_bytes: int
+    stream: bool = False
+    completed: bool = False
+    status_code: int | None = None
+    model: str | None = None
+    traffic: str | None = None
+
+
+def read_trace(path: Path, limit: int | None = None) -> Workload:
+    """The first `limit` requests of a trace. Raises TraceError."""
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".csv"):
+        return OpenLoop(_read_csv(path, limit))
+    if name.endswith(".jsonl"):
+        return OpenLoop(_from_zero(_read_lines(path, limit, _mooncake_request)))
+    raise TraceError(f"{path}: expected a name that ends with .jsonl or .csv, or these with .gz")
+
+
+def read_route_log(path: Path, limit: int | None = None) -> Workload:
+    """The completed generation requests of a route log. Raises TraceError."""
+    requests = _read_lines(path, limit, _routed_request)
+    return OpenLoop(_from_zero(requests))
+
+
+def _read_lines(
+    path: Path, limit: int | None, read: Callable[[bytes], Request | None]
+) -> list[Request]:
+    requests: list[Request] = []
+    for number, line in _lines(path):
+        if limit is not None and len(requests) >= limit:
+            break
+        try:
+            request = read(line)
+        except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
+            raise TraceError(f"{path}:{number}: {error}") from None
+        if request is not None:
+            requests.append(request)
+    return _checked(path, requests)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    for number, line in enumerate(_content(path).splitlines(), 1):
+        if line.strip():
+            yield number, line
+
+
+def _content(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+        return gzip.decompress(raw) if raw.startswith(GZIP_MAGIC) else raw
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
+    except EOFError:
+        raise TraceError(f"{path}: the compressed file is incomplete") from None
+
+
+_decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
+_decode_route = msgspec.json.Decoder(_RouteLine).decode
+
+
+def _mooncake_request(line: bytes) -> Request:
+    found = _decode_mooncake(line)
+    request = Request(
+        found.timestamp / 1000, _tokens("input_length", found.input_length),
+        _tokens("output_length", found.output_length), found.hash_ids,
+    )  # fmt: skip
+    needed = -(-request.input_tokens // request.block_tokens)
+    if found.hash_ids and len(found.hash_ids) != needed:
+        raise ValueError(
+            f"{len(found.hash_ids)} hash_ids for {request.input_tokens} tokens, expected {needed}: "
+            f"one for each block of {request.block_tokens}"
+        )
+    return request
+
+
+def _routed_request(line: bytes) -> Request | None:
+    found = _decode_route(line)
+    if not found.completed or found.status_code != 200 or found.traffic != "generation":
+        return None
+    per_token = BYTES_PER_EVENT if found.stream else BYTES_PER_TOKEN
+    return Request(
+        found.timestamp.timestamp() - found.duration_s,
+        max(1, found.request_bytes // BYTES_PER_TOKEN),
+        max(1, found.response_bytes // per_token),
+        model=found.model or "",
+    )
+
+
+def _read_csv(path: Path, limit: int | None) -> list[Request]:
+    try:
+        text = _content(path).decode()
+    except UnicodeDecodeError:
+        raise TraceError(f"{path}:1: not UTF-8") from None
+    rows = csv.reader(io.StringIO(text, newline=""))
+    header = next(rows, [])
+    if header != CSV_HEADER:
+        raise TraceError(f"{path}:1: expected the header {','.join(CSV_HEADER)}")
+    requests: list[Request] = []
+    for row in rows:
+        if limit is not None and len(requests) >= limit:
+            break
+        if not row:
+            continue
+        try:
+            requests.append(_csv_request(row))
+        except ValueError as error:
+            raise TraceError(f"{path}:{rows.line_num}: {error}") from None
+    return _from_zero(_checked(path, requests))
+
+
+def _csv_request(row: list[str]) -> Request:
+    if len(row) != len(CSV_HEADER):
+        raise ValueError(f"expected {len(CSV_HEADER)} fields, found {len(row)}")
+    at = datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", row[0]))
+    return Request(
+        at.timestamp(),
+        _tokens("ContextTokens", int(row[1])),
+        _tokens("GeneratedTokens", int(row[2])),
+    )
+
+
+def _tokens(name: str, value: int) -> int:
+    """Raises ValueError. An answer of no token, which some traces have, counts as one."""
+    if not 0 <= value <= MAX_TOKENS:
+        raise ValueError(f"{name} is {value}, expected 0 to {MAX_TOKENS}")
+    return max(1, value)
+
+
+def _checked(path: Path, requests: list[Request]) -> list[Request]:
+    if not requests:
+        raise TraceError(f"{path}:1: no request in it")
+    return requests
+
+
+def _from_zero(requests: list[Request]) -> list[Request]:
+    """Times from the first request on."""
+    first = min((request.at for request in requests), default=0.0)
+    for request in requests:
+        request.at -= first
+    return requests

@@ -1,0 +1,294 @@
+"""Workloads: requests with arrival times, prompt blocks and output lengths.
+
+A prompt is a sequence of blocks of `block_tokens` tokens (the last one may be shorter). Equal block
+ids stand for equal text behind equal text, so leading blocks with equal ids are a common prefix. A
+workload may add requests when one ends: the next turn of a chat comes after the answer. Invariant:
+equal arguments and an equal seed give the same requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from typing import Final, Protocol
+
+TRACE_BLOCK_TOKENS: Final = 512
+BLOCK_TOKENS: Final = 64  # of the workloads that are made here
+BYTES_PER_TOKEN: Final = 4
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request. `blocks` empty: nothing of its prompt is shared with any other."""
+
+    at: float  # seconds since the start of the workload
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    block_tokens: int = TRACE_BLOCK_TOKENS
+    session: str = ""
+    model: str = ""
+
+    @property
+    def block_count(self) -> int:
+        return len(self.blocks) or -(-self.input_tokens // self.block_tokens)
+
+    def block_size(self, place: int) -> int:
+        """Tokens of one block; the last one of a prompt has what is left."""
+        if place + 1 < len(self.blocks):
+            return self.block_tokens
+        return max(0, self.input_tokens - place * self.block_tokens)
+
+
+class Workload(Protocol):
+    """Where the requests come from."""
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """Those that are known before the run, by arrival time."""
+
+    def next_after(self, request: Request, now: float) -> Iterable[Request]:
+        """Requests that follow one that has ended at `now`."""
+
+
+class OpenLoop:
+    """Requests that come at given times, whatever becomes of the others."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.requests = sorted(requests, key=lambda request: request.at)
+
+    def next_after(self, request: Request, now: float) -> Iterable[Request]:
+        return ()
+
+
+@dataclass(slots=True, eq=False)
+class _Turns:
+    """What is left of a conversation: (think seconds, new prompt tokens, output tokens) each."""
+
+    session: str
+    left: list[tuple[float, int, int]]
+
+
+class Conversations:
+    """Sessions of several turns: each prompt is the previous prompt, its answer and new text, and
+    comes a think time after the answer."""
+
+    def __init__(
+        self, first: Iterable[Request], turns: Sequence[_Turns], names: Iterable[int]
+    ) -> None:
+        self.requests = sorted(first, key=lambda request: request.at)
+        self._names = iter(names)
+        self._turns = {turn.session: turn for turn in turns}
+
+    def next_after(self, request: Request, now: float) -> Iterable[Request]:
+        turns = self._turns.get(request.session)
+        if turns is None or not turns.left:
+            return ()
+        think_secs, new_tokens, output_tokens = turns.left.pop(0)
+        size = request.block_tokens
+        tokens = request.input_tokens + request.output_tokens + new_tokens
+        whole = request.input_tokens // size  # a block that was not full is another one now
+        blocks = request.blocks[:whole] + tuple(
+            next(self._names) for _ in range(-(-tokens // size) - whole)
+        )
+        return (Request(now + think_secs, tokens, output_tokens, blocks, size, request.session),)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a workload is, whoever serves it."""
+
+    requests: int
+    mean_input_tokens: float
+    mean_output_tokens: float
+    duration_secs: float
+    best_possible_hit_rate: float
+
+
+@dataclass(slots=True)
+class FactsCounter:
+    """Counts requests in the order in which they come. The best possible hit rate is that of one
+    worker that never forgets: the share of blocks that are leading blocks of an earlier prompt."""
+
+    requests: int = 0
+    _input: int = 0
+    _output: int = 0
+    _blocks: int = 0
+    _seen_blocks: int = 0
+    _first_at: float = 0.0
+    _last_at: float = 0.0
+    _known: set[int] = field(default_factory=set)
+
+    def add(self, request: Request) -> None:
+        if not self.requests:
+            self._first_at = request.at
+        self.requests += 1
+        self._input += request.input_tokens
+        self._output += request.output_tokens
+        self._last_at = max(self._last_at, request.at)
+        self._blocks += request.block_count
+        known = self._known
+        leading = True
+        for block in request.blocks:
+            leading = leading and block in known
+            self._seen_blocks += leading
+            known.add(block)
+
+    def facts(self) -> Facts:
+        requests = max(1, self.requests)
+        return Facts(
+            self.requests,
+            self._input / requests,
+            self._output / requests,
+            self._last_at - self._first_at,
+            self._seen_blocks / max(1, self._blocks),
+        )
+
+
+# Made workloads. Each is a function of the number of requests, of workers (the arrival rate grows
+# with it) and of a source of chance.
+
+RATE_PER_WORKER: Final = 2.0  # requests a second, for prompts of about two thousand tokens
+
+
+def _lengths(random: Random, mean: float) -> int:
+    """A positive length with a long tail: log-normal, as prompts and answers are."""
+    return max(1, round(mean * random.lognormvariate(-0.32, 0.8)))
+
+
+def _arrivals(random: Random, rate: float) -> Iterable[float]:
+    at = 0.0
+    while True:
+        yield at
+        at += random.expovariate(rate)
+
+
+def _names(number: int, names: Iterable[int]) -> tuple[int, ...]:
+    iterator = iter(names)
+    return tuple(next(iterator) for _ in range(number))
+
+
+def uniform(requests: int, workers: int, random: Random) -> Workload:
+    """Prompts that share nothing, at a steady rate."""
+    arrivals = _arrivals(random, RATE_PER_WORKER * workers)
+    return OpenLoop(
+        (
+            Request(at, _lengths(random, 1024), _lengths(random, 128), (), BLOCK_TOKENS)
+            for at, _ in zip(arrivals, range(requests), strict=False)
+        ),
+    )
+
+
+def bursts(requests: int, workers: int, random: Random) -> Workload:
+    """As uniform, but ten times the mean rate for a second of each ten, and none in the others."""
+    arrivals = _arrivals(random, RATE_PER_WORKER * workers * 10)
+    return OpenLoop(
+        (
+            Request(
+                at // 1.0 * 10 + at % 1.0,
+                _lengths(random, 1024),
+                _lengths(random, 128),
+                (),
+                BLOCK_TOKENS,
+            )
+            for at, _ in zip(arrivals, range(requests), strict=False)
+        ),
+    )
+
+
+def shared(requests: int, workers: int, random: Random) -> Workload:
+    """Sixty-four system prompts of 2,048 tokens, some much more frequent than others, with a short
+    question behind."""
+    names = count(1)
+    size = 2048 // BLOCK_TOKENS
+    prompts = [_names(size, names) for _ in range(64)]
+    weights = [1 / rank for rank in range(1, 65)]
+    arrivals = _arrivals(random, RATE_PER_WORKER * workers)
+    made = []
+    for at, _ in zip(arrivals, range(requests), strict=False):
+        question = _lengths(random, 160)
+        prompt = random.choices(prompts, weights)[0]
+        blocks = prompt + _names(-(-question // BLOCK_TOKENS), names)
+        made.append(Request(at, 2048 + question, _lengths(random, 128), blocks, BLOCK_TOKENS))
+    return OpenLoop(made)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """Conversations of one kind. Lengths are mean tokens; all have the same system prompt."""
+
+    turns: tuple[int, int]  # fewest and most
+    think_secs: float  # mean time between an answer and the next prompt
+    system: int
+    first: int  # of the first message
+    later: int  # of each later one
+    output: int
+
+
+def _conversations(chat: _Chat, requests: int, workers: int, random: Random) -> Workload:
+    names = count(1)
+    system_blocks = _names(chat.system // BLOCK_TOKENS, names)
+    arrivals = _arrivals(random, RATE_PER_WORKER * workers / (sum(chat.turns) / 2))
+    openings: list[Request] = []
+    rest: list[_Turns] = []
+    made = 0
+    for at in arrivals:
+        number = min(random.randint(*chat.turns), requests - made)
+        if number <= 0:
+            break
+        made += number
+        session = f"session-{len(openings)}"
+        tokens = chat.system + _lengths(random, chat.first)
+        blocks = system_blocks + _names(-(-tokens // BLOCK_TOKENS) - len(system_blocks), names)
+        output = _lengths(random, chat.output)
+        openings.append(Request(at, tokens, output, blocks, BLOCK_TOKENS, session))
+        left = [
+            (
+                random.expovariate(1 / chat.think_secs),
+                _lengths(random, chat.later),
+                _lengths(random, chat.output),
+            )
+            for _ in range(number - 1)
+        ]
+        rest.append(_Turns(session, left))
+    return Conversations(openings, rest, names)
+
+
+def chats(requests: int, workers: int, random: Random) -> Workload:
+    """People who chat: one to nine turns, with about 20 s to read and write between them."""
+    chat = _Chat((1, 9), think_secs=20.0, system=256, first=320, later=96, output=256)
+    return _conversations(chat, requests, workers, random)
+
+
+def agents(requests: int, workers: int, random: Random) -> Workload:
+    """Agents with tools: a long common prompt, ten to thirty short turns with long tool results,
+    and about a second between them."""
+    chat = _Chat((10, 30), think_secs=1.0, system=4096, first=512, later=640, output=96)
+    return _conversations(chat, requests, workers, random)
+
+
+GROUP: Final = 8  # answers to one prompt
+
+
+def rollouts(requests: int, workers: int, random: Random) -> Workload:
+    """Reinforcement learning: every minute a batch comes at once, eight requests with each prompt,
+    and long answers."""
+    names = count(1)
+    made: list[Request] = []
+    batch = 64 * workers
+    while len(made) < requests:
+        at = 60.0 * (len(made) // batch)
+        tokens = _lengths(random, 512)
+        blocks = _names(-(-tokens // BLOCK_TOKENS), names)
+        made += (
+            Request(at, tokens, _lengths(random, 768), blocks, BLOCK_TOKENS)
+            for _ in range(min(GROUP, requests - len(made)))
+        )
+    return OpenLoop(made)
+
+
+WORKLOADS: Final = {
+    made.__name__: made for made in (shared, chats, agents, uniform, bursts, rollouts)
+}

@@ -1,0 +1,137 @@
+"""`omni-proxy simulate` as a command."""
+
+import json
+
+import pytest
+
+from omni_proxy.cli import main
+from omni_proxy.config.fields import POLICIES
+
+
+def run(capsys, *args):
+    status = main(["simulate", *args])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def found(capsys, *args):
+    status, out, err = run(capsys, *args, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+SMALL = ("--workload", "shared", "--requests", "60", "--workers", "3")
+
+
+def test_all_policies_are_run_in_their_order_without_a_configuration(capsys):
+    result = found(capsys, *SMALL)
+    assert [each["policy"] for each in result["runs"]] == list(POLICIES)
+    assert (result["seed"], result["workers"]) == (0, 3)
+    assert result["workload"]["requests"] == 60
+    for each in result["runs"]:
+        assert each["completed"] + each["failed"] == each["requests"] == 60
+
+
+def test_equal_arguments_give_equal_figures(capsys):
+    def figures(*args):
+        result = found(capsys, *SMALL, *args)
+        return {key: value for key, value in result.items() if "wall" not in key}
+
+    assert figures("--policies", "random") == figures("--policies", "random")
+    assert figures("--policies", "random") != figures("--policies", "random", "--seed", "1")
+
+
+def test_the_configuration_decides_policy_workers_and_rules(capsys, tmp_path):
+    file = tmp_path / "proxy.toml"
+    file.write_text(
+        '[server]\nmax_inflight = 1\n[routing]\npolicy = "least_request"\n'
+        '[[workers]]\nurl = "http://10.0.0.1:1"\n[[workers]]\nurl = "http://10.0.0.2:1"\n'
+    )
+    result = found(capsys, "--workload", "rollouts", "--requests", "20", "--config", str(file))
+    assert result["workers"] == 2
+    assert [each["policy"] for each in result["runs"]] == ["least_request"]
+    assert result["runs"][0]["failed"] == 19  # all come at once, and one may be in flight
+
+
+def test_swept_values_are_run_under_each_policy(capsys):
+    result = found(
+        capsys, *SMALL, "--policies", "cache_aware,prefix_hash",
+        "--sweep", "routing.cache_aware.cache_threshold=0.2,0.9",
+        "--sweep", "server.queue_size=0,5",
+    )  # fmt: skip
+    threshold, queue = "routing.cache_aware.cache_threshold", "server.queue_size"
+    assert [
+        (each["policy"], each["settings"][threshold], each["settings"][queue])
+        for each in result["runs"]
+    ] == [
+        (policy, share, size)
+        for policy in ("cache_aware", "prefix_hash")
+        for share in (0.2, 0.9)
+        for size in (0, 5)
+    ]
+
+
+def test_the_table_and_the_picture(capsys, tmp_path):
+    picture = tmp_path / "policies.svg"
+    status, out, _ = run(
+        capsys, *SMALL, "--policies", "random,cache_aware", "--plot", str(picture),
+        "--deadline-ms", "500", "--fault", "slow:0@1x3",
+    )  # fmt: skip
+    assert status == 0
+    lines = out.splitlines()
+    assert "best possible hit rate" in lines[1]
+    assert [line.split()[0] for line in lines[-3:]] == ["POLICY", "random", "cache_aware"]
+    assert lines[-3].endswith("GOODPUT/s")
+    assert ">cache_aware</text>" in picture.read_text()
+
+
+def test_a_trace_is_replayed(capsys, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        "".join(
+            f'{{"timestamp": {place * 1000}, "input_length": 600, "output_length": 5, '
+            f'"hash_ids": [0, {place}]}}\n'
+            for place in range(1, 5)
+        )
+    )
+    result = found(capsys, "--trace", str(trace), "--workers", "1", "--policies", "random")
+    assert result["workload"]["best_possible_hit_rate"] == pytest.approx(3 / 8)
+    assert result["runs"][0]["hit_rate"] == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("--trace", "missing.jsonl"), "missing.jsonl: No such file"),
+        ((*SMALL, "--fault", "die:3@1"), "--fault die:3@1: there are workers 0 to 2"),
+        ((*SMALL, "--fault", "burn:3@1"), "expected die:W@SECS"),
+        ((*SMALL, "--sweep", "routing.nothing=1"), "routing.nothing"),
+        ((*SMALL, "--sweep", "routing.policy.x=1"), "no table of the configuration"),
+        ((*SMALL, "--sweep", "x"), "expected KEY=A,B"),
+        ((*SMALL, "--policies", "fastest"), "fastest"),
+        ((*SMALL, "--policies", ","), "--policies names none"),
+        ((*SMALL, "--config", "missing.toml"), "missing.toml"),
+        ((*SMALL, "--calibrate", "http://127.0.0.1:9"), "http://127.0.0.1:9/v1/models: "),
+    ],
+)
+def test_bad_input_is_refused_with_its_reason(capsys, args, expected):
+    status, out, err = run(capsys, *args)
+    assert (status, out) == (2, "")
+    assert expected in err
+
+
+@pytest.mark.parametrize(
+    "args", [(), ("--workload", "naps"), (*SMALL, "--workers", "0"), (*SMALL, "--kv-tokens", "-1")]
+)
+def test_usage_errors(capsys, args):
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, *args)
+    assert ended.value.code == 2
+
+
+def test_roles_and_ranks_are_refused(capsys, tmp_path):
+    file = tmp_path / "proxy.toml"
+    file.write_text('[[workers]]\nurl = "http://10.0.0.1:1"\nrole = "prefill"\n')
+    status, _, err = run(capsys, "--workload", "uniform", "--config", str(file))
+    assert status == 2
+    assert "not simulated" in err

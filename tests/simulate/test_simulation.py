@@ -1,0 +1,139 @@
+"""The proxy's own objects over modelled engines, in virtual time."""
+
+from random import Random
+
+import pytest
+
+from omni_proxy.config.fields import POLICIES
+from omni_proxy.config.parse import parse
+from omni_proxy.simulate.engine import EngineSpec
+from omni_proxy.simulate.faults import Fault
+from omni_proxy.simulate.report import summarize
+from omni_proxy.simulate.simulation import Scenario, Simulation, simulated_worker
+from omni_proxy.simulate.workload import WORKLOADS, OpenLoop, Request
+
+ENGINE = EngineSpec(prefill_tokens_per_sec=1000, decode_step_ms=10, decode_step_ms_per_request=0)
+
+
+def simulate(toml, workload, *, workers=2, engine=ENGINE, faults=(), seed=0):
+    members = [simulated_worker(place) for place in range(workers)]
+    simulation = Simulation(parse(toml), Scenario(members, workload, engine, faults, seed))
+    simulation.run()
+    return simulation
+
+
+def steady(number, every=1.0, *, prompt=100, answer=10, **fields):
+    return OpenLoop(Request(place * every, prompt, answer, **fields) for place in range(number))
+
+
+def sent(simulation):
+    return [engine.requests for engine in simulation.engines.values()]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["shared", "chats", "rollouts"])
+def test_every_policy_serves_every_request_and_equal_seeds_give_equal_figures(policy, name):
+    def figures():
+        workload = WORKLOADS[name](120, 3, Random("w"))
+        found = simulate(f'[routing]\npolicy = "{policy}"\n', workload, workers=3)
+        return summarize(policy, {}, found, None)
+
+    run = figures()
+    assert (run.completed, run.failed) == (120, 0)
+    assert run == figures()
+
+
+def test_the_time_to_the_first_token_is_that_of_the_engine():
+    found = simulate("", steady(3, every=10.0))
+    assert found.outcomes.first_token_secs == pytest.approx([0.1] * 3)
+    assert found.outcomes.total_secs == pytest.approx([0.19] * 3)
+    assert sent(found) == [2, 1]
+
+
+def test_cache_aware_sends_a_prefix_to_its_holder():
+    blocks = OpenLoop(Request(place * 5.0, 2048, 1, (1, 2, 3, 4)) for place in range(20))
+    found = simulate('[routing]\npolicy = "cache_aware"\n', blocks, workers=4)
+    assert sorted(sent(found)) == [0, 0, 0, 20]
+    assert summarize("", {}, found, None).hit_rate == pytest.approx(76 / 80)
+
+
+def test_requests_of_a_worker_that_dies_are_repeated_elsewhere_before_their_first_token():
+    found = simulate(
+        "", steady(20, every=0.5, prompt=2000, answer=1), faults=[Fault("die", 4.2, 0)]
+    )
+    outcomes = found.outcomes
+    assert outcomes.completed == 20
+    assert outcomes.retries > 0
+
+
+def test_a_stream_of_a_worker_that_dies_has_failed():
+    found = simulate("", steady(2, every=0.0, answer=1000), faults=[Fault("die", 1.0, 0)])
+    assert (found.outcomes.completed, found.outcomes.failed) == (1, 1)
+
+
+def test_a_dead_worker_leaves_rotation_and_gets_no_more_requests():
+    found = simulate("", steady(100, every=0.5), faults=[Fault("die", 10.2, 0)])
+    assert found.outcomes.completed == 100
+    assert sent(found)[0] == 11  # two of a second, and none since; refused dials are not sent
+    assert 0 < found.outcomes.retries <= 3  # max_worker_retries in a row eject it
+
+
+def test_a_worker_that_joins_gets_requests():
+    found = simulate("", steady(100, every=0.5), faults=[Fault("join", 10.0)])
+    assert len(sent(found)) == 3
+    assert sent(found)[2] > 20
+
+
+def test_an_evicted_cache_has_to_be_computed_again():
+    def hits(*faults):
+        blocks = OpenLoop(Request(place * 5.0, 1024, 1, (1, 2)) for place in range(4))
+        found = simulate("", blocks, workers=1, faults=faults)
+        return summarize("", {}, found, None).hit_rate
+
+    assert hits() == pytest.approx(6 / 8)
+    assert hits(Fault("evict", 7.0, 0)) == pytest.approx(4 / 8)
+
+
+def test_a_slow_worker_gets_less_under_least_request():
+    workload = steady(200, every=0.1, answer=20)
+    found = simulate(
+        '[routing]\npolicy = "least_request"\n', workload, faults=[Fault("slow", 0.0, 0, 8.0)]
+    )
+    assert sent(found)[0] * 3 < sent(found)[1]
+
+
+def test_a_full_fleet_refuses_without_a_queue_and_serves_all_with_one():
+    def outcomes(queue):
+        toml = f"[server]\nmax_inflight = 2\nqueue_size = {queue}\nqueue_timeout_secs = 60.0\n"
+        return simulate(toml, steady(10, every=0.0, answer=50)).outcomes
+
+    assert (outcomes(0).completed, outcomes(0).failed) == (2, 8)
+    assert (outcomes(8).completed, outcomes(8).failed) == (10, 0)
+
+
+def test_a_wait_in_the_queue_ends_with_its_timeout():
+    toml = "[server]\nmax_inflight = 1\nqueue_size = 9\nqueue_timeout_secs = 0.5\n"
+    found = simulate(toml, steady(2, every=0.0, prompt=1000, answer=100))
+    assert (found.outcomes.completed, found.outcomes.failed) == (1, 1)
+
+
+def test_the_time_for_a_response_head_is_in_force():
+    toml = "[server.timeouts]\nresponse_head_secs = 2.0\n"
+    found = simulate(toml, steady(1, prompt=5000))
+    assert (found.outcomes.completed, found.outcomes.failed) == (0, 1)
+    assert found.time.now == pytest.approx(2.0)
+    assert all(engine.in_flight == 0 for engine in found.engines.values())
+
+
+def test_sessions_stay_at_their_worker():
+    toml = '[routing]\npolicy = "round_robin"\nsticky_sessions = true\n'
+    workload = OpenLoop(
+        Request(place * 1.0, 100, 1, session=f"s{place % 3}") for place in range(30)
+    )
+    assert sorted(sent(simulate(toml, workload, workers=3))) == [10, 10, 10]
+
+
+def test_a_request_beyond_the_kv_memory_fails_and_is_not_repeated():
+    found = simulate("", steady(1, prompt=1000), engine=EngineSpec(kv_tokens=500))
+    assert (found.outcomes.completed, found.outcomes.failed) == (0, 1)
+    assert found.outcomes.retries == 0

@@ -1,0 +1,95 @@
+"""Made workloads, and the best hit rate that a workload allows."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.simulate.workload import (
+    BLOCK_TOKENS,
+    GROUP,
+    WORKLOADS,
+    FactsCounter,
+    OpenLoop,
+    Request,
+)
+
+
+def all_requests(workload):
+    """As if every request ended a second after it came."""
+    waiting, done = list(workload.requests), []
+    while waiting:
+        request = waiting.pop(0)
+        done.append(request)
+        waiting += workload.next_after(request, request.at + 1.0)
+        waiting.sort(key=lambda request: request.at)
+    return done
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_equal_seeds_make_equal_requests_and_others_do_not(name):
+    def made(seed):
+        workload = WORKLOADS[name](200, 4, Random(seed))
+        return [
+            (request.at, request.input_tokens, request.blocks) for request in all_requests(workload)
+        ]
+
+    assert made(1) == made(1)
+    assert made(1) != made(2)
+    assert len(made(1)) == 200
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_blocks_cover_the_prompt(name):
+    for request in all_requests(WORKLOADS[name](300, 4, Random(0))):
+        assert request.input_tokens > 0 < request.output_tokens
+        if request.blocks:
+            assert len(request.blocks) == -(-request.input_tokens // BLOCK_TOKENS)
+            sizes = [request.block_size(place) for place in range(len(request.blocks))]
+            assert sum(sizes) == request.input_tokens
+            assert min(sizes) > 0
+
+
+def test_a_later_turn_begins_with_the_whole_blocks_of_the_earlier_one():
+    turns = {}
+    for request in all_requests(WORKLOADS["chats"](200, 4, Random(3))):
+        earlier = turns.get(request.session)
+        if earlier is not None:
+            whole = earlier.input_tokens // BLOCK_TOKENS
+            assert request.blocks[:whole] == earlier.blocks[:whole]
+            assert request.input_tokens > earlier.input_tokens + earlier.output_tokens
+        turns[request.session] = request
+    assert len(turns) > 20
+
+
+def test_a_rollout_has_a_group_of_requests_for_each_prompt():
+    requests = WORKLOADS["rollouts"](64, 1, Random(0)).requests
+    assert len({request.blocks for request in requests}) == 64 // GROUP
+
+
+def test_bursts_come_in_one_second_of_each_ten():
+    requests = WORKLOADS["bursts"](500, 4, Random(0)).requests
+    assert all(request.at % 10 < 1 for request in requests)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=12))
+def test_the_best_possible_hit_rate_counts_leading_blocks_seen_before(prompts):
+    counter, blocks, seen, total = FactsCounter(), set(), 0, 0
+    for place, prompt in enumerate(prompts):
+        path = [tuple(prompt[: end + 1]) for end in range(len(prompt))]
+        names = tuple(hash(each) for each in path)
+        counter.add(Request(place, max(1, 512 * len(path)), 1, names))
+        seen += sum(each in blocks for each in path)  # of a path every beginning is there, too
+        total += len(path) or 1
+        blocks.update(path)
+    assert counter.facts().best_possible_hit_rate == pytest.approx(seen / max(1, total))
+
+
+def test_facts_of_prompts_without_blocks():
+    counter = FactsCounter()
+    for request in OpenLoop([Request(4.0, 1000, 10), Request(1.0, 24, 30)]).requests:
+        counter.add(request)
+    facts = counter.facts()
+    assert (facts.requests, facts.mean_input_tokens, facts.mean_output_tokens) == (2, 512, 20)
+    assert (facts.duration_secs, facts.best_possible_hit_rate) == (3.0, 0.0)
