@@ -193,9 +193,7 @@ async def _send(
 def _encode(
     exchange: Exchange, head: RequestHead, pool: UpstreamPool, body_stream: StreamedBody | None
 ) -> _Parts:
-    worker, lines, body = pool.worker, head.lines, exchange.body
-    if exchange.rank is not None and RANK_HINT in head.hints:
-        lines = drop_fields(lines, _RANK_FIELD)  # the pool adds the one that names the rank
+    worker, lines, body = pool.worker, lines_for_rank(exchange, head), exchange.body
     if worker is not None and worker.api_key_env:
         lines = with_key(worker, lines)
     if body_stream is not None:
@@ -211,6 +209,13 @@ def _encode(
     if len(body) < JOIN_BYTES:
         return [encode_request(pool, [lines], length_lines(len(body))[1], body)]
     return [encode_request(pool, [lines], length_lines(len(body))[1], b""), body]
+
+
+def lines_for_rank(exchange: Exchange, head: RequestHead) -> bytes:
+    """The head's lines; for a rank, which its pool names, without a rank that the client named."""
+    if exchange.rank is None or RANK_HINT not in head.hints:
+        return head.lines
+    return drop_fields(head.lines, _RANK_FIELD)
 
 
 async def _response_start(

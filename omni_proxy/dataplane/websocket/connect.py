@@ -14,7 +14,7 @@ from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.upstream.acquire import report_failure
-from omni_proxy.dataplane.upstream.attempt import AttemptFailed
+from omni_proxy.dataplane.upstream.attempt import AttemptFailed, lines_for_rank
 from omni_proxy.dataplane.upstream.pool import with_key
 from omni_proxy.dataplane.upstream.retry import RetryState, counts_as_failed
 from omni_proxy.fleet.worker import Worker
@@ -77,9 +77,8 @@ async def _open(
         upstream = io.upstream = await pool.dial(io)
         exchange.sent_at = io.loop.now
         io.phase = "wait"
-        await io.write(
-            upstream, encode_handshake(with_key(worker, head.lines), pool.host_line, nonce)
-        )
+        lines = with_key(worker, lines_for_rank(exchange, head))
+        await io.write(upstream, encode_handshake(lines, pool.host_line, nonce))
         status, rest = await _read_status(io, upstream, nonce)
     except OSError as error:
         dialled = io.upstream is not None

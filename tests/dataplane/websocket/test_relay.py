@@ -68,6 +68,26 @@ async def test_the_handshake_keeps_the_clients_fields_and_the_query_and_offers_n
         assert b"x-sglang-omni-route-capabilities" not in names
 
 
+@pytest.mark.parametrize("named", [None, b"1"])
+async def test_the_handshake_names_the_data_parallel_rank(named):
+    worker = Worker(narrate)
+    async with running(worker, entries=[{"ranks": 2}]) as setting:
+        headers = [(b"X-Data-Parallel-Rank", named)] if named else []
+        for _ in range(2):
+            async with setting.client(PATH, headers) as client:
+                await speak(client)
+                await heard_all(client)
+        await setting.settled()
+        found = [
+            [value for name, value in request.extra_headers if name == b"x-data-parallel-rank"]
+            for request in worker.requests
+        ]
+        assert found == ([[named]] * 2 if named else [[b"0"], [b"1"]])
+        (only,) = setting.fleet.workers
+        assert [rank.in_flight for rank in only.dp_ranks] == [0, 0]
+        assert sum(rank.succeeded["tts_websocket"] for rank in only.dp_ranks if rank.succeeded) == 2
+
+
 async def test_a_plain_get_gets_426_and_keeps_its_connection():
     async with running() as setting:
         stream = await trio.open_tcp_stream(*setting.address)
