@@ -191,7 +191,7 @@ MAX_WAIT_SECS = 7200.0
 PAUSE_SECS = 0.25
 PROBE_PAUSE_SECS = 0.05
 NO_PROBE_ENDS = ("paused", "uncertain")  # cordons
-ROUTABLE_SECS = 5.0  # from registered to routable; past it the worker is in, only not believed yet
+ROUTABLE_SECS = 5.0  # from registered to routable; the worker stays added after it
 
 
 class WorkerArrivals:

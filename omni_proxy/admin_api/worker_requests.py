@@ -24,7 +24,7 @@ from omni_proxy.fleet.worker import Worker
 
 MAX_PORT: Final = 65535
 MAX_RANKS: Final = 1024  # as the key `ranks` takes
-# What a worker does of a request, and what its partner has to know.
+# The role of a worker, and what its partner needs of it.
 ROLE_KEYS = frozenset(("role", "kv_connector", "bootstrap_port"))
 OMNI_ADD = frozenset(("url", "worker_url", "model", "capabilities", "ranks", "loras")) | ROLE_KEYS
 OMNI_SWITCH = frozenset(("disabled", "is_dead", "capabilities", "model")) | ROLE_KEYS

@@ -26,7 +26,7 @@ _PREFIXES: Final = ("chatcmpl-", "cmpl-", "generate-tokens-")  # of vLLM, before
 
 
 class AbortDialect(StrEnum):
-    """Whose route it is: the path of each engine's own."""
+    """A kind of engine; the value is the path of its route."""
 
     SGLANG, VLLM = ABORTS
 
@@ -81,7 +81,7 @@ def spellings(request_id: str) -> set[str]:
 
 
 def as_vllm_writes(request_id: str) -> tuple[str, ...]:
-    """What vLLM may call the request; it passes over what it does not know."""
+    """Ids that vLLM may use for the request; it ignores unknown ones."""
     return (
         request_id, f"chatcmpl-{request_id}", f"cmpl-{request_id}-0",
         f"generate-tokens-{request_id}",

@@ -116,7 +116,7 @@ class Operation:
         self.step, self.since = step, at
 
     def target(self, holds: Mapping[str, frozenset[str]]) -> None:
-        """Whom it is for, in order, with the holds that they have."""
+        """Its workers, in order, with their cordon reasons."""
         self.targets = tuple(holds)
         self.was = dict(holds)
 

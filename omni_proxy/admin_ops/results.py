@@ -65,7 +65,7 @@ class WorkerResult:
 
     @property
     def reason(self) -> str:
-        """Why it is no success, in a few words."""
+        """Why it failed, in a few words."""
         if self.error:
             return self.error
         sentence = _sentence(self.body)
@@ -139,7 +139,7 @@ def parsed(raw: bytes) -> object:
 
 
 def _sentence(body: object) -> str:
-    """The words in a refusal, whatever its dialect."""
+    """The text of a refusal in either dialect."""
     if isinstance(body, str):
         return body.strip()
     if not isinstance(body, dict):
@@ -284,7 +284,7 @@ def _agreed(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
 
 def _is_short(value: object) -> bool:
-    """What is long is not compared, nor said twice: it is in the results."""
+    """Long values are not compared, nor repeated: they are in the results."""
     if isinstance(value, dict):
         return False
     if not isinstance(value, list):

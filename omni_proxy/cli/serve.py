@@ -1,5 +1,5 @@
-"""`omni-proxy [serve]`: what the command line asks for, handed to the root; and what
-`launch-router` asks for, with the defaults of sglang-router.
+"""`omni-proxy [serve]`: runs the server with the settings of the command line; `launch-router`
+does so with the defaults of sglang-router.
 
 FILE is not read here but by the server, with the code that reloads it.
 """

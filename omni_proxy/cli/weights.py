@@ -53,7 +53,7 @@ def call_with_progress(call: Callable[[], AdminReply], describe: Callable[[], st
         try:
             return future.result(POLL_SECS)
         except TimeoutError:
-            if future.done():  # the reply came just now, or it is a TimeoutError of `call` itself
+            if future.done():  # the reply arrived just now, or `call` itself raised TimeoutError
                 return future.result()
         if (now := describe()) and now != printed:
             print(now, file=sys.stderr, flush=True)

@@ -46,11 +46,11 @@ _SCRAPED: Final = frozenset(("--prometheus-host",))
 
 
 class RouterArgsError(ValueError):
-    """These arguments can't be served; the text says which, why, and what to do instead."""
+    """These arguments are not supported; the text has which, why, and what to do instead."""
 
 
 def command_words(args: RouterArgsBase) -> list[str]:
-    """The words after `omni-proxy launch-router`. Raises RouterArgsError."""
+    """The arguments of `omni-proxy launch-router`. Raises RouterArgsError."""
     refused = []
     words: list[str] = []
     for name, field in field_table(type(args)).items():
@@ -70,7 +70,7 @@ def command_words(args: RouterArgsBase) -> list[str]:
 
 
 def unknown_warning(names: Sequence[str]) -> str:
-    """The one line of the log for arguments that nobody here knows."""
+    """The log line for unknown arguments."""
     return f"router arguments that are not known here and have no effect: {', '.join(names)}"
 
 
@@ -80,7 +80,7 @@ def _idle_flags(args: RouterArgsBase) -> frozenset[str]:
 
 
 def _words(flag: str, value: object) -> list[str]:
-    """None, false and empty lists are not said: they are what holds without the flag."""
+    """None, false and empty lists give no flag: they are its default."""
     if value is None or value is False or value in ([], ()):
         return []
     if value is True:
@@ -98,7 +98,7 @@ HANDED_ON: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class RouterEnded(RuntimeError):
-    """The proxy ended with an error; its own output says why."""
+    """The proxy ended with an error; its own output has the reason."""
 
 
 def launch_router(args: object) -> None:
@@ -180,12 +180,12 @@ class _Child:
     def wait(self) -> int:
         """Run it to its end; its exit status, negative for a signal."""
         with self._signals_handed_on():
-            # Keys stand in no command line that others can read.
+            # Keys are not in the command line, which other users can read.
             self._process = subprocess.Popen(
                 [*program_argv(), "router-process", FROM_STDIN],
                 stdin=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": _python_path()},
-                # Ctrl-C goes to the whole group of a terminal: it would hear of it twice.
+                # Ctrl-C goes to the terminal's whole process group: the child would get it twice.
                 process_group=0,
             )
             assert self._process.stdin is not None

@@ -30,7 +30,7 @@ WITHOUT_FLAG: Final = frozenset(("bootstrap_port_annotation",))
 REPEATED: Final = frozenset(
     ("kv_event_source", "kv_event_replay_source", "pd_kv_events", "wasm_middleware_routes")
 )
-# The defaults of flags whose values are read further.
+# The defaults of flags whose values are parsed again.
 UNREAD: Final[dict[str, object]] = {
     "prefill_urls": None, "decode_urls": None, "jwt_role_mapping": [],
 }  # fmt: skip
@@ -112,7 +112,7 @@ class RouterArgsBase:
 def _further(
     cls: type[RouterArgsBase], given: Mapping[str, object], prefix: str
 ) -> dict[str, object]:
-    """What stands under the prefix and is no flag of this class, nor a default of the other."""
+    """Attributes with the prefix that are no flag of this class, nor a default of the other."""
     own = {DESTINATIONS.get(name, name) for name in field_table(cls)} | set(field_table(cls))
     usual: dict[str, list[object]] = {}
     for other in RouterArgsBase.__subclasses__():
@@ -229,7 +229,7 @@ def _control_key(text: object) -> object:
 
 # Of the command itself.
 _OWN: Final = frozenset(("--worker-urls",))
-# What a command line would be told in other words than a program.
+# Errors whose text differs between the command line and Python.
 _REFUSED: Final = {
     "--backend": "workers of any engine are taken as they are: name them in worker_urls",
     "--bootstrap-port-annotation": peer_flags.MISSING["--service-discovery"],

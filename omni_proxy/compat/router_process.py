@@ -1,8 +1,8 @@
 """`omni-proxy router-process`: the proxy as the child of a process that called `launch_router`.
 
-Contract: what it is to run stands on its stdin, as one JSON object, and it doesn't outlive its
+Contract: its arguments are on its stdin, as one JSON object, and it doesn't outlive its
 parent: the kernel sends it SIGTERM when that ends, and it drains. Its name is that of the router
-whose place it takes, which scripts of trainers look for.
+that it replaces, which scripts of trainers look for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FROM_STDIN: Final = "-"
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the parent asks for: the words after `omni-proxy launch-router`, and its process id."""
+    """The parent's request: the arguments of `omni-proxy launch-router`, and its process id."""
 
     words: list[str]
     dialect: Dialect
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     # A fork keeps the mask of blocked signals, and so does what it starts.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _set_process(f"{order.dialect}::router")
-    if os.getppid() != order.parent:  # it ended before the kernel was asked to tell
+    if os.getppid() != order.parent:  # the parent ended before PDEATHSIG was set
         return ORPHANED
     return start(startup_of(order))
 

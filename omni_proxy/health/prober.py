@@ -7,7 +7,7 @@ prefixes and its weight version.
 
 Also spreads the starts of many tasks over iterations of the event loop.
 
-Invariant: waiting tasks start in the order in which they came. If all of them ran in the same
+Invariant: waiting tasks start in the order of their arrival. If all of them ran in the same
 iteration, each checkpoint of a status request would take as long as all of them.
 """
 

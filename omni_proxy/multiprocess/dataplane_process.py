@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def run(sock: socket.socket) -> None:
-    """Until the main process closes the socket, or the drain that it asked for is over."""
+    """Until the main process closes the socket, or the drain that it requested is over."""
     channel: IpcChannel[ProcessCommand] = IpcChannel(sock, msgspec.msgpack.Decoder(ProcessCommand))
     try:
         async with trio.open_nursery() as nursery:

@@ -33,7 +33,7 @@ LENGTH_BYTES: Final = 4
 
 
 class StartCommand(Struct, frozen=True, tag=True):
-    """The first command; the descriptors of the shared counters and sessions come with it.
+    """The first command; the descriptors of the shared counters and sessions are attached.
 
     `silent_secs`: without a message for so long, /ready of the process fails.
     """
@@ -67,7 +67,7 @@ class StateSnapshot(Struct, frozen=True, tag=True):
 
 
 class ListenCommand(Struct, frozen=True, tag=True):
-    """Accept on these sockets, whose descriptors come with it, and on no others."""
+    """Accept on these sockets, whose descriptors are attached, and on no others."""
 
     count: int
 
@@ -79,7 +79,7 @@ class ClearCacheCommand(Struct, frozen=True, tag=True):
 
 
 class AbortCommand(Struct, frozen=True, tag=True):
-    """End the waiting requests that are meant, and tell where the others run (AbortedEvent)."""
+    """Abort the matching requests that wait, and report where the others run (AbortedEvent)."""
 
     number: int
     target: AbortTarget
@@ -145,7 +145,7 @@ class VoicesChangedEvent(Struct, frozen=True, tag=True):
 
 
 class AbortedEvent(Struct, frozen=True, tag=True):
-    """What came of the AbortCommand with this number; sent before that is acknowledged."""
+    """The result of the AbortCommand with this number; sent before its acknowledgement."""
 
     number: int
     findings: AbortFindings
@@ -339,7 +339,7 @@ class IpcChannel(Generic[Received]):
                 self._queued = trio.Event()
                 await self._queued.wait()
         except OSError:
-            return  # `receive` sees the end
+            return  # `receive` returns the end
 
     async def wait_flushed(self) -> None:
         """Until every queued message is written."""
@@ -358,7 +358,7 @@ class IpcChannel(Generic[Received]):
         _close(numbers)
 
     def shut(self) -> None:
-        """Nothing more is told: the other side hears all of it, then the end."""
+        """Close for writing: the other side reads all that was sent, then the end."""
         self._sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The data-plane processes as the main process manages them: how many, what they know, who listens.
+"""Manages the data-plane processes: their number, their state, which of them listen.
 
 Invariant: what `await_replicated` waits for is in force in every process that serves. One that does
 not acknowledge in time is killed, since a process with an old snapshot must not route. A process
@@ -53,11 +53,11 @@ _log = logging.getLogger(__name__)
 
 SILENT_SECS: Final = 10.0  # without a message a process answers /ready with 503
 TICK_SECS: Final = 1.0
-RECOUNT_SECS: Final = 0.1  # between two recounts; who needs an exact count recounts itself
+RECOUNT_SECS: Final = 0.1  # between two recounts; for an exact count a caller recounts itself
 PUBLISH_PAUSE_SECS: Final = 0.002  # between two snapshots, so that many changes make few
 PUBLISH_PAUSE_FACTOR: Final = 4  # times the duration of the last one: large fleets take long
 ABORT_SECS: Final = 2.0  # for a process to end what waits there; requests of a hung one do run
-# Events that change nothing which other processes must know.
+# Events that change nothing that other processes need.
 UNCHANGING: Final = (AckEvent, LogLinesEvent, ProcessStats, MetricsEvent, AbortedEvent)
 HANDOVER_SECS: Final = 1.0  # for connections that are being made while new ones are steered away
 
@@ -139,7 +139,7 @@ class ProcessManager:
         self._assign_sockets()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Run the processes that the configuration wants, until cancelled."""
+        """Run the configured number of processes, until cancelled."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -170,7 +170,7 @@ class ProcessManager:
 
     async def abort(self, target: AbortTarget) -> AbortFindings:
         """`DataPlane.abort` in every process. Where one does not answer in time, no id counts as
-        known: the caller then asks all workers."""
+        known: the caller then calls all workers."""
         self._last_abort += 1
         number = self._last_abort
         found = self._aborts[number] = list[AbortFindings]()
@@ -225,7 +225,7 @@ class ProcessManager:
         return ReuseportGroup(self.dataplane.loop, listener)
 
     def _apply(self, new: Config, port: ReuseportGroup | None) -> None:
-        """Have as many slots as `new` wants; `port`: new sockets, if any. Can't fail."""
+        """Have as many slots as `new` configures; `port`: new sockets, if any. Can't fail."""
         accepting = self._process_count == 1
         self._process_count = process_count(new)
         multiple = self._process_count > 1

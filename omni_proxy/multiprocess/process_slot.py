@@ -57,7 +57,7 @@ class ProcessSlot:
         self._retired = trio.Event()
 
     def retire(self) -> None:
-        """Start no process any more; one that runs goes on until it is drained or killed."""
+        """Start no process any more; a running one continues until it is drained or killed."""
         self._retired.set()
 
     @property

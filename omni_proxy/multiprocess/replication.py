@@ -134,7 +134,7 @@ class _Lease:
     process: int
     since: float
     over: bool = False
-    revoked_by: int = 0  # the number of the message that says so; 0 while it holds the lease
+    revoked_by: int = 0  # the number of the message that revokes it; 0 while it holds the lease
 
 
 class HalfOpenLeases:
@@ -157,7 +157,7 @@ class HalfOpenLeases:
         """Give every worker in `half_open` a lease, and move on those that are too old.
 
         `acked`: how many messages a process has acknowledged. Returns the processes that lose a
-        lease; the caller tells them, and calls `revoke` with the number of that message.
+        lease; the caller sends that, and calls `revoke` with the number of the message.
         """
         revoked = self._drop_unneeded(half_open, processes, acked)
         for worker in half_open if processes else ():
@@ -177,7 +177,7 @@ class HalfOpenLeases:
     def _drop_unneeded(
         self, half_open: Collection[int], processes: Sequence[int], acked: Callable[[int], int]
     ) -> set[int]:
-        """Leases of workers that are not half-open any more go once their process knows."""
+        """A lease of a worker that is not half-open any more ends at its acknowledgement."""
         revoked: set[int] = set()
         for worker, lease in list(self._leases.items()):
             if worker in half_open:

@@ -1,7 +1,7 @@
 """The shared counters: requests in flight, in memory that all processes share.
 
 `SharedCounters` is the memory, one row of cells for each process; `FreeSlots` says which cells are
-free. Invariant: every cell has one writer, the process whose row it is in, so nothing is lost
+free. Invariant: every cell has one writer, the process of its row, so no update is lost
 without locks; the main process takes a row over when its process has exited. Row 0 is the main
 process's; cell 0 of a row counts all requests of its process, the other cells one worker each.
 `WorkerIds` gives workers their serial numbers, for ever, and their cells, until the worker is gone.
@@ -37,7 +37,7 @@ def fence() -> None:
     """A full memory barrier: earlier writes are visible to all before anything is read after it.
 
     Without it a processor may delay a write behind later reads, so that of two processes that count
-    and then look neither sees the other. Releasing and acquiring a lock prevents that.
+    and then read, neither sees the other. Releasing and acquiring a lock prevents that.
     """
     _fence.release()
     _fence.acquire()
@@ -72,7 +72,7 @@ class SharedCounters:
 class FreeSlots:
     """`count` cells, from 1 on; the last one is shared by all that find none free. Pure.
 
-    The cell that was released longest ago is reused first: a process that does not know yet that
+    The cell that was released longest ago is reused first: a process that has not yet learned that
     its worker is gone may write to it once more.
     """
 

@@ -36,7 +36,7 @@ from omni_proxy.routing.stored_responses import MAX_RESPONSES
 
 
 class SharedInFlight(InFlight):
-    """`row` is this process's own part of the shared counters; `fleet` knows the others'."""
+    """`row` is this process's own part of the shared counters; `fleet` has the others'."""
 
     def __init__(self, settings: Settings, fleet: ReplicatedFleet, row: Cells) -> None:
         self._row = row

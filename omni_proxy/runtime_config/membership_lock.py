@@ -16,7 +16,7 @@ RETRY_SECS = "5"
 
 
 class MembershipLock:
-    """Has one holder. `reason()` says what it is held for, in text fit for a client that waits."""
+    """Has one holder. `reason()` is why it is held, as text for a client that waits."""
 
     def __init__(self) -> None:
         self._reason: Callable[[], str] | None = None

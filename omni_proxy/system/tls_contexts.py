@@ -91,7 +91,7 @@ class _PasswordRequired(ValueError):
 
 
 def _refuse_password() -> bytes:
-    raise _PasswordRequired  # without a callback OpenSSL would ask at the terminal
+    raise _PasswordRequired  # without a callback OpenSSL would prompt at the terminal
 
 
 def tls_error_text(error: BaseException) -> str:
@@ -214,7 +214,7 @@ def new_client_context(ca: str = "") -> ssl.SSLContext:
         context = _new_client_context()
         context.set_default_verify_paths()
         return context
-    # A bare container, or a binary that was built elsewhere: the authorities that httpx brings.
+    # A minimal container, or a binary that was built elsewhere: the authorities of httpx.
     return _with_common_options(httpx.create_ssl_context(trust_env=False))
 
 

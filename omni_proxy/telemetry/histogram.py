@@ -27,12 +27,12 @@ SHORT: Final = (
 # that most answers share are among them, so that one search serves all of those.
 _OCTAVES: Final = tuple(0.00025 * 2 ** (n / 4) for n in range(89))
 FINE: Final[tuple[float, ...]] = tuple(sorted({*FIRST_CHUNK, *DURATION, *_OCTAVES}))
-# Where what lies at a place of FINE lies in DURATION.
+# For each bucket of FINE, its bucket of DURATION.
 COARSE: Final = (*(bisect_left(DURATION, bound) for bound in FINE), len(DURATION))
 
 
 class Histogram:
-    """Whoever counts many values may do what `telemetry` does in its own frame."""
+    """A caller that counts many values may inline it, as `telemetry` does."""
 
     __slots__ = ("bounds", "counts", "sum")
 

@@ -32,7 +32,7 @@ SESSIONS: Final = "tts_websocket"
 
 
 class EngineStallDetector:
-    """`tick` brings Unix time, once a second."""
+    """`tick` gets the Unix time, once a second."""
 
     def __init__(self, fleet: Fleet, meters: Metrics, recent: RecentWindow) -> None:
         self._fleet = fleet

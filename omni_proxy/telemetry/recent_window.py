@@ -1,7 +1,7 @@
 """The recent past: a point per second for 15 minutes, each worker's last minute, recent exchanges.
 
-Invariant: everything here is bounded, whatever clients send. Pure: `tick` brings the clock, once a
-second; `Metrics` brings the finished exchanges. A worker's last minute is its total now less its
+Invariant: everything here is bounded, whatever clients send. Pure: `tick` gets the clock, once a
+second; `Metrics` adds the finished exchanges. A worker's last minute is its total now less its
 total then, so nothing has to be reset for each worker while requests go on.
 """
 
@@ -138,7 +138,7 @@ class RecentWindow:
             self._troubles.append(_end_of(exchange, worker))
 
     def add_finished(self, end: FinishedExchange, *, failed: bool) -> None:
-        """Add one of another process, whose times are of the same clock."""
+        """Add one of another process, with times of the same clock."""
         (self._troubles if failed else self._ends).append(end)
 
     def current_second(self) -> WindowCounts:

@@ -158,7 +158,7 @@ class CallResult:
 
 async def call_worker(worker: Worker, call: Call) -> CallResult:
     """Make one call and read the whole response. Never raises for what the worker does."""
-    await trio.lowlevel.checkpoint()  # some errors come without one, and callers retry in a loop
+    await trio.lowlevel.checkpoint()  # some errors have none, and callers retry in a loop
     started_at = trio.current_time()
     status, body, error, content_type = None, b"", "ReadTimeout", ""
     detail = ""
@@ -182,7 +182,7 @@ async def broadcast(
 ) -> list[CallResult]:
     """The same call to all workers; the results are in the order of the workers.
 
-    `on_result` gets each result when it comes. `max_parallel` is `math.inf` for calls whose
+    `on_result` gets each result when it arrives. `max_parallel` is `math.inf` for calls whose
     responses wait for each other: any bound would be a deadlock.
     """
     targets = list(workers)

@@ -124,7 +124,7 @@ def reject_own_addresses(config: Config, flag_urls: Sequence[str], file: str) ->
     urls = [(f"workers[{i}].url", entry.url) for i, entry in enumerate(config.workers)]
     urls += [("--worker-urls", url) for url in flag_urls]
     dialled = [(key, url, dial_address(url)) for key, url in urls]
-    # Whoever has another port than we is not even looked up.
+    # A host with another port than ours is not resolved.
     near = [
         (key, url, at) for key, url, at in dialled if not isinstance(at, str) and at[1] in ports
     ]

@@ -1,9 +1,9 @@
 """POST /abort_request (SGLang) and /abort_requests (vLLM): aborts over the whole fleet.
 
 Contract: nothing is queued, no lock is taken, and no state of a worker but `dead` keeps a call from
-it: an abort must work while an update or a pause runs. A worker that is known to have the request
-is asked alone; without such knowledge all are. An engine of the other kind is told in its own
-dialect, which its answer to the first call shows.
+it: an abort must work while an update or a pause runs. If the worker of a request is known, only
+that worker is called, otherwise all are. An engine of the other kind is called in its own dialect,
+which follows from its reply to the first call.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _labelled(family: Metric, worker: str) -> Iterable[Sample]:
-    """A label of that name which is the worker's own goes by the name that Prometheus gives it."""
+    """A worker's own label of that name is renamed as Prometheus does (`exported_`)."""
     for sample in family.samples:
         labels = {"exported_worker" if k == "worker" else k: v for k, v in sample.labels.items()}
         yield sample._replace(labels={**labels, "worker": worker})

@@ -43,7 +43,7 @@ LISTS: Final = {
     "--request-id-headers": "server.request_id_headers",
     "--routing-key-headers": "routing.session_headers",
 }
-# Set a key of ours, together with what stands beside them; see `_joined`.
+# Flags that set a key together with another flag; see `_joined`.
 JOINED: Final = {
     "--log-dir": "server.log_file",
     "--prometheus-host": "admin.metrics_listen",
@@ -51,7 +51,7 @@ JOINED: Final = {
 }
 # Engines have them, too: beside one they are the router's only under its prefix.
 _ENGINES_TOO: Final = frozenset(("--api-key", "--log-dir"))
-PROMETHEUS: Final = ("127.0.0.1", "29000")  # where one of host and port is not said
+PROMETHEUS: Final = ("127.0.0.1", "29000")  # if one of host and port is not given
 LOG_FILE: Final = "omni-proxy.log"
 # Set a key of ours to this value.
 SWITCHES: Final[dict[str, tuple[str, object]]] = {
