@@ -30,7 +30,7 @@ from omni_proxy.config.overlay import (
     with_deleted,
 )
 from omni_proxy.config.schema import Config, KvConnector
-from omni_proxy.config.url import dial_address, normalize_url
+from omni_proxy.config.url import dial_address, normalize_url, split_rank
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import Call, call_worker
@@ -113,6 +113,9 @@ class FleetChanges:
     def find(self, name: str) -> Worker:
         """As `lookup`. Raises HttpError 404."""
         worker = self.lookup(name)
+        bare, rank = split_rank(unquote(name))
+        if worker is None and rank is not None and (of := self.lookup(bare)) is not None:
+            raise _one_rank(of.url)
         if worker is None:
             raise _error(404, "worker not found", "worker_not_found")
         return worker
@@ -157,22 +160,37 @@ def with_gateway_code(refusal: HttpError) -> HttpError:
     return refusal
 
 
+def _one_rank(url: str) -> HttpError:
+    message = f"a data-parallel rank is no worker of its own: name {url}, or change its `ranks`"
+    return _error(400, message, "rank_is_no_worker")
+
+
+def parse_ranked_url(text: str) -> tuple[str, dict[str, object]]:
+    """The normalized URL of a worker to be added, and what it says of its settings: one with a
+    data-parallel rank behind it, `URL@RANK`, has ranks. Raises HttpError 400."""
+    bare, rank = split_rank(text)
+    return parse_worker_url(bare), {} if rank is None else {"ranks": "auto"}
+
+
 def parse_worker_url(text: str) -> str:
     """The normalized URL of a worker. Raises HttpError 400."""
+    bare, rank = split_rank(text)
+    if rank is not None:
+        raise _one_rank(bare)
     try:
         return normalize_url(text, allow_unix=False)
     except ValueError as reason:
         raise _error(400, f"url {reason}", "worker_url_refused") from None
 
 
-def requested_url(body: Mapping[str, object]) -> str:
-    """The URL in the request: query before body, `url` before `worker_url`. Raises HttpError
-    400."""
+def requested_url(body: Mapping[str, object]) -> tuple[str, dict[str, object]]:
+    """As `parse_ranked_url`, of the URL in the request: query before body, `url` before
+    `worker_url`. Raises HttpError 400."""
     for source in (request.args, body):
         for key in ("url", "worker_url"):
             text = source.get(key)
             if isinstance(text, str) and text:
-                return parse_worker_url(text)
+                return parse_ranked_url(text)
     raise _error(400, "worker url is required", "invalid_request")
 
 

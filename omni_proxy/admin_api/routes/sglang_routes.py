@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from urllib.parse import parse_qs
 
 from quart import Quart, Response, request
@@ -21,6 +22,7 @@ from omni_proxy.admin_api.fleet_changes import (
     FleetChanges,
     WorkerArrivals,
     api_worker_spec,
+    parse_ranked_url,
     parse_worker_url,
 )
 from omni_proxy.admin_api.responses import bad_request, json_object, json_response, text_response
@@ -50,19 +52,19 @@ class SglangRoutes:
                 "api_key is not taken over HTTP: put the key into an environment variable and name "
                 "it as api_key_env in the configuration file"
             )
-        url = parse_worker_url(url_text)
+        url, ranks = parse_ranked_url(url_text)
         if as_json and self._services.fleet.find(url):
             return self._counts()
-        await self._add(url)
+        await self._add(url, ranks)
         return (
             self._counts() if as_json else text_response(f"Successfully added worker: {url_text}")
         )
 
-    async def _add(self, url: str) -> None:
+    async def _add(self, url: str, ranks: Mapping[str, object]) -> None:
         if self._services.fleet.find(url):
             raise _known_already()
         await self._changes.check_address(url)
-        settings = {"model": request.args.get("model", "")}
+        settings = {"model": request.args.get("model", ""), **ranks}
         entry = api_worker_spec(url, settings, self._services.kv_connector)
         await self._arrivals.until_healthy(entry, _wait_secs())
         try:

@@ -163,9 +163,9 @@ class WorkerRoutes:
     async def add(self) -> Response:
         body = await json_object()
         parsed = parse_add(body, prefers_async=self._is_async())
-        url = requested_url(body)
+        url, ranks = requested_url(body)
         await self._changes.check_address(url)
-        entry = api_worker_spec(url, parsed.settings, self._services.kv_connector)
+        entry = api_worker_spec(url, ranks | parsed.settings, self._services.kv_connector)
         wait_secs = self._wait_secs()
         if wait_secs is not None:
             return await self._add_when_healthy(entry, parsed, wait_secs)

@@ -31,6 +31,17 @@ async def test_the_sentence_repeats_the_url_as_it_was_written(api, engines):
     assert api.fleet.find(C)
 
 
+async def test_a_url_with_a_data_parallel_rank_adds_the_worker_with_all_its_ranks(api, engines):
+    engines.set_reply(C, "/health", {})
+    status, text, _ = await said(api, "post", f"/add_worker?url={C}@1")
+    assert (status, text) == (200, f"Successfully added worker: {C}@1")
+    assert api.worker(C).ranks == "auto"
+    status, text, _ = await said(api, "post", f"/remove_worker?url={C}@1")
+    assert status == 400
+    assert "is no worker of its own" in text
+    assert api.fleet.find(C)
+
+
 async def test_nothing_is_added_before_it_is_healthy(api, engines, autojump_clock):
     engines.replies[C, "/health"] = [httpx.ConnectError("refused"), (503, b"loading"), (200, b"{}")]
     before = trio.current_time()

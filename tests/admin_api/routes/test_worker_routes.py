@@ -487,3 +487,20 @@ async def test_a_role_is_changed_over_http(api, method):
     assert answer.status_code in (200, 202)
     assert api.worker(A).role == "decode"
     assert api.fleet.has_pools
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks"), [({}, "auto"), ({"ranks": 4}, 4), ({"ranks": "auto"}, "auto")]
+)
+async def test_a_url_with_a_data_parallel_rank_is_one_worker_with_ranks(api, more, ranks):
+    url = "http://127.0.0.1:8099"
+    answer = await api.client().post("/workers", json={"url": f"{url}@3", **more})
+    assert answer.status_code == 200, await answer.get_data()
+    assert api.worker(url).ranks == ranks
+    for method in ("delete", "put", "get"):
+        body = {"json": {"disabled": True}} if method == "put" else {}
+        answer = await getattr(api.client(), method)(f"/workers/{url}@3", **body)
+        assert answer.status_code == 400
+        assert (await answer.get_json())["error"]["code"] == "rank_is_no_worker"
+    assert api.worker(url)
+    assert (await api.client().get("/workers/http://127.0.0.1:8098@3")).status_code == 404
