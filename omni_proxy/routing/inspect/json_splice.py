@@ -32,6 +32,35 @@ _decode_members: Callable[[bytes | memoryview], dict[str, msgspec.Raw]] = msgspe
 ).decode
 
 
+class JsonText:
+    """A JSON object in its text: read and changed more than once, but parsed only once."""
+
+    __slots__ = ("_body", "_members", "_places", "_start")
+
+    def __init__(self, body: bytes, members: Sequence[JsonMember] | None = None) -> None:
+        """`members`: as for `splice_parts`. Raises HttpError 400."""
+        self._body = body
+        self._start = object_at(body)
+        self._members = find_members(body, self._start) if members is None else members
+        self._places: dict[str, list[int]] = {}
+        for place, member in enumerate(self._members):
+            self._places.setdefault(key_text(member.name), []).append(place)
+
+    def value(self, name: str) -> bytes:
+        """The text of a key's value, b"" if it is absent. Raises HttpError 400: there twice."""
+        places = self._places.get(name, ())
+        if len(places) > 1:
+            raise _given_twice(name)
+        if not places:
+            return b""
+        member = self._members[places[0]]
+        return bytes(self._body[member.value_at : member.end])
+
+    def splice(self, edits: Edits) -> bytes:
+        """The text with `edits`. Raises HttpError 400."""
+        return b"".join(_parts(memoryview(self._body), self._start, edits, self._members))
+
+
 def splice(body: bytes, edits: Edits) -> bytes:
     """The body with `edits`, in time linear in its length.
 
@@ -148,10 +177,14 @@ def _edited(edits: Edits, members: Sequence[JsonMember]) -> dict[str, int]:
         if name not in edits:
             continue
         if name in found:
-            message = f"the key {name!r} is in the body twice, so it is not clear what is meant"
-            raise HttpError(400, message, "duplicate_key")
+            raise _given_twice(name)
         found[name] = place
     return found
+
+
+def _given_twice(name: str) -> HttpError:
+    message = f"the key {name!r} is in the body twice, so it is not clear what is meant"
+    return HttpError(400, message, "duplicate_key")
 
 
 def key_text(spelled: bytes) -> str:

@@ -1,0 +1,87 @@
+"""vLLM's Mooncake protocol: both legs at once, joined by an id of the transfer.
+
+The decode engine is told the bootstrap server of the prefill engine and that engine's id, which
+`GET /query` there names; it changes when the engine restarts. Source: features.md 2.3, 2.7.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, Final
+
+import msgspec
+
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.json_splice import Edits, JsonText
+from omni_proxy.routing.kv_transfer import nixl
+from omni_proxy.routing.kv_transfer.sglang import bootstrap_host
+from omni_proxy.routing.policies.policy import RandomBelow
+
+QUERY: Final = "/query"
+MAX_ENGINES: Final = 4096  # known at a time
+MAX_QUERY_BYTES: Final = 1024 * 1024
+
+
+class MooncakeLegs(msgspec.Struct, frozen=True):
+    """The changes of both bodies."""
+
+    prefill: Edits
+    decode: Edits
+
+
+def mooncake_legs(
+    path: str, body: JsonText, address: str, engine_id: str, random_below: RandomBelow
+) -> MooncakeLegs:
+    """`address`: of the prefill engine's bootstrap server, with `http://`. Raises HttpError 400 for
+    a key that is there twice."""
+    transfer_id = f"xfer-{_uuid(random_below(2**128))}"
+    prefill = {
+        "do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id,
+    }  # fmt: skip
+    decode = {
+        "do_remote_decode": False, "do_remote_prefill": True, "remote_bootstrap_addr": address,
+        "remote_engine_id": engine_id, "transfer_id": transfer_id,
+    }  # fmt: skip
+    edits = nixl.prefill_edits(path, body, msgspec.json.encode(prefill))
+    return MooncakeLegs(edits, nixl.decode_edits(msgspec.json.encode(decode)))
+
+
+def _uuid(number: int) -> str:
+    digits = f"{number:032x}"
+    ends = (0, 8, 12, 16, 20, 32)
+    return "-".join(digits[a:b] for a, b in pairwise(ends))
+
+
+def bootstrap_address(url: str, port: int) -> str:
+    return f"http://{bootstrap_host(url)}:{port}"
+
+
+def read_engine_id(answer: bytes, rank: int = 0) -> str | None:
+    """Of an answer to `GET /query`, for one data-parallel rank."""
+    try:
+        ranks: Any = msgspec.json.decode(answer)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    entry = ranks.get(str(rank)) if isinstance(ranks, dict) else None
+    engine_id = entry.get("engine_id") if isinstance(entry, dict) else None
+    return engine_id if isinstance(engine_id, str) else None
+
+
+class EngineIds:
+    """What prefill workers have answered to `GET /query`, for each of their processes."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[str, str]] = {}
+
+    def find(self, worker: Worker) -> str | None:
+        """None if it has to be asked: never asked, restarted, or forgotten after a failure."""
+        instance, engine_id = self._known.get(worker.url, ("", ""))
+        return engine_id if engine_id and instance == worker.instance else None
+
+    def keep(self, worker: Worker, engine_id: str) -> None:
+        if len(self._known) >= MAX_ENGINES:
+            self._known.clear()
+        self._known[worker.url] = (worker.instance, engine_id)
+
+    def forget(self, worker: Worker) -> None:
+        self._known.pop(worker.url, None)

@@ -1,0 +1,52 @@
+"""vLLM's NIXL protocol: prefill first, then decode with what prefill answered.
+
+The prefill engine computes the prompt and one token, and answers with `kv_transfer_params`: where
+its KV blocks are. Invariants: that object is copied whole, no key of it is known here; the client's
+limits and `stream` come back for decode; a client's own object never reaches an engine. Source:
+features.md 2.2, 2.7.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from omni_proxy.routing.inspect.json_splice import Edits, JsonText
+from omni_proxy.wire.errors import HttpError
+
+PARAMS: Final = "kv_transfer_params"
+REMOTE_DECODE: Final = (
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+_OPTIONAL_LIMIT: Final = "max_completion_tokens"
+
+
+def prefill_edits(path: str, body: JsonText, params: bytes = REMOTE_DECODE) -> Edits:
+    """For the prefill engine: no stream, one token. Raises HttpError 400 for a key that is there
+    twice."""
+    edits: dict[str, bytes | Edits | None] = {
+        PARAMS: params, "stream": b"false", "stream_options": None,
+    }  # fmt: skip
+    if path == "/inference/v1/generate":
+        return edits | {"sampling_params": {"max_tokens": b"1", "min_tokens": None}}
+    if path == "/v1/responses":
+        return edits | {"max_output_tokens": b"1"}
+    edits |= {"max_tokens": b"1", "min_tokens": None, "min_completion_tokens": None}
+    if body.value(_OPTIONAL_LIMIT):
+        edits[_OPTIONAL_LIMIT] = b"1"
+    return edits
+
+
+def decode_edits(params: bytes | None) -> Edits:
+    """For the decode engine. None: prefill answered without the object, or was not asked; then the
+    decode engine computes the prompt itself."""
+    return {PARAMS: params}
+
+
+def read_params(answer: bytes) -> bytes | None:
+    """The object in a prefill engine's whole answer."""
+    try:
+        value = JsonText(answer.strip()).value(PARAMS)
+    except HttpError:
+        return None
+    return value if value.startswith(b"{") and value.strip() != b"{}" else None

@@ -1,0 +1,98 @@
+"""SGLang's bootstrap protocol: both legs at once, one room for each prompt.
+
+Both engines get the client's body with the address of the prefill engine's bootstrap server and a
+room that no other request has; the prefill engine waits there until the decode engine connects, so
+the legs must run at the same time. `rid` is ours, of fixed width: engines abort by prefix, and two
+clients may use one id. Invariant: nothing else of the body changes. Source: features.md 2.1, 2.7.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from omni_proxy.routing.inspect.body_fields import is_list, is_truthy, read_elements, read_value
+from omni_proxy.routing.inspect.json_splice import Edits, JsonText
+from omni_proxy.routing.policies.policy import RandomBelow
+
+ROOMS: Final = 2**63  # rooms are 0 to ROOMS - 1
+RID_BITS: Final = 128
+RID_CHARS: Final = RID_BITS // 4
+# Keys whose list of prompts makes a batch, by path; a list of numbers is one prompt.
+_BATCH_KEYS: Final = {"/generate": ("input_ids", "text"), "/v1/completions": ("prompt",)}
+_CHAT: Final = "/v1/chat/completions"
+
+
+class SglangLegs(msgspec.Struct, frozen=True):
+    """The changes of both bodies. `rid`: the engines' name of the request; in a batch they have
+    `rid` with `_0`, `_1`, ... `client_rid`: the client's own as JSON, b"" without one.
+    `merges_logprobs`: the answer needs the prompt's log probabilities, which prefill has."""
+
+    prefill: Edits
+    decode: Edits
+    rid: str
+    client_rid: bytes
+    merges_logprobs: bool
+
+
+def batch_size(path: str, body: JsonText) -> int | None:
+    """How many prompts, or choices of a chat, the request has; None if it is no batch."""
+    for key in _BATCH_KEYS.get(path, ()):
+        prompts = read_elements(msgspec.Raw(body.value(key)))
+        if prompts and (key == "text" or not _is_number(prompts[0])):
+            return len(prompts)
+    choices = read_value(msgspec.Raw(body.value("n"))) if path == _CHAT else None
+    return choices if isinstance(choices, int) and choices > 1 else None
+
+
+def _is_number(raw: msgspec.Raw) -> bool:
+    return bytes(raw[:1]) in (b"-", *(b"%d" % digit for digit in range(10)))
+
+
+def sglang_legs(
+    path: str, body: JsonText, prefill_url: str, port: int | None, random_below: RandomBelow
+) -> SglangLegs:
+    """`port`: of the prefill engine's bootstrap server, None while unknown. Raises HttpError 400
+    for a key that is there twice."""
+    size = batch_size(path, body)
+    host, rid = bootstrap_host(prefill_url), f"{random_below(2**RID_BITS):0{RID_CHARS}x}"
+    values: dict[str, object]
+    if size is None:
+        values = {
+            "bootstrap_host": host,
+            "bootstrap_port": port,
+            "bootstrap_room": random_below(ROOMS),
+        }
+    else:
+        values = {
+            "bootstrap_host": [host] * size,
+            "bootstrap_port": [port] * size,
+            "bootstrap_room": [random_below(ROOMS) for _ in range(size)],
+        }
+    many = size is not None and path != _CHAT  # choices of a chat share its one id
+    values["rid"] = [f"{rid}_{number}" for number in range(size or 0)] if many else rid
+    edits = {name: msgspec.json.encode(value) for name, value in values.items()}
+    client_rid = body.value("rid")
+    wants_logprobs = path == "/generate" and _wants(body.value("return_logprob"))
+    given = client_rid if client_rid != b"null" else b""
+    return SglangLegs(edits, edits, rid, given, wants_logprobs)
+
+
+def _wants(flag: bytes) -> bool:
+    """Of a batch it may be a list."""
+    raw = msgspec.Raw(flag)
+    return any(map(is_truthy, read_elements(raw))) if is_list(raw) else is_truthy(raw)
+
+
+def bootstrap_host(url: str) -> str:
+    """The host of a worker's URL, an IPv6 address in brackets."""
+    host = urlsplit(url).hostname or ""
+    return f"[{host}]" if ":" in host else host
+
+
+def abort_body(rid: str) -> bytes:
+    """Of `POST /abort_request`: all prompts of the request, which have it as their prefix."""
+    return json.dumps({"rid": rid}).encode()
