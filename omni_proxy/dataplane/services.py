@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
@@ -20,6 +20,7 @@ from omni_proxy.dataplane.upstream.acquire import Balancer
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.kv_transfer.mooncake import EngineIds
 from omni_proxy.routing.policies import RandomBelow
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 
@@ -52,3 +53,4 @@ class ExchangeServices:
     totals: Totals
     keep_voices_at: Callable[[Worker], None]
     random_below: RandomBelow
+    engine_ids: EngineIds = field(default_factory=EngineIds)

@@ -32,7 +32,7 @@ def totals_record(services: ExchangeServices) -> dict[str, object]:
     totals, loop = services.totals, services.loop
     return {
         "accepted": totals.accepted,
-        "connections": len(loop.tasks),
+        "connections": loop.connections,
         "ended": dict(totals.ended),
         "failures": loop.failures,
         "failed_tls_handshakes": totals.failed_handshakes,

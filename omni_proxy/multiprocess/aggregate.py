@@ -128,7 +128,7 @@ class AggregateView:
         for stats in all_stats:
             ended.update(stats.ended)
         counts["ended"] = dict(ended)
-        counts["connections"] = len(self._dataplane.loop.tasks) + sum(
+        counts["connections"] = self._dataplane.loop.connections + sum(
             s.connections for s in all_stats
         )
         return counts

@@ -302,7 +302,7 @@ class DataPlaneProcess:
                 "stalls": self._watchdog.stalls,
             },
             ended=dict(dataplane.services.totals.ended),
-            connections=len(tasks),
+            connections=dataplane.loop.connections,
             waiting=dataplane.queue.waiting,
             held_bytes=dataplane.inflight.held_bytes,
             phases=dict(Counter(task.phase for task in tasks)),

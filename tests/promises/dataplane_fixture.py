@@ -20,6 +20,7 @@ from omni_proxy.config.state import SavedState
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.fleet.health_state import thresholds_of
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.routing.policies import RandomBelow
 from tests.promises.clients import Client, client_of
 from tests.promises.fakes import FakeWorker, Script, fake_workers
 
@@ -75,7 +76,7 @@ def configured(text: str, urls: list[str]) -> Config:
 
 @asynccontextmanager
 async def run_dataplane(
-    *workers: FakeWorker | str, config: str = ""
+    *workers: FakeWorker | str, config: str = "", random_below: RandomBelow = lambda bound: 0
 ) -> AsyncIterator[RunningDataPlane]:
     """Workers as fakes or URLs, beside what `config` says."""
     urls = [worker if isinstance(worker, str) else worker.url for worker in workers]
@@ -88,7 +89,7 @@ async def run_dataplane(
         for _ in range(fleet.thresholds.rise):
             fleet.observe_probe(worker, status=200, error=None, at=now, epoch=worker.health.epoch)
     async with trio.open_nursery() as nursery:
-        door = DataPlane(fleet, made, admin_socket="/nowhere", sources=Sources(lambda bound: 0))
+        door = DataPlane(fleet, made, admin_socket="/nowhere", sources=Sources(random_below))
         await nursery.start(door.run)
         door.prepare(made)()
         opened = RunningDataPlane(fleet, door)

@@ -22,18 +22,6 @@ from omni_proxy.wire.request import RequestHead
 REQUEST_ID_NAME: Final = b"X-SGLang-Omni-Request-ID: "
 
 
-class PrefillLeg:
-    """The prefill leg of an attempt in two legs, as long as its worker counts it as in flight."""
-
-    __slots__ = ("half_open_id", "rank", "version", "worker")
-
-    def __init__(self, worker: Worker, rank: DpRank | None) -> None:
-        self.worker = worker
-        self.rank = rank  # of `worker`, where that has ranks
-        self.version = worker.version  # when the attempt began
-        self.half_open_id = 0
-
-
 class Exchange:
     """Times are of the event loop's clock in seconds, 0.0 for a phase that was not reached."""
 
@@ -41,8 +29,8 @@ class Exchange:
         "admitted", "attempts", "body", "body_at", "bytes_in", "bytes_out", "chunks", "client",
         "connect_secs", "cors", "ended_at", "ended_by", "error", "failed_attempts", "first_at",
         "half_open_id", "head_at", "held_bytes", "idempotency_key", "last_chunk", "last_rank",
-        "last_worker", "longest_gap", "method", "outcome", "own_secs", "phase", "policy",
-        "prefill", "queued_secs", "rank", "relayed", "request_id", "request_id_line",
+        "last_worker", "legs", "longest_gap", "method", "outcome", "own_secs", "phase", "policy",
+        "queued_secs", "rank", "relayed", "request_id", "request_id_line",
         "requirements", "response_head_at", "route", "sent_at", "single_chunk", "started_at",
         "status", "stream", "target", "version", "worker", "worker_seen",
     )  # fmt: skip
@@ -72,7 +60,7 @@ class Exchange:
         self.body = b""  # of the request, as long as it may have to be sent again
         self.worker: Worker | None = None  # of the present attempt
         self.rank: DpRank | None = None  # of `worker`, where that has ranks
-        self.prefill: PrefillLeg | None = None  # of the present attempt, if it has two legs
+        self.legs: TwoLegs | None = None  # of the present attempt, at a decode worker
         # Of the last attempt that is over.
         self.last_worker: Worker | None = None
         self.last_rank: DpRank | None = None
@@ -133,6 +121,22 @@ class Exchange:
     def spans_versions(self, worker: Worker) -> bool:
         """Whether its response began with other weights than it ended with."""
         return self.relayed and worker.version.differs_from(self.version)
+
+
+class TwoLegs:
+    """The other leg of an exchange whose own worker is a decode worker."""
+
+    __slots__ = ("begun", "connector", "fallback", "prefill", "rid", "transfer_failures")
+
+    def __init__(self, connector: str, prefill: Exchange | None, fallback: str = "") -> None:
+        self.connector = connector
+        # The present or last prefill leg, as an exchange of its own; None while the decode worker
+        # computes the prompt itself, then `fallback` says why.
+        self.prefill = prefill
+        self.fallback = fallback
+        self.begun = False  # the leg runs, and will release its worker by itself
+        self.rid = ""  # what SGLang's engines call the request
+        self.transfer_failures = 0  # of the KV cache
 
 
 def new_request_id() -> bytes:

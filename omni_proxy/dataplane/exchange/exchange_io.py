@@ -17,6 +17,7 @@ from omni_proxy.dataplane.exchange.access_log import write_logs
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.io_task import IoTask
 from omni_proxy.dataplane.loop.stream import HUNG_UP, PEER_CLOSED, Stream
+from omni_proxy.dataplane.loop.task import Readable
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED
@@ -40,7 +41,7 @@ class KeepAlive(Protocol):
 
     begun: bool
 
-    async def for_head(self, upstream: Stream) -> None: ...
+    async def for_head(self, upstream: Readable) -> None: ...
 
     async def for_first_chunk(self, upstream: Stream, response: UpstreamResponse) -> None: ...
 
@@ -72,12 +73,35 @@ class ListenerRole:
 PUBLIC: Final = ListenerRole()
 
 
-class ExchangeIO(IoTask):
+class AttemptIO(IoTask):
+    """What an attempt at a worker needs of the task that makes it."""
+
+    __slots__ = ("body_stream", "keepalive", "services", "settings", "upstream")
+
+    def __init__(self, services: ExchangeServices) -> None:
+        super().__init__(services.loop)
+        self.services = services
+        self.settings = services.settings
+        self.upstream: Stream | None = None  # closed at the end unless its pool has taken it back
+        self.body_stream: StreamedBody | None = None
+        self.keepalive: KeepAlive | None = None
+
+    @property
+    def response_head_secs(self) -> float:
+        """How long a worker may take until the head of its response."""
+        return self.settings.limits.response_head
+
+    def close_upstream(self) -> None:
+        upstream, self.upstream = self.upstream, None
+        if upstream is not None:
+            upstream.close()
+
+
+class ExchangeIO(AttemptIO):
     """One client connection with the exchange that runs on it."""
 
     __slots__ = (
-        "body_stream", "close_after_response", "exchange", "head_bytes", "keepalive",
-        "peer", "rest", "role", "services", "settings", "upstream", "watch",
+        "close_after_response", "exchange", "head_bytes", "peer", "rest", "role", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -87,16 +111,11 @@ class ExchangeIO(IoTask):
         peer: str,
         role: ListenerRole,
     ) -> None:
-        super().__init__(services.loop)
+        super().__init__(services)
         self.role = role
-        self.services = services
-        self.settings = services.settings
         self.peer = peer
         self.client = Stream(services.loop, sock, self)
         self.exchange: Exchange | None = None
-        self.upstream: Stream | None = None  # closed at the end unless its pool has taken it back
-        self.body_stream: StreamedBody | None = None
-        self.keepalive: KeepAlive | None = None
         self.watch: ResponseReader | None = None  # of an exchange whose response is read
         self.close_after_response = False
         self.rest = b""  # read from the client, not yet consumed
@@ -104,11 +123,6 @@ class ExchangeIO(IoTask):
 
     def is_disconnect(self, mask: int) -> bool:
         return bool(mask & (PEER_CLOSED if self.settings.half_close_aborts else HUNG_UP))
-
-    def close_upstream(self) -> None:
-        upstream, self.upstream = self.upstream, None
-        if upstream is not None:
-            upstream.close()
 
     def take_received_body(self, exchange: Exchange, length: int, limit: int) -> bytes | None:
         """The body where all of it came with its head; None where more must be read. Raises
@@ -133,8 +147,6 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
     worker, outcome = exchange.worker, exchange.outcome or "cut_by_proxy"
     exchange.phase = exchange.phase or phase
     exchange.ended_at = services.loop.now
-    if exchange.prefill is not None:
-        services.balancer.release_prefill(exchange, FAILED)
     if worker is not None:
         result = FAILED
         if outcome == "completed" and 0 < exchange.status < 400:
@@ -142,6 +154,8 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
         services.balancer.release(exchange, worker, result)
     else:
         worker = exchange.last_worker
+    if exchange.legs is not None:
+        services.balancer.release_prefill(exchange.legs)
     totals, recorders = services.totals, services.recorders
     if worker is not None and worker.version is not exchange.version:
         totals.across_versions += exchange.spans_versions(worker)

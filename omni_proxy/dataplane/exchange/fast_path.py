@@ -176,7 +176,7 @@ class FastPath:
         except HttpError:
             return False
         pool = services.pools.of(rank or worker)
-        whole = exchange.prefill is None and not worker.api_key_env
+        whole = exchange.legs is None and not worker.api_key_env
         upstream = pool.reuse(self) if whole else None
         if upstream is None:
             return False

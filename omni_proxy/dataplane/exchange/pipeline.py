@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from omni_proxy.admin_ops.routes import is_known
 from omni_proxy.config.schema import Config
+from omni_proxy.dataplane.disaggregation.driver import respond_in_two_legs
 from omni_proxy.dataplane.exchange.exchange import (
     Exchange,
     add_forwarded,
@@ -36,10 +37,10 @@ from omni_proxy.dataplane.exchange.stored_responses import read_keys
 from omni_proxy.dataplane.loop.task import ClientDisconnected, pause
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed, SentRequest, run_attempt
+from omni_proxy.dataplane.upstream.outcome import release_body, report_end
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans
 from omni_proxy.dataplane.upstream.retry import RetryState
 from omni_proxy.dataplane.websocket import relay as websocket_relay
-from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, ONE_PASS_BYTES, walk_large_json
 from omni_proxy.routing.inspect.model_field import walk_model_spans
 from omni_proxy.routing.inspect.requirements import (
@@ -53,7 +54,6 @@ from omni_proxy.routing.inspect.requirements import settle_unread as settle_larg
 from omni_proxy.routing.rank_pinning import pin_to_rank
 from omni_proxy.routing.routes import (
     RESPONSE_OWNER,
-    VOICE_OWNER,
     MethodNotAllowed,
     match_configured,
     match_route,
@@ -274,6 +274,8 @@ def set_requirements(
     exchange.requirements = need
     exchange.stream = need.stream
     balancer = io.services.balancer
+    if io.services.fleet.has_pools and exchange.route is not None:
+        need.legs = exchange.route.legs
     if balancer.needs_affinity_key:
         need.affinity_key = balancer.affinity_keys.read(b"".join(lines), body)
     if balancer.aliases is not None:
@@ -296,6 +298,8 @@ async def respond_by_worker(
     except HttpError as no_worker:
         worker = await services.queue.wait_for_worker(io, exchange, no_worker)
     while True:
+        if exchange.legs is not None:
+            return await respond_in_two_legs(io, exchange, head, respond_by_worker)
         pool = sent.pool if sent is not None else services.pools.of(exchange.rank or worker)
         try:
             start = await run_attempt(io, exchange, head, pool, sent)
@@ -314,37 +318,10 @@ async def respond_by_worker(
         if another is None:
             break
         sent, worker = None, another
-    _release_body(io, exchange)
+    release_body(io, exchange)
     keep = await relay(io, exchange, head, start)
-    _report_end(io, exchange, worker)
+    report_end(io, exchange, worker)
     return keep
-
-
-def _release_body(io: ExchangeIO, exchange: Exchange) -> None:
-    """The request is not sent again, and no other worker is chosen for it."""
-    exchange.body = b""
-    if exchange.requirements is not None:
-        exchange.requirements.body_fields = None  # which refers to it, too
-    if exchange.held_bytes:
-        io.services.inflight.release_bytes(exchange)
-
-
-def _report_end(io: ExchangeIO, exchange: Exchange, worker: Worker) -> None:
-    """What the end of a response says about its worker."""
-    services, route = io.services, exchange.route
-    if exchange.error and exchange.ended_by == "worker":
-        report_failure(services.fleet, exchange, worker, exchange.error)
-    elif (
-        exchange.outcome == "completed" and exchange.status < 500 and worker.health.failed_requests
-    ):
-        services.fleet.observe_success(worker, exchange.half_open_id)
-    if route is not None and route.pinning is VOICE_OWNER and _changed_voices(exchange):
-        services.keep_voices_at(worker)
-
-
-def _changed_voices(exchange: Exchange) -> bool:
-    """From the first upload on its worker is the one that keeps the voices (omni-router.md 13)."""
-    return exchange.method in ("POST", "DELETE") and 200 <= exchange.status < 300
 
 
 async def _respond_by_admin_api(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> bool:
@@ -374,7 +351,7 @@ async def _respond_by_admin_api(io: ExchangeIO, exchange: Exchange, head: Reques
         if io.role.metrics_only:
             pool = pools.metrics_listener
         start = await run_attempt(io, exchange, head, pool)
-        _release_body(io, exchange)
+        release_body(io, exchange)
         if start.response.sse:  # an event a second needs no turns of the host loop
             io.loop.admin_exchanges -= 1
             counted = False

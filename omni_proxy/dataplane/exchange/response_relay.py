@@ -15,7 +15,7 @@ import contextlib
 import types
 from collections.abc import Callable, Generator
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from omni_proxy.dataplane.exchange.exchange import (
     REQUEST_ID_NAME,
@@ -362,6 +362,8 @@ class BodyFraming:
 def new_framing(start: ResponseStart, head: RequestHead, *, begun: bool) -> BodyFraming | None:
     """None where the worker's own bytes go on. `begun`: the proxy has begun a chunked response."""
     response = start.response
+    if isinstance(start, RewrittenResponse):
+        return _rewriting(start, head)
     if start.bodiless and not begun:
         return None
     if response.framing is CHUNKED:
@@ -371,6 +373,40 @@ def new_framing(start: ResponseStart, head: RequestHead, *, begun: bool) -> Body
     if response.framing is LENGTH:
         return BodyFraming(lambda chunk: _as_last_chunk(chunk, response), b"", self_delimiting=True)
     return BodyFraming(encode_chunk, LAST_CHUNK, self_delimiting=True)
+
+
+class StreamRewriter(Protocol):
+    """Changes the payload of an event stream; holds back what is not complete."""
+
+    def feed(self, payload: bytes) -> bytes:
+        """Raises UpstreamProtocolError."""
+
+    def finish(self) -> bytes: ...
+
+
+class RewrittenResponse(ResponseStart):
+    """A stream whose payload is changed on its way, so that it gets a framing of ours."""
+
+    rewriter: StreamRewriter | None = None
+
+
+def _rewriting(start: RewrittenResponse, head: RequestHead) -> BodyFraming:
+    response, rewriter = start.response, start.rewriter
+    assert rewriter is not None
+    unwrap = Unchunker().feed if response.framing is CHUNKED else bytes
+
+    def rewrite(chunk: bytes) -> bytes:
+        payload = rewriter.feed(unwrap(chunk))
+        return payload + rewriter.finish() if response.whole else payload
+
+    def rewrite_chunk(chunk: bytes) -> bytes:
+        payload = rewrite(chunk)
+        framed = encode_chunk(payload) if payload else b""
+        return framed + LAST_CHUNK if response.whole else framed
+
+    if head.http_1_0:
+        return BodyFraming(rewrite, b"", self_delimiting=False)
+    return BodyFraming(rewrite_chunk, LAST_CHUNK, self_delimiting=True)
 
 
 def _as_last_chunk(chunk: bytes, response: UpstreamResponse) -> bytes:

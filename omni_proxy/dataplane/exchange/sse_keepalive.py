@@ -16,7 +16,7 @@ import msgspec
 from omni_proxy.dataplane.exchange.exchange import REQUEST_ID_NAME, Exchange
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.stream import Stream
-from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, pause
+from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, Readable, pause
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.wire.aborted_reply import AbortedReply
 from omni_proxy.wire.chunked import LAST_CHUNK, encode_chunk
@@ -48,7 +48,7 @@ class SseKeepAlive:
             head.lines, frozenset((b"accept-encoding",))
         )  # the comments are not compressed
 
-    async def for_head(self, upstream: Stream) -> None:
+    async def for_head(self, upstream: Readable) -> None:
         """As `pause` until `upstream` has an event."""
         if self.may_begin:
             await self._pause(upstream)
@@ -67,7 +67,7 @@ class SseKeepAlive:
                 self._io.waiting_on = upstream
                 await self._pause(upstream)
 
-    async def _pause(self, upstream: Stream) -> None:
+    async def _pause(self, upstream: Readable) -> None:
         """Raises PhaseTimeout when the time of the phase is over."""
         io = self._io
         due = io.phase_deadline

@@ -69,6 +69,8 @@ class EventLoop:
         self.clock = clock
         self.now = clock()  # read once per iteration: all timeouts of connections count from it
         self.tasks: set[LoopTask] = set()
+        self.side_tasks = 0  # of `tasks`: no connections, but requests beside one
+        self.ended = False  # no task may be started any more
         self.admin_exchanges = 0  # in flight; while there are any, trio must not wait in epoll
         self.failures = 0
         self.tasks_ended = trio.Event()  # set, and replaced by a new one, when the last task ends
@@ -135,6 +137,10 @@ class EventLoop:
         if self._host is not None:
             self._host.request_turn()
 
+    @property
+    def connections(self) -> int:
+        return len(self.tasks) - self.side_tasks
+
     def remove_task(self, task: LoopTask) -> None:
         """Its coroutine has ended."""
         self.tasks.discard(task)
@@ -174,6 +180,7 @@ class EventLoop:
                     host.refresh()
         finally:
             trio.lowlevel.remove_instrument(host)
+            self.ended = True
             for task in list(self.tasks):
                 task.close_coroutine()
             self.flush()

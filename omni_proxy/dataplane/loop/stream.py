@@ -152,6 +152,11 @@ class Stream:
         """Close the sending side; reading goes on. Raises OSError."""
         self.sock.shutdown(socket.SHUT_WR)
 
+    def shut_down(self) -> None:
+        """Both directions: the next read sees the end."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
     def peek(self, size: int) -> bytes | None:
         """As `read`, without consuming the bytes. Raises OSError."""
         try:

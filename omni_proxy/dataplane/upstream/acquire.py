@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 from typing import Final
 
 from omni_proxy.config.schema import Config
-from omni_proxy.dataplane.exchange.exchange import Exchange, PrefillLeg, Recorders
-from omni_proxy.fleet.dp_rank import DpRank, rank_of
+from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders, TwoLegs
+from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.fleet.worker import FAILED, Worker
 from omni_proxy.routing.disaggregation.errors import held_for_update, no_pair_error
 from omni_proxy.routing.disaggregation.pairing import (
     Pairing,
@@ -151,7 +151,7 @@ class Balancer:
 
     def acquire(self, exchange: Exchange, tried: Collection[Worker] = ()) -> Worker:
         """Begin an attempt at the worker that this returns. If it is served in two legs, its other
-        worker is in `exchange.prefill`. Raises HttpError: none can take it."""
+        worker is in `exchange.legs`. Raises HttpError: none can take it."""
         need, fleet = exchange.requirements, self._fleet
         assert need is not None
         if need.alias is not None and choose_target(need, self, tried):
@@ -218,20 +218,26 @@ class Balancer:
                 break
         else:
             raise no_pair_error(fleet, need, self.voices.owner)
-        if placement.prefill is not None:
-            exchange.prefill = self._begin_prefill(exchange, placement.prefill)
-        return note_rank(exchange, placement.worker)
+        target, prefill, exchange.legs = placement.worker, placement.prefill, None
+        connector = target.worker.kv_connector
+        if prefill is not None:
+            exchange.legs = TwoLegs(connector, self._begin_prefill(exchange, prefill))
+        elif need.legs.connectors and target.worker.role == "decode":
+            exchange.legs = TwoLegs(connector, None, placement.reason)
+        return note_rank(exchange, target)
 
-    def _begin_prefill(self, exchange: Exchange, target: Worker) -> PrefillLeg:
-        """`target`, a worker or a rank, is counted already."""
-        leg = PrefillLeg(target.worker, rank_of(target))
-        for each in (leg.worker, leg.rank):
-            if each is not None:
-                each.peak_in_flight = max(each.peak_in_flight, each.in_flight)
-                if exchange.route is not None:
-                    each.counts[exchange.route.counter_index] += 1
-        if leg.worker.health.breaker_tripped:
-            leg.half_open_id = self._fleet.begin_half_open(leg.worker)
+    def _begin_prefill(self, exchange: Exchange, target: Worker) -> Exchange:
+        """The leg as an exchange of its own. `target`, a worker or a rank, is counted already."""
+        leg = Exchange(0.0, exchange.client)
+        leg.route, leg.requirements = exchange.route, exchange.requirements
+        leg.worker = worker = note_rank(leg, target)
+        leg.version = worker.version
+        leg.attempts = 1
+        worker.peak_in_flight = max(worker.peak_in_flight, worker.in_flight)
+        if leg.route is not None:
+            worker.counts[leg.route.counter_index] += 1
+        if worker.health.breaker_tripped:
+            leg.half_open_id = self._fleet.begin_half_open(worker)
         return leg
 
     def _count(self, placement: Placement) -> bool:
@@ -266,19 +272,12 @@ class Balancer:
         if route is not None:
             worker.counts[route.counter_index + result] += 1
 
-    def release_prefill(self, exchange: Exchange, result: int) -> None:
-        """The prefill leg is over, if there is one: SUCCEEDED or FAILED. The caller serves the
-        admission queue."""
-        leg, exchange.prefill = exchange.prefill, None
-        if leg is None:
-            return
-        for each in (leg.worker, leg.rank):
-            if each is not None:
-                each.in_flight -= 1
-                if exchange.route is not None:
-                    each.counts[exchange.route.counter_index + result] += 1
-        if leg.half_open_id:
-            self._fleet.end_half_open(leg.worker, leg.half_open_id)
+    def release_prefill(self, legs: TwoLegs) -> None:
+        """Release the prefill worker of a leg that has not begun; one that has begun does it by
+        itself. The caller serves the admission queue."""
+        leg = legs.prefill
+        if leg is not None and not legs.begun and leg.worker is not None:
+            self.release(leg, leg.worker, FAILED)
 
 
 def count_at_worker(target: Worker, requests: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO, StreamedBody
+from omni_proxy.dataplane.exchange.exchange_io import AttemptIO, StreamedBody
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
@@ -81,7 +81,7 @@ def encode_request(
     return b"".join(lines)
 
 
-def start_waiting(io: ExchangeIO, exchange: Exchange, secs: float) -> None:
+def start_waiting(io: AttemptIO, exchange: Exchange, secs: float) -> None:
     """The request leaves now; `secs` for the head of its response."""
     loop = io.loop
     clock = loop.clock
@@ -93,7 +93,7 @@ def start_waiting(io: ExchangeIO, exchange: Exchange, secs: float) -> None:
 
 
 async def run_attempt(
-    io: ExchangeIO,
+    io: AttemptIO,
     exchange: Exchange,
     head: RequestHead,
     pool: UpstreamPool,
@@ -136,14 +136,14 @@ async def run_attempt(
 
 
 def _resume(
-    io: ExchangeIO, head: RequestHead, sent: SentRequest
+    io: AttemptIO, head: RequestHead, sent: SentRequest
 ) -> Coroutine[Any, Any, ResponseStart]:
     if sent.error is not None:
         raise sent.error
     return _response_start(io, head, sent)
 
 
-def _idle_stream(io: ExchangeIO, pool: UpstreamPool, *, may_redial: bool) -> Stream | None:
+def _idle_stream(io: AttemptIO, pool: UpstreamPool, *, may_redial: bool) -> Stream | None:
     """An idle connection, where one will do.
 
     Not for a body that streams: a dead connection could cost it. And not after a dead one: a worker
@@ -152,7 +152,7 @@ def _idle_stream(io: ExchangeIO, pool: UpstreamPool, *, may_redial: bool) -> Str
     return pool.reuse(io) if may_redial and io.body_stream is None else None
 
 
-async def _dial(io: ExchangeIO, pool: UpstreamPool) -> Stream:
+async def _dial(io: AttemptIO, pool: UpstreamPool) -> Stream:
     io.set_timeout("dial", io.settings.limits.connect)
     try:
         return await pool.dial(io)
@@ -173,9 +173,9 @@ def _no_descriptors(error: OSError) -> HttpError:
 
 
 async def _send(
-    io: ExchangeIO, exchange: Exchange, head: RequestHead, pool: UpstreamPool, stream: Stream
+    io: AttemptIO, exchange: Exchange, head: RequestHead, pool: UpstreamPool, stream: Stream
 ) -> ResponseStart:
-    secs = inf if pool.is_admin else io.settings.limits.response_head
+    secs = inf if pool.is_admin else io.response_head_secs
     body_stream = io.body_stream
     request = _encode(exchange, head, pool, body_stream)
     start_waiting(io, exchange, secs)
@@ -219,7 +219,7 @@ def lines_for_rank(exchange: Exchange, head: RequestHead) -> bytes:
 
 
 async def _response_start(
-    io: ExchangeIO,
+    io: AttemptIO,
     head: RequestHead,
     sent: SentRequest,
     body_stream: StreamedBody | None = None,
@@ -254,15 +254,15 @@ async def _response_start(
         buffer = found
 
 
-async def _stream_body(io: ExchangeIO, body_stream: StreamedBody, stream: Stream) -> bool:
+async def _stream_body(io: AttemptIO, body_stream: StreamedBody, stream: Stream) -> bool:
     """False where the worker said something before the end of the body, or broke."""
     all_sent = await body_stream.stream_to(stream)
-    io.set_timeout("wait", io.settings.limits.response_head)
+    io.set_timeout("wait", io.response_head_secs)
     return all_sent
 
 
 def _parse_start(
-    io: ExchangeIO, head: RequestHead, sent: SentRequest, received: bytes
+    io: AttemptIO, head: RequestHead, sent: SentRequest, received: bytes
 ) -> ResponseStart | bytes:
     """The final response in `received`, or what is left of it behind interim responses."""
     interim = 0
@@ -285,7 +285,7 @@ def _parse_start(
     return received
 
 
-async def _send_large(io: ExchangeIO, stream: Stream, request: _Parts) -> bool:
+async def _send_large(io: AttemptIO, stream: Stream, request: _Parts) -> bool:
     """A request that is too large to be joined; whether all of it was sent."""
     try:
         sent = stream.sendmsg(request)
@@ -302,7 +302,7 @@ async def _send_large(io: ExchangeIO, stream: Stream, request: _Parts) -> bool:
     return True
 
 
-async def _send_part(io: ExchangeIO, stream: Stream, view: memoryview, secs: float) -> bool:
+async def _send_part(io: AttemptIO, stream: Stream, view: memoryview, secs: float) -> bool:
     """False where the worker responded (413, say) or broke before it had read everything."""
     io.set_timeout("send", secs)
     while not stream.has_input():

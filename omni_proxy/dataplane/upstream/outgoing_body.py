@@ -27,8 +27,8 @@ def changed_parts(exchange: Exchange) -> Parts | None:
     need, route, body, rank = (
         exchange.requirements, exchange.route, exchange.body, exchange.rank
     )  # fmt: skip
-    if need is None or route is None or not body:
-        return None
+    if need is None or route is None or not body or exchange.legs is not None:
+        return None  # in two legs `dataplane.disaggregation.driver` has changed it
     parts = None
     if need.alias is not None and need.alias.spans:
         parts = parts_for_target(need, route, body)

@@ -12,7 +12,7 @@ CLEARED = {
 # What the fast path never sets: an exchange that needs one of these goes on in the coroutine.
 NEVER_SET = {
     "body", "connect_secs", "cors", "ended_by", "error", "half_open_id", "longest_gap",
-    "queued_secs", "request_id_line", "failed_attempts", "worker",
+    "queued_secs", "request_id_line", "failed_attempts", "worker", "legs",
 }  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Requests in two legs: one worker computes the prompt, another one goes on from it."""

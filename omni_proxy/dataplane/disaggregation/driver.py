@@ -1,0 +1,422 @@
+"""A request in two legs, from the acquired pair to the client's last byte.
+
+SGLang and Mooncake: both legs are sent at once. NIXL: prefill first. The client's response is
+always the decode worker's and takes the ordinary relay, unless prefill refuses the request.
+Contract: until the decode worker's first chunk nothing leaves for the client, so that a failure of
+either leg ends both at once and the request may start anew with another pair; from then on the
+decode worker decides. No KV reference is ever sent to two decode workers: each attempt begins at
+prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+
+from omni_proxy.dataplane.disaggregation.engine_calls import EngineIdQuery, abort_at
+from omni_proxy.dataplane.disaggregation.pair_retry import PairRetry
+from omni_proxy.dataplane.disaggregation.prefill_leg import (
+    MAX_ERROR_BYTES,
+    MAX_KEPT_BYTES,
+    PairFailed,
+    PrefillLeg,
+    failure_of_response,
+)
+from omni_proxy.dataplane.disaggregation.side_task import (
+    hold_response,
+    read_body,
+    wait_for,
+    wait_for_read,
+)
+from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
+from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.exchange.response_relay import RewrittenResponse, relay
+from omni_proxy.dataplane.loop.io_task import READ_BYTES
+from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
+from omni_proxy.dataplane.upstream.attempt import AttemptFailed, run_attempt
+from omni_proxy.dataplane.upstream.outcome import release_body, report_end
+from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target
+from omni_proxy.dataplane.upstream.pool import ResponseStart
+from omni_proxy.fleet.dp_rank import DpRank
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.json_splice import Edits, JsonText, object_at
+from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, JsonMember, walk_members
+from omni_proxy.routing.kv_transfer import nixl
+from omni_proxy.routing.kv_transfer.mooncake import bootstrap_address, mooncake_legs
+from omni_proxy.routing.kv_transfer.sglang import SglangLegs, sglang_legs
+from omni_proxy.routing.kv_transfer.sglang_response import (
+    ClientIds,
+    ResponseRewriter,
+    read_logprobs,
+)
+from omni_proxy.routing.kv_transfer.transfer_errors import is_transfer_event
+from omni_proxy.routing.rank_pinning import BODY_KEY, BODY_ONLY_PATHS
+from omni_proxy.wire.forwarded import field_value
+from omni_proxy.wire.request import RequestHead, drop_fields
+from omni_proxy.wire.response import CLOSE, LENGTH, UpstreamProtocolError
+
+_ENCODINGS: Final = frozenset((b"accept-encoding",))  # an answer that is read must be plain
+RespondAlone = Callable[[ExchangeIO, Exchange, RequestHead], Awaitable[bool]]
+
+
+async def respond_in_two_legs(
+    io: ExchangeIO, exchange: Exchange, head: RequestHead, respond_alone: RespondAlone
+) -> bool:
+    """The pair in `exchange` is acquired. `respond_alone`: for a retry that a regular worker takes.
+    Raises HttpError if no pair answered, PhaseTimeout, ClientDisconnected."""
+    driver = TwoLegDriver(io, exchange, head)
+    try:
+        start = await driver.first_response()
+        if start is None:
+            return await respond_alone(io, exchange, head)
+        release_body(io, exchange)
+        worker = exchange.worker
+        keep = await relay(io, exchange, head, start)
+        if worker is not None and not driver.is_answered_by_prefill:
+            report_end(io, exchange, worker)
+        return keep
+    finally:
+        driver.end()
+
+
+class _Interrupt:
+    """Steps the exchange of a failed leg from outside of the leg's own step."""
+
+    __slots__ = ("_driver", "_leg", "waiting_on")
+
+    def __init__(self, driver: TwoLegDriver, leg: PrefillLeg) -> None:
+        self.waiting_on: object = None
+        self._driver = driver
+        self._leg = leg
+
+    def step(self) -> None:
+        if not self._driver.interrupt(self._leg):
+            self._driver.loop.call_soon(self)
+
+
+class TwoLegDriver:
+    """`is_answered_by_prefill`: what the client gets is the prefill worker's error."""
+
+    def __init__(self, io: ExchangeIO, exchange: Exchange, head: RequestHead) -> None:
+        self.loop = io.loop
+        self.is_answered_by_prefill = False
+        self._io = io
+        self._exchange = exchange
+        self._head = head
+        self._path = exchange.target.partition("?")[0]
+        self._whole_body = exchange.body
+        self._json: JsonText | None = None
+        self._model: str | None = None  # of an alias's target, which `_json` has
+        self._leg: PrefillLeg | None = None
+        self._open_to: PrefillLeg | None = None  # whose failure may interrupt what is waited for
+        self._asked: Worker | None = None  # the decode worker that has the request
+        self._transfer_due = 0.0  # when the decode worker must have begun, prefill being done
+        self._retry = PairRetry(io, exchange)
+        # Two more copies, one for each leg, as long as they may be sent.
+        io.services.inflight.hold(exchange, 2 * len(exchange.body))
+
+    async def first_response(self) -> ResponseStart | None:
+        """What the client gets; None where a regular worker is acquired in the end."""
+        exchange = self._exchange
+        while True:
+            legs = exchange.legs
+            if legs is None:
+                exchange.body = self._whole_body
+                return None
+            try:
+                start = await self._attempt(legs)
+            except PairFailed as failed:
+                self._stop()
+                answer = await self._retry.after(failed)
+                if answer is not None:
+                    self.is_answered_by_prefill = failed.leg == "prefill"
+                    return answer
+            else:
+                return start
+
+    async def _attempt(self, legs: TwoLegs) -> ResponseStart:
+        """Raises PairFailed."""
+        worker = self._exchange.worker
+        assert worker is not None
+        try:
+            return await self._by_protocol(legs, await self._body())
+        except AttemptFailed as failed:
+            if self._leg is not None and self._leg.failure is not None:
+                raise self._leg.failure from None
+            failure = PairFailed("decode", worker, failed.kind, failed.error, failed.status)
+            failure.is_transfer = self._is_transfer_timeout(failed.kind)
+            raise failure from None
+        except UpstreamProtocolError as broken:
+            error = f"RemoteProtocolError: {broken}"
+            raise PairFailed("decode", worker, "bad_response", error) from None
+
+    async def _body(self) -> JsonText:
+        """The client's body, with the model of the present target if that is an alias's."""
+        need, route = self._exchange.requirements, self._exchange.route
+        assert need is not None
+        assert route is not None
+        model = need.target_model if need.alias is not None and need.alias.spans else None
+        if self._json is None or model != self._model:
+            body = self._whole_body
+            if model is not None:
+                body = b"".join(parts_for_target(need, route, body))
+            self._json, self._model = await _read_json(self._io, body), model
+        return self._json
+
+    def _for_rank(self, edits: Edits, rank: DpRank | None) -> Edits:
+        """With the key that names the rank, where the engine hears no header."""
+        need = self._exchange.requirements
+        if rank is None or need is None or self._path not in BODY_ONLY_PATHS:
+            return edits
+        return edits if need.names_rank_in_body else {**edits, BODY_KEY: b"%d" % rank.index}
+
+    async def _by_protocol(self, legs: TwoLegs, body: JsonText) -> ResponseStart:
+        prefill = legs.prefill.worker if legs.prefill is not None else None
+        if prefill is None:
+            return await self._decode(nixl.decode_edits(None), None)
+        if legs.connector == "sglang":
+            return await self._by_sglang(legs, body, prefill)
+        if legs.connector == "nixl":
+            return await self._by_nixl(legs, body)
+        return await self._by_mooncake(legs, body, prefill)
+
+    async def _by_sglang(self, legs: TwoLegs, body: JsonText, prefill: Worker) -> ResponseStart:
+        made = sglang_legs(
+            self._path, body, prefill.url, prefill.bootstrap_port, self._io.services.random_below
+        )
+        legs.rid = made.rid
+        leg = self._start_leg(legs, made.prefill, keeps=made.merges_logprobs)
+        rewrites = bool(made.client_rid) or made.merges_logprobs
+        edits = dict(made.decode)
+        if leg.exchange.rank is not None:
+            edits["disagg_prefill_dp_rank"] = b"%d" % leg.exchange.rank.index
+        start = await self._decode(edits, leg, is_read=rewrites)
+        return await self._rewritten(start, made, leg) if rewrites else start
+
+    async def _by_nixl(self, legs: TwoLegs, body: JsonText) -> ResponseStart:
+        leg = self._start_leg(legs, nixl.prefill_edits(self._path, body), keeps=True)
+        self._io.set_timeout("prefill", self._io.settings.limits.total)
+        await wait_for(self._io, leg)
+        if leg.failure is not None:
+            raise leg.failure
+        params = nixl.read_params(leg.kept)
+        if params is None:
+            legs.fallback = "no_params"
+        leg.kept = b""
+        self._check_versions()
+        return await self._decode(nixl.decode_edits(params), None)
+
+    async def _by_mooncake(self, legs: TwoLegs, body: JsonText, prefill: Worker) -> ResponseStart:
+        engine_id = await self._engine_id(prefill)
+        address = bootstrap_address(prefill.url, prefill.bootstrap_port or 0)
+        random_below = self._io.services.random_below
+        made = mooncake_legs(self._path, body, address, engine_id, random_below)
+        leg = self._start_leg(legs, made.prefill, keeps=False)
+        return await self._decode(made.decode, leg)
+
+    async def _engine_id(self, prefill: Worker) -> str:
+        """Of the prefill engine; asked once for each of its processes. Raises PairFailed."""
+        services = self._io.services
+        known = services.engine_ids.find(prefill)
+        if known is not None:
+            return known
+        query = EngineIdQuery(services, self._io, prefill)
+        query.start()
+        self._io.set_timeout("prefill", self._io.settings.limits.total)
+        try:
+            await wait_for(self._io, query)
+        finally:
+            query.cancel()
+        if query.engine_id is None:
+            error = f"its bootstrap server does not name its engine: {query.error}"
+            raise PairFailed("prefill", prefill, "connect_failure", error)
+        services.engine_ids.keep(prefill, query.engine_id)
+        return query.engine_id
+
+    def _start_leg(self, legs: TwoLegs, edits: Edits, *, keeps: bool) -> PrefillLeg:
+        assert self._json is not None
+        assert legs.prefill is not None
+        body = self._json.splice(self._for_rank(edits, legs.prefill.rank))
+        lines = drop_fields(self._lines(legs), _ENCODINGS)
+        head = msgspec.structs.replace(self._head, lines=lines)
+        leg = self._leg = PrefillLeg(self._io, legs, head, body, keeps=keeps)
+        leg.on_end = self._leg_ended
+        leg.start()
+        return leg
+
+    def _lines(self, legs: TwoLegs) -> bytes:
+        """vLLM's engines get one request id on both legs: the client's, or else ours."""
+        lines = self._head.lines
+        if legs.connector == "sglang" or field_value(lines, b"x-request-id"):
+            return lines
+        return b"%bx-request-id: %b\r\n" % (lines, self._exchange.request_id)
+
+    async def _decode(
+        self, edits: Edits, leg: PrefillLeg | None, *, is_read: bool = False
+    ) -> ResponseStart:
+        """Up to its first chunk. Raises PairFailed, AttemptFailed, UpstreamProtocolError."""
+        io, exchange = self._io, self._exchange
+        worker, legs, body = exchange.worker, exchange.legs, self._json
+        assert worker is not None
+        assert legs is not None
+        assert body is not None
+        if leg is not None and leg.failure is not None:
+            raise leg.failure
+        exchange.body = body.splice(self._for_rank(edits, exchange.rank))
+        lines = self._lines(legs)
+        head = msgspec.structs.replace(
+            self._head, lines=drop_fields(lines, _ENCODINGS) if is_read else lines
+        )
+        self._open_to, self._asked = leg, worker
+        try:
+            start = await run_attempt(
+                io, exchange, head, io.services.pools.of(exchange.rank or worker)
+            )
+            if start.response.status >= 400:
+                raise await self._refused(start, worker)
+            await self._first_chunk(start)
+        finally:
+            self._open_to = None
+        if start.response.sse and is_transfer_event(start.chunk):
+            failure = PairFailed("decode", worker, "kv_transfer", "its KV transfer failed")
+            failure.is_transfer = True
+            raise failure
+        self._check_versions()
+        return start
+
+    async def _refused(self, start: ResponseStart, worker: Worker) -> PairFailed:
+        status = start.response.status
+        self._exchange.response_head_at = self.loop.now
+        try:
+            payload = await read_body(self._io, start, "first", MAX_ERROR_BYTES)
+        except (OSError, PhaseTimeout) as broken:
+            return PairFailed("decode", worker, str(status), f"status={status}, {broken}", status)
+        self._asked = None
+        return failure_of_response("decode", worker, hold_response(start, payload), status)
+
+    def _is_transfer_timeout(self, kind: str) -> bool:
+        """Prefill is done, and the decode worker has said nothing since."""
+        return kind == "response_timeout" and 0 < self._transfer_due <= self.loop.now
+
+    async def _first_chunk(self, start: ResponseStart) -> None:
+        """Raises AttemptFailed, UpstreamProtocolError."""
+        io, response, stream = self._io, start.response, start.stream
+        io.set_timeout("first", io.settings.limits.first_byte)
+        while not start.chunk and not response.whole:
+            try:
+                await wait_for_read(io, stream)
+                received = stream.read(READ_BYTES)
+            except OSError as error:
+                raise UpstreamProtocolError(error.strerror or "reset") from None
+            except PhaseTimeout:
+                raise AttemptFailed(
+                    "response_timeout", "ReadTimeout: nothing came behind the answer's head", 504
+                ) from None
+            if received == b"":
+                if response.framing is CLOSE:
+                    return
+                raise UpstreamProtocolError("the worker closed before the answer's end")
+            if received:
+                start.chunk = response.feed(received)
+
+    async def _rewritten(
+        self, start: ResponseStart, made: SglangLegs, leg: PrefillLeg
+    ) -> ResponseStart:
+        """The answer with the client's own id and with the prompt's log probabilities."""
+        io, response = self._io, start.response
+        logprobs = {}
+        if made.merges_logprobs:
+            io.set_timeout("prefill", io.settings.limits.idle)
+            await wait_for(io, leg)
+            if leg.failure is not None:
+                raise leg.failure
+            logprobs = dict(read_logprobs(leg.kept, stream=leg.is_stream))
+            leg.kept = b""
+        ids = ClientIds(made.rid, made.client_rid) if made.client_rid else None
+        rewriter = ResponseRewriter(ids, logprobs)
+        if response.sse and response.framing is not LENGTH:
+            return RewrittenResponse(
+                start.pool, start.stream, response, start.chunk, start.bodiless, start.all_sent,
+                rewriter,
+            )  # fmt: skip
+        payload = await read_body(io, start, "first", MAX_KEPT_BYTES)
+        self._asked = None
+        return hold_response(start, rewriter.rewrite_body(payload))
+
+    def _check_versions(self) -> None:
+        """A prompt of one version must not go on with another. Raises PairFailed."""
+        exchange = self._exchange
+        legs, worker = exchange.legs, exchange.worker
+        prefill = legs.prefill if legs is not None else None
+        if prefill is None or worker is None or self._leg is None:
+            return
+        if worker.version is exchange.version and self._leg.worker.version is prefill.version:
+            return
+        failure = PairFailed("decode", worker, "weights_changed", "new weights came meanwhile", 503)
+        failure.is_transfer = True
+        raise failure
+
+    def _leg_ended(self, leg: PrefillLeg) -> None:
+        """In the leg's own step."""
+        if self._open_to is not leg:
+            return
+        if leg.failure is not None:
+            self.loop.wake(_Interrupt(self, leg))
+            return
+        secs = self._io.settings.config.routing.disaggregation.transfer_timeout_secs
+        if secs:
+            self._transfer_due = self.loop.now + secs
+            self._io.phase_deadline = min(self._io.phase_deadline, self._transfer_due)
+
+    def interrupt(self, leg: PrefillLeg) -> bool:
+        """End what the exchange waits for by the leg's failure; False: not now, it runs first."""
+        io = self._io
+        if self._open_to is not leg or leg.failure is None:
+            return True
+        if io.waiting_on is None:
+            return False
+        self._open_to = None
+        if io.waiting_on is io.client:  # in the middle of a comment to the client
+            if io.upstream is not None:
+                io.upstream.readable = True
+                io.upstream.shut_down()
+            return True
+        io.throw(leg.failure)
+        return True
+
+    def _stop(self) -> None:
+        """End both legs where they still run."""
+        legs, services = self._exchange.legs, self._io.services
+        rid = legs.rid if legs is not None else ""
+        leg, self._leg, self._transfer_due = self._leg, None, 0.0
+        if leg is not None:
+            leg.cancel()
+            if leg.failure is not None:
+                services.engine_ids.forget(leg.worker)
+            if not leg.is_answered:
+                abort_at(services, leg.worker, rid)
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            self._io.close_upstream()
+            abort_at(services, asked, rid)
+
+    def end(self) -> None:
+        """The exchange is over: a leg that still runs is of use only if the response is whole."""
+        if self._exchange.outcome != "completed":
+            self._stop()
+
+
+async def _read_json(io: ExchangeIO, body: bytes) -> JsonText:
+    """Raises HttpError 400."""
+    if len(body) <= ONE_PASS_BYTES:
+        return JsonText(body)
+    members: list[JsonMember] = []
+    for member in walk_members(body, object_at(body)):
+        if member is None:
+            io.loop.wake(io)
+            await pause
+        else:
+            members.append(member)
+    return JsonText(body, members)

@@ -1,0 +1,89 @@
+"""Calls to engines that go with a pair: aborts by id, and Mooncake's question for an engine's id.
+
+Contract: an abort is sent at once and nobody waits for it; that it fails changes nothing, since the
+engine has its own clock for what the proxy could not end. Source: features.md 2.3, 2.6.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from omni_proxy.dataplane.disaggregation.side_task import SideTask, head_for, read_body
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.exchange_io import AttemptIO
+from omni_proxy.dataplane.loop.task import PhaseTimeout
+from omni_proxy.dataplane.services import ExchangeServices
+from omni_proxy.dataplane.upstream.attempt import AttemptFailed, run_attempt
+from omni_proxy.dataplane.upstream.pool import UpstreamPool
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.kv_transfer.mooncake import MAX_QUERY_BYTES, QUERY, read_engine_id
+from omni_proxy.routing.kv_transfer.sglang import abort_body, bootstrap_host
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.response import UpstreamProtocolError
+
+CALL_SECS: Final = 5.0
+_JSON_LINE: Final = b"content-type: application/json\r\n"
+_FAILURES: Final = (AttemptFailed, HttpError, UpstreamProtocolError, OSError, PhaseTimeout)
+_log = logging.getLogger(__name__)
+
+
+class AbortCall(SideTask):
+    """POST /abort_request with a `rid` of ours, to one engine."""
+
+    __slots__ = ("_rid", "_worker")
+
+    def __init__(self, services: ExchangeServices, worker: Worker, rid: str) -> None:
+        super().__init__(services)
+        self._worker = worker
+        self._rid = rid
+        self.deadline = self.loop.now + CALL_SECS
+
+    async def run(self) -> None:
+        worker = self._worker
+        exchange = Exchange(self.loop.now, "")
+        exchange.body = abort_body(self._rid)
+        head = head_for(b"POST", b"/abort_request", _JSON_LINE, length=len(exchange.body))
+        try:
+            start = await run_attempt(self, exchange, head, self.services.pools.of(worker))
+            await read_body(self, start, "abort")
+        except _FAILURES as failure:
+            _log.debug('abort_failed worker=%s error="%s"', worker.url, failure)
+
+
+def abort_at(services: ExchangeServices, worker: Worker, rid: str) -> None:
+    """Have SGLang's engine free what it holds of the request: a closed connection does not free a
+    request that waits for its pair."""
+    if rid and not services.loop.ended:
+        AbortCall(services, worker, rid).start()
+
+
+class EngineIdQuery(SideTask):
+    """GET /query at a prefill worker's bootstrap server. `engine_id`: None if it failed, with the
+    reason in `error`."""
+
+    __slots__ = ("_pool", "engine_id", "error")
+
+    def __init__(self, services: ExchangeServices, waiter: AttemptIO, worker: Worker) -> None:
+        super().__init__(services, waiter)
+        self.engine_id: str | None = None
+        self.error = ""
+        port = worker.bootstrap_port or 0
+        host = worker.address if isinstance(worker.address, str) else worker.address[0]
+        self._pool = UpstreamPool(self.loop, (host, port), f"{bootstrap_host(worker.url)}:{port}")
+        self.deadline = self.loop.now + CALL_SECS
+
+    async def run(self) -> None:
+        exchange = Exchange(self.loop.now, "")
+        try:
+            start = await run_attempt(self, exchange, head_for(b"GET", QUERY.encode()), self._pool)
+            answer = await read_body(self, start, "query", MAX_QUERY_BYTES)
+            self.engine_id = read_engine_id(answer)
+            if start.response.status != 200 or self.engine_id is None:
+                self.engine_id = None
+                self.error = f"status {start.response.status}, without an engine id"
+        except _FAILURES as failure:
+            self.error = str(failure)
+
+    def ended(self) -> None:
+        self._pool.close()

@@ -1,0 +1,155 @@
+"""What follows when a pair has failed: another pair, the decode worker alone, or its error.
+
+Contract: nothing has left for the client, and both legs are over. The next pair is acquired when
+`after` returns None. A worker is reported to outlier ejection for its own failures only, never for
+one of the transfer; the prefill leg reports its own. Source: features.md 2.4, 2.6.
+"""
+
+from __future__ import annotations
+
+from omni_proxy.dataplane.disaggregation.prefill_leg import PairFailed
+from omni_proxy.dataplane.disaggregation.side_task import HeldResponse
+from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
+from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.loop.task import ClientDisconnected
+from omni_proxy.dataplane.upstream.acquire import report_failure
+from omni_proxy.dataplane.upstream.retry import (
+    CHANCES,
+    allowed_attempts,
+    counts_as_failed,
+    may_retry,
+    pause_secs,
+)
+from omni_proxy.fleet.worker import FAILED, Worker
+from omni_proxy.wire.aborted_reply import CODE as ABORTED
+from omni_proxy.wire.errors import HttpError
+
+
+class PairRetry:
+    """The failed pairs of one request."""
+
+    __slots__ = (
+        "_body_bytes", "_exchange", "_io", "_pauses", "_reported", "_transfers", "_tried",
+    )  # fmt: skip
+
+    def __init__(self, io: ExchangeIO, exchange: Exchange) -> None:
+        self._io = io
+        self._exchange = exchange
+        self._body_bytes = len(exchange.body)
+        self._tried: set[Worker] = set()
+        self._reported: set[Worker] = set()  # decode workers; once for each, as for any retry
+        self._pauses = 0
+        self._transfers = 0  # failed ones
+
+    async def after(self, failed: PairFailed) -> HeldResponse | None:
+        """What the client gets of it; None: go on with the pair in the exchange, or with its worker
+        alone. Raises HttpError, ClientDisconnected, PhaseTimeout."""
+        self._note(failed)
+        if not self._may_retry(failed):
+            return None if self._falls_back(failed) else self._give_up(failed)
+        worker = self._exchange.worker
+        assert worker is not None
+        balancer = self._io.services.balancer
+        balancer.release(self._exchange, worker, FAILED)
+        self._io.services.queue.serve()
+        await self._back_off()
+        try:
+            balancer.acquire(self._exchange, self._tried)
+        except HttpError as no_pair:
+            if failed.response is not None:
+                return failed.response
+            await self._queued(no_pair, failed)
+        self._keep_counts(failed.kind)
+        return None
+
+    def _note(self, failed: PairFailed) -> None:
+        """Whose failure it is."""
+        exchange, services = self._exchange, self._io.services
+        exchange.failed_attempts = [
+            *(exchange.failed_attempts or ()), (failed.worker, failed.kind),
+        ]  # fmt: skip
+        if failed.is_transfer:
+            if failed.kind != "weights_changed":
+                self._transfers += 1
+                self._tried.update(self._pair())
+                self._keep_counts()
+            return
+        self._tried.add(failed.worker)
+        if failed.leg == "prefill" or failed.error is not None or failed.worker in self._reported:
+            return
+        retry_on = services.settings.config.routing.retry_on
+        status = failed.status if failed.response is not None else None
+        if status is None or counts_as_failed(status, retry_on):
+            self._reported.add(failed.worker)
+            report_failure(services.fleet, exchange, failed.worker, str(failed), status)
+
+    def _pair(self) -> list[Worker]:
+        legs = self._exchange.legs
+        prefill = legs.prefill if legs is not None else None
+        both = (self._exchange.worker, prefill.last_worker if prefill is not None else None)
+        return [worker for worker in both if worker is not None]
+
+    def _keep_counts(self, kind: str = "") -> None:
+        """`kind`: of the failure that the present legs follow."""
+        legs = self._exchange.legs
+        if legs is not None:
+            legs.transfer_failures = self._transfers
+            if kind and legs.fallback == "fallback":
+                legs.fallback = kind
+
+    def _falls_back(self, failed: PairFailed) -> bool:
+        """Whether the decode worker computes the prompt itself, since prefill can't be tried
+        again."""
+        exchange = self._exchange
+        legs, allowed = exchange.legs, self._io.settings.config.routing.disaggregation.fallback
+        if legs is None or legs.connector == "sglang" or allowed != "decode":
+            return False
+        if failed.leg != "prefill" or failed.error is not None:
+            return False
+        if failed.response is not None and failed.status < 500:
+            return False
+        self._io.services.balancer.release_prefill(legs)
+        exchange.legs = TwoLegs(legs.connector, None, fallback=failed.kind)
+        self._keep_counts()
+        return True
+
+    def _may_retry(self, failed: PairFailed) -> bool:
+        routing = self._io.settings.config.routing
+        if failed.error is not None or self._body_bytes > routing.retry_body_bytes:
+            return False
+        allowed = allowed_attempts(routing.max_total_retries)
+        if failed.kind == "weights_changed":
+            return self._exchange.attempts < allowed
+        kinds = [failed.kind]
+        # The engines have ended it: as if the connection had broken.
+        if failed.is_transfer and failed.kind != "response_timeout":
+            kinds.append("reset_before_response")
+        return any(
+            may_retry(kind, self._exchange.attempts, allowed, routing.retry_on) for kind in kinds
+        )
+
+    def _give_up(self, failed: PairFailed) -> HeldResponse:
+        if failed.response is not None:
+            return failed.response
+        raise failed.as_http_error()
+
+    async def _back_off(self) -> None:
+        """Pause, but only where every pair that could take it has been tried."""
+        io, need = self._io, self._exchange.requirements
+        assert need is not None
+        if not io.services.balancer.all_tried(need, self._tried):
+            return
+        if io.client.peer_closed and io.settings.half_close_aborts:
+            raise ClientDisconnected
+        io.phase, io.phase_deadline = "backoff", io.deadline
+        secs = pause_secs(self._pauses, io.services.random_below(CHANCES) / CHANCES)
+        await io.services.timers.sleep(io, secs)
+        self._pauses += 1
+
+    async def _queued(self, no_pair: HttpError, failed: PairFailed) -> None:
+        """Wait for a pair, if that is allowed; else the failure says more than the queue."""
+        io = self._io
+        try:
+            await io.services.queue.wait_for_worker(io, self._exchange, no_pair, self._tried)
+        except HttpError as refusal:
+            raise refusal if refusal.code == ABORTED else failed.as_http_error() from None

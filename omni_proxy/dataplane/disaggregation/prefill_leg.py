@@ -1,0 +1,188 @@
+"""The prefill leg of a request: sent beside the decode leg, its answer read and mostly dropped.
+
+Contract: the leg holds its worker's in-flight count until its own last byte, and releases it
+exactly once. A failure is reported to outlier ejection for this worker only, and not at all if it
+is one of the transfer. Nothing of its answer reaches the client from here. Source: features.md 2.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Final, Literal
+
+from omni_proxy.dataplane.disaggregation.side_task import (
+    HeldResponse,
+    SideTask,
+    hold_response,
+    read_body,
+)
+from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
+from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.loop.task import PhaseTimeout
+from omni_proxy.dataplane.upstream.acquire import report_failure
+from omni_proxy.dataplane.upstream.attempt import AttemptFailed, run_attempt
+from omni_proxy.dataplane.upstream.retry import counts_as_failed
+from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
+from omni_proxy.routing.kv_transfer.transfer_errors import names_transfer
+from omni_proxy.wire.errors import HttpError, UpstreamError
+from omni_proxy.wire.request import RequestHead
+from omni_proxy.wire.response import UpstreamProtocolError
+
+MAX_ERROR_BYTES: Final = 1024 * 1024
+MAX_KEPT_BYTES: Final = 64 * 1024 * 1024  # log probabilities of a long prompt
+
+Leg = Literal["prefill", "decode"]
+
+
+class PairFailed(UpstreamError):
+    """A pair can't go on. `kind` as in `retry_on`, or "kv_transfer"; `status`: for the client;
+    `response`: the worker's own error, where it gave one; `error`: a refusal of the proxy itself.
+    `is_transfer`: neither worker is to be blamed."""
+
+    def __init__(self, leg: Leg, worker: Worker, kind: str, error: str, status: int = 502) -> None:
+        super().__init__(error)
+        self.leg = leg
+        self.worker = worker
+        self.kind = kind
+        self.status = status
+        self.response: HeldResponse | None = None
+        self.error: HttpError | None = None
+        self.is_transfer = False
+
+    def as_http_error(self) -> HttpError:
+        if self.error is not None:
+            return self.error
+        message = f"the {self.leg} worker {self.worker.url} failed: {self}"
+        return HttpError(self.status, f"upstream request failed: {message}", self.kind)
+
+
+def failure_of_response(
+    leg: Leg, worker: Worker, response: HeldResponse, status: int
+) -> PairFailed:
+    """Of a status of 400 and above."""
+    failure = PairFailed(leg, worker, str(status), f"status={status}", status)
+    failure.response = response
+    failure.is_transfer = names_transfer(status, response.chunk)
+    return failure
+
+
+class PrefillLeg(SideTask):
+    """`failure`: why it is of no use. `kept`: the payload of its answer, where it is needed."""
+
+    __slots__ = ("_cancelled", "_head", "_keeps", "exchange", "failure", "is_stream", "kept",
+                 "on_end", "worker")  # fmt: skip
+
+    def __init__(
+        self, io: ExchangeIO, legs: TwoLegs, head: RequestHead, body: bytes, *, keeps: bool
+    ) -> None:
+        super().__init__(io.services, io)
+        assert legs.prefill is not None
+        assert legs.prefill.worker is not None
+        self.exchange: Exchange = legs.prefill
+        self.worker: Worker = legs.prefill.worker
+        self.exchange.started_at = self.loop.now
+        self.exchange.body = body
+        self.exchange.requirements = None  # the body is changed already
+        self.failure: PairFailed | None = None
+        self.kept = b""
+        self.is_stream = False
+        self.on_end: Callable[[PrefillLeg], None] = _nothing
+        self.deadline = io.deadline
+        self._head = head
+        self._keeps = keeps
+        self._cancelled = False
+        legs.begun = True
+
+    @property
+    def response_head_secs(self) -> float:
+        """A pair that stays silent is ended, since its engines would wait for minutes."""
+        return min(super().response_head_secs, self._transfer_secs)
+
+    @property
+    def _transfer_secs(self) -> float:
+        return self.settings.config.routing.disaggregation.transfer_timeout_secs or inf
+
+    async def run(self) -> None:
+        try:
+            await self._exchange()
+        except AttemptFailed as failed:
+            self._fail(failed.kind, failed.error, failed.status)
+            if failed.kind == "response_timeout":
+                self._settle_timeout()
+        except HttpError as refused:  # not the worker's fault
+            self._fail(str(refused.code), refused.message).error = refused
+        except (UpstreamProtocolError, OSError) as broken:
+            self._fail("reset_before_response", f"RemoteProtocolError: {broken}")
+        except PhaseTimeout as expired:
+            self._fail("response_timeout", f"ReadTimeout: it fell silent (phase {expired})", 504)
+
+    async def _exchange(self) -> None:
+        exchange = self.exchange
+        pool = self.services.pools.of(exchange.rank or self.worker)
+        start = await run_attempt(self, exchange, self._head, pool)
+        exchange.body = b""
+        exchange.status = status = start.response.status
+        exchange.response_head_at = self.loop.now
+        self.is_stream = start.response.sse
+        most = MAX_ERROR_BYTES if status >= 400 else MAX_KEPT_BYTES if self._keeps else 0
+        payload = await read_body(self, start, "prefill", most)
+        if status >= 400:
+            held = hold_response(start, payload)
+            self.failure = failure_of_response("prefill", self.worker, held, status)
+        else:
+            self.kept = payload
+
+    def _fail(self, kind: str, error: str, status: int = 502) -> PairFailed:
+        self.failure = PairFailed("prefill", self.worker, kind, error, status)
+        return self.failure
+
+    def _settle_timeout(self) -> None:
+        if self._transfer_secs < super().response_head_secs and self.failure is not None:
+            secs = self._transfer_secs
+            self._fail("response_timeout", f"no answer within {secs:g} s", 504).is_transfer = True
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its engine is done with the request: its whole answer has come."""
+        failure = self.failure
+        whole = failure is None or failure.response is not None
+        return self.readable and whole and not self._cancelled
+
+    def cancel(self) -> None:
+        """The pair is over: what this leg would say does not matter any more."""
+        if not self.readable:
+            self._cancelled = True
+            super().cancel()
+
+    def ended(self) -> None:
+        services, exchange, worker = self.services, self.exchange, self.worker
+        exchange.ended_at = self.loop.now
+        exchange.body = b""
+        failure = None if self._cancelled else self.failure
+        if failure is not None:
+            exchange.end("upstream_error", "worker", str(failure))
+            self._report(failure)
+        elif self._cancelled:
+            exchange.end("cancelled", "proxy")
+        else:
+            exchange.end("completed", "")
+            if worker.health.failed_requests:
+                services.fleet.observe_success(worker, exchange.half_open_id)
+        succeeded = exchange.outcome == "completed"
+        services.balancer.release(exchange, worker, SUCCEEDED if succeeded else FAILED)
+        services.queue.serve()
+        self.on_end(self)
+
+    def _report(self, failure: PairFailed) -> None:
+        services = self.services
+        if failure.is_transfer or failure.error is not None:
+            return
+        if failure.response is None:
+            report_failure(services.fleet, self.exchange, self.worker, str(failure))
+        elif counts_as_failed(failure.status, services.settings.config.routing.retry_on):
+            report_failure(services.fleet, self.exchange, self.worker, str(failure), failure.status)
+
+
+def _nothing(_: PrefillLeg) -> None:
+    """Nobody is to be told."""

@@ -1,0 +1,342 @@
+"""One test for each complaint about other routers (features.md 2.6), and what else may fail.
+
+The time limits are generous: where others took minutes, or until an engine's own clock of 300 s,
+here the other leg ends in the same moment.
+"""
+
+import json
+
+import pytest
+import trio
+import trio.testing
+
+from tests.promises.clients import Truncated, post
+from tests.promises.disaggregated_engines import (
+    KV_ERROR,
+    eventually,
+    failing,
+    fleet_of,
+    once,
+    resetting,
+    silent,
+    worker_entry,
+)
+from tests.promises.fakes import refusing_url
+
+AT_ONCE_SECS = 1.0
+CHAT = post(b'{"messages": [], "model": "m"}')
+STREAMED = post(b'{"messages": [], "stream": true}')
+ONCE = "[routing]\nmax_total_retries = 1"
+CONNECTORS = ["sglang", "nixl", "mooncake"]
+AT_ONCE = ["sglang", "mooncake"]  # both legs are sent at once
+
+
+async def all_freed(fleet):
+    """Nothing waits at an engine, and no request is counted anywhere."""
+    await eventually(lambda: not fleet.held and fleet.before.wait_until_idle())
+
+
+@pytest.mark.parametrize("connector", AT_ONCE)
+@pytest.mark.parametrize("fault", [failing("500 Internal Server Error"), resetting])
+async def test_prefill_failed_and_decode_does_not_wait(connector, fault):
+    """sglang#9726, aibrix#2289: decode waited for minutes."""
+    config = ONCE + '\n[routing.disaggregation]\nfallback = "refuse"'
+    async with fleet_of(connector, config=config) as (fleet, client):
+
+        async def after_decode(call):
+            await fleet.decodes[0].begun.wait()
+            return await fault(call)
+
+        fleet.prefills[0].fault = after_decode
+        with trio.fail_after(AT_ONCE_SECS):
+            await client.send(CHAT)
+            assert (await client.answer()).status in (500, 502)
+        await all_freed(fleet)
+
+
+@pytest.mark.parametrize("connector", AT_ONCE)
+@pytest.mark.parametrize("fault", [failing("500 Internal Server Error"), resetting])
+async def test_decode_failed_and_prefill_does_not_wait(connector, fault):
+    """sglang#29482, smg#831: prefill waited until its timeout of 1800 s."""
+    async with fleet_of(connector, config=ONCE) as (fleet, client):
+
+        async def after_prefill(call):
+            await fleet.prefills[0].begun.wait()
+            return await fault(call)
+
+        fleet.decodes[0].fault = after_prefill
+        with trio.fail_after(AT_ONCE_SECS):
+            await client.send(CHAT)
+            assert (await client.answer()).status in (500, 502)
+        await all_freed(fleet)
+
+
+async def test_a_decode_worker_that_cannot_be_reached_leaves_no_prefill_behind():
+    async with (
+        refusing_url() as gone,
+        fleet_of("sglang", decodes=1, config=ONCE) as (fleet, client),
+    ):
+        fleet.before.fleet.find(fleet.decodes[0].url).address = address_of(gone)
+        with trio.fail_after(AT_ONCE_SECS):
+            await client.send(CHAT)
+            assert (await client.answer()).status == 502
+        await all_freed(fleet)
+
+
+def address_of(url):
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return host, int(port)
+
+
+async def test_a_queued_leg_is_aborted_by_our_own_id_when_the_client_leaves():
+    """aibrix#2746: closing the connection freed nothing."""
+    async with fleet_of("sglang") as (fleet, _):
+        fleet.decodes[0].fault = silent
+        async with fleet.before.client() as client:
+            await client.send(post(b'{"text": "a", "rid": "shared"}', path="/generate"))
+            await fleet.prefills[0].begun.wait()
+            await eventually(lambda: fleet.held)
+            client.close()
+        with trio.fail_after(AT_ONCE_SECS):
+            await all_freed(fleet)
+        (rid,) = set(fleet.prefills[0].aborts)
+        assert rid != "shared"
+        assert len(rid) == 32
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_failure_counts_for_the_leg_that_failed(connector, leg):
+    """Both workers were blamed, and the circuit breaker emptied the pool."""
+    config = ONCE + '\n[routing.disaggregation]\nfallback = "refuse"'
+    async with fleet_of(connector, config=config) as (fleet, client):
+        bad = fleet.prefills[0] if leg == "prefill" else fleet.decodes[0]
+        bad.fault = resetting
+        await client.send(CHAT)
+        assert (await client.answer()).status == 502
+        await all_freed(fleet)
+        assert fleet.failures() == {bad.url: 1}
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_an_error_of_the_transfer_counts_for_nobody(connector, leg):
+    config = '[routing]\nmax_total_retries = 1\nretry_on = ["500"]\n'
+    config += '[routing.disaggregation]\nfallback = "refuse"'
+    async with fleet_of(connector, config=config) as (fleet, client):
+        bad = fleet.prefills[0] if leg == "prefill" else fleet.decodes[0]
+        bad.fault = failing("500 Internal Server Error", KV_ERROR)
+        await client.send(CHAT)
+        answer = await client.answer()
+        assert (answer.status, answer.body) == (500, KV_ERROR)
+        await all_freed(fleet)
+        assert fleet.failures() == {}
+
+
+async def test_the_first_token_does_not_wait_for_the_end_of_prefills_body():
+    """smg: prefill's body was read to its end before decode's answer was relayed."""
+    async with fleet_of("sglang") as (fleet, client):
+        gate = trio.Event()
+
+        async def slow_end(call):
+            body = json.loads(call.body)
+            fleet.prefills[0].rooms.side(body["bootstrap_room"], "kv").set()
+            await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{")
+            await gate.wait()
+            await call.send(b"        }")
+            return True
+
+        fleet.prefills[0].fault = slow_end
+        with trio.fail_after(AT_ONCE_SECS):
+            await client.send(CHAT)
+            assert (await client.answer()).status == 200
+        prefill = fleet.before.fleet.find(fleet.prefills[0].url)
+        decode = fleet.before.fleet.find(fleet.decodes[0].url)
+        assert (prefill.in_flight, decode.in_flight) == (1, 0)  # each until its own last byte
+        gate.set()
+        await all_freed(fleet)
+
+
+async def test_load_is_counted_for_each_leg_until_that_leg_ends():
+    """sglang#9484: the load was released before the stream ended."""
+    async with fleet_of("sglang") as (fleet, client):
+        fleet.decodes[0].gate = trio.Event()
+        await client.send(STREAMED)
+        await client.until(b"\n\n")
+        find = fleet.before.fleet.find
+        await eventually(lambda: find(fleet.prefills[0].url).in_flight == 0)
+        assert find(fleet.decodes[0].url).in_flight == 1
+        fleet.decodes[0].gate.set()
+        await client.until(b"[DONE]")
+        await all_freed(fleet)
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_stale_kept_connections_are_dialled_anew_silently(connector):
+    """sglang#9926, #9266: after idle hours requests failed."""
+    async with fleet_of(connector, config=ONCE) as (fleet, client):
+        for _ in range(2):
+            await client.send(CHAT)
+            assert (await client.answer()).status == 200
+            for engine in fleet.engines:
+                engine.fault = once(resetting_if_reused(engine))
+        assert fleet.failures() == {}
+        assert fleet.before.last["attempts"] == 1
+
+
+def resetting_if_reused(engine):
+    async def fault(call):
+        if len(engine.bodies) == 2:
+            return await resetting(call)
+        return False
+
+    return fault
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_another_prefill_worker_is_asked_before_anything_else(connector):
+    async with fleet_of(connector, prefills=2) as (fleet, client):
+        fleet.prefills[0].fault = resetting
+        for _ in range(3):
+            await client.send(CHAT)
+            assert (await client.answer()).status == 200
+        assert len(fleet.prefills[1].bodies) == 3
+        assert set(fleet.failures()) <= {fleet.prefills[0].url}
+
+
+@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+async def test_decode_computes_the_prompt_itself_if_no_prefill_worker_answers(connector):
+    async with fleet_of(connector) as (fleet, client):
+        fleet.prefills[0].fault = resetting
+        await client.send(post(b'{"messages": [], "kv_transfer_params": {"old": 1}}'))
+        assert (await client.answer()).status == 200
+        assert [body.get("kv_transfer_params") for body in fleet.decodes[0].bodies][-1] is None
+        assert fleet.failures() == {fleet.prefills[0].url: 1}
+
+
+async def test_where_the_file_says_refuse_the_client_gets_the_error():
+    config = '[routing.disaggregation]\nfallback = "refuse"'
+    async with fleet_of("nixl", config=config) as (fleet, client):
+        fleet.prefills[0].fault = resetting
+        await client.send(CHAT)
+        assert (await client.answer()).status == 502
+        assert not fleet.decodes[0].bodies
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_prefills_own_refusal_goes_to_the_client(connector):
+    refusal = b'{"error": {"message": "the prompt is too long"}}'
+    async with fleet_of(connector) as (fleet, client):
+        fleet.prefills[0].fault = failing("400 Bad Request", refusal)
+        with trio.fail_after(AT_ONCE_SECS):
+            await client.send(CHAT)
+            answer = await client.answer()
+        assert (answer.status, answer.body) == (400, refusal)
+        if connector == "nixl":
+            assert not fleet.decodes[0].bodies
+        await all_freed(fleet)
+        assert fleet.failures() == {}
+        await client.send(CHAT)  # the connection goes on
+        assert (await client.answer()).status == 400
+
+
+@pytest.mark.parametrize("connector", AT_ONCE)
+async def test_a_pair_that_stays_silent_ends_by_the_proxys_own_clock(connector):
+    config = ONCE + '\n[routing.disaggregation]\ntransfer_timeout_secs = 0.1\nfallback = "refuse"'
+    async with fleet_of(connector, config=config) as (fleet, client):
+        fleet.decodes[0].fault = silent
+        fleet.prefills[0].fault = None
+        with trio.fail_after(5):
+            await client.send(CHAT)
+            assert (await client.answer()).status == 504
+        await all_freed(fleet)
+        assert fleet.failures() == {}
+
+
+async def test_a_nixl_reference_is_never_sent_to_two_decode_workers():
+    async with fleet_of("nixl", decodes=2) as (fleet, client):
+        fleet.decodes[0].fault = resetting
+        for _ in range(3):
+            await client.send(CHAT)
+            assert (await client.answer()).status == 200
+        sent = [
+            body["kv_transfer_params"]["remote_request_id"]
+            for engine in fleet.decodes
+            for body in engine.bodies
+        ]
+        assert len(sent) > 3
+        assert len(sent) == len(set(sent)) == len(fleet.prefills[0].bodies)
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_decode_breaks_in_its_stream_and_the_client_sees_it(connector):
+    async with fleet_of(connector) as (fleet, client):
+
+        async def cut(call):
+            body = json.loads(call.body)
+            fleet.decodes[0].rooms.side(body.get("bootstrap_room"), "decode").set()
+            await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{")
+            await trio.testing.wait_all_tasks_blocked()
+            call.reset()
+            return True
+
+        fleet.decodes[0].fault = cut
+        await client.send(CHAT)
+        with pytest.raises(Truncated):
+            await client.answer()
+        await all_freed(fleet)
+        assert set(fleet.failures()) <= {fleet.decodes[0].url}
+
+
+async def test_prefill_breaks_while_decode_streams_and_decode_decides():
+    async with fleet_of("sglang") as (fleet, client):
+
+        async def cut(call):
+            body = json.loads(call.body)
+            fleet.prefills[0].rooms.side(body["bootstrap_room"], "kv").set()
+            await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{")
+            await fleet.decodes[0].gate.wait()
+            call.reset()
+            return True
+
+        gate = fleet.decodes[0].gate = trio.Event()
+        fleet.prefills[0].fault = cut
+        await client.send(STREAMED)
+        await client.until(b"\n\n")
+        gate.set()
+        assert (await client.until(b"[DONE]")).count(b"data:") == 3
+        await all_freed(fleet)
+        assert fleet.failures() == {fleet.prefills[0].url: 1}
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_new_weights_between_the_legs_start_the_request_anew(connector):
+    async with fleet_of(connector) as (fleet, client):
+
+        async def update(call):
+            for each in fleet.before.fleet.workers:
+                fleet.before.fleet.set_version(each, "v2", 2)
+            return False
+
+        fleet.prefills[0].fault = once(update)
+        await client.send(CHAT)
+        answer = await client.answer()
+        assert answer.status == 200
+        assert answer.one("x-omni-weight-version") == "v2"
+        assert len(fleet.prefills[0].bodies) == 2
+        await all_freed(fleet)
+        assert fleet.failures() == {}
+
+
+async def test_a_worker_that_is_gone_does_not_end_requests_if_there_is_another_pair():
+    async with (
+        refusing_url() as gone,
+        fleet_of("sglang", prefills=2, decodes=2) as (fleet, client),
+    ):
+        for engine in (fleet.prefills[0], fleet.decodes[0]):
+            fleet.before.fleet.find(engine.url).address = address_of(gone)
+        for _ in range(4):
+            await client.send(CHAT)
+            assert (await client.answer()).status == 200
+        await all_freed(fleet)
+        assert worker_entry(fleet.prefills[0])
