@@ -18,6 +18,13 @@ def quick_clocks(monkeypatch):
     monkeypatch.setattr(timeouts, "SWEEP_SECS", 0.02)
 
 
+@pytest.fixture(autouse=True)
+def own_state_folder(monkeypatch, tmp_path):
+    """Programs without a state file keep their journal of weights by their listen address, and all
+    of these listen on port 0: one would hold back workers whose ports another knows as uncertain."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
 @pytest.fixture
 async def soon():
     """A deadline for a test that hangs, not a claim about speed."""
@@ -64,8 +71,21 @@ def fleets(tmp_path_factory):
     for name in ("torch", "tiktoken", "safetensors.torch"):
         pytest.importorskip(name)
     made = Fleets(tmp_path_factory.mktemp("fleets"))
+    _FLEETS.append(made)
     yield made
+    _FLEETS.remove(made)
     made.close()
+
+
+_FLEETS = []
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Between modules that use them, the fleets end: five processes that are probed three times a
+    second take a tenth of a core. The next module that uses them starts them again."""
+    if nextitem is None or "fleets" not in nextitem.fixturenames:
+        for each in _FLEETS:
+            each.close()
 
 
 @pytest.fixture
