@@ -144,6 +144,7 @@ class Fleets:
             running.close()
 
     def close(self):
+        """`of` and `alone` start them again."""
         try:
             self.stop()
         finally:

@@ -7,6 +7,7 @@ import sys
 
 import trio
 
+from tests.example_counts import thorough
 from tests.promises import replica_program
 from tests.promises.replica_program import PATIENCE_SECS, healthy, program
 
@@ -28,7 +29,7 @@ async def test_every_route_of_a_replica_answers_as_its_description_declares(tmp_
             command = [
                 sys.executable, "-m", "schemathesis.cli", "run", str(described),
                 "--url", running.url, "--checks", CHECKS, "--generation-deterministic",
-                "--phases", "fuzzing", "--max-examples", "8", "--request-timeout", "20",
+                "--phases", "fuzzing", "--max-examples", "8" if thorough() else "3", "--request-timeout", "20",
                 "--continue-on-failure", "--no-shrink", "--suppress-health-check", "all",
                 "--no-color", "--exclude-path-regex", LEFT_OUT,
             ]  # fmt: skip
