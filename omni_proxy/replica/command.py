@@ -18,6 +18,7 @@ from pathlib import Path
 
 from omni_proxy.replica import llamacpp
 from omni_proxy.replica.hard_exit import exit_process
+from omni_proxy.replica.kv_transfer.command_line import add_transfer_options, transfer_problem
 from omni_proxy.replica.model_file import MODELS, ModelFileError, cache_folder, fetch
 
 DEFAULT_ENGINE = "torch"
@@ -57,6 +58,7 @@ def serve_parser() -> argparse.ArgumentParser:
     _add_cache(parser)
     _add_torch(parser)
     _add_group(parser)
+    add_transfer_options(parser)
     llama = parser.add_argument_group("engine llamacpp")
     llama.add_argument("--parallel", type=count, default=4, help="requests computed at once")
     llama.add_argument("--context", type=count, default=2048, help="tokens of each request")
@@ -243,6 +245,8 @@ def main(argv: Sequence[str]) -> int:
         case words:
             parser = serve_parser()
             arguments = parser.parse_args(words)
+            if problem := transfer_problem(arguments):
+                parser.error(problem)
             if arguments.engine == "llamacpp":
                 if arguments.model == TINY:
                     parser.error(f"--model {TINY} needs --engine torch")

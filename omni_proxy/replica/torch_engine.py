@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_proxy.replica.api.route_context import ADMIN_KEY_VARIABLE
+from omni_proxy.replica.kv_transfer.command_line import connector_of, transfer_params
+from omni_proxy.replica.kv_transfer.request_fields import TransferFields
 from omni_proxy.replica.model_file import MODELS
 from omni_proxy.replica.pipeline.builtin import OFF, BuiltinOptions, builtin_pipeline, capabilities
 from omni_proxy.replica.pipeline.config import PipelineConfig, load_pipeline
@@ -27,7 +29,7 @@ EnsureModelFile = Callable[[str, Path], str]
 
 def build_pipeline(arguments: argparse.Namespace, ensure_file: EnsureModelFile) -> PipelineConfig:
     """The pipeline of the file, or the built-in one; raises PipelineConfigError."""
-    weights = weights_params(arguments)
+    weights = weights_params(arguments) | transfer_params(arguments)
     if arguments.pipeline is not None:
         return with_weight_params(load_pipeline(arguments.pipeline), weights)
     model, transcription_path = arguments.model, ""
@@ -108,6 +110,9 @@ def build_app_options(arguments: argparse.Namespace, pipeline: PipelineConfig) -
         "dialect": arguments.dialect,
         "tokenizer_model": tokenizer_model(pipeline),
         "stored_responses": arguments.stored_responses,
+        "transfer": TransferFields(
+            arguments.role, connector_of(arguments), arguments.bootstrap_port
+        ),
     }
     if arguments.profile_root is not None:
         options["profile_root"] = arguments.profile_root.absolute()

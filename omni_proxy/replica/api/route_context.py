@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Literal, Self, TypedDict
 import trio
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from omni_proxy.replica.kv_transfer.request_fields import TransferFields
+
 if TYPE_CHECKING:
     from omni_proxy.replica.pipeline.client import Client
 
@@ -141,6 +143,7 @@ class AppOptions(TypedDict, total=False):
     dialect: Dialect
     tokenizer_model: str
     stored_responses: int
+    transfer: TransferFields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +158,8 @@ class RouteContext:
     admin key, else the folder for temporary files. An empty list of media domains, or a media path
     of None, allows nothing. `dialect` selects the engine whose routes are served beside OpenAI's.
     `tokenizer_model` is the text model of /tokenize, "" if there is none.
-    `stored_responses` is how many of /v1/responses are kept. `started_unix_secs` and `instance`
+    `stored_responses` is how many of /v1/responses are kept. `transfer` is the replica's role where
+    prefill and decode are apart. `started_unix_secs` and `instance`
     identify this process.
     """
 
@@ -180,6 +184,7 @@ class RouteContext:
     dialect: Dialect = "both"
     tokenizer_model: str = ""
     stored_responses: int = 1000
+    transfer: TransferFields = field(default_factory=TransferFields)
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
     started_unix_secs: float = field(default_factory=time.time)
     meters: RequestMetrics = field(default_factory=RequestMetrics)

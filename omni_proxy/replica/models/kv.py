@@ -47,6 +47,10 @@ class SequenceKV:
     def capacity(self) -> int:
         return self._store.shape[3]
 
+    def layer(self, number: int) -> Tensor:
+        """The memory of one layer: [2, kv_heads, capacity, head_size], keys and then values."""
+        return self._layers[number]
+
     def reserve(self, count: int) -> None:
         """Make room for `count` more tokens; raises ContextFull, and then nothing has changed."""
         needed = self.length + count

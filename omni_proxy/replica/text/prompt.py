@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from omni_proxy.replica.kv_transfer.request_fields import TransferSpec, from_params
 from omni_proxy.replica.pipeline.messages import FailureKind, StagePayload
 from omni_proxy.replica.text.sampling import Sampling, SamplingError, parse_sampling
 
@@ -34,7 +37,8 @@ class PromptLimits:
 class Prompt:
     """A parsed request that arrived at `arrived_s` of the scheduler's clock.
 
-    `max_new_tokens` is the requested number or the remaining room, whichever is less.
+    `max_new_tokens` is the requested number or the remaining room, whichever is less. `transfer`
+    says where its KV comes from or goes to, if that is another replica.
     """
 
     request_id: str
@@ -44,6 +48,7 @@ class Prompt:
     streamed: bool
     embedded: bool
     arrived_s: float
+    transfer: TransferSpec | None = None
 
 
 def parse_prompt(payload: StagePayload, limits: PromptLimits, now_s: float) -> Prompt:
@@ -73,7 +78,15 @@ def parse_prompt(payload: StagePayload, limits: PromptLimits, now_s: float) -> P
         streamed=bool(request.params.get("stream")),
         embedded=is_embedding,
         arrived_s=now_s,
+        transfer=_transfer(request.params.get("kv_transfer")),
     )
+
+
+def _transfer(params: Any) -> TransferSpec | None:
+    try:
+        return None if params is None else from_params(params)
+    except msgspec.ValidationError as error:
+        raise PromptError(f"kv_transfer: {error}") from None
 
 
 def _tokens_of(data: Any, limits: PromptLimits, max_tokens: int) -> tuple[int, ...]:

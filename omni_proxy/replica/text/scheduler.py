@@ -303,7 +303,7 @@ class TextScheduler:
             sequence.end_early()
             self._finish(sequence)
             return
-        for prompt in [*self._held, *self._compiling.prompts]:
+        for prompt in self._unbegun():
             if prompt.request_id == request_id and not prompt.embedded:
                 self._metrics.aborted += self._forget(request_id)
                 unbegun = Sequence(prompt, self.worker.tokenizer)
@@ -315,7 +315,15 @@ class TextScheduler:
             self._metrics.aborted += 1
             self.emit(StageFailure(request_id, self._stage, DROPPED, "dropped"))
 
+    def _unbegun(self) -> list[Prompt]:
+        """Requests that have not joined the queue yet."""
+        return [*self._held, *self._compiling.prompts]
+
     # Used by operations
+
+    def weights_changed(self) -> None:
+        """Forget what was computed with other weights; running sequences must not go on with it."""
+        self.cache.flush()
 
     def pause(self, mode: PauseMode) -> int:
         """Compute nothing until `resume`; return how many requests were dropped or retracted."""
@@ -467,7 +475,10 @@ class TextScheduler:
         self.batch_queue.remove(sequence)
         if sequence.kv is not None:
             self.cache.keep(sequence.tokens[: sequence.computed], sequence.kv, sequence.epoch)
-        data = sequence.result(self.weight_version, self._clock())
+        self._answer(sequence, sequence.result(self.weight_version, self._clock()))
+
+    def _answer(self, sequence: Sequence, data: dict[str, Any]) -> None:
+        """Report the result of a sequence that has ended."""
         self.emit(Result(sequence.request_id, self._stage, data))
 
     def emit_stats(self) -> None:

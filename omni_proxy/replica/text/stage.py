@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from omni_proxy.replica.kv_transfer.scheduler import TransferScheduler
+from omni_proxy.replica.kv_transfer.transfer_thread import TransferThread
 from omni_proxy.replica.models.text_model import ModelWorker
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.stage_settings import (
@@ -29,5 +31,11 @@ def build(stage_name: str, **params: Any) -> TextScheduler:
         from omni_proxy.replica.tp.leader import start_leader
 
         return start_leader(stage_name, text, settings)
-    scheduler = TextScheduler(stage_name, ModelWorker(text), *batch_limits_and_cache(settings))
+    worker, parts = ModelWorker(text), batch_limits_and_cache(settings)
+    scheduler: TextScheduler
+    if settings.transfer.role != "null":
+        transfers = TransferThread(settings.transfer, f"{stage_name}-kv")
+        scheduler = TransferScheduler(stage_name, transfers, worker, *parts)
+    else:
+        scheduler = TextScheduler(stage_name, worker, *parts)
     return with_weight_operations(scheduler, settings)

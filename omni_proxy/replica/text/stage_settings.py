@@ -7,11 +7,12 @@ tensor-parallel leader, which both import it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, get_args
 
 import torch
 
+from omni_proxy.replica.kv_transfer.settings import TransferSettings, parse_transfer_settings
 from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.text_model import TextModel, load_text_model
 from omni_proxy.replica.text.batch_queue import BatchLimits
@@ -38,6 +39,7 @@ class TextSettings:
     `threads` 0 keeps torch's default. `tp` is the number of processes that share the model, 1 for
     none. Weights are read from disk only below `weights_root`; "" allows none. `weights_isolation`
     and the `weights_*_secs` configure updates over a trainer's group (`ReceiveSettings`).
+    `kv_transfer` makes it a prefill or decode replica (`TransferSettings`).
     """
 
     model: str = "tiny"
@@ -56,6 +58,7 @@ class TextSettings:
     weights_receive_secs: float = DEFAULT_RECEIVE_SETTINGS.receive_secs
     weights_stall_secs: float = DEFAULT_RECEIVE_SETTINGS.stall_secs
     tp: int = 1
+    kv_transfer: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_total_tokens", "prefill_chunk", "prefix_min_tokens", "tp"):
@@ -73,6 +76,12 @@ class TextSettings:
                 f"weights_isolation is {' or '.join(get_args(Isolation))}, not "
                 f"{self.weights_isolation!r}"
             )
+        if self.transfer.role != "null" and self.tp > 1:
+            raise ValueError(f"a {self.transfer.role} replica has one rank: leave tp out")
+
+    @property
+    def transfer(self) -> TransferSettings:
+        return parse_transfer_settings(self.kv_transfer)
 
     @property
     def terms(self) -> ReceiveSettings:

@@ -253,7 +253,7 @@ class Lifecycle:
         with suppress(PeerError):
             yield staged.forget
         # Even without `flush_cache`: cached prefixes belong to the old weights.
-        scheduler.cache.flush()
+        scheduler.weights_changed()
         self.integrity.bucket(last=options.last)
         if options.weight_version is not None:
             scheduler.weight_version = options.weight_version
@@ -284,12 +284,13 @@ class Lifecycle:
     def overwritten(self) -> None:
         """The weights are of no version; everything computed with earlier weights is dropped."""
         self._scheduler.batch_queue.retract()
-        self._scheduler.cache.flush()
+        self._scheduler.weights_changed()
         self.integrity.damaged()
 
     def damaged(self) -> None:
         """Live weights, at this or another rank, are a mix of two versions: no batch is computed
         until they are updated, or until generation is continued explicitly."""
+        self._scheduler.weights_changed()
         self.integrity.damaged()
         self._hold()
 

@@ -27,6 +27,7 @@ MODEL_INFO_TIMEOUT_SECS = 30.0
 SHARED_FACTS = ("weight_version", "model_path", "load_format")
 # Facts for trainers, read from the first stage that has weights.
 MODEL_FACTS = ("weight_sync", "dtype", "kv_cache_dtype", "cache_epoch", "disable_radix_cache")
+KV_FACTS = "kv_transfer"  # of prefill and decode replicas
 PAUSED_COUNT = "num_paused_requests"
 DEFAULT_ERROR_STATUS = 400
 
@@ -199,6 +200,7 @@ def model_facts(aggregate: dict[str, Any]) -> ModelFacts:
     trained = (result["data"] for result in results if result["data"].get(MODEL_FACTS[0]))
     model: dict[str, Any] = next(trained, {})
     shared |= {name: model.get(name) for name in MODEL_FACTS}
+    shared |= {KV_FACTS: model[KV_FACTS]} if KV_FACTS in model else {}
     versions = {result["data"].get("weight_version") for result in results} - {None}
     return ModelFacts(shared, sorted(map(str, versions)), results)
 

@@ -22,6 +22,7 @@ from quart import Response
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, empty_response, json_response
+from omni_proxy.replica.api.common.kv_transfers import release_kept, transfer_answer, with_transfers
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
@@ -38,7 +39,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     sampling_params,
 )
 from omni_proxy.replica.api.route_context import RouteContext
-from omni_proxy.replica.api.vllm.control_routes import id_matcher
+from omni_proxy.replica.api.vllm.control_routes import bare_id, id_matcher
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,
     GenerateChunk,
@@ -93,8 +94,9 @@ class SglangGenerate:
         prompts, batched = _prompts(body)
         request_id = new_request_id(body.rid)
         ids = request_ids(request_id, len(prompts))
-        requests = [_to_generate_request(body, prompt) for prompt in prompts]
         context = self._context
+        requests = [_to_generate_request(body, prompt) for prompt in prompts]
+        requests = with_transfers(context, given, requests, request_id, len(prompts))
         timing = context.meters.timed(context.model_name)
         logprobs = bool(body.return_logprob)
         if body.stream:
@@ -113,7 +115,7 @@ class SglangGenerate:
         for answer_id, result in zip(ids, results, strict=True):
             response = SglangResponse(answer_id, logprobs=logprobs, started_secs=started_secs)
             answers.append(response.complete(result))
-        return json_response(answers if batched else answers[0])
+        return json_response(answers if batched else answers[0] | transfer_answer(results))
 
 
 class SglangResponse:
@@ -258,16 +260,17 @@ class GenerateRoutes:
         given = await json_body()
         if is_sglang_request(given):
             return await self._native.answer(given)
-        return await self._rollout(validate(RolloutBody, given))
+        return await self._rollout(validate(RolloutBody, given), given)
 
-    async def _rollout(self, body: RolloutBody) -> Response:
+    async def _rollout(self, body: RolloutBody, given: Any) -> Response:
         _check_supported(body)
-        context = self._context
+        context, request_id = self._context, new_request_id()
         request = await self._to_generate_request(body)
+        request = with_transfers(context, given, [request], request_id)[0]
         timing = context.meters.timed(context.model_name)
         with timing:
-            result = await context.client.completion(request, new_request_id())
-        return json_response(_response_body(body, result))
+            result = await context.client.completion(request, request_id)
+        return json_response(_response_body(body, result) | transfer_answer([result]))
 
     async def _to_generate_request(self, body: RolloutBody) -> GenerateRequest:
         sampling = body.sampling_params or RolloutSampling()
@@ -375,6 +378,11 @@ class AbortRoutes:
             client.end_early(lambda request_id: request_id.startswith(rid))
         else:
             client.end_early(id_matcher([rid]))
+        if body.abort_all or not rid:
+            await release_kept(self._context, {"all": True})
+        else:
+            named = {"prefix": rid} if body.prefix else {"ids": [rid, bare_id(rid)]}
+            await release_kept(self._context, named)
         return empty_response()
 
 

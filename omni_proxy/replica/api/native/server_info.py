@@ -155,7 +155,7 @@ class InfoRoutes:
                 "load_format": facts["load_format"],
                 **{name: facts[name] for name in MODEL_FACTS},
                 **UNSUPPORTED_FEATURES,
-                "disaggregation_mode": "null",
+                **self._roles(facts),
                 "max_total_num_tokens": load["max_total_num_tokens"],
                 "max_running_requests": load["max_running_requests"],
                 "start_time": context.started_unix_secs,
@@ -231,6 +231,19 @@ class InfoRoutes:
                 return self._facts
             self._facts = model_facts(aggregate).shared
         return self._facts
+
+    def _roles(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Whether prefill and decode are apart, and where KVs are fetched."""
+        transfer = self._context.transfer
+        if transfer.role == "null":
+            return {"disaggregation_mode": "null"}
+        port = (facts.get("kv_transfer") or {}).get("port") or transfer.port
+        return {
+            "disaggregation_mode": transfer.role,
+            "disaggregation_transfer_backend": transfer.connector,
+            "disaggregation_bootstrap_port": port,
+            "kv_transfer": facts.get("kv_transfer"),
+        }
 
     def _model_path(self, facts: dict[str, Any]) -> str:
         return facts.get("model_path") or self._context.model_path or self._context.model_name

@@ -24,6 +24,7 @@ from quart import Response
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, json_response
+from omni_proxy.replica.api.common.kv_transfers import given_id, transfer_answer, with_transfers
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate, value_error
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
@@ -259,7 +260,9 @@ class ChatRoutes:
         options = self._response_options(body, logprobs=top_logprobs is not None)
         schema = await response_schema(self._context, body.response_format)
         request = await self._to_generate_request(body, options, top_logprobs, schema)
-        return await self._answer(options, requests_for_choices(request, count))
+        requests = requests_for_choices(request, count)
+        requests = with_transfers(self._context, given, requests, options.request_id)
+        return await self._answer(options, requests)
 
     async def _answer(
         self, options: ChatResponseOptions, requests: list[GenerateRequest]
@@ -274,7 +277,7 @@ class ChatRoutes:
             return stream_response(EventStream(source, formatter, timing, cut=cut))
         with timing:
             results = await complete_all(context.client, requests, ids)
-        return json_response(chat_completion(options, results))
+        return json_response(chat_completion(options, results) | transfer_answer(results))
 
     def _response_options(self, body: ChatBody, *, logprobs: bool) -> ChatResponseOptions:
         """Raises DetailError 400 for an unknown modality or an audio format that cannot be encoded.
@@ -296,7 +299,7 @@ class ChatRoutes:
                 400, f"audio.format {audio_format!r} is not supported; use {supported}"
             )
         return ChatResponseOptions(
-            request_id=new_request_id(body.request_id),
+            request_id=new_request_id(given_id(self._context, body.request_id, body.rid)),
             model=body.model or self._context.model_name,
             modalities=modalities,
             audio_format=audio_format,

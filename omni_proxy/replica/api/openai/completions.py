@@ -20,6 +20,7 @@ from omni_proxy.replica.api.common.errors import (
     json_response,
     to_openai_error,
 )
+from omni_proxy.replica.api.common.kv_transfers import given_id, transfer_answer, with_transfers
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
 from omni_proxy.replica.api.openai.chat import truncate_at_stop
@@ -77,12 +78,12 @@ class CompletionRoutes:
             check_biases(body, self._context)
             prompts, _ = parse_prompts(body.prompt, "prompt")
             schema = await response_schema(self._context, body.response_format)
-            return await self._answer(body, prompts, schema)
+            return await self._answer(body, given, prompts, schema)
         except (DetailError, *CLIENT_ERRORS) as error:
             raise to_openai_error(error) from None
 
     async def _answer(
-        self, body: CompletionBody, prompts: list[Prompt], schema: str | None
+        self, body: CompletionBody, given: Any, prompts: list[Prompt], schema: str | None
     ) -> Response:
         context = self._context
         count = parse_choice_count(body.n)
@@ -91,11 +92,12 @@ class CompletionRoutes:
                 f"n times the prompts is {count * len(prompts)}; at most {MOST_PROMPTS} are made"
             )
             raise DetailError(400, message)
-        request_id = new_request_id(body.request_id)
+        request_id = new_request_id(given_id(context, body.request_id, body.rid))
         per_prompt = [_to_generate_request(body, prompt, schema) for prompt in prompts]
         requests = [
             choice for request in per_prompt for choice in requests_for_choices(request, count)
         ]
+        requests = with_transfers(context, given, requests, request_id, len(prompts))
         ids = request_ids(request_id, len(requests))
         head = _head(request_id, body.model or context.model_name)
         stops = stop_strings(body.stop)
@@ -110,7 +112,8 @@ class CompletionRoutes:
             results = await complete_all(context.client, requests, ids)
         choices = [_choice(index, result, stops) for index, result in enumerate(results)]
         usage = total_usage([result.usage for result in results], count)
-        return json_response(head | {"choices": choices, "usage": usage})
+        answer = head | {"choices": choices, "usage": usage}
+        return json_response(answer | transfer_answer(results))
 
 
 class CompletionChunkFormatter:

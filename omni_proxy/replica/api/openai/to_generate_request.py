@@ -118,6 +118,7 @@ class CommonFields(Struct, kw_only=True):
     stage_sampling: dict[str, dict[str, Any]] | None = None
     stage_params: dict[str, dict[str, Any]] | None = None
     request_id: str | None = None
+    rid: str | list[str] | None = None
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

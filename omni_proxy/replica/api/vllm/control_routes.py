@@ -17,6 +17,7 @@ from quart_trio import QuartTrio
 
 from omni_proxy import __version__
 from omni_proxy.replica.api.common.errors import empty_response, json_response
+from omni_proxy.replica.api.common.kv_transfers import release_kept
 from omni_proxy.replica.api.common.lenient_decode import MISSING, json_body, problem
 from omni_proxy.replica.api.native.admin_operations import ModelFacts, model_facts, require_key
 from omni_proxy.replica.api.route_context import RouteContext
@@ -145,6 +146,11 @@ def without_choice(request_id: str) -> str:
     return base if dash and number.isdecimal() else request_id
 
 
+def _named(ids: list[str]) -> dict[str, Any]:
+    """Requests as the caller named them, and as their responses do."""
+    return {"ids": [*ids, *map(bare_id, ids)]}
+
+
 class ControlRoutes:
     def __init__(self, context: RouteContext, engine: EngineCalls) -> None:
         self._context = context
@@ -190,14 +196,18 @@ class ControlRoutes:
         ids = await self._ids_of_body()
         if ids:
             self._engine.abort(ids)
+            await release_kept(self._context, _named(ids))
             return json_response({"status": "aborted", "aborted": len(ids)})
-        return json_response({"status": "aborted", "aborted": self._engine.abort_all()})
+        aborted = self._engine.abort_all()
+        await release_kept(self._context, {"all": True})
+        return json_response({"status": "aborted", "aborted": aborted})
 
     async def abort_inference_requests(self) -> Response:
         ids = await self._ids_of_body()
         if ids is None:
             raise _framework_error("Missing 'request_ids' in request body")
         self._engine.abort(ids)
+        await release_kept(self._context, _named(ids))
         return empty_response()
 
     async def _ids_of_body(self) -> list[str] | None:

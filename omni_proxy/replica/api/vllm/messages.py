@@ -28,6 +28,7 @@ from omni_proxy.replica.api.common.errors import (
     json_response,
     status_and_message,
 )
+from omni_proxy.replica.api.common.kv_transfers import given_id, transfer_answer, with_transfers
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.prompt_tokens import PromptTokens
 from omni_proxy.replica.api.common.sse import (
@@ -183,9 +184,10 @@ class MessageRoutes:
         self._tokens = tokens
 
     async def create(self) -> Response:
-        body = validate(MessagesBody, await json_body())
+        given = await json_body()
+        body = validate(MessagesBody, given)
         try:
-            return await self._answer(body)
+            return await self._answer(body, given)
         except (DetailError, VllmError, *CLIENT_ERRORS) as error:
             return _refusal(to_vllm_error(error))
 
@@ -200,9 +202,11 @@ class MessageRoutes:
         response = {"input_tokens": count, "context_management": {"original_input_tokens": count}}
         return json_response(response)
 
-    async def _answer(self, body: MessagesBody) -> Response:
+    async def _answer(self, body: MessagesBody, given: Any) -> Response:
+        context = self._context
+        request_id = given_id(context) or uuid4().hex[:16]
         request = await self._to_request(body)
-        context, request_id = self._context, uuid4().hex[:16]
+        request = with_transfers(context, given, [request], request_id)[0]
         model = body.model or context.model_name
         timing = context.meters.timed(context.model_name)
         if body.stream:
@@ -217,7 +221,8 @@ class MessageRoutes:
             return deferred_response(stream, EVENT_STREAM_HEADERS)
         with timing:
             result = await context.client.completion(request, request_id)
-        return json_response(anthropic_message(f"chatcmpl-{request_id}", model, result))
+        answer = anthropic_message(f"chatcmpl-{request_id}", model, result)
+        return json_response(answer | transfer_answer([result]))
 
     async def _to_request(self, body: MessagesBody) -> GenerateRequest:
         if (body.tool_choice or {}).get("type") in REQUIRED_CALLS:

@@ -20,6 +20,7 @@ from quart import Response
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import CLIENT_ERRORS, json_response
+from omni_proxy.replica.api.common.kv_transfers import given_id, transfer_answer, with_transfers
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.sse import (
     EVENT_STREAM_HEADERS,
@@ -180,9 +181,10 @@ class ResponseRoutes:
         if body.tool_choice not in TEXT_TOOL_CHOICES:
             raise VllmError(400, f"tool_choice must be auto or none: {NO_TOOLS}", kind=CALLER)
         model = body.model or self._context.model_name
-        response_id = body.request_id or new_id("resp")
+        response_id = given_id(self._context, body.request_id) or new_id("resp")
         turn = _Turn(body, response_object(given, response_id, model))
         request = await self._to_request(turn)
+        request = with_transfers(self._context, given, [request], response_id)[0]
         if body.background:
             return self._in_background(turn, request)
         return await (self._streamed if body.stream else self._whole)(turn, request)
@@ -191,7 +193,7 @@ class ResponseRoutes:
         timing = self._context.meters.timed(self._context.model_name)
         with timing:
             result = await self._context.client.completion(request, turn.request_id)
-        return json_response(self._ended(turn, result))
+        return json_response(self._ended(turn, result) | transfer_answer([result]))
 
     async def _streamed(self, turn: _Turn, request: GenerateRequest) -> Response:
         def finished(final: dict[str, Any], text: str) -> None:

@@ -17,6 +17,7 @@ from quart import Response, request
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, json_response
+from omni_proxy.replica.api.common.kv_transfers import transfer_answer, with_transfers
 from omni_proxy.replica.api.common.lenient_decode import json_body, problem, validate
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
 from omni_proxy.replica.api.openai.logprobs import MAX_TOP_LOGPROBS, require_logprobs
@@ -102,6 +103,7 @@ class TokenRoutes:
         name = request.headers.get(REQUEST_ID_HEADER) or body.request_id or secrets.token_hex(8)
         ids = request_ids(name, count)
         requests = requests_for_choices(to_request(body), count)
+        requests = with_transfers(self._context, given, requests, name)
         form = TokenResponse(body, f"{ID_PREFIX}{name}", body.model or self._context.model_name)
         timing = self._context.meters.timed(self._context.model_name)
         if body.stream:
@@ -109,7 +111,7 @@ class TokenRoutes:
             return stream_response(EventStream(source, TokenEvents(form, ids), timing))
         with timing:
             results = await complete_all(self._context.client, requests, ids)
-        return json_response(form.whole(results))
+        return json_response(form.whole(results) | transfer_answer(results))
 
 
 def to_request(body: TokensBody) -> GenerateRequest:

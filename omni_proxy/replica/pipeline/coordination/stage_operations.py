@@ -56,6 +56,7 @@ CONCURRENT_ACTIONS = frozenset(
         "shutdown_weight_transfer_engine",
         "update_weights",
         "pause_when_idle",
+        "release_kv",
     }
 )
 UNSUPPORTED = "stage does not support admin operations"

@@ -1,0 +1,91 @@
+"""What the transfer thread and the stage's thread tell each other. Values only.
+
+Invariant: an order is answered once, unless it was withdrawn before: then it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from omni_proxy.replica.kv_transfer.request_fields import Fetch
+    from omni_proxy.replica.kv_transfer.wire import Identity
+    from omni_proxy.replica.models.kv import SequenceKV
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leg:
+    """A prefill request whose KV decode will ask for by `key`; `waits`: until it has asked."""
+
+    key: str
+    request_id: str
+    prompt: str
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FetchOrder:
+    """Decode: get a KV of `tokens` tokens, whose digest is `prompt`, into `kv`, which is empty.
+
+    `vocabulary` is the number of logits.
+    """
+
+    fetch: Fetch
+    prompt: str
+    tokens: int
+    identity: Identity
+    kv: SequenceKV
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LegMet:
+    """Decode has connected for it."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LegDone:
+    """Decode has its KV."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LegFailed:
+    """Decode will not get its KV."""
+
+    leg: Leg
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetched:
+    """The order's KV is complete; the logits after its last token, and prefill's count of cached
+    tokens. The bytes are in use until they are given back."""
+
+    order: FetchOrder
+    logits: Tensor
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FetchFailed:
+    order: FetchOrder
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadEnded:
+    """The transfer thread has ended unasked; nothing is transferred any more."""
+
+    reason: str
+
+
+TransferEvent: TypeAlias = LegMet | LegDone | LegFailed | Fetched | FetchFailed | ThreadEnded
+Post: TypeAlias = Callable[[TransferEvent], None]

@@ -1,0 +1,168 @@
+"""The decode side: gets the KV of a prompt from a prefill replica.
+
+Invariant: a fetch ends by its clocks, whatever the peer does; it connects to allowed addresses
+only; what it returns has the sizes of this model and is complete. At most `max_bytes` are fetched
+or wait for their request at a time.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import trio
+from torch import Tensor
+
+from omni_proxy.replica.kv_transfer.events import FetchOrder
+from omni_proxy.replica.kv_transfer.frame_stream import FrameStream, TransferFailed
+from omni_proxy.replica.kv_transfer.settings import TransferSettings, is_allowed, parse_peers
+from omni_proxy.replica.kv_transfer.tensors import byte_view, layer_buffer, layer_bytes, put_layer
+from omni_proxy.replica.kv_transfer.wire import (
+    FrameKind,
+    Hello,
+    Offer,
+    WireError,
+    frame,
+    message,
+    parse,
+)
+
+CONNECT_SECS = 5.0
+SILENCE = 1.25  # times the wait: prefill, which waits as long, is to say why there is no KV
+
+
+class ByteBudget:
+    """A bounded number of bytes that tasks take and anyone of the same thread gives back."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._taken = 0
+        self._changed = trio.Event()
+
+    @property
+    def taken(self) -> int:
+        return self._taken
+
+    async def take(self, count: int) -> None:
+        """Wait until they are free. Raises TransferFailed if there are not so many in all."""
+        if count > self._total:
+            raise TransferFailed(
+                f"the KV has {count} bytes and this replica takes {self._total}: raise "
+                "--kv-max-bytes"
+            )
+        while self._taken + count > self._total:
+            await self._changed.wait()
+        self._taken += count
+
+    def give_back(self, count: int) -> None:
+        self._taken -= count
+        changed, self._changed = self._changed, trio.Event()
+        changed.set()
+
+
+class Fetcher:
+    """Runs fetches in the transfer thread."""
+
+    def __init__(self, settings: TransferSettings) -> None:
+        self._settings = settings
+        self._networks = parse_peers(settings.peers)
+
+    async def fetch(self, order: FetchOrder) -> tuple[Tensor, int]:
+        """Fill the order's KV; return the logits and prefill's count of cached tokens.
+
+        Raises TransferFailed.
+        """
+        where = f"{order.fetch.host}:{order.fetch.port}"
+        try:
+            with FrameStream(await self._connect(order)) as stream:
+                return await self._converse(order, stream)
+        except WireError as error:
+            raise TransferFailed(f"{where}: {error}") from None
+        except TransferFailed as error:
+            raise TransferFailed(f"prefill at {where}: {error}") from None
+
+    async def _converse(self, order: FetchOrder, stream: FrameStream) -> tuple[Tensor, int]:
+        fetch = order.fetch
+        hello = Hello(fetch.key, fetch.engine_id, order.prompt, order.tokens, order.identity)
+        offer = await self._await_offer(stream, message(FrameKind.HELLO, hello))
+        self._check(offer, order)
+        secs = self._settings.transfer_secs
+        with trio.move_on_after(secs) as clock:
+            logits = await self._read(stream, order)
+            await stream.write(frame(FrameKind.DONE))
+        if clock.cancelled_caught:
+            raise TransferFailed(f"the KV did not come within {secs:g} s")
+        order.kv.length = order.tokens
+        return logits, offer.cached_tokens
+
+    async def _await_offer(self, stream: FrameStream, hello: bytes) -> Offer:
+        """Each WAIT says that prefill is at work, and starts the clock anew."""
+        secs = SILENCE * self._settings.wait_secs
+        kind, body, unsent = FrameKind.WAIT, b"", hello
+        while kind is FrameKind.WAIT:
+            await trio.lowlevel.checkpoint()
+            with trio.move_on_after(secs) as clock:
+                await stream.write(unsent)
+                unsent = b""
+                kind, body = await stream.read_message(FrameKind.WAIT, FrameKind.OFFER)
+            if clock.cancelled_caught:
+                raise TransferFailed(f"it was silent for {secs:g} s")
+        return parse(body, Offer)
+
+    def _check(self, offer: Offer, order: FetchOrder) -> None:
+        """Raises TransferFailed for anything but the KV that was asked for."""
+        dtype_bytes = order.kv.layer(0).element_size()
+        expected = (
+            order.kv.shape.layers,
+            layer_bytes(order.kv, order.tokens),
+            order.vocabulary * dtype_bytes,
+        )
+        given = (offer.layers, offer.layer_bytes, offer.logits_bytes)
+        if given != expected or not 0 <= offer.cached_tokens < order.tokens:
+            raise TransferFailed(f"it offers a KV of other sizes: {given} and not {expected}")
+
+    async def _read(self, stream: FrameStream, order: FetchOrder) -> Tensor:
+        order.kv.reserve(order.tokens)
+        rows = layer_buffer(order.kv, order.tokens)
+        for layer in range(order.kv.shape.layers):
+            await self._read_data(stream, rows)
+            put_layer(order.kv, layer, rows)
+        logits = rows.new_empty(order.vocabulary)
+        await self._read_data(stream, logits)
+        return logits
+
+    async def _read_data(self, stream: FrameStream, into: Tensor) -> None:
+        view = byte_view(into)
+        kind, length = await stream.read_header()
+        if kind is not FrameKind.DATA or length != len(view):
+            raise WireError(f"a {kind.name} frame of {length} bytes where {len(view)} were due")
+        await stream.read_into(view)
+
+    async def _connect(self, order: FetchOrder) -> trio.socket.SocketType:
+        """Raises TransferFailed."""
+        host, port = order.fetch.host, order.fetch.port
+        failure = "it could not be connected to"
+        with trio.move_on_after(min(CONNECT_SECS, self._settings.wait_secs)):
+            try:
+                found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                raise TransferFailed(f"its name cannot be resolved: {error.strerror}") from None
+            for family, kind, protocol, _, address in found:
+                if not is_allowed(str(address[0]), self._networks):
+                    failure = (
+                        f"{address[0]} is not an address that KVs are fetched from: allow it with "
+                        "--kv-peers"
+                    )
+                    continue
+                sock = trio.socket.socket(family, kind, protocol)
+                try:
+                    await sock.connect(address)
+                except OSError as error:
+                    failure = error.strerror or str(error)
+                    sock.close()
+                except BaseException:
+                    sock.close()
+                    raise
+                else:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    return sock
+        raise TransferFailed(failure)

@@ -1,0 +1,116 @@
+"""Frames over a trio socket, and what both sides of a transfer share.
+
+Invariant: a read returns the whole of what was asked for, or raises; nothing is read beyond it.
+Deadlines are the caller's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import trio
+
+from omni_proxy.replica.kv_transfer.wire import (
+    HEADER,
+    FrameKind,
+    Refuse,
+    WireError,
+    header,
+    parse,
+    parse_header,
+)
+
+# Prefixed to every failure of a transfer, as SGLang names it: routers read it.
+KV_ERROR = "KVTransferError"
+
+
+class TransferFailed(Exception):
+    """A transfer did not succeed; the text is for the client, without the prefix."""
+
+
+class ConnectionEnded(TransferFailed):
+    """The peer closed the connection, or was lost."""
+
+
+class FrameStream:
+    """One connection; closes it as a context manager."""
+
+    def __init__(self, sock: trio.socket.SocketType) -> None:
+        self._socket = sock
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    async def read(self, count: int) -> bytes:
+        """Exactly `count` bytes. Raises ConnectionEnded."""
+        data = bytearray(count)
+        await self.read_into(memoryview(data))
+        return bytes(data)
+
+    async def read_into(self, view: memoryview) -> None:
+        """Fill `view`, which is of bytes. Raises ConnectionEnded."""
+        place = 0
+        while place < len(view):
+            await trio.lowlevel.checkpoint()
+            try:
+                count = await self._socket.recv_into(view[place:])
+            except OSError as error:
+                raise ConnectionEnded(f"the connection was lost: {error.strerror}") from None
+            if not count:
+                raise ConnectionEnded("the other side closed the connection")
+            place += count
+
+    async def read_header(self, begun: bytes = b"") -> tuple[FrameKind, int]:
+        """`begun` are bytes of it that were read before. Raises ConnectionEnded and WireError."""
+        return parse_header(begun + await self.read(HEADER.size - len(begun)))
+
+    async def read_message(self, *kinds: FrameKind) -> tuple[FrameKind, bytes]:
+        """The next frame, which is of one of `kinds`.
+
+        Raises TransferFailed for a refusal, ConnectionEnded and WireError.
+        """
+        kind, length = await self.read_header()
+        if kind is FrameKind.REFUSE:
+            raise TransferFailed(parse(await self.read(length), Refuse).reason)
+        if kind not in kinds:
+            raise WireError(f"a {kind.name} frame is out of place")
+        return kind, await self.read(length)
+
+    async def read_head(self, most: int) -> bytes:
+        """The first line of an HTTP head, after all of the head was read.
+
+        Raises ConnectionEnded, and WireError for one of more than `most` bytes.
+        """
+        data = b""
+        while b"\r\n\r\n" not in data:
+            await trio.lowlevel.checkpoint()
+            if len(data) >= most:
+                raise WireError(f"an HTTP head of more than {most} bytes")
+            data += await self.read(1)
+        return data.partition(b"\r\n")[0]
+
+    async def write(self, data: bytes | memoryview) -> None:
+        """Raises ConnectionEnded."""
+        view: Any = memoryview(data)
+        while view:
+            await trio.lowlevel.checkpoint()
+            try:
+                view = view[await self._socket.send(view) :]
+            except OSError as error:
+                raise ConnectionEnded(f"the connection was lost: {error.strerror}") from None
+
+    async def write_data(self, data: memoryview) -> None:
+        """A DATA frame. Raises ConnectionEnded."""
+        await self.write(header(FrameKind.DATA, len(data)))
+        await self.write(data)
+
+    async def wait_closed(self) -> str:
+        """Return how the peer ended the connection, or that it spoke out of turn."""
+        try:
+            data = await self._socket.recv(1)
+        except OSError as error:
+            return f"the decode replica was lost: {error.strerror}"
+        return "the decode replica broke the protocol" if data else "the decode replica is gone"

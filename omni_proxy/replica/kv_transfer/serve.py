@@ -1,0 +1,355 @@
+"""The prefill side: a port where decode replicas fetch KVs, and routers ask who is here.
+
+    HELLO kept:ID         a KV that a response named: it is there, or refused
+    HELLO room:N          met by the prefill request of that room, which is computed only then
+    HELLO transfer:ID     met by the prefill request of that id, whenever it is computed
+    GET /query, /health   HTTP, for Mooncake's routers
+Invariant: every wait has a deadline; a key has one connection at a time. If one of two legs that
+met is lost, the other one is told at once. KVs are read only: the stage goes on with its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import trio
+
+from omni_proxy.replica.kv_transfer.events import Leg, LegDone, LegFailed, LegMet, Post
+from omni_proxy.replica.kv_transfer.export_table import ClaimError, Export, ExportTable
+from omni_proxy.replica.kv_transfer.frame_stream import FrameStream, TransferFailed
+from omni_proxy.replica.kv_transfer.request_fields import kept_key
+from omni_proxy.replica.kv_transfer.settings import TransferSettings
+from omni_proxy.replica.kv_transfer.tensors import byte_view, layer_bytes, layer_of
+from omni_proxy.replica.kv_transfer.wire import (
+    FrameKind,
+    Hello,
+    Offer,
+    Refuse,
+    WireError,
+    difference,
+    frame,
+    message,
+    parse,
+)
+
+log = logging.getLogger(__name__)
+
+HELLO_SECS: Final = 10.0
+REFUSE_SECS: Final = 2.0
+MAX_CONNECTIONS: Final = 1024
+MAX_HEAD_BYTES: Final = 8192
+HTTP_START: Final = b"GET "
+
+
+@dataclass(slots=True, eq=False)
+class _Meeting:
+    """One key: its prefill request, its connection, or both."""
+
+    leg: Leg | None = None
+    connected: bool = False
+    export: Export | None = None
+    failure: str = ""
+    changed: trio.Event = field(default_factory=trio.Event)
+
+    def notify(self) -> None:
+        changed, self.changed = self.changed, trio.Event()
+        changed.set()
+
+
+class TransferServer:
+    """All methods run in the transfer thread."""
+
+    def __init__(
+        self, settings: TransferSettings, table: ExportTable, engine_id: str, post: Post
+    ) -> None:
+        self._settings = settings
+        self._table = table
+        self._engine_id = engine_id
+        self._post = post
+        self._meetings: dict[str, _Meeting] = {}
+        self._lease_added = trio.Event()
+        self._nursery: trio.Nursery | None = None
+
+    async def run(
+        self,
+        listener: socket.socket,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Serve connections until cancelled."""
+        sock = trio.socket.from_stdlib_socket(listener)
+        slots = trio.Semaphore(MAX_CONNECTIONS)
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._expire_kept)
+            task_status.started()
+            while True:
+                await slots.acquire()
+                try:
+                    connection, _ = await sock.accept()
+                except OSError as error:  # out of descriptors, or a client that left already
+                    slots.release()
+                    log.warning("kv_accept_failed error=%s", error)
+                    await trio.sleep(0.1)
+                    continue
+                nursery.start_soon(self._handle, connection, slots)
+
+    # Orders of the stage
+
+    def announce(self, leg: Leg) -> None:
+        """A prefill request is here; a leg that waits fails if nobody connects in time."""
+        meeting = self._meetings.setdefault(leg.key, _Meeting())
+        meeting.leg = leg
+        meeting.notify()
+        if leg.waits and not meeting.connected and self._nursery is not None:
+            self._nursery.start_soon(self._await_decode, meeting, leg)
+
+    def hand_over(self, leg: Leg, export: Export) -> None:
+        """The KV of an announced leg is computed."""
+        meeting = self._meetings.get(leg.key)
+        if meeting is not None and meeting.leg is leg:
+            meeting.export = export
+            meeting.notify()
+
+    def kept(self, key: str) -> None:
+        """The table has a new entry."""
+        self._lease_added.set()
+        meeting = self._meetings.get(key)
+        if meeting is not None:
+            meeting.notify()
+            if not meeting.connected:
+                self._forget(key, meeting)
+
+    def withdraw(self, leg: Leg, reason: str) -> None:
+        """The prefill request has ended without a KV; its decode leg is refused."""
+        meeting = self._meetings.get(leg.key)
+        if meeting is not None and meeting.leg is leg:
+            meeting.leg, meeting.export, meeting.failure = None, None, reason
+            meeting.notify()
+            self._forget(leg.key, meeting)
+
+    async def _await_decode(self, meeting: _Meeting, leg: Leg) -> None:
+        secs = self._settings.wait_secs
+        with trio.move_on_after(secs):
+            while not meeting.connected and meeting.leg is leg:
+                await meeting.changed.wait()
+            return
+        if meeting.leg is leg and not meeting.connected:
+            self._forget(leg.key, meeting)
+            reason = f"no decode replica connected for {leg.key} within {secs:g} s"
+            self._post(LegFailed(leg, reason))
+
+    def _forget(self, key: str, meeting: _Meeting) -> None:
+        if self._meetings.get(key) is meeting:
+            del self._meetings[key]
+
+    async def _expire_kept(self) -> None:
+        while True:
+            self._lease_added = trio.Event()
+            secs = self._table.expire()
+            with trio.move_on_after(float("inf") if secs is None else max(secs, 0.01)):
+                await self._lease_added.wait()
+
+    # Connections
+
+    async def _handle(self, connection: trio.socket.SocketType, slots: trio.Semaphore) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with FrameStream(connection) as stream:
+                await self._answer(stream)
+        except (TransferFailed, WireError, OSError) as error:
+            log.debug("kv_connection_ended reason=%s", error)
+        except Exception:  # one connection must not end the others
+            log.exception("kv_connection_failed")
+        finally:
+            slots.release()
+
+    async def _answer(self, stream: FrameStream) -> None:
+        hello = None
+        with trio.move_on_after(HELLO_SECS):
+            start = await stream.read(len(HTTP_START))
+            if start == HTTP_START:
+                await self._answer_http(stream)
+                return
+            hello = await self._read_hello(stream, start)
+        if hello is None:
+            return
+        try:
+            await self._serve(stream, hello)
+        except TransferFailed as error:
+            log.info("kv_transfer_refused key=%s reason=%s", hello.key, error)
+            with trio.move_on_after(REFUSE_SECS):
+                await stream.write(message(FrameKind.REFUSE, Refuse(str(error))))
+
+    async def _read_hello(self, stream: FrameStream, start: bytes) -> Hello:
+        kind, length = await stream.read_header(start)
+        if kind is not FrameKind.HELLO:
+            raise WireError(f"a {kind.name} frame where a HELLO was due")
+        return parse(await stream.read(length), Hello)
+
+    async def _serve(self, stream: FrameStream, hello: Hello) -> None:
+        """Raises TransferFailed."""
+        if hello.engine_id not in ("", self._engine_id):
+            raise TransferFailed(
+                f"the KV was that of engine {hello.engine_id}; this is {self._engine_id}: the "
+                "replica was restarted since"
+            )
+        if hello.key.startswith(kept_key("")):
+            await self._send_kept(stream, hello, self._claim(hello.key))
+            return
+        meeting = self._meetings.setdefault(hello.key, _Meeting())
+        if meeting.connected:
+            raise TransferFailed(f"{hello.key} is in use by another decode request")
+        meeting.connected = True
+        meeting.notify()
+        try:
+            await self._meet(stream, hello, meeting)
+        finally:
+            self._forget(hello.key, meeting)
+
+    def _claim(self, key: str) -> Export:
+        try:
+            return self._table.claim(key)
+        except ClaimError as error:
+            raise TransferFailed(f"no KV {key}: {error}") from None
+
+    async def _send_kept(self, stream: FrameStream, hello: Hello, export: Export) -> None:
+        reason = "its transfer failed"
+        try:
+            await self._send(stream, hello, export)
+            reason = "it has been fetched already"
+        finally:
+            self._table.release(hello.key, reason)
+
+    async def _meet(self, stream: FrameStream, hello: Hello, meeting: _Meeting) -> None:
+        """Wait for the prefill request and its KV, then send it; each tells the other its end."""
+        leg: Leg | None = None
+        reason = "the transfer was cancelled"
+        try:
+            leg = await self._await_leg(stream, hello, meeting)
+            if leg is not None and leg.waits:
+                export = await self._await_export(stream, meeting)
+                await self._send(stream, hello, export)
+            else:
+                await self._send_kept(stream, hello, await self._await_kept(stream, hello, meeting))
+            reason = ""
+        except (TransferFailed, WireError) as error:
+            reason = str(error)
+            raise
+        finally:
+            if leg is not None and leg.waits and meeting.leg is leg:
+                ended = LegFailed(leg, reason) if reason else LegDone(leg)
+                self._post(ended)
+
+    async def _await_leg(self, stream: FrameStream, hello: Hello, meeting: _Meeting) -> Leg | None:
+        """The prefill request; None if it has ended and left its KV. Raises TransferFailed."""
+        key, secs = hello.key, self._settings.wait_secs
+        with trio.move_on_after(secs):
+            await self._wait_for(
+                stream,
+                meeting,
+                lambda: bool(meeting.leg or key in self._table or self._table.gone(key)),
+            )
+        leg = meeting.leg
+        if leg is None and key not in self._table:
+            gone = self._table.gone(key) or f"no prefill request came for it within {secs:g} s"
+            raise TransferFailed(f"no KV {key}: {gone}")
+        if leg is not None and leg.prompt != hello.prompt:
+            if leg.waits:
+                self._post(LegFailed(leg, "decode has another prompt for its room"))
+                meeting.leg = None
+            raise TransferFailed(f"{key} is another prompt's at the prefill replica")
+        if leg is not None and leg.waits:
+            self._post(LegMet(leg))
+        return leg
+
+    async def _await_export(self, stream: FrameStream, meeting: _Meeting) -> Export:
+        """Raises TransferFailed."""
+        await self._wait_for(stream, meeting, lambda: meeting.export is not None, says_wait=True)
+        assert meeting.export is not None
+        return meeting.export
+
+    async def _await_kept(self, stream: FrameStream, hello: Hello, meeting: _Meeting) -> Export:
+        """Raises TransferFailed."""
+        await self._wait_for(stream, meeting, lambda: hello.key in self._table, says_wait=True)
+        return self._claim(hello.key)
+
+    async def _wait_for(
+        self,
+        stream: FrameStream,
+        meeting: _Meeting,
+        holds: Callable[[], bool],
+        *,
+        says_wait: bool = False,
+    ) -> None:
+        """Until it holds; with `says_wait` decode hears meanwhile that prefill is at work.
+
+        Raises TransferFailed if the prefill request or the decode replica is gone.
+        """
+        ended: list[str] = []
+
+        async def watch() -> None:
+            ended.append(await stream.wait_closed())
+            meeting.notify()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            while not holds() and not meeting.failure and not ended:
+                with trio.move_on_after(self._settings.wait_secs / 4) as clock:
+                    await meeting.changed.wait()
+                if clock.cancelled_caught and says_wait:
+                    await self._say_wait(stream, ended)
+            nursery.cancel_scope.cancel()
+        if meeting.failure or ended:
+            raise TransferFailed(meeting.failure or ended[0])
+
+    async def _say_wait(self, stream: FrameStream, ended: list[str]) -> None:
+        try:
+            await stream.write(frame(FrameKind.WAIT))
+        except TransferFailed as error:
+            ended.append(str(error))
+
+    async def _send(self, stream: FrameStream, hello: Hello, export: Export) -> None:
+        """Raises TransferFailed; the decode replica has the KV when it returns."""
+        if (hello.prompt, hello.tokens) != (export.prompt, export.tokens):
+            raise TransferFailed("it is the KV of another prompt")
+        if reason := difference(hello.identity, export.identity):
+            raise TransferFailed(reason)
+        secs = self._settings.transfer_secs
+        with trio.move_on_after(secs) as clock:
+            await self._write(stream, export)
+            await stream.read_message(FrameKind.DONE)
+        if clock.cancelled_caught:
+            raise TransferFailed(f"the decode replica did not take the KV within {secs:g} s")
+
+    async def _write(self, stream: FrameStream, export: Export) -> None:
+        kv, tokens, logits = export.kv, export.tokens, byte_view(export.logits)
+        size = layer_bytes(kv, tokens)
+        offer = Offer(kv.shape.layers, size, len(logits), export.cached_tokens)
+        await stream.write(message(FrameKind.OFFER, offer))
+        for layer in range(kv.shape.layers):
+            await stream.write_data(byte_view(layer_of(kv, layer, tokens)))
+        await stream.write_data(logits)
+
+    # HTTP
+
+    async def _answer_http(self, stream: FrameStream) -> None:
+        """GET /query says who is here, by data-parallel rank; GET /health that it listens."""
+        line = await stream.read_head(MAX_HEAD_BYTES)
+        bodies = {
+            b"/query": {"0": {"engine_id": self._engine_id}},
+            b"/health": {"status": "healthy"},
+        }
+        body = bodies.get(line.split(b" ")[0])
+        status = "404 Not Found" if body is None else "200 OK"
+        text = msgspec.json.encode({"detail": "Not Found"} if body is None else body)
+        head = (
+            f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(text)}\r\nconnection: close\r\n\r\n"
+        )
+        await stream.write(head.encode() + text)
