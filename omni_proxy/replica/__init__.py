@@ -1,6 +1,6 @@
 """The replica: an inference server with the same HTTP API as SGLang workers.
 
-It imports nothing of the proxy, and the proxy knows it only as a command that it starts. Public
+It imports nothing of the proxy, and the proxy only starts it as a command. Public
 names are imported on first use, so that importing the package does not load a web server.
 """
 

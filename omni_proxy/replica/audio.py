@@ -21,10 +21,10 @@ OTHER_CODECS = {2: "ADPCM", 6: "A-law", 7: "mu-law", 0x11: "ADPCM", 0x50: "MPEG"
 # The last 14 bytes of every extensible sub-format that only repeats a plain format code.
 SUBFORMAT_TAIL = bytes.fromhex("000000001000800000aa00389b71")
 MAX_CHANNELS = 64
-# Programs that write into a pipe cannot know the length: they leave a size near 2 or 4 GiB.
+# Programs that write to a pipe do not know the length in advance: the size is near 2 or 4 GiB.
 UNKNOWN_SIZE = 0x7FFF0000
 SUPPORTED = (
-    "a WAV file of 8, 16, 24 or 32 bit PCM or 32 bit float samples is taken, "
+    "supported are WAV files of 8, 16, 24 or 32 bit PCM or 32 bit float samples, "
     f"with any number of channels up to {MAX_CHANNELS}"
 )
 FULL_SCALE = {8: 1 << 7, 16: 1 << 15, 24: 1 << 31, 32: 1 << 31}  # 24 bit is read as 32, low byte 0
@@ -60,7 +60,7 @@ LOWEST_RATE, HIGHEST_RATE = 4_000, 384_000
 
 
 class AudioError(ValueError):
-    """The bytes are not readable audio; the text says what they are and what is supported."""
+    """The bytes are not readable audio; the text has their format and the supported ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def decode_audio(data: bytes) -> tuple[Samples, int]:
     audio_format, body = _chunks(data)
     frames = len(body) // audio_format.block_bytes
     if not frames:
-        raise AudioError("the WAV file holds no samples")
+        raise AudioError("the WAV file has no samples")
     body = body[: frames * audio_format.block_bytes]
     if audio_format.code == IEEE_FLOAT:
         samples = _floats(body)
@@ -139,7 +139,7 @@ def _chunks(data: bytes) -> tuple[_Format, bytes]:
                 raise AudioError("the WAV file has no fmt chunk before its samples")
             if len(held) < size < UNKNOWN_SIZE:
                 raise AudioError(
-                    f"the WAV file is cut: {size} bytes of samples are announced, {len(held)} came"
+                    f"the WAV file is truncated: it has {len(held)} of {size} bytes of samples"
                 )
             return audio_format, held
         if len(held) < size:
@@ -164,12 +164,12 @@ def _read_format(held: bytes) -> _Format:
         )
     if bits not in ((32,) if code == IEEE_FLOAT else FULL_SCALE):
         kind = "float" if code == IEEE_FLOAT else "PCM"
-        raise AudioError(f"the WAV file holds {bits} bit {kind} samples; {SUPPORTED}")
+        raise AudioError(f"the WAV file has {bits} bit {kind} samples; {SUPPORTED}")
     if not 1 <= channels <= MAX_CHANNELS:
-        raise AudioError(f"the WAV file says that it has {channels} channels; {SUPPORTED}")
+        raise AudioError(f"the WAV file declares {channels} channels; {SUPPORTED}")
     if not LOWEST_RATE <= rate <= HIGHEST_RATE:
         raise AudioError(
-            f"the WAV file says {rate} samples a second; {LOWEST_RATE} to {HIGHEST_RATE} are taken"
+            f"the WAV file has {rate} samples a second, outside {LOWEST_RATE} to {HIGHEST_RATE}"
         )
     if block_bytes != channels * bits // 8:
         raise AudioError(
@@ -182,7 +182,7 @@ def _read_format(held: bytes) -> _Format:
 def _floats(body: bytes) -> Samples:
     samples = np.frombuffer(body, "<f4").astype(np.float32)
     if not np.isfinite(samples).all():
-        raise AudioError("the WAV file holds samples that are no finite numbers")
+        raise AudioError("the WAV file has samples that are not finite")
     return samples
 
 

@@ -95,7 +95,7 @@ def _add_torch(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="the only folder that new weights are read from; without it any, or none at all where "
-        "--host lets others ask and there is no admin key",
+        "--host accepts other machines and there is no admin key",
     )
     add(
         "--profile-root",
@@ -113,13 +113,13 @@ def _add_torch(parser: argparse.ArgumentParser) -> None:
         "--stream-speech-as",
         choices=["sse", "pcm", "openai-sse"],
         default="sse",
-        help="form of streamed speech, if a request does not say",
+        help="default format of streamed speech",
     )
     add(
         "--dialect",
         choices=["both", "sglang", "vllm"],
         default="both",
-        help="whose routes for trainers and operators are served, beside those of OpenAI",
+        help="engine whose routes for trainers and operators are served beside OpenAI's",
     )
     add(
         "--stored-responses",
@@ -136,7 +136,7 @@ def _add_torch(parser: argparse.ArgumentParser) -> None:
         choices=["decode", "look", "speak", "transcribe"],
         action="append",
         default=[],
-        help="run that stage in a process of its own; may be repeated",
+        help="run that stage in its own process; may be repeated",
     )
     add("--drain-secs", type=seconds, default=5.0, help="for what is in flight at a stop")
 
@@ -154,14 +154,14 @@ def _add_group(parser: argparse.ArgumentParser) -> None:
         "--weights-isolation",
         choices=["process", "thread"],
         default="process",
-        help="where a blocking receive lives: in a child process, which a broken trainer may wedge "
-        "or end, or in a thread of this one (no second GPU context, but such a trainer ends all)",
+        help="where a blocking receive runs: in a child process, which a broken trainer may block "
+        "or crash, or in a thread (no second GPU context, but such a trainer ends the replica)",
     )
     for name, default, what in (
         ("join", 300.0, "for all ranks of a group to meet"),
         ("ready", 60.0, "for every rank to be armed, or the preparation is refused"),
-        ("receive", 300.0, "that a completion waits for what has not come yet"),
-        ("stall", 30.0, "that nothing comes, before a receive is given up"),
+        ("receive", 300.0, "that a completion waits for tensors that have not been received"),
+        ("stall", 30.0, "without progress before a receive fails"),
     ):
         add(f"--weights-{name}-secs", type=deadline, default=default, metavar="SECS", help=what)
 
@@ -226,7 +226,7 @@ def port_number(text: str) -> int:
 
 
 class MissingPackageError(Exception):
-    """A package of an extra is not installed; the text says how to install it."""
+    """A package of an extra is not installed; the text explains how to install it."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 
 # Threads that block until their peer answers, if weights are received in this process.
 BLOCKED_THREAD_PREFIXES: Final = ("weights-init-", "weights-receive-", "weights-drop-")
-JOIN_TIMEOUT_SECS: Final = 0.3  # for threads that have just been asked to end
+JOIN_TIMEOUT_SECS: Final = 0.3  # for threads that are ending
 
 log = logging.getLogger(__name__)
 

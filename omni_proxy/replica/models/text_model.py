@@ -64,7 +64,7 @@ def llama_config(file: GGUFFile) -> LlamaConfig:
     """Return the sizes; GGUFError for another architecture or for scaled rotary embeddings."""
     architecture = file.require("general.architecture", str)
     if architecture != "llama":
-        raise GGUFError(f"{file.path}: holds a {architecture!r} model; only 'llama' can be served")
+        raise GGUFError(f"{file.path}: is a {architecture!r} model; only 'llama' can be served")
     scaling = file.metadata.get("llama.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in file.tensors:
         raise GGUFError(f"{file.path}: rotary angles with scaling are not supported")
@@ -163,7 +163,7 @@ class TextModel:
 
 
 def load_text_model(name_or_path: str, *, seed: int = 0) -> TextModel:
-    """Load "tiny" (from `seed`), a model of a known name, or a Llama's .gguf file.
+    """Load "tiny" (from `seed`), a model by its name, or a Llama's .gguf file.
 
     Raises ValueError for an unknown name; GGUFError for an invalid file; ModelFileError if a named
     model's file is neither cached nor downloadable.

@@ -18,7 +18,7 @@ import tiktoken
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 REPLACEMENT = "\ufffd"
-# The pattern's look-ahead uses stack for each space: a million of them would panic.
+# The pattern's look-ahead uses stack for each space: a million of them would overflow it.
 MAX_ENCODE_CHARS = 1 << 16
 # How the text is split before merging. Digits are single, so a space before one is, too.
 PATTERN = r"\p{N}|'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
@@ -62,11 +62,11 @@ class Utf8Stream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, piece: bytes) -> str:
-        """Return the characters that are complete; an incomplete one is held back."""
+        """Return the characters that are complete; an incomplete one is kept for the next call."""
         return self._decoder.decode(piece)
 
     def flush(self) -> str:
-        """Return what is held back, as U+FFFD, and start over."""
+        """Return the incomplete character as U+FFFD, and reset."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -186,7 +186,7 @@ def _ranks(vocabulary: Sequence[str], controls: Mapping[str, int]) -> dict[bytes
 
 
 class ChatTemplateError(ValueError):
-    """The template rejects these messages, or is invalid; the text says why."""
+    """The template rejects these messages, or is invalid; the text is the reason."""
 
 
 def _refuse(message: str) -> NoReturn:
@@ -213,7 +213,7 @@ class ChatTemplate:
     ) -> str:
         """Return the text; with the generation prompt it ends where the model's response begins.
 
-        Raises ChatTemplateError, for example for a role that the template does not know.
+        Raises ChatTemplateError, for example for a role that the template does not support.
         """
         try:
             return self._template.render(

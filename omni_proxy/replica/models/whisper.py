@@ -71,7 +71,7 @@ class Whisper:
         self._net = WhisperNet(file.variables)
         if len(file.vocabulary) != self._net.vocab_size:
             raise WhisperFileError(
-                f"{len(file.vocabulary)} words do not fit a model of {self._net.vocab_size}"
+                f"{len(file.vocabulary)} tokens do not fit a model of {self._net.vocab_size}"
             )
         place = {word: token for token, word in enumerate(file.vocabulary)}
         try:

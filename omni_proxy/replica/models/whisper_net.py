@@ -54,7 +54,7 @@ _LINEAR_HERTZ, _LINEAR_MEL = 1000.0, 15.0
 
 
 class WhisperFileError(Exception):
-    """The model's files are not readable; the text says which and why."""
+    """The model's files are not readable; the text has the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def read_variables(data: memoryview) -> dict[str, NDArray[Any]]:
         raise WhisperFileError(f"the model file has version {version}, not {VERSION}")
     spec = cursor.name()
     if spec != SPEC:
-        raise WhisperFileError(f"the model file holds a {spec!r}, not a {SPEC}")
+        raise WhisperFileError(f"the model file contains a {spec!r}, not a {SPEC}")
     cursor.number("I")  # the revision of the spec
     variables = {}
     for _ in range(cursor.number("I")):
@@ -106,10 +106,10 @@ def read_variables(data: memoryview) -> dict[str, NDArray[Any]]:
     for _ in range(cursor.number("I")):
         alias, name = cursor.name(), cursor.name()
         if name not in variables:
-            raise WhisperFileError(f"the model file names {name!r}, which it does not hold")
+            raise WhisperFileError(f"the model file names {name!r}, which it does not contain")
         variables[alias] = variables[name]
     if cursor.at != len(data):
-        raise WhisperFileError(f"the model file goes on after its end at byte {cursor.at}")
+        raise WhisperFileError(f"the model file continues after its end at byte {cursor.at}")
     return variables
 
 

@@ -26,7 +26,7 @@ class BuiltinOptions:
     """Options from the command line. `own_process` names stages that get their own process.
 
     `transcription_path` is the file of a transcription model outside the cache folder.
-    `max_in_flight` bounds live requests (0: no bound), `max_running` those of one batch; `threads`
+    `max_in_flight` bounds live requests (0: no bound), `max_running` requests of a batch; `threads`
     is torch's; `tp` is the number of processes that share the text model.
     """
 

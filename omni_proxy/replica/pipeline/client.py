@@ -156,7 +156,7 @@ class Client:
         return self._coordinator.abort(request_id)
 
     def end_early(self, wanted: Callable[[str], bool]) -> list[str]:
-        """End the live requests whose id is `wanted` with what they have; return their ids.
+        """Abort the live requests whose id is `wanted`; they return what they have. Return ids.
 
         Their readers get a result with `finish_reason` abort; RequestAborted where none generates
         text.
@@ -193,9 +193,9 @@ class Client:
         return self._coordinator.profiling_run_id
 
     def profiler_start(self, start: ProfilerStart) -> None:
-        """Ask every stage to record; there is no answer (api-server.md 4)."""
+        """Start recording at every stage; stages do not answer (api-server.md 4)."""
         self._coordinator.profiler_start(start)
 
     def profiler_stop(self, run_id: str | None = None) -> str | None:
-        """Ask every stage to stop recording; returns the given id, else the active one."""
+        """Stop recording at every stage; returns the given id, else the active one."""
         return self._coordinator.profiler_stop(run_id)

@@ -61,7 +61,7 @@ class StageConfig:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Every stage that may follow this one, without duplicates."""
+        """All possible next stages, without duplicates."""
         return tuple(dict.fromkeys((*self.next, *self.stream_to)))
 
 
@@ -152,7 +152,7 @@ def _stage_problems(stage: StageConfig, by_name: Mapping[str, StageConfig]) -> I
     for key in ("next", "stream_to", "wait_for"):
         yield from _unknown(key, getattr(stage, key), names)
     if stage.env and not stage.process:
-        yield "env: only a stage with a process has an environment of its own"
+        yield "env: only a stage with a process has its own environment"
     yield from _flow_problems(stage, by_name)
 
 
@@ -162,7 +162,7 @@ def _flow_problems(stage: StageConfig, by_name: Mapping[str, StageConfig]) -> It
     if stage.route and not stage.targets:
         yield "route: there is no next to choose from"
     if bool(stage.wait_for) != bool(stage.merge):
-        yield "wait_for: needs merge beside it, and merge needs wait_for"
+        yield "wait_for: needs merge, and merge needs wait_for"
     for name in stage.wait_for:
         if name in by_name and stage.name not in by_name[name].next:
             yield f"wait_for: {name} does not have {stage.name} in its next"
@@ -315,7 +315,7 @@ class FlowError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One stage as the coordinator sees it."""
+    """One stage, as the coordinator uses it."""
 
     config: StageConfig
     route: Route | None
@@ -416,7 +416,7 @@ def merge_terminals(results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str
 
 
 def merge_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Join stages whose results have different keys; for a shared key the last one counts."""
+    """Join stages whose results have different keys; for a shared key the last one wins."""
     merged: dict[str, Any] = {}
     for result in data.values():
         merged |= result

@@ -54,7 +54,7 @@ SWITCH_SECS = 0.0005
 
 
 class ListenError(Exception):
-    """The address cannot be bound; the text says why and what to do."""
+    """The address cannot be bound; the text has the reason and what to do."""
 
 
 def bind_listener(host: str, port: int) -> socket.socket:

@@ -15,7 +15,7 @@ FailureKind = Literal["caller", "server", "dropped"]
 
 
 class OmniRequest(Struct, frozen=True):
-    """One request as every stage sees it; `metadata["task"]` chose the entry stage."""
+    """One request, the same for every stage; `metadata["task"]` chose the entry stage."""
 
     inputs: Any
     params: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class StreamChunk(Struct, frozen=True, tag="stream_chunk"):
 
 
 class Abort(Struct, frozen=True, tag="abort"):
-    """Drop a request, known or not; there is no answer."""
+    """Drop a request, if the stage has it; the stage does not answer."""
 
     request_id: str
 
@@ -95,7 +95,7 @@ class ProfilerStop(Struct, frozen=True, tag="profiler_stop"):
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):
-    """The stage returns from `run` soon; requests that it still holds get no answer."""
+    """The stage returns from `run` soon; its remaining requests get no answer."""
 
 
 class Result(Struct, frozen=True, tag="result"):

@@ -126,7 +126,7 @@ class CompletionResult:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-# From what a caller asks to what the stages are told: only what is set reaches them.
+# From the caller's request to the message for the stages: only fields that are set.
 
 _OPTIONAL = (
     "temperature",

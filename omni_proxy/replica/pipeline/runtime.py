@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class StartError(Exception):
-    """A stage could not start; the text says which and why."""
+    """A stage could not start; the text has its name and the reason."""
 
 
 class ThreadMailbox:

@@ -163,7 +163,7 @@ class FunctionScheduler:
                 pass
 
     def _queue(self, job: _Job) -> None:
-        # A job stands in the queue once at most, and not while a thread works on it: so its calls
+        # A job is in the queue at most once, and not while a thread works on it, so its calls
         # never overlap.
         if not job.queued:
             job.queued = True
@@ -293,10 +293,10 @@ def missing_package_message(fault: ModuleNotFoundError) -> str:
     return f"the package {name} is not installed: pip install 'omni-proxy[replica]'"
 
 
-# Where a stage lives: a thread of this process. A host has one life after another.
+# Where a stage runs: a thread of this process. A host can be run again after it has ended.
 #
 # Invariant: when `live` returns, every stage of the host has posted its `StageEnded`, unless it was
-# cancelled: a thread cannot be ended from outside, so it is told and left behind.
+# cancelled: a thread cannot be ended from outside, so it gets a Shutdown and is left behind.
 
 
 class StageHost(Protocol):
@@ -311,7 +311,7 @@ class StageHost(Protocol):
         """Run the stages until all have ended; `post` may be called from any thread."""
 
     def shut(self) -> None:
-        """Ask the stages to end; `live` returns soon."""
+        """Send Shutdown to the stages; `live` returns soon."""
 
 
 class StageThread:

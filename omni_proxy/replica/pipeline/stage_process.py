@@ -130,7 +130,7 @@ class StageProcess:
         try:
             frame = encode_frame(ToStage(stage, message))
         except (TypeError, ValueError, OverflowError) as error:
-            raise FlowError(f"what is meant for stage {stage} cannot be sent: {error}") from error
+            raise FlowError(f"the message to stage {stage} cannot be sent: {error}") from error
         self._outgoing.append(frame)
         self._has_outgoing.set()
 
@@ -200,7 +200,7 @@ class StageProcess:
                 try:
                     await stream.send_all(self._outgoing.popleft())
                 except trio.BrokenResourceError:
-                    return  # the reading task sees end of file
+                    return  # the reading task gets end of file
             self._has_outgoing = trio.Event()
             await self._has_outgoing.wait()
 

@@ -119,7 +119,7 @@ class EventRecorder:
 
 
 def to_json_value(value: object) -> object:
-    """Represent a value that JSON can't hold: tensors by a summary, the rest by repr."""
+    """Represent a value that JSON cannot represent: tensors by a summary, others by repr."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:
         return repr(value)
@@ -150,7 +150,7 @@ class TorchTrace:
         """`template` may contain {run_id} and {stage} (api-server.md 4.1)."""
         self.stop(None)
         if not _trace_lock.acquire(blocking=False):
-            return  # another stage of this process records this one's work, too
+            return  # another stage of this process already records all threads
         named = template.replace("{run_id}", run_id).replace("{stage}", self._stage)
         self._path = Path(f"{named}_pid{os.getpid()}.json")
         try:
@@ -257,6 +257,6 @@ class InstrumentedEmit:
                     )
                 STAGE_EVENTS.record("stage_stream_chunk_sent", request_id, self._stage, metadata)
             case StageFailure(request_id, _, error):
-                # A success is recorded by the coordinator, which knows the next stage.
+                # The coordinator records a success, since it has the next stage.
                 failure_metadata = {"terminal": True, "error": error}
                 STAGE_EVENTS.record("stage_complete", request_id, self._stage, failure_metadata)

@@ -44,7 +44,7 @@ class BatchQueue:
 
     @property
     def used_tokens(self) -> int:
-        """Tokens whose keys and values are held now."""
+        """Tokens whose keys and values are in memory."""
         return sum(sequence.computed for sequence in self.running)
 
     def find(self, request_id: str) -> Sequence | None:
@@ -90,7 +90,7 @@ class BatchQueue:
         return decoding + prefilling
 
     def _committed(self) -> int:
-        """Tokens held once all pending tokens of the running sequences are computed."""
+        """The same, once all pending tokens of the running sequences are computed."""
         return sum(len(sequence.tokens) for sequence in self.running)
 
     def _has_room_for(self, sequence: Sequence) -> bool:

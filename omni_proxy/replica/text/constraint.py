@@ -46,11 +46,11 @@ OPTIONS = {
 
 
 class ConstraintError(SamplingError):
-    """The schema cannot be enforced; the text says which part of it."""
+    """The schema cannot be enforced; the text has the part that cannot."""
 
 
 class MissingLibraryError(Exception):
-    """This installation cannot enforce schemas; the text says what to install."""
+    """This installation cannot enforce schemas; the text has the package to install."""
 
 
 def check_schema(schema: str) -> None:
@@ -179,7 +179,7 @@ def _limits(library: Any) -> Any:
 def _grammar(library: Any, schema: str) -> str:
     size = len(schema.encode("utf-8", errors="replace"))
     if size > MAX_SCHEMA_BYTES:
-        raise ConstraintError(f"it has {size} bytes; at most {MAX_SCHEMA_BYTES} are taken")
+        raise ConstraintError(f"it has {size} bytes; the limit is {MAX_SCHEMA_BYTES}")
     try:
         grammar: str = library.LLMatcher.grammar_from_json_schema(schema, overrides=OPTIONS)
     except ValueError as error:

@@ -65,7 +65,7 @@ def run_operation(
     action = operation.action
     function = functions.get(action)
     if function is None:
-        outcome = failure(f"stage {stage} does not know the admin action {action!r}")
+        outcome = failure(f"stage {stage} has no admin action {action!r}")
     else:
         try:
             outcome = function(operation.payload)
@@ -163,7 +163,7 @@ def _facts(scheduler: OperableScheduler) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class BackgroundStep:
-    """A step during which the stage continues to compute, as it touches no live tensor."""
+    """A step that touches no live tensor, so the stage continues to compute during it."""
 
     call: Callable[[], Any]
 
@@ -249,7 +249,7 @@ class SlowOperations:
         return operation is not None and (operation.halting or operation.parked is not None)
 
     def interrupt(self, op_id: str, why: str) -> None:
-        """Ask the operation's current step to end soon, if it can; its error will be `why`."""
+        """End the operation's current step soon, if possible, with the error `why`."""
         operation = self._operations.get(op_id)
         call = operation.call if operation is not None else None
         if isinstance(call, InterruptibleCall):

@@ -106,7 +106,7 @@ class TextScheduler:
         )
         self._embeds: deque[Prompt] = deque()
         self._idle: threading.Event | None = None  # set once all requests before it have ended
-        self._held: list[Prompt] = []  # requests that came after that
+        self._held: list[Prompt] = []  # requests received after that
         self._compiling = ConstraintCompiler(stage_name, ConstraintFactory(worker.tokenizer))
         self._clock = clock
         self._metrics = SchedulerMetrics(reported_s=clock())
@@ -169,7 +169,7 @@ class TextScheduler:
         return self._slow.halts(op_id)
 
     def interrupt(self, op_id: str, why: str) -> None:
-        """Ask the current step of that slow operation to end soon, if it can."""
+        """End the current step of that slow operation soon, if possible."""
         self._slow.interrupt(op_id, why)
 
     def knows(self, action: str) -> bool:

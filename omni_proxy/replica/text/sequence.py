@@ -58,7 +58,7 @@ class StopStrings:
         return text[:released]
 
     def flush(self) -> str:
-        """The text has ended: return what was held back as a possible stop string."""
+        """The text has ended: return the text that could have begun a stop string."""
         rest, self._held_back = self._held_back, ""
         return rest
 
@@ -177,11 +177,11 @@ class Sequence:
         return text
 
     def _flush_text(self) -> str:
-        """Text that was held back: an incomplete character, or the start of a stop string."""
+        """Text that is not released yet: an incomplete character, or the start of a stop string."""
         return self._stops.feed(self._characters.flush()) + self._stops.flush()
 
     def end_early(self) -> None:
-        """No more tokens follow: text that was held back for one is part of the answer now."""
+        """No more tokens follow, so unreleased text is part of the response."""
         self._text.append(self._flush_text())
         self.finish_reason = "abort"
 

@@ -179,7 +179,7 @@ def test_a_wrong_batch_is_refused_before_anything_changes(model):
     kv = model.new_kv()
     for parts, reason in (
         ([], "without parts"),
-        ([([], kv)], "holds no token"),
+        ([([], kv)], "has no token"),
         ([([1], kv), ([2], kv)], "the same KV"),
         ([([1, 40], kv)], "token 40 is not in the vocabulary of 40"),
         ([([-1], kv)], "token -1 is not"),

@@ -117,7 +117,7 @@ def test_an_embedding_of_another_type_is_read_too(written):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"general.architecture": "gemma3"}, "holds a 'gemma3' model; only 'llama'"),
+        ({"general.architecture": "gemma3"}, "is a 'gemma3' model; only 'llama'"),
         ({"llama.block_count": "2"}, "'llama.block_count' is a str"),
         ({"llama.block_count": 3}, r"no tensor 'blk\.2\.attn_norm\.weight'"),
         ({"llama.feed_forward_length": 60}, r"'blk\.0\.ffn_gate\.weight' has the shape"),

@@ -165,7 +165,7 @@ def test_a_model_of_another_kind_is_refused():
 
 
 def test_words_that_do_not_fit_the_model_are_refused():
-    with pytest.raises(WhisperFileError, match=r"43 words do not fit a model of 44"):
+    with pytest.raises(WhisperFileError, match=r"43 tokens do not fit a model of 44"):
         Whisper(WhisperFile(variables(), VOCABULARY[1:], (), ()))
     renamed = (*VOCABULARY[:-1], "x")
     with pytest.raises(WhisperFileError, match=r"lacks '<\|notimestamps\|>'"):

@@ -59,9 +59,9 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(place, change):
     ("data", "reason"),
     [
         (model_bin(FEW, version=5), "version 5, not 6"),
-        (model_bin(FEW, spec="TransformerSpec"), "holds a 'TransformerSpec'"),
-        (model_bin(FEW, aliases=[("a", "b")]), "names 'b', which it does not hold"),
-        (FILE + b"\0", "goes on after its end"),
+        (model_bin(FEW, spec="TransformerSpec"), "contains a 'TransformerSpec'"),
+        (model_bin(FEW, aliases=[("a", "b")]), "names 'b', which it does not contain"),
+        (FILE + b"\0", "continues after its end"),
         (FILE.replace(b"\x04\x0c\0\0\0", b"\x09\x0c\0\0\0"), "an unknown type, 9"),
         (FILE.replace(b"\x02\x02\0\0\0\x03", b"\x02\x02\0\0\0\x04"), "12 bytes for its shape"),
         (FILE.replace(b"flag", b"\xfflag"), "unreadable name"),

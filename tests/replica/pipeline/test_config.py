@@ -51,11 +51,11 @@ def test_the_first_stage_is_the_entry_unless_one_is_named():
     [
         ({"next": ("aa",)}, "stages[0].next: no stage is named aa; did you mean a?"),
         ({"factory": "no dots"}, "stages[0].factory: 'no dots' is not of the form"),
-        ({"merge": "m:f"}, "stages[0].wait_for: needs merge beside it, and merge needs wait_for"),
+        ({"merge": "m:f"}, "stages[0].wait_for: needs merge, and merge needs wait_for"),
         ({"route": "m:f"}, "stages[0].route: there is no next to choose from"),
         ({"terminal": False}, "stages[0].next: the stage is not terminal and leads nowhere"),
         ({"terminal": False}, "stages: none is terminal: no request would ever have a result"),
-        ({"env": {"A": "1"}}, "stages[0].env: only a stage with a process has an environment"),
+        ({"env": {"A": "1"}}, "stages[0].env: only a stage with a process has its own"),
         ({"next": ("a",)}, "stages: a leads back to a"),
         ({"name": ""}, "stages[0].name: must not be empty"),
     ],

@@ -92,7 +92,7 @@ def test_a_request_that_is_refused_disturbs_no_rank(pair):
 def test_a_batch_that_the_model_refuses_never_reaches_the_followers(pair):
     model = pair.scheduler.worker.text.model
     kv = model.new_kv()
-    with pytest.raises(ValueError, match="holds no token"):
+    with pytest.raises(ValueError, match="has no token"):
         model([([], kv)])
     assert said(pair.generate()) == said(alone("The sea"))
 

@@ -52,7 +52,7 @@ NOT_RUNNING = "the server is not running: it has stopped or is about to"
 
 
 class StageUnavailable(Exception):
-    """A message cannot reach its stage now; the text says why."""
+    """A message cannot be sent to its stage now; the text is the reason."""
 
 
 class StageTransport(Protocol):
@@ -62,7 +62,7 @@ class StageTransport(Protocol):
 
 
 class RequestState(StrEnum):
-    """See the diagram in the module's docstring."""
+    """The states of the diagram above."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -136,7 +136,7 @@ class Coordinator:
         return True
 
     def end_early(self, wanted: Callable[[str], bool]) -> list[str]:
-        """End live requests with what they have so far; return their ids.
+        """Abort live requests, which return what they have so far; return their ids.
 
         Each is answered with `finish_reason` abort by the stage that generates its text; where
         another stage has it, and does not hand it on to such a one, it is aborted.
@@ -156,7 +156,7 @@ class Coordinator:
         return [entry.flow.request_id for entry in ended]
 
     def _may_end_early(self, stage: str) -> bool:
-        """Whether the stage can, or hands its result on to one that can."""
+        """Whether the stage can, or passes its result to one that can."""
         following = self.plan.stages[stage].config.targets
         return any(self._ready.get(name, {}).get("ends_early") for name in (stage, *following))
 
@@ -210,7 +210,7 @@ class Coordinator:
     def _on_chunk(self, entry: _Request, message: ResultChunk) -> None:
         stage = message.stage
         metadata = {"from_stage": stage, "chunk_id": message.chunk_id, "modality": message.modality}
-        # One event under two names: report tools look for either.
+        # One event under two names: report tools read either.
         self._record("coordinator_stream_received", message.request_id, metadata)
         self._record("stage_stream_chunk_received", message.request_id, metadata)
         entry.state = RequestState.RUNNING
@@ -229,7 +229,7 @@ class Coordinator:
                 entry.delivery.put(DeliveredChunk(stage, message.data, whole=True))
 
     def _next_sends(self, entry: _Request, message: Result) -> Sends:
-        """Messages to the stages that follow a result; only known here."""
+        """The messages to the next stages after a result."""
         sends = entry.flow.finished(message.stage, message.data)
         metadata: dict[str, Any] = {"terminal": message.stage in entry.flow.results}
         if following := list(dict.fromkeys(stage for stage, _ in sends)):
@@ -379,14 +379,14 @@ class Coordinator:
                         self._end_early(entry, RequestState.ABORTED, RequestAborted())
 
     def profiler_start(self, start: ProfilerStart) -> None:
-        """Ask every stage to record; there is no answer (api-server.md 4)."""
+        """Start recording at every stage; stages do not answer (api-server.md 4)."""
         self.profiling_run_id = start.run_id
         if start.event_dir:
             self._recorder.start(start.run_id, start.event_dir)
         self._broadcast(start)
 
     def profiler_stop(self, run_id: str | None = None) -> str | None:
-        """Ask every stage to stop recording; returns the given id, else the active one."""
+        """Stop recording at every stage; returns the given id, else the active one."""
         active = self.profiling_run_id
         if run_id is None or run_id == active:
             self.profiling_run_id = None

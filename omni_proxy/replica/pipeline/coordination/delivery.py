@@ -133,7 +133,7 @@ class ChunkAssembler:
         )
 
 
-# How much of a stage's result has gone out in pieces, and what is left of the whole.
+# How much of a stage's result was streamed, and the rest of it.
 #
 # Invariant: pieces plus rest is the whole result, each character, token and byte once.
 
@@ -154,7 +154,7 @@ class StreamedLengths:
                 self._lengths[key] = self._lengths.get(key, 0) + len(part)
 
     def remaining(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """Return `whole` without what was streamed; keys that do not grow stay."""
+        """Return `whole` without the streamed part; other keys are unchanged."""
         lengths = self._lengths
         return {
             key: value[lengths[key] :] if key in lengths and value else value
@@ -211,13 +211,13 @@ class Delivery:
             self._arrived.set()
 
     def finish(self, end: DeliveryEnd | RequestFailed) -> None:
-        """The first end counts; chunks before it can still be taken."""
+        """Only the first end counts; chunks before it can still be taken."""
         if self.end is None:
             self.end = end
             self._arrived.set()
 
     def drop(self) -> None:
-        """Discard what waits: the reader is gone."""
+        """Discard waiting chunks: the reader has left."""
         self._chunks.clear()
         self._backlog.on_taken(self.waiting_bytes)
         self.waiting_bytes = 0

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 Aggregate = dict[str, Any]
 
-# These succeed only if at least one stage did them; the others if no stage failed.
+# These succeed only if at least one stage ran them; all others if no stage failed.
 WEIGHT_ACTIONS = frozenset(
     {
         "update_weights_from_disk",
