@@ -13,7 +13,7 @@ __all__ = ["pool"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-if "torch" in sys.modules:  # a test elsewhere came first
+if "torch" in sys.modules:  # another test was first
     sys.modules["torch"].set_num_threads(1)
 
 

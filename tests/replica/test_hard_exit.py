@@ -1,4 +1,4 @@
-"""How processes end whose threads somebody holds: real ones, told to stop."""
+"""The end of real processes whose threads are blocked."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def trainer():
 
 @pytest.fixture(params=[(), ("--own-process", "decode")], ids=["one process", "two processes"])
 def replica(request):
-    """A replica that receives in its own threads, and whose address it is served at."""
+    """A replica that receives in its own threads, and its URL."""
     port = free_port()
     argv = [sys.executable, "-m", "omni_proxy", "replica", "--engine", "torch", "--model", "tiny"]
     argv += ["--port", str(port), "--weights-isolation", "thread", *request.param]
@@ -88,7 +88,7 @@ def test_output_is_flushed_and_threads_are_reported_in_one_line():
     assert done.stderr == HELD + "weights-init-a,weights-receive-b\n"
 
 
-def test_a_process_whose_reader_has_gone_ends_as_meant():
+def test_a_process_without_a_reader_ends_with_its_status():
     reader, writer = os.pipe()
     os.close(reader)
     try:

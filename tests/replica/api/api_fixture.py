@@ -1,4 +1,4 @@
-"""A real client over a real coordinator, whose one stage plays what a request tells it to.
+"""A real client and coordinator with one scripted stage: each request has its own script.
 
 The script stands in `stage_params.play`: `chunks` are emitted, `hold` waits until the request is
 aborted, `fault` and `bug` fail it, `result` ends it. `samples` in any of them is so much audio.
@@ -36,7 +36,7 @@ PATIENCE_SECS = 60
 
 @dataclass
 class Heard:
-    """What the stage was given, newest last, and how often it saw a request aborted."""
+    """The requests of the stage, newest last, and the number of aborted ones."""
 
     requests: list = field(default_factory=list)
     aborted: threading.Event = field(default_factory=threading.Event)
@@ -50,8 +50,8 @@ def build(stage_name):
 
 
 def build_newer(stage_name, **params):
-    """A text stage whose weights are another version's."""
-    from omni_proxy.replica.text.stage import build as build_text  # torch, for this one alone
+    """A text stage with weights of another version."""
+    from omni_proxy.replica.text.stage import build as build_text  # imports torch only here
 
     scheduler = build_text(stage_name, **params)
     scheduler.weight_version = "v2"
@@ -84,7 +84,7 @@ def with_audio(data):
 
 
 class Answer:
-    """A whole answer; `pieces` are as they were sent."""
+    """A complete response; `pieces` are the chunks as sent."""
 
     def __init__(self):
         self.status_code = 0
@@ -121,7 +121,7 @@ class World:
         return World(self.client, self.options | options)
 
     async def call(self, method, path, data=b"", headers=()):
-        """Run the app for one request; its whole answer, however many pieces it came in.
+        """Run the app for one request; return the complete response, in any number of chunks.
 
         Quart's own test client holds ten pieces and then blocks.
         """
@@ -171,7 +171,7 @@ class World:
         return await self.call("POST", path, data, **more)
 
     async def ask(self, path, script=None, **body):
-        """POST a JSON body with a script; the answer."""
+        """POST a JSON body with a script; return the response."""
         if script is not None:
             body["stage_params"] = {"play": script}
         return await self.post(path, body)
@@ -194,7 +194,7 @@ class World:
 
 
 def events_of(data):
-    """The payloads of a stream's events; "[DONE]" as it stands."""
+    """The payloads of a stream's events, "[DONE]" included."""
     *parts, rest = data.decode().split("\n\n")
     assert rest == "", "the last event is cut"
     assert all(part.startswith("data: ") for part in parts)
@@ -213,14 +213,14 @@ async def opened(config=SCRIPTED, **options):
 
 
 async def until(holds):
-    """Wait until `holds()`: what another thread does can only be asked for again and again."""
+    """Poll until `holds()`: the state of another thread cannot be awaited."""
     with trio.fail_after(PATIENCE_SECS):
         while not holds():
             await trio.lowlevel.checkpoint()
 
 
 async def aborted():
-    """Wait until the stage has seen its request aborted."""
+    """Wait until the stage's request was aborted."""
     with trio.fail_after(PATIENCE_SECS):
         seen = await trio.to_thread.run_sync(HEARD.aborted.wait, PATIENCE_SECS)
     assert seen

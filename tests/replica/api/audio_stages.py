@@ -1,4 +1,4 @@
-"""Two small real stages: one that speaks in sine waves, one that hears them. Words steer them.
+"""Two small real stages: one synthesizes sine waves, one decodes them. Words in the text control them.
 
 SILENT speaks nothing, REFUSED and BROKEN fail after what came before them, FASTER changes the rate,
 HELD lasts until the request is aborted, which `LEFT` tells.
@@ -24,7 +24,7 @@ SEEN: list = []
 
 
 def wave(sentence: str) -> np.ndarray:
-    """What one sentence sounds like: as long as it has words, as high as it has letters."""
+    """The audio of one sentence: its words are the length, its letters the pitch."""
     count = WORD_SAMPLES * len(sentence.split())
     return np.sin(np.arange(count) * len(sentence) / 50).astype("<f4")
 
@@ -102,7 +102,7 @@ PIPELINE = PipelineConfig(
 
 
 class Call:
-    """One POST, driven as a server drives the app; what came of it stays here."""
+    """One POST, driven as a server drives the app, with its response."""
 
     def __init__(self, app, path, body, content_type="application/json"):
         self.app = app
@@ -139,7 +139,7 @@ class Call:
         await trio.lowlevel.checkpoint()
 
     async def until(self, count):
-        """Wait for so many pieces of the body."""
+        """Wait for this many chunks of the body."""
         while len(self.pieces) < count and not self.over.is_set():
             self._came = trio.Event()
             await self._came.wait()
@@ -161,7 +161,7 @@ class Replica:
         self.http = self.app.test_client()
 
     async def post(self, path, body, content_type="application/json"):
-        """One whole request; it ends as the app ends it."""
+        """One complete request; returns when the app has ended it."""
         call = Call(self.app, path, body, content_type)
         await call.run()
         return call

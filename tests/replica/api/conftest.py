@@ -5,7 +5,7 @@ from tests.replica.api.api_fixture import TINY, opened
 
 @pytest.fixture
 async def world():
-    """One stage that plays what it is told."""
+    """One scripted stage."""
     async with opened() as world:
         yield world
 

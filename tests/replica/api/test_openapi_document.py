@@ -11,7 +11,7 @@ from omni_proxy.replica.pipeline.http_server import _app
 
 @pytest.fixture
 def app(world):
-    """As it is launched, with the profiler's routes."""
+    """The app as `launch_server` builds it, with the profiler's routes."""
     return _app(world.client, {"model_name": "fake"})
 
 
@@ -89,7 +89,7 @@ async def test_what_needs_the_key_is_what_refuses_without_one(world):
     for (method, path), told in operations(description(app)).items():
         filled = path.replace("{request_id}", "x").replace("{name}", "x")
         if path in ("/health_generate", "/v1/audio/voices", "/v1/audio/voices/{name}"):
-            continue  # they act, or look at this machine
+            continue  # they change state, or depend on this machine
         answer = await closed.call(method.upper(), filled, b"{}")
         assert (answer.status_code == 401) == ("security" in told), (method, path)
 

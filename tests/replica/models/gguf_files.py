@@ -1,4 +1,4 @@
-"""A slow writer of GGUF files, independent of the reader: the files the tests read."""
+"""A simple writer of GGUF files, independent of the reader."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""A Llama written down number by number, without tensors, batches or caches: what is expected."""
+"""A naive Llama, number by number, without tensors, batches or caches: the expected results."""
 
 import cmath
 import math

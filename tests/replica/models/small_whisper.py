@@ -1,4 +1,4 @@
-"""A seeded Whisper of two narrow layers, and a writer of the file format that real ones come in."""
+"""A seeded Whisper of two narrow layers, and a writer of the file format of real models."""
 
 import struct
 
@@ -7,7 +7,7 @@ import numpy as np
 from omni_proxy.replica.models.whisper_net import WhisperFile
 
 WIDTH, HEADS, LAYERS, BANDS = 16, 2, 2, 80
-# So that what is said depends on where in the text it is and on what is heard, and goes on.
+# So that the text depends on the position and the audio, and does not end at once.
 POSITION_SCALE, HEARING_SCALE = 2.0, 2.0
 CONTROLS = ("<|endoftext|>", "<|startoftranscript|>", "<|nocaptions|>", "<|notimestamps|>")
 WORDS = tuple(f"Ġ{a}{b}" for a in "bdfgklmn" for b in "aeiou")
@@ -50,7 +50,7 @@ def variables(seed: int = 2):
         made[f"{name}/layer_norm/beta"] = drawn(WIDTH, scale=beta_scale)
 
     for side in ("encoder", "decoder"):
-        norm(side, beta_scale=0.05)  # more at the end would favour one token always
+        norm(side, beta_scale=0.05)  # more of it at the end would always favour one token
         for layer in (f"{side}/layer_{place}" for place in range(LAYERS)):
             norm(f"{layer}/self_attention")
             linear(f"{layer}/self_attention/linear_0", 3 * WIDTH)

@@ -115,7 +115,7 @@ def test_damage_ends_in_a_clear_error_or_in_a_readable_file(folder, data):
     whole = bytearray(gguf(METADATA, [("a", (3, 2), F32, floats(range(6)))]))
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
-    with suppress(GGUFError):  # the test is that nothing else comes
+    with suppress(GGUFError):  # the test is that nothing else is raised
         file = opened(folder, bytes(whole))
         for name, stored in file.tensors.items():
             unpacked(file, name, stored.shape)

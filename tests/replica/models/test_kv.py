@@ -21,7 +21,7 @@ def appended(kv: SequenceKV, count: int, first: float) -> None:
 
 
 def held(kv: SequenceKV) -> list[float]:
-    """The numbers of layer 1, as a probe without lasting effect sees them."""
+    """The values of layer 1, read by a probe without side effects."""
     kv.reserve(1)
     keys, values = kv.write(1, torch.zeros(1, 2, SHAPE.kv_heads, SHAPE.head_size))
     assert torch.equal(keys[:, :-1] + 0.5, values[:, :-1])

@@ -42,7 +42,7 @@ def near(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def whole(model: Llama, tokens) -> torch.Tensor:
-    """The logits of every position, in one go."""
+    """The logits of every position, in one pass."""
     return model([(tokens, model.new_kv())], all_positions=True)
 
 
@@ -91,7 +91,7 @@ def test_after_truncating_the_forgotten_tokens_have_no_influence(model):
     assert near(model([([3], kv)])[0], whole(model, [1, 2, 3])[-1])
 
 
-def test_no_position_sees_a_later_one(model):
+def test_no_position_attends_to_a_later_one(model):
     tokens = [5, 4, 3, 2, 1]
     assert near(whole(model, tokens)[:3], whole(model, [*tokens[:3], 20, 21])[:3])
     assert not near(whole(model, tokens)[3:], whole(model, [*tokens[:3], 20, 21])[3:])

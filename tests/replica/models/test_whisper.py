@@ -91,7 +91,7 @@ def naive_attention(queries, keys, values):
 
 
 class Naive:
-    """The same network by its definition, everything computed anew from the variables."""
+    """The same network by its definition, computed from the variables."""
 
     def __init__(self, made):
         self.made = {name: torch.from_numpy(np.asarray(each, "f4")) for name, each in made.items()}

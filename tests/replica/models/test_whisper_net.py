@@ -83,7 +83,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_vocabulary_and_suppressed_ids_come_from_files_beside_it(folder):
+def test_vocabulary_and_suppressed_ids_are_read_from_files_beside_it(folder):
     file = read_whisper_file(folder / "model.bin")
     assert file.vocabulary == ("Ġa", "b\x85", "<|endoftext|>")
     assert (file.suppressed, file.suppressed_first) == ((1, 2), (0,))

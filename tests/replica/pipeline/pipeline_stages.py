@@ -18,7 +18,7 @@ def text_of(payload):
 
 
 def upper(stage_name, suffix=""):
-    """Letter by letter where streamed."""
+    """Letter by letter if streamed."""
 
     def work(payload, emit_chunk, _aborted):
         text = text_of(payload).upper() + suffix
@@ -31,7 +31,7 @@ def upper(stage_name, suffix=""):
 
 
 def speaker(stage_name):
-    """Four bytes of audio for each letter it is given or fed."""
+    """Four bytes of audio for each letter of its input or stream."""
 
     class Speech:
         def __init__(self, emit_chunk):
@@ -65,7 +65,7 @@ def failing(stage_name, caller=False):
 
 
 def until_aborted(stage_name, told=""):
-    """Emits one piece, then works until it is aborted; writes its id into the folder `told`."""
+    """Emits one chunk, then runs until it is aborted; writes its id to the folder `told`."""
 
     def work(payload, emit_chunk, aborted):
         emit_chunk({"text": "begun"})
@@ -99,7 +99,7 @@ def lacking(stage_name):
 
 
 class Administered:
-    """Answers each operation with what `answers` has for it; an absent one is never answered."""
+    """Answers each operation from `answers`; one that is not there is never answered."""
 
     supports_admin = True
 
@@ -169,7 +169,7 @@ def chosen_none(payload):
 
 
 async def until(condition):
-    """What another thread or process has reached can only be asked for again and again."""
+    """Poll: the progress of another thread or process cannot be awaited."""
     while True:
         if condition():
             return

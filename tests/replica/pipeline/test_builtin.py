@@ -11,7 +11,7 @@ BOTH = {"audios": [b"x"], "images": [b"y"]}
 
 
 def way(choices, inputs, **metadata):
-    """The stages a request passes, in order, and those that answer."""
+    """The stages of a request, in order, and the terminal ones."""
     flow = RequestFlow(
         compile_plan(builtin_pipeline(choices)), "r", OmniRequest(inputs, {}, metadata)
     )

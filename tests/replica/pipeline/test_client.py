@@ -18,7 +18,7 @@ HI = GenerateRequest("hi", stream=True)
 
 
 class Board:
-    """Answers each request with as many pieces as it is told, and a result where it may."""
+    """Answers each request with the given number of chunks, and a result if allowed."""
 
     def __init__(self, pieces=2, ends=True):
         self.pieces, self.ends = pieces, ends

@@ -20,7 +20,7 @@ from tests.processes import open_sockets
 
 
 def app_of(hold=None, reached=None):
-    """`/held` answers once `hold` is set, and sets `reached` when it is asked for."""
+    """`/held` responds once `hold` is set, and sets `reached` when it is requested."""
     app = QuartTrio("test")
 
     @app.get("/")
@@ -48,7 +48,7 @@ async def get(stream, path="/"):
 
 
 async def answer(stream):
-    """Everything up to the end of what is sent."""
+    """All bytes up to end of file."""
     got = b""
     while data := await stream.receive_some():
         got += data

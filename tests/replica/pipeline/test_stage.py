@@ -20,7 +20,7 @@ from omni_proxy.replica.pipeline.stage import CallerError, FunctionScheduler
 
 
 class Running:
-    """A scheduler in a thread; what it emits can be waited for."""
+    """A scheduler in a thread; a test can wait for its messages."""
 
     def __init__(self, scheduler):
         self.inbox, self.outlet = queue.SimpleQueue(), queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Stages in processes of their own: real children, ended in every way they can be."""
+"""Stages in child processes: real children, ended in every possible way."""
 
 import os
 import signal
@@ -171,7 +171,7 @@ async def test_a_child_does_not_outlive_a_parent_that_is_killed():
         assert not gone(child)
         parent.kill()
         await parent.wait()
-        # It is no child of ours: whoever adopted it takes its status some time.
+        # It is not our child: the process that adopted it reaps it at some time.
         await until(lambda: gone(child) or state_of(child) == "Z")
 
 

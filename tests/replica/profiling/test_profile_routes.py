@@ -1,4 +1,4 @@
-"""Below which folders profiles may be written."""
+"""The folders below which profiles may be written."""
 
 import tempfile
 from pathlib import Path

@@ -24,7 +24,7 @@ def app_with_profiling(client, key):
 
 @pytest.fixture(scope="module", params=[(), ("decode",)], ids=["threads", "process"])
 def recorded(request, tmp_path_factory):
-    """The folder of one recorded chat, and what the routes answered."""
+    """The folder of one recorded chat, and the responses of the routes."""
     folder = tmp_path_factory.mktemp("events")
 
     async def record():

@@ -168,7 +168,7 @@ def submit(request_id="r", from_stage=""):
     return Submit(StagePayload(request_id, OmniRequest("x"), {}), from_stage)
 
 
-def test_the_scheduler_sees_all_but_the_profilers_messages(events):
+def test_the_scheduler_gets_all_but_the_profilers_messages(events):
     inbox = InstrumentedInbox("decode")
     sent = [submit(), Abort("r"), Shutdown()]
     for message in (events.start, sent[0], ProfilerStop(None), sent[1], sent[2]):

@@ -27,7 +27,7 @@ def event(name, at_ms, request="r", stage="s", **metadata):
     }  # fmt: skip
 
 
-def test_an_interval_lies_between_its_two_events_in_one_stage_of_one_request():
+def test_an_interval_is_between_its_two_events_in_one_stage_of_one_request():
     events = [
         event("stage_input_received", 0),
         event("stage_input_received", 1, stage="other"),

@@ -1,4 +1,4 @@
-"""Runs one stage in a thread of its own and collects what it says."""
+"""Runs one stage in a thread and collects its messages."""
 
 import queue
 import threading
@@ -20,7 +20,7 @@ PATIENCE_SECS = 60
 
 
 class Inbox:
-    """A queue that knows when its reader has come back for more than was put in."""
+    """A queue that notes when its reader waits for more than was put in."""
 
     def __init__(self) -> None:
         self._held = queue.SimpleQueue()
@@ -63,7 +63,7 @@ class Stage:
         self.inbox.put(Submit(payload, "decode" if fed else "", fed))
 
     def stream_open(self, request_id, *texts):
-        """Stream texts into the stage that more will follow."""
+        """Stream texts into the stage, more of which will follow."""
         for text in texts:
             self.inbox.put(StreamChunk(request_id, "decode", {"text": text}))
 
@@ -80,7 +80,7 @@ class Stage:
         self.inbox.put(Abort(request_id))
 
     def ask(self, inputs, *texts, **how):
-        """Return the streamed chunks and the end of one request, which must come as one."""
+        """Return the streamed chunks and the end of one request, which must be its only one."""
         self.submit("r", inputs, fed=bool(texts), **how)
         if texts:
             self.stream("r", *texts)

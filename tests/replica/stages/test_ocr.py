@@ -109,7 +109,7 @@ def blank(width, height):
     return image.new("RGB", (width, height), "white")
 
 
-def test_pieces_side_by_side_are_one_line_and_lines_go_down():
+def test_words_side_by_side_are_one_line_and_lines_are_in_order():
     found = [
         piece("42.50", 300, 103, confidence=0.7),
         piece("Invoice", 10, 10),
@@ -143,7 +143,7 @@ def test_what_is_transparent_is_white():
 def test_a_photograph_is_turned_upright():
     image = drawn("Hi").rotate(90, expand=True)
     exif = image.getexif()
-    exif[0x0112] = 6  # the camera was turned to the right
+    exif[0x0112] = 6  # the camera was rotated to the right
     assert decode_image(file_of(image, "JPEG", exif=exif)).size == (560, 100)
 
 
@@ -158,7 +158,7 @@ def test_a_large_image_is_made_smaller():
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2000, 1), (1, 2000), (2000, 249), (500, 160)])
-def test_the_detector_sees_nothing_that_it_cannot_take(size):
+def test_the_detector_gets_only_images_of_a_supported_size(size):
     width, height = pad_to_detector(blank(*size)).size
     assert min(width, height) >= MIN_SIDE
     assert max(width, height) <= MAX_SIDE_RATIO * min(width, height)
@@ -218,7 +218,7 @@ def reader():
 def read(reader, image):
     lines = reader.read(file_of(image))
     assert all(0.8 < confidence <= 1 for _, confidence in lines)
-    # Now and then the recogniser loses a blank.
+    # The recognizer sometimes drops a blank.
     return [text.replace(" ", "") for text, _ in lines]
 
 

@@ -53,7 +53,7 @@ def test_transcripts_stand_where_the_audio_stood():
     assert told == "user\nbefore\nfirst\nbetween\nsecond\nassistant\n"
 
 
-def test_transcripts_go_on_from_message_to_message():
+def test_transcripts_are_inserted_in_order_across_messages():
     inputs = {"messages": [*user([{"type": "audio"}])["messages"] * 2]}
     assert text_of(inputs, transcripts=["a", "b"]) == "user\na\nuser\nb\nassistant\n"
 

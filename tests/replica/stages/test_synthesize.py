@@ -48,7 +48,7 @@ def test_a_name_that_the_package_would_download_is_refused(name):
         check_voice(name)
 
 
-def test_the_one_voice_lies_in_the_package():
+def test_the_only_voice_is_in_the_package():
     assert {check_voice(name) for name in voices()} == {"heart"}
     assert hibari.voices.VOICES["heart"]["bundled"]
     # OpenAI has a voice of the same name as one that would be downloaded: it means the one voice.
@@ -246,7 +246,7 @@ def test_what_cannot_be_spoken_is_the_callers_fault(stage, inputs, asked, reason
 
 
 class SlowVoice:
-    """The voice, held after the first sentence until it is let go."""
+    """The voice, blocked after the first sentence until the test releases it."""
 
     def __init__(self, voice):
         self.sample_rate, self.split, self._voice = voice.sample_rate, voice.split, voice
@@ -260,7 +260,7 @@ class SlowVoice:
         yield from self._voice.speak(sentence, **how)
 
 
-def test_an_aborted_request_speaks_no_further_sentence(voice):
+def test_an_aborted_request_synthesizes_no_further_sentence(voice):
     slow = SlowVoice(voice)
     with running(synthesize.make_stage("speak", slow)) as stage:
         stage.submit("gone", TEXT, **TTS)

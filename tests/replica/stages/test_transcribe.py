@@ -108,7 +108,7 @@ def test_what_cannot_be_transcribed_is_the_callers_fault(stage, inputs, asked, r
 
 
 class ProcessResources:
-    """The model, held after its first piece of text until it is let go."""
+    """The model, blocked after its first text until the test releases it."""
 
     def __init__(self, whisper):
         self._whisper = whisper

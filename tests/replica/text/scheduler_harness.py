@@ -1,4 +1,4 @@
-"""A text stage on the tiny model, driven step by step or in a thread, and what it told."""
+"""A text stage on the tiny model, driven step by step or in a thread, and its messages."""
 
 import threading
 from collections.abc import Sequence
@@ -35,12 +35,12 @@ def tokens_of(text: str) -> list[int]:
 
 
 def long_prompt(count: int, first: int = 0) -> list[int]:
-    """`count` tokens that do not repeat soon; different `first` share no beginning."""
+    """`count` tokens that do not repeat soon; different `first` share no prefix."""
     return [260 + (first + 7 * place + place * place) % 252 for place in range(count)]
 
 
 class WatchedWorker(ModelWorker):
-    """Counts the tokens of each part of each batch; raises what it is told to, once."""
+    """Counts the tokens of each part of each batch; raises a given error once."""
 
     def __init__(self, text: TextModel) -> None:
         super().__init__(text)
@@ -128,7 +128,7 @@ def submission(request_id, prompt="The sea", task="chat", **params) -> Submit:
 
 
 def undisturbed(prompt="The sea", **params) -> dict:
-    """The result of a request that is alone on a stage without a cache."""
+    """The result of a request that runs alone on a stage without a cache."""
     desk = Desk()
     desk.submit("alone", prompt, **params)
     desk.finish()
@@ -136,7 +136,7 @@ def undisturbed(prompt="The sea", **params) -> dict:
 
 
 class Loop:
-    """The scheduler's own loop in a thread, with what it tells in a queue."""
+    """The scheduler's own loop in a thread, with its messages in a queue."""
 
     def __init__(self, scheduler: TextScheduler) -> None:
         self.inbox = SimpleQueue()

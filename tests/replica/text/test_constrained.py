@@ -1,4 +1,4 @@
-"""Requests with a schema in a text stage on the tiny model, beside others that have none."""
+"""Requests with a schema in a text stage on the tiny model, in batches with others."""
 
 import json
 import threading
@@ -25,7 +25,7 @@ COLOURS = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 2, 
 
 
 class Constraining(Desk):
-    """Waits for each constraint where the stage itself would go on."""
+    """Waits for each constraint, where the stage itself would continue."""
 
     def __init__(self, **more):
         super().__init__(**more)
@@ -192,7 +192,7 @@ def test_the_loop_waits_for_a_constraint_and_continues():
         assert fits(PERSON, loop.next(Result).data["text"])
 
 
-def test_a_token_reported_of_is_spelled_with_its_likeliest_rivals():
+def test_a_token_with_logprobs_has_the_text_of_its_top_candidates():
     result = undisturbed(temperature=0, max_new_tokens=3, logprobs=True, top_logprobs=2)
     for logprob, token, spelled, likeliest in result["output_token_logprobs"]:
         assert isinstance(spelled, bytes)

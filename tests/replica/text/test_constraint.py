@@ -68,7 +68,7 @@ def ids(allowed):
 
 
 def walked(one, chance, most=400):
-    """A text of tokens that are drawn from all that are allowed."""
+    """A text of tokens sampled from all that are allowed."""
     written = b""
     for _ in range(most):
         if one.complete:
@@ -126,7 +126,7 @@ def test_no_control_token_is_text():
     assert names == set()
 
 
-def test_blanks_between_two_parts_do_not_go_on_for_ever():
+def test_blanks_between_two_parts_are_bounded():
     one = constrained(ANY_OBJECT)
     for letter in "{\n   ":
         one.accept(tiny().tokenizer.encode(letter)[0])

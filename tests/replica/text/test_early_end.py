@@ -1,4 +1,4 @@
-"""Requests that end before their time, pauses that wait, and which weights made which tokens."""
+"""Aborted requests, pauses that wait, and the weight version of each token."""
 
 import itertools
 import threading
@@ -17,7 +17,7 @@ def end(desk, request_id):
     desk.scheduler.take(EndEarly(request_id))
 
 
-def test_a_running_request_is_answered_with_its_tokens_and_the_others_go_on():
+def test_a_running_request_returns_its_tokens_and_others_continue():
     desk = Desk()
     desk.submit("one", **GREEDY)
     desk.submit("two", **GREEDY)

@@ -120,7 +120,7 @@ def test_continuing_without_a_pause_is_a_success():
     assert answer.data == {"engine_paused": False}
 
 
-def test_a_flush_forgets_what_is_kept_and_what_is_being_computed():
+def test_a_flush_drops_cached_and_running_prefixes():
     prompt = long_prompt(40)
     desk = Desk(cache_entries=4)
     desk.submit("one", prompt, max_new_tokens=2)
@@ -210,7 +210,7 @@ def test_an_operation_that_raises_is_an_answer(error):
 
 
 class Gate:
-    """An operation with one step that ends when it is told to; `aside`, or halting the stage."""
+    """An operation with one step that the test ends; `aside`, or halting the stage."""
 
     def __init__(self, scheduler, action="grind", *, aside=False, **how):
         self.begun, self.open = threading.Event(), threading.Event()
@@ -266,7 +266,7 @@ def test_nothing_is_computed_before_the_answer():
         loop.inbox.put(Admin("slow", "grind"))
         assert gate.begun.wait(20)
         loop.inbox.put(submission("a", **GREEDY_TOKENS))
-        # Neither may a pause that comes and goes meanwhile start what the operation holds.
+        # Nor may a pause and its end in between start requests that the operation halts.
         loop.inbox.put(Admin("pause", "pause_generation", {"mode": "in_place"}))
         loop.inbox.put(Admin("on", "continue_generation"))
         assert answered(loop, "on").success
@@ -343,7 +343,7 @@ def test_of_two_steps_that_halt_one_waits_for_the_other():
         assert gate.begun.wait(20)
         loop.inbox.put(Admin("late", "late"))
         loop.inbox.put(submission("a", **GREEDY_TOKENS))
-        # Asked again and again, it has passed its first step by some answer, and stays there.
+        # Polled until it has finished its first step, where it stays.
         while not order:
             loop.inbox.put(Admin("info", "model_info"))
             answered(loop, "info")
@@ -374,7 +374,7 @@ def test_an_abort_of_all_reaches_requests_waiting_for_a_step():
 
 
 @pytest.mark.parametrize("where", ["before", "step", "after"])
-def test_what_is_raised_becomes_the_answer_and_the_stage_lives_on(where):
+def test_an_exception_becomes_the_answer_and_the_stage_continues(where):
     def operation(order):
         if where == "before":
             raise KeyError("model_path")
@@ -393,7 +393,7 @@ def test_what_is_raised_becomes_the_answer_and_the_stage_lives_on(where):
         assert loop.next(Result).request_id == "a"
 
 
-def test_an_operation_sees_what_its_step_raised():
+def test_an_operation_gets_the_exception_of_its_step():
     def operation(order):
         try:
             yield lambda: int("x")

@@ -216,7 +216,7 @@ def test_running_out_of_tokens_makes_the_youngest_give_way_and_changes_no_text()
         begun |= {each.request_id: each.begun for each in desk.scheduler.batch_queue}
     assert max(held) <= 300
     assert begun["r0"] == 1
-    assert max(begun.values()) > 1  # or nobody had to give way
+    assert max(begun.values()) > 1  # or no request was retracted
     for number, prompt in enumerate(prompts):
         alone = undisturbed(prompt, temperature=0, max_new_tokens=90)["text"]
         assert desk.result(f"r{number}")["text"] == desk.streamed(f"r{number}") == alone
@@ -249,7 +249,7 @@ def test_an_answer_continues_from_the_turn_before():
     answer = desk.result("one")["token_ids"]
     desk.submit("two", [*prompt, *answer, *long_prompt(5, 9)], **GREEDY)
     desk.finish()
-    # The last token of an answer was never given to the model.
+    # The last token of a response was never passed to the model.
     assert desk.result("two")["usage"]["prompt_tokens_details"] == {"cached_tokens": 30 + 39}
 
 

@@ -1,4 +1,4 @@
-"""Requests that the scheduler can't take as they are, or at all."""
+"""Requests that the scheduler changes or refuses."""
 
 import pytest
 

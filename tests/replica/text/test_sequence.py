@@ -11,7 +11,7 @@ stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
 
 
 def cut(text, stops):
-    """The naive way: look at every beginning of the text, the shortest first."""
+    """The naive way: check every prefix of the text, the shortest first."""
     for end in range(1, len(text) + 1):
         for stop in stops:
             if text[:end].endswith(stop):

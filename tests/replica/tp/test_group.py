@@ -11,7 +11,7 @@ from omni_proxy.replica.tp.sharded_model import Shard, ShardedLlama
 
 
 class Ranks:
-    """All ranks of a group, each in a thread of its own."""
+    """All ranks of a group, each in its own thread."""
 
     def __init__(self, size, lost=lambda: ""):
         self.groups = [RankGroup(rank, size, lost) for rank in range(size)]
@@ -71,7 +71,7 @@ def test_a_peer_that_is_known_to_be_lost_is_not_waited_for():
         with pytest.raises(RankLost, match="rank 1 is gone"):
             ranks.groups[0].add_up(torch.ones(1))
         assert ranks.groups[0].broken == "rank 1 is gone"
-        # The sum itself is still under way: it was given up, not waited for to its end.
+        # The sum itself still runs: it was abandoned, not awaited.
         assert ranks.groups[1].add_up(torch.ones(1)).item() == 2
 
 

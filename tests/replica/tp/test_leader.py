@@ -23,7 +23,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 12}
 
 
 def alone(prompt, **more):
-    """What one process writes."""
+    """The text of one process."""
     return undisturbed(prompt, **GREEDY | more)
 
 

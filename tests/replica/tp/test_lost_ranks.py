@@ -1,4 +1,4 @@
-"""Ranks that die, in every order: real processes, real signals."""
+"""Ranks that are killed, in every order: real processes, real signals."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ async def test_a_killed_follower_fails_the_requests_and_all_ranks_start_again():
     async with open_pipeline(over_two()) as (hub, runtime):
         await runtime.ready.wait()
         client, first = Client(hub), follower_of(hub)
-        # Its end is told by whoever sees it first: the watch over the ranks, or a sum without it.
+        # Its end is reported by its socket or by a sum without it, whichever is first.
         with pytest.raises(RequestFailed, match=r"rank 1 of stage decode is lost|got nothing from"):
             await killed_after_the_first_piece(client, first)
         await until(lambda: client.health()["status"] != "healthy")
@@ -56,7 +56,7 @@ async def test_a_killed_follower_fails_the_requests_and_all_ranks_start_again():
         result = await client.completion(asked(SHORT))
         assert result.text == undisturbed("The sea", temperature=0, max_new_tokens=12)["text"]
         assert not alive(first)
-        # One that dies while nothing is computed is missed as well.
+        # A rank that is killed while no batch runs is detected as well.
         os.kill(second, signal.SIGKILL)
         await until(lambda: client.health()["status"] != "healthy")
     await until(lambda: not alive(second))

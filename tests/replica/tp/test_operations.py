@@ -40,7 +40,7 @@ def packed(tensors):
 
 
 def text_of(weights):
-    """What a process of its own writes with these weights."""
+    """The text of a single process with these weights."""
     with running() as one:
         assert serialized(one, weights).success
         return one.generate()["text"]
@@ -99,7 +99,7 @@ def test_weights_from_disk_are_those_of_one_process_with_the_same_file(stage, tm
 
 
 def test_a_file_that_does_not_fit_changes_no_rank(stage, tmp_path):
-    # Of the shape that a rank holds, not of the model's.
+    # Of the shape of a rank's slice, not of the model's tensor.
     save_to(tmp_path / "part.safetensors", {UP: torch.zeros(192, 128)})
     answer = stage.admin(
         "update_weights_from_disk",

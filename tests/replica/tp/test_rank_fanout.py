@@ -88,7 +88,7 @@ def test_a_follower_that_could_not_undo_its_swap_is_reported_and_nothing_is_comp
     leader = Leader(steps=1)
     leader.start()
     leader.fan_out.receive(1, Vote("op", 1, "RuntimeError: no memory", damaged=True))
-    assert leader.damages == 1  # at once, while rank 0 is still at its step
+    assert leader.damages == 1  # at once, while rank 0 is still in its step
     leader.vote(2)
     leader.step_done()
     said = "The weights are damaged: update them before you continue."
@@ -156,7 +156,7 @@ def test_beside_a_step_that_does_not_halt_all_ranks_may_compute():
     leader.vote(1, 2)
     leader.vote(2, 2)
     leader.step_done()
-    # Rank 0 has ended, and whoever has not may still be at the step that halts.
+    # Rank 0 has ended; another rank may still be in the step that halts.
     assert leader.fan_out.halting
     leader.ended(1)
     leader.ended(2)
@@ -275,14 +275,14 @@ def test_a_rank_that_does_not_answer_in_time_fails_the_collection(timeout_s, sec
     assert (answer.success, answer.message) == (False, NOT_COLLECTED)
     assert answer.error == f"{NOT_COLLECTED}: no answer from rank 2"
     assert [each["rank"] for each in answer.data["rank_results"]] == [0, 1]
-    # Until it has, nothing can be computed with it.
+    # Until it has, no batch can be computed with it.
     assert leader.fan_out.halting
     leader.ended(2)
     assert not leader.fan_out.halting
     assert len(leader.answers) == 1
 
 
-def test_a_rank_that_is_late_with_a_step_fails_it_and_may_not_go_on_later():
+def test_a_rank_that_is_late_with_a_step_fails_it_and_may_not_continue():
     leader = Leader(steps=2)
     leader.start()
     leader.vote(1)

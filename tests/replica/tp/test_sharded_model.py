@@ -61,7 +61,7 @@ def test_nothing_is_held_twice_but_key_value_heads_that_are_too_few(split):
 
 
 @given(split_models())
-def test_columns_go_with_the_rows_that_make_them(split):
+def test_columns_are_split_like_the_rows_that_produce_them(split):
     config, size = split
     for rank in range(size):
         shard = Shard(config, rank, size)
@@ -118,7 +118,7 @@ def held(kv: SequenceKV) -> list[float]:
 
 
 class Mirroring(RuleBasedStateMachine):
-    """A leader's KVs, and a follower that hears of them only with each step."""
+    """A leader's KVs, and a follower that gets the journal with each step."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ Mirroring.TestCase.settings = settings(max_examples=examples(40), stateful_step_
 TestMirroring = Mirroring.TestCase
 
 
-def test_a_fork_lives_on_its_own():
+def test_a_fork_is_independent():
     journal = KVJournal()
     kv = MirroredKV(SHAPE, LIKE, journal)
     append(kv, [1, 2, 3])

@@ -93,7 +93,7 @@ def test_what_only_one_rank_can_arm_is_armed_at_none(sync, monkeypatch):
     checked(sync.stage, weights_of(0) | values(A))
 
 
-def test_a_trainer_that_dies_leaves_both_ranks_as_they_were(sync, pool):
+def test_a_killed_trainer_leaves_both_ranks_unchanged(sync, pool):
     assert sync.prepare(many(A)).success
     sync.trainer.kill()
     answer = sync.complete()
@@ -112,7 +112,7 @@ def test_a_trainer_that_dies_leaves_both_ranks_as_they_were(sync, pool):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_join_does_not_block_the_others(pair, rank):
-    """The meeting's own deadline is far away."""
+    """The deadline of the rendezvous is far away."""
     rendezvous = Syncing(pair, None, ranks=2).rendezvous(free_port())
     joining = pair.send("init_weights_update_group", rendezvous)
     (follower,) = pair.scheduler.info["follower_pids"]
@@ -127,7 +127,7 @@ def test_a_rank_that_cannot_join_does_not_block_the_others(pair, rank):
 
 
 def until_joining(pair, pid, follower):
-    """The receiver processes of a rank, once each of the two ranks has one."""
+    """The receiver processes, once each of the two ranks has one."""
     while not (receivers(os.getpid(), follower) and receivers(follower, None)):
         assert pair.facts()["weight_sync"]["groups"]
     return receivers(pid, follower)

@@ -8,6 +8,6 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def stage(tmp_path):
-    """A stage that may read from `tmp_path` alone."""
+    """A stage that may read only below `tmp_path`."""
     with running(weights_root=str(tmp_path)) as stage:
         yield stage

@@ -14,7 +14,7 @@ from tests.replica.text.scheduler_harness import Loop, submission
 
 
 def weights_of(seed: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
-    """Every tensor of the tiny model of `seed`, each in memory of its own."""
+    """Every tensor of the tiny model of `seed`, each in its own memory."""
     model = tiny.build(seed)
     return {name: each.detach().clone().to(dtype) for name, each in model.named_parameters()}
 
@@ -25,7 +25,7 @@ def save(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def checksum_of(tensors: dict[str, torch.Tensor]) -> str:
-    """The checksum of a rank that holds exactly these, computed apart from any model."""
+    """The checksum of a rank with exactly these tensors, computed without a model."""
     return roll_up(
         {
             name: tensor_digest(name, str(each.dtype), each.shape, each.numpy().tobytes())
@@ -40,7 +40,7 @@ class Stage:
     def __init__(self, scheduler, loop):
         self.scheduler = scheduler
         self.loop = loop
-        self.seen = []  # all that was told, newest last
+        self.seen = []  # all messages, newest last
         self._count = 0
 
     def next(self, kind, holds=lambda told: True):
@@ -79,7 +79,7 @@ class Stage:
         return request_id
 
     def result(self, request_id) -> dict:
-        """Also one that came before an answer that was waited for meanwhile."""
+        """The answer to an operation, also if it was received while another one was awaited."""
         for message in self.seen:
             if isinstance(message, Result) and message.request_id == request_id:
                 return message.data

@@ -1,4 +1,4 @@
-"""A trainer and a stage that sync: what is announced, what is sent, and what must be there then."""
+"""A trainer and a stage that sync: announced tensors, broadcasts, and the expected weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPES = {name: list(each.shape) for name, each in weights_of(0).items()}
 
 
 def sent_of(names, seed=1, dtype="float32"):
-    """A bucket of whatever a trainer makes up: (name, dtype, shape, seed) of each tensor."""
+    """A bucket of any tensors: (name, dtype, shape, seed) of each."""
     return [(name, dtype, SHAPES[name], seed + place) for place, name in enumerate(names)]
 
 
@@ -39,7 +39,7 @@ def one(bucket, **more):
 
 
 def values(*buckets):
-    """What the model must hold of these afterwards."""
+    """The expected values of the model afterwards."""
     return {
         name: make_tensor(dtype, shape, seed).to(torch.float32)
         for bucket in buckets
@@ -48,7 +48,7 @@ def values(*buckets):
 
 
 class Meminfo:
-    """How much memory a machine says that it has."""
+    """Sets the memory that the machine reports."""
 
     def __init__(self, kib):
         self.kib = kib
@@ -110,7 +110,7 @@ class Syncing:
         return self.stage.facts()["weight_sync"]
 
     def until(self, state) -> dict:
-        """Ask until the stage says so: what a trainer's end does is not told by anyone."""
+        """Poll the stage: no message reports the end of a trainer."""
         while (told := self.told())["state"] != state:
             assert told["state"] in ("receiving", "received", "arming", "grouped"), told
         return told

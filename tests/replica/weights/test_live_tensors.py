@@ -28,7 +28,7 @@ EMBEDDING, LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
 class Stubborn(torch.Tensor):
-    """A tensor whose `copy_` fails after so many times."""
+    """A tensor whose `copy_` fails after a number of calls."""
 
     left = 0
 
@@ -172,7 +172,7 @@ def test_later_values_take_the_place_of_earlier_ones():
 
 @pytest.fixture
 def stubborn():
-    """A model whose second tensor can be written so often as `Stubborn.left` says."""
+    """A model whose second tensor can be written `Stubborn.left` times."""
     model = Model()
     model.b = torch.tensor([7, 8, 9]).as_subclass(Stubborn)
     model.a.fill_(6)
@@ -180,7 +180,7 @@ def stubborn():
 
 
 def test_a_swap_that_fails_leaves_the_old_values(stubborn):
-    # The clone is one too: what is put back is a copy of its own.
+    # The clone is one, too: the restored value is a copy.
     new = staged(LiveTensors(stubborn), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
     Stubborn.left = 0
 
@@ -236,7 +236,7 @@ def test_a_swap_without_memory_for_its_second_share_leaves_the_old_values(monkey
 
     def refuse(*given):
         asked.append(given)
-        if len(asked) == 3:  # one to go back with, then one for each share
+        if len(asked) == 3:  # one for the undo, then one for each share
             raise MemoryError("no room")
         return empty(*given)
 
@@ -263,7 +263,7 @@ def test_both_hold_afterwards_what_the_other_held(small_pieces, dtype, count):
     assert torch.equal(other.view(torch.uint8), was[0].view(torch.uint8))
 
 
-def test_a_shape_is_kept_and_a_view_sees_the_new_values():
+def test_a_shape_is_kept_and_a_view_has_the_new_values():
     live = nn.Parameter(torch.zeros(3, 4), requires_grad=False)
     view = live[1]
     swap_tensors([(live, torch.arange(12.0).view(3, 4))])
@@ -295,7 +295,7 @@ def test_a_copy_leaves_its_source_unchanged(small_pieces):
 
 
 def failing_at(monkeypatch, nth):
-    """The `nth` buffer that is asked for cannot be had."""
+    """The allocation of the `nth` buffer fails."""
     asked, empty = [], np.empty
 
     def refuse(*given):
@@ -336,5 +336,5 @@ def test_an_exchange_without_threads_has_exchanged_nothing(small_pieces, monkeyp
         swap_tensors(pairs)
     except RuntimeError:
         assert not any(each.any() for each in live)
-    else:  # those that came up were idle in time for all the others
+    else:  # fewer threads than shares were enough
         assert all(each.all() for each in live)

@@ -56,7 +56,7 @@ def test_a_group_that_was_not_replaced_may_still_be_destroyed():
 
 
 class Naive(RuleBasedStateMachine):
-    """Groups as a dict, and the one transfer as a list of what happened to it."""
+    """Groups as a dict, and the one transfer as a list of its events."""
 
     joins, transfers = Bundle("joins"), Bundle("transfers")
 
@@ -66,7 +66,7 @@ class Naive(RuleBasedStateMachine):
         self.groups = {}  # name -> "joining" | "joined"
         self.joins_open = {}
         self.live = None  # [name, step]
-        self.failed = None  # the name whose transfer failed last, until something new begins
+        self.failed = None  # the group whose transfer failed last, until a new one begins
         self.gone = set()
         self.count = 0
 
@@ -101,7 +101,7 @@ class Naive(RuleBasedStateMachine):
             if mine:
                 del self.joins_open[name]
                 if self.groups.get(name) == "joining":
-                    # Only a group that is there can hold its name.
+                    # Only an existing group can be in use.
                     self.receive_state.left(name)
                     del self.groups[name]
             return

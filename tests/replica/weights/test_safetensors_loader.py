@@ -105,12 +105,12 @@ def coming(tmp_path):
 
 
 def half(path):
-    """Up to where all of "a" and a part of "b" has come."""
+    """The length up to which all of "a" and a part of "b" is written."""
     return os.path.getsize(path) - 4 * (3 + 5)
 
 
 def written(path, tensors):
-    """The same file with other bytes; who has read before keeps what there was."""
+    """The same path with other bytes; an open file keeps the old ones."""
     aside = path.with_name("aside")
     save_file(tensors, aside)
     with path.open("r+b") as file:
@@ -229,7 +229,7 @@ def test_an_unclaimed_prefetch_is_dropped_and_its_file_closed(folder, target, co
 def test_an_update_does_not_wait_for_all_that_is_being_read_ahead(
     folder, target, coming, monkeypatch
 ):
-    """It takes over after the step that is under way, and reads the rest itself."""
+    """It takes over after the current step, and reads the rest itself."""
     monkeypatch.setattr(safetensors_loader, "STEP_BYTES", half(coming))
     reads, within, go_on = [], threading.Event(), threading.Event()
     plain = SafetensorsLoader.read

@@ -75,7 +75,7 @@ def test_a_byte_that_was_changed_is_refused_or_read_as_the_library_reads_it(plac
     except WeightsError:
         return
     if expected is None:
-        # The library is strict about keys that say nothing, and about texts beside the tensors.
+        # The library is strict about empty keys, and about metadata that is not text.
         assert set(found) == {"a", "b"}
         return
     assert {name: raw(each) for name, each in found.items()} == {
@@ -125,7 +125,7 @@ def header(entries, data=b"") -> bytes:
         ([1], "Expected `object`"),
     ],
 )
-def test_a_header_that_lies_is_refused_before_memory_is_taken(entries, told):
+def test_a_false_header_is_refused_before_memory_is_allocated(entries, told):
     with pytest.raises(WeightsError, match=told):
         opened(header(entries, b"1234"))
 

@@ -1,4 +1,4 @@
-"""A sync bucket by bucket that is not brought to its end: its weights are never called whole."""
+"""A sync bucket by bucket that is not finished: its weights are never reported as whole."""
 
 import pytest
 

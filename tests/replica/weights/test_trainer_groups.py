@@ -1,4 +1,4 @@
-"""A group that is ended while its ranks still meet, before the receiver has heard of it."""
+"""A group that is destroyed while its ranks still join, before the receiver has it."""
 
 import pytest
 
@@ -8,12 +8,12 @@ from omni_proxy.replica.weights.trainer_groups import DEFAULT_RECEIVE_SETTINGS, 
 
 
 class Slow:
-    """A receiver that has not begun with the group when it is to destroy it."""
+    """A receiver that does not have the group yet when it is destroyed."""
 
     def init(self, rendezvous, stop):
         ended = []
         stop.on_cancel(ended.append)
-        raise GroupError(*ended)  # nothing else would end it before its deadline
+        raise GroupError(*ended)  # nothing else ends it before its deadline
 
     def destroy(self, name):
         raise GroupError("The group to be destroyed does not exist.")

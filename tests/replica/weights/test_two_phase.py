@@ -193,10 +193,10 @@ def test_the_single_phase_takes_turns_with_the_two_phases(sync):
     assert holds(stage, A, B)
 
 
-# Generation beside it
+# Generation during a transfer
 
 
-def test_answers_are_computed_until_the_swap_and_go_on_after_it(sync):
+def test_requests_are_computed_until_the_swap_and_after_it(sync):
     stage = sync.stage
     assert sync.prepare(many(B)).success
     greedy = {"temperature": 0, "max_new_tokens": 12}
@@ -205,7 +205,7 @@ def test_answers_are_computed_until_the_swap_and_go_on_after_it(sync):
     long = stage.submit(max_new_tokens=1500, stream=True)
     stage.next(ResultChunk, lambda told: told.request_id == long)
     assert stage.facts()["engine_paused"] is False
-    # Whoever asks meanwhile is answered: the checker too, whose sum is that of the old weights.
+    # Other operations are answered meanwhile: the checksum is that of the old weights.
     assert holds(stage)
     assert stage.admin("pause_generation", mode="in_place").success
     assert stage.admin("continue_generation").success
@@ -239,7 +239,7 @@ def test_the_swap_waits_for_a_checker_that_is_at_work(sync, monkeypatch):
     checking = stage.send("weights_checker")
     assert begun.wait(20)
     sync.send(A)
-    # Two things are under way, and neither of them hides the state.
+    # Two operations run, and the state shows both.
     while sync.state() != "applying":
         pass
     go_on.set()
@@ -248,7 +248,7 @@ def test_the_swap_waits_for_a_checker_that_is_at_work(sync, monkeypatch):
     assert holds(stage, A)
 
 
-# What is refused
+# Refusals
 
 
 WRONG = {
@@ -300,7 +300,7 @@ def test_a_plan_that_memory_does_not_hold_is_refused_with_the_numbers(sync, monk
 
 
 def bytes_of(bucket):
-    """As they lie: each tensor begins at a multiple of 64 bytes."""
+    """The tensors as stored: each begins at a multiple of 64 bytes."""
     ends = 0
     for _, _, shape, _ in bucket:
         size = 4
@@ -336,7 +336,7 @@ def test_calls_out_of_place_get_a_sentence_and_change_nothing(sync, tmp_path):
     assert holds(stage, A)
 
 
-def test_a_group_that_is_not_there_is_distinguished_from_one_that_is_gone(stage):
+def test_an_unknown_group_is_distinguished_from_one_that_has_ended(stage):
     answer = stage.admin("prepare_weights_update", announced(A) | {"group_name": "none"})
     assert not answer.success
     assert "group 'none' is not initialized: call init_weights_update_group" in answer.message

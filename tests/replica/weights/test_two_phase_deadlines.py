@@ -27,7 +27,7 @@ def sync(pool, ready_secs):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """What is announced finds room only long after `SHORT_SECS`."""
+    """Memory for the announced tensors is available only long after `SHORT_SECS`."""
     never, real = threading.Event(), Groups._block_for
 
     def late(self, *more):

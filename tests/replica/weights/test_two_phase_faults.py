@@ -1,4 +1,4 @@
-"""What trainers did to others (two-phase.md 4), done to a replica whose receiver is a process."""
+"""Known faults of trainers (two-phase.md 4), on a replica whose receiver is a process."""
 
 import os
 import resource
@@ -49,7 +49,7 @@ def sync(replica, pool):
 
 
 def untouched_and_ready_for_the_next(sync, pool):
-    """Old weights whole, and a new trainer of the same name passes at its first try."""
+    """The old weights are intact, and a new trainer with the same group name succeeds at once."""
     stage = sync.stage
     assert stage.checksum() == sync.before
     assert stage.generate()["usage"]["completion_tokens"] == 12
@@ -65,7 +65,7 @@ def untouched_and_ready_for_the_next(sync, pool):
 
 
 def zeroed(stage):
-    """The first weights again, by the way that no trainer takes."""
+    """The first weights again, from disk."""
     import base64
 
     from safetensors.torch import save
@@ -84,8 +84,8 @@ def failed(sync, *words):
     return answer
 
 
-def test_a_trainer_that_dies_before_it_sends(sync, pool):
-    """Rows 11, 12, 15: nothing of it is left for the next one to fall over."""
+def test_a_trainer_that_is_killed_before_it_sends(sync, pool):
+    """Rows 11, 12, 15: no state is left that breaks the next sync."""
     sync.prepare(many(A))
     sync.trainer.kill()
     told = sync.until("failed")
@@ -95,7 +95,7 @@ def test_a_trainer_that_dies_before_it_sends(sync, pool):
     untouched_and_ready_for_the_next(sync, pool)
 
 
-def test_a_trainer_that_dies_before_it_announces(sync, pool):
+def test_a_trainer_that_is_killed_before_it_prepares(sync, pool):
     sync.trainer.kill()
     if sync.prepare(many(A)).success:
         sync.until("failed")
@@ -103,7 +103,7 @@ def test_a_trainer_that_dies_before_it_announces(sync, pool):
     untouched_and_ready_for_the_next(sync, pool)
 
 
-def test_a_trainer_that_dies_in_the_middle(sync, pool):
+def test_a_trainer_that_is_killed_in_the_middle(sync, pool):
     sync.prepare(many(A, B))
     sync.order_send(A)
     assert "sent" in sync.trainer.reply()
@@ -116,7 +116,7 @@ def test_a_trainer_that_dies_in_the_middle(sync, pool):
     untouched_and_ready_for_the_next(sync, pool)
 
 
-def test_a_trainer_that_dies_after_its_last_byte_may_still_be_completed(sync):
+def test_an_update_completes_if_its_trainer_is_killed_after_the_last_byte(sync):
     sync.prepare(many(B))
     sync.send(B)
     sync.until("received")
@@ -135,7 +135,7 @@ def test_a_trainer_that_never_completes_is_replaced_by_the_next(sync, pool):
 
 
 def test_a_stopped_trainer_is_given_up_after_a_silence(sync, pool):
-    """Row 21: what ends a receive is a standstill, not its length."""
+    """Row 21: a receive is ended by a stall, not by its duration."""
     sync.prepare(many(A, B))
     sync.send(A)
     os.kill(sync.trainer.process.pid, signal.SIGSTOP)
@@ -196,7 +196,7 @@ def test_a_second_trainer_is_refused_by_the_name_of_the_first(sync, pool):
 
 
 def test_a_silent_port_costs_the_join_its_deadline_only(replica):
-    """Row 22: generation goes on beside it."""
+    """Row 22: generation continues during it."""
     with silent_port() as port:
         threads = threading.active_count()
         rendezvous = Syncing(replica, None).rendezvous(port) | {"deadline_secs": 0.5}
@@ -221,7 +221,7 @@ def silent_port():
 
 
 def test_cached_keys_of_the_old_weights_are_not_used(sync):
-    """Row 10: whether or not a flush is asked for."""
+    """Row 10: with and without a flush."""
     stage, prompt = sync.stage, list(range(300, 400))
     stage.generate(prompt=prompt)
     details = stage.generate(prompt=prompt)["usage"]["prompt_tokens_details"]
@@ -243,7 +243,7 @@ def test_ten_syncs_leave_nothing_behind(replica, pool):
         form = many if number % 2 else one
         assert sync.prepare(form(B)).success
         if number % 5 == 4:
-            # Nobody sends: the trainer gives up.
+            # The trainer does not send, and disconnects.
             sync.leave()
             return
         sync.send(B)

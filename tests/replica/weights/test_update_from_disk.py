@@ -129,7 +129,7 @@ def test_a_manifest_changes_what_it_names_and_nothing_else(stage, tmp_path):
 
 
 def broken(tmp_path, change):
-    """A whole file of new weights, with one thing wrong."""
+    """A complete file of new weights with one fault."""
     path = save(tmp_path / "weights.safetensors", weights_of(1))
     data = bytearray(path.read_bytes())
     path.write_bytes(change(data))

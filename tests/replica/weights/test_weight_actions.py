@@ -187,7 +187,7 @@ def test_a_receive_that_never_ends_is_ended_by_destroying_its_group(stage, train
     receiving = stage.send("update_weights_from_distributed", announced([LAST_NORM], weights_of(0)))
     assert stage.facts()["engine_paused"] is True
     assert stage.admin("destroy_weights_update_group", group_name="g").success
-    # Whichever was told first has been passed over by the one that waited for the other.
+    # The first answer was skipped while the test waited for the other one.
     ended = [told for told in stage.seen if getattr(told, "op_id", "") == receiving]
     answer = ended[0] if ended else stage.answer(receiving)
     assert not answer.success
@@ -322,7 +322,7 @@ def test_a_session_does_not_end_under_running_requests(stage):
     stage.next(ResultChunk)
     answer = stage.admin("end_weight_update")
     assert answer.error == "active requests present during weight update"
-    # Paused, they are computed anew.
+    # While paused, they are recomputed.
     stage.admin("pause_generation", mode="in_place")
     assert stage.admin("end_weight_update").success
     stage.admin("continue_generation")

@@ -1,4 +1,4 @@
-"""vLLM's calls at the stage: the order they have, what is announced, and how it is packed."""
+"""vLLM's calls at the stage: their order, announced tensors, and packed messages."""
 
 import pytest
 import torch
@@ -121,7 +121,7 @@ def test_a_reset_makes_the_weights_random_and_uncertain():
 
 
 class Met:
-    """An init call whose answer the test reads itself."""
+    """An init call whose result the test reads."""
 
     def refused(self):
         return ""
@@ -148,7 +148,7 @@ def announcement(tensors):
 
 
 def receiving(stage, tensors):
-    """An update whose tensors have not come yet."""
+    """An update whose tensors have not been sent yet."""
     update = stage.send("update_weights", update_info=announcement(tensors))
     while stage.facts()["weight_sync"]["state"] != "receiving":
         pass
@@ -183,7 +183,7 @@ def test_a_session_that_something_else_ends_takes_its_tensors_along(tmp_path):
         first = receiving(stage, {name: new[name]})
         group.broadcast(new[name])
         assert stage.answer(first).success
-        assert stage.update(file).success  # the whole model from elsewhere
+        assert stage.update(file).success  # the complete model from another source
         assert refused(stage, "finish_weight_update") == NO_MATCH
         assert stage.checksum() == checksum_of(weights_of(2))
 

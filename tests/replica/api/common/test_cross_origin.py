@@ -1,4 +1,4 @@
-"""What a page of another origin may have a replica do that asks for no key."""
+"""Requests of pages of another origin to a replica without an admin key."""
 
 import pytest
 
@@ -38,7 +38,7 @@ async def keyless():
 
 
 @pytest.mark.parametrize("page", FOREIGN, ids=str)
-async def test_it_changes_nothing_and_learns_nothing_of_paths(keyless, page):
+async def test_it_is_refused_on_routes_that_change_something(keyless, page):
     client = keyless.app.test_client()
     for method, path in rows(CHANGING):
         answer = await client.open(path, method=method, headers=page)
@@ -79,7 +79,7 @@ async def test_a_page_under_a_name_that_was_pointed_here_changes_nothing(keyless
     answer = await client.post("/flush_cache", headers=page)
     own = host.startswith("evil.localhost")
     assert (answer.status_code == 403) is not own
-    # A proxy calls it by whatever name it has, for a browser too.
+    # A proxy may use any host name for it, also for requests of browsers.
     passed_on = {"Host": host, "User-Agent": "Mozilla/5.0"}
     assert (await client.post("/flush_cache", headers=passed_on)).status_code != 403
 

@@ -94,7 +94,7 @@ def test_base64_is_strict_and_bounded():
 
 @asynccontextmanager
 async def server(*answers):
-    """Answers one connection with each of `answers`; yields its port and the heads it got."""
+    """Answers one connection with each of `answers`; yields its port and the received heads."""
     heads, left = [], list(answers)
 
     async def serve(stream):
@@ -212,7 +212,7 @@ async def test_a_body_without_length_ends_with_the_connection():
 
 
 async def read(body, content_type=CONTENT_TYPE, most_bytes=10_000, step=None):
-    """Read a form as a route does, its bytes coming `step` at a time."""
+    """Read a form as a route does, in chunks of `step` bytes."""
     app = QuartTrio(__name__, static_folder=None)
     found = []
 

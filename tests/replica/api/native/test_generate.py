@@ -131,7 +131,7 @@ async def test_max_tokens_is_another_word_for_max_new_tokens(world):
     assert world.heard.params["stop"] == ["x"]
 
 
-# SGLang's own dialect. Its bodies carry no stage parameters, so the stage plays its default.
+# SGLang's own dialect. Its bodies have no stage parameters, so the stage runs its default script.
 
 
 async def test_text_selects_sglangs_shape_without_logprobs(world):

@@ -92,7 +92,7 @@ async def test_another_models_card_is_a_404_of_openais_shape(world):
     assert "'fake'" in error["message"]
 
 
-# What no trainer may expect here, said as such.
+# Features that are refused explicitly.
 ABSENT = {
     "quantization": None,
     "enable_lora": False,
@@ -151,7 +151,7 @@ async def test_server_info_owns_up_to_a_cache_that_is_turned_off():
 async def test_a_pipeline_without_weights_reports_none(world):
     body = await get_json(world, "/server_info")
     assert [body[name] for name in ("dtype", "kv_cache_dtype", "cache_epoch")] == [None] * 3
-    assert body["disable_radix_cache"] is None  # unknown: a trainer takes it that there is one
+    assert body["disable_radix_cache"] is None  # unknown: trainers expect a value
 
 
 async def test_model_info_of_sglang_is_flat_and_open(tiny):

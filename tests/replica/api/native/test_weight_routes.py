@@ -57,7 +57,7 @@ async def generated(world):
     return body["text"], body["meta_info"]["weight_version"]
 
 
-# The whole way
+# The complete sequence
 
 
 async def test_new_weights_change_every_route_and_old_ones_bring_all_back(tiny, tmp_path):
@@ -122,7 +122,7 @@ async def test_health_answers_and_requests_wait_while_the_weights_are_hashed(tin
     assert sorted(order[1:]) == ["generated", "hashed"]
 
 
-# What is forwarded
+# Forwarded requests
 
 
 async def test_defaults_are_forwarded_and_what_is_null_is_not(tiny, monkeypatch):
@@ -176,7 +176,7 @@ async def test_defaults_are_forwarded_and_what_is_null_is_not(tiny, monkeypatch)
     ]
 
 
-# What is wrong
+# Invalid requests
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ async def test_a_body_beyond_64_mib_is_a_413(tiny):
     status, body = await told(await tiny.post(DISTRIBUTED, names))
     told_at_the_top = {"success": False, "message": "Request body too large", "status": "error"}
     assert (status, body) == (413, {"detail": "Request body too large", **told_at_the_top})
-    # What is just below it is read: and then refused for what it says.
+    # A body just below the limit is read, and refused for its content.
     below = b'{"names":["' + b"a" * (64 * 2**20 - 60) + b'"],"dtypes":[],"shapes":[]}'
     status, body = await told(await tiny.post(DISTRIBUTED, below))
     assert status == 400
@@ -308,7 +308,7 @@ async def test_tensors_in_a_request_are_not_offered_unless_they_are(tiny):
     assert "is a pickle, which is never read" in answer["detail"]["message"]
 
 
-# In parts, in name, and by name
+# Sessions, versions, and tensors by name
 
 
 async def test_a_session_over_http(tiny):

@@ -1,4 +1,4 @@
-"""What a trainer sees over HTTP, with a real one that makes real groups."""
+"""Two-phase updates over HTTP, with a real trainer and real process groups."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ async def tiny():
 
 
 class Trainer:
-    """Speaks to the replica over HTTP and to its ranks over gloo."""
+    """Calls the replica over HTTP and broadcasts to its ranks over gloo."""
 
     def __init__(self, world, side):
         self.world, self.side = world, side

@@ -119,7 +119,7 @@ async def test_fields_that_change_nothing_are_ignored(world):
         {"logit_bias": {"one": 1}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"1": 100.5}},
         {"logit_bias": {str(token): 1 for token in range(1025)}},
         {"response_format": {"type": "xml"}}, {"response_format": {"type": "json_schema"}},
-        {"response_format": {"type": "json_object"}},  # no stage here can do that
+        {"response_format": {"type": "json_object"}},  # no stage supports it
         {"tool_choice": "required"}, {"tool_choice": {"type": "function"}},
         {"function_call": {"name": "f"}}, {"guided_json": {}, "regex": "a"}, {"min_tokens": 1},
         {"chat_template": "x"},
@@ -134,7 +134,7 @@ async def test_what_would_change_the_answer_and_cannot_be_is_refused_by_name(wor
     assert any(told.startswith(name) for name in wrong), told
 
 
-async def test_only_role_and_content_of_a_message_go_on(world):
+async def test_only_role_and_content_of_a_message_are_forwarded(world):
     message = {"role": "assistant", "content": None, "name": "n", "tool_calls": [{}]}
     await world.chat(messages=[message, *MESSAGES])
     assert world.heard.inputs == {

@@ -1,4 +1,4 @@
-"""Requests that end early: refused, left by their caller, or aborted under their reader."""
+"""Requests that end early: refused, disconnected, or aborted while they are read."""
 
 import json
 from contextlib import aclosing
@@ -36,7 +36,7 @@ async def running(world):
 
 
 async def left_alone(world):
-    """Wait until no request is known any more."""
+    """Wait until no request is live any more."""
     await until(lambda: not world.client.health()["total_requests"])
 
 

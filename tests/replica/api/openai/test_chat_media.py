@@ -28,7 +28,7 @@ def part(level):
 
 
 def levels(heard):
-    """The level of each audio that the stage was given."""
+    """The level of each audio of the stage's request."""
     audios = heard.inputs["audios"]
     assert {audio["sample_rate"] for audio in audios} == {RATE}
     return [round(struct.unpack("<f", audio["audio_data"][:4])[0], 1) for audio in audios]
@@ -257,7 +257,7 @@ async def test_the_model_reads_what_is_in_the_image():
         assert second["choices"] == first["choices"]
         usage = second["usage"]
         assert usage["prompt_tokens"] == first["usage"]["prompt_tokens"]
-        # All that was typed was found again: it is the same prompt.
+        # All of it was cached: it is the same prompt.
         assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 1
         broken = await world.chat(messages=MESSAGES, images=[url(b"no image")])
         assert broken.status_code == 400

@@ -52,7 +52,7 @@ async def test_a_chats_tokens_are_its_content_byte_for_byte(tiny):
     for each in content:
         assert list(each) == ["token", "logprob", "bytes", "top_logprobs"]
         assert len(each["top_logprobs"]) == 2
-        # Greedy: what was chosen was the likeliest.
+        # Greedy: the sampled token is the most likely one.
         best = {name: each[name] for name in ("token", "logprob", "bytes")}
         assert each["top_logprobs"][0] == best
 

@@ -62,8 +62,8 @@ async def test_a_streamed_chat_is_the_same_text_and_reports_its_usage(using):
 
 async def test_the_stream_helper_puts_the_answer_together(using):
     def use(client):
-        # Without a model's end the helper calls the answer unfinished, so there is no bound here
-        # that could be reached; it takes the deltas together as they come.
+        # Without an end of the model the helper treats the response as unfinished, so no bound
+        # is set that could be reached; it joins the deltas as they arrive.
         with client.chat.completions.stream(**ASK) as stream:
             snapshots = [event for event in stream if event.type == "content.delta"]
         assert snapshots

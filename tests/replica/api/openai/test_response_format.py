@@ -1,4 +1,4 @@
-"""Answers in JSON, asked for as public clients ask: on the tiny model, and on one that can chat."""
+"""Responses in JSON, requested by public clients: on the tiny model, and on a chat model."""
 
 import json
 from typing import Literal

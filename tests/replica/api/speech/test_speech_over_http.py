@@ -1,4 +1,4 @@
-"""Speech over real sockets: what only the server below the app can get wrong."""
+"""Speech over real sockets: the parts that depend on the server below the app."""
 
 import json
 
@@ -20,7 +20,7 @@ from tests.replica.api.audio_stages import HOLDING, LEFT, RATE, replica, wave
 
 @pytest.fixture
 async def wire():
-    """A replica, and a function that dials it."""
+    """A replica, and a function that connects to it."""
     async with replica() as it, listening(it.app) as port:
         streams = []
 
@@ -41,7 +41,7 @@ def post(path, body, length=None):
 
 
 async def until(stream, end):
-    """All that comes up to `end`, or up to the end of the connection."""
+    """All bytes up to `end`, or up to the end of the connection."""
     heard = b""
     while end not in heard and (piece := await stream.receive_some()):
         heard += piece
@@ -71,7 +71,7 @@ class Socket:
             self.protocol.receive_data(await self.stream.receive_some())
 
     async def hear(self):
-        """The next whole message."""
+        """The next complete message."""
         parts = []
         while True:
             event = await self.next()
@@ -127,7 +127,7 @@ async def test_an_upload_that_is_too_large_is_answered_before_it_is_sent(wire):
     assert heard.startswith(b"HTTP/1.1 413")
 
 
-async def test_a_session_speaks_and_closes(wire):
+async def test_a_session_synthesizes_and_closes(wire):
     _, dial = wire
     socket = Socket(await dial())
     await socket.open()

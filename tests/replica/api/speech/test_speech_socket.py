@@ -34,7 +34,7 @@ class Talk:
         return await self.hear()
 
     async def ends(self):
-        """The closing code, once nothing but it comes."""
+        """The closing code, which must be the next message."""
         with pytest.raises(WebsocketDisconnectError) as closed:
             await self.socket.receive()
         return closed.value.args[0]
@@ -50,7 +50,7 @@ def talk(it):
     return it.http.websocket(PATH)
 
 
-async def test_a_session_speaks_sentence_by_sentence_and_ends_by_itself():
+async def test_a_session_synthesizes_by_sentence_and_closes_at_its_end():
     async with replica() as it, talk(it) as socket:
         session = Talk(socket)
         configured = await session.configure()

@@ -1,4 +1,4 @@
-"""What the voice says, the ear understands: both over HTTP, with the real models."""
+"""Synthesized speech is transcribed correctly: both over HTTP, with the real models."""
 
 import base64
 import json

@@ -135,7 +135,7 @@ async def test_an_upload_beyond_the_limit_is_refused_before_it_is_read(tmp_path)
     async with replica(voices_dir=tmp_path) as it:
         call = Call(it.app, PATH, b"", CONTENT_TYPE)
         call.scope["headers"][1] = (b"content-length", str(limit + 1).encode())
-        call._in, call._out = trio.open_memory_channel(1)  # nothing ever comes
+        call._in, call._out = trio.open_memory_channel(1)  # no message is ever received
         with trio.fail_after(30):
             await call.run()
     assert call.status == 413
@@ -210,7 +210,7 @@ def test_voices_outlive_the_store_that_kept_them(tmp_path):
         store.add(StoredVoice("bert", "yes", 1, 3, "audio/wav"), b"abc")
 
 
-def test_the_folder_is_named_by_the_environment_or_lies_in_the_cache(tmp_path, monkeypatch):
+def test_the_folder_is_set_by_the_environment_or_is_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEAKER_SAMPLES_DIR", str(tmp_path / "named"))
     assert default_folder() == tmp_path / "named"
     monkeypatch.delenv("SPEAKER_SAMPLES_DIR")

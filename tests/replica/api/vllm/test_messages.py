@@ -1,4 +1,4 @@
-"""Anthropic's messages: the whole answer, its events, what is counted, and what is refused."""
+"""Anthropic's messages: complete responses, events, token counts, and refused bodies."""
 
 import json
 

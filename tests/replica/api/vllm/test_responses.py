@@ -145,7 +145,7 @@ async def test_what_cannot_be_is_refused_by_name(world, body, why):
     assert why in answer["error"]["message"]
 
 
-# Over a socket: background tasks live as long as the server
+# Over a socket: background tasks end with the server
 
 
 @pytest.fixture

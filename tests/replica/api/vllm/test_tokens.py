@@ -1,4 +1,4 @@
-"""Tokens told, spelled, and generated: /tokenize, /detokenize and /inference/v1/generate."""
+"""Routes with token ids: /tokenize, /detokenize and /inference/v1/generate."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The coordinator against a naive model: sequences of what clients and stages may do.
+"""The coordinator against a naive model: sequences of client calls and stage messages.
 
 Which requests are told to end early, by whom, and which can only be aborted.
 """
@@ -53,7 +53,7 @@ TEXT = OmniRequest("hi", {}, {"output_modalities": ["text"]})
 
 
 class Board:
-    """Notes what reaches which stage."""
+    """Records the messages to each stage."""
 
     def __init__(self):
         self.sent = []
@@ -79,7 +79,7 @@ def coordinator(board=None, **keys):
 
 
 class Naive:
-    """What is known of each request, by id: (state, stages that owe a result)."""
+    """The state of each request, by id: (state, stages without a result)."""
 
     def __init__(self, bound):
         self.bound = bound
@@ -117,7 +117,7 @@ class Naive:
             entry[1] = {"d", "s"}
         else:
             entry[1].discard(name)
-        # The fed stage is told of the end, too.
+        # The fed stage gets the end, too.
         wanted = {"a": {"d", "s"}, "d": {"s"}, "s": set()}[name]
         if wanted & self.down:
             self.end(request_id, "failed")
@@ -127,7 +127,7 @@ class Naive:
 
 @settings(max_examples=examples(150))
 @given(OPERATIONS)
-def test_requests_go_the_ways_of_a_naive_model(operations):
+def test_requests_have_the_states_of_a_naive_model(operations):
     trio.run(play, operations)
 
 
@@ -139,7 +139,7 @@ async def play(operations):
 
 
 class World:
-    """Does each thing to the coordinator and to the model."""
+    """Applies each step to the coordinator and to the model."""
 
     def __init__(self):
         self.board, self.naive = Board(), Naive(bound=2)
@@ -196,7 +196,7 @@ def compare(hub, naive, deliveries, board):
     assert told["pending_completions"] == hub.live_count == sum(map(naive.live, naive.requests))
     assert told["status"] == ("unhealthy" if naive.down else "healthy")
     assert told["stream_delivery"]["open_stream_count"] == len(states)
-    # Every early end is told to every stage, once.
+    # Every early end is sent to every stage once.
     assert len(board.kinds(Abort)) == naive.early_ends * len(STAGES)
     for request_id, (state, _) in naive.requests.items():
         end = deliveries[request_id].end
@@ -231,7 +231,7 @@ async def test_admission_is_bounded_by_what_has_not_ended():
     hub.open("two", REQUEST)
 
 
-async def test_an_id_is_taken_until_its_reader_is_gone():
+async def test_an_id_is_in_use_until_its_reader_has_left():
     hub = coordinator()
     first = hub.open("r", REQUEST)
     hub.abort("r")
@@ -240,7 +240,7 @@ async def test_an_id_is_taken_until_its_reader_is_gone():
     assert refused.value.status == 400
     hub.release(first)
     second = hub.open("r", REQUEST)
-    hub.release(first)  # the earlier owner has no say any more
+    hub.release(first)  # the earlier owner has no effect any more
     assert second.end is None
 
 
@@ -347,7 +347,7 @@ async def test_a_message_that_cannot_be_sent_ends_its_request_alone():
         coordinator(Closed()).open("r", REQUEST)
 
 
-async def test_gauges_are_the_newest_of_each_stage_and_go_with_it():
+async def test_gauges_are_the_latest_of_each_stage_and_end_with_it():
     hub = coordinator()
     hub.receive(StageStats("a", {"num_running_reqs": 1.0}))
     hub.receive(StageStats("a", {"num_running_reqs": 2.0}))

@@ -141,7 +141,7 @@ def test_each_text_is_sent_once_however_much_was_streamed(pieces, tail, early):
     assert (result.audio, result.sample_rate) == (b"1234", 8000)
 
 
-def test_tokens_and_logprobs_go_out_once_too():
+def test_tokens_and_logprobs_are_delivered_once():
     splitter = ChunkSplitter("r")
     splitter.add_part(
         "d", {"token_ids": [1], "output_token_logprobs": [[-1, 1, None]]}, whole=False

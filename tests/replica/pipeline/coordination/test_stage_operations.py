@@ -23,7 +23,7 @@ READY = {
 
 
 class Stages:
-    """Answers when told to."""
+    """Answers when the test calls for it."""
 
     def __init__(self):
         self.orders = []
@@ -41,7 +41,7 @@ def stages():
 
 
 async def asked(stages, action="model_info", payload=None, chosen=None, timeout_s=None):
-    """Start an operation; returns a list that holds its outcome at the end."""
+    """Start an operation; returns a list that gets its outcome."""
     names = stages.operations.select_stages(chosen, PLAN)
     return await stages.operations.run(Admin("", action, payload or {}, timeout_s), names, READY)
 
