@@ -74,8 +74,8 @@ class _Format:
 
 def encode_pcm16(samples: Samples) -> bytes:
     """Return little-endian int16: clipped to -1 and 1, times 32767, cut toward zero."""
-    heard = np.nan_to_num(np.asarray(samples, np.float32), nan=0.0)
-    return (np.clip(heard, -1.0, 1.0) * np.float32(32767.0)).astype("<i2").tobytes()
+    finite = np.nan_to_num(np.asarray(samples, np.float32), nan=0.0)
+    return (np.clip(finite, -1.0, 1.0) * np.float32(32767.0)).astype("<i2").tobytes()
 
 
 def encode_wav(samples: Samples, rate: int) -> bytes:

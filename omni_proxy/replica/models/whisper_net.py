@@ -5,7 +5,7 @@ at once; every length in the file is checked before reading, and an unsupported 
 error. The file is CTranslate2's `model.bin`, version 6, with two files beside it (models.md 3).
 Log-mel spectra are those of Whisper's training: 16 kHz, windows of 400 samples every 160, 80 bands.
 They always cover 30 s, with silence after shorter audio, because the decoder repeats itself on
-short windows. What a token means is not known here.
+short windows. This module does not interpret tokens.
 """
 
 from __future__ import annotations
@@ -221,11 +221,11 @@ class WhisperNet:
             sound = sound + self._joined(mixed, f"{layer}/self_attention/linear_1")
             sound = sound + self._feed_forward(sound, layer)
         sound = self._normed(sound, "encoder")
-        heard = []
+        layers = []
         for place in range(self._layers["decoder"]):
             keys, values = self._parts(sound, f"decoder/layer_{place}/attention/linear_1", 2)
-            heard.append((keys, values))
-        return DecodingState(heard)
+            layers.append((keys, values))
+        return DecodingState(layers)
 
     @torch.inference_mode()
     def decode(self, tokens: list[int], decoding: DecodingState) -> Tensor:

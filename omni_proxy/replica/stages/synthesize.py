@@ -102,9 +102,9 @@ class HibariVoice:
         """
         check_speed(speed)
         for place, sentence in enumerate(self.split(text)):
-            yield from self.speak(sentence, speed=speed, seed=seed, place=place)
+            yield from self.synthesize(sentence, speed=speed, seed=seed, place=place)
 
-    def speak(
+    def synthesize(
         self, sentence: str, *, speed: float = 1.0, seed: int = 0, place: int = 0
     ) -> Iterator[Samples]:
         """Yield the arrays of the one sentence with index `place` in its text."""
@@ -172,7 +172,7 @@ class VoiceModel(Protocol):
 
     def split(self, text: str) -> list[str]: ...
 
-    def speak(
+    def synthesize(
         self, sentence: str, *, speed: float = ..., seed: int = ..., place: int = ...
     ) -> Iterator[Samples]: ...
 
@@ -190,16 +190,18 @@ def make_stage(stage_name: str, voice: VoiceModel) -> FunctionScheduler:
     ) -> SpeechSynthesis:
         return SpeechSynthesis(voice, VoiceParams.of(payload, stage_name), emit_chunk, aborted)
 
-    def speak_all(payload: StagePayload, emit_chunk: EmitChunk, aborted: Aborted) -> dict[str, Any]:
+    def synthesize_text(
+        payload: StagePayload, emit_chunk: EmitChunk, aborted: Aborted
+    ) -> dict[str, Any]:
         text = input_text(payload)
         speech = open_feed(payload, emit_chunk, aborted)
         speech.feed({"text": text})
         result = speech.finish()
         if not result["audio_data"] and not aborted():
-            raise CallerError("the text holds nothing that can be spoken: the voice is English")
+            raise CallerError("the text has nothing that can be synthesized: the voice is English")
         return result
 
-    return FunctionScheduler(stage_name, speak_all, open_feed=open_feed, marks="model_path")
+    return FunctionScheduler(stage_name, synthesize_text, open_feed=open_feed, marks="model_path")
 
 
 def input_text(payload: StagePayload) -> str:
@@ -211,7 +213,7 @@ def input_text(payload: StagePayload) -> str:
             return str(source["text"])
     if isinstance(inputs, str):
         return inputs
-    raise CallerError("the request has no text to speak")
+    raise CallerError("the request has no text to synthesize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +302,7 @@ class SpeechSynthesis:
     def _synthesize_sentence(self, sentence: str) -> Samples:
         pieces = [np.zeros(0, np.float32)]
         speed, seed, place = self._params.speed, self._params.seed, self._sentences
-        for piece in self._voice.speak(sentence, speed=speed, seed=seed, place=place):
+        for piece in self._voice.synthesize(sentence, speed=speed, seed=seed, place=place):
             pieces.append(piece)
             if self._aborted():
                 break

@@ -92,11 +92,11 @@ class RankGroup:
         They must be of one shape and type, which may be any.
         """
         sent = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        here = self.rank == 0
-        received = [torch.empty_like(sent) for _ in range(self.size)] if here else []
+        is_root = self.rank == 0
+        received = [torch.empty_like(sent) for _ in range(self.size)] if is_root else []
         options = GatherOptions()
         options.rootRank = 0
-        self._finish(lambda: self._group.gather([received] if here else [], [sent], options))
+        self._finish(lambda: self._group.gather([received] if is_root else [], [sent], options))
         return [each.view(tensor.dtype).view(tensor.shape) for each in received]
 
     def _finish(self, begin: Callable[[], Any]) -> None:

@@ -190,38 +190,38 @@ class Lifecycle:
             with suppress(PeerError):
                 yield BackgroundStep(session.staged.forget)
 
-    def update(
+    def update_when_idle(
         self,
         options: UpdateOptions,
-        bring: StagingSteps,
+        staging: StagingSteps,
         details: PayloadFields,
         *,
         in_session: bool = True,
     ) -> Generator[Step, Any, OperationOutcome]:
-        """Run one update, refused if requests are running; `told` is added to the result's data.
+        """Run one update, refused if requests are running; `details` become part of the result.
 
         An open session keeps the new weights, except for an update that is not `in_session`.
         """
         active = self._scheduler.active_ids()
         if active and not (options.abort_all_requests or self._retracted):
-            bring.close()
+            staging.close()
             return self._refuse(options, active)
-        answer = yield from self.take_in(options, bring, details, in_session=in_session)
+        answer = yield from self.apply_update(options, staging, details, in_session=in_session)
         return answer
 
-    def take_in(
+    def apply_update(
         self,
         options: UpdateOptions,
-        bring: StagingSteps,
+        staging: StagingSteps,
         details: PayloadFields,
         *,
         in_session: bool = True,
     ) -> Generator[Step, Any, OperationOutcome]:
-        """As `update`, also if requests are running."""
+        """As `update_when_idle`, also if requests are running."""
         dropped, flushed = 0, None
         staged: StagedTensors | None = None
         try:
-            staged = yield from bring
+            staged = yield from staging
             if options.abort_all_requests:
                 dropped = self._scheduler.drop_all()
             if self.session is not None and in_session:

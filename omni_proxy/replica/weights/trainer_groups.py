@@ -157,7 +157,7 @@ class TrainerGroups:
                 del self._joining[name]
         if not self.receive_state.joined(group):
             raise GroupError(f"group {name!r} was destroyed")
-        self._let_go(name)
+        self._end_transfer(name)
 
     def leave(self, name: str) -> StepGenerator[None]:
         """Ends the group and any transfer over it; raises CallOutOfOrder if there is none."""
@@ -170,7 +170,7 @@ class TrainerGroups:
             with suppress(PeerError):
                 yield BackgroundStep(partial(self._destroy, name))
         finally:
-            self._let_go(name)
+            self._end_transfer(name)
             self.receive_state.left(name)
 
     def _join(self, rendezvous: Rendezvous, stop: CancelToken, known: bool) -> None:
@@ -204,9 +204,9 @@ class TrainerGroups:
 
     def _not_joined(self, group: GroupMembership) -> None:
         if self.receive_state.not_joined(group):
-            self._let_go(group.group_name)
+            self._end_transfer(group.group_name)
 
-    def _let_go(self, name: str) -> None:
+    def _end_transfer(self, name: str) -> None:
         """End the transfer of an ended group, unless it is being applied."""
         current = self._current
         if current is None or self.receive_state.state is ReceivePhase.APPLYING:

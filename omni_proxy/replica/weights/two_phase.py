@@ -84,8 +84,8 @@ class TwoPhase:
         options = UpdateOptions.of(
             payload, pause_on_failure=False, flush_cache=False, whole=current.whole
         )
-        bring = self._receive(current, secs, halting=False)
-        answer = yield from self._lifecycle.take_in(options, bring, {"group_name": name})
+        staging = self._receive(current, secs, halting=False)
+        answer = yield from self._lifecycle.apply_update(options, staging, {"group_name": name})
         success, message, data, error = answer
         yield from self._sync.settle(current, kept=success)
         data |= {
@@ -102,7 +102,9 @@ class TwoPhase:
         options = UpdateOptions.of(payload, pause_on_failure=True, whole=False)
         response = {"group_name": group_name(payload), "names": payload.get("names")}
         box: list[PendingTransfer] = []
-        answer = yield from self._lifecycle.update(options, self._both(payload, box), response)
+        answer = yield from self._lifecycle.update_when_idle(
+            options, self._both(payload, box), response
+        )
         for current in box:
             yield from self._sync.settle(current, kept=answer[0])
         return answer

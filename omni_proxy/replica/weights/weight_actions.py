@@ -143,11 +143,11 @@ class WeightActions:
         if (refusal := self._busy()) is not None:
             return refusal
         options = UpdateOptions.of(payload, pause_on_failure=False)
-        bring = stage_in_background(partial(self._stage, payload))
+        staging = stage_in_background(partial(self._stage, payload))
         # For calls in vLLM's format, running requests are recomputed.
         beside = payload.get("beside_requests", False)
-        update = self._lifecycle.take_in if beside else self._lifecycle.update
-        answer = yield from update(options, bring, {}, in_session=False)
+        update = self._lifecycle.apply_update if beside else self._lifecycle.update_when_idle
+        answer = yield from update(options, staging, {}, in_session=False)
         success, message, data, error = answer
         if success:
             message = "Succeeded to update model weights."
@@ -176,7 +176,7 @@ class WeightActions:
         """Prefetch the final part of a file that a later update from disk will name."""
         try:
             nbytes = yield BackgroundStep(
-                partial(self._folder.read_ahead, order.payload, self._target)
+                partial(self._folder.prefetch, order.payload, self._target)
             )
         except (WeightsError, PeerError) as error:
             return failure(str(error))
@@ -187,10 +187,12 @@ class WeightActions:
             return refusal
         options = UpdateOptions.of(order.payload, pause_on_failure=True, whole=False)
         rank = self._rank
-        bring = stage_in_background(
+        staging = stage_in_background(
             partial(stage_serialized, order.payload, self._target, rank.rank, rank.size)
         )
-        answer = yield from self._lifecycle.update(options, bring, {"metadata_only": False})
+        answer = yield from self._lifecycle.update_when_idle(
+            options, staging, {"metadata_only": False}
+        )
         return answer
 
     def _busy(self) -> OperationOutcome | None:

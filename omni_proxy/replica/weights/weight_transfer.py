@@ -178,8 +178,10 @@ class WeightTransfer:
             return failure(NOT_JOINED)
         box: list[PendingTransfer] = []
         options = UpdateOptions(whole=False)
-        bring = self._receive(order.payload.get("update_info"), session, box)
-        success, message, data, error = yield from self._lifecycle.take_in(options, bring, {})
+        staging = self._receive(order.payload.get("update_info"), session, box)
+        success, message, data, error = yield from self._lifecycle.apply_update(
+            options, staging, {}
+        )
         for current in box:
             yield from self._sync.settle(current, kept=success)
         if not success:

@@ -84,7 +84,7 @@ class WeightsFolder:
         except OSError as error:
             raise WeightsError(f"{short_repr(payload.get('model_path'))}: {error}") from error
 
-    def read_ahead(self, payload: Mapping[str, Any], target: LiveTensors) -> int:
+    def prefetch(self, payload: Mapping[str, Any], target: LiveTensors) -> int:
         """Prefetches the final first `nbytes` of the file `model_path`, which is being written.
 
         A later `stage` of the same file uses them, also if it was renamed. Returns how many bytes

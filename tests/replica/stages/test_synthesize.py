@@ -98,7 +98,7 @@ def test_a_sentence_sounds_the_same_alone_and_within_its_text(voice):
     alone = [
         piece.tobytes()
         for place, sentence in enumerate(voice.split(SENTENCES))
-        for piece in voice.speak(sentence, seed=3, place=place)
+        for piece in voice.synthesize(sentence, seed=3, place=place)
     ]
     assert alone == whole
 
@@ -233,10 +233,10 @@ def test_references_of_a_text_are_ignored(stage):
         (TEXT, {"speed": 5}, "speed 5.0 is not within"),
         (TEXT, {"speed": "fast"}, "speed or seed is no number"),
         (TEXT, {"seed": [1]}, "speed or seed is no number"),
-        ("你好", {}, "nothing that can be spoken"),
-        ("", {}, "nothing that can be spoken"),
-        (5, {}, "no text to speak"),
-        ({"messages": []}, {}, "no text to speak"),
+        ("你好", {}, "nothing that can be synthesized"),
+        ("", {}, "nothing that can be synthesized"),
+        (5, {}, "no text to synthesize"),
+        ({"messages": []}, {}, "no text to synthesize"),
     ],
 )
 def test_what_cannot_be_spoken_is_the_callers_fault(stage, inputs, asked, reason):
@@ -252,12 +252,12 @@ class SlowVoice:
         self.sample_rate, self.split, self._voice = voice.sample_rate, voice.split, voice
         self.spoken, self.go_on, self.held = [], threading.Event(), threading.Event()
 
-    def speak(self, sentence, **how):
+    def synthesize(self, sentence, **how):
         if self.spoken:
             self.held.set()
             assert self.go_on.wait(30)
         self.spoken.append(sentence)
-        yield from self._voice.speak(sentence, **how)
+        yield from self._voice.synthesize(sentence, **how)
 
 
 def test_an_aborted_request_synthesizes_no_further_sentence(voice):

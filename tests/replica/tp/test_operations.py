@@ -187,7 +187,7 @@ def test_a_swap_that_could_not_be_undone_pauses_and_names_the_damage(tmp_path, m
         raise DamagedWeightsError("RuntimeError: no memory")
 
     monkeypatch.setattr(staged, "undo", fail)
-    steps = Lifecycle(scheduler, target).update(
+    steps = Lifecycle(scheduler, target).update_when_idle(
         UpdateOptions(weight_version="v7"), stage_in_background(lambda: staged), {}
     )
     stage = next(steps)
@@ -216,7 +216,7 @@ def test_a_swap_that_another_rank_could_not_do_is_undone(tmp_path):
     staged = StagedTensors(target)
     for name, tensor in weights_of(7).items():
         staged.add(name, tensor)
-    steps = Lifecycle(scheduler, target).update(
+    steps = Lifecycle(scheduler, target).update_when_idle(
         UpdateOptions(weight_version="v7"), stage_in_background(lambda: staged), {}
     )
     stage = next(steps)

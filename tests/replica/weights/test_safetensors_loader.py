@@ -130,7 +130,7 @@ def applied(folder, target, path):
 
 
 def told(folder, target, path, nbytes):
-    return folder.read_ahead({"model_path": str(path), "nbytes": nbytes}, target)
+    return folder.prefetch({"model_path": str(path), "nbytes": nbytes}, target)
 
 
 def test_an_update_reads_only_what_was_not_read_ahead(folder, target, coming):
@@ -176,7 +176,7 @@ def test_a_progress_report_of_a_sealed_file_starts_nothing(folder, target, comin
     assert applied(folder, target, sealed(coming))["c"] == {1.0}
     with pytest.raises(WeightsError, match="does not exist"):
         told(folder, target, coming, 8)
-    assert folder._ahead._loading is None
+    assert folder._prefetcher._loading is None
 
 
 @pytest.mark.parametrize("nbytes", [None, "8", 8.0, -1, True])
@@ -219,7 +219,7 @@ def test_a_file_that_was_cut_short_is_reported_and_not_kept(folder, target, comi
 
 def test_an_unclaimed_prefetch_is_dropped_and_its_file_closed(folder, target, coming):
     open_files = len(os.listdir("/proc/self/fd"))
-    folder._ahead = FilePrefetcher(keep_secs=0.01)
+    folder._prefetcher = FilePrefetcher(keep_secs=0.01)
     told(folder, target, coming, half(coming))
     wait_until(lambda: len(os.listdir("/proc/self/fd")) == open_files)
     written(coming, LATER)
@@ -249,7 +249,7 @@ def test_an_update_does_not_wait_for_all_that_is_being_read_ahead(
     updates = []
     updater = threading.Thread(target=lambda: updates.append(applied(folder, target, coming)))
     updater.start()
-    wait_until(folder._ahead._wanted.is_set)
+    wait_until(folder._prefetcher._wanted.is_set)
     go_on.set()
     updater.join(20)
     reader.join(20)

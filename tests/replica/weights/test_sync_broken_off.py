@@ -54,12 +54,12 @@ def sent_too_little(sync):
     assert not sync.complete().success
 
 
-def came_with_two_values_for_one_tensor(sync):
+def sent_two_values_for_one_tensor(sync):
     tied = [("model.embed_tokens.weight", 1), ("lm_head.weight", 2)]
     bucket = [(name, "float32", SHAPES["model.embed_tokens.weight"], seed) for name, seed in tied]
     assert sync.prepare(one(bucket)).success
     sync.send(bucket)
-    assert "comes twice" in sync.complete().message
+    assert "given twice" in sync.complete().message
 
 
 def failed_in_one_call(sync):
@@ -75,7 +75,7 @@ def failed_in_one_call(sync):
         destroyed_while_armed,
         died_while_armed,
         sent_too_little,
-        came_with_two_values_for_one_tensor,
+        sent_two_values_for_one_tensor,
         failed_in_one_call,
     ],
 )

@@ -80,7 +80,7 @@ class Relayed:
             while done < len(coming.plans) and coming.pending.fault() is None:
                 done = coming.pending.wait_past(done, LOOK_SECS).buckets_done
                 told = {"model_path": coming.region.path, "nbytes": coming.final_bytes(done)}
-                self._folder.read_ahead(told, self._target)
+                self._folder.prefetch(told, self._target)
 
     def _require_whole(self) -> None:
         for number, (name, tensor) in enumerate(self._target):

@@ -219,7 +219,7 @@ def check_input(request: SpeechRequest, most_chars: int = MAX_INPUT_CHARS) -> No
         raise SpeechError("input must be a non-empty string", "input")
     if len(request.input) > most_chars:
         raise SpeechError(
-            f"input has {len(request.input)} characters; at most {most_chars} are spoken at once",
+            f"input has {len(request.input)} characters; at most {most_chars} are allowed",
             "input",
         )
 

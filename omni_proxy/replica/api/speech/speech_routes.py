@@ -210,7 +210,7 @@ class _BatchRoutes:
         try:
             ask = parse_speech_request(fields)
             self._service.check(ask)
-            spoken = await self._service.synthesize(ask, request_id)
+            speech = await self._service.synthesize(ask, request_id)
         except SpeechError as refusal:
             error = refusal.under(f"items.{index}").error()
             error_fields = {name: value for name, value in error.items() if value is not None}
@@ -218,10 +218,10 @@ class _BatchRoutes:
         return {
             "index": index,
             "status": "success",
-            "audio_data": base64.b64encode(spoken.data).decode(),
+            "audio_data": base64.b64encode(speech.data).decode(),
             "format": ask.response_format,
-            "media_type": spoken.media_type,
-            "finish_reason": spoken.result.finish_reason or "unknown",
+            "media_type": speech.media_type,
+            "finish_reason": speech.result.finish_reason or "unknown",
         }
 
 

@@ -150,7 +150,7 @@ class Coordinator:
             pending = [stage for stage in self.plan.stages if entry.flow.is_pending(stage)]
             if all(self._may_end_early(stage) for stage in pending):
                 entry.ends_early = True
-                self._tell_end(entry, pending)
+                self._send_end(entry, pending)
             else:
                 self._end_early(entry, RequestState.ABORTED, RequestAborted())
         return [entry.flow.request_id for entry in ended]
@@ -160,7 +160,7 @@ class Coordinator:
         following = self.plan.stages[stage].config.targets
         return any(self._ready.get(name, {}).get("ends_early") for name in (stage, *following))
 
-    def _tell_end(self, entry: _Request, stages: Iterable[str]) -> None:
+    def _send_end(self, entry: _Request, stages: Iterable[str]) -> None:
         for stage in stages:
             if self._ready.get(stage, {}).get("ends_early"):
                 with suppress(StageUnavailable):  # then its end fails the request
@@ -271,7 +271,7 @@ class Coordinator:
             for stage, message in sends:
                 self._send(stage, message)
             if entry.ends_early:
-                self._tell_end(entry, [stage for stage, _ in sends])
+                self._send_end(entry, [stage for stage, _ in sends])
             if entry.flow.done:
                 self._complete(entry)
         except StageUnavailable as error:
