@@ -59,6 +59,7 @@ class Settings:
         self._proxy_id = proxy_id.encode()  # see `wire.proxy_headers`
         self.forwarded: ForwardedHeaders | None = None  # None: nothing is written
         self.request_heads = self._head_caches()
+        self._has_ranks = False
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -83,7 +84,15 @@ class Settings:
         # The fast path knows none of these: with them every exchange runs in its coroutine.
         plain = self.forwarded is None and not self.limits.sse_keepalive and not self.api_key
         suits = plain and self.limits.max_body >= READ_BYTES
-        self.fast_path_cache = FastPathCache(self.routes) if suits else None
+        cache = FastPathCache(self.routes, has_ranks=self._has_ranks) if suits else None
+        self.fast_path_cache = cache
+
+    def follow_ranks(self, has_ranks: bool) -> None:
+        """Whether the fleet has data-parallel ranks: a fleet without any does nothing for them."""
+        if has_ranks != self._has_ranks:
+            self._has_ranks = has_ranks
+            if self.fast_path_cache is not None:
+                self.fast_path_cache = FastPathCache(self.routes, has_ranks=has_ranks)
 
     def _forward(self, headers: ForwardedHeaders) -> None:
         """Cached heads contain the forwarded headers: they go where these change."""

@@ -285,6 +285,25 @@ async def test_a_change_of_the_ranks_ends_nothing_in_flight():
         assert (worker.in_flight, last.in_flight) == (0, 0)
 
 
+async def test_a_kept_connection_follows_a_change_of_the_ranks_and_a_named_rank_still_counts():
+    async with before_ranks(1) as (opened, client, recorder):
+        url = opened.fleet.workers[0].url
+        for ranks in (1, 4, 1, 3):
+            config = configured(with_ranks(url, ranks), [])
+            opened.fleet.apply(desired_workers(config, (), SavedState()), NOW)
+            cache = opened.door.settings.fast_path_cache
+            assert cache.has_ranks == opened.fleet.has_ranks == (ranks > 1)
+            for _ in range(3):
+                assert (await ask(client, post(path="/generate"))).status == 200
+                assert (await ask(client, post(b'{"routed_dp_rank": 0}', path="/generate"))).status
+    named = [[["0"]] if ranks > 1 else [[]] for ranks in (1, 4, 1, 3)]
+    found = [recorder.ranks()[at + 1 : at + 6 : 2] for at in range(0, 24, 6)]
+    assert found == [each * 3 for each in named]
+    chosen = [[int(of[0]) for of in recorder.ranks()[at : at + 6 : 2] if of] for at in (6, 18)]
+    assert all(len(set(each)) > 1 for each in chosen)
+    assert recorder.bodies[1::2] == [b'{"routed_dp_rank": 0}'] * 12
+
+
 async def test_a_rank_that_fails_is_tried_again_elsewhere_and_only_its_worker_is_blamed():
     async def failing(call):
         call.reset()

@@ -32,9 +32,8 @@ from omni_proxy.dataplane.upstream.attempt import (
 )
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans, parts_for_target
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
-from omni_proxy.routing.inspect.body_fields import decode_body
 from omni_proxy.routing.inspect.requirements import requirements_of_fields
-from omni_proxy.routing.rank_pinning import COMMON_PART, body_for_rank
+from omni_proxy.routing.rank_pinning import body_for_rank
 from omni_proxy.wire.errors import HttpError
 
 _BLANK: Final = b"\r\n\r\n"
@@ -148,11 +147,8 @@ class FastPath:
         lines = template.match(head, digits)
         if lines is None or not blank or cached.source is not io.settings.fast_path_cache:
             return False
-        has_ranks = services.fleet.has_ranks
-        if has_ranks and (cached.head.hints or COMMON_PART in body):
-            return False  # it may name a rank
         try:
-            need = requirements_of_fields(cached.route, decode_body(body))
+            need = requirements_of_fields(cached.route, cached.decode(body))
             if services.balancer.aliases is not None:
                 find_spans(services.balancer.aliases, need, cached.route, body, cached.head)
             exchange = self._spare or self._new_exchange()
@@ -169,13 +165,12 @@ class FastPath:
             if need.alias is not None and need.alias.spans:
                 body = b"".join(parts_for_target(need, cached.route, body))
                 length_line = length_lines(len(body))[1]
-            rank = exchange.rank if has_ranks else None
-            if rank is not None:
-                body = b"".join(body_for_rank(cached.route.path, need, rank, body))
+            if exchange.rank is not None:
+                body = b"".join(body_for_rank(cached.route.path, need, exchange.rank, body))
                 length_line = length_lines(len(body))[1]
         except HttpError:
             return False
-        pool = services.pools.of(rank or worker)
+        pool = services.pools.of(exchange.rank or worker)
         whole = exchange.legs is None and not worker.api_key_env
         upstream = pool.reuse(self) if whole else None
         if upstream is None:
@@ -238,8 +233,7 @@ class FastPath:
             io.upstream = None
         finally:
             finalize(io.services, exchange, "relay")
-        # It may lie here for long.
-        exchange.requirements = exchange.last_worker = exchange.last_rank = None
+        exchange.requirements = exchange.last_worker = None  # it may lie here for long
         exchange.last_chunk = b""
         self._spare = exchange
         io.await_next_request()

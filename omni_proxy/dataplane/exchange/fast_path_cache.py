@@ -10,7 +10,9 @@ from typing import Final
 
 import msgspec
 
+from omni_proxy.routing.inspect.body_fields import BodyFields, decode_body
 from omni_proxy.routing.inspect.requirements import has_json_body
+from omni_proxy.routing.rank_pinning import COMMON_PART
 from omni_proxy.routing.routes import (
     UNPINNED,
     ConfiguredRoutes,
@@ -20,6 +22,7 @@ from omni_proxy.routing.routes import (
     match_route,
 )
 from omni_proxy.routing.voice_pinning import SPEECH_TRAFFIC
+from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.lru import LruCache
 from omni_proxy.wire.head_caching.request_heads import TEMPLATES
 from omni_proxy.wire.request import RANK_HINT, HeadTemplate, RequestHead
@@ -28,7 +31,7 @@ from omni_proxy.wire.request import RANK_HINT, HeadTemplate, RequestHead
 class CachedRequest:
     """`head` of such a request, without the fields that vary; `source`: the cache it is from."""
 
-    __slots__ = ("head", "route", "source", "template")
+    __slots__ = ("decode", "head", "route", "source", "template")
 
     def __init__(
         self, head: RequestHead, template: HeadTemplate, route: Route, source: FastPathCache
@@ -40,6 +43,15 @@ class CachedRequest:
         self.template = template
         self.route = route
         self.source = source
+        # Raises HttpError for a body that can't take the fast path.
+        self.decode = decode_unless_ranked if source.has_ranks else decode_body
+
+
+def decode_unless_ranked(body: bytes) -> BodyFields:
+    """As `decode_body`; also refuses, for the fast path alone, a body that may name a rank."""
+    if COMMON_PART in body:
+        raise HttpError(400, "it may name a data-parallel rank", "invalid_rank")
+    return decode_body(body)
 
 
 class _Never:
@@ -50,9 +62,11 @@ _NEVER: Final = _Never()
 
 
 class FastPathCache:
-    """Cached requests of all connections, under one configuration."""
+    """Cached requests of all connections, under one configuration. `has_ranks`: of the fleet; then
+    requests that may name a data-parallel rank are not among them."""
 
-    def __init__(self, routes: ConfiguredRoutes) -> None:
+    def __init__(self, routes: ConfiguredRoutes, *, has_ranks: bool = False) -> None:
+        self.has_ranks = has_ranks
         self._routes = routes
         self._by_template: LruCache[HeadTemplate, CachedRequest | _Never] = LruCache(TEMPLATES)
 
@@ -80,8 +94,7 @@ class FastPathCache:
             return None
         if route.traffic in SPEECH_TRAFFIC:  # a voice may bind it to one worker
             return None
-        # A rank that the client names is heard by the engines, unless the fleet has ranks.
-        hinted = head.hints.keys() - {RANK_HINT}
+        hinted = head.hints if self.has_ranks else head.hints.keys() - {RANK_HINT}
         special = hinted or head.origin or head.upgrade or head.expects_continue or head.http_1_0
         if special or not head.keep_alive or not has_json_body(route, head):
             return None

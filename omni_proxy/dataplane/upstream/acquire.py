@@ -289,6 +289,7 @@ def count_at_worker(target: Worker, requests: int) -> None:
 def note_rank(exchange: Exchange, target: Worker) -> Worker:
     """The worker of the attempt; if a rank was picked, the exchange holds it from now on."""
     if not isinstance(target, DpRank):
+        exchange.last_rank = None
         return target
     exchange.rank = target
     target.peak_in_flight = max(target.peak_in_flight, target.in_flight)
