@@ -218,7 +218,10 @@ _SMG_RULES: dict[str, tuple[Callable[[object], bool], str]] = {
     "priority": (_is_count, "a whole number from 0 on"),
     "cost": (_is_number, "a number from 0 on"),
     "labels": (lambda value: isinstance(value, dict), "an object"),
-    "connection_mode": (lambda value: str(value).lower() == "http", '"http": no other is spoken'),
+    "connection_mode": (
+        lambda value: str(value).lower() == "http",
+        '"http": no other is supported',
+    ),
 }
 
 

@@ -93,7 +93,7 @@ def _ask(proxy: AdminClient, arguments: argparse.Namespace) -> dict[str, Any]:
     begins = "model_path" in body or "version" in body
     action = arguments.action or "status"
     if begins and arguments.action is not None:
-        raise AdminClientError(f"{action} goes without --model-path and --version")
+        raise AdminClientError(f"{action} takes neither --model-path nor --version")
     if body and not begins:
         raise AdminClientError("nothing to roll out: pass --model-path PATH or --version VERSION")
     if begins:

@@ -166,7 +166,7 @@ def _run(args: RouterArgsBase) -> None:
     status = _Child(order_for(args)).wait()
     if status:
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        raise RouterEnded(f"omni-proxy ended with {how}; its output says why")
+        raise RouterEnded(f"omni-proxy ended with {how}; its output has the reason")
 
 
 class _Child:

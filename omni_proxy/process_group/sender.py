@@ -131,9 +131,8 @@ class ThreadSender:
 
         def stop_reason() -> str | None:
             if time.monotonic() > deadline:
-                return (
-                    f"not all {rendezvous.world_size} ranks came within {rendezvous.timeout_s:g} s"
-                )
+                count, secs = rendezvous.world_size, rendezvous.timeout_s
+                return f"not all {count} ranks joined within {secs:g} s"
             return self._end_reason
 
         with self._exclusive():

@@ -118,7 +118,7 @@ def test_a_refusal_of_the_proxy_is_printed(proxy, capsys):
     ("words", "said"),
     [
         (["--canary", "2"], "nothing to roll out"),
-        (["pause", "--model-path", "/m"], "pause goes without"),
+        (["pause", "--model-path", "/m"], "pause takes neither"),
     ],
 )
 def test_words_that_do_not_fit_together_are_refused(proxy, capsys, words, said):

@@ -120,7 +120,7 @@ def test_a_trainer_that_stops_while_bytes_move_is_a_stall(pool):
     trainer.order("big", group="g", nbytes=BIG_BYTES)
     moving(transfer)
     trainer.process.send_signal(signal.SIGSTOP)
-    with pytest.raises(GroupError, match=r"nothing has come for 1 s") as failure:
+    with pytest.raises(GroupError, match=r"nothing was received for 1 s") as failure:
         transfer.wait(20)
     assert failure.value.group_dropped
     trainer.kill()
@@ -198,7 +198,7 @@ def test_the_first_byte_may_take_longer_than_a_stall(pool):
     transfer.wait_past(3, 0.5)
     assert not transfer.has_ended()
     trainer.tell("send", group="g", tensors=[("float32", [8], 1)])
-    with pytest.raises(GroupError, match=r"message 2 of 2: nothing has come for 0\.2 s"):
+    with pytest.raises(GroupError, match=r"message 2 of 2: nothing was received for 0\.2 s"):
         transfer.wait(20)
     trainer.tell("destroy", group="g")
     receiver.close()

@@ -149,7 +149,7 @@ async def test_a_replica_restarted_after_an_update_does_not_serve_its_first_weig
             )
             assert record(told, late)["weight_version"] == "default"
             reasons = (await running.get_json("/weights"))["uncertain"]
-            assert reasons == {late.url: "missed the update to 'v2': it came up with 'default'"}
+            assert reasons == {late.url: "missed the update to 'v2': it returned with 'default'"}
             assert (await running.client.post("/continue_generation", json={})).is_success
             assert not record(await running.get_json("/workers"), late)["routable"]
             assert (await running.client.post(UPDATE, json=body)).status_code == 200

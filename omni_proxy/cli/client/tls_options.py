@@ -117,5 +117,5 @@ def explain_tls_error(url: str, message: str, client_cert: ClientCert) -> str:
             return f"{url} does not accept the client certificate {client_cert.cert}"
         return f"{url} requires a client certificate: pass --client-cert FILE"
     if any(reason in message for reason in _NOT_TLS):
-        return f"{url} does not speak TLS: use http://"
+        return f"{url} does not use TLS: use http://"
     return ""

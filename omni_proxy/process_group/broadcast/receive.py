@@ -308,7 +308,7 @@ class _EndConditions:
         if now - changed_at > self._stall_limit_secs():
             if self._owner_gone_at is not None:
                 return OWNER_GONE
-            return f"nothing has come for {self._stall_limit_secs():g} s"
+            return f"nothing was received for {self._stall_limit_secs():g} s"
         return f"not complete within {context.timeout_secs:g} s" if now > self._deadline else None
 
     def _stall_limit_secs(self) -> float:

@@ -147,13 +147,15 @@ class VersionProbe:
             return
         reason = ""
         if target.is_missed_by(label):
-            reason = f"missed the update to {target.label!r}: it came up with {label!r}"
+            reason = f"missed the update to {target.label!r}: it returned with {label!r}"
         elif target.needs_digest(label) and self._may_hash():
             verdict = await compare_checksums([worker], {}, CHECKSUM_SECS)
             if self._busy(worker) or self._target(worker) is not target:
                 return
             if verdict.whole and verdict.whole != target.digest:
-                reason = f"missed the update of epoch {target.epoch}: it came up with other tensors"
+                reason = (
+                    f"missed the update of epoch {target.epoch}: it returned with other tensors"
+                )
             elif verdict.whole:
                 self._fleet.set_version(worker, label, target.epoch)
         if reason:

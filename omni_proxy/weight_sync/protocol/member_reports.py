@@ -78,7 +78,7 @@ class StallDetector:
         limit = stall_secs if started else max(stall_secs, first_secs)
         if now - self._progress_at < limit:
             return "", ""
-        return f"nothing has come for {limit:g} s: {', '.join(waiting)}", ""
+        return f"nothing was received for {limit:g} s: {', '.join(waiting)}", ""
 
     def _is_new(self, name: str, report: ReceiveProgress) -> bool:
         last = self._last.get(name)

@@ -308,7 +308,7 @@ class WeightSync:
 
     def abandon(self) -> dict[str, str]:
         """Drop the round. Return the members that hold a part of it: name to reason."""
-        reason = self.cause or "the sync was not ended before generation went on"
+        reason = self.cause or "the sync was not ended before generation continued"
         uncertain = {n: member.failed or reason for n, member in self.members.items()
                      if member.modified}  # fmt: skip
         for name in uncertain:

@@ -279,7 +279,7 @@ class BatchChange:
             former.label, former.path, "", self._context.find_stored(former.number)
         )
         if not source.path and source.version is None:
-            await self._lose(worker, "its engine does not say from where its weights came")
+            await self._lose(worker, "its engine does not report the origin of its weights")
             return
         self._enter(worker, "loading")
         self._fleet.set_version(worker, None, 0)

@@ -106,8 +106,8 @@ class FleetView:
             path = due.path
         elif due is not None and engine.dialect == BY_RPC:
             raise CannotUpdate(
-                "it is a vLLM server whose weights came from somewhere else than a path that is "
-                "known here, so there would be no way back"
+                "it is a vLLM server whose weights were not loaded from a known path, so there "
+                "would be no way back"
             )
         former = FormerVersion(
             label=engine.label,

@@ -94,10 +94,10 @@ def _require_source(request: RolloutRequest) -> None:
     if request.model_path and not request.weight_version:
         raise invalid(
             "weight_version is missing: a label of your choice that no worker has yet, by which "
-            "responses and workers with the new weights are told from the others"
+            "responses and workers with the new weights can be distinguished"
         )
     if request.version is not None and request.load_format:
-        raise invalid("load_format goes with model_path only: a stored version is safetensors")
+        raise invalid("load_format is for model_path only: a stored version is safetensors")
     if request.pause_after_canary and not request.canary:
         raise invalid("pause_after_canary needs a canary of at least 1 worker")
 

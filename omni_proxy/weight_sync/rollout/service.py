@@ -117,7 +117,7 @@ class RolloutService:
 
     async def cancel(self, caller: str) -> AdminResponse:
         """Raises HttpError 409."""
-        effect = "it ends, and what it has updated goes back"
+        effect = "it ends, and updated workers roll back"
         return await self._steer(lambda state: state_machine.cancel(state, caller), effect)
 
     async def _steer(
@@ -246,7 +246,7 @@ class RolloutService:
         holders = [url for url, former in formers if former.label == label]
         if holders:
             message = (
-                f"weight_version {label!r} is what {', '.join(holders)} reports already: choose a "
-                "label that tells the new weights from those"
+                f"weight_version {label!r} is what {', '.join(holders)} reports already: choose "
+                "another label for the new weights"
             )
             raise HttpError(409, message, "label_in_use", detail=message, workers=holders)

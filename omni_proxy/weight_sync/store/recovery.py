@@ -83,7 +83,7 @@ def _read_version(folder: Path, number: int) -> Manifest:
         rows |= read_header_rows(folder / name, nbytes)
     for name, row in manifest.tensors.items():
         if rows.get(name) != replace(row, sha256=""):
-            raise SafetensorsError(f"tensor {name!r} is not where its record says")
+            raise SafetensorsError(f"tensor {name!r} is not at its recorded offset")
     return manifest
 
 
@@ -94,7 +94,7 @@ def read_header_rows(path: Path, nbytes: int) -> dict[str, HeaderRow]:
         prefix = file.read(LENGTH.size)
         (length,) = LENGTH.unpack(prefix) if len(prefix) == LENGTH.size else (0,)
         if size != nbytes or not 0 < length <= min(MAX_HEADER_BYTES, size - LENGTH.size):
-            raise SafetensorsError(f"{path.name} has {size} bytes, and its record says {nbytes}")
+            raise SafetensorsError(f"{path.name} has {size} bytes, and its record has {nbytes}")
         return parse_header(path.name, file.read(length))
 
 

@@ -112,7 +112,7 @@ class RoundDelivery:
         try:
             self.version = await self._version_service.proxy_rank.seal(label)
         except (OSError, LookupError) as error:
-            self.error = f"what was received could not be kept: {error}"
+            self.error = f"the received version could not be stored: {error}"
             _log.error("version_seal_failed error=%r", str(error))
 
     async def deliver(
@@ -440,7 +440,9 @@ def _reject_lone_proof(proof: Proof, sync: WeightSync) -> Proof:
     unconfirmed = len(proof.agreed) < MIN_AGREEING or len(proof.verdict.checked) < MIN_AGREEING
     if not refused or not unconfirmed:
         return proof
-    reason = f"it took what another refused, and nobody agrees with it: {sync.first_failure}"
+    reason = (
+        f"it accepted what another worker refused, and no other worker agrees: {sync.first_failure}"
+    )
     return replace(proof, wrong={**proof.wrong, **{w.url: reason for w in proof.agreed}})
 
 

@@ -125,7 +125,7 @@ class SyncEndpoint:
             owner = self.lifecycle.sync.owner
             if owner is not None and _names_group(call, owner.group_name):
                 self._destroy_requested = owner.group_name
-                self.lifecycle.interrupt("its destroy was asked for", "destroyed")
+                self.lifecycle.interrupt("its destroy was requested", "destroyed")
 
     def after_step(self, call: AdminCall) -> None:
         """Called after `before_step`, whatever the result of the step."""
@@ -271,7 +271,7 @@ class SyncEndpoint:
             raise _owned_error(owner, lifecycle.describe(), lifecycle.sync.state)
         else:
             _log.warning("stale_group_replaced sync=%r", lifecycle.describe())
-            lifecycle.interrupt("its trainer is gone, and another one came", "owner_dead")
+            lifecycle.interrupt("its trainer is gone, and another one took over", "owner_dead")
 
 
 @dataclass(frozen=True, slots=True)

@@ -284,7 +284,7 @@ class SyncSteps:
                 if outcome.ok:
                     ranks[outcome.worker] = count_ranks(outcome.json())
                 elif outcome.status not in ROUTE_ABSENT:
-                    message = f"{outcome.worker.url} does not tell its ranks: {outcome.failure}"
+                    message = f"{outcome.worker.url} does not report its ranks: {outcome.failure}"
                     raise HttpError(502, f"nothing was forwarded: {message}", "ranks_unknown")
             remaining = [worker for worker in remaining if worker not in ranks]
         members: list[Member] = []

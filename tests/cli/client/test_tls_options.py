@@ -109,7 +109,7 @@ def test_a_fault_of_the_papers_keeps_a_command_from_asking(place):
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1)", "does not speak TLS"),
+        ("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1)", "does not use TLS"),
         ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: Hostname mismatch, "
          "certificate is not valid for 'h'. (_ssl.c:1)", "for another name"),
         ("[SSL: SSLV3_ALERT_HANDSHAKE_FAILURE] sslv3 alert handshake failure (_ssl.c:1)",

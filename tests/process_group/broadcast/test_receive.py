@@ -226,7 +226,7 @@ def test_a_trainer_that_stops_while_bytes_move_is_a_stall(impatient, pool):
         assert messages_done == 0, "it was too fast for this test"
         trainer.process.send_signal(signal.SIGSTOP)
 
-    with pytest.raises(GroupError, match=r"nothing has come for 1 s"):
+    with pytest.raises(GroupError, match=r"nothing was received for 1 s"):
         impatient.receive("g", [("w", "uint8", [BIG_BYTES])], progress=stop)
     trainer.kill()
     assert len(impatient.status()["abandoned_threads"]) >= 1
@@ -245,7 +245,9 @@ def test_a_trainer_that_sends_only_some_of_the_tensors_is_a_stall(impatient, tra
     tensors = [("float32", [4], 1), ("float32", [4], 2)]
     joined(impatient, trainer)
     trainer.order("send", group="g", tensors=tensors, stop_after=1)
-    with pytest.raises(GroupError, match=r"at tensor 'layer\.1', message 2 of 2: nothing has come"):
+    with pytest.raises(
+        GroupError, match=r"at tensor 'layer\.1', message 2 of 2: nothing was received"
+    ):
         impatient.receive("g", specs_for(tensors))
     trainer.reply()
     trainer.tell("destroy", group="g")

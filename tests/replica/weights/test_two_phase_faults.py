@@ -143,7 +143,7 @@ def test_a_stopped_trainer_is_given_up_after_a_silence(sync, pool):
     assert sync.stage.generate()["usage"]["completion_tokens"] == 12
     answer = sync.stage.answer(completing)
     assert not answer.success
-    assert "nothing has come for 3 s" in answer.message
+    assert "nothing was received for 3 s" in answer.message
     sync.trainer.kill()
     untouched_and_ready_for_the_next(sync, pool)
 
@@ -151,7 +151,7 @@ def test_a_stopped_trainer_is_given_up_after_a_silence(sync, pool):
 def test_a_trainer_that_never_sends_is_given_up_without_anybody_asking(sync, pool):
     sync.prepare(many(A))
     assert sync.until("failed")["error"]
-    failed(sync, "nothing has come for 6 s")
+    failed(sync, "nothing was received for 6 s")
     assert sync.trainer.tell("destroy", group="g") == {"destroyed": True}
     untouched_and_ready_for_the_next(sync, pool)
     sync.join()

@@ -186,7 +186,7 @@ async def test_a_worker_whose_target_version_vanished_is_not_released_with_older
             assert not running.api.worker(B).routable
             await trio.lowlevel.checkpoint()
     assert (
-        "missed the update to 'v1': it came up with 'default'"
+        "missed the update to 'v1': it returned with 'default'"
         in running.operations.journal.uncertain[B]
     )
     assert (await running.sync(2)).ok

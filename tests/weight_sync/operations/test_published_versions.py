@@ -86,7 +86,7 @@ async def test_a_worker_that_was_dead_during_an_update_does_not_serve_its_old_we
     api, engines, folder
 ):
     await missing(api, engines, "v2", {"weight_version": "v2"})
-    reason = "missed the update to 'v2': it came up with 'v1'"
+    reason = "missed the update to 'v2': it returned with 'v1'"
     assert (cordon_reasons_of(api), read_journal(folder).uncertain) == (
         [[], ["uncertain"]],
         {B: reason},
@@ -123,7 +123,7 @@ async def test_an_update_without_a_new_label_is_recognized_by_its_checksum(api, 
     engines.whole = {A: "new", B: "old"}
     await missing(api, engines, "v1", {})
     assert cordon_reasons_of(api) == [[], ["uncertain"]]
-    assert "epoch 1: it came up with other tensors" in api.operations.journal.uncertain[B]
+    assert "epoch 1: it returned with other tensors" in api.operations.journal.uncertain[B]
     await api.operations.resolve({})
     engines.whole = {A: "new", B: "new"}
     await missing(api, engines, "v1", {})

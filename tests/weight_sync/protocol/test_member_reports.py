@@ -38,7 +38,7 @@ def test_no_progress_for_the_limit_is_a_stall_and_the_first_byte_has_longer(nbyt
     while not why and now < 20:
         now += 0.5
         why, _ = detector.update(now, {"a": coming(nbytes, now)}, 3.0, 8.0)
-    assert why == f"nothing has come for {limit:g} s: a"
+    assert why == f"nothing was received for {limit:g} s: a"
     assert now == limit + (0.5 if nbytes else 0.0)
 
 

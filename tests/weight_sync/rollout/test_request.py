@@ -46,7 +46,7 @@ def test_a_percentage_is_of_all_workers_and_at_least_one():
         ({"model_path": "/" + "m" * 5000, "weight_version": "v"}, "at most 4096 characters"),
         ({"version": True}, "version must be the number or the label"),
         ({"version": 1.5}, "version must be the number or the label"),
-        ({"version": 1, "load_format": "auto"}, "load_format goes with model_path only"),
+        ({"version": 1, "load_format": "auto"}, "load_format is for model_path only"),
         ({**PATH, "max_unavailable": 0}, "max_unavailable must be a whole number of workers, at least 1"),
         ({**PATH, "max_unavailable": True}, "max_unavailable must be a whole number"),
         ({**PATH, "max_unavailable": "0%"}, "within 1% and 100%"),

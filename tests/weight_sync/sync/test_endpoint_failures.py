@@ -125,12 +125,12 @@ async def test_a_live_trainer_that_sends_nothing_is_given_up(trainer_with, engin
     await trainer.arm()
     report_progress(engines, "receiving", 7)
     await trainer.until("idle")
-    assert "nothing has come for 1 s" in trainer.api.operations.sync.status()["last_cause"]
+    assert "nothing was received for 1 s" in trainer.api.operations.sync.status()["last_cause"]
     assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
     assert uncertain_workers(trainer.api) == []
     response = await trainer.ask(COMPLETE)
     assert response.status == 400
-    assert "nothing has come" in response.body["message"]
+    assert "nothing was received" in response.body["message"]
 
 
 async def test_a_failed_receive_ends_the_sync_before_a_complete(trainer, engines):
