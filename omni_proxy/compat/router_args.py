@@ -3,7 +3,7 @@
 Contract: a trainer that built its router from sglang_router or vllm_router builds it from here
 without a change. A name that a class does not have is kept as an attribute; the launcher names it
 in the log. A flag of theirs sets a key, is refused, or has no effect, by the tables here; no flag
-is two of these. Arguments are validated by `launch_router`.
+is two of these. Arguments are validated by `start_router`.
 Source: `RouterArgs` of sglang-router 0.3.2 and vllm-router 0.1.17.
 """
 

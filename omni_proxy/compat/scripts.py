@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from omni_proxy import __version__
 from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.cli.serve import start
-from omni_proxy.compat.launch_router import order_for
 from omni_proxy.compat.router_args import RouterArgsBase
 from omni_proxy.compat.router_process import startup_of
 from omni_proxy.compat.sglang_args import SglangRouterArgs
+from omni_proxy.compat.start_router import order_for
 from omni_proxy.compat.vllm_args import VllmRouterArgs
 
 MISUNDERSTOOD = 2

@@ -2,7 +2,7 @@
 
 Contract: names, order, types and defaults are those of vllm-router 0.1.17, so that code written for
 it runs unchanged; the last one, `pd_disaggregation`, is not theirs: SkyRL reads it. What each does
-here is in `launch_router`.
+here is in `start_router`.
 """
 
 from __future__ import annotations
