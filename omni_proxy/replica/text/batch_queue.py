@@ -105,7 +105,7 @@ class BatchQueue:
 
 # The text stage's counters, and the gauges made of them.
 #
-# Invariant: totals only grow; a rate is that of the interval since the gauges were last told.
+# Invariant: totals only grow; a rate is that of the interval since the gauges were last reported.
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ Invariant: a request without any of these uses the plain `TokenSampler`, at its 
 is applied last: no bias and no penalty brings back a token that it forbids. A schema feature that
 the library cannot enforce is refused by name, never ignored. Whitespace is bounded, or
 a small model would write blank lines until its tokens run out. Schemas are compiled in a thread and
-never delay other requests; a request that was dropped meanwhile does not come back.
+never delay other requests; a request that was dropped meanwhile is not restored.
 """
 
 from __future__ import annotations

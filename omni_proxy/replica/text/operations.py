@@ -1,5 +1,4 @@
-"""Operations on the text stage: info, pause, continue, flush (api-server.md 2.3, 2.4); slow
-operations.
+"""Operations on the text stage (api-server.md 2.3, 2.4): info, pause, continue, flush; slow ones.
 
     begin ──step──> thread ──StepDone──> advance ──step──> ... ──return──> the operation's result
 

@@ -17,7 +17,7 @@ from omni_proxy.replica.text.sampling import Sampling, SamplingError, parse_samp
 
 
 class PromptError(Exception):
-    """The request cannot be computed; `kind` says whose fault it is."""
+    """The request cannot be computed; `kind` is whose fault it is."""
 
     def __init__(self, message: str, kind: FailureKind = "caller") -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class Prompt:
     """A parsed request that arrived at `arrived_s` of the scheduler's clock.
 
     `max_new_tokens` is the requested number or the remaining room, whichever is less. `transfer`
-    says where its KV comes from or goes to, if that is another replica.
+    is where its KV is fetched from or sent to, if that is another replica.
     """
 
     request_id: str
@@ -93,8 +93,7 @@ def _tokens_of(data: Any, limits: PromptLimits, max_tokens: int) -> tuple[int, .
     tokens = data.get("token_ids") if isinstance(data, Mapping) else None
     if not isinstance(tokens, list | tuple):
         raise PromptError(
-            f"stage {limits.stage} got no token_ids: "
-            f"a stage that makes them has to stand before it",
+            f"stage {limits.stage} got no token_ids: put a stage that makes them before it",
             "server",
         )
     if not tokens:

@@ -49,7 +49,7 @@ UPLOAD_TIMEOUT_SECS: Final = 600.0
 
 
 class FetchError(ValueError):
-    """The URL was not fetched; the text says why."""
+    """The URL was not fetched; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ async def _get(target: _Target, most_bytes: int) -> _Response:
 
 
 class MediaError(ValueError):
-    """The referenced media cannot be read; the text says why and what is accepted."""
+    """The referenced media cannot be read; the text has the reason and what is accepted."""
 
 
 @dataclass(frozen=True, slots=True)

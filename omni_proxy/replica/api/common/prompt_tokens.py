@@ -1,4 +1,4 @@
-"""The model's tokenizer and chat template for routes that count or spell tokens.
+"""The model's tokenizer and chat template for routes that count or decode tokens.
 
 Invariant: loaded once, in a thread, by the first request that needs them; a server whose routes do
 not need them never loads them. What it returns is what the pipeline's prompt stage would compute.
@@ -22,7 +22,7 @@ NO_TOKENIZER = "this server was started without a text model, so it has no token
 
 
 class PromptTokens:
-    """`model` is the text model's name or file; "" where there is none."""
+    """`model` is the text model's name or file; "" if there is none."""
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -150,7 +150,7 @@ def stream_response(body: ResponseBody) -> Response:
 
 
 class ChunkEncoder(Protocol):
-    """What a route makes of chunks. `failed` returns None to cut the connection instead of sending
+    """A route's encoding of chunks. `failed` returns None to cut the connection instead of sending
     an error.
     """
 

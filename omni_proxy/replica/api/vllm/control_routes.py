@@ -52,7 +52,7 @@ class EngineCalls:
     async def run(
         self, action: str, payload: dict[str, Any] | None = None, secs: float = CONTROL_SECS
     ) -> dict[str, Any]:
-        """The data of the stage that did it; raises VllmError 500 where a stage refused."""
+        """The data of the stage that ran it; raises VllmError 500 if a stage refused."""
         aggregate = await self._context.client.admin(action, payload or {}, None, secs)
         if not aggregate["success"]:
             raise worker_error(str(aggregate["message"]))
@@ -68,7 +68,7 @@ class EngineCalls:
     # Pause and sleep
 
     async def pause(self, mode: PauseChoice, *, clear_cache: bool = True) -> None:
-        """Returns once nothing is computed any more; new requests wait for `resume`."""
+        """Returns once no batch is computed any more; new requests wait for `resume`."""
         match mode:
             case "keep":
                 await self.run("pause_generation", {"mode": "in_place"})
@@ -89,14 +89,14 @@ class EngineCalls:
         return any(stage["data"].get("paused") for stage in facts.stages)
 
     async def sleep(self, level: int, mode: PauseChoice) -> None:
-        """From level 1 on the prefix cache is dropped; the weights stay where they are."""
+        """From level 1 on the prefix cache is dropped; the weights stay in memory."""
         await self.pause(mode, clear_cache=level >= 1)
         if level >= 1:
             await self.run("flush_cache")
             self._asleep.update(SLEEPING_PARTS)
 
     async def wake_up(self, tags: Sequence[str]) -> bool:
-        """Whether all is awake, so that requests continue; no tags: wake everything."""
+        """Whether everything is awake, so that requests continue; no tags: wake everything."""
         self._asleep -= set(tags or SLEEPING_PARTS)
         if self._asleep:
             return False
@@ -133,7 +133,7 @@ def id_matcher(wanted: Iterable[str]) -> Callable[[str], bool]:
 
 
 def bare_id(request_id: str) -> str:
-    """Without the prefix that vLLM's routes put before an id."""
+    """Without the prefix that vLLM's routes add to an id."""
     for prefix in ID_PREFIXES:
         if request_id.startswith(prefix):
             return request_id[len(prefix) :]
@@ -211,7 +211,7 @@ class ControlRoutes:
         return empty_response()
 
     async def _ids_of_body(self) -> list[str] | None:
-        """None where the body has none; raises VllmError."""
+        """None if the body has none; raises VllmError."""
         body = await _object_body()
         require_key(self._context)
         ids = body.get("request_ids")
@@ -230,7 +230,7 @@ class ControlRoutes:
         return json_response({"success": True})
 
     async def reset_other_cache(self) -> Response:
-        """There is no cache of media and none of encodings: nothing has to be done."""
+        """A no-op: there is no cache of media or encodings."""
         require_key(self._context)
         return empty_response()
 
@@ -257,7 +257,7 @@ class ControlRoutes:
         payload = {"model_path": path, "flush_cache": True, "beside_requests": True}
         await self._engine.run("update_weights_from_disk", payload, secs)
 
-    # What it is
+    # Server info
 
     async def world_size(self) -> Response:
         query_flag("include_dp", default=True)
@@ -294,7 +294,7 @@ def _framework_error(message: str) -> VllmError:
 
 
 async def _object_body() -> dict[str, Any]:
-    """Raises VllmError where there is none, as vLLM's control routes do."""
+    """Raises VllmError if there is none, as vLLM's control routes do."""
     body = await json_body()
     if body is MISSING:
         raise _framework_error("Invalid JSON format")

@@ -72,7 +72,7 @@ def _or(value: float | None, default: float) -> float:
 def with_output(
     response: dict[str, Any], text: str, ended: CompletionResult | GenerateChunk, item_id: str
 ) -> dict[str, Any]:
-    """The response as it ended."""
+    """The completed response."""
     status = STATUSES.get(ended.finish_reason or "", "completed")
     return response | {
         "incomplete_details": INCOMPLETE if status == "incomplete" else None,
@@ -83,7 +83,7 @@ def with_output(
 
 
 def message_item(item_id: str, text: str | None) -> dict[str, Any]:
-    """The one output item; `text` None: it has just been opened."""
+    """The only output item; `text` None: it has just begun."""
     return {
         "id": item_id,
         "content": [] if text is None else [text_part(text)],

@@ -97,7 +97,7 @@ class ResponseStore:
         return self._stored.get(response_id)
 
     def put(self, response: StoredResponse) -> None:
-        """Stores it, or what it has become."""
+        """Stores a response, or its new state."""
         if not self.limit:
             return
         response_id = response.body["id"]
@@ -109,7 +109,7 @@ class ResponseStore:
             self.delete(next(iter(self._stored)))
 
     def delete(self, response_id: str) -> bool:
-        """Whether there was one; what still generates it is ended."""
+        """Whether there was one; a generation that is still running is ended."""
         response = self._stored.pop(response_id, None)
         self._sizes.pop(response_id, None)
         if response is None:

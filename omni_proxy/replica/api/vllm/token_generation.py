@@ -130,7 +130,7 @@ def to_request(body: TokensBody) -> GenerateRequest:
 
 
 class TokenResponse:
-    """The response to one body; its choices, and what surrounds them."""
+    """The response to one body, with its choices."""
 
     def __init__(self, body: TokensBody, response_id: str, model: str) -> None:
         self.body = body
@@ -161,7 +161,7 @@ class TokenResponse:
         }
 
     def usage(self, usages: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-        """The prompt is counted once, as it is computed once for all choices."""
+        """The prompt is counted once, since it is computed once for all choices."""
         first = usages[0] or {}
         details = first.get("prompt_tokens_details") or {}
         prompt = len(self.body.token_ids)
@@ -206,7 +206,7 @@ class TokenResponse:
 
 
 def _position(item: Sequence[Any], count: int) -> dict[str, Any]:
-    """One token: itself first among its candidates, then the likeliest others."""
+    """One token: itself first, then its most likely alternatives."""
     own = {"token_id": item[1], "logprob": item[0], "rank": None}
     others = [
         {"token_id": token, "logprob": logprob, "rank": rank}

@@ -155,7 +155,7 @@ class TokenizeRoutes:
         return await MediaReader(self._context).messages(given, {})
 
     async def _max_tokens(self) -> int:
-        """The stage's bound, which may be lower than the model's."""
+        """The stage's limit, which may be lower than the model's."""
         infos = self._context.client.stage_info().values()
         sizes: list[int] = [info["context"] for info in infos if "context" in info]
         return min([await self._tokens.context(), *sizes])
@@ -206,7 +206,7 @@ class RenderRoutes:
 
 
 def _check(given: dict[str, Any]) -> None:
-    """Raises DetailError 400 for what /inference/v1/generate could not take over."""
+    """Raises DetailError 400 for fields without a counterpart in /inference/v1/generate."""
     check_supported_fields(given)
     if (given.get("response_format") or {}).get("type", "text") != "text":
         raise DetailError(400, NO_FORMAT)
@@ -217,7 +217,7 @@ def _top(logprobs: bool | None, top: int | None) -> int | None:
 
 
 def _sampling(body: CommonFields, limit: int | None, top: int | None) -> dict[str, Any]:
-    """vLLM's sampling_params; what is unset has the default that the stage has for it."""
+    """vLLM's sampling_params; unset fields have the stage's defaults."""
     defaults = {
         name: getattr(_DEFAULTS, name) if getattr(body, name) is None else getattr(body, name)
         for name in (

@@ -123,7 +123,7 @@ def _summary(value: object) -> str:
 
 
 def embedded(kind: type[S], given: object) -> S:
-    """The fields of a body as vLLM's control routes take them: no body is an empty one."""
+    """The fields of a body for vLLM's control routes, where no body is an empty one."""
     try:
         return validate(kind, {} if given is MISSING else given)
     except InvalidBody as error:

@@ -19,7 +19,7 @@ from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.vllm.control_routes import CONTROL_SECS, WAIT_SECS, EngineCalls
 from omni_proxy.replica.api.vllm.vllm_errors import VllmError, embedded, phrase, vllm_view
 
-# Beyond the stage's own deadlines, each of which ends in an answer.
+# In addition to the stage's own deadlines, at each of which it answers.
 GRACE_SECS = 30.0
 FINISH_SECS = 600.0
 NO_BASELINE = "action='compare' requires a 'baseline' object"
@@ -85,7 +85,7 @@ class WeightTransferRoutes:
         return json_response({"message": "Weight update finished"})
 
     async def set_version(self) -> Response:
-        """Names the weights and nothing else: no request is aborted."""
+        """Sets the version only: no request is aborted."""
         body = embedded(NameVersion, await admin_body(self._context))
         payload = {"new_version": body.new_version, "abort_all_requests": False}
         await self._engine.run("update_weight_version", payload)
@@ -129,7 +129,7 @@ def ranked_checksums(data: dict[str, Any]) -> dict[str, str]:
 
 
 def mount(app: QuartTrio, context: RouteContext, engine: EngineCalls, *, alone: bool) -> None:
-    """`alone`: SGLang's routes are not there, one of which has a path of these."""
+    """`alone`: SGLang's routes are not served, one of which has the same path."""
     routes = WeightTransferRoutes(context, engine)
     posts = {
         "/init_weight_transfer_engine": routes.init,
