@@ -84,7 +84,7 @@ def test_ranks_of_an_engine_count_once_it_has_reported_them():
     assert worker.dp_ranks == ()
 
 
-def test_a_worker_that_came_back_under_its_url_has_new_ranks():
+def test_a_worker_added_again_under_its_url_has_new_ranks():
     fleet = fleet_of(entry("a", ranks=2))
     before = fleet.workers[0]
     apply(fleet)

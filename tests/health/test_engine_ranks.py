@@ -74,7 +74,7 @@ async def started(nursery, *entries):
     return fleet, fleet.workers[0]
 
 
-async def test_a_worker_that_gets_healthy_is_asked_once(nursery, engine):
+async def test_a_worker_that_becomes_healthy_is_called_once(nursery, engine):
     engine.replies["/server_info"] = (200, SGLANG)
     fleet, worker = await started(nursery, entry("a", ranks="auto"), entry("b"))
     await wait_all_tasks_blocked()
@@ -108,7 +108,7 @@ async def test_the_routes_that_the_engine_has_are_used(nursery, engine, replies,
     assert worker.rank_count == worker.reported_ranks == ranks
 
 
-async def test_a_worker_that_comes_back_is_asked_again(nursery, engine):
+async def test_a_worker_that_returns_is_called_again(nursery, engine):
     engine.replies["/server_info"] = (200, SGLANG)
     fleet, worker = await started(nursery, entry("a", ranks="auto"))
     heal(fleet, worker)
@@ -127,7 +127,7 @@ async def test_a_worker_that_comes_back_is_asked_again(nursery, engine):
     assert len(worker.dp_ranks) == 3
 
 
-async def test_a_change_to_auto_asks_a_worker_that_is_healthy(nursery, engine):
+async def test_a_change_to_auto_calls_a_healthy_worker(nursery, engine):
     engine.replies["/server_info"] = (200, SGLANG)
     fleet, worker = await started(nursery, entry("a", ranks=2))
     heal(fleet, worker)
@@ -155,7 +155,7 @@ async def test_a_failed_call_is_repeated_while_the_worker_is_healthy(
     assert len(engine.calls) == asked
 
 
-async def test_a_worker_that_was_removed_is_not_asked_any_more(nursery, engine, autojump_clock):
+async def test_a_removed_worker_is_not_called_any_more(nursery, engine, autojump_clock):
     assert isinstance(autojump_clock, MockClock)
     engine.replies = {"/server_info": None, "/metrics": None}
     fleet, worker = await started(nursery, entry("a", ranks="auto"))

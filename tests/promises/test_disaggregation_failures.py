@@ -120,7 +120,7 @@ async def test_a_failure_counts_for_the_leg_that_failed(connector, leg):
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_an_error_of_the_transfer_counts_for_nobody(connector, leg):
+async def test_an_error_of_the_transfer_counts_against_no_worker(connector, leg):
     config = '[routing]\nmax_total_retries = 1\nretry_on = ["500"]\n'
     config += '[routing.disaggregation]\nfallback = "refuse"'
     async with fleet_of(connector, config=config) as (fleet, client):
@@ -194,7 +194,7 @@ def resetting_if_reused(engine):
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_another_prefill_worker_is_asked_before_anything_else(connector):
+async def test_another_prefill_worker_is_tried_first(connector):
     async with fleet_of(connector, prefills=2) as (fleet, client):
         fleet.prefills[0].fault = resetting
         for _ in range(3):
@@ -214,7 +214,7 @@ async def test_decode_computes_the_prompt_itself_if_no_prefill_worker_answers(co
         assert fleet.failures() == {fleet.prefills[0].url: 1}
 
 
-async def test_where_the_file_says_refuse_the_client_gets_the_error():
+async def test_with_refuse_configured_the_client_gets_the_error():
     config = '[routing.disaggregation]\nfallback = "refuse"'
     async with fleet_of("nixl", config=config) as (fleet, client):
         fleet.prefills[0].fault = resetting
@@ -224,7 +224,7 @@ async def test_where_the_file_says_refuse_the_client_gets_the_error():
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_prefills_own_refusal_goes_to_the_client(connector):
+async def test_a_refusal_of_prefill_is_relayed_to_the_client(connector):
     refusal = b'{"error": {"message": "the prompt is too long"}}'
     async with fleet_of(connector) as (fleet, client):
         fleet.prefills[0].fault = failing("400 Bad Request", refusal)

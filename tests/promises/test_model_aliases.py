@@ -97,14 +97,14 @@ async def test_only_the_models_bytes_change_and_the_answers_bytes_never():
         assert big.requests[0][1] == b'{"a":1e3,  "model" :"big" ,"b":"\\u00e9"}'
 
 
-async def test_a_real_models_name_that_is_an_alias_goes_to_its_targets():
+async def test_an_alias_with_the_name_of_a_model_is_routed_to_its_targets():
     async with two_models(name="big", targets=(("small", 2), ("big", 1))) as (made, _, client):
         for _ in range(3):
             await ask(client, chat("big"))
         assert [models_of(worker) for worker in made] == [{"big": 1}, {"small": 2}]
 
 
-async def test_a_retry_stays_at_its_target_and_goes_to_another_when_that_has_nobody_left():
+async def test_a_retry_keeps_its_target_until_it_has_no_worker_left():
     ok = answering(counted(b"{}"))
     async with fake_workers(ok, ok) as (big, small), refusing_url() as dead:
         config = alias(("big", 1), ("small", 1))
@@ -133,7 +133,7 @@ async def test_a_busy_target_is_left_for_one_that_is_not():
         assert (models_of(big), models_of(small)) == ({"big": 1}, {"small": 1})
 
 
-async def test_an_alias_of_models_that_nobody_serves_is_an_unknown_model():
+async def test_an_alias_of_models_without_workers_is_an_unknown_model():
     async with two_models(targets=(("x", 1), ("y", 1))) as (_, opened, client):
         answer = await ask(client, chat())
         error = json.loads(answer.body)["error"]
@@ -142,7 +142,7 @@ async def test_an_alias_of_models_that_nobody_serves_is_an_unknown_model():
         assert (opened.last["model"], opened.last["target_model"]) == ("alias", None)
 
 
-async def test_who_waits_for_an_alias_goes_to_the_first_target_with_room():
+async def test_a_queued_request_for_an_alias_takes_the_first_target_with_capacity():
     release = trio.Event()
 
     async def slow(call):

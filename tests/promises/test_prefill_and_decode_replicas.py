@@ -170,7 +170,7 @@ async def test_two_legs_of_one_handle_answer_as_one_replica(nixl, whole, path, s
     assert (await transfers(prefill))["kept"] == 0
 
 
-async def test_server_info_says_the_role(sglang, whole):
+async def test_server_info_has_the_role(sglang, whole):
     prefill, decode, port = sglang
     for running, role in ((prefill, "prefill"), (decode, "decode"), (whole, "null")):
         async with running.client() as client:
@@ -288,7 +288,7 @@ async def test_a_client_that_leaves_the_prefill_leg_ends_the_decode_leg(sglang):
     await post(prefill, "/continue_generation", {})
 
 
-async def test_clocks_end_what_waits_for_a_leg_that_never_comes():
+async def test_timeouts_end_requests_whose_other_leg_is_missing():
     words = ("--role", "decode", *SHORT_CLOCKS)
     with prefill_replica("sglang", *SHORT_CLOCKS) as (prefill, port), replica(*words) as decode:
         for running in (prefill, decode):
@@ -311,7 +311,7 @@ async def test_a_lease_ends():
         assert (failed.status_code, "within 0.5 s" in failed.text) == (500, True)
 
 
-async def test_a_killed_or_restarted_prefill_is_an_error_at_once_and_decode_goes_on(nixl, whole):
+async def test_a_killed_or_restarted_prefill_is_an_error_at_once_and_decode_continues(nixl, whole):
     _, decode = nixl
     await fresh(whole)
     expected = essence(await post(whole, "/v1/chat/completions", CHAT))

@@ -62,7 +62,7 @@ async def ask(client, request):
 
 
 @pytest.mark.parametrize("path", JSON_ROUTES)
-async def test_the_rank_goes_into_the_header_and_the_body_stays_as_it_was(path):
+async def test_the_rank_is_in_the_header_and_the_body_is_unchanged(path):
     async with before_ranks() as (_, client, recorder):
         for _ in range(8):  # from the second one on without a coroutine
             assert (await ask(client, post(ODD, path=path))).status == 200
@@ -119,7 +119,7 @@ async def test_a_chunked_request_to_generate_gets_the_key():
     assert recorder.bodies == [b'{"routed_dp_rank":0,"text": "a"}']
 
 
-async def test_a_body_of_generate_that_is_no_json_goes_on_unchanged():
+async def test_a_body_of_generate_that_is_no_json_is_forwarded_unchanged():
     async with before_ranks() as (_, client, recorder):
         assert (await ask(client, post(b"a=1", path="/generate", kind="content-type: a/b"))).status
     assert (recorder.ranks(), recorder.bodies) == ([["0"]], [b"a=1"])
@@ -327,7 +327,7 @@ async def test_a_rank_that_fails_is_tried_again_elsewhere_and_only_its_worker_is
             assert tried == [f"{bad.url}@0", f"{good.url}@1"]
 
 
-async def test_the_workers_own_key_goes_to_each_of_its_ranks(monkeypatch):
+async def test_the_workers_own_key_is_sent_to_each_of_its_ranks(monkeypatch):
     monkeypatch.setenv("RANK_KEY", "secret")
     recorder = Recorder()
     async with fake_workers(recorder.script) as (worker,):
@@ -340,7 +340,7 @@ async def test_the_workers_own_key_goes_to_each_of_its_ranks(monkeypatch):
     assert [json.loads(body)["routed_dp_rank"] for body in recorder.bodies] == [0, 1, 0, 1]
 
 
-async def test_bounds_of_ranks_make_requests_wait_and_each_goes_where_room_is():
+async def test_limits_of_ranks_queue_requests_until_a_rank_has_capacity():
     gates, arrived = {}, []
 
     async def script(call):

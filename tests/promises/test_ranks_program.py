@@ -67,7 +67,7 @@ def ranks_of(told):
     return len(told["workers"][0]["ranks"])
 
 
-async def test_the_engine_is_asked_and_all_calls_but_requests_reach_it_once(tmp_path):
+async def test_the_engine_is_called_for_its_ranks_and_gets_admin_calls_once(tmp_path):
     async with started(tmp_path) as (running, engine):
         for _ in range(8):
             assert (await running.client.post("/v1/chat/completions", json=chat())).is_success

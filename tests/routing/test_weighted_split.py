@@ -19,7 +19,7 @@ def split_of(*weights, previous=None, names="abcde"):
 
 
 @given(weights, st.integers(1, 3))
-def test_each_target_is_chosen_exactly_as_often_as_its_weight_says(weights, rounds):
+def test_each_target_is_chosen_in_exact_proportion_to_its_weight(weights, rounds):
     split = split_of(*weights)
     every = range(len(weights))
     for _ in range(rounds):
@@ -38,7 +38,7 @@ def test_a_target_is_never_more_than_one_choice_ahead_of_its_share(weights):
 
 
 @given(weights, st.data())
-def test_a_preview_says_what_comes_and_changes_nothing(weights, data):
+def test_a_preview_names_the_next_target_and_changes_nothing(weights, data):
     split = split_of(*weights)
     for _ in range(20):
         available = data.draw(
@@ -63,7 +63,7 @@ def test_what_was_out_gets_no_more_than_its_share_when_it_is_back():
     assert Counter(split.choose((0, 1)) for _ in range(10)) == {0: 5, 1: 5}
 
 
-def test_a_reload_with_equal_targets_goes_on_where_it_was():
+def test_a_reload_with_equal_targets_continues_where_it_was():
     first = split_of(1, 1)
     before = first.choose((0, 1))
     assert split_of(1, 1, previous=first).choose((0, 1)) != before

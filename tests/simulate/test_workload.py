@@ -68,7 +68,7 @@ def test_a_rollout_has_a_group_of_requests_for_each_prompt():
     assert len({request.blocks for request in requests}) == 64 // GROUP
 
 
-def test_bursts_come_in_one_second_of_each_ten():
+def test_bursts_are_in_one_second_of_each_ten():
     requests = WORKLOADS["bursts"](500, 4, Random(0)).requests
     assert all(request.at % 10 < 1 for request in requests)
 

@@ -87,7 +87,7 @@ class AgainstADictionary(RuleBasedStateMachine):
 TestAgainstADictionary = AgainstADictionary.TestCase
 
 
-def test_an_error_says_what_became_of_the_kv():
+def test_an_error_reports_the_state_of_the_kv():
     now = [0.0]
     held = table(lambda: now[0])
     with pytest.raises(ClaimError, match="not known here"):

@@ -129,7 +129,7 @@ def sizes(**changed):
         (sends_and_waits(OFFER, LAYER[:-1]), "within 0.2 s"),
     ],
 )
-def test_decode_fails_its_request_and_goes_on(decode, answer, words):
+def test_decode_fails_its_request_and_continues(decode, answer, words):
     with fake_prefill(answer) as fetch:
         failure = decode.fail(PROMPT, fetch)
     assert failure.error.startswith("KVTransferError: prefill at 127.0.0.1:") or (
@@ -140,7 +140,7 @@ def test_decode_fails_its_request_and_goes_on(decode, answer, words):
     assert decode.ask(PROMPT)["finish_reason"] == "length"
 
 
-def test_a_prefill_that_says_it_is_at_work_is_waited_for(decode):
+def test_a_prefill_that_reports_work_is_awaited(decode):
     more = threading.Event()
 
     def answer(peer):
@@ -219,7 +219,7 @@ def kept_key(prefill) -> str:
         b"GET " + b"x" * 10_000,
     ],
 )
-def test_prefill_closes_the_connection_of_a_stranger_and_goes_on(prefill, sent):
+def test_prefill_closes_an_unknown_connection_and_continues(prefill, sent):
     with connected(prefill) as peer:
         peer.sendall(sent)
         if sent:
@@ -228,7 +228,7 @@ def test_prefill_closes_the_connection_of_a_stranger_and_goes_on(prefill, sent):
     assert prefill.ask(PROMPT)["finish_reason"] == "length"
 
 
-def test_prefill_says_who_it_is_over_http(prefill):
+def test_prefill_reports_its_identity_over_http(prefill):
     for path, status in (("/query", b"200"), ("/health", b"200"), ("/route", b"404")):
         with connected(prefill) as peer:
             peer.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
@@ -292,7 +292,7 @@ def test_a_room_whose_decode_reads_nothing_fails_by_the_clock(prefill):
         assert "did not take the KV within 0.2 s" in prefill.end(request_id).error
 
 
-def test_decode_hears_that_prefill_is_at_work():
+def test_decode_is_notified_that_prefill_is_at_work():
     with stage("prefill", wait_secs=0.1) as busy:
         busy.admin("pause_generation", mode="in_place")
         request_id = busy.submit(PROMPT, Serve("room:3", waits=True))

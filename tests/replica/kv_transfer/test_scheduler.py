@@ -143,7 +143,7 @@ def test_one_object_given_to_two_requests_at_once_serves_one(pair):
         ({"port": 1}, "refused"),
     ],
 )
-def test_a_kv_that_cannot_be_had_is_an_error_that_says_why(pair, changed, words):
+def test_an_unavailable_kv_is_an_error_with_the_reason(pair, changed, words):
     prompt = long_prompt(60, 12)
     fetch = pair.kept(prompt)
     fields = {name: getattr(fetch, name) for name in fetch.__struct_fields__} | changed
@@ -186,7 +186,7 @@ def test_two_decode_requests_of_one_room_are_refused_at_decode_and_at_prefill(pa
         assert isinstance(pair.decode.end(waiting), Result)
 
 
-def test_prefill_computes_nothing_before_decode_has_come(pair):
+def test_prefill_computes_nothing_before_decode_fetches(pair):
     prompt = long_prompt(60, 16)
     serve, fetch = pair.room()
     first = pair.prefill.submit(prompt, serve)

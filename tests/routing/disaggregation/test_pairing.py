@@ -99,7 +99,7 @@ def test_a_label_that_is_not_known_yet_is_no_other_version_and_an_epoch_is():
     assert refusal(fleet).code == "weight_versions_differ"
 
 
-def test_a_retry_goes_to_workers_that_were_not_tried():
+def test_a_retry_takes_workers_that_were_not_tried():
     fleet = pair_fleet(2, 2)
     chooser = Chooser(fleet)
     p0, p1, d0, d1 = fleet.workers
@@ -129,7 +129,7 @@ def test_without_a_prefill_worker_the_decode_worker_does_all_if_it_may():
     assert (error.code, error.status) == ("no_prefill_worker", 503)
 
 
-def test_without_a_decode_worker_nobody_serves_it_but_a_regular_worker():
+def test_without_a_decode_worker_only_a_regular_worker_serves_it():
     fleet = fleet_of(entry("p0", role="prefill"))
     assert refusal(fleet).code == "no_decode_worker"
     fleet.apply([entry("p0", role="prefill"), entry("r0")], NOW)
@@ -140,7 +140,7 @@ def test_without_a_decode_worker_nobody_serves_it_but_a_regular_worker():
     assert Chooser(fleet).names() == ("r0", None)
 
 
-def test_pools_come_before_regular_workers():
+def test_pools_are_preferred_to_regular_workers():
     fleet = fleet_of(entry("r0"), entry("p0", role="prefill"), entry("d0", role="decode"))
     chooser = Chooser(fleet)
     assert [chooser.names() for _ in range(2)] == [("d0", "p0")] * 2
