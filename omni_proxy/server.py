@@ -149,7 +149,7 @@ class Server:
             leaving=lambda: self.leaving,
             dialect=config_store.startup.dialect,
             kv_connector=config_store.startup.kv_connector,
-            given=config_store.startup.flag_urls,
+            given=config_store.startup.given_urls,
             proxy_id=proxy_id,
         )
         self.admin_api = self._supervise_admin_api(services, admin_socket)

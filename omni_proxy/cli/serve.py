@@ -18,6 +18,7 @@ from omni_proxy.cli.flags.peer_flags import overrides, warnings
 from omni_proxy.cli.frozen_binary import lead_process_group
 from omni_proxy.config.flags import Dialect, Startup, parse_worker_urls, ranks_in_urls
 from omni_proxy.config.parse import ConfigError
+from omni_proxy.config.pool_flags import PoolFlags, connector_of, pool_workers
 from omni_proxy.config.schema import LaunchEntry, RetryCause
 
 # As sglang-router has it.
@@ -44,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     parser = serve_parser()
     arguments = parser.parse_args(argv)
-    if arguments.config is None and not arguments.worker_urls:
+    given = arguments.worker_urls or arguments.prefill or arguments.decode
+    if arguments.config is None and not given:
         parser.error(
             "nothing to serve: name a file with --config FILE (config/example.toml shows every "
             "key), or workers with --worker-urls http://HOST:PORT ..."
@@ -71,7 +73,8 @@ def start(startup: Startup) -> int:
 def startup_of(
     arguments: Namespace, environment_key: str, launch: tuple[LaunchEntry, ...] = ()
 ) -> Startup:
-    """Raises ConfigError for invalid worker URLs."""
+    """Raises ConfigError for invalid workers."""
+    pools = _pool_flags(arguments)
     urls = parse_worker_urls(arguments.worker_urls)
     ranks = ranks_in_urls(arguments.worker_urls)
     in_urls = {} if ranks is None else {"routing.ranks": ranks}
@@ -81,7 +84,21 @@ def startup_of(
         flag_urls=urls,
         admin_key=environment_key,
         launch=launch,
+        pool_workers=pool_workers(pools, urls),
+        kv_connector=connector_of(pools),
         warnings=warnings(arguments),
+    )
+
+
+def _pool_flags(arguments: Namespace) -> PoolFlags:
+    """`launch` has none of them."""
+    given = vars(arguments)
+    return PoolFlags(
+        prefill=given.get("prefill") or (),
+        decode=given.get("decode") or (),
+        sglang=bool(given.get("pd_disaggregation")),
+        vllm=bool(given.get("vllm_pd_disaggregation")),
+        connector=given.get("kv_connector") or "",
     )
 
 

@@ -227,8 +227,15 @@ def _control_key(text: object) -> object:
     return number, name, key, role.lower()
 
 
-# Of the command itself.
-_OWN: Final = frozenset(("--worker-urls",))
+# Of the command itself, and what they do.
+_OWN: Final = {
+    "--worker-urls": "workers that run already",
+    "--prefill": "a prefill worker, and its bootstrap port or none",
+    "--decode": "a decode worker",
+    "--pd-disaggregation": "prefill and decode workers are SGLang engines",
+    "--vllm-pd-disaggregation": "prefill and decode workers are vLLM engines",
+    "--kv-connector": "how vLLM engines pass KV caches: nixl or mooncake",
+}
 # Errors whose text differs between the command line and Python.
 _REFUSED: Final = {
     "--backend": "workers of any engine are taken as they are: name them in worker_urls",
@@ -259,8 +266,7 @@ def refusal_of(flag: str) -> str:
 def describe_flag(flag: str) -> str:
     """One line for a parser's help."""
     if has_effect(flag):
-        key = _KEYS.get(flag, "")
-        return f"sets {key}" if key else "workers that run already"
+        return _OWN.get(flag) or f"sets {_KEYS[flag]}"
     if why := refusal_of(flag):
         return f"not served: {why}"
     if flag in peer_flags.WITHOUT_EFFECT:

@@ -79,12 +79,22 @@ def _idle_flags(args: RouterArgsBase) -> frozenset[str]:
     return _SCRAPED if getattr(args, "prometheus_port", None) is None else frozenset()
 
 
+def _pool_words(given: object) -> list[str]:
+    """A decode worker's URL; or a prefill worker's and its port, None where there is none."""
+    if isinstance(given, str):
+        return [given]
+    url, *ports = given if isinstance(given, list | tuple) else [given]
+    return [str(url), *("none" if port is None else str(port) for port in ports)]
+
+
 def _words(flag: str, value: object) -> list[str]:
     """None, false and empty lists give no flag: they are its default."""
     if value is None or value is False or value in ([], ()):
         return []
     if value is True:
         return [flag]
+    if flag in ("--prefill", "--decode") and isinstance(value, list | tuple):
+        return [word for each in value for word in (flag, *_pool_words(each))]
     if isinstance(value, list | tuple):
         return [flag, *map(str, value)]
     text = str(value)

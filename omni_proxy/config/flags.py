@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from omni_proxy.config.problem import ConfigError, Problem, format_path, to_toml_literal
-from omni_proxy.config.schema import Config, KvConnector, LaunchEntry
+from omni_proxy.config.schema import Config, KvConnector, LaunchEntry, WorkerEntry
 from omni_proxy.config.url import normalize_url, split_rank
 from omni_proxy.config.validate import check_rules, walk
 
@@ -19,6 +19,8 @@ FLAGS: Final = {
     "--host": "server.host",
     "--port": "server.port",
     "--policy": "routing.policy",
+    "--prefill-policy": "routing.disaggregation.prefill_policy",
+    "--decode-policy": "routing.disaggregation.decode_policy",
     "--model": "routing.model",
     "--max-worker-retries": "routing.max_worker_retries",
     "--max-total-retries": "routing.max_total_retries",
@@ -53,22 +55,33 @@ FLAG_ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "--tls-key": ("--tls-key-path",),
 }
 # Values of flags to values of keys.
+_POLICY_MEANT: Final = {
+    "consistent_hash": "consistent_hashing",
+    "least_load": "least_request",
+    "manual": "least_request",
+    "passthrough": "round_robin",
+    "session_aware": "least_request",
+    "sticky_least_loaded": "least_request",
+}
+_POLICY_KEYS: Final = (
+    "routing.policy",
+    "routing.disaggregation.prefill_policy",
+    "routing.disaggregation.decode_policy",
+)
 _MEANT: Final = {
     ("server.log_level", "warn"): "warning",
     ("server.max_inflight", "-1"): "0",
-    ("routing.policy", "consistent_hash"): "consistent_hashing",
-    ("routing.policy", "least_load"): "least_request",
-    ("routing.policy", "manual"): "least_request",
-    ("routing.policy", "passthrough"): "round_robin",
-    ("routing.policy", "session_aware"): "least_request",
-    ("routing.policy", "sticky_least_loaded"): "least_request",
+    **{(key, theirs): ours for key in _POLICY_KEYS for theirs, ours in _POLICY_MEANT.items()},
 }
 # Further keys that such a value sets, unless they have a flag themselves.
 _SESSIONS: Final[dict[str, object]] = {"routing.sticky_sessions": True}
+_POLICY_MEANT_TOO: Final[dict[str, dict[str, object]]] = {
+    "manual": _SESSIONS,
+    "session_aware": _SESSIONS,
+    "sticky_least_loaded": {**_SESSIONS, "routing.sticky_load": "sessions"},
+}
 _MEANT_TOO: Final = {
-    ("routing.policy", "manual"): _SESSIONS,
-    ("routing.policy", "session_aware"): _SESSIONS,
-    ("routing.policy", "sticky_least_loaded"): {**_SESSIONS, "routing.sticky_load": "sessions"},
+    (key, theirs): keys for key in _POLICY_KEYS for theirs, keys in _POLICY_MEANT_TOO.items()
 }
 _FLAG_OF: Final = {key: flag for flag, key in FLAGS.items()}
 _PLACE: Final = "command line"
@@ -91,9 +104,19 @@ class Startup:
     # Replicas of the command line, beside those of FILE.
     launch: tuple[LaunchEntry, ...] = ()
     dialect: Dialect = "omni"
+    pool_workers: tuple[WorkerEntry, ...] = ()  # of --prefill and --decode
     kv_connector: KvConnector = "sglang"  # of prefill and decode workers that name none
     # Flags without effect, to be logged.
     warnings: tuple[str, ...] = ()
+
+    @property
+    def flag_workers(self) -> tuple[str | WorkerEntry, ...]:
+        """All workers of the command line; those that have a URL only as that."""
+        return (*self.flag_urls, *self.pool_workers)
+
+    @property
+    def given_urls(self) -> tuple[str, ...]:
+        return (*self.flag_urls, *(worker.url for worker in self.pool_workers))
 
     def effective_config(self, config: Config) -> Config:
         """The effective configuration for FILE's `config`. Raises ConfigError."""
@@ -123,7 +146,7 @@ def apply_flags(config: Config, overrides: Mapping[str, object]) -> Config:
     values, findings = walk(tables, Config)
     findings += check_rules(values)
     if findings:
-        raise _refusal([(format_path(path), reason, hint) for path, reason, hint in findings])
+        raise flag_error([(format_path(path), reason, hint) for path, reason, hint in findings])
     return msgspec.convert(values, Config)
 
 
@@ -144,7 +167,7 @@ def parse_worker_urls(texts: Iterable[str]) -> tuple[str, ...]:
             findings.append(("--worker-urls", f"{to_toml_literal(text)}: {reason}", ""))
         ranks.setdefault(url, []).extend([] if rank is None else [rank])
     if findings:
-        raise _refusal(findings)
+        raise flag_error(findings)
     return tuple(ranks)
 
 
@@ -164,7 +187,7 @@ def ranks_in_urls(texts: Iterable[str]) -> int | None:
         if ranks != set(range(count)):
             reason = f"{to_toml_literal(url)}: ranks 0 to {count - 1} are not all named"
             hint = "name each URL with all its ranks; or once, with `ranks` in [[workers]]"
-            raise _refusal([("--worker-urls", reason, hint)])
+            raise flag_error([("--worker-urls", reason, hint)])
     return count
 
 
@@ -178,7 +201,8 @@ def _number(value: object) -> object:
     return value
 
 
-def _refusal(findings: Iterable[tuple[str, str, str]]) -> ConfigError:
+def flag_error(findings: Iterable[tuple[str, str, str]]) -> ConfigError:
+    """Each finding: the flag, or the key that it sets; a reason, and what may help or ""."""
     return ConfigError(
         [
             Problem(_FLAG_OF.get(path, path), None, reason, hint, _PLACE)

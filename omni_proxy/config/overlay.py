@@ -5,7 +5,7 @@ returns a new value and changes nothing.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -72,11 +72,11 @@ class WorkerSpec:
 
 
 def desired_workers(
-    config: Config, flag_urls: tuple[str, ...], state: SavedState
+    config: Config, flag_workers: Sequence[str | WorkerEntry], state: SavedState
 ) -> tuple[WorkerSpec, ...]:
     """FILE's order first, then launch, flags, and workers added over HTTP."""
     workers: dict[str, WorkerSpec] = {}
-    for entry, origin, fingerprint in _named(config, flag_urls):
+    for entry, origin, fingerprint in _named(config, flag_workers):
         if entry.url not in workers and not _buried(state, entry.url, fingerprint):
             switched = _switched(entry, state.switches.get(entry.url, WorkerOverride()))
             workers[entry.url] = _desired(switched, origin, entry)
@@ -102,11 +102,13 @@ def spec_of(worker: StateWorker, origin: Origin) -> WorkerSpec:
     return _desired(worker, origin, None)
 
 
-def prune_state(state: SavedState, config: Config, flag_urls: tuple[str, ...] = ()) -> SavedState:
+def prune_state(
+    state: SavedState, config: Config, flag_workers: Sequence[str | WorkerEntry] = ()
+) -> SavedState:
     """Without what lost its object: tombstones over entries that changed or went away, switches
     on workers that nothing names."""
     fingerprints: dict[str, str] = {}
-    for entry, _, fingerprint in _named(config, flag_urls):
+    for entry, _, fingerprint in _named(config, flag_workers):
         fingerprints.setdefault(entry.url, fingerprint)
     return structs.replace(
         state,
@@ -176,7 +178,9 @@ def with_deleted(state: SavedState, config: Config, url: str) -> SavedState:
     return structs.replace(cleared, tombstones=tombstones)
 
 
-def _named(config: Config, flag_urls: tuple[str, ...]) -> Iterator[tuple[WorkerEntry, Origin, str]]:
+def _named(
+    config: Config, flag_workers: Sequence[str | WorkerEntry]
+) -> Iterator[tuple[WorkerEntry, Origin, str]]:
     """Each worker that the state can only switch or bury, with its entry's fingerprint."""
     for entry in config.workers:
         yield entry, "file", _fingerprint(entry)
@@ -184,8 +188,9 @@ def _named(config: Config, flag_urls: tuple[str, ...]) -> Iterator[tuple[WorkerE
         for url in group.urls:
             worker = WorkerEntry(url=url, model=group.model, capabilities=group.capabilities)
             yield worker, "launch", _fingerprint(group)
-    for url in flag_urls:
-        yield WorkerEntry(url=url), "flag", FLAG_FINGERPRINT
+    for given in flag_workers:
+        entry = WorkerEntry(url=given) if isinstance(given, str) else given
+        yield entry, "flag", FLAG_FINGERPRINT
 
 
 # Keys that came after tombstones: with its default such a key leaves a fingerprint as it was, so

@@ -85,7 +85,7 @@ class ConfigStore:
         check_tls_files(self.config, str(self.file or ""))
         check_routes(self.config, str(self.file or ""))
         check_policy(self.config, str(self.file or ""))
-        reject_own_addresses(self.config, startup.flag_urls, str(self.file or ""))
+        reject_own_addresses(self.config, startup.given_urls, str(self.file or ""))
         self.state_file = state_path(startup, self.config)
         self.state = load_state(self.state_file)
         self._state_writer = StateFile(self.state_file, self.state)
@@ -138,12 +138,12 @@ class ConfigStore:
                 await trio.to_thread.run_sync(check_tls_files, new, str(self.file or ""))
                 check_routes(new, str(self.file or ""))
                 await trio.to_thread.run_sync(check_policy, new, str(self.file or ""))
-                urls = self.startup.flag_urls
+                urls = self.startup.given_urls
                 await trio.to_thread.run_sync(reject_own_addresses, new, urls, str(self.file or ""))
             except ConfigError as error:
                 return self._refuse(source, error)
             new = self._without_deferred(new)
-            state = prune_state(self.state, new, self.startup.flag_urls)
+            state = prune_state(self.state, new, self.startup.flag_workers)
             changed = await self._change(source, new, state)
             self._report_deferred()
             return changed
@@ -154,7 +154,7 @@ class ConfigStore:
         async with self._lock:
             new, self._deferred = self._deferred, None
             if new is not None and not self.membership_lock.held:
-                state = prune_state(self.state, new, self.startup.flag_urls)
+                state = prune_state(self.state, new, self.startup.flag_workers)
                 await self._change("file", new, state)
             self._report_deferred()
 
@@ -172,7 +172,7 @@ class ConfigStore:
                 if not self._matches(if_match):
                     return ChangeResult("precondition_failed", self.revision)
                 state = prune_state(
-                    edit(self.state, self.config), self.config, self.startup.flag_urls
+                    edit(self.state, self.config), self.config, self.startup.flag_workers
                 )
                 if not self.membership_lock.held or not self._changes_membership(
                     self.config, state
@@ -206,7 +206,7 @@ class ConfigStore:
 
     def _without_deferred(self, new: Config) -> Config:
         """`new` without the changes that wait for the membership lock; keeps those to apply."""
-        state = prune_state(self.state, new, self.startup.flag_urls)
+        state = prune_state(self.state, new, self.startup.flag_workers)
         changes_membership = new.launch != self.config.launch or self._changes_membership(
             new, state
         )
@@ -216,7 +216,7 @@ class ConfigStore:
         return replace(new, workers=self.config.workers, launch=self.config.launch)
 
     def _changes_membership(self, config: Config, state: SavedState) -> bool:
-        desired = desired_workers(config, self.startup.flag_urls, state)
+        desired = desired_workers(config, self.startup.flag_workers, state)
         return {spec.url for spec in desired} != {worker.url for worker in self.fleet.workers}
 
     def _report_deferred(self) -> None:
@@ -263,7 +263,7 @@ class ConfigStore:
         self.fleet.thresholds = thresholds_of(
             new, probe_failures_only=self.startup.dialect != "omni"
         )
-        desired = desired_workers(new, self.startup.flag_urls, state)
+        desired = desired_workers(new, self.startup.flag_workers, state)
         self._attempt(partial(self.fleet.apply, desired, datetime.now(UTC)))
         for commit in commits:
             self._attempt(commit)

@@ -39,12 +39,22 @@ def test_the_command_line_of_prime_rl_is_taken(started):
 
 
 def test_what_is_not_served_ends_with_what_to_do_instead(started, capsys):
-    words = "--vllm-pd-disaggregation --prefill http://p:1 --decode http://d:1"
+    words = (
+        "--vllm-pd-disaggregation --prefill http://p:1 --decode http://d:1 --kv-connector moriio"
+    )
     assert scripts.launch_vllm(words.split()) == 2
     said = capsys.readouterr().err
-    assert said.startswith("vllm-router: ")
-    assert "prefill and decode on different workers are not supported" in said
+    assert '"moriio" is not supported; use nixl or mooncake' in said
     assert started == []
+
+
+def test_prefill_and_decode_workers_are_served(started):
+    words = "--vllm-pd-disaggregation --prefill http://p:1 --prefill http://q:1 none "
+    assert scripts.launch_vllm((words + "--decode http://d:1").split()) == 0
+    (startup,) = started
+    assert [worker.url for worker in startup.pool_workers] == [
+        "http://p:1", "http://q:1", "http://d:1"
+    ]  # fmt: skip
 
 
 def test_a_mistyped_flag_has_a_suggestion(started, capsys):

@@ -110,8 +110,10 @@ def test_each_argument_without_effect_has_one_warning_and_unknown_ones_share_one
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        (SglangRouterArgs(pd_disaggregation=True), "pd_disaggregation: prefill and decode"),
-        (VllmRouterArgs(prefill_urls=[("http://p:1", None)]), "prefill_urls: prefill and decode"),
+        (SglangRouterArgs(mini_lb=True), "mini_lb: a policy picks"),
+        (SglangRouterArgs(prefill_selector={"a": "b"}), "prefill_selector: Kubernetes"),
+        (VllmRouterArgs(kv_connector="moriio"), "moriio"),
+        (SglangRouterArgs(prefill_urls=[("http://p:1", 1)]), "--pd-disaggregation for SGLang"),
         (SglangRouterArgs(service_discovery=True), "service_discovery: Kubernetes"),
         (SglangRouterArgs(backend="openai"), "backend: workers of any engine"),
         (SglangRouterArgs(oracle_password="s3cret"), "oracle_password: responses"),
@@ -128,5 +130,56 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(args, named):
 
 def test_all_refusals_are_reported_together():
     with pytest.raises(RouterArgsError) as refused:
-        command_words(SglangRouterArgs(pd_disaggregation=True, enable_trace=True))
+        command_words(SglangRouterArgs(mini_lb=True, enable_trace=True))
     assert len(str(refused.value).splitlines()) == 3
+
+
+def roles(startup):
+    return [
+        (worker.url, worker.role, worker.kv_connector, worker.bootstrap_port)
+        for worker in startup.pool_workers
+        if worker.role == "prefill"
+    ] + [(worker.url, worker.role) for worker in startup.pool_workers if worker.role == "decode"]
+
+
+def test_slime_s_prefill_and_decode_workers_are_served():
+    args = SglangRouterArgs(
+        pd_disaggregation=True,
+        prefill_urls=[("http://p:1", 9000), ("http://q:1", None)],
+        decode_urls=["http://d:1"],
+        prefill_policy="cache_aware",
+        decode_policy="least_load",
+    )
+    _, startup = started(args)
+    assert roles(startup) == [
+        ("http://p:1", "prefill", "sglang", 9000),
+        ("http://q:1", "prefill", "sglang", 0),
+        ("http://d:1", "decode"),
+    ]
+    rules = startup.effective_config(Config()).routing.disaggregation
+    assert (rules.prefill_policy, rules.decode_policy) == ("cache_aware", "least_request")
+
+
+def test_slime_s_router_for_workers_that_register_later_is_served():
+    _, startup = started(SglangRouterArgs(pd_disaggregation=True))
+    assert (startup.pool_workers, startup.kv_connector) == ((), "sglang")
+
+
+def test_skyrl_s_prefill_and_decode_workers_are_served():
+    args = VllmRouterArgs(
+        vllm_pd_disaggregation=True,
+        prefill_urls=[("http://p:1", None)],
+        decode_urls=["http://d:1"],
+        prefill_policy="consistent_hash",
+        decode_policy="consistent_hash",
+    )
+    _, startup = started(args)
+    assert roles(startup) == [("http://p:1", "prefill", "nixl", 0), ("http://d:1", "decode")]
+    assert startup.kv_connector == "nixl"
+    rules = startup.effective_config(Config()).routing.disaggregation
+    assert rules.decode_policy == "consistent_hashing"
+
+
+def test_workers_that_register_at_a_vllm_router_get_its_connector():
+    _, startup = started(VllmRouterArgs(vllm_pd_disaggregation=True, kv_connector="mooncake"))
+    assert startup.kv_connector == "mooncake"

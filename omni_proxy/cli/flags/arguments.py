@@ -70,6 +70,8 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
         "NAME",
         f"{', '.join(POLICIES)}, the name of an installed policy, or package.module:Class",
     ),
+    "--prefill-policy": ("NAME", "policy that picks prefill workers (default: --policy)"),
+    "--decode-policy": ("NAME", "policy that picks decode workers (default: --policy)"),
     "--model": ("NAME", "model of workers that name none"),
     "--max-worker-retries": (
         "N",
@@ -119,6 +121,7 @@ def serve_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_serving(parser)
+    _add_pools(parser)
     add_ignored_flags(parser, "")
     return parser
 
@@ -133,6 +136,7 @@ def router_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_serving(parser, policy="cache_aware")
+    _add_pools(parser)
     add_ignored_flags(parser, "")
     _add_verbose(parser, "--verbose")
     return parser
@@ -229,6 +233,20 @@ def _add_serving(
         # SUPPRESS: only flags that were given are in the namespace.
         parser.add_argument(*names, dest=key, metavar=metavar, default=argparse.SUPPRESS, help=text)
     add_mapped_flags(parser, prefix)
+
+
+def _add_pools(parser: argparse.ArgumentParser) -> None:
+    """Prefill and decode workers, by the flags of sglang-router and vllm-router."""
+    group = parser.add_argument_group("prefill and decode workers")
+    add = group.add_argument
+    add("--prefill", metavar=("URL", "PORT"), nargs="+", action="append", default=[],
+        help="a prefill worker, and its bootstrap port or none; may be repeated")  # fmt: skip
+    add("--decode", metavar="URL", action="append", default=[],
+        help="a decode worker; may be repeated")  # fmt: skip
+    add("--pd-disaggregation", action="store_true", help="they are SGLang engines")
+    add("--vllm-pd-disaggregation", action="store_true", help="they are vLLM engines")
+    add("--kv-connector", metavar="NAME", default="",
+        help="of vLLM engines: nixl (default) or mooncake")  # fmt: skip
 
 
 def check_parser() -> argparse.ArgumentParser:

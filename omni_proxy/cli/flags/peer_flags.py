@@ -178,19 +178,30 @@ WITHOUT_EFFECT: Final[dict[str, tuple[str, str | int | None]]] = {
 # Features that do not exist here, by flag; a name that ends with "-" is a prefix of flags.
 _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
     (
-        "prefill and decode on different workers are not supported; use workers that do both",
-        (
-            "--pd-", "--vllm-pd-disaggregation", "--epd-disaggregation", "--prefill",
-            "--prefill-", "--decode", "--decode-", "--encode", "--encode-", "--mini-lb",
-            "--kv-connector", "--kv-connector-", "--kv-engine-id-", "--vllm-discovery-address",
-        ),
+        "encoders on workers of their own are not supported; use workers that encode, too",
+        ("--epd-disaggregation", "--encode", "--encode-"),
+    ),
+    (
+        "a policy picks prefill and decode workers: use --pd-disaggregation without it",
+        ("--mini-lb",),
+    ),
+    (
+        "engines don't register over ZMQ; let them register by POST /workers with worker_type "
+        "prefill or decode, or name them by --prefill and --decode",
+        ("--vllm-discovery-address",),
+    ),
+    (
+        "max_inflight of [[workers]] bounds a prefill worker, queue_size and queue_timeout_secs of "
+        "[server] the wait for a pair",
+        ("--pd-admission-", "--prefill-max-", "--prefill-queue-"),
     ),
     (
         "Kubernetes and discovery files are not watched; let engines register by "
         "POST /add_worker?url=URL, or write [[workers]] into a file that is read as it changes",
         (
             "--service-discovery", "--service-discovery-", "--selector", "--router-selector",
-            "--discovery-", "--model-id-from",
+            "--prefill-selector", "--decode-selector", "--discovery-", "--model-id-from",
+            "--kv-connector-", "--kv-engine-id-",
         ),
     ),
     (
@@ -226,7 +237,10 @@ _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
     ),
     (
         "KV events are not read; --policy cache_aware infers what is cached from what was sent",
-        ("--kv-penalty-", "--kv-aware-", "--kv-event-", "--router-temperature"),
+        (
+            "--kv-penalty-", "--kv-aware-", "--kv-event-", "--pd-kv-events",
+            "--router-temperature",
+        ),
     ),
     (
         "workers use HTTP only, and media are forwarded unchanged",

@@ -184,7 +184,8 @@ def test_beside_an_engine_the_routers_flags_have_its_prefix(started):
 @pytest.mark.parametrize(
     "words",
     [
-        "--pd-disaggregation --prefill http://a:1 9000 --decode http://b:1",
+        "--mini-lb",
+        "--prefill-selector app=x",
         "--service-discovery --selector app=x",
         "--history-backend redis",
         "--dp-minimum-tokens-scheduler",
@@ -213,7 +214,7 @@ def test_a_family_is_reported_by_its_beginning():
         == explain_missing_flag("--service-discovery")
         != ""
     )
-    assert explain_missing_flag("--port") == explain_missing_flag("--decoder") == ""
+    assert explain_missing_flag("--port") == explain_missing_flag("--decodes") == ""
 
 
 @pytest.mark.parametrize(
@@ -223,7 +224,7 @@ def test_a_family_is_reported_by_its_beginning():
         ("--worker-url", "--worker-urls"),
         ("--max_tree_size", "--max-tree-size"),
         ("--health-timeout-secs", "--health-check-timeout-secs"),
-        ("--decode", ""),
+        ("--mini-lb", ""),
         ("--tokenizer-path", ""),
         ("--worker-startup-delay", ""),
         ("--worker-startup-timeout-secs", ""),
