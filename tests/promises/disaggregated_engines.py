@@ -276,23 +276,30 @@ async def openai_answer(call: Call, body: dict, gate: trio.Event) -> None:
 
 
 class MooncakePrefill(LegEngine):
-    """`bootstrap`: its server for `GET /query`. `engine_id` changes when it restarts."""
+    """`bootstrap`: its server for `GET /query`. `engine_id` changes when it restarts;
+    `engine_ids`: of its data-parallel ranks, if it has any."""
 
     role, connector = "prefill", "mooncake"
 
     def __init__(self, rooms: Rooms) -> None:
         super().__init__(rooms)
         self.engine_id = "engine-1"
+        self.engine_ids: list[str] = []
         self.queries = 0
         self.bootstrap = FakeWorker(self._query)
 
     async def _query(self, call: Call) -> None:
         self.queries += 1
-        await call.send(counted(json.dumps({"0": {"engine_id": self.engine_id}}).encode()))
+        ids = {
+            str(n): {"engine_id": each}
+            for n, each in enumerate(self.engine_ids or [self.engine_id])
+        }
+        await call.send(counted(json.dumps(ids).encode()))
 
     async def generate(self, call: Call, body: dict) -> None:
         params = body["kv_transfer_params"]
-        room = params["transfer_id"], self.engine_id
+        rank = int(self.heads[-1].get("x-data-parallel-rank", 0))
+        room = params["transfer_id"], (self.engine_ids or [self.engine_id])[rank]
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_when_left, call, nursery.cancel_scope)
             await self.meet(str(room), self.rooms.side(room, "decode"))

@@ -35,7 +35,7 @@ from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.exchange.response_relay import RewrittenResponse, relay
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
-from omni_proxy.dataplane.upstream.attempt import AttemptFailed, run_attempt
+from omni_proxy.dataplane.upstream.attempt import RANK_FIELD, AttemptFailed, run_attempt
 from omni_proxy.dataplane.upstream.outcome import release_body, report_end
 from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target
 from omni_proxy.dataplane.upstream.pool import ResponseStart
@@ -52,9 +52,9 @@ from omni_proxy.routing.kv_transfer.sglang_response import (
     read_logprobs,
 )
 from omni_proxy.routing.kv_transfer.transfer_errors import is_transfer_event
-from omni_proxy.routing.rank_pinning import BODY_KEY, BODY_ONLY_PATHS
+from omni_proxy.routing.rank_pinning import BODY_KEY, BODY_ONLY_PATHS, OLD_BODY_KEY
 from omni_proxy.wire.forwarded import field_value
-from omni_proxy.wire.request import RequestHead, drop_fields
+from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_fields
 from omni_proxy.wire.response import CLOSE, LENGTH, UpstreamProtocolError
 
 _ENCODINGS: Final = frozenset((b"accept-encoding",))  # an answer that is read must be plain
@@ -172,6 +172,14 @@ class TwoLegDriver:
             return edits
         return edits if need.names_rank_in_body else {**edits, BODY_KEY: b"%d" % rank.index}
 
+    def _for_prefill_rank(self, edits: Edits, rank: DpRank | None) -> Edits:
+        """The same for the prefill leg: what the client names is the rank of the decode worker."""
+        need = self._exchange.requirements
+        if need is None or not need.names_rank_in_body:
+            return self._for_rank(edits, rank)
+        own = b"%d" % rank.index if rank is not None else None
+        return {**edits, BODY_KEY: own, OLD_BODY_KEY: None}
+
     async def _by_protocol(self, legs: TwoLegs, body: JsonText) -> ResponseStart:
         prefill = legs.prefill.worker if legs.prefill is not None else None
         if prefill is None:
@@ -209,17 +217,19 @@ class TwoLegDriver:
         return await self._decode(nixl.decode_edits(params), None)
 
     async def _by_mooncake(self, legs: TwoLegs, body: JsonText, prefill: Worker) -> ResponseStart:
-        engine_id = await self._engine_id(prefill)
+        assert legs.prefill is not None
+        engine_id = await self._engine_id(prefill, legs.prefill.rank)
         address = bootstrap_address(prefill.url, prefill.bootstrap_port or 0)
         random_below = self._io.services.random_below
         made = mooncake_legs(self._path, body, address, engine_id, random_below)
         leg = self._start_leg(legs, made.prefill, keeps=False)
         return await self._decode(made.decode, leg)
 
-    async def _engine_id(self, prefill: Worker) -> str:
+    async def _engine_id(self, prefill: Worker, rank: DpRank | None) -> str:
         """Of the prefill engine; asked once for each of its processes. Raises PairFailed."""
         services = self._io.services
-        known = services.engine_ids.find(prefill)
+        index = rank.index if rank is not None else 0
+        known = services.engine_ids.find(prefill, index)
         if known is not None:
             return known
         query = EngineIdQuery(services, self._io, prefill)
@@ -229,17 +239,22 @@ class TwoLegDriver:
             await wait_for(self._io, query)
         finally:
             query.cancel()
-        if query.engine_id is None:
-            error = f"its bootstrap server does not name its engine: {query.error}"
+        services.engine_ids.keep(prefill, query.engine_ids)
+        found = query.engine_ids.get(index)
+        if found is None:
+            reason = query.error or f"it names no data-parallel rank {index}"
+            error = f"its bootstrap server does not name its engine: {reason}"
             raise PairFailed("prefill", prefill, "connect_failure", error)
-        services.engine_ids.keep(prefill, query.engine_id)
-        return query.engine_id
+        return found
 
     def _start_leg(self, legs: TwoLegs, edits: Edits, *, keeps: bool) -> PrefillLeg:
         assert self._json is not None
         assert legs.prefill is not None
-        body = self._json.splice(self._for_rank(edits, legs.prefill.rank))
-        lines = drop_fields(self._lines(legs), _ENCODINGS)
+        body = self._json.splice(self._for_prefill_rank(edits, legs.prefill.rank))
+        # A rank that the client names is that of the decode worker.
+        names_rank = self._io.services.fleet.has_ranks and RANK_HINT in self._head.hints
+        dropped = _ENCODINGS | RANK_FIELD if names_rank else _ENCODINGS
+        lines = drop_fields(self._lines(legs), dropped)
         head = msgspec.structs.replace(self._head, lines=lines)
         leg = self._leg = PrefillLeg(self._io, legs, head, body, keeps=keeps)
         leg.on_end = self._leg_ended

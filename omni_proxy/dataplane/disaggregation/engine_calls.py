@@ -17,7 +17,7 @@ from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed, run_attempt
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.kv_transfer.mooncake import MAX_QUERY_BYTES, QUERY, read_engine_id
+from omni_proxy.routing.kv_transfer.mooncake import MAX_QUERY_BYTES, QUERY, read_engine_ids
 from omni_proxy.routing.kv_transfer.sglang import abort_body, bootstrap_host
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.response import UpstreamProtocolError
@@ -59,14 +59,14 @@ def abort_at(services: ExchangeServices, worker: Worker, rid: str) -> None:
 
 
 class EngineIdQuery(SideTask):
-    """GET /query at a prefill worker's bootstrap server. `engine_id`: None if it failed, with the
-    reason in `error`."""
+    """GET /query at a prefill worker's bootstrap server. `engine_ids`: by data-parallel rank; none
+    if it failed, with the reason in `error`."""
 
-    __slots__ = ("_pool", "engine_id", "error")
+    __slots__ = ("_pool", "engine_ids", "error")
 
     def __init__(self, services: ExchangeServices, waiter: AttemptIO, worker: Worker) -> None:
         super().__init__(services, waiter)
-        self.engine_id: str | None = None
+        self.engine_ids: dict[int, str] = {}
         self.error = ""
         port = worker.bootstrap_port or 0
         host = worker.address if isinstance(worker.address, str) else worker.address[0]
@@ -78,9 +78,9 @@ class EngineIdQuery(SideTask):
         try:
             start = await run_attempt(self, exchange, head_for(b"GET", QUERY.encode()), self._pool)
             answer = await read_body(self, start, "query", MAX_QUERY_BYTES)
-            self.engine_id = read_engine_id(answer)
-            if start.response.status != 200 or self.engine_id is None:
-                self.engine_id = None
+            if start.response.status == 200:
+                self.engine_ids = read_engine_ids(answer)
+            if not self.engine_ids:
                 self.error = f"status {start.response.status}, without an engine id"
         except _FAILURES as failure:
             self.error = str(failure)

@@ -51,6 +51,8 @@ class PairRetry:
         assert worker is not None
         balancer = self._io.services.balancer
         balancer.release(self._exchange, worker, FAILED)
+        if self._exchange.legs is not None:
+            balancer.release_prefill(self._exchange.legs)
         self._io.services.queue.serve()
         await self._back_off()
         try:

@@ -29,7 +29,7 @@ JOIN_BYTES: Final = READ_BYTES  # what came in one read leaves in one send
 CACHED_LENGTHS: Final = 4096
 _Parts = Sequence[bytes | memoryview]
 _BLANK: Final = b"\r\n\r\n"
-_RANK_FIELD: Final = frozenset((b"x-data-parallel-rank",))
+RANK_FIELD: Final = frozenset((b"x-data-parallel-rank",))
 
 
 def _format_length(size: int) -> tuple[bytes, bytes]:
@@ -215,7 +215,7 @@ def lines_for_rank(exchange: Exchange, head: RequestHead) -> bytes:
     """The head's lines; for a rank, which its pool names, without a rank that the client named."""
     if exchange.rank is None or RANK_HINT not in head.hints:
         return head.lines
-    return drop_fields(head.lines, _RANK_FIELD)
+    return drop_fields(head.lines, RANK_FIELD)
 
 
 async def _response_start(

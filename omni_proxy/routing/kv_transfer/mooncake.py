@@ -6,6 +6,7 @@ The decode engine is told the bootstrap server of the prefill engine and that en
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Final
 
@@ -56,32 +57,42 @@ def bootstrap_address(url: str, port: int) -> str:
     return f"http://{bootstrap_host(url)}:{port}"
 
 
-def read_engine_id(answer: bytes, rank: int = 0) -> str | None:
-    """Of an answer to `GET /query`, for one data-parallel rank."""
+def read_engine_ids(answer: bytes) -> dict[int, str]:
+    """Of an answer to `GET /query`, by data-parallel rank; empty if it is none."""
     try:
         ranks: Any = msgspec.json.decode(answer)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    entry = ranks.get(str(rank)) if isinstance(ranks, dict) else None
-    engine_id = entry.get("engine_id") if isinstance(entry, dict) else None
-    return engine_id if isinstance(engine_id, str) else None
+        return {}
+    entries = ranks.items() if isinstance(ranks, dict) else ()
+    return {
+        int(rank): entry["engine_id"]
+        for rank, entry in entries
+        if rank.isascii()
+        and rank.isdecimal()
+        and isinstance(entry, dict)
+        and isinstance(entry.get("engine_id"), str)
+    }
+
+
+_NONE: Final[Mapping[int, str]] = {}
 
 
 class EngineIds:
     """What prefill workers have answered to `GET /query`, for each of their processes."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[str, str]] = {}
+        self._known: dict[str, tuple[str, Mapping[int, str]]] = {}
 
-    def find(self, worker: Worker) -> str | None:
+    def find(self, worker: Worker, rank: int = 0) -> str | None:
         """None if it has to be asked: never asked, restarted, or forgotten after a failure."""
-        instance, engine_id = self._known.get(worker.url, ("", ""))
-        return engine_id if engine_id and instance == worker.instance else None
+        instance, engine_ids = self._known.get(worker.url, ("", _NONE))
+        return engine_ids.get(rank) if instance == worker.instance else None
 
-    def keep(self, worker: Worker, engine_id: str) -> None:
+    def keep(self, worker: Worker, engine_ids: Mapping[int, str]) -> None:
+        """`engine_ids`: by data-parallel rank."""
         if len(self._known) >= MAX_ENGINES:
             self._known.clear()
-        self._known[worker.url] = (worker.instance, engine_id)
+        self._known[worker.url] = (worker.instance, engine_ids)
 
     def forget(self, worker: Worker) -> None:
         self._known.pop(worker.url, None)
