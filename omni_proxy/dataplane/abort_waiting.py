@@ -2,8 +2,9 @@
 
 Contract: nothing is remembered per request. The connections know what they carry, so an abort looks
 through them, and a request that nobody aborts pays nothing. A request that is found waiting never
-reaches a worker afterwards; one that runs is for its worker to abort. Between two turns of other
-tasks `CONNECTIONS_PER_TURN` are looked at.
+reaches a worker afterwards; one that runs is for its worker to abort. Engines that know it by
+another id, as in two legs, are called from here. Between two turns of other tasks
+`CONNECTIONS_PER_TURN` are looked at.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from typing import Final
 import trio
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
+from omni_proxy.dataplane.disaggregation.engine_calls import abort_legs
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.wire.aborted_reply import AbortedRequest, aborted_reply
 from omni_proxy.wire.errors import HttpError
 
-# Phases in which no worker has the request: between two attempts, and while a worker is dialled.
-NOT_SENT: Final = frozenset(("queue", "backoff", "dial"))
+# Phases in which no worker has the request: between two attempts, and while a worker is dialled. Or
+# the prefill worker alone: to end it there would have the decode worker begin.
+NOT_SENT: Final = frozenset(("queue", "backoff", "dial", "prefill"))
 CONNECTIONS_PER_TURN: Final = 200  # some 20 ms, if each of them has to be answered
 
 
@@ -59,6 +62,10 @@ async def abort_requests(
             task.throw(_reply(exchange, int(unix_secs)))
         elif exchange.worker is not None:
             running[exchange.worker.url] += ids
+            prefill = exchange.legs.prefill if exchange.legs is not None else None
+            if prefill is not None and prefill.worker is not None:
+                running[prefill.worker.url] += ids
+            abort_legs(services, exchange)
     loop.flush()
     by_url = {url: tuple(ids) for url, ids in running.items()}
     return AbortFindings(waiting, tuple(known), by_url)

@@ -203,6 +203,9 @@ class MetricsEvent(Struct, frozen=True, tag=True):
     failed_attempts: list[tuple[int, str, int]]
     retries: int
     alias_targets: list[tuple[str, str, int]]  # alias, target
+    legs: dict[str, HistogramDelta]
+    transfer_failures: int
+    fallbacks: dict[str, int]
     worker_ends: list[tuple[int, str, int, int, int]]  # traffic, routed, succeeded, failed
 
 

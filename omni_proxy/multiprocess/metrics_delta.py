@@ -20,8 +20,8 @@ from omni_proxy.multiprocess.ipc import (
     WindowDelta,
 )
 from omni_proxy.multiprocess.replicated_fleet import shared_ids
-from omni_proxy.telemetry.histogram import Histogram, LateHistogram
-from omni_proxy.telemetry.metrics import Metrics, RoutePhases, RouteSeries
+from omni_proxy.telemetry.histogram import DURATION, Histogram, LateHistogram
+from omni_proxy.telemetry.metrics import LEGS, Metrics, RoutePhases, RouteSeries
 from omni_proxy.telemetry.recent_window import FinishedExchange, RecentWindow, WindowCounts
 
 WHOLE_PROCESS = -1
@@ -64,6 +64,9 @@ class MetricsDelta(Metrics):
         failed, self.failed_attempts = self.failed_attempts, Counter()
         retries, self.retries = self.retries, 0
         targets, self.alias_targets = self.alias_targets, Counter()
+        legs, self.legs = self.legs, {leg: Histogram(DURATION) for leg in LEGS}
+        failures, self.transfer_failures = self.transfer_failures, 0
+        fallbacks, self.fallbacks = self.fallbacks, Counter()
         recent, self._recent = self._recent, RecentDelta()
         assert isinstance(recent, RecentDelta)
         return MetricsEvent(
@@ -76,6 +79,9 @@ class MetricsDelta(Metrics):
             failed_attempts=[(_serial(w), cause, count) for (w, cause), count in failed.items()],
             retries=retries,
             alias_targets=[(*names, count) for names, count in targets.items()],
+            legs={leg: _histogram_delta(times) for leg, times in legs.items() if any(times.counts)},
+            transfer_failures=failures,
+            fallbacks=dict(fallbacks),
             worker_ends=_worker_counts(self._fleet.targets()),
         )
 
@@ -116,6 +122,7 @@ def merge_metrics(
     meters.retries += event.retries
     for alias, target, count in event.alias_targets:
         meters.alias_targets[alias, target] += count
+    _merge_legs(event, meters)
     _merge_recent(event, recent, find)
     for serial, traffic, routed, succeeded, failed in event.worker_ends:
         worker = find(serial)
@@ -186,6 +193,13 @@ def _merge_histogram(of: Histogram, delta: HistogramDelta) -> None:
     for place, count in delta.places.items():
         of.counts[place] += count
     of.sum += delta.sum
+
+
+def _merge_legs(event: MetricsEvent, meters: Metrics) -> None:
+    for leg, delta in event.legs.items():
+        _merge_histogram(meters.legs[leg], delta)
+    meters.transfer_failures += event.transfer_failures
+    meters.fallbacks.update(event.fallbacks)
 
 
 def _merge_recent(event: MetricsEvent, recent: RecentWindow, find: FindWorker) -> None:

@@ -37,7 +37,7 @@ from omni_proxy.telemetry.histogram import (
 from omni_proxy.telemetry.recent_window import TEXT_CHARS, RecentWindow, WindowCounts
 
 if TYPE_CHECKING:
-    from omni_proxy.dataplane.exchange.exchange import Exchange
+    from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 
 
 TAIL_BYTES: Final = 8192
@@ -166,6 +166,7 @@ class RouteSeries(SingleChunkCounts):
 
 OTHER: Final = "other"
 ADMIN_API: Final = "front"  # the route of whatever is not model traffic
+LEGS: Final = ("prefill", "decode")
 AT_ONCE: Final = 2048  # times that are sorted in together: a third of a millisecond
 UNREAD: Final = "unread"  # no head that could be read
 
@@ -185,6 +186,9 @@ class Metrics:
         self.health_changes: Counter[tuple[Worker, Health]] = Counter()
         self.retries = 0
         self.alias_targets: Counter[tuple[str, str]] = Counter()  # requests by alias and target
+        self.legs = {leg: Histogram(DURATION) for leg in LEGS}  # times of legs that ended well
+        self.transfer_failures = 0  # of KV caches
+        self.fallbacks: Counter[str] = Counter()  # by reason: decode worked without prefill
         self._phases: dict[str, RoutePhases] = {}
         self._series: dict[str, dict[Worker | None, RouteSeries]] = {}
         self._fleet = fleet
@@ -239,6 +243,17 @@ class Metrics:
         """A request for an alias goes to this target; both are names of the configuration."""
         self.alias_targets[alias, target] += 1
 
+    def record_prefill(self, secs: float) -> None:
+        """A prefill leg ended well, after so long."""
+        self.legs["prefill"].observe(secs)
+
+    def _count_legs(self, exchange: Exchange, legs: TwoLegs) -> None:
+        self.transfer_failures += legs.transfer_failures
+        if legs.fallback:
+            self.fallbacks[legs.fallback] += 1
+        if exchange.outcome == "completed" and exchange.sent_at:
+            self.legs["decode"].observe(exchange.ended_at - exchange.sent_at)
+
     def count_gaps(self, worker: Worker) -> int:
         """The count over its streams, running ones included."""
         cells = (cells[worker] for cells in self._series.values() if worker in cells)
@@ -273,6 +288,8 @@ class Metrics:
         if route is None:
             self._count_admin_api(exchange)
             return
+        if exchange.legs is not None:
+            self._count_legs(exchange, exchange.legs)
         try:
             cell = self._series[route.path][worker]
         except KeyError:

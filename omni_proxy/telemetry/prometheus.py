@@ -240,6 +240,16 @@ def _attempts(metrics: Metrics) -> Iterator[Metric]:
         "model_alias_requests", "Requests for an alias, by the target that they went to",
         ("alias", "target"), metrics.alias_targets.items(),
     )  # fmt: skip
+    yield from histograms(
+        "leg_seconds", "Time of a leg that ended well, of requests in two legs", ("leg",),
+        (([leg], times) for leg, times in metrics.legs.items()),
+    )  # fmt: skip
+    text = "KV caches that could not be passed to the decode worker"
+    yield total("kv_transfer_failures", text, metrics.transfer_failures)
+    yield from counters(
+        "prefill_fallbacks", "Requests whose decode worker computed the prompt itself", ("reason",),
+        (([reason], count) for reason, count in metrics.fallbacks.items()),
+    )  # fmt: skip
     yield total("retries", "Attempts of requests beyond their first", metrics.retries)
     failed = [((w.url, cause), count) for (w, cause), count in metrics.failed_attempts.items()]
     yield from counters("failed_attempts", "Attempts that failed", ("worker", "cause"), failed)

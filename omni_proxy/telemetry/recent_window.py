@@ -83,6 +83,7 @@ class FinishedExchange(NamedTuple):
     total_secs: float
     request_id: str
     target_model: str | None = None  # of an alias, which is `model`
+    prefill: str = ""  # the worker of its prefill leg, if it had one
 
 
 def _gather_nothing(_: Worker | None) -> None:
@@ -233,7 +234,14 @@ def _end_of(exchange: Exchange, worker: Worker | None) -> FinishedExchange:
         exchange.ended_at - exchange.started_at,
         exchange.request_id[:TEXT_CHARS].decode("latin-1"),
         target[:TEXT_CHARS] if target else target,
+        _prefill_of(exchange),
     )
+
+
+def _prefill_of(exchange: Exchange) -> str:
+    leg = exchange.legs.prefill if exchange.legs is not None else None
+    target = leg.sent_to if leg is not None else None
+    return target.worker.url if target is not None else ""
 
 
 def _firsts(slot: WindowCounts) -> tuple[float | None, float | None]:

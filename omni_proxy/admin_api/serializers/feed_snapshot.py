@@ -158,6 +158,7 @@ def _ends(ends: list[FinishedExchange], offset: float) -> list[dict[str, object]
             "model": end.model,
             "target_model": end.target_model,
             "worker": end.worker or None,
+            "prefill": end.prefill or None,
             "status": end.status,
             "end": end.end,
             "ended_by": end.ended_by,

@@ -93,6 +93,7 @@ class FinishedRequest(Struct, frozen=True):
     route: str = ""
     model: str | None = None
     worker: str | None = None
+    prefill: str | None = None  # the worker of its prefill leg
     status: int = 0
     end: str = ""
     ended_by: str | None = None

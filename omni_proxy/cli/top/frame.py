@@ -233,6 +233,8 @@ def _describe_end(end: FinishedRequest) -> str:
     ended_at = parse_time(end.at)
     clock = ended_at.astimezone().strftime("%H:%M:%S") if ended_at else ""
     worker = printable((end.worker or NOTHING).partition("://")[2] or NOTHING)
+    if end.prefill:
+        worker = f"{printable(end.prefill.partition('://')[2])} > {worker}"
     error = f" {printable(end.error)}" if end.error else ""
     model = f" {printable(end.model)}" if end.model else ""
     text = (

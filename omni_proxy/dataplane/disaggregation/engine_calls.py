@@ -58,6 +58,18 @@ def abort_at(services: ExchangeServices, worker: Worker, rid: str) -> None:
         AbortCall(services, worker, rid).start()
 
 
+def abort_legs(services: ExchangeServices, exchange: Exchange) -> None:
+    """Abort both legs by the id that the engines know; for other protocols the client's own id is
+    theirs, too. The decode worker's answer then ends as its engine ends aborted ones."""
+    legs = exchange.legs
+    if legs is None or exchange.worker is None:
+        return
+    abort_at(services, exchange.worker, legs.rid)
+    leg = legs.prefill
+    if leg is not None and leg.worker is not None:
+        abort_at(services, leg.worker, legs.rid)
+
+
 class EngineIdQuery(SideTask):
     """GET /query at a prefill worker's bootstrap server. `engine_ids`: by data-parallel rank; none
     if it failed, with the reason in `error`."""

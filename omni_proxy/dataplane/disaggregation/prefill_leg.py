@@ -167,6 +167,8 @@ class PrefillLeg(SideTask):
             exchange.end("cancelled", "proxy")
         else:
             exchange.end("completed", "")
+            if services.recorders.meters is not None:
+                services.recorders.meters.record_prefill(exchange.ended_at - exchange.started_at)
             if worker.health.failed_requests:
                 services.fleet.observe_success(worker, exchange.half_open_id)
         succeeded = exchange.outcome == "completed"

@@ -62,6 +62,7 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
         "stream": exchange.stream,
         "worker": worker.url if worker else None,
         "rank": _rank_index(exchange),
+        **_legs_fields(exchange, worker),
         "policy": exchange.policy or None,
         "attempts": exchange.attempts,
         "weight_version": exchange.version.label,
@@ -83,6 +84,27 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
         "total_ms": _ms(exchange.ended_at, start),
     }
     return _encode(record)
+
+
+def _legs_fields(exchange: Exchange, worker: Worker | None) -> dict[str, object]:
+    """Of a request for prefill and decode workers: both, and how long each leg took."""
+    legs = exchange.legs
+    if legs is None:
+        return {}
+    prefill, fields = legs.prefill, dict[str, object]()
+    if prefill is not None and (target := prefill.sent_to) is not None:
+        fields = {
+            "prefill": target.worker.url,
+            "prefill_rank": target.index if isinstance(target, DpRank) else None,
+            "prefill_status": prefill.status or None,
+            "prefill_ms": _ms(prefill.ended_at, prefill.started_at),
+        }
+    return fields | {
+        "decode": worker.url if worker else None,
+        "decode_ms": _ms(exchange.ended_at, exchange.sent_at),
+        "fallback": legs.fallback or None,
+        "transfer_failures": legs.transfer_failures,
+    }
 
 
 def _rank_index(exchange: Exchange) -> int | None:
@@ -132,6 +154,7 @@ def route_record(exchange: Exchange, worker: Worker) -> dict[str, object]:
         "worker_id": worker.id,
         "worker_url": worker.url,
         **({} if (rank := _rank_index(exchange)) is None else {"dp_rank": rank}),
+        **_legs_fields(exchange, worker),
         "policy": exchange.policy,
         "worker_state": state,
         "worker_health_state": state,

@@ -180,6 +180,9 @@ class RequestObserver(Protocol):
 
     def record(self, exchange: Exchange, worker: Worker | None) -> None: ...
 
+    def record_prefill(self, secs: float) -> None:
+        """A prefill leg ended well, after so long."""
+
     def gap_histogram(self, exchange: Exchange) -> GapRecorder | None: ...
 
     def count_target(self, alias: str, target: str) -> None: ...

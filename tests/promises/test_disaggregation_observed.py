@@ -1,0 +1,119 @@
+"""What logs, metrics and aborts know of both legs."""
+
+import json
+
+import pytest
+import trio
+from prometheus_client.openmetrics.exposition import generate_latest
+
+from omni_proxy.admin_ops.abort_requests import AbortTarget
+from omni_proxy.dataplane.exchange.access_log import access_text
+from omni_proxy.telemetry.metrics import Metrics
+from omni_proxy.telemetry.prometheus import request_families
+from omni_proxy.telemetry.recent_window import RecentWindow
+from tests.promises.clients import post
+from tests.promises.disaggregated_engines import eventually, fleet_of, resetting
+
+CHAT = post(b'{"messages": [], "model": "m"}')
+CONNECTORS = ["sglang", "nixl", "mooncake"]
+
+
+def metered(fleet):
+    meters = Metrics(fleet.before.fleet, RecentWindow(), fleet.before.door.loop.clock)
+    fleet.before.door.recorders.meters = meters
+    return meters
+
+
+def samples(meters):
+    class Registry:
+        def collect(self):
+            return request_families(meters)
+
+    lines = generate_latest(Registry()).decode().splitlines()
+    return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_a_line_of_the_log_names_both_workers_and_their_times(connector):
+    async with fleet_of(connector) as (fleet, client):
+        await client.send(CHAT)
+        await client.answer()
+        line = fleet.before.last
+        assert (line["prefill"], line["decode"]) == tuple(e.url for e in fleet.engines)
+        assert line["worker"] == line["decode"]
+        assert line["prefill_status"] == 200
+        assert 0 < line["prefill_ms"] < line["total_ms"]
+        assert 0 < line["decode_ms"] < line["total_ms"]
+        text = access_text(json.dumps(line).encode()).decode()
+        assert f" prefill={fleet.prefills[0].url} " in text
+        assert f" decode={fleet.decodes[0].url} " in text
+
+
+async def test_a_regular_request_has_no_such_fields():
+    async with fleet_of("nixl") as (fleet, client):
+        await client.send(post(b'{"messages": []}', path="/v1/messages"))
+        await client.answer()
+        assert not {"prefill", "decode"} & fleet.before.last.keys()
+
+
+async def test_legs_fallbacks_and_failed_transfers_are_counted():
+    async with fleet_of("nixl") as (fleet, client):
+        meters = metered(fleet)
+        await client.send(CHAT)
+        await client.answer()
+        fleet.prefills[0].gives_params = False
+        await client.send(CHAT)
+        await client.answer()
+        fleet.prefills[0].fault = resetting
+        await client.send(CHAT)
+        await client.answer()
+        found = samples(meters)
+        assert found['omni_proxy_leg_seconds_count{leg="prefill"}'] == "2.0"
+        assert found['omni_proxy_leg_seconds_count{leg="decode"}'] == "3.0"
+        reasons = {key: v for key, v in found.items() if key.startswith("omni_proxy_prefill_fall")}
+        assert reasons == {
+            'omni_proxy_prefill_fallbacks_total{reason="no_params"}': "1.0",
+            'omni_proxy_prefill_fallbacks_total{reason="reset_before_response"}': "1.0",
+        }
+        assert found["omni_proxy_kv_transfer_failures_total"] == "0.0"
+
+
+@pytest.mark.parametrize("rid", ["mine", "*"])
+async def test_an_abort_by_the_clients_own_rid_ends_both_legs(rid):
+    async with fleet_of("sglang") as (fleet, client):
+        fleet.decodes[0].gate = trio.Event()
+
+        async def never_there(call):
+            fleet.decodes[0].held["x"] = trio.Event()
+            await call.until_left()
+            return True
+
+        fleet.decodes[0].fault = never_there
+        body = {"text": "a", "rid": "mine"}
+        await client.send(post(json.dumps(body).encode(), path="/generate"))
+        await eventually(lambda: fleet.prefills[0].held)
+        target = AbortTarget(("mine",)) if rid == "mine" else AbortTarget(("m",), prefix=True)
+        found = await fleet.before.door.abort(target)
+        assert set(found.known) == set(target.ids)
+        await eventually(lambda: fleet.prefills[0].aborts and fleet.decodes[0].aborts)
+        assert fleet.prefills[0].aborts[0] == fleet.prefills[0].bodies[0]["rid"]
+        assert (await client.answer()).status == 500  # as the prefill engine says
+
+
+async def test_an_abort_while_prefill_computes_sends_nothing_to_the_decode_worker():
+    async with fleet_of("nixl") as (fleet, client):
+        left = trio.Event()
+
+        async def computes(call):
+            await call.until_left()
+            left.set()
+            return True
+
+        fleet.prefills[0].fault = computes
+        await client.send(post(b'{"messages": []}', "X-Request-Id: r7"))
+        await fleet.prefills[0].begun.wait()
+        found = await fleet.before.door.abort(AbortTarget(("r7",)))
+        assert found.waiting == 1
+        assert b"abort" in (await client.answer()).body
+        await left.wait()
+        assert not fleet.decodes[0].bodies
