@@ -9,16 +9,23 @@ import trio
 from tests.ports import free_port
 from tests.promises.engines import engines
 from tests.promises.fleet_program import Worker, program, put, record, toml, workers
-from tools.screenshots.chromium import chromium, find_chromium
+from tools.screenshots.chromium import Browser, find_chromium
 
 KEY = "open-sesame"
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium")
 
 
+@pytest.fixture(scope="module")
+def browser():
+    made = Browser(CHROMIUM)
+    yield made
+    made.close()
+
+
 @pytest.fixture
-async def page():
-    async with chromium(CHROMIUM) as page:
+async def page(browser):
+    async with browser.tab() as page:
         await page.resize(1400, 1000)
         yield page
         assert page.complaints == []
@@ -144,6 +151,7 @@ async def test_a_rollout_is_seen_until_it_has_ended(page, tmp_path):
 async def test_for_how_long_it_is_switched_off_is_reported_not_how_long_it_is_well(page, tmp_path):
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet):
         later = "seconds(last.fleet[0].state_since) > seconds(last.fleet[0].since)"
+        await shows(page, row(fleet[0]), "takes requests")  # else it may be drawn under the click
         await push(page, fleet[0], DRAIN)
         await shows(page, row(fleet[0]), "drained for")
         assert await page.tell(later)

@@ -1,7 +1,8 @@
 """A headless Chromium, driven over the DevTools protocol through two pipes.
 
-Contract: one page; input goes through the browser as a person's does, so what is covered, disabled
-or out of reach can't be clicked. What the page logs, throws or asks of the network is kept.
+Contract: a page is a tab in a profile of its own; input goes through the browser as a person's
+does, so what is covered, disabled or out of reach can't be clicked. What the page logs, throws or
+asks of the network is kept.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from itertools import count
 from typing import Any
 
 import trio
@@ -27,6 +29,7 @@ FLAGS = (
     "--disable-extensions", "--disable-sync", "--hide-scrollbars", "--no-proxy-server",
 )  # fmt: skip
 # Keys of the protocol's text-free events: name, code.
+_IDS = count(1)  # of messages: a browser may still answer one of its last tab
 KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, " ": 32}
 
 
@@ -43,7 +46,7 @@ class Page:
         self._to = to
         self._out = out
         self._session = ""
-        self._last_id = 0
+        self._context = ""
         self._answers: dict[int, dict[str, Any]] = {}
         self._moved = trio.Event()
 
@@ -55,7 +58,11 @@ class Page:
                 self._take(json.loads(message))
 
     async def open(self) -> None:
-        target = await self.call("Target.createTarget", url="about:blank")
+        context = await self.call("Target.createBrowserContext")
+        self._context = context["browserContextId"]
+        target = await self.call(
+            "Target.createTarget", url="about:blank", browserContextId=self._context
+        )
         attached = await self.call(
             "Target.attachToTarget", targetId=target["targetId"], flatten=True
         )
@@ -63,10 +70,14 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
 
+    async def close(self) -> None:
+        """Its profile ends with it."""
+        self._session = ""
+        await self.call("Target.disposeBrowserContext", browserContextId=self._context)
+
     async def call(self, method: str, **params: object) -> dict[str, Any]:
         """Raises RuntimeError with the browser's words."""
-        self._last_id += 1
-        mine = self._last_id
+        mine = next(_IDS)
         message: dict[str, object] = {"id": mine, "method": method, "params": params}
         if self._session:
             message["sessionId"] = self._session
@@ -141,6 +152,8 @@ class Page:
 
     def _take(self, message: dict[str, Any]) -> None:
         params = message.get("params", {})
+        if "method" in message and message.get("sessionId") != self._session:
+            return  # of the browser, or of a tab before this one
         match message.get("method"):
             case None:
                 self._answers[message["id"]] = message
@@ -177,32 +190,50 @@ def _patience(what: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def chromium(path: str, *more_flags: str) -> AsyncIterator[Page]:
-    """A fresh profile in a folder of its own; both are gone at the end."""
-    to_read, to_write = os.pipe()
-    from_read, from_write = os.pipe()
-    # The browser reads descriptor 3 and writes 4: above both, so that neither is overwritten early.
-    theirs = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_read, from_write)]
-    for end in (to_read, from_write):
-        os.close(end)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        flags = [*FLAGS, *more_flags, f"--user-data-dir={profile}"]
+    """One page in a browser of its own."""
+    browser = await trio.to_thread.run_sync(Browser, path, *more_flags)
+    try:
+        async with browser.tab() as page:
+            yield page
+    finally:
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(browser.close)
+
+
+class Browser:
+    """A process with a fresh profile in a folder of its own; both are gone after `close`. Its tabs
+    may be opened under one event loop after another, one at a time. It blocks while it starts and
+    closes."""
+
+    def __init__(self, path: str, *more_flags: str) -> None:
+        to_read, self._to = os.pipe()
+        self._out, from_write = os.pipe()
+        # It reads descriptor 3 and writes 4: above both, so that neither is overwritten early.
+        theirs = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_read, from_write)]
+        for end in (to_read, from_write):
+            os.close(end)
+        self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        flags = [*FLAGS, *more_flags, f"--user-data-dir={self._profile.name}"]
         if os.geteuid() == 0:
             flags.append("--no-sandbox")  # it refuses to start as root with one
         shell = f'exec "$0" "$@" 3<&{theirs[0]} 4>&{theirs[1]}'
+        self._process = subprocess.Popen(
+            ["bash", "-c", shell, path, *flags],
+            pass_fds=theirs,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for end in theirs:
+            os.close(end)
+
+    @asynccontextmanager
+    async def tab(self) -> AsyncIterator[Page]:
         async with (
-            trio.lowlevel.FdStream(to_write) as to,
-            trio.lowlevel.FdStream(from_read) as out,
+            trio.lowlevel.FdStream(os.dup(self._to)) as to,
+            trio.lowlevel.FdStream(os.dup(self._out)) as out,
             trio.open_nursery() as nursery,
         ):
-            process = await trio.lowlevel.open_process(
-                ["bash", "-c", shell, path, *flags],
-                pass_fds=theirs,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            for end in theirs:
-                os.close(end)
             page = Page(to, out)
             nursery.start_soon(page.listen)
             try:
@@ -210,10 +241,15 @@ async def chromium(path: str, *more_flags: str) -> AsyncIterator[Page]:
                 yield page
             finally:
                 with trio.move_on_after(5, shield=True):
-                    await to.aclose()  # it leaves when nobody can speak to it any more
-                    await process.wait()
-                if process.returncode is None:
-                    process.kill()
-                    with trio.CancelScope(shield=True):
-                        await process.wait()
+                    await page.close()
                 nursery.cancel_scope.cancel()
+
+    def close(self) -> None:
+        os.close(self._to)  # it leaves when nobody can speak to it any more
+        os.close(self._out)
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._profile.cleanup()

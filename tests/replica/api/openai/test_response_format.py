@@ -9,6 +9,7 @@ import trio
 from pydantic import BaseModel, Field
 
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
+from tests.example_counts import thorough
 from tests.replica.api.api_fixture import listening, opened
 
 pytest.importorskip("llguidance")
@@ -26,11 +27,18 @@ class Person(BaseModel):
 ASK = {"model": "fake", "messages": MESSAGES, "max_tokens": 120}
 
 
-@pytest.fixture(
-    params=["tiny", pytest.param("smollm2-135m", marks=pytest.mark.replica)], scope="module"
+REAL = pytest.param("smollm2-135m", marks=pytest.mark.replica)
+ON_A_REAL_ONE = (
+    "test_the_stream_helper_parses_split_events",
+    "test_an_answer_in_a_schema_has_its_log_probabilities",
 )
-def model(request):
-    return request.param
+
+
+def pytest_generate_tests(metafunc):
+    """A model that can chat takes seconds to load: all of these run on it with --thorough."""
+    if "model" in metafunc.fixturenames:
+        both = thorough() or metafunc.function.__name__ in ON_A_REAL_ONE
+        metafunc.parametrize("model", ["tiny", *[REAL] * both], scope="module")
 
 
 @pytest.fixture
