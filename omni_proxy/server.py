@@ -32,6 +32,7 @@ from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.health.adapter_list import AdapterList
 from omni_proxy.health.engine_ranks import EngineRanks
 from omni_proxy.health.outlier_removal import OutlierRemoval
 from omni_proxy.health.prober import Prober
@@ -118,7 +119,7 @@ class Server:
         voices = config_store.state.voices
         self.data_plane.voices.restore(voices.owner, voices.names)
         self.voice_list = VoiceList(fleet, self.data_plane.voices, config_store.save_voices)
-        self.engine_ranks = EngineRanks(fleet)
+        self.engine_ranks, self.adapter_list = EngineRanks(fleet), AdapterList(fleet)
         self.instruments = Instruments(
             fleet,
             lambda: self.view.load,
@@ -140,6 +141,7 @@ class Server:
             fleet=fleet,
             config_store=config_store,
             prober=self.prober,
+            refresh_adapters=self.adapter_list.refresh,
             data_plane=self.view,
             weight_operations=self.weight_operations,
             launcher=self.launcher,
@@ -174,6 +176,7 @@ class Server:
                 old_name="ejector",
             ),
             Supervisor("drains", lambda status: self.drains.run(task_status=status)),
+            Supervisor("adapter_list", lambda status: self.adapter_list.run(task_status=status)),
             Supervisor("engine_ranks", lambda status: self.engine_ranks.run(task_status=status)),
             Supervisor("voice_list", lambda status: self.voice_list.run(task_status=status)),
             Supervisor(

@@ -6,10 +6,12 @@ Invariant: the admin API imports neither the data plane nor the server; `Service
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
+
+import trio
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.config.flags import Dialect
@@ -76,6 +78,8 @@ class Services:
     instruments: Instruments
     drains: WorkerDrains
     leaving: Callable[[], bool] = lambda: False
+    # Reads anew which adapters the workers have.
+    refresh_adapters: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
     dialect: Dialect = "omni"
     kv_connector: KvConnector = "sglang"  # of workers added over HTTP that name none
     # URLs of the workers on the command line.

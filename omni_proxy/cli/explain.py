@@ -119,6 +119,7 @@ def render_explanation(body: JsonObject) -> list[str]:
         head.insert(1, "ROLE")
     return [
         f"needs     {printable(capabilities)}; model {model}{weights}",
+        *_alias(body),
         f"policy    {printable(body['policy'])}",
         *_verdict(body),
         "",
@@ -129,6 +130,21 @@ def render_explanation(body: JsonObject) -> list[str]:
 def _target(row: JsonObject) -> str:
     """The worker's URL; with its data-parallel rank, where it has any."""
     return f"{row['url']} rank {row['rank']}" if "rank" in row else str(row["url"])
+
+
+def _alias(body: JsonObject) -> Iterator[str]:
+    """What the requested name stands for; nothing if it is a model's own."""
+    alias = body.get("alias")
+    if not alias:
+        return
+    targets = ", ".join(
+        f"{printable(each['model'])} (weight {each['weight']}"
+        f"{'' if each['available'] else ', no worker for it'})"
+        for each in alias["targets"]
+    )
+    yield f"alias of  {targets}"
+    if alias.get("target"):
+        yield f"target    {printable(alias['target'])}: {printable(alias['reason'])}"
 
 
 def _verdict(body: JsonObject) -> Iterator[str]:

@@ -225,7 +225,7 @@ def render_workers(fleet: Sequence[JsonObject]) -> list[str]:
         (
             record["url"],
             *([printable(record["role"])] if has_roles else []),
-            record.get("model") or "any",
+            _models(record),
             record.get("in_flight", 0),
             record.get("routed_requests", 0),
             record.get("failed_requests", 0),
@@ -237,6 +237,14 @@ def render_workers(fleet: Sequence[JsonObject]) -> list[str]:
     ]
     head = [_HEAD[0], "ROLE", *_HEAD[1:]] if has_roles else _HEAD
     return render_table(head, rows, right_aligned=["BUSY", "ROUTED", "FAILED"])
+
+
+def _models(record: JsonObject) -> str:
+    """Its model, and how many adapters requests may name beside it."""
+    adapters = [name for name in record.get("adapters") or () if ":" not in str(name)]
+    count = len(adapters or record.get("adapters") or ())
+    more = f" +{count} adapter{'s' if count > 1 else ''}" if count else ""
+    return f"{record.get('model') or 'any'}{more}"
 
 
 def describe_state(record: JsonObject) -> str:

@@ -51,10 +51,14 @@ class Fleet:
         )
         self.has_ranks = False  # some worker has data-parallel ranks, which are picked in its place
         self.has_named_models = False  # some worker has a model: a request's model may matter
+        self.has_adapters = False  # some worker has adapters, which requests name as their model
         self.has_pools = False  # some worker is a prefill or decode worker
         self.had_workers = False  # a worker was registered at some time since the start
         self._by_url: dict[str, Worker] = {}
-        self.models: set[str] = set()  # of all workers; replaced, never changed in place
+        # Of all workers, with their adapters; replaced, never changed in place.
+        self.models: set[str] = set()
+        self._adapters: frozenset[str] = frozenset()
+        self._has_base_models = False
         self._candidates: dict[tuple[str | None, int], list[Worker]] = {}
         self._pools: dict[tuple[Role, str | None, int], list[Worker]] = {}
         self._known_ranks: dict[Worker, list[DpRank]] = {}
@@ -121,10 +125,7 @@ class Fleet:
         self.had_workers |= bool(after)
         self.has_inflight_limits = any(worker.max_inflight for worker in after.values())
         replaced = self._follow_ranks(after.values())
-        models = {worker.model for worker in after.values() if worker.model}
-        if models != self.models:
-            self.models = models
-        self.has_named_models = bool(models)
+        self._note_models()
         self._note_roles()
         change = MembershipChange(tuple(added), removed, tuple(changed))
         if change or reordered:
@@ -150,7 +151,7 @@ class Fleet:
         """
         if model is not None and model not in self.models:
             # One key for all unknown names: clients choose them, any number and of any length.
-            model = "" if self.models else None
+            model = "" if self._has_base_models else None
         key = (model, mask)
         candidates = self._candidates.get(key)
         if candidates is None:
@@ -165,7 +166,7 @@ class Fleet:
         if role == "regular":
             return self.candidates(model, mask)
         if model is not None and model not in self.models:
-            model = "" if self.models else None
+            model = "" if self._has_base_models else None
         key = (role, model, mask)
         workers = self._pools.get(key)
         if workers is None:
@@ -181,8 +182,8 @@ class Fleet:
             for w in self._by_url.values()
             if w.role == role and w.routable and w.mask & mask == mask
         ]
-        if model is not None and any(w.model for w in workers):
-            workers = [w for w in workers if w.model == model]
+        if model is not None and (model in self._adapters or any(w.model for w in workers)):
+            workers = [w for w in workers if w.serves(model)]
         return with_ranks(workers) if self.has_ranks else workers
 
     def observe_probe(
@@ -270,6 +271,12 @@ class Fleet:
             self._note_roles()
             self._changed(worker)
 
+    def report_adapters(self, worker: Worker, names: tuple[str, ...]) -> None:
+        """Take over the adapters that its engine has, as `adapter_names`, for `loras = "auto"`."""
+        if worker.report_adapters(names):
+            self._note_models()
+            self._changed()
+
     def report_ranks(self, worker: Worker, ranks: int) -> None:
         """Take over how many data-parallel ranks its engine has, for `ranks = "auto"`."""
         before, worker.reported_ranks = worker.rank_count, ranks
@@ -314,6 +321,17 @@ class Fleet:
     def watch_health(self, callback: Callable[[Worker, Health], None]) -> None:
         """`callback(worker, before)` after each change of a worker's state."""
         self._health_watchers.append(callback)
+
+    def _note_models(self) -> None:
+        workers = self._by_url.values()
+        models = {worker.model for worker in workers if worker.model}
+        self._has_base_models = bool(models)
+        self._adapters = frozenset().union(*(worker.adapters for worker in workers))
+        self.has_adapters = bool(self._adapters)
+        models |= self._adapters
+        if models != self.models:
+            self.models = models
+        self.has_named_models = bool(models)
 
     def _note_roles(self) -> None:
         self.has_pools = any(worker.role != "regular" for worker in self._by_url.values())

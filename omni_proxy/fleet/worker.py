@@ -101,6 +101,7 @@ class Worker(_RequestFields):
     """A server behind a base URL. `in_flight` counts exchanges until their last byte."""
 
     __slots__ = (
+        "adapters",
         "address",
         "bootstrap_port",
         "capabilities",
@@ -122,6 +123,7 @@ class Worker(_RequestFields):
         "origin",
         "ranks",
         "registered_at",
+        "reported_adapters",
         "reported_ranks",
         "reported_role",
         "role",
@@ -150,6 +152,7 @@ class Worker(_RequestFields):
         self.reported_role: ReportedRole = ""  # by its engine; counts if none is configured
         self.counts = zero_counters()
         self.dp_ranks: tuple[Worker, ...] = ()  # what is picked in its place, where it has ranks
+        self.reported_adapters: tuple[str, ...] = ()  # by its engine, for `loras = "auto"`
         self.reported_ranks = 0  # by its engine, for `ranks = "auto"`; 0: unknown
         self.configure(spec)
 
@@ -172,6 +175,20 @@ class Worker(_RequestFields):
         self.bootstrap_port = spec.bootstrap_port
         self.ranks = spec.ranks
         self.loras = spec.loras
+        self._note_adapters()
+
+    def _note_adapters(self) -> None:
+        """The names under which requests may ask for its adapters."""
+        if self.loras == "auto":
+            self.adapters = frozenset(self.reported_adapters)
+        else:
+            self.adapters = frozenset(
+                name for lora in self.loras for name in adapter_names(lora, (self.model,))
+            )
+
+    def serves(self, model: str | None) -> bool:
+        """Whether this is its model, or one of its adapters."""
+        return model is not None and (model == self.model or model in self.adapters)
 
     def matches(self, spec: WorkerSpec) -> bool:
         """Whether `configure(spec)` would change nothing."""
@@ -207,6 +224,13 @@ class Worker(_RequestFields):
         self.reported_role = role
         before, self.role = self.role, self.configured_role or role or "regular"
         return self.role != before
+
+    def report_adapters(self, names: tuple[str, ...]) -> bool:
+        """Take over what its engine reports; whether that makes a difference."""
+        self.reported_adapters = names
+        before = self.adapters
+        self._note_adapters()
+        return self.adapters != before
 
     def add_counts(
         self, traffic: str, *, routed: int = 0, succeeded: int = 0, failed: int = 0
@@ -249,6 +273,18 @@ class Worker(_RequestFields):
         return healthy and not self.disabled and not self.cordon_reasons
 
 
+def adapter_names(lora: str, models: Iterable[str | None], *, bare: bool = True) -> list[str]:
+    """How requests may name an adapter: vLLM takes its name as the model (`bare`), SGLang
+    `model:adapter`, or the key `lora_path`, for which `:adapter` stands."""
+    qualified = [f"{model}:{lora}" for model in models if model]
+    return [*([lora] if bare else []), *dict.fromkeys(qualified), f":{lora}"]
+
+
+def shown_adapters(worker: Worker) -> list[str]:
+    """The names of its adapters, without forms that only `lora_path` has."""
+    return sorted(name for name in worker.adapters if not name.startswith(":"))
+
+
 RankIds: TypeAlias = tuple[tuple[int, int], ...]  # serial and cell of each data-parallel rank
 
 HALF_OPEN_ELSEWHERE: Final = -1  # a `half_open_id`: the request is, or may be, another process's
@@ -275,6 +311,7 @@ class WorkerState(Struct, frozen=True, array_like=True):
     reported_role: ReportedRole = ""
     reported_ranks: int = 0
     rank_ids: RankIds = ()
+    reported_adapters: tuple[str, ...] = ()
 
 
 def worker_state(worker: Worker, serial: int, cell: int, rank_ids: RankIds = ()) -> WorkerState:
@@ -297,6 +334,7 @@ def worker_state(worker: Worker, serial: int, cell: int, rank_ids: RankIds = ())
         reported_role=worker.reported_role,
         reported_ranks=worker.reported_ranks,
         rank_ids=rank_ids,
+        reported_adapters=worker.reported_adapters,
     )
 
 
@@ -319,6 +357,7 @@ def apply_state(worker: Worker, state: WorkerState) -> bool:
     )
     worker.reported_ranks = state.reported_ranks
     role_changed = worker.report_role(state.reported_role)
+    adapters_changed = worker.report_adapters(state.reported_adapters)
     worker.hop_line = state.hop_line
     worker.address = state.address
     worker.cordon_reasons = set(state.cordon_reasons)
@@ -336,4 +375,4 @@ def apply_state(worker: Worker, state: WorkerState) -> bool:
         worker.hop_line,
         worker.reported_ranks,
     )
-    return role_changed or before != now
+    return role_changed or adapters_changed or before != now

@@ -153,6 +153,7 @@ class ReplicatedFleet(Fleet):
         }
         if any(moved) or fresh or self.revision != before:
             self._note_roles()
+            self._note_models()
             self.recount()
             self._changed()
         self._replaced(replaced)

@@ -68,6 +68,15 @@ def _session_keys_of(config: Config) -> AffinityKeyReader:
     return affinity_key_reader(headers, routing.session_body_keys)
 
 
+def name_adapter(need: Requirements, aliases: ModelAliases | None) -> None:
+    """Of a request with SGLang's `lora_path`: its model is `model:adapter` from here on, for which
+    only workers with that adapter count. An adapter in the model's own name wins, as in SGLang, and
+    what an alias stands for is up to its targets."""
+    model = need.model or ""
+    if need.adapter and ":" not in model and (aliases is None or aliases.find(model) is None):
+        need.model = f"{model}:{need.adapter}"
+
+
 class TargetChecks(Protocol):
     """What a choice asks of each target, about a request for `need.model`. The first two raise
     HttpError 404 if it names an unknown worker."""

@@ -128,7 +128,7 @@ def ineligibility_reasons(
         reasons.append("lacks " + ", ".join(missing))
     if (
         requirements.model
-        and worker.model != requirements.model
+        and not worker.serves(requirements.model)
         and _model_counts(fleet, requirements, role)
     ):
         serves = f"serves the model {worker.model!r}" if worker.model else "names no model"
@@ -269,7 +269,7 @@ def _first_cause(
         return "voice_owner_unavailable", f"the worker that keeps the voices is out ({shown_owner})"
     if requirements.pinning is NAMED:
         return "worker_unavailable", f"the worker {requirements.named_worker} is not routable"
-    if requirements.model and all(worker.model != requirements.model for worker in remaining):
+    if requirements.model and not any(w.serves(requirements.model) for w in remaining):
         return "model_not_found", f"no routable worker serves the model {requirements.model!r}"
     # Of the steps only this one can look otherwise than a moment ago: others take and give back.
     return "all_full", "every eligible worker was at its limit a moment ago"
@@ -312,7 +312,9 @@ def _steps(requirements: Requirements, role: Role) -> Iterator[_Step]:
         "model_not_found",
         lambda _: f"no worker serves the model {requirements.model!r}",
         lambda remaining: [
-            w for w in remaining if not requirements.model or w.model in (None, requirements.model)
+            w
+            for w in remaining
+            if not requirements.model or w.model is None or w.serves(requirements.model)
         ],
     )
     yield (

@@ -165,6 +165,7 @@ class RouteSeries(SingleChunkCounts):
 
 
 OTHER: Final = "other"
+MODEL_LABELS: Final = 1000
 ADMIN_API: Final = "front"  # the route of whatever is not model traffic
 LEGS: Final = ("prefill", "decode")
 AT_ONCE: Final = 2048  # times that are sorted in together: a third of a millisecond
@@ -195,6 +196,7 @@ class Metrics:
         self._recent = recent
         self._members: list[Worker] = []
         self._models = fleet.models
+        self._labels: set[str] = set()
         recent.gather = self.gather
         fleet.watch_members(self._follow_fleet)
         fleet.watch_ejected(self._ejected)
@@ -325,7 +327,7 @@ class Metrics:
 
     def _counts_for(self, cell: RouteSeries, requested: str | None) -> bool:
         """Whether a single-chunk response of this model may be added to the current counts."""
-        model = requested if requested is None or requested in self._models else OTHER
+        model = self._label(requested)
         if model != cell.model:
             if any(cell.single_chunk_counts):
                 return False
@@ -336,11 +338,19 @@ class Metrics:
             cell.model_key = intern(requested) if len(requested) <= TEXT_CHARS else NO_MODEL_SEEN
         return True
 
+    def _label(self, model: str | None) -> str | None:
+        """Of a model that a worker has; adapters may come and go, so labels are bounded."""
+        if model is None or model in self._labels:
+            return model
+        if model not in self._models or len(self._labels) >= MODEL_LABELS:
+            return OTHER
+        self._labels.add(model)
+        return model
+
     def _count_any(self, exchange: Exchange, worker: Worker | None, cell: RouteSeries) -> None:
         end, ended = exchange.outcome or "cut_by_proxy", exchange.ended_at
-        model = exchange.requirements.model if exchange.requirements is not None else None
-        if model is not None and model not in self._models:
-            model = OTHER
+        need = exchange.requirements
+        model = self._label(need.model) if need is not None else None
         key = (model, exchange.status // 100, end)
         cell.ends[key] = cell.ends.get(key, 0) + 1
         cell.bytes_in += exchange.bytes_in
@@ -423,6 +433,7 @@ class Metrics:
             self.drop_removed_workers()
         if self._fleet.models is not self._models:
             self._models = self._fleet.models
+            self._labels &= self._models if len(self._labels) < MODEL_LABELS else self._labels
             for cells in self._series.values():
                 for cell in cells.values():
                     cell.model_key = NO_MODEL_SEEN

@@ -5,15 +5,20 @@ import pytest
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.fleet.worker import CAPABILITY_BITS
-from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.inspect.requirements import (
+    RequestFacts,
+    Requirements,
+    inspect_request,
+)
 from omni_proxy.routing.model_aliases import (
     ModelAliases,
     all_targets_tried,
     any_target,
     choose_target,
     explain_target,
+    name_adapter,
 )
-from omni_proxy.routing.routes import NAMED
+from omni_proxy.routing.routes import NAMED, match_route
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import NOW, entry, fleet_of, heal
 from tests.routing.regular_workers import RegularWorkers
@@ -263,3 +268,43 @@ def test_a_reload_keeps_the_place_of_aliases_that_stay(fleet):
     expected = aliases.splits["alias"].preview((0, 1))
     assert expected != aliases_of().splits["alias"].preview((0, 1))
     assert aliases_of(previous=aliases).splits["alias"].preview((0, 1)) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter", "expected"),
+    [
+        (None, "a", ":a"),
+        ("base", "a", "base:a"),
+        ("base:b", "a", "base:b"),
+        ("base", "", "base"),
+        ("alias", "a", "alias"),
+    ],
+)
+def test_an_adapter_beside_the_model_counts_as_sglang_reads_it(model, adapter, expected):
+    need = Requirements(CHAT, model, adapter=adapter)
+    name_adapter(need, aliases_of())
+    assert need.model == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "adapter"),
+    [
+        (b'{"lora_path": "a"}', "a"),
+        (b'{"lora_path": ["a", null, "a"]}', "a"),
+        (b'{"lora_path": ["a", "b"]}', ""),
+        (b'{"lora_path": null}', ""),
+        (b'{"lora_path": 3}', ""),
+        (b"{}", ""),
+    ],
+)
+def test_the_adapter_of_a_body_is_read(body, adapter):
+    route = match_route("POST", "/generate")
+    assert inspect_request(route, body, RequestFacts(b"application/json")).adapter == adapter
+
+
+def test_a_target_may_be_an_adapter():
+    fleet = fleet_of(entry("a", model="base", loras=("x",)), entry("b", model="base"))
+    aliases = aliases_of('[[routing.models]]\nname = "tuned"\ntargets = [{ model = "base:x" }]')
+    need = request(aliases, model="tuned")
+    choose_target(need, RegularWorkers(fleet))
+    assert fleet.candidates(need.model, CHAT) == workers(fleet, "a")

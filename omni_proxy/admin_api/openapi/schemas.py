@@ -102,6 +102,7 @@ def _worker() -> Schema:
         kv_connector={"anyOf": [KV_CONNECTOR, {"type": "null"}]},
         bootstrap_port=COUNT_OR_NULL,
         loras=ANY,
+        adapters=listed(TEXT),
         configured_ranks=ANY,
         ranks=listed(shape(**dict.fromkeys(RANK_COUNTS, COUNT))),
         job_status=shape(

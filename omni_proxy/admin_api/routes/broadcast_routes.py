@@ -45,6 +45,9 @@ NO_TENSORS = {
     }
 }
 CONFIGURED = "/<control_route:path>"
+ADAPTER_ROUTES = frozenset(
+    f"{version}/{verb}_lora_adapter" for version in ("", "/v1") for verb in ("load", "unload")
+)
 ELSEWHERE = ("/flush_cache",)  # served in its own dialect, see engines.py
 NO_OBJECT = "request body must be a JSON object"
 LISTS = ("names", "dtypes", "shapes")
@@ -93,6 +96,8 @@ class BroadcastRoutes:
             if route.path == FROM_TENSOR:
                 return json_response(NO_TENSORS, 501)
             reply = await self._services.weight_operations.submit(await self.call(route))
+            if route.path in ADAPTER_ROUTES:
+                await self._services.refresh_adapters()
             if route.path == results.WEIGHTS_BY_NAME:
                 return json_response(*results.merge_weights_by_name(reply), dict(reply.headers))
             return shown(reply)

@@ -19,6 +19,7 @@ import trio
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
+from omni_proxy.admin_api.serializers.model_cards import with_own_cards
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
@@ -37,7 +38,7 @@ from omni_proxy.routing.inspect.requirements import (
     requirements_of_large_json,
 )
 from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
-from omni_proxy.routing.model_aliases import TargetExplanation, explain_target
+from omni_proxy.routing.model_aliases import TargetExplanation, explain_target, name_adapter
 from omni_proxy.routing.rank_pinning import pin_to_rank
 from omni_proxy.routing.routes import (
     RESPONSE_OWNER,
@@ -179,7 +180,13 @@ class MergedModelRoutes:
             timeout_secs=max(LIST_SECS, self._services.config_store.config.health.timeout_secs),
             max_bytes=LIST_BYTES,
         )
-        return await merge(await broadcast(workers, call))
+        cards, reasons = await merge(await broadcast(workers, call))
+        if not cards:
+            return cards, reasons
+        aliases = self._services.data_plane.aliases
+        splits = aliases.splits if aliases is not None else {}
+        created = int(self._services.started_at.timestamp())
+        return with_own_cards(cards, workers, splits, created), reasons
 
 
 async def merge(outcomes: Iterable[CallResult]) -> tuple[Cards, dict[str, str]]:
@@ -296,6 +303,8 @@ class ExplainRoutes:
         if data_plane.needs_affinity_key:
             keys = affinity_keys_of(self._services.config_store.config)
             requirements.affinity_key = keys.read(_lines(), body)
+        if self._services.fleet.has_adapters:
+            name_adapter(requirements, data_plane.aliases)
         if data_plane.aliases is not None:
             data_plane.aliases.resolve(requirements, _lines(), body)
         target = explain_target(requirements, data_plane.target_checks)

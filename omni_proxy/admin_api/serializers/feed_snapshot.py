@@ -16,7 +16,7 @@ from omni_proxy.admin_api.serializers.readiness import unready
 from omni_proxy.admin_api.serializers.worker_records import Why, reasons
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.health_state import Health
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.fleet.worker import Worker, shown_adapters
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.telemetry.recent_window import FinishedExchange, Point
 from omni_proxy.wire.errors import to_json
@@ -103,6 +103,7 @@ class Snapshots:
             "url": worker.url,
             "display_id": worker.display_id,
             "model": worker.model,
+            "adapters": shown_adapters(worker),
             "role": worker.role,
             "health": machine.state.value,
             "routable": worker.routable,

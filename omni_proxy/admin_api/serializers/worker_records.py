@@ -15,7 +15,12 @@ from omni_proxy.admin_api.serializers.readiness import HOW_TO_CONTINUE
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
 from omni_proxy.fleet.health_state import Health
-from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker, capability_names
+from omni_proxy.fleet.worker import (
+    LAUNCH_CORDON,
+    Worker,
+    capability_names,
+    shown_adapters,
+)
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 
 RESOLVE = "`omni-proxy weights resolve` brings it back once its weights are verified"
@@ -125,6 +130,7 @@ def worker_record(worker: Worker) -> dict[str, object]:
         "display_id": worker.display_id,
         "url": worker.url,
         "model": worker.model,
+        "adapters": shown_adapters(worker),
         "capabilities": capability_names(worker.mask),
         "active_requests": worker.in_flight,
         "health_state": health.state.value,
@@ -183,7 +189,7 @@ class WorkerRecords:
 
     def pool(self, status: str, model: str | None = None) -> dict[str, object]:
         """The pool summary of omni-router.md 4; `model` narrows the records, not the counts."""
-        workers = [w for w in self._fleet.workers if model is None or w.model == model]
+        workers = [w for w in self._fleet.workers if model is None or w.serves(model)]
         reason, pauses = self._reasons(), self._pauses()
         return {
             "status": status,

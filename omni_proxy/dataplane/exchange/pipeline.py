@@ -51,6 +51,7 @@ from omni_proxy.routing.inspect.requirements import (
     requirements_of_large_json,
 )
 from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
+from omni_proxy.routing.model_aliases import name_adapter
 from omni_proxy.routing.rank_pinning import pin_to_rank
 from omni_proxy.routing.routes import (
     RESPONSE_OWNER,
@@ -278,6 +279,8 @@ def set_requirements(
         need.legs = exchange.route.legs
     if balancer.needs_affinity_key:
         need.affinity_key = balancer.affinity_keys.read(b"".join(lines), body)
+    if io.services.fleet.has_adapters:
+        name_adapter(need, balancer.aliases)
     if balancer.aliases is not None:
         balancer.aliases.resolve(need, b"".join(lines), body)
     if not need.stream:

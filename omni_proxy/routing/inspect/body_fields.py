@@ -20,6 +20,7 @@ from omni_proxy.wire.errors import HttpError
 ABSENT: Final = msgspec.Raw()
 NULL: Final = msgspec.Raw(b"null")
 MAX_REQUEST_ID_CHARS: Final = 256  # a longer one is not used
+MAX_RIDS = 10_000
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # What Python's reader takes beside JSON, and valid JSON of the same standing: an array can stand
 # nowhere but where these can, neither behind a backslash nor beside other characters of a number.
@@ -54,6 +55,7 @@ class BodyFields(msgspec.Struct, gc=False):
     token_ids: msgspec.Raw = ABSENT
     system: msgspec.Raw = ABSENT
     rid: msgspec.Raw = ABSENT
+    lora_path: msgspec.Raw = ABSENT
     modalities: msgspec.Raw = ABSENT
     output_modalities: msgspec.Raw = ABSENT
     audio: msgspec.Raw = ABSENT
@@ -255,6 +257,24 @@ class ObjectListReader(Generic[Fields]):
                     yield self._one(element)
         else:
             yield from match
+
+
+def read_adapter(raw: msgspec.Raw) -> str:
+    """The adapter that SGLang's `lora_path` names: a name, or a list of them for a batch; "" for
+    none, and for a batch with several, whose worker has to have all."""
+    values = read_elements(raw) if is_list(raw) else [raw]
+    names = {read_text(value) for value in values} - {None, ""}
+    return names.pop() or "" if len(names) == 1 else ""
+
+
+def read_rids(raw: msgspec.Raw) -> tuple[str, ...]:
+    """One, or a list of them for a batch."""
+    values = read_elements(raw)[:MAX_RIDS] if starts_with(raw, b"[") else [raw]
+    texts = (read_text(value) for value in values)
+    return tuple(
+        text for text in texts
+        if text and len(text) <= MAX_REQUEST_ID_CHARS and text.isprintable()
+    )  # fmt: skip
 
 
 # Multipart forms: the fields `model` and `stream`, found by a bounded scan. A malformed form gives

@@ -38,6 +38,7 @@ class LargeJsonFields(msgspec.Struct):
     token_ids: msgspec.Raw = _UNSAID
     system: msgspec.Raw = _UNSAID
     rid: msgspec.Raw = _UNSAID
+    lora_path: msgspec.Raw = _UNSAID
     routed_dp_rank: msgspec.Raw = _UNSAID
     data_parallel_rank: msgspec.Raw = _UNSAID
 

@@ -26,7 +26,9 @@ from omni_proxy.routing.inspect.body_fields import (
     decode_body,
     form_fields,
     is_truthy,
+    read_adapter,
     read_elements,
+    read_rids,
     read_text,
     starts_with,
 )
@@ -98,6 +100,7 @@ class Requirements(msgspec.Struct, gc=False):
     affinity_key: str = ""  # keeps a session on its worker, for policies that use it
     version_constraint: VersionConstraint | None = None  # which weights it accepts; None: any
     rids: tuple[str, ...] = ()  # its names at the engine, where the body gives them (SGLang)
+    adapter: str = ""  # that it names beside its model (SGLang's `lora_path`)
     large_body_class: str = ""  # the traffic class of a body that was too large to be read whole
     given_hints: frozenset[bytes] = frozenset()  # of such a request: its hints
     ranks_in_large_body: tuple[tuple[str, bytes], ...] = ()  # of such a request: keys and values
@@ -122,12 +125,11 @@ class Requirements(msgspec.Struct, gc=False):
 
 
 MAX_MODEL_CHARS = 1024
-MAX_RIDS = 10_000
 # Fields that hardly any body has, and what they need; `rid` is looked for with them.
 _RARE = {
     "image": IMAGE, "images": IMAGE, "audios": AUDIO, "audio_inputs": AUDIO,
     "video": VIDEO, "videos": VIDEO, "audio": AUDIO_OUT, "modalities": 0, "output_modalities": 0,
-    "rid": 0,
+    "rid": 0, "lora_path": 0,
 }  # fmt: skip
 _rare_values = attrgetter(*_RARE)
 _NO_RARE = (ABSENT,) * len(_RARE)
@@ -212,6 +214,7 @@ def requirements_of_large_json(
         model=read_text(top.model), stream=bytes(top.stream) == b"true",
         stream_format=msgspec.Raw(bytes(top.stream_format)),
         request_id=read_text(top.request_id), rid=msgspec.Raw(bytes(top.rid)),
+        lora_path=msgspec.Raw(bytes(top.lora_path)),
         input_ids=msgspec.Raw(top.beginning),
     ))  # fmt: skip
     if route.traffic.startswith("speech"):
@@ -283,7 +286,8 @@ def requirements_of_fields(route: Route, payload: BodyFields) -> Requirements:
     requirements = Requirements(mask, model, stream, request_id, route.pinning, "", payload)
     if _rare_values(payload) != _NO_RARE:
         requirements.mask |= _media(payload)
-        requirements.rids = _rids(payload.rid)
+        requirements.rids = read_rids(payload.rid)
+        requirements.adapter = read_adapter(payload.lora_path)
     if route.traffic != "generation":
         _read_speech(route, payload, requirements)
     return requirements
@@ -318,16 +322,6 @@ def _media(payload: BodyFields) -> int:
         if any(read_text(kind) == "audio" for kind in read_elements(modalities)):
             mask |= AUDIO_OUT
     return mask
-
-
-def _rids(raw: msgspec.Raw) -> tuple[str, ...]:
-    """One, or a list of them for a batch."""
-    values = read_elements(raw)[:MAX_RIDS] if starts_with(raw, b"[") else [raw]
-    texts = (read_text(value) for value in values)
-    return tuple(
-        text for text in texts
-        if text and len(text) <= MAX_REQUEST_ID_CHARS and text.isprintable()
-    )  # fmt: skip
 
 
 def _parts(messages: msgspec.Raw, spelled: bytes) -> int:

@@ -344,12 +344,9 @@ def _text(candidates: Sequence[Worker], requirements: Requirements) -> _Text:
     text = prefix_text(requirements.body_fields)
     if not text:
         return _NO_TEXT
-    # Where workers name models, the candidates for a model are those that name it.
-    model = (
-        candidates[0].model
-        if requirements.model and candidates[0].model == requirements.model
-        else ""
-    )
+    # Where workers name models, the candidates for a model are those that name it. An engine caches
+    # each adapter by itself.
+    model = requirements.model if candidates[0].serves(requirements.model) else ""
     name = (model or "").encode("utf-8", "surrogatepass")
     # The mark does not count: all texts of a kind share it.
     return _Text(name + text, len(name) + 1)

@@ -200,7 +200,7 @@ class Sticky(Policy):
             and home.health.state is Health.HEALTHY
             and not home.disabled
             and home.mask & requirements.mask == requirements.mask
-            and (not requirements.model or home.model in (None, requirements.model))
+            and (not requirements.model or home.model is None or home.serves(requirements.model))
             and self._is_member(home)
         )
 

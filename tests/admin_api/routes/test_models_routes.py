@@ -6,7 +6,9 @@ import trio
 
 from omni_proxy.admin_api.routes.models_routes import ALL_LISTS_BYTES, LIST_BYTES, MAX_CARDS, merge
 from omni_proxy.admin_api.serializers.worker_records import worker_record
+from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import HealthConfig
+from omni_proxy.routing.model_aliases import ModelAliases
 from omni_proxy.upstream_http import client
 from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.wire.bounded_json import MAX_VALUES
@@ -205,3 +207,50 @@ async def test_lists_that_are_too_long_together_are_left_out(api):
     merged, reasons = await merge([outcome] * (ALL_LISTS_BYTES // len(card)) + [other])
     assert [card["id"] for card in merged] == ["m"]
     assert reasons == {B: "the other workers' lists are too long"}
+
+
+ALIASES = """
+[[routing.models]]
+name = "alias"
+targets = [{ model = "m1" }, { model = "m2", weight = 2 }]
+[[routing.models]]
+name = "shadowed"
+targets = [{ model = "m2" }]
+[[routing.models]]
+name = "gone"
+targets = [{ model = "nobody" }]
+"""
+
+
+async def test_aliases_and_adapters_are_listed_beside_the_workers_models(replies):
+    api = build_api(entry(A, model="m1", loras=("x", "listed", "shadowed")), entry(B, model="m2"))
+    api.healthy(A, B)
+    api.data_plane.aliases = ModelAliases(parse(ALIASES))
+    own = {"id": "listed", "parent": "m1", "root": "/loras/listed"}
+    replies[A] = cards({"id": "m1", "max_model_len": 8192}, own)
+    replies[B] = cards({"id": "m2", "max_model_len": 4096})
+    _, body = await listed(api)
+    found = {card["id"]: card for card in body["data"]}
+    assert len(found) == len(body["data"])
+    assert found.keys() == {"m1", "m2", "listed", "x", "shadowed", "alias"}
+    assert found["listed"] == own
+    assert (found["x"]["parent"], found["x"]["root"]) == ("m1", "x")
+    expected = {"object": "model", "owned_by": "omni-proxy", "root": "m2", "parent": None}
+    assert found["alias"] == expected | {
+        "id": "alias",
+        "created": int(api.services.started_at.timestamp()),
+        "max_model_len": 4096,
+    }
+    assert (found["shadowed"]["root"], found["shadowed"]["parent"]) == ("m2", None)
+    replies[A], replies[B] = cards({"id": "m1"}), cards({"id": "m2"})
+    answer = await api.client().get("/v1/models/alias")
+    assert (answer.status_code, (await answer.get_json())["id"]) == (200, "alias")
+
+
+async def test_an_alias_is_listed_only_while_a_target_is_served(replies):
+    api = build_api(entry(A, model="m1"), entry(B, model="m2"))
+    api.healthy(A)
+    api.data_plane.aliases = ModelAliases(parse(ALIASES))
+    replies[A] = cards({"id": "m1"})
+    _, body = await listed(api)
+    assert [card["id"] for card in body["data"]] == ["m1", "alias"]

@@ -1,0 +1,139 @@
+import json
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from omni_proxy.health import adapter_list
+from omni_proxy.health.adapter_list import (
+    MAX_ADAPTERS,
+    REFRESH_SECS,
+    RETRY_SECS,
+    AdapterList,
+    reported_adapters,
+)
+from omni_proxy.upstream_http.client import CallResult
+from tests.fleet.entries import entry, fleet_of, heal
+
+
+def result_of(cards, status=200):
+    body = cards if isinstance(cards, bytes) else json.dumps({"data": cards}).encode()
+    return CallResult(None, status, body, "" if status == 200 else "status", 0.0)
+
+
+BASE = {"id": "base", "owned_by": "vllm", "root": "/models/base", "parent": None}
+LORA = {"id": "sql", "owned_by": "vllm", "root": "/loras/sql", "parent": "base"}
+
+
+def test_of_vllm_an_adapters_own_name_counts():
+    names = reported_adapters(result_of([BASE, LORA]), "base")
+    assert names == ("sql", "base:sql", ":sql")
+
+
+def test_of_sglang_only_the_name_with_its_model_counts():
+    cards = [BASE | {"owned_by": "sglang"}, LORA | {"owned_by": "sglang"}]
+    assert reported_adapters(result_of(cards), "served") == ("base:sql", "served:sql", ":sql")
+    assert reported_adapters(result_of(cards), None) == ("base:sql", ":sql")
+
+
+@pytest.mark.parametrize(
+    "card", [3, {}, {"id": "x"}, {"id": 3, "parent": "b"}, {"id": "a\n", "parent": "b"}]
+)
+def test_what_is_no_adapter_is_left_out(card):
+    assert reported_adapters(result_of([BASE, card]), "base") == ()
+
+
+@pytest.mark.parametrize("body", [b"no json", b"[]", b'{"data": 3}'])
+def test_what_is_no_list_says_nothing(body):
+    assert reported_adapters(result_of(body), "base") is None
+    assert reported_adapters(result_of([LORA], status=500), "base") is None
+
+
+def test_their_number_is_bounded():
+    cards = [LORA | {"id": f"a{n}"} for n in range(MAX_ADAPTERS + 5)]
+    assert len(reported_adapters(result_of(cards), None)) == 3 * MAX_ADAPTERS
+
+
+@pytest.fixture
+def replies(monkeypatch):
+    """The list of each worker, by URL."""
+    made, calls = {}, []
+
+    async def call_worker(worker, call):
+        await trio.lowlevel.checkpoint()
+        calls.append(worker.url)
+        cards = made.get(worker.url)
+        return result_of(cards) if cards is not None else result_of(b"", 503)
+
+    monkeypatch.setattr(adapter_list, "call_worker", call_worker)
+    made["calls"] = calls
+    return made
+
+
+async def started(nursery, *entries):
+    fleet = fleet_of(*entries, healthy=False)
+    adapters = AdapterList(fleet)
+    await nursery.start(adapters.run)
+    return fleet, adapters
+
+
+async def test_a_worker_that_gets_healthy_is_asked_and_others_are_not(nursery, replies):
+    replies["http://a:1"] = [BASE, LORA]
+    fleet, _ = await started(
+        nursery, entry("a", model="base", loras="auto"), entry("b", model="base", loras=("x",))
+    )
+    assert replies["calls"] == []
+    for worker in fleet.workers:
+        heal(fleet, worker)
+    await wait_all_tasks_blocked()
+    assert set(replies["calls"]) == {"http://a:1"}
+    assert [w.display_id for w in fleet.candidates("sql", 0)] == ["a:1"]
+    assert [w.display_id for w in fleet.candidates("x", 0)] == ["b:1"]
+
+
+async def test_a_return_of_the_worker_reads_its_list_anew(nursery, replies):
+    replies["http://a:1"] = [BASE, LORA]
+    fleet, _ = await started(nursery, entry("a", model="base", loras="auto"))
+    (worker,) = fleet.workers
+    heal(fleet, worker)
+    await wait_all_tasks_blocked()
+    replies["http://a:1"] = [BASE, LORA | {"id": "new"}]
+    fleet.cache_cleared(worker)  # another process answers
+    await wait_all_tasks_blocked()
+    assert fleet.candidates("new", 0) == [worker]
+    assert fleet.candidates("sql", 0) == []
+
+
+async def test_a_failed_read_keeps_what_is_known_and_is_repeated(nursery, replies, autojump_clock):
+    replies["http://a:1"] = [BASE, LORA]
+    fleet, _ = await started(nursery, entry("a", model="base", loras="auto"))
+    (worker,) = fleet.workers
+    heal(fleet, worker)
+    await trio.sleep(0.1)
+    replies["http://a:1"] = None
+    fleet.cache_cleared(worker)
+    await trio.sleep(0.1)
+    assert fleet.candidates("sql", 0) == [worker]
+    replies["http://a:1"] = [BASE]
+    await trio.sleep(RETRY_SECS + 0.2)
+    assert fleet.candidates("sql", 0) == []
+
+
+async def test_what_is_loaded_at_the_engine_itself_is_found_later(nursery, replies, autojump_clock):
+    replies["http://a:1"] = [BASE]
+    fleet, _ = await started(nursery, entry("a", model="base", loras="auto"))
+    heal(fleet, fleet.workers[0])
+    await trio.sleep(0.1)
+    replies["http://a:1"] = [BASE, LORA]
+    await trio.sleep(REFRESH_SECS + 0.2)
+    assert fleet.candidates("sql", 0) == fleet.workers
+
+
+async def test_a_refresh_returns_when_the_names_are_known(nursery, replies):
+    replies["http://a:1"] = [BASE]
+    fleet, adapters = await started(nursery, entry("a", model="base", loras="auto"))
+    heal(fleet, fleet.workers[0])
+    await wait_all_tasks_blocked()
+    replies["http://a:1"] = [BASE, LORA]
+    await adapters.refresh()
+    assert fleet.candidates("sql", 0) == fleet.workers
