@@ -129,6 +129,28 @@ async def test_no_rank_and_no_worker_ever_has_more_than_its_bound(tmp_path, proc
         await running.until("/workers", lambda told: succeeded_at_ranks(told) == 20)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_a_changed_file_ends_nothing_that_is_in_flight_at_a_rank(tmp_path, processes):
+    async with started(tmp_path, processes=processes) as (running, engine):
+        engine.gate = trio.Event()
+        file = tmp_path / "proxy.toml"
+        text = file.read_text()
+        async with client_of(running.client.base_url.netloc.decode()) as client:
+            await client.send(post(json.dumps(chat()).encode(), f"{HEADER}: 3"))
+            await running.until("/workers", lambda told: at_ranks(told) == 1)
+            for ranks, shown in (("2", 2), ("1", 0), ('"auto"', 4)):
+                put(file, text.replace('ranks = "auto"', f"ranks = {ranks}"))
+                told = await running.until("/workers", lambda told, n=shown: ranks_of(told) == n)
+                assert told["workers"][0]["in_flight"] == 1
+            assert told["workers"][0]["ranks"][3]["in_flight"] == 1
+            engine.gate.set()
+            assert (await client.answer()).status == 200
+        await running.until("/workers", lambda told: told["workers"][0]["in_flight"] == 0)
+        told = await running.get_json("/workers")
+        assert at_ranks(told) == 0
+        assert engine.ranks("/v1/chat/completions") == {"3": 1}
+
+
 async def test_a_killed_process_leaves_nothing_counted_at_a_rank(tmp_path):
     async with started(tmp_path, processes=2) as (running, engine):
         engine.gate = trio.Event()
