@@ -118,7 +118,7 @@ async def test_a_worker_id_with_encoded_slashes_reaches_its_route(socket_path):
             assert json.loads(body)["url"] == A
 
 
-async def test_a_connection_that_the_door_has_closed_is_closed_at_once(socket_path):
+async def test_a_connection_that_the_data_plane_closed_is_closed_at_once(socket_path):
     before = open_sockets()
     for _ in range(5):
         async with await trio.open_unix_socket(str(socket_path)) as stream:

@@ -16,7 +16,7 @@ from omni_proxy.telemetry.line_log import LineLog
 
 
 @pytest.fixture
-async def house(nursery, tmp_path, logging_as_it_was):
+async def running_server(nursery, tmp_path, logging_as_it_was):
     """A keeper with its file, and the doors that follow it: one for now."""
     file = tmp_path / "proxy.toml"
     file.write_text("[server]\nport = 0\n")
@@ -51,9 +51,9 @@ def unable(number):
     ],
 )
 async def test_a_reload_without_free_descriptors_changes_nothing_and_works_later(
-    house, monkeypatch, tmp_path, text, part, number
+    running_server, monkeypatch, tmp_path, text, part, number
 ):
-    file, config_store, processes = house
+    file, config_store, processes = running_server
     before, descriptors = (
         (config_store.config, processes.dataplane.addresses()),
         set(os.listdir("/proc/self/fd")),
@@ -74,8 +74,8 @@ async def test_a_reload_without_free_descriptors_changes_nothing_and_works_later
     assert len(processes.slots) == (2 if "processes" in text else 0)
 
 
-async def test_the_main_process_can_always_accept_again(house, monkeypatch):
-    file, config_store, processes = house
+async def test_the_main_process_can_always_accept_again(running_server, monkeypatch):
+    file, config_store, processes = running_server
     file.write_text("[server]\nport = 0\nprocesses = 2\n")
     await config_store.reload("file")
     monkeypatch.setattr(Listener, "dup_socket", unable(errno.EMFILE))

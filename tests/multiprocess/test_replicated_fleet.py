@@ -186,8 +186,8 @@ def test_no_waiter_is_admitted_by_half_of_a_snapshot(counters):
     )
     control.cordon(control.workers[1], "paused")
     changed = fleet_of(entry("a", disabled=True), entry("b"))
-    news = [rows(changed)[0], rows(control)[1]]
-    dataplane.fleet.follow(news, NOW)
+    snapshots = [rows(changed)[0], rows(control)[1]]
+    dataplane.fleet.follow(snapshots, NOW)
     assert seen
     assert all(urls == [] for urls in seen)
 

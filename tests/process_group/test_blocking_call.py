@@ -50,13 +50,13 @@ def test_an_error_without_text_is_named_by_its_type(threads):
 
 
 def test_an_abandoned_thread_is_counted_until_it_returns(threads, gate):
-    errand = BlockingCall("stuck", lambda _: gate.wait())
+    call = BlockingCall("stuck", lambda _: gate.wait())
     with pytest.raises(GroupError, match="enough"):
-        threads.wait_for(errand, lambda: "enough")
-    assert errand.abandoned
+        threads.wait_for(call, lambda: "enough")
+    assert call.abandoned
     assert threads.names() == ["stuck"]
     gate.set()
-    errand.thread.join()
+    call.thread.join()
     assert threads.names() == []
 
 
@@ -70,10 +70,10 @@ def test_an_error_in_the_waiting_thread_abandons_the_call(threads, gate):
 
 
 def test_an_ended_call_is_not_abandoned(threads):
-    errand = BlockingCall("quick", lambda _: "done")
-    errand.thread.join()
-    assert not errand.abandon()
-    assert threads.wait_for(errand, lambda: "too late") == "done"
+    call = BlockingCall("quick", lambda _: "done")
+    call.thread.join()
+    assert not call.abandon()
+    assert threads.wait_for(call, lambda: "too late") == "done"
 
 
 def test_the_result_of_an_abandoned_call_is_freed_in_its_thread(threads, gate):
@@ -83,11 +83,11 @@ def test_the_result_of_an_abandoned_call_is_freed_in_its_thread(threads, gate):
         gate.wait()
         return Noted(freed_in)
 
-    errand = BlockingCall("maker", make)
+    call = BlockingCall("maker", make)
     with pytest.raises(GroupError):
-        threads.wait_for(errand, lambda: "enough")
+        threads.wait_for(call, lambda: "enough")
     gate.set()
-    errand.thread.join()
+    call.thread.join()
     assert freed_in == ["maker"]
 
 

@@ -91,7 +91,7 @@ class _Process:
         return bool(poll.poll(None if within_secs is None else within_secs * 1000))
 
 
-_nest = _Nest()
+_forkserver = _Nest()
 
 
 class Trainer:
@@ -101,7 +101,7 @@ class Trainer:
         self.awaited = 0
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = _nest.hatch(theirs)
+            self.process = _forkserver.hatch(theirs)
         with ours:
             self._lines = ours.makefile("rw")
 
@@ -268,7 +268,7 @@ def say(**reply):
     print(json.dumps(reply), flush=True)
 
 
-def hatchery(control):
+def forkserver_loop(control):
     """Forks for each socket that comes; nothing here may start a thread."""
     import torch
     import torch.distributed
@@ -302,4 +302,4 @@ def main():
 
 
 if __name__ == "__main__":
-    hatchery(socket.socket(fileno=int(sys.argv[1])))
+    forkserver_loop(socket.socket(fileno=int(sys.argv[1])))

@@ -14,7 +14,7 @@ import httpx
 import trio
 
 from omni_proxy.watchdog import STALL_EVENT
-from tests.promises.program_forkserver import PROXY, Forked, nest
+from tests.promises.program_forkserver import PROXY, Forked, forkserver
 
 KILLED_SECS = 5  # of grace, for a program whose test failed
 PATIENCE_SECS = 90  # a deadline for hung tests, not a claim about speed
@@ -203,7 +203,7 @@ async def starting(*words: str | Path) -> AsyncIterator[Program]:
     said, stderr = os.pipe()
     async with trio.lowlevel.FdStream(said) as stream, trio.open_nursery() as nursery:
         try:
-            process = await nest(*PROXY).start(*map(str, words), stderr=stderr)
+            process = await forkserver(*PROXY).start(*map(str, words), stderr=stderr)
         finally:
             os.close(stderr)
         running = Program(process, stream)

@@ -82,7 +82,7 @@ class Nest:
 
 
 @cache
-def nest(*imported: str) -> Nest:
+def forkserver(*imported: str) -> Nest:
     """One for all tests of a run, until `close_nests`."""
     made = Nest(*imported)
     _NESTS.append(made)
@@ -93,7 +93,7 @@ _NESTS: list[Nest] = []
 
 
 def close_nests() -> None:
-    nest.cache_clear()
+    forkserver.cache_clear()
     while _NESTS:
         _NESTS.pop().close()
 

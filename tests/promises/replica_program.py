@@ -13,7 +13,7 @@ import httpx
 import trio
 
 from tests.ports import free_port
-from tests.promises.program_forkserver import REPLICA, ForkedPopen, nest
+from tests.promises.program_forkserver import REPLICA, ForkedPopen, forkserver
 
 PATIENCE_SECS = 90
 PIPELINE = """
@@ -90,7 +90,9 @@ def program(folder, max_in_flight=0) -> Iterator[Program]:
 def started(*words) -> Iterator[Program]:
     """A replica with these arguments that is starting."""
     port = free_port()
-    process = nest(*REPLICA).popen("replica", "--port", str(port), *words, "--log-level", "error")
+    process = forkserver(*REPLICA).popen(
+        "replica", "--port", str(port), *words, "--log-level", "error"
+    )
     try:
         yield Program(process, port)
     finally:

@@ -14,7 +14,7 @@ import trio
 
 from omni_proxy.watchdog import STALL_EVENT
 from tests.ports import free_port
-from tests.promises.program_forkserver import PROXY, REPLICA, nest
+from tests.promises.program_forkserver import PROXY, REPLICA, forkserver
 
 FAR, BASE = "far", "base"
 PATIENCE_SECS = 120  # a deadline for hung tests, not a claim about speed
@@ -58,7 +58,7 @@ class Replica:
 
     def start(self):
         with self._log.open("a") as out:
-            self.process = nest(*REPLICA).popen(
+            self.process = forkserver(*REPLICA).popen(
                 "replica", *self._words, "--log-level", "warning", stderr=out.fileno()
             )
 
@@ -178,7 +178,7 @@ class Fleet:
     def start_proxy(self):
         words = ("--config", str(self.folder / "proxy.toml"))
         with self._log.open("a") as out:
-            self.proxy = nest(*PROXY).popen(*words, stderr=out.fileno())
+            self.proxy = forkserver(*PROXY).popen(*words, stderr=out.fileno())
 
     def kill_proxy(self):
         self.proxy.kill()

@@ -23,11 +23,11 @@ class Trainer:
     """The child process. `tell` sends an order and waits for the reply, {"gone": True} if it
     died."""
 
-    def __init__(self, nest):
+    def __init__(self, forkserver):
         self.awaited = 0
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            self.process = nest.fork(theirs)
+            self.process = forkserver.fork(theirs)
             self._orders, self._replies = ours.makefile("w"), ours.makefile("r")
 
     async def tell(self, do, **order):
@@ -75,7 +75,7 @@ class Trainers:
     """Child processes that are kept from test to test."""
 
     def __init__(self):
-        self._nest = Nest(__name__)
+        self._forkserver = Nest(__name__)
         self._all = []
 
     def one(self):
@@ -88,14 +88,14 @@ class Trainers:
     def _free(self, count):
         free = [each for each in self._all if each.living() and not each.awaited]
         while len(free) < count:
-            self._all.append(Trainer(self._nest))
+            self._all.append(Trainer(self._forkserver))
             free.append(self._all[-1])
         return free[:count]
 
     def close(self):
         for each in self._all:
             each.close()
-        self._nest.close()
+        self._forkserver.close()
 
 
 class TrainerCommands:

@@ -43,7 +43,7 @@ async def admin_place(running):
 
 
 @asynccontextmanager
-async def house(tmp_path, **keys):
+async def running_server(tmp_path, **keys):
     """(the program, its worker, a client of the control listener, its file)"""
     file = tmp_path / "proxy.toml"
     async with workers("w") as fleet:
@@ -55,7 +55,7 @@ async def house(tmp_path, **keys):
 
 
 async def test_control_routes_answer_there_alone_and_health_on_both(tmp_path):
-    async with house(tmp_path) as (running, worker, admin, _):
+    async with running_server(tmp_path) as (running, worker, admin, _):
         for path in BOTH:
             assert (await running.client.get(path)).status_code in (200, 502), path
             assert (await admin.get(path)).status_code in (200, 502), path
@@ -75,7 +75,7 @@ async def test_control_routes_answer_there_alone_and_health_on_both(tmp_path):
 
 
 async def test_model_traffic_uses_the_other_listener(tmp_path):
-    async with house(tmp_path) as (running, worker, admin, _):
+    async with running_server(tmp_path) as (running, worker, admin, _):
         assert (await running.ask()).status_code == 200
         answer = await admin.post("/v1/chat/completions", json={"messages": []})
         assert answer.status_code == 404
@@ -86,7 +86,7 @@ async def test_model_traffic_uses_the_other_listener(tmp_path):
 
 
 async def test_no_client_can_claim_the_admin_listener(tmp_path):
-    async with house(tmp_path) as (running, _, _, _):
+    async with running_server(tmp_path) as (running, _, _, _):
         url = running.client.base_url
         for host in ("admin", "Admin", "admin:80", "front"):
             for fields in ({"Host": host}, {"Host": "x", "X-Forwarded-Host": host}):
@@ -101,7 +101,7 @@ async def test_no_client_can_claim_the_admin_listener(tmp_path):
 
 async def test_the_key_is_required_there_unless_configured_otherwise(tmp_path):
     key = {"Authorization": f"Bearer {KEY}"}
-    async with house(tmp_path, key=KEY) as (running, worker, admin, file):
+    async with running_server(tmp_path, key=KEY) as (running, worker, admin, file):
         assert (await admin.post("/reload")).status_code == 401
         assert (await admin.post("/reload", headers=key)).status_code == 200
         assert (await running.client.post("/reload", headers=key)).status_code == 403

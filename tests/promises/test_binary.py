@@ -180,7 +180,7 @@ async def test_one_file_serves_by_several_processes_of_its_own(binary, tmp_path)
             assert "Traceback" not in program.log
 
 
-async def test_a_sigkill_of_one_file_ends_its_door_processes_too(binary, tmp_path):
+async def test_a_sigkill_of_the_one_file_build_ends_its_data_plane_processes(binary, tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("a") as (worker,):
         file.write_text(toml([worker], more=SEVERAL))

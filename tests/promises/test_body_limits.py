@@ -150,7 +150,7 @@ async def test_a_long_answer_does_not_hold_the_body_of_its_request():
         assert (await client.answer()).body == b"some"
 
 
-async def test_the_doors_own_refusals_of_admin_routes_have_the_keys_that_trainers_read(worker):
+async def test_local_replies_of_admin_routes_have_the_keys_that_trainers_read(worker):
     small = "[admin]\nmax_body_bytes = 64\n"
     async with run_dataplane(worker, config=small) as opened:
         for path in (b"/pause_generation", b"/update_weights_from_distributed?x=1"):

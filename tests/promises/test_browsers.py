@@ -65,7 +65,7 @@ async def page():
 
 
 @asynccontextmanager
-async def house(tmp_path, **settings):
+async def running_server(tmp_path, **settings):
     """(the program, its worker)"""
     file = tmp_path / "proxy.toml"
     async with workers("w") as fleet:
@@ -81,7 +81,7 @@ def under(name, url, path=""):
 
 @pytest.mark.parametrize("target", ["127.0.0.1", "localhost", REBOUND])
 async def test_a_page_of_another_origin_changes_nothing(page, tmp_path, target):
-    async with house(tmp_path) as (running, worker):
+    async with running_server(tmp_path) as (running, worker):
         before = await running.get_json("/status")
         await page.visit(worker.url.replace("127.0.0.1", STRANGER))
         base = under(target, running.client.base_url, "/")
@@ -100,7 +100,7 @@ async def test_a_page_of_another_origin_changes_nothing(page, tmp_path, target):
 
 
 async def test_a_rebound_host_name_is_refused_with_the_setting_to_change(page, tmp_path):
-    async with house(tmp_path) as (running, _):
+    async with running_server(tmp_path) as (running, _):
         await page.visit(under(REBOUND, running.client.base_url, "/dashboard"))
         await page.until("!document.querySelector('#locked').hidden")
         told = await page.text("#locked")
@@ -111,7 +111,7 @@ async def test_a_rebound_host_name_is_refused_with_the_setting_to_change(page, t
 
 async def test_an_allowed_name_serves_the_dashboard(page, tmp_path):
     allowed = f"[admin]\nallowed_hosts = ['{REBOUND}']\n"
-    async with house(tmp_path, more=allowed) as (running, worker):
+    async with running_server(tmp_path, more=allowed) as (running, worker):
         await page.visit(under(REBOUND, running.client.base_url, "/dashboard"))
         await page.until("document.querySelector('#state').innerText.includes('Serving')")
         put_it = f"""fetch("/workers/" + encodeURIComponent({json.dumps(worker.url)}), {{
@@ -122,7 +122,7 @@ async def test_an_allowed_name_serves_the_dashboard(page, tmp_path):
 
 
 async def test_a_page_of_another_origin_may_call_a_model(page, tmp_path):
-    async with house(tmp_path) as (running, worker):
+    async with running_server(tmp_path) as (running, worker):
         await page.visit(worker.url.replace("127.0.0.1", STRANGER))
         url = str(running.client.base_url.join("/v1/chat/completions"))
         told = await page.tell(f"""fetch({json.dumps(url)}, {{ method: "POST",

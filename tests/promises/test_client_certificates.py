@@ -81,15 +81,15 @@ async def test_one_that_is_not_believed_is_reported_and_so_is_a_proxy_that_is_no
 async def test_the_trainers_endpoint_shows_its_own(place):
     _, url, _ = place
 
-    def call(papers):
-        endpoint = Endpoint(url, 20.0, papers=papers, key=KEY)
+    def call(certificate):
+        endpoint = Endpoint(url, 20.0, certificate=certificate, key=KEY)
         try:
             return endpoint.call("/weights"), endpoint.ask("hi")[0]
         finally:
             endpoint.close()
 
-    papers = ClientCert(str(AUTHORITY), OWN[1], OWN[3])
-    answer, _ = await trio.to_thread.run_sync(call, papers)
+    certificate = ClientCert(str(AUTHORITY), OWN[1], OWN[3])
+    answer, _ = await trio.to_thread.run_sync(call, certificate)
     assert (answer.status, answer.body["waiting"]) == (200, [])
     answer, said = await trio.to_thread.run_sync(call, ClientCert(ca=str(AUTHORITY)))
     assert (answer.ok, answer.status) == (False, 0)

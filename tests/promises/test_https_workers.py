@@ -29,7 +29,7 @@ OK = answering(counted(b"{}"))
 
 
 @asynccontextmanager
-async def door_to(*workers, config=BELIEVING):
+async def dataplane_to(*workers, config=BELIEVING):
     async with secure_workers(*workers), run_dataplane(*workers, config=config) as opened:
         yield opened
 
@@ -42,7 +42,7 @@ async def asked(opened, body=CHAT):
 
 async def test_requests_go_over_one_kept_connection():
     worker = SecureWorker(OK, host="localhost")
-    async with door_to(worker) as opened, opened.client() as client:
+    async with dataplane_to(worker) as opened, opened.client() as client:
         for _ in range(6):  # the last ones take the fast path
             await client.send(post())
             assert (await client.answer()).status == 200
@@ -52,7 +52,7 @@ async def test_requests_go_over_one_kept_connection():
 
 async def test_an_address_is_compared_with_those_of_the_certificate_and_is_no_name():
     worker = SecureWorker(OK)
-    async with door_to(worker) as opened:
+    async with dataplane_to(worker) as opened:
         assert (await asked(opened)).status == 200
     assert worker.names == [None]
 
@@ -61,7 +61,7 @@ async def test_large_bodies_and_answers_pass_unchanged():
     answer = bytes(range(256)) * 8_000
     body = b'{"messages": [], "x": "%b"}' % (b"y" * 900_000)
     worker = SecureWorker(answering(counted(answer)))
-    async with door_to(worker) as opened, opened.client() as client:
+    async with dataplane_to(worker) as opened, opened.client() as client:
         for sent in (body, body, CHAT, CHAT, CHAT):
             await client.send(post(sent))
             assert (await client.answer()).body == answer
@@ -73,7 +73,7 @@ async def test_a_large_body_is_sent_at_once_over_an_idle_connection():
     worker = SecureWorker(OK)
     large = b'{"messages": [], "x": "%b"}' % (b"y" * 100_000)
     config = BELIEVING + "[server.timeouts]\nresponse_head_secs = 5\n"
-    async with door_to(worker, config=config) as opened, opened.client() as client:
+    async with dataplane_to(worker, config=config) as opened, opened.client() as client:
         for sent in (CHAT, CHAT, large, large):
             await client.send(post(sent))
             assert (await client.answer()).status == 200
@@ -83,7 +83,7 @@ async def test_a_large_body_is_sent_at_once_over_an_idle_connection():
 
 async def test_events_arrive_one_by_one():
     events = TwoEvents()
-    async with door_to(SecureWorker(events)) as opened, opened.client() as client:
+    async with dataplane_to(SecureWorker(events)) as opened, opened.client() as client:
         await events.heard_by(client)
 
 
@@ -97,7 +97,7 @@ async def test_events_arrive_one_by_one():
 )
 async def test_a_worker_with_an_untrusted_certificate_gets_no_request(config, name, words):
     worker = SecureWorker(OK, name)
-    async with door_to(worker, config="[routing]\nmax_total_retries = 1\n" + config) as opened:
+    async with dataplane_to(worker, config="[routing]\nmax_total_retries = 1\n" + config) as opened:
         answer = await asked(opened)
         assert answer.status == 502
         assert words in answer.body
@@ -107,7 +107,7 @@ async def test_a_worker_with_an_untrusted_certificate_gets_no_request(config, na
 
 async def test_another_worker_is_tried_instead():
     bad, good = SecureWorker(OK, "stranger"), SecureWorker(OK)
-    async with door_to(bad, good) as opened:
+    async with dataplane_to(bad, good) as opened:
         for _ in range(2):
             assert (await asked(opened)).status == 200
     assert (len(bad.requests), len(good.requests)) == (0, 2)
@@ -145,13 +145,13 @@ async def test_a_new_connection_resumes_the_session_of_an_old_one():
 
     worker = SecureWorker(once, host="localhost")
     worker.context.maximum_version = ssl.TLSVersion.TLSv1_2
-    async with door_to(worker) as opened:
+    async with dataplane_to(worker) as opened:
         for _ in range(2):
             assert (await asked(opened)).status == 200
     assert worker.resumed == [False, False]  # those were not kept: nothing is learnt of them
 
     kept = SecureWorker(OK, host="localhost")
-    async with door_to(kept) as opened:
+    async with dataplane_to(kept) as opened:
         assert (await asked(opened)).status == 200
         [lane] = opened.door.pools._pools.values()
         lane.idle.pop().close()
@@ -167,7 +167,7 @@ async def test_a_late_session_ticket_closes_no_idle_connection():
         calls.append(call)
 
     worker = SecureWorker(rekeying)
-    async with door_to(worker) as opened:
+    async with dataplane_to(worker) as opened:
         assert (await asked(opened)).status == 200
         [lane] = opened.door.pools._pools.values()
         [conn] = lane.idle
@@ -207,7 +207,7 @@ async def test_a_client_that_leaves_closes_the_connection_to_the_worker():
         await call.until_left()
         left.set()
 
-    async with door_to(SecureWorker(script)) as opened:
+    async with dataplane_to(SecureWorker(script)) as opened:
         async with opened.client() as client:
             await client.send(post())
             await asked_it.wait()
@@ -226,10 +226,10 @@ async def test_an_answer_that_only_its_end_bounds_must_end_in_tls():
         await call.send(b"HTTP/1.1 200 OK\r\n\r\nall of it")
         await call.stream.unwrap()
 
-    async with door_to(SecureWorker(cut)) as opened:
+    async with dataplane_to(SecureWorker(cut)) as opened:
         with pytest.raises(Truncated):
             await asked(opened)
-    async with door_to(SecureWorker(whole)) as opened:
+    async with dataplane_to(SecureWorker(whole)) as opened:
         assert (await asked(opened)).body == b"all of it"
 
 
@@ -238,7 +238,7 @@ async def test_files_that_were_replaced_count_for_the_next_connection(tmp_path):
     trusted.write_bytes((FILES / "stranger.pem").read_bytes())
     worker = SecureWorker(OK)
     config = f"[server]\ntls_worker_ca = '{trusted}'\n[routing]\nmax_total_retries = 1\n"
-    async with door_to(worker, config=config) as opened:
+    async with dataplane_to(worker, config=config) as opened:
         assert (await asked(opened)).status == 502
         trusted.write_bytes(AUTHORITY.read_bytes())
         assert (await asked(opened)).status == 200
@@ -259,7 +259,11 @@ async def test_a_body_that_the_worker_reads_slowly_is_sent_whole():
 
     body = b'{"messages": [], "x": "%b"}' % (b"y" * 6_000_000)
     worker = Slow(OK)
-    async with door_to(worker) as opened, opened.client() as client, trio.open_nursery() as nursery:
+    async with (
+        dataplane_to(worker) as opened,
+        opened.client() as client,
+        trio.open_nursery() as nursery,
+    ):
         nursery.start_soon(client.send, post(body))
         await until(lambda: any(task.phase == "send" for task in opened.door.loop.tasks))
         go_on.set()

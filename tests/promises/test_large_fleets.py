@@ -29,7 +29,7 @@ class WalkedFleet(Fleet):
 
 
 @pytest.fixture
-async def house(tmp_path):
+async def running_server(tmp_path):
     """Every room of the program, wired over many workers; nothing runs."""
     file = tmp_path / "proxy.toml"
     urls = "".join(f'[[workers]]\nurl = "http://w{number}:1"\n' for number in range(MANY))
@@ -43,8 +43,8 @@ async def house(tmp_path):
     made.data_plane.loop.flush()
 
 
-async def test_a_health_change_of_one_worker_scans_no_other(house):
-    fleet = house.config_store.fleet
+async def test_a_health_change_of_one_worker_scans_no_other(running_server):
+    fleet = running_server.config_store.fleet
     workers = fleet.workers
     fleet.walks = 0
     for worker in random.sample(workers, 20):

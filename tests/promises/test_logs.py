@@ -20,7 +20,7 @@ from tests.promises.fakes import (
     hanging_up_after,
     resetting,
 )
-from tests.promises.fleet_program import PROXY, Program, nest, program, put, toml
+from tests.promises.fleet_program import PROXY, Program, forkserver, program, put, toml
 
 ROUTE_KEYS = {
     "timestamp", "event", "request_id", "method", "path", "model", "stream",
@@ -166,7 +166,7 @@ async def test_a_terminal_that_is_not_read_any_more_costs_no_request(tmp_path):
     fcntl.fcntl(stderr, fcntl.F_SETPIPE_SZ, 4096)
     async with fake_workers(answering(counted(b"{}"))) as made, trio.lowlevel.FdStream(said) as out:
         put(file, toml(made))
-        process = await nest(*PROXY).start("--config", str(file), stderr=stderr)
+        process = await forkserver(*PROXY).start("--config", str(file), stderr=stderr)
         os.close(stderr)
         running = Program(process, out)
         try:

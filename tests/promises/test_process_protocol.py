@@ -51,7 +51,7 @@ class Control:
         self.port = ReuseportGroup(loop, self.listener)
         self.address = self.listener.address
 
-    def news(self, **changes) -> None:
+    def snapshots(self, **changes) -> None:
         rows = tuple(
             worker_state(worker, n, n) for n, worker in enumerate(self.fleet.workers, start=1)
         )
@@ -62,7 +62,7 @@ class Control:
         self.handle.send_start(
             StartCommand(1, self.front, SILENT_SECS), self.counters.descriptor, *self.tables
         )
-        self.news()
+        self.snapshots()
         nursery.start_soon(self._live)
         with trio.fail_after(30):
             await self.handle.wait_acknowledged(2)
@@ -96,11 +96,11 @@ async def serve_front(path: str, *, task_status=trio.TASK_STATUS_IGNORED) -> Non
     await trio.serve_listeners(answer, [trio.SocketListener(sock)], task_status=task_status)
 
 
-async def ready_after_news(control) -> bytes:
+async def ready_after_snapshots(control) -> bytes:
     """What it answers when it is; where that took longer than a silence, it has to be told anew."""
     with trio.fail_after(30):
         while True:
-            control.news(rows=None, config=None)
+            control.snapshots(rows=None, config=None)
             await control.settled()
             status, body = await ready(control)
             if status == 200:
@@ -133,7 +133,7 @@ async def world(nursery, tmp_path):
 
 async def test_a_process_without_messages_is_not_ready_and_serves_on(world):
     control = world
-    assert await ready_after_news(control) == b'{"status": "ready"}'
+    assert await ready_after_snapshots(control) == b'{"status": "ready"}'
     await trio.sleep(2 * SILENT_SECS)
     status, body = await ready(control)
     assert status == 503
@@ -141,7 +141,7 @@ async def test_a_process_without_messages_is_not_ready_and_serves_on(world):
     async with client_of(control.address) as client:
         await client.send(post())
         assert (await client.answer()).status == 200
-    await ready_after_news(control)
+    await ready_after_snapshots(control)
 
 
 async def test_a_process_reports_failures_and_metrics(world):

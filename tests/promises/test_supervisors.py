@@ -27,7 +27,7 @@ def quick(monkeypatch):
 
 
 @asynccontextmanager
-async def house(tmp_path, fleet):
+async def running_server(tmp_path, fleet):
     """The whole program, inside the test; yields a client of its door."""
     file = tmp_path / "proxy.toml"
     put(file, toml(fleet))
@@ -71,13 +71,13 @@ def failing(room, monkeypatch, until: trio.Event):
 @pytest.mark.parametrize(
     ("name", "room"), [("prober", Prober), ("launcher", Launcher), ("reloader", Reloader)]
 )
-async def test_a_failing_supervisor_is_shown_restarted_and_never_stops_the_door(
+async def test_a_failed_service_is_shown_restarted_and_never_stops_the_data_plane(
     tmp_path, monkeypatch, name, room
 ):
     mended = trio.Event()
     async with workers("one") as fleet:
         failing(room, monkeypatch, mended)
-        async with house(tmp_path, fleet) as client:
+        async with running_server(tmp_path, fleet) as client:
             row = await until_shown(client, name, "backing_off")
             assert row["restarts"] >= 1
             assert row["last_error"] == "RuntimeError: the disk is on fire"
@@ -104,7 +104,7 @@ async def test_a_failed_admin_api_restarts_without_affecting_model_traffic(tmp_p
                 raise RuntimeError("the front fell")
 
     monkeypatch.setattr(server, "serve", serve)
-    async with workers("one") as fleet, house(tmp_path, fleet) as client:
+    async with workers("one") as fleet, running_server(tmp_path, fleet) as client:
         with trio.fail_after(PATIENCE_SECS):
             while (await client.get("/ready")).status_code != 200:
                 await trio.sleep(0.01)

@@ -28,7 +28,7 @@ from tests.promises.tls_helpers import FILES, TwoEvents, believing, listening, s
 
 
 @asynccontextmanager
-async def secure_door(*scripts, config=None):
+async def tls_dataplane(*scripts, config=None):
     async with (
         fake_workers(*scripts) as workers,
         run_dataplane(*workers, config=listening() if config is None else config) as opened,
@@ -39,7 +39,7 @@ async def secure_door(*scripts, config=None):
 
 async def test_requests_of_one_connection_are_answered_in_turn():
     async with (
-        secure_door(answering(counted(b"{}"))) as opened,
+        tls_dataplane(answering(counted(b"{}"))) as opened,
         secure_client(opened.address) as client,
     ):
         assert client.secure.selected_alpn_protocol() is None  # it offered none
@@ -60,7 +60,7 @@ async def test_requests_like_the_last_one_take_the_fast_path(monkeypatch):
 
     monkeypatch.setattr(fast_path, "finalize", finalized)
     async with (
-        secure_door(answering(counted(b"{}"))) as opened,
+        tls_dataplane(answering(counted(b"{}"))) as opened,
         secure_client(opened.address) as client,
     ):
         for _ in range(6):
@@ -74,7 +74,7 @@ async def test_alpn_selects_http_1_1():
     context = believing()
     context.set_alpn_protocols(["h2", "http/1.1"])
     async with (
-        secure_door(answering(counted(b"{}"))) as opened,
+        tls_dataplane(answering(counted(b"{}"))) as opened,
         secure_client(opened.address, context) as client,
     ):
         assert client.secure.selected_alpn_protocol() == "http/1.1"
@@ -87,7 +87,7 @@ async def test_bytes_of_any_size_pass_unchanged_both_ways(version):
     context = believing()
     context.maximum_version = version
     async with (
-        secure_door(answering(counted(answer))) as opened,
+        tls_dataplane(answering(counted(answer))) as opened,
         secure_client(opened.address, context) as client,
     ):
         assert client.secure.version() == version.name.replace("v1_", "v1.")
@@ -99,7 +99,7 @@ async def test_bytes_of_any_size_pass_unchanged_both_ways(version):
 
 async def test_events_of_a_stream_arrive_one_by_one():
     events = TwoEvents()
-    async with secure_door(events) as opened, secure_client(opened.address) as client:
+    async with tls_dataplane(events) as opened, secure_client(opened.address) as client:
         await events.heard_by(client)
 
 
@@ -110,7 +110,7 @@ async def test_what_is_older_than_tls_1_2_is_refused():
         context.minimum_version = ssl.TLSVersion.TLSv1
         context.maximum_version = ssl.TLSVersion.TLSv1_1
     context.set_ciphers("DEFAULT:@SECLEVEL=0")
-    async with secure_door(answering(counted(b"{}"))) as opened:
+    async with tls_dataplane(answering(counted(b"{}"))) as opened:
         with pytest.raises(trio.BrokenResourceError):
             async with secure_client(opened.address, context):
                 pass
@@ -120,7 +120,7 @@ async def test_what_is_older_than_tls_1_2_is_refused():
 async def test_a_client_that_reads_slowly_gets_it_all():
     answer = os.urandom(6_000_000)
     async with (
-        secure_door(answering(counted(answer))) as opened,
+        tls_dataplane(answering(counted(answer))) as opened,
         secure_client(opened.address) as client,
     ):
         await client.send(post())
@@ -136,7 +136,7 @@ async def test_a_client_that_stops_reading_is_cut():
 
     config = listening() + "[server.timeouts]\nidle_secs = 0.2\n"
     async with (
-        secure_door(endless, config=config) as opened,
+        tls_dataplane(endless, config=config) as opened,
         secure_client(opened.address) as client,
     ):
         await client.send(post())
@@ -147,7 +147,7 @@ async def test_a_client_that_stops_reading_is_cut():
 
 async def test_a_truncated_answer_does_not_end_like_a_whole_one():
     async with (
-        secure_door(hanging_up_after(counted(b"x" * 10)[:-4])) as opened,
+        tls_dataplane(hanging_up_after(counted(b"x" * 10)[:-4])) as opened,
         secure_client(opened.address) as client,
     ):
         await client.send(post())
@@ -157,7 +157,7 @@ async def test_a_truncated_answer_does_not_end_like_a_whole_one():
 
 async def test_the_end_of_a_connection_sends_close_notify():
     async with (
-        secure_door(answering(counted(b"{}"))) as opened,
+        tls_dataplane(answering(counted(b"{}"))) as opened,
         secure_client(opened.address) as client,
     ):
         client.secure._https_compatible = False  # an unannounced end would be an error now
@@ -175,7 +175,7 @@ async def test_a_client_that_leaves_frees_its_worker(told):
         await call.until_left()
         left.set()
 
-    async with secure_door(script) as opened, secure_client(opened.address) as client:
+    async with tls_dataplane(script) as opened, secure_client(opened.address) as client:
         await client.send(post())
         await asked.wait()
         if told:
@@ -194,7 +194,10 @@ async def test_a_client_that_closes_its_side_early_is_served_where_that_is_allow
         await call.send(counted(b"{}"))
 
     config = listening(half_close="'answer'")
-    async with secure_door(later, config=config) as opened, secure_client(opened.address) as client:
+    async with (
+        tls_dataplane(later, config=config) as opened,
+        secure_client(opened.address) as client,
+    ):
         await client.send(post())
         await until(lambda: opened.workers[0].calls)
         client.stop_sending()
@@ -203,7 +206,7 @@ async def test_a_client_that_closes_its_side_early_is_served_where_that_is_allow
 
 
 async def test_plain_http_on_the_tls_port_gets_a_hint():
-    async with secure_door(silent) as opened, client_of(opened.address) as client:
+    async with tls_dataplane(silent) as opened, client_of(opened.address) as client:
         await client.send(post())
         answer = await client.answer()
         assert (answer.status, answer.one("connection")) == (400, "close")
@@ -213,7 +216,7 @@ async def test_plain_http_on_the_tls_port_gets_a_hint():
 
 
 async def test_a_disconnect_during_that_error_is_no_failure():
-    async with secure_door(silent) as opened, client_of(opened.address) as client:
+    async with tls_dataplane(silent) as opened, client_of(opened.address) as client:
         await client.send(post())
         await client.answer()
         client.reset()
@@ -225,7 +228,7 @@ async def test_a_disconnect_during_that_error_is_no_failure():
     "sent", [b"\x16\x03\x01\x00\x05hello", b"\x00\x01\x02", b"\x80\x2e\x01\x00\x02" + bytes(60)]
 )
 async def test_what_is_neither_ends_the_connection(sent):
-    async with secure_door(silent) as opened, client_of(opened.address) as client:
+    async with tls_dataplane(silent) as opened, client_of(opened.address) as client:
         await client.send(sent)
         await client.until_closed() if sent[0] == 0x16 else client.close()
         await until(lambda: opened.door.services.totals.failed_handshakes == 1)
@@ -236,14 +239,14 @@ async def test_what_is_neither_ends_the_connection(sent):
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"])
 async def test_a_handshake_that_does_not_go_on_is_cut_by_client_head_secs(sent):
     config = listening() + "[server.timeouts]\nclient_head_secs = 0.05\n"
-    async with secure_door(silent, config=config) as opened, client_of(opened.address) as client:
+    async with tls_dataplane(silent, config=config) as opened, client_of(opened.address) as client:
         await client.send(sent)
         assert await client.until_closed() == b""
     assert opened.door.services.totals.failed_handshakes == 1
 
 
 async def test_a_handshake_may_arrive_byte_by_byte():
-    async with secure_door(answering(counted(b"{}"))) as opened:
+    async with tls_dataplane(answering(counted(b"{}"))) as opened:
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         shake = believing().wrap_bio(incoming, outgoing, server_hostname="localhost")
         async with client_of(opened.address) as client:
@@ -283,7 +286,7 @@ async def cut_off(client):
 
 async def test_a_client_without_the_required_certificate_is_refused():
     config = listening(tls_client_ca=f"'{FILES / 'authority.pem'}'")
-    async with secure_door(answering(counted(b"{}")), config=config) as opened:
+    async with tls_dataplane(answering(counted(b"{}")), config=config) as opened:
         for own in ("", "stranger"):
             async with secure_client(opened.address, believing(own=own)) as client:
                 assert await cut_off(client)
@@ -296,7 +299,7 @@ async def test_a_client_without_the_required_certificate_is_refused():
 async def test_a_certificate_may_be_optional_and_a_wrong_one_is_refused_all_the_same():
     ca = f"'{FILES / 'authority.pem'}'"
     config = listening(tls_client_ca=ca, tls_client_require="false")
-    async with secure_door(answering(counted(b"{}")), config=config) as opened:
+    async with tls_dataplane(answering(counted(b"{}")), config=config) as opened:
         for own in ("", "client"):
             async with secure_client(opened.address, believing(own=own)) as client:
                 await client.send(post())
@@ -318,7 +321,7 @@ async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path, 
     monkeypatch.setattr(certificates, "POLL_SECS", 0.02)
     copied(tmp_path, "server")
     config = f"[server]\ntls_cert = '{tmp_path}/mine.pem'\ntls_key = '{tmp_path}/mine-key.pem'\n"
-    async with secure_door(answering(counted(b"{}")), config=config) as opened:
+    async with tls_dataplane(answering(counted(b"{}")), config=config) as opened:
         held = opened.door.listeners.certificates
         async with secure_client(opened.address) as before:
             first = held.context
@@ -338,7 +341,7 @@ async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path, 
 
 
 async def test_a_reload_turns_tls_on_and_off_on_the_same_port():
-    async with secure_door(answering(counted(b"{}")), config="") as opened:
+    async with tls_dataplane(answering(counted(b"{}")), config="") as opened:
         door, address = opened.door, opened.address
         urls = [worker.url for worker in opened.workers]
         async with client_of(address) as early:
@@ -358,7 +361,7 @@ async def test_a_reload_turns_tls_on_and_off_on_the_same_port():
 
 
 async def test_a_pair_that_does_not_fit_changes_nothing():
-    async with secure_door(answering(counted(b"{}"))) as opened:
+    async with tls_dataplane(answering(counted(b"{}"))) as opened:
         broken = listening().replace("server-key", "renewed-key")
         with pytest.raises(ConfigError, match=r"server\.tls_key: .* is not the key of"):
             opened.door.prepare(configured(broken, []))
@@ -368,7 +371,7 @@ async def test_a_pair_that_does_not_fit_changes_nothing():
 
 
 async def test_a_drain_lets_a_handshake_end_and_then_closes():
-    async with secure_door(silent) as opened, client_of(opened.address) as client:
+    async with tls_dataplane(silent) as opened, client_of(opened.address) as client:
         await until(lambda: any(t.phase == "handshake" for t in opened.door.loop.tasks))
         opened.door.begin_drain()
         secure = trio.SSLStream(client.stream, believing(), server_hostname="localhost")

@@ -45,17 +45,20 @@ def receiver():
 
 
 @pytest.fixture
-async def house(tmp_path, receiver):
+async def running_server(tmp_path, receiver):
     """A store service, and a deliverer from it."""
     settings = WeightSyncConfig(mode="receive", store_dir=str(tmp_path / "versions"))
-    shelf = StoreService(lambda: settings, tmp_path)
-    await shelf.open()
+    store_service = StoreService(lambda: settings, tmp_path)
+    await store_service.open()
 
     async def sender(meeting):
         return await trio.to_thread.run_sync(receiver.sender, meeting)
 
-    yield shelf, VersionDeliverer(shelf, ProcessGroupSender(lambda: settings, sender))
-    delete_store(shelf.store)
+    yield (
+        store_service,
+        VersionDeliverer(store_service, ProcessGroupSender(lambda: settings, sender)),
+    )
+    delete_store(store_service.store)
 
 
 async def asked(worker, path, **body):
@@ -70,10 +73,10 @@ async def answer_of(worker):
 
 @pytest.mark.parametrize(("seed", "files"), [(7, 1), (8, 3)])
 async def test_local_workers_get_the_path_others_a_group_and_all_are_proven(
-    house, fleet, seed, files
+    running_server, fleet, seed, files
 ):
-    shelf, relay = house
-    version = tiny_version(shelf.store, seed, files=files)
+    store_service, relay = running_server
+    version = tiny_version(store_service.store, seed, files=files)
     with trio.fail_after(PATIENCE_SECS):
         before = await answer_of(fleet[NEAR])
         answers = await relay.deliver(version, fleet, DeliveryOptions(label=f"step-{seed}"))
@@ -88,33 +91,33 @@ async def test_local_workers_get_the_path_others_a_group_and_all_are_proven(
         assert after[NEAR] == after[FAR] != before
 
 
-async def test_tensors_that_differ_from_the_version_are_a_failure(house, fleet):
-    shelf, relay = house
-    version, other = tiny_version(shelf.store, 7), tiny_version(shelf.store, 8)
+async def test_tensors_that_differ_from_the_version_are_a_failure(running_server, fleet):
+    store_service, relay = running_server
+    version, other = tiny_version(store_service.store, 7), tiny_version(store_service.store, 8)
     file = "model.safetensors"
     (version.folder / file).write_bytes((other.folder / file).read_bytes())
     with trio.fail_after(PATIENCE_SECS):
         for answer in await relay.deliver(version, fleet):
             assert (answer.success, answer.refused) == (False, False)
-            assert "full_checksum" in answer.why
+            assert "full_checksum" in answer.reason
 
 
-async def test_a_version_that_does_not_fit_is_refused_and_changes_nothing(house, fleet):
-    shelf, relay = house
-    good, bad = tiny_version(shelf.store, 7), store_version(shelf.store)
+async def test_a_version_that_does_not_fit_is_refused_and_changes_nothing(running_server, fleet):
+    store_service, relay = running_server
+    good, bad = tiny_version(store_service.store, 7), store_version(store_service.store)
     with trio.fail_after(PATIENCE_SECS):
         await relay.deliver(good, fleet)
         for answer in await relay.deliver(bad, fleet):
             assert answer.refused, answer
-            assert "the model has no tensor 'a'" in answer.why
+            assert "the model has no tensor 'a'" in answer.reason
         for worker in fleet:
             assert (await relay.prove(good, worker, {})).proven
         assert all(answer.success for answer in await relay.deliver(good, fleet))
 
 
-async def test_a_worker_paused_by_its_trainer_stays_paused(house, fleet):
-    shelf, relay = house
-    version = tiny_version(shelf.store, 7)
+async def test_a_worker_paused_by_its_trainer_stays_paused(running_server, fleet):
+    store_service, relay = running_server
+    version = tiny_version(store_service.store, 7)
     with trio.fail_after(PATIENCE_SECS):
         await asked(fleet[NEAR], "/pause_generation", mode="retract")
         how = DeliveryOptions(paused=frozenset((fleet[NEAR].url,)))
@@ -125,9 +128,9 @@ async def test_a_worker_paused_by_its_trainer_stays_paused(house, fleet):
         await asked(fleet[NEAR], "/continue_generation", torch_empty_cache=False)
 
 
-async def test_a_worker_that_is_gone_does_not_affect_the_others(house, fleet):
-    shelf, relay = house
-    version = tiny_version(shelf.store, 7)
+async def test_a_worker_that_is_gone_does_not_affect_the_others(running_server, fleet):
+    store_service, relay = running_server
+    version = tiny_version(store_service.store, 7)
     nobody = f"http://127.0.0.1:{free_port()}"
     with trio.fail_after(PATIENCE_SECS):
         workers = [*fleet_of(nobody).workers, fleet[FAR]]

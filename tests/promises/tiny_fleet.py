@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import trio
 
 from tests.ports import free_port
-from tests.promises.program_forkserver import REPLICA, nest
+from tests.promises.program_forkserver import REPLICA, forkserver
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
 UPDATE = "/update_weights_from_disk"
@@ -24,7 +24,7 @@ class Replica:
         self._words = ("--model", "tiny", "--threads", "1", "--port", str(port), *words)
 
     async def start(self) -> None:
-        self.process = await nest(*REPLICA).start("replica", *self._words)
+        self.process = await forkserver(*REPLICA).start("replica", *self._words)
 
     async def kill(self) -> None:
         self.process.kill()

@@ -27,7 +27,7 @@ def file(tmp_path):
     return path
 
 
-def keeper_of(file, **overrides) -> ConfigStore:
+def store_of(file, **overrides) -> ConfigStore:
     config_store = ConfigStore(Startup(file, overrides, (), ""), Fleet())
     config_store.start()
     return config_store
@@ -35,7 +35,7 @@ def keeper_of(file, **overrides) -> ConfigStore:
 
 @pytest.fixture
 def config_store(file):
-    return keeper_of(file)
+    return store_of(file)
 
 
 def urls(config_store) -> list[str]:
@@ -75,7 +75,7 @@ async def test_a_refused_file_changes_nothing_and_is_remembered_until_the_next_g
 
 
 async def test_flags_stand_over_every_reload(file):
-    config_store = keeper_of(file, **{"health.interval_secs": "3"})
+    config_store = store_of(file, **{"health.interval_secs": "3"})
     file.write_text(toml(A, more="[health]\ninterval_secs = 99\ntimeout_secs = 1\n"))
     assert (await config_store.reload("file")).outcome == "applied"
     assert (config_store.config.health.interval_secs, config_store.config.health.timeout_secs) == (
@@ -183,7 +183,7 @@ async def test_changes_over_http_are_saved_and_loaded_again(file, config_store, 
     await config_store.change(lambda state, config: with_deleted(state, config, A))
     saved = tmp_path / "proxy.state.toml"
     assert stat.S_IMODE(saved.stat().st_mode) == 0o600
-    assert urls(config_store) == urls(keeper_of(file)) == [B]
+    assert urls(config_store) == urls(store_of(file)) == [B]
 
 
 async def test_an_added_and_deleted_worker_leaves_the_state_as_it_was(config_store):
@@ -226,33 +226,33 @@ async def test_a_change_is_saved_though_its_caller_disconnects(file, config_stor
     with trio.CancelScope() as asker:
         config_store.fleet.watch(asker.cancel)
         await config_store.change(with_b)
-    assert urls(config_store) == urls(keeper_of(file)) == [A, B]
+    assert urls(config_store) == urls(store_of(file)) == [A, B]
 
 
 async def test_a_state_that_could_not_be_written_is_with_the_next_reading(file, tmp_path):
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where a folder should be")
     file.write_text(toml(A, more=f'server.state_file = "{blocked}/s.toml"\n'))
-    config_store = keeper_of(file)
+    config_store = store_of(file)
     assert (await config_store.change(with_b)).outcome == "applied"
     assert urls(config_store) == [A, B]
     assert config_store.state_error == f"{blocked}/s.toml: File exists"
     blocked.unlink()
     assert (await config_store.reload("SIGHUP")).outcome == "unchanged"
     assert config_store.state_error == ""
-    assert urls(keeper_of(file)) == [A, B]
+    assert urls(store_of(file)) == [A, B]
 
 
 async def test_the_state_moves_with_its_file(file, config_store, tmp_path):
     await config_store.change(with_b)
     file.write_text(toml(A, more=f'server.state_file = "{tmp_path}/new.toml"\n'))
     await config_store.reload("file")
-    assert urls(keeper_of(file)) == [A, B]
+    assert urls(store_of(file)) == [A, B]
 
 
 def test_an_unreadable_file_at_the_start_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        keeper_of(tmp_path / "missing.toml")
+        store_of(tmp_path / "missing.toml")
 
 
 async def test_changes_wait_for_the_turn_in_their_order_and_those_at_once_do_not(

@@ -49,7 +49,7 @@ def test_the_folder_of_a_killed_program_is_removed(parent):
         assert not killed.exists()
 
 
-def test_a_folder_in_use_or_young_or_of_another_user_stays(parent, monkeypatch):
+def test_a_folder_in_use_or_recent_or_of_another_user_stays(parent, monkeypatch):
     young = make_folder(parent, "young", age=0)
     elsewhere = parent / "other-thing"
     elsewhere.mkdir()

@@ -44,7 +44,7 @@ def test_its_help_reports_every_fault_and_every_form():
         assert name == "none" or fault.what in told
 
 
-def test_its_words_become_wishes():
+def test_arguments_become_settings():
     arguments = parser().parse_args(
         ["--sync", "buckets", "--bucket-mb", "0.5", "--pause-mode", "none", "--session"]
     )

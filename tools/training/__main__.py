@@ -54,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _endpoint(arguments: argparse.Namespace) -> Endpoint:
     """Raises ClientCertError."""
-    papers, url = client_cert_of(arguments), arguments.endpoint
-    if papers and not url.startswith("https:"):
+    certificate, url = client_cert_of(arguments), arguments.endpoint
+    if certificate and not url.startswith("https:"):
         raise ClientCertError(f"--ca and --client-cert are for https, and --endpoint is {url}")
     key = arguments.api_key or os.environ.get(KEY_VARIABLE, "")
-    return Endpoint(url, arguments.timeout_secs, papers=papers, key=key)
+    return Endpoint(url, arguments.timeout_secs, certificate=certificate, key=key)
 
 
 def _train(training: Training, arguments: argparse.Namespace) -> bool:

@@ -86,18 +86,23 @@ class Endpoint:
     """`timeout_secs` bounds each call, so that no trainer waits for ever."""
 
     def __init__(
-        self, url: str, timeout_secs: float, *, papers: ClientCert = NO_CLIENT_CERT, key: str = ""
+        self,
+        url: str,
+        timeout_secs: float,
+        *,
+        certificate: ClientCert = NO_CLIENT_CERT,
+        key: str = "",
     ) -> None:
-        """`papers` are for https, `key` is a proxy's. Raises PapersFault for unusable papers."""
+        """`certificate` is for https, `key` is that of a proxy. Raises PemError."""
         self.url = url.rstrip("/")
         self.timeout_secs = timeout_secs
         self.calls: list[Answer] = []
-        self._papers = papers
+        self._certificate = certificate
         self._client = httpx.Client(
             base_url=self.url,
             timeout=timeout_secs,
             headers=[(b"authorization", f"Bearer {key}".encode())] if key else [],
-            verify=create_tls_context(papers) if self.url.startswith("https:") else False,
+            verify=create_tls_context(certificate) if self.url.startswith("https:") else False,
             trust_env=False,
         )
 
@@ -117,8 +122,8 @@ class Endpoint:
             status, told = came.status_code, came.json()
         except (httpx.HTTPError, ValueError) as error:
             told = {"success": False, "message": f"{path}: {self._named(error)}"}
-            if explain_tls_error(self.url, str(error), self._papers):
-                told["lasting"] = True  # waiting mends no papers
+            if explain_tls_error(self.url, str(error), self._certificate):
+                told["lasting"] = True  # waiting does not mend a certificate
         told = told if isinstance(told, dict) else {"answer": told}
         answer = Answer(path, status, told, time.monotonic() - started)
         if status == UNAUTHORIZED:
@@ -186,7 +191,7 @@ class Endpoint:
 
     def _named(self, error: Exception) -> str:
         told = f"{type(error).__name__}: {error}".rstrip(": ")
-        return explain_tls_error(self.url, told, self._papers) or told
+        return explain_tls_error(self.url, told, self._certificate) or told
 
 
 def _vllm_digest(body: object, own: OwnDigest) -> str:

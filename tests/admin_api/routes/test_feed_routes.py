@@ -152,7 +152,7 @@ async def test_a_reader_that_leaves_frees_its_place(monkeypatch):
             assert (await api.client().get("/feed?once=true")).status_code == 200
 
 
-async def test_readers_are_let_go_when_the_door_drains(api):
+async def test_readers_are_disconnected_during_a_drain(api):
     async with reading(api) as reader:
         await reader.event()
         api.data_plane.draining = True

@@ -169,7 +169,7 @@ def test_a_large_fleet_is_added_up_in_parts():
     }  # fmt: skip
 
 
-async def test_the_policy_of_a_door_behind_sticky_sessions_is_seen(busy):
+async def test_the_policy_behind_sticky_sessions_has_its_metrics(busy):
     assert (await values(busy, "omni_proxy_prefix_tree_limit_bytes"))[()] > 0
     results = ("begun", "kept", "moved", "rebalanced")
     assert await values(busy, "omni_proxy_sticky_picks_total") == {(each,): 0 for each in results}
@@ -285,7 +285,7 @@ async def test_the_alert_rules_use_existing_metrics_only(busy):
 
 
 @pytest.mark.parametrize("about", ["workers_paused", "paused_timestamp", "loop_stalls"])
-def test_pauses_and_stalls_are_on_the_board_and_among_the_alerts(about):
+def test_pauses_and_stalls_are_in_the_grafana_dashboard_and_alerts(about):
     assert about in json.dumps(BOARD)
     assert about in ALERTS
 

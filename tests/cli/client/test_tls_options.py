@@ -79,7 +79,7 @@ def test_a_client_certificate_implies_https(place, where, url):
     assert (found.url, found.client_cert) == (url, CLIENT)
 
 
-def test_papers_are_of_no_use_without_tls(place, tmp_path):
+def test_a_client_certificate_requires_tls(place, tmp_path):
     with pytest.raises(AdminClientError, match="plain HTTP"):
         place("--url", "http://h:1", *WORDS)
     file = tmp_path / "proxy.toml"
@@ -101,7 +101,7 @@ def test_a_missing_client_certificate_is_reported_before_any_call(place, tmp_pat
     assert place("--config", file).url == "unix:/run/a.sock"
 
 
-def test_a_fault_of_the_papers_keeps_a_command_from_asking(place):
+def test_an_invalid_client_certificate_prevents_any_call(place):
     with pytest.raises(AdminClientError, match="--ca nowhere cannot be read: No such file"):
         AdminClient(place("--ca", "nowhere"))
 

@@ -45,13 +45,13 @@ def stream(monkeypatch):
 
 @pytest.fixture
 def listening(stream):
-    news = threading.Event()
-    listener = FeedFollower(AdminTarget(stream.url), news.set)
+    snapshots = threading.Event()
+    listener = FeedFollower(AdminTarget(stream.url), snapshots.set)
 
     def until(holds):
         while not holds(heard := listener.status()):
-            assert news.wait(PATIENCE_SECS), heard
-            news.clear()
+            assert snapshots.wait(PATIENCE_SECS), heard
+            snapshots.clear()
         return heard
 
     listener.until = until

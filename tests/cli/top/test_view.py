@@ -85,7 +85,7 @@ class Looking(RuleBasedStateMachine):
         self.view = TopView()
 
     @rule(count=st.integers(0, 30), busy=st.integers(0, 5))
-    def news(self, count, busy):
+    def snapshots(self, count, busy):
         before = self.view.selected
         rows = [row(f"h{n}:1", in_flight=n % (busy + 1), errors=n % 7) for n in range(count)]
         self.view.show(feed_of(feed(*rows)))

@@ -32,7 +32,7 @@ CLAIMS = (b"x-mine: m1", b"x-forwarded-for: 1.2.3.4")
 @pytest.mark.parametrize("before", ["append", "replace", "off"])
 @pytest.mark.parametrize("after", ["append", "replace", "off"])
 @pytest.mark.parametrize("name", ["", "x-mine"])
-def test_other_stamps_hold_for_open_connections_too(listeners, before, after, name):
+def test_other_forwarded_headers_apply_to_open_connections(listeners, before, after, name):
     def script(world, client):
         for config in (f"forwarded = '{after}'\nrequest_id_header = '{name}'\n", f"{config_of}"):
             world.reload(config)

@@ -38,7 +38,7 @@ def request():
     return mine
 
 
-async def test_a_place_that_another_door_took_is_given_back_and_another_one_taken(dataplane):
+async def test_a_slot_that_another_process_acquired_is_released_and_another_acquired(dataplane):
     asked = quicker(dataplane.fleet, 1)
     mine = request()
     worker = dataplane.balancer.acquire(mine)

@@ -76,7 +76,7 @@ async def test_a_sweep_closes_only_what_has_been_idle_for_too_long(loop, wires, 
     assert (old.closed, young.closed, lane.idle) == (True, False, [young])
 
 
-async def test_a_closed_lane_keeps_nothing(wires, lane, task):
+async def test_a_closed_pool_keeps_nothing(wires, lane, task):
     idle, used = (wires.conn(task)[0] for _ in range(2))
     lane.release(idle)
     lane.close()

@@ -290,7 +290,7 @@ async def test_fragments_of_a_message_arrive_as_the_same_message():
             assert await client.event() == kind(data=data)
 
 
-async def test_pings_of_both_sides_are_answered_by_the_door():
+async def test_pings_of_both_sides_are_answered_by_the_proxy():
     async def ping(socket):
         await socket.text()
         await socket.send(Ping(payload=b"from the worker"))

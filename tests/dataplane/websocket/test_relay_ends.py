@@ -291,7 +291,7 @@ async def test_draining_waits_for_a_session_to_end():
         assert await setting.settled() == {"completed": 1}
 
 
-async def test_ending_the_door_settles_the_accounts_of_its_sessions():
+async def test_ending_the_data_plane_finalizes_its_sessions():
     async with running(Worker(listen)) as setting, setting.client() as client:
         await client.say(CONFIG)
         while not setting.workers[0].requests:

@@ -41,19 +41,19 @@ class Fork:
     def __init__(self, control):
         self.errors = os.memfd_create("errors")
         self.wire, wire = socket.socketpair()
-        self.news, news = socket.socketpair()
-        with wire, news:
-            socket.send_fds(control, [b"."], [wire.fileno(), self.errors, news.fileno()])
+        self.events, events = socket.socketpair()
+        with wire, events:
+            socket.send_fds(control, [b"."], [wire.fileno(), self.errors, events.fileno()])
 
     def status(self):
-        (line,) = JsonSocket(self.news).lines()
+        (line,) = JsonSocket(self.events).lines()
         told = msgspec.json.decode(line, type=ForkEvent)
         assert isinstance(told, Exited)
         return told.status
 
     def close(self):
         self.wire.close()
-        self.news.close()
+        self.events.close()
         os.close(self.errors)
 
 
@@ -84,7 +84,7 @@ def test_the_traceback_of_a_failed_fork_is_on_its_stderr(forks):
 def test_closing_the_event_socket_kills_the_fork(forks):
     forks[0].wire.sendall(b"living")
     assert forks[0].wire.recv(20) == b"living"
-    forks[0].news.shutdown(socket.SHUT_WR)
+    forks[0].events.shutdown(socket.SHUT_WR)
     assert forks[0].status() == -signal.SIGKILL
     forks[1].wire.sendall(b"as before")
     assert forks[1].wire.recv(20) == b"as before"
@@ -92,7 +92,7 @@ def test_closing_the_event_socket_kills_the_fork(forks):
 
 def test_a_cancelled_request_is_not_forked(control):
     fork = Fork(control)
-    fork.news.shutdown(socket.SHUT_WR)
-    assert list(JsonSocket(fork.news).lines()) == []
+    fork.events.shutdown(socket.SHUT_WR)
+    assert list(JsonSocket(fork.events).lines()) == []
     assert fork.wire.recv(1) == b""
     fork.close()

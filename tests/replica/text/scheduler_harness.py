@@ -63,7 +63,7 @@ class Clock:
         return self.now_s
 
 
-class Desk:
+class SchedulerHarness:
     def __init__(
         self, *, max_running=16, max_total_tokens=16_384, prefill_chunk=64, cache_entries=0
     ):
@@ -129,10 +129,10 @@ def submission(request_id, prompt="The sea", task="chat", **params) -> Submit:
 
 def undisturbed(prompt="The sea", **params) -> dict:
     """The result of a request that runs alone on a stage without a cache."""
-    desk = Desk()
-    desk.submit("alone", prompt, **params)
-    desk.finish()
-    return desk.result("alone")
+    harness = SchedulerHarness()
+    harness.submit("alone", prompt, **params)
+    harness.finish()
+    return harness.result("alone")
 
 
 class Loop:

@@ -8,7 +8,13 @@ import pytest
 
 from omni_proxy.replica.pipeline.messages import Result, ResultChunk, StageFailure
 from omni_proxy.replica.text.constraint import CompiledConstraint
-from tests.replica.text.scheduler_harness import Desk, Loop, long_prompt, submission, undisturbed
+from tests.replica.text.scheduler_harness import (
+    Loop,
+    SchedulerHarness,
+    long_prompt,
+    submission,
+    undisturbed,
+)
 
 pytest.importorskip("llguidance")
 
@@ -24,7 +30,7 @@ PERSON = {
 COLOURS = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 2, "maxItems": 2}
 
 
-class Constraining(Desk):
+class Constraining(SchedulerHarness):
     """Waits for each constraint, where the stage itself would continue."""
 
     def __init__(self, **more):
@@ -47,11 +53,11 @@ class Constraining(Desk):
 
 
 def alone(schema, **params):
-    desk = Constraining()
-    desk.ask("a", schema, **params)
-    desk.ready()
-    desk.finish()
-    return desk.result("a")
+    harness = Constraining()
+    harness.ask("a", schema, **params)
+    harness.ready()
+    harness.finish()
+    return harness.result("a")
 
 
 def fits(schema, text):
@@ -66,29 +72,29 @@ def test_an_answer_fits_its_schema_and_ends_with_it():
 
 
 def test_a_seed_gives_the_same_answer_whatever_runs_beside_it():
-    desk = Constraining()
+    harness = Constraining()
     for name, seed in (("a", 1), ("b", 2), ("c", 1)):
-        desk.ask(name, PERSON, temperature=1.0, seed=seed)
-        desk.ready()
-    desk.finish()
-    texts = [desk.result(name)["text"] for name in "abc"]
+        harness.ask(name, PERSON, temperature=1.0, seed=seed)
+        harness.ready()
+    harness.finish()
+    texts = [harness.result(name)["text"] for name in "abc"]
     assert texts[0] == texts[2] != texts[1]
     assert texts[0] == alone(PERSON, temperature=1.0, seed=1)["text"]
     assert all(fits(PERSON, text) for text in texts)
 
 
 def test_requests_of_one_batch_have_each_its_own_schema_or_none():
-    desk = Constraining()
-    desk.ask("person", PERSON)
-    desk.ask("colours", COLOURS)
-    desk.submit("free", temperature=0, max_new_tokens=12)
-    desk.ready()
-    desk.ready()
-    desk.finish()
-    assert fits(PERSON, desk.result("person")["text"])
-    assert fits(COLOURS, desk.result("colours")["text"])
+    harness = Constraining()
+    harness.ask("person", PERSON)
+    harness.ask("colours", COLOURS)
+    harness.submit("free", temperature=0, max_new_tokens=12)
+    harness.ready()
+    harness.ready()
+    harness.finish()
+    assert fits(PERSON, harness.result("person")["text"])
+    assert fits(COLOURS, harness.result("colours")["text"])
     free = undisturbed(temperature=0, max_new_tokens=12)
-    assert desk.result("free")["text"] == free["text"]
+    assert harness.result("free")["text"] == free["text"]
 
 
 def test_the_token_limit_cuts_it_with_finish_reason_length():
@@ -107,11 +113,11 @@ def test_a_stop_string_ends_it_early():
 
 
 def test_a_stream_has_the_same_text():
-    desk = Constraining()
-    desk.ask("a", PERSON, stream=True)
-    desk.ready()
-    desk.finish()
-    assert desk.streamed("a") == desk.result("a")["text"] == alone(PERSON)["text"]
+    harness = Constraining()
+    harness.ask("a", PERSON, stream=True)
+    harness.ready()
+    harness.finish()
+    assert harness.streamed("a") == harness.result("a")["text"] == alone(PERSON)["text"]
 
 
 def test_a_model_that_ignores_its_end_still_ends_with_the_schema():
@@ -122,70 +128,70 @@ def test_a_model_that_ignores_its_end_still_ends_with_the_schema():
 
 
 def test_a_retracted_response_continues_where_it_was():
-    desk = Constraining()
-    desk.ask("a", PERSON)
-    desk.ready()
-    desk.step(9)
-    desk.admin("pause_generation", mode="retract")
-    desk.admin("continue_generation")
-    desk.finish()
-    assert desk.result("a")["text"] == alone(PERSON)["text"]
+    harness = Constraining()
+    harness.ask("a", PERSON)
+    harness.ready()
+    harness.step(9)
+    harness.admin("pause_generation", mode="retract")
+    harness.admin("continue_generation")
+    harness.finish()
+    assert harness.result("a")["text"] == alone(PERSON)["text"]
 
 
 def test_others_are_computed_while_a_constraint_is_made():
-    desk = Constraining()
-    desk.ask("a", PERSON)
-    desk.submit("b", temperature=0, max_new_tokens=3)
-    desk.finish()
-    assert desk.result("b")["text"]
-    desk.ready()
-    desk.finish()
-    assert desk.result("a")["text"]
+    harness = Constraining()
+    harness.ask("a", PERSON)
+    harness.submit("b", temperature=0, max_new_tokens=3)
+    harness.finish()
+    assert harness.result("b")["text"]
+    harness.ready()
+    harness.finish()
+    assert harness.result("a")["text"]
 
 
 def test_an_aborted_request_does_not_resume():
-    desk = Constraining()
-    desk.ask("a", PERSON)
-    desk.abort("a")
-    desk.ask("a", COLOURS)
-    desk.ready()
-    desk.ready()
-    desk.finish()
-    assert fits(COLOURS, desk.result("a")["text"])
+    harness = Constraining()
+    harness.ask("a", PERSON)
+    harness.abort("a")
+    harness.ask("a", COLOURS)
+    harness.ready()
+    harness.ready()
+    harness.finish()
+    assert fits(COLOURS, harness.result("a")["text"])
 
 
 def test_what_waits_for_its_constraint_counts_and_can_be_dropped():
-    desk = Constraining()
-    desk.ask("a", PERSON)
-    assert desk.scheduler.active_ids() == ["a"]
-    desk.scheduler.emit_stats()
-    assert desk.stats()["num_waiting_reqs"] == 1
-    desk.submit("a", max_new_tokens=1)
-    assert "already exists" in desk.failure("a").error
-    desk.admin("pause_generation", mode="abort")
-    desk.ready()
-    assert desk.scheduler.active_ids() == []
-    assert [each.kind for each in desk.of(StageFailure, "a")] == ["caller", "dropped"]
+    harness = Constraining()
+    harness.ask("a", PERSON)
+    assert harness.scheduler.active_ids() == ["a"]
+    harness.scheduler.emit_stats()
+    assert harness.stats()["num_waiting_reqs"] == 1
+    harness.submit("a", max_new_tokens=1)
+    assert "already exists" in harness.failure("a").error
+    harness.admin("pause_generation", mode="abort")
+    harness.ready()
+    assert harness.scheduler.active_ids() == []
+    assert [each.kind for each in harness.of(StageFailure, "a")] == ["caller", "dropped"]
 
 
 @pytest.mark.parametrize("schema", ['{"not": {}}', "[", '{"type": "strin"}'])
 def test_a_schema_that_cannot_be_enforced_is_the_callers_fault(schema):
-    desk = Constraining()
-    desk.ask("a", schema)
-    desk.ready()
-    assert desk.failure("a").kind == "caller"
+    harness = Constraining()
+    harness.ask("a", schema)
+    harness.ready()
+    assert harness.failure("a").kind == "caller"
 
 
 def test_a_fault_of_ours_is_not_the_callers():
-    desk = Constraining()
-    desk.ask("a", PERSON)
-    assert desk.came.acquire(timeout=60)
-    desk.scheduler.take(CompiledConstraint(desk.compiled[0].prompt, RuntimeError("a fault")))
-    assert desk.failure("a").kind == "server"
+    harness = Constraining()
+    harness.ask("a", PERSON)
+    assert harness.came.acquire(timeout=60)
+    harness.scheduler.take(CompiledConstraint(harness.compiled[0].prompt, RuntimeError("a fault")))
+    assert harness.failure("a").kind == "server"
 
 
 def test_the_loop_waits_for_a_constraint_and_continues():
-    with Loop(Desk().scheduler) as loop:
+    with Loop(SchedulerHarness().scheduler) as loop:
         text = json.dumps(PERSON)
         loop.inbox.put(submission("a", long_prompt(20), json_schema=text, stream=True, seed=1))
         loop.next(ResultChunk)

@@ -8,103 +8,103 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.replica.pipeline.messages import EndEarly, Result, ResultChunk, StageFailure
-from tests.replica.text.scheduler_harness import Desk, Loop, submission, undisturbed
+from tests.replica.text.scheduler_harness import Loop, SchedulerHarness, submission, undisturbed
 
 GREEDY = {"temperature": 0, "max_new_tokens": 9}
 
 
-def end(desk, request_id):
-    desk.scheduler.take(EndEarly(request_id))
+def end(harness, request_id):
+    harness.scheduler.take(EndEarly(request_id))
 
 
 def test_a_running_request_returns_its_tokens_and_others_continue():
-    desk = Desk()
-    desk.submit("one", **GREEDY)
-    desk.submit("two", **GREEDY)
-    desk.step(4)
-    end(desk, "one")
-    told = desk.result("one")
+    harness = SchedulerHarness()
+    harness.submit("one", **GREEDY)
+    harness.submit("two", **GREEDY)
+    harness.step(4)
+    end(harness, "one")
+    told = harness.result("one")
     whole = undisturbed(**GREEDY)
     assert told["finish_reason"] == "abort"
     assert told["token_ids"] == whole["token_ids"][:4]
     assert told["usage"]["completion_tokens"] == 4
-    desk.finish()
-    assert desk.result("two")["token_ids"] == whole["token_ids"]
-    end(desk, "one")
-    assert len(desk.of(Result, "one")) == 1
+    harness.finish()
+    assert harness.result("two")["token_ids"] == whole["token_ids"]
+    end(harness, "one")
+    assert len(harness.of(Result, "one")) == 1
 
 
 def test_one_that_waits_has_no_tokens_and_one_that_is_unknown_no_answer():
-    desk = Desk(max_running=1)
-    desk.submit("runs", **GREEDY)
-    desk.submit("waits", **GREEDY)
-    desk.step(2)
-    end(desk, "waits")
-    assert (desk.result("waits")["token_ids"], desk.result("waits")["text"]) == ([], "")
-    before = len(desk.told)
-    end(desk, "nobody")
-    assert len(desk.told) == before
+    harness = SchedulerHarness(max_running=1)
+    harness.submit("runs", **GREEDY)
+    harness.submit("waits", **GREEDY)
+    harness.step(2)
+    end(harness, "waits")
+    assert (harness.result("waits")["token_ids"], harness.result("waits")["text"]) == ([], "")
+    before = len(harness.told)
+    end(harness, "nobody")
+    assert len(harness.told) == before
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_it_ends_while_paused_with_all_that_it_had(mode):
-    desk = Desk()
-    desk.submit("one", **GREEDY)
-    desk.step(3)
-    desk.admin("pause_generation", mode=mode)
-    end(desk, "one")
-    assert desk.result("one")["token_ids"] == undisturbed(**GREEDY)["token_ids"][:3]
-    assert not desk.scheduler.active_ids()
+    harness = SchedulerHarness()
+    harness.submit("one", **GREEDY)
+    harness.step(3)
+    harness.admin("pause_generation", mode=mode)
+    end(harness, "one")
+    assert harness.result("one")["token_ids"] == undisturbed(**GREEDY)["token_ids"][:3]
+    assert not harness.scheduler.active_ids()
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_text_that_was_held_back_for_a_stop_string_is_reported(streamed):
     whole = undisturbed(**GREEDY)
     for count in range(1, 9):
-        desk = Desk()
-        desk.submit("one", stop=[whole["text"] + "!"], stream=streamed, **GREEDY)
-        desk.step(count)
-        end(desk, "one")
-        told = desk.result("one")
-        assert desk.streamed("one") == ""  # all of it may be the start of the stop string
-        assert told["text"] == desk.worker.tokenizer.decode(told["token_ids"])
+        harness = SchedulerHarness()
+        harness.submit("one", stop=[whole["text"] + "!"], stream=streamed, **GREEDY)
+        harness.step(count)
+        end(harness, "one")
+        told = harness.result("one")
+        assert harness.streamed("one") == ""  # all of it may be the start of the stop string
+        assert told["text"] == harness.worker.tokenizer.decode(told["token_ids"])
         assert whole["text"].startswith(told["text"])
 
 
 def test_its_keys_are_kept_for_the_next_prompt():
-    desk = Desk(cache_entries=4)
+    harness = SchedulerHarness(cache_entries=4)
     prompt = list(range(300, 340))
-    desk.submit("one", prompt, **GREEDY)
-    desk.step(3)
-    end(desk, "one")
-    desk.submit("two", prompt, **GREEDY)
-    desk.finish()
-    assert desk.result("two")["usage"]["prompt_tokens_details"]["cached_tokens"] == 39
+    harness.submit("one", prompt, **GREEDY)
+    harness.step(3)
+    end(harness, "one")
+    harness.submit("two", prompt, **GREEDY)
+    harness.finish()
+    assert harness.result("two")["usage"]["prompt_tokens_details"]["cached_tokens"] == 39
 
 
 def test_an_embedding_has_no_part_to_give():
-    desk = Desk()
-    desk.submit("vector", task="embed")
-    end(desk, "vector")
-    assert desk.failure("vector").kind == "dropped"
+    harness = SchedulerHarness()
+    harness.submit("vector", task="embed")
+    end(harness, "vector")
+    assert harness.failure("vector").kind == "dropped"
 
 
 def test_a_schema_that_is_still_compiled_ends_without_tokens():
     pytest.importorskip("llguidance")
-    desk = Desk()
-    desk.submit("schema", json_schema='{"type": "object"}', **GREEDY)
-    assert desk.scheduler.active_ids() == ["schema"]
-    end(desk, "schema")
-    assert desk.result("schema")["finish_reason"] == "abort"
-    assert desk.scheduler.active_ids() == []
+    harness = SchedulerHarness()
+    harness.submit("schema", json_schema='{"type": "object"}', **GREEDY)
+    assert harness.scheduler.active_ids() == ["schema"]
+    end(harness, "schema")
+    assert harness.result("schema")["finish_reason"] == "abort"
+    assert harness.scheduler.active_ids() == []
 
 
 def test_a_first_chunk_reports_how_long_the_prompt_is():
-    desk = Desk()
-    desk.submit("one", stream=True, **GREEDY)
-    desk.finish()
-    first, *others = desk.of(ResultChunk, "one")
-    assert first.chunk["prompt_tokens"] == desk.result("one")["usage"]["prompt_tokens"]
+    harness = SchedulerHarness()
+    harness.submit("one", stream=True, **GREEDY)
+    harness.finish()
+    first, *others = harness.of(ResultChunk, "one")
+    assert first.chunk["prompt_tokens"] == harness.result("one")["usage"]["prompt_tokens"]
     assert not any("prompt_tokens" in each.chunk for each in others)
 
 
@@ -113,16 +113,16 @@ def test_a_first_chunk_reports_how_long_the_prompt_is():
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc")), max_size=4))
 def test_the_spans_cover_every_token_once_and_neighbours_differ(changes):
-    desk = Desk()
-    desk.submit("one", temperature=0, max_new_tokens=14, ignore_eos=True)
+    harness = SchedulerHarness()
+    harness.submit("one", temperature=0, max_new_tokens=14, ignore_eos=True)
     labels = []
     for steps, version in changes:
-        desk.step(steps)
-        labels += [desk.scheduler.weight_version] * steps
-        desk.scheduler.weight_version = version
-    desk.finish()
-    labels += [desk.scheduler.weight_version] * (14 - len(labels))
-    spans = desk.result("one")["weight_versions"]
+        harness.step(steps)
+        labels += [harness.scheduler.weight_version] * steps
+        harness.scheduler.weight_version = version
+    harness.finish()
+    labels += [harness.scheduler.weight_version] * (14 - len(labels))
+    spans = harness.result("one")["weight_versions"]
     assert [span["version"] for span in spans for _ in range(span["start"], span["end"])] == labels
     assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
     names = [span["version"] for span in spans]
@@ -130,12 +130,12 @@ def test_the_spans_cover_every_token_once_and_neighbours_differ(changes):
 
 
 def test_a_request_without_tokens_has_no_span():
-    desk = Desk(max_running=1)
-    desk.submit("runs", **GREEDY)
-    desk.submit("waits", **GREEDY)
-    desk.scheduler.weight_version = "v2"
-    end(desk, "waits")
-    assert desk.result("waits")["weight_versions"] == []
+    harness = SchedulerHarness(max_running=1)
+    harness.submit("runs", **GREEDY)
+    harness.submit("waits", **GREEDY)
+    harness.scheduler.weight_version = "v2"
+    end(harness, "waits")
+    assert harness.result("waits")["weight_versions"] == []
 
 
 # Waiting for idle
@@ -144,8 +144,8 @@ def test_a_request_without_tokens_has_no_span():
 def test_a_waiting_pause_finishes_running_requests_and_holds_new_ones():
     from omni_proxy.replica.pipeline.messages import Admin, AdminResult
 
-    desk = Desk()
-    with Loop(desk.scheduler) as loop:
+    harness = SchedulerHarness()
+    with Loop(harness.scheduler) as loop:
         loop.inbox.put(submission("early", temperature=0, max_new_tokens=40, ignore_eos=True))
         loop.inbox.put(Admin("wait", "pause_when_idle"))
         loop.inbox.put(submission("late", temperature=0, max_new_tokens=3))
@@ -161,32 +161,32 @@ def test_a_waiting_pause_finishes_running_requests_and_holds_new_ones():
 
 
 def test_it_waits_for_a_paused_request_too_and_a_resume_ends_the_wait():
-    desk = Desk()
-    desk.submit("one", **GREEDY)
-    desk.step(1)
-    desk.admin("pause_generation", mode="in_place")
-    idle = desk.scheduler.await_idle()
+    harness = SchedulerHarness()
+    harness.submit("one", **GREEDY)
+    harness.step(1)
+    harness.admin("pause_generation", mode="in_place")
+    idle = harness.scheduler.await_idle()
     assert not idle.is_set()
-    assert desk.scheduler.busy
-    desk.submit("held", **GREEDY)
-    desk.step(20)
-    assert desk.result("one")["finish_reason"] == "length"
-    assert desk.scheduler.active_ids() == ["held"]
-    assert desk.scheduler.await_idle() is idle
+    assert harness.scheduler.busy
+    harness.submit("held", **GREEDY)
+    harness.step(20)
+    assert harness.result("one")["finish_reason"] == "length"
+    assert harness.scheduler.active_ids() == ["held"]
+    assert harness.scheduler.await_idle() is idle
     assert idle.is_set()
-    desk.scheduler.resume()
-    desk.finish()
-    assert desk.result("held")["finish_reason"] == "length"
+    harness.scheduler.resume()
+    harness.finish()
+    assert harness.result("held")["finish_reason"] == "length"
 
 
 def test_held_requests_can_be_aborted_dropped_and_ended():
-    desk = Desk()
-    assert isinstance(desk.scheduler.await_idle(), threading.Event)
+    harness = SchedulerHarness()
+    assert isinstance(harness.scheduler.await_idle(), threading.Event)
     for name in ("aborted", "ended", "dropped"):
-        desk.submit(name, **GREEDY)
-    desk.abort("aborted")
-    end(desk, "ended")
-    assert desk.result("ended")["finish_reason"] == "abort"
-    assert desk.scheduler.drop_all() == 1
-    assert desk.of(StageFailure, "dropped")
-    assert not desk.of(Result, "aborted")
+        harness.submit(name, **GREEDY)
+    harness.abort("aborted")
+    end(harness, "ended")
+    assert harness.result("ended")["finish_reason"] == "abort"
+    assert harness.scheduler.drop_all() == 1
+    assert harness.of(StageFailure, "dropped")
+    assert not harness.of(Result, "aborted")

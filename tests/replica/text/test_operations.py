@@ -12,135 +12,141 @@ from omni_proxy.replica.pipeline.messages import (
     StageFailure,
 )
 from omni_proxy.replica.text.operations import BackgroundStep, InterruptibleCall
-from tests.replica.text.scheduler_harness import Desk, Loop, long_prompt, submission, undisturbed
+from tests.replica.text.scheduler_harness import (
+    Loop,
+    SchedulerHarness,
+    long_prompt,
+    submission,
+    undisturbed,
+)
 
 GREEDY = {"temperature": 0, "max_new_tokens": 30}
 GREEDY_TOKENS = {"temperature": 0, "max_new_tokens": 5}
 
 
-def running_desk(**bounds) -> Desk:
-    desk = Desk(**bounds)
-    desk.submit("a", "The sea", stream=True, **GREEDY)
-    desk.submit("b", "A song", stream=True, **GREEDY)
-    desk.step(10)
-    return desk
+def running_harness(**bounds) -> SchedulerHarness:
+    harness = SchedulerHarness(**bounds)
+    harness.submit("a", "The sea", stream=True, **GREEDY)
+    harness.submit("b", "A song", stream=True, **GREEDY)
+    harness.step(10)
+    return harness
 
 
 def test_in_place_freezes_and_continues_where_it_was():
-    desk = running_desk()
-    answer = desk.admin("pause_generation", mode="in_place")
+    harness = running_harness()
+    answer = harness.admin("pause_generation", mode="in_place")
     assert (answer.success, answer.message) == (True, "generation paused")
     assert answer.data == {"mode": "in_place", "num_paused_requests": 0, "engine_paused": True}
     assert (answer.rank, answer.role, answer.stage) == (0, "single", "decode")
-    told, computed = len(desk.told), len(desk.worker.batches)
-    used = desk.scheduler.batch_queue.used_tokens
-    desk.step(5)
-    assert not desk.scheduler.busy
-    assert (len(desk.told), len(desk.worker.batches)) == (told, computed)
-    assert desk.scheduler.batch_queue.used_tokens == used > 0
-    desk.admin("continue_generation", torch_empty_cache=True)
-    desk.finish()
-    assert len(desk.worker.batches) == 30
-    assert desk.result("a")["text"] == undisturbed("The sea", **GREEDY)["text"]
+    told, computed = len(harness.told), len(harness.worker.batches)
+    used = harness.scheduler.batch_queue.used_tokens
+    harness.step(5)
+    assert not harness.scheduler.busy
+    assert (len(harness.told), len(harness.worker.batches)) == (told, computed)
+    assert harness.scheduler.batch_queue.used_tokens == used > 0
+    harness.admin("continue_generation", torch_empty_cache=True)
+    harness.finish()
+    assert len(harness.worker.batches) == 30
+    assert harness.result("a")["text"] == undisturbed("The sea", **GREEDY)["text"]
 
 
 def test_retract_frees_all_and_recomputes_without_repeating_itself():
-    desk = running_desk()
-    answer = desk.admin("pause_generation", mode="retract")
+    harness = running_harness()
+    answer = harness.admin("pause_generation", mode="retract")
     assert answer.data["num_paused_requests"] == 2
-    assert desk.scheduler.batch_queue.used_tokens == 0
-    assert [each.request_id for each in desk.scheduler.batch_queue.waiting] == ["a", "b"]
-    desk.admin("continue_generation")
-    before = len(desk.worker.batches)
-    desk.finish()
-    assert desk.worker.batches[before] == [each + 10 for each in desk.worker.batches[0]]
+    assert harness.scheduler.batch_queue.used_tokens == 0
+    assert [each.request_id for each in harness.scheduler.batch_queue.waiting] == ["a", "b"]
+    harness.admin("continue_generation")
+    before = len(harness.worker.batches)
+    harness.finish()
+    assert harness.worker.batches[before] == [each + 10 for each in harness.worker.batches[0]]
     for name, prompt in (("a", "The sea"), ("b", "A song")):
         text = undisturbed(prompt, **GREEDY)["text"]
-        assert desk.result(name)["text"] == desk.streamed(name) == text
-        assert desk.result(name)["usage"]["completion_tokens"] == 30
+        assert harness.result(name)["text"] == harness.streamed(name) == text
+        assert harness.result(name)["usage"]["completion_tokens"] == 30
 
 
 def test_abort_ends_every_caller():
-    desk = running_desk(max_running=1)
-    desk.submit("e", task="embed")
-    answer = desk.admin("pause_generation")
+    harness = running_harness(max_running=1)
+    harness.submit("e", task="embed")
+    answer = harness.admin("pause_generation")
     assert answer.data == {"mode": "abort", "num_paused_requests": 3, "engine_paused": True}
     for name in "abe":
-        assert desk.of(StageFailure, name) == [
+        assert harness.of(StageFailure, name) == [
             StageFailure(name, "decode", "The request was dropped by an admin action.", "dropped")
         ]
-    assert len(desk.scheduler.batch_queue) == 0
-    desk.admin("continue_generation")
-    assert not desk.scheduler.busy
+    assert len(harness.scheduler.batch_queue) == 0
+    harness.admin("continue_generation")
+    assert not harness.scheduler.busy
 
 
 def test_requests_during_a_pause_wait_for_its_end():
-    desk = Desk()
-    desk.admin("pause_generation", mode="abort")
-    desk.submit("late", **GREEDY)
-    desk.submit("vector", task="embed")
-    desk.step(3)
-    assert desk.worker.batches == []
-    assert desk.admin("model_info").data["waiting_queue_size"] == 1
-    desk.admin("continue_generation")
-    desk.finish()
-    assert desk.result("late")["usage"]["completion_tokens"] == 30
-    assert desk.result("vector")["embedding"]
+    harness = SchedulerHarness()
+    harness.admin("pause_generation", mode="abort")
+    harness.submit("late", **GREEDY)
+    harness.submit("vector", task="embed")
+    harness.step(3)
+    assert harness.worker.batches == []
+    assert harness.admin("model_info").data["waiting_queue_size"] == 1
+    harness.admin("continue_generation")
+    harness.finish()
+    assert harness.result("late")["usage"]["completion_tokens"] == 30
+    assert harness.result("vector")["embedding"]
 
 
 def test_a_second_pause_takes_the_place_of_the_first():
-    desk = running_desk()
-    desk.admin("pause_generation", mode="in_place")
-    assert desk.admin("pause_generation", mode="retract").data["num_paused_requests"] == 2
-    assert desk.scheduler.pause_mode == "retract"
-    assert desk.scheduler.batch_queue.used_tokens == 0
+    harness = running_harness()
+    harness.admin("pause_generation", mode="in_place")
+    assert harness.admin("pause_generation", mode="retract").data["num_paused_requests"] == 2
+    assert harness.scheduler.pause_mode == "retract"
+    assert harness.scheduler.batch_queue.used_tokens == 0
 
 
 def test_an_abort_reaches_a_frozen_request():
-    desk = running_desk()
-    desk.admin("pause_generation", mode="in_place")
-    desk.abort("a")
-    desk.admin("continue_generation")
-    desk.finish()
-    assert not desk.of(Result, "a")
-    assert desk.result("b")["text"] == undisturbed("A song", **GREEDY)["text"]
+    harness = running_harness()
+    harness.admin("pause_generation", mode="in_place")
+    harness.abort("a")
+    harness.admin("continue_generation")
+    harness.finish()
+    assert not harness.of(Result, "a")
+    assert harness.result("b")["text"] == undisturbed("A song", **GREEDY)["text"]
 
 
 def test_an_unknown_pause_mode_is_refused_and_changes_nothing():
-    desk = running_desk()
-    answer = desk.admin("pause_generation", mode="later")
+    harness = running_harness()
+    answer = harness.admin("pause_generation", mode="later")
     assert not answer.success
     assert answer.message == answer.error == "invalid pause mode: later"
-    assert desk.scheduler.busy
+    assert harness.scheduler.busy
 
 
 def test_continuing_without_a_pause_is_a_success():
-    answer = Desk().admin("continue_generation")
+    answer = SchedulerHarness().admin("continue_generation")
     assert (answer.success, answer.message) == (True, "generation continued")
     assert answer.data == {"engine_paused": False}
 
 
 def test_a_flush_drops_cached_and_running_prefixes():
     prompt = long_prompt(40)
-    desk = Desk(cache_entries=4)
-    desk.submit("one", prompt, max_new_tokens=2)
-    desk.finish()
-    desk.submit("two", long_prompt(40, 99), max_new_tokens=5)
-    desk.step(2)
-    answer = desk.admin("flush_cache")
+    harness = SchedulerHarness(cache_entries=4)
+    harness.submit("one", prompt, max_new_tokens=2)
+    harness.finish()
+    harness.submit("two", long_prompt(40, 99), max_new_tokens=5)
+    harness.step(2)
+    answer = harness.admin("flush_cache")
     assert (answer.success, answer.data["flush_success"]) == (True, True)
     assert answer.data["flushed_entries"] == 1
-    desk.finish()
-    assert len(desk.scheduler.cache) == 0
-    desk.submit("three", prompt, max_new_tokens=2)
-    desk.finish()
-    assert desk.result("three")["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    harness.finish()
+    assert len(harness.scheduler.cache) == 0
+    harness.submit("three", prompt, max_new_tokens=2)
+    harness.finish()
+    assert harness.result("three")["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_model_info_reports_every_fact():
-    desk = running_desk(max_running=1)
-    desk.admin("pause_generation", mode="in_place")
-    assert desk.admin("model_info").data == {
+    harness = running_harness(max_running=1)
+    harness.admin("pause_generation", mode="in_place")
+    assert harness.admin("model_info").data == {
         "model_path": "tiny",
         "load_format": "auto",
         "weight_version": "default",
@@ -171,42 +177,42 @@ def test_model_info_reports_every_fact():
 
 
 def test_an_unknown_action_is_a_failure_by_name():
-    answer = Desk().admin("paint_weights")
+    answer = SchedulerHarness().admin("paint_weights")
     assert not answer.success
     assert "paint_weights" in answer.error
 
 
 def test_a_registered_operation_answers_and_may_change_the_weight_version():
-    desk = Desk()
+    harness = SchedulerHarness()
 
     def update(payload):
-        desk.scheduler.weight_version = payload["weight_version"]
+        harness.scheduler.weight_version = payload["weight_version"]
         return True, "updated", {"names": 3}, None
 
-    desk.scheduler.register_admin("update_weights_from_disk", update)
-    desk.submit("a", max_new_tokens=2)
-    answer = desk.admin("update_weights_from_disk", weight_version="v2")
+    harness.scheduler.register_admin("update_weights_from_disk", update)
+    harness.submit("a", max_new_tokens=2)
+    answer = harness.admin("update_weights_from_disk", weight_version="v2")
     assert (answer.success, answer.message, answer.data) == (True, "updated", {"names": 3})
-    assert desk.admin("model_info").data["supports_weight_update"] is True
-    desk.finish()
-    assert desk.result("a")["weight_version"] == "v2"
+    assert harness.admin("model_info").data["supports_weight_update"] is True
+    harness.finish()
+    assert harness.result("a")["weight_version"] == "v2"
 
 
 @pytest.mark.parametrize("error", [KeyError("weight_version"), RuntimeError("no such file")])
 def test_an_operation_that_raises_is_an_answer(error):
-    desk = Desk()
+    harness = SchedulerHarness()
 
     def fail(payload):
         raise error
 
-    desk.scheduler.register_admin("weights_checker", fail)
-    answer = desk.admin("weights_checker")
+    harness.scheduler.register_admin("weights_checker", fail)
+    answer = harness.admin("weights_checker")
     assert not answer.success
     assert answer.data == {}
     assert type(error).__name__ in answer.error
-    desk.submit("a", max_new_tokens=2)
-    desk.finish()
-    assert desk.result("a")
+    harness.submit("a", max_new_tokens=2)
+    harness.finish()
+    assert harness.result("a")
 
 
 class Gate:
@@ -236,7 +242,7 @@ def answered(loop, op_id):
 
 
 def test_the_stage_reads_messages_during_a_slow_step():
-    scheduler = Desk().scheduler
+    scheduler = SchedulerHarness().scheduler
     gate = Gate(scheduler)
     with Loop(scheduler) as loop:
         loop.inbox.put(submission("a", stream=True, max_new_tokens=5000))
@@ -260,9 +266,9 @@ def test_the_stage_reads_messages_during_a_slow_step():
 
 
 def test_nothing_is_computed_before_the_answer():
-    desk = Desk()
-    gate = Gate(desk.scheduler)
-    with Loop(desk.scheduler) as loop:
+    harness = SchedulerHarness()
+    gate = Gate(harness.scheduler)
+    with Loop(harness.scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
         assert gate.begun.wait(20)
         loop.inbox.put(submission("a", **GREEDY_TOKENS))
@@ -270,14 +276,14 @@ def test_nothing_is_computed_before_the_answer():
         loop.inbox.put(Admin("pause", "pause_generation", {"mode": "in_place"}))
         loop.inbox.put(Admin("on", "continue_generation"))
         assert answered(loop, "on").success
-        assert desk.worker.batches == []
+        assert harness.worker.batches == []
         gate.open.set()
         assert loop.next((AdminResult, Result), lambda told: True).op_id == "slow"
         assert loop.next(Result).request_id == "a"
 
 
 def test_a_second_operation_is_refused_naming_the_first_and_may_be_repeated():
-    scheduler = Desk().scheduler
+    scheduler = SchedulerHarness().scheduler
     gate = Gate(scheduler)
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("one", "grind"))
@@ -293,7 +299,7 @@ def test_a_second_operation_is_refused_naming_the_first_and_may_be_repeated():
 
 
 def test_what_may_begin_beside_does_and_only_that():
-    scheduler = Desk().scheduler
+    scheduler = SchedulerHarness().scheduler
     gate = Gate(scheduler)
     Gate(scheduler, "help", aside=True, beside=True).open.set()
     Gate(scheduler, "chat", aside=True).open.set()
@@ -310,7 +316,7 @@ def test_what_may_begin_beside_does_and_only_that():
 
 
 def test_beside_a_step_that_looks_at_no_weights_answers_are_computed():
-    scheduler = Desk().scheduler
+    scheduler = SchedulerHarness().scheduler
     gate = Gate(scheduler, aside=True)
     other = Gate(scheduler, "other")
     with Loop(scheduler) as loop:
@@ -335,7 +341,7 @@ def test_of_two_steps_that_halt_one_waits_for_the_other():
         yield lambda: order.append("halting")
         return True, "late", {}, None
 
-    scheduler = Desk().scheduler
+    scheduler = SchedulerHarness().scheduler
     gate = Gate(scheduler)
     scheduler.register_slow_admin("late", late, beside=True)
     with Loop(scheduler) as loop:
@@ -359,7 +365,7 @@ def test_of_two_steps_that_halt_one_waits_for_the_other():
 
 
 def test_an_abort_of_all_reaches_requests_waiting_for_a_step():
-    scheduler = Desk().scheduler
+    scheduler = SchedulerHarness().scheduler
     gate = Gate(scheduler)
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
@@ -381,7 +387,7 @@ def test_an_exception_becomes_the_answer_and_the_stage_continues(where):
         value = yield (lambda: 1 / 0) if where == "step" else (lambda: 0)
         raise KeyError(value, "model_path")
 
-    scheduler = Desk().scheduler
+    scheduler = SchedulerHarness().scheduler
     scheduler.register_slow_admin("grind", operation)
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
@@ -401,7 +407,7 @@ def test_an_operation_gets_the_exception_of_its_step():
             value = yield lambda: 3
             return True, f"{error}", {"value": value}, None
 
-    scheduler = Desk().scheduler
+    scheduler = SchedulerHarness().scheduler
     scheduler.register_slow_admin("grind", operation)
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
@@ -411,7 +417,7 @@ def test_an_operation_gets_the_exception_of_its_step():
 
 
 def test_a_shutdown_does_not_wait_for_a_step():
-    scheduler = Desk().scheduler
+    scheduler = SchedulerHarness().scheduler
     gate = Gate(scheduler)
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
@@ -421,7 +427,7 @@ def test_a_shutdown_does_not_wait_for_a_step():
 
 @pytest.mark.parametrize("aside", [False, True])
 def test_a_step_that_can_be_is_ended_by_an_interrupt(aside):
-    scheduler = Desk().scheduler
+    scheduler = SchedulerHarness().scheduler
     begun, word = threading.Event(), queue.SimpleQueue()
 
     def step():

@@ -8,21 +8,27 @@ from omni_proxy.replica.pipeline.messages import (
     StageFailure,
     StreamChunk,
 )
-from tests.replica.text.scheduler_harness import Desk, long_prompt, tiny, tokens_of, undisturbed
+from tests.replica.text.scheduler_harness import (
+    SchedulerHarness,
+    long_prompt,
+    tiny,
+    tokens_of,
+    undisturbed,
+)
 
 GREEDY = {"temperature": 0, "max_new_tokens": 40}
 
 
 def test_a_stream_has_the_text_of_the_complete_response():
-    desk = Desk()
-    desk.submit("whole", **GREEDY)
-    desk.submit("stream", stream=True, **GREEDY)
-    desk.finish()
-    whole = desk.result("whole")
-    assert desk.streamed("stream") == desk.result("stream")["text"] == whole["text"]
+    harness = SchedulerHarness()
+    harness.submit("whole", **GREEDY)
+    harness.submit("stream", stream=True, **GREEDY)
+    harness.finish()
+    whole = harness.result("whole")
+    assert harness.streamed("stream") == harness.result("stream")["text"] == whole["text"]
     assert len(whole["text"]) > 60
-    assert not desk.of(ResultChunk, "whole")
-    chunks = desk.of(ResultChunk, "stream")
+    assert not harness.of(ResultChunk, "whole")
+    chunks = harness.of(ResultChunk, "stream")
     assert [each.chunk_id for each in chunks] == list(range(len(chunks)))
     ids = [token for each in chunks for token in each.chunk["token_ids"]]
     assert ids == whole["token_ids"]
@@ -45,32 +51,32 @@ def test_the_result_counts_its_tokens():
 
 
 def test_the_engine_time_counts_from_arrival():
-    desk = Desk()
-    desk.submit("a", max_new_tokens=2)
-    desk.clock.now_s = 2.5
-    desk.finish()
-    assert desk.result("a")["engine_time_s"] == 2.5
+    harness = SchedulerHarness()
+    harness.submit("a", max_new_tokens=2)
+    harness.clock.now_s = 2.5
+    harness.finish()
+    assert harness.result("a")["engine_time_s"] == 2.5
 
 
 def test_there_is_one_log_probability_for_each_token():
-    desk = Desk()
-    desk.submit("a", stream=True, logprobs=True, **GREEDY)
-    desk.finish()
-    result = desk.result("a")
+    harness = SchedulerHarness()
+    harness.submit("a", stream=True, logprobs=True, **GREEDY)
+    harness.finish()
+    result = harness.result("a")
     rows = result["output_token_logprobs"]
     assert [token for _, token, _ in rows] == result["token_ids"]
     assert all(logprob < 0 and nothing is None for logprob, _, nothing in rows)
     streamed = [
-        r for each in desk.of(ResultChunk, "a") for r in each.chunk["output_token_logprobs"]
+        r for each in harness.of(ResultChunk, "a") for r in each.chunk["output_token_logprobs"]
     ]
     assert streamed == rows
 
 
 def test_what_is_reported_survives_the_wire():
-    desk = Desk()
-    desk.submit("a", stream=True, logprobs=True, max_new_tokens=3)
-    desk.finish()
-    for message in desk.told:
+    harness = SchedulerHarness()
+    harness.submit("a", stream=True, logprobs=True, max_new_tokens=3)
+    harness.finish()
+    for message in harness.told:
         packed = msgspec.msgpack.encode(message)
         assert msgspec.msgpack.decode(packed, type=type(message)) == message
 
@@ -78,22 +84,22 @@ def test_what_is_reported_survives_the_wire():
 def test_a_stop_string_ends_the_text_and_is_never_shown():
     text = undisturbed(**GREEDY)["text"]
     stop = text[20:26]
-    desk = Desk()
-    desk.submit("a", stream=True, stop=["never there", stop], **GREEDY)
-    desk.finish()
-    result = desk.result("a")
-    assert result["text"] == desk.streamed("a") == text[: text.index(stop)]
+    harness = SchedulerHarness()
+    harness.submit("a", stream=True, stop=["never there", stop], **GREEDY)
+    harness.finish()
+    result = harness.result("a")
+    assert result["text"] == harness.streamed("a") == text[: text.index(stop)]
     assert (result["finish_reason"], result["stop_hit"]) == ("stop", stop)
     assert result["usage"]["completion_tokens"] == len(result["token_ids"]) < 40
 
 
 def test_the_beginning_of_a_stop_string_is_released_at_the_end():
     text = undisturbed(**GREEDY)["text"]
-    desk = Desk()
-    desk.submit("a", stream=True, stop=text[-4:] + "###", **GREEDY)
-    desk.finish()
-    assert desk.streamed("a") == desk.result("a")["text"] == text
-    assert desk.result("a")["finish_reason"] == "length"
+    harness = SchedulerHarness()
+    harness.submit("a", stream=True, stop=text[-4:] + "###", **GREEDY)
+    harness.finish()
+    assert harness.streamed("a") == harness.result("a")["text"] == text
+    assert harness.result("a")["finish_reason"] == "length"
 
 
 def test_a_stop_token_ends_the_text_and_counts():
@@ -110,211 +116,215 @@ def test_a_stop_token_ends_the_text_and_counts():
 def test_one_seed_gives_one_text_alone_or_in_a_crowd():
     wanted = {"seed": 42, "temperature": 1.3, "top_p": 0.9, "max_new_tokens": 60}
     alone = undisturbed("A song of", **wanted)["text"]
-    desk = Desk()
+    harness = SchedulerHarness()
     for number in range(15):
-        desk.submit(f"other {number}", f"{number} " * number + "song", max_new_tokens=50 + number)
-        desk.step()
-    desk.submit("mine", "A song of", **wanted)
-    desk.finish()
-    assert desk.result("mine")["text"] == alone
+        harness.submit(
+            f"other {number}", f"{number} " * number + "song", max_new_tokens=50 + number
+        )
+        harness.step()
+    harness.submit("mine", "A song of", **wanted)
+    harness.finish()
+    assert harness.result("mine")["text"] == alone
     assert undisturbed("A song of", **{**wanted, "seed": 43})["text"] != alone
 
 
 def test_sixteen_requests_in_one_batch_give_the_results_of_each_alone():
     prompts = [f"Chapter {number}: the sea" for number in range(16)]
-    desk = Desk(prefill_chunk=1000)
+    harness = SchedulerHarness(prefill_chunk=1000)
     for number, prompt in enumerate(prompts):
-        desk.submit(f"r{number}", prompt, stream=True, **GREEDY)
-    desk.finish()
-    assert [len(batch) for batch in desk.worker.batches] == [16] * 40
+        harness.submit(f"r{number}", prompt, stream=True, **GREEDY)
+    harness.finish()
+    assert [len(batch) for batch in harness.worker.batches] == [16] * 40
     for number, prompt in enumerate(prompts):
-        assert desk.result(f"r{number}")["text"] == undisturbed(prompt, **GREEDY)["text"]
+        assert harness.result(f"r{number}")["text"] == undisturbed(prompt, **GREEDY)["text"]
 
 
 def test_more_than_may_run_wait_for_their_turn_in_order():
-    desk = Desk(max_running=2)
+    harness = SchedulerHarness(max_running=2)
     for number in range(5):
-        desk.submit(f"r{number}", max_new_tokens=3)
-    desk.finish()
-    assert max(len(batch) for batch in desk.worker.batches) == 2
-    assert [each.request_id for each in desk.told] == [f"r{number}" for number in range(5)]
+        harness.submit(f"r{number}", max_new_tokens=3)
+    harness.finish()
+    assert max(len(batch) for batch in harness.worker.batches) == 2
+    assert [each.request_id for each in harness.told] == [f"r{number}" for number in range(5)]
 
 
 def test_a_long_prompt_never_stalls_a_running_answer_for_more_than_a_chunk():
-    desk = Desk(prefill_chunk=32)
-    desk.submit("short", stream=True, temperature=0, max_new_tokens=60)
-    desk.step()
-    desk.submit("long", long_prompt(320), max_new_tokens=2)
+    harness = SchedulerHarness(prefill_chunk=32)
+    harness.submit("short", stream=True, temperature=0, max_new_tokens=60)
+    harness.step()
+    harness.submit("long", long_prompt(320), max_new_tokens=2)
     for step in range(1, 10):
-        desk.step()
-        assert len(desk.scheduler.batch_queue.find("short").tokens) == len(
+        harness.step()
+        assert len(harness.scheduler.batch_queue.find("short").tokens) == len(
             tokens_of("The sea")
         ) + 1 + (step)
-        assert desk.worker.batches[-1] == [1, 32]
-    desk.finish()
-    assert desk.result("long")["usage"]["prompt_tokens"] == 320
+        assert harness.worker.batches[-1] == [1, 32]
+    harness.finish()
+    assert harness.result("long")["usage"]["prompt_tokens"] == 320
 
 
 def test_prefills_share_the_chunk_of_a_batch():
-    desk = Desk(prefill_chunk=32)
+    harness = SchedulerHarness(prefill_chunk=32)
     for name in "abc":
-        desk.submit(name, long_prompt(20), max_new_tokens=2)
-    desk.finish()
+        harness.submit(name, long_prompt(20), max_new_tokens=2)
+    harness.finish()
     # a whole and some of b; then a's answer, the rest of b and c; then the answers of b and c.
-    assert desk.worker.batches == [[20, 12], [1, 8, 20], [1, 1]]
+    assert harness.worker.batches == [[20, 12], [1, 8, 20], [1, 1]]
 
 
 def test_a_chunked_prompt_gives_the_result_of_a_whole_one():
     prompt = long_prompt(150)
-    desk = Desk(prefill_chunk=16)
-    desk.submit("a", prompt, **GREEDY)
-    desk.finish()
-    assert desk.result("a")["text"] == undisturbed(prompt, **GREEDY)["text"]
+    harness = SchedulerHarness(prefill_chunk=16)
+    harness.submit("a", prompt, **GREEDY)
+    harness.finish()
+    assert harness.result("a")["text"] == undisturbed(prompt, **GREEDY)["text"]
 
 
 def test_an_abort_frees_everything_before_the_next_step_and_nothing_more_is_reported():
-    desk = Desk(cache_entries=4)
-    desk.submit("gone", long_prompt(40), stream=True, max_new_tokens=100)
-    desk.submit("stays", max_new_tokens=12)
-    desk.step(5)
-    told = len(desk.of(ResultChunk, "gone"))
-    used = desk.scheduler.batch_queue.used_tokens
+    harness = SchedulerHarness(cache_entries=4)
+    harness.submit("gone", long_prompt(40), stream=True, max_new_tokens=100)
+    harness.submit("stays", max_new_tokens=12)
+    harness.step(5)
+    told = len(harness.of(ResultChunk, "gone"))
+    used = harness.scheduler.batch_queue.used_tokens
     assert told
-    desk.abort("gone")
-    assert desk.scheduler.batch_queue.used_tokens < used - 40
-    desk.step()
-    assert len(desk.worker.batches[-1]) == 1
-    desk.finish()
-    assert len(desk.of(ResultChunk, "gone")) == told
-    assert not desk.of(Result, "gone")
-    assert not desk.of(StageFailure, "gone")
-    assert desk.result("stays")["usage"]["completion_tokens"] == 12
-    desk.scheduler.emit_stats()
-    assert desk.stats()["aborted_total"] == 1
+    harness.abort("gone")
+    assert harness.scheduler.batch_queue.used_tokens < used - 40
+    harness.step()
+    assert len(harness.worker.batches[-1]) == 1
+    harness.finish()
+    assert len(harness.of(ResultChunk, "gone")) == told
+    assert not harness.of(Result, "gone")
+    assert not harness.of(StageFailure, "gone")
+    assert harness.result("stays")["usage"]["completion_tokens"] == 12
+    harness.scheduler.emit_stats()
+    assert harness.stats()["aborted_total"] == 1
 
 
 def test_an_abort_reaches_waiting_requests_and_ignores_unknown_ones():
-    desk = Desk(max_running=1)
-    desk.submit("runs", max_new_tokens=3)
-    desk.submit("waits", max_new_tokens=3)
-    desk.submit("embeds", task="embed")
+    harness = SchedulerHarness(max_running=1)
+    harness.submit("runs", max_new_tokens=3)
+    harness.submit("waits", max_new_tokens=3)
+    harness.submit("embeds", task="embed")
     for name in ("waits", "embeds", "unknown"):
-        desk.abort(name)
-    desk.finish()
-    assert [each.request_id for each in desk.told] == ["runs"]
+        harness.abort(name)
+    harness.finish()
+    assert [each.request_id for each in harness.told] == ["runs"]
 
 
 def test_running_out_of_tokens_makes_the_youngest_give_way_and_changes_no_text():
-    desk = Desk(max_total_tokens=300, prefill_chunk=64)
+    harness = SchedulerHarness(max_total_tokens=300, prefill_chunk=64)
     prompts = [long_prompt(30, number) for number in range(5)]
     for number, prompt in enumerate(prompts):
-        desk.submit(f"r{number}", prompt, stream=True, temperature=0, max_new_tokens=90)
+        harness.submit(f"r{number}", prompt, stream=True, temperature=0, max_new_tokens=90)
     begun, held = {}, []
-    while desk.scheduler.busy:
-        desk.step()
-        held.append(desk.scheduler.batch_queue.used_tokens)
-        begun |= {each.request_id: each.begun for each in desk.scheduler.batch_queue}
+    while harness.scheduler.busy:
+        harness.step()
+        held.append(harness.scheduler.batch_queue.used_tokens)
+        begun |= {each.request_id: each.begun for each in harness.scheduler.batch_queue}
     assert max(held) <= 300
     assert begun["r0"] == 1
     assert max(begun.values()) > 1  # or no request was retracted
     for number, prompt in enumerate(prompts):
         alone = undisturbed(prompt, temperature=0, max_new_tokens=90)["text"]
-        assert desk.result(f"r{number}")["text"] == desk.streamed(f"r{number}") == alone
+        assert harness.result(f"r{number}")["text"] == harness.streamed(f"r{number}") == alone
 
 
 def test_a_known_beginning_is_not_computed_again_and_changes_no_text():
     prompt = long_prompt(120)
-    desk = Desk(cache_entries=4)
-    desk.submit("cold", prompt, **GREEDY)
-    desk.finish()
-    before = len(desk.worker.batches)
-    desk.submit("warm", [*prompt[:100], *long_prompt(10, 77)], **GREEDY)
-    desk.finish()
-    assert desk.worker.batches[before] == [10]
-    usage = desk.result("warm")["usage"]
+    harness = SchedulerHarness(cache_entries=4)
+    harness.submit("cold", prompt, **GREEDY)
+    harness.finish()
+    before = len(harness.worker.batches)
+    harness.submit("warm", [*prompt[:100], *long_prompt(10, 77)], **GREEDY)
+    harness.finish()
+    assert harness.worker.batches[before] == [10]
+    usage = harness.result("warm")["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 100}
     alone = undisturbed([*prompt[:100], *long_prompt(10, 77)], **GREEDY)
-    assert desk.result("warm")["text"] == alone["text"]
-    desk.submit("same", prompt, **GREEDY)
-    desk.finish()
-    assert desk.result("same")["usage"]["prompt_tokens_details"] == {"cached_tokens": 119}
-    assert desk.result("same")["text"] == desk.result("cold")["text"]
+    assert harness.result("warm")["text"] == alone["text"]
+    harness.submit("same", prompt, **GREEDY)
+    harness.finish()
+    assert harness.result("same")["usage"]["prompt_tokens_details"] == {"cached_tokens": 119}
+    assert harness.result("same")["text"] == harness.result("cold")["text"]
 
 
 def test_an_answer_continues_from_the_turn_before():
     prompt = long_prompt(30)
-    desk = Desk(cache_entries=4)
-    desk.submit("one", prompt, **GREEDY)
-    desk.finish()
-    answer = desk.result("one")["token_ids"]
-    desk.submit("two", [*prompt, *answer, *long_prompt(5, 9)], **GREEDY)
-    desk.finish()
+    harness = SchedulerHarness(cache_entries=4)
+    harness.submit("one", prompt, **GREEDY)
+    harness.finish()
+    answer = harness.result("one")["token_ids"]
+    harness.submit("two", [*prompt, *answer, *long_prompt(5, 9)], **GREEDY)
+    harness.finish()
     # The last token of a response was never passed to the model.
-    assert desk.result("two")["usage"]["prompt_tokens_details"] == {"cached_tokens": 30 + 39}
+    assert harness.result("two")["usage"]["prompt_tokens_details"] == {"cached_tokens": 30 + 39}
 
 
 def test_a_batch_that_raises_fails_its_own_requests_and_the_next_ones_are_computed():
-    desk = Desk(max_running=2)
+    harness = SchedulerHarness(max_running=2)
     for name in "abc":
-        desk.submit(name, max_new_tokens=4)
-    desk.step()
-    desk.worker.to_raise = RuntimeError("no memory left")
-    desk.finish()
+        harness.submit(name, max_new_tokens=4)
+    harness.step()
+    harness.worker.to_raise = RuntimeError("no memory left")
+    harness.finish()
     for name in "ab":
-        assert desk.failure(name) == StageFailure(
+        assert harness.failure(name) == StageFailure(
             name, "decode", "RuntimeError: no memory left", "server"
         )
-    assert desk.result("c")["usage"]["completion_tokens"] == 4
-    assert desk.scheduler.batch_queue.used_tokens == 0
+    assert harness.result("c")["usage"]["completion_tokens"] == 4
+    assert harness.scheduler.batch_queue.used_tokens == 0
 
 
 def test_logits_that_are_no_numbers_fail_the_request(monkeypatch):
-    desk = Desk()
-    forward = desk.worker.forward
-    monkeypatch.setattr(desk.worker, "forward", lambda parts: forward(parts) * float("nan"))
-    desk.submit("a")
-    desk.finish()
-    assert "not finite" in desk.failure("a").error
+    harness = SchedulerHarness()
+    forward = harness.worker.forward
+    monkeypatch.setattr(harness.worker, "forward", lambda parts: forward(parts) * float("nan"))
+    harness.submit("a")
+    harness.finish()
+    assert "not finite" in harness.failure("a").error
 
 
 def test_an_embedding_has_length_one_and_distinguishes_texts():
-    desk = Desk()
-    desk.submit("a", "The sea is wide", task="embed")
-    desk.submit("b", "The sea is wide", task="embed")
-    desk.submit("c", "Anything else", task="embed")
-    desk.finish()
-    first, again, other = (desk.result(name)["embedding"] for name in "abc")
+    harness = SchedulerHarness()
+    harness.submit("a", "The sea is wide", task="embed")
+    harness.submit("b", "The sea is wide", task="embed")
+    harness.submit("c", "Anything else", task="embed")
+    harness.finish()
+    first, again, other = (harness.result(name)["embedding"] for name in "abc")
     assert sum(each * each for each in first) == pytest.approx(1.0)
     assert first == again != other
     tokens = tokens_of("The sea is wide")
     mean = tiny().model.hidden(tokens).mean(0)
     assert first == pytest.approx((mean / mean.norm()).tolist(), abs=1e-6)
-    assert desk.result("a")["usage"]["total_tokens"] == len(tokens)
+    assert harness.result("a")["usage"]["total_tokens"] == len(tokens)
 
 
 def test_an_embedding_that_raises_fails_alone(monkeypatch):
-    desk = Desk()
-    monkeypatch.setattr(desk.worker, "embed", lambda tokens: [][1])
-    desk.submit("a", task="embed")
-    desk.submit("b", max_new_tokens=2)
-    desk.finish()
-    assert desk.failure("a").kind == "server"
-    assert desk.result("b")
+    harness = SchedulerHarness()
+    monkeypatch.setattr(harness.worker, "embed", lambda tokens: [][1])
+    harness.submit("a", task="embed")
+    harness.submit("b", max_new_tokens=2)
+    harness.finish()
+    assert harness.failure("a").kind == "server"
+    assert harness.result("b")
 
 
 def test_messages_that_are_not_for_it_are_ignored():
-    desk = Desk()
-    desk.scheduler.take(StreamChunk("a", "prepare", {}))
-    desk.scheduler.take(ProfilerStart("run"))
-    assert desk.told == []
+    harness = SchedulerHarness()
+    harness.scheduler.take(StreamChunk("a", "prepare", {}))
+    harness.scheduler.take(ProfilerStart("run"))
+    assert harness.told == []
 
 
 def test_the_profiler_records_every_step_of_a_request():
-    desk = Desk(prefill_chunk=8)
+    harness = SchedulerHarness(prefill_chunk=8)
     heard = []
-    desk.scheduler.record = lambda *event: heard.append((len(desk.worker.batches), *event[:2]))
-    desk.submit("a", long_prompt(20), max_new_tokens=3)
-    desk.finish()
+    harness.scheduler.record = lambda *event: heard.append(
+        (len(harness.worker.batches), *event[:2])
+    )
+    harness.submit("a", long_prompt(20), max_new_tokens=3)
+    harness.finish()
     assert heard == [
         (0, "scheduler_request_build_start", "a"),
         (0, "scheduler_request_build_end", "a"),
@@ -326,13 +336,13 @@ def test_the_profiler_records_every_step_of_a_request():
 
 
 def test_gauges_are_reported_twice_a_second_while_busy():
-    desk = Desk(max_running=1, max_total_tokens=1000)
-    desk.submit("a", long_prompt(20), max_new_tokens=40)
-    desk.submit("b", long_prompt(20), max_new_tokens=40)
+    harness = SchedulerHarness(max_running=1, max_total_tokens=1000)
+    harness.submit("a", long_prompt(20), max_new_tokens=40)
+    harness.submit("b", long_prompt(20), max_new_tokens=40)
     for _ in range(10):
-        desk.clock.now_s += 0.125
-        desk.step()
-    stats = [each.values for each in desk.told]
+        harness.clock.now_s += 0.125
+        harness.step()
+    stats = [each.values for each in harness.told]
     assert len(stats) == 2
     assert stats[-1] == {
         "num_running_reqs": 1,
@@ -351,13 +361,13 @@ def test_gauges_are_reported_twice_a_second_while_busy():
 
 
 def test_an_unexpected_error_fails_its_request_only():
-    desk = Desk()
-    desk.submit("sane", **GREEDY)
-    desk.submit("odd", stage_sampling=["no", "object"])
-    desk.finish()
-    (failed,) = desk.of(StageFailure, "odd")
+    harness = SchedulerHarness()
+    harness.submit("sane", **GREEDY)
+    harness.submit("odd", stage_sampling=["no", "object"])
+    harness.finish()
+    (failed,) = harness.of(StageFailure, "odd")
     assert failed.kind == "server"
-    assert desk.result("sane")["finish_reason"] == "length"
+    assert harness.result("sane")["finish_reason"] == "length"
 
 
 def test_a_prompt_that_is_too_long_is_not_looked_through():
@@ -369,9 +379,9 @@ def test_a_prompt_that_is_too_long_is_not_looked_through():
                 self.looked += 1
                 yield token
 
-    desk = Desk(max_total_tokens=100)
+    harness = SchedulerHarness(max_total_tokens=100)
     tokens = Seen([7] * 5000)
-    desk.submit("long", tokens)
-    (failed,) = desk.of(StageFailure, "long")
+    harness.submit("long", tokens)
+    (failed,) = harness.of(StageFailure, "long")
     assert (failed.kind, "5000 tokens" in failed.error) == ("caller", True)
     assert tokens.looked == 0

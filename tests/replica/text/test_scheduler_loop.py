@@ -6,11 +6,11 @@ from omni_proxy.replica.pipeline.messages import (
     ResultChunk,
     StageStats,
 )
-from tests.replica.text.scheduler_harness import Desk, Loop, submission, undisturbed
+from tests.replica.text.scheduler_harness import Loop, SchedulerHarness, submission, undisturbed
 
 
 def test_the_loop_serves_requests_that_arrive_during_a_step():
-    with Loop(Desk().scheduler) as loop:
+    with Loop(SchedulerHarness().scheduler) as loop:
         loop.inbox.put(submission("first", stream=True, max_new_tokens=400))
         loop.next(ResultChunk)
         loop.inbox.put(submission("second", temperature=0, max_new_tokens=5))
@@ -24,7 +24,7 @@ def test_the_loop_serves_requests_that_arrive_during_a_step():
 
 
 def test_an_idle_loop_reports_that_nothing_runs():
-    with Loop(Desk().scheduler) as loop:
+    with Loop(SchedulerHarness().scheduler) as loop:
         loop.inbox.put(submission("a", max_new_tokens=5))
         loop.next(Result)
         idle = loop.next(StageStats)
@@ -33,8 +33,8 @@ def test_an_idle_loop_reports_that_nothing_runs():
 
 
 def test_a_paused_loop_answers_operations_and_computes_nothing():
-    desk = Desk()
-    with Loop(desk.scheduler) as loop:
+    harness = SchedulerHarness()
+    with Loop(harness.scheduler) as loop:
         loop.inbox.put(Admin("1", "pause_generation", {"mode": "in_place"}))
         assert loop.next(AdminResult).success
         loop.inbox.put(submission("a", max_new_tokens=5))
@@ -42,19 +42,19 @@ def test_a_paused_loop_answers_operations_and_computes_nothing():
         assert stats.values["paused"] == 1
         loop.inbox.put(Admin("2", "model_info"))
         assert loop.next(AdminResult).data["waiting_queue_size"] == 1
-        assert desk.worker.batches == []
+        assert harness.worker.batches == []
         loop.inbox.put(Admin("3", "continue_generation"))
         assert loop.next(Result).request_id == "a"
 
 
 def test_a_shutdown_ends_the_loop_in_the_middle_of_an_answer():
-    with Loop(Desk().scheduler) as loop:
+    with Loop(SchedulerHarness().scheduler) as loop:
         loop.inbox.put(submission("a", stream=True, max_new_tokens=8000))
         loop.next(ResultChunk)
 
 
 def test_a_shutdown_ends_a_paused_loop():
-    with Loop(Desk().scheduler) as loop:
+    with Loop(SchedulerHarness().scheduler) as loop:
         loop.inbox.put(Admin("1", "pause_generation", {"mode": "in_place"}))
         loop.inbox.put(submission("a"))
         loop.next(AdminResult)

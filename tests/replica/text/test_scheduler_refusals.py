@@ -9,16 +9,16 @@ from omni_proxy.replica.pipeline.messages import (
     StagePayload,
     Submit,
 )
-from tests.replica.text.scheduler_harness import Desk, long_prompt
+from tests.replica.text.scheduler_harness import SchedulerHarness, long_prompt
 
 GREEDY = {"temperature": 0, "max_new_tokens": 40}
 
 
 @pytest.mark.parametrize("prompt_tokens", [200, 260])
 def test_a_prompt_that_leaves_no_room_names_both_lengths(prompt_tokens):
-    desk = Desk(max_total_tokens=200)
-    desk.submit("a", long_prompt(prompt_tokens))
-    failure = desk.failure("a")
+    harness = SchedulerHarness(max_total_tokens=200)
+    harness.submit("a", long_prompt(prompt_tokens))
+    failure = harness.failure("a")
     assert failure.kind == "caller"
     assert f"{prompt_tokens} tokens" in failure.error
     assert "200 tokens" in failure.error
@@ -27,10 +27,10 @@ def test_a_prompt_that_leaves_no_room_names_both_lengths(prompt_tokens):
 
 @pytest.mark.parametrize("asked", [{}, {"max_new_tokens": 5000}])
 def test_an_answer_ends_where_the_context_does(asked):
-    desk = Desk(max_total_tokens=50)
-    desk.submit("a", long_prompt(30), **asked)
-    desk.finish()
-    result = desk.result("a")
+    harness = SchedulerHarness(max_total_tokens=50)
+    harness.submit("a", long_prompt(30), **asked)
+    harness.finish()
+    result = harness.result("a")
     assert (result["usage"]["completion_tokens"], result["finish_reason"]) == (20, "length")
 
 
@@ -45,27 +45,27 @@ def test_an_answer_ends_where_the_context_does(asked):
     ],
 )
 def test_a_request_that_cannot_be_is_its_callers_fault(prompt, params, told):
-    desk = Desk()
-    desk.submit("a", prompt, **params)
-    assert desk.failure("a").kind == "caller"
-    assert told in desk.failure("a").error
+    harness = SchedulerHarness()
+    harness.submit("a", prompt, **params)
+    assert harness.failure("a").kind == "caller"
+    assert told in harness.failure("a").error
 
 
 @pytest.mark.parametrize("data", [{"raw_inputs": "text"}, "text", {"token_ids": "text"}])
 def test_a_payload_without_tokens_is_the_pipelines_fault(data):
-    desk = Desk()
-    desk.scheduler.take(Submit(StagePayload("a", OmniRequest("text"), data)))
-    assert desk.failure("a").kind == "server"
-    assert "no token_ids" in desk.failure("a").error
+    harness = SchedulerHarness()
+    harness.scheduler.take(Submit(StagePayload("a", OmniRequest("text"), data)))
+    assert harness.failure("a").kind == "server"
+    assert "no token_ids" in harness.failure("a").error
 
 
 def test_a_live_id_is_refused_and_free_again_afterwards():
-    desk = Desk()
-    desk.submit("a", max_new_tokens=2)
-    desk.submit("a", max_new_tokens=2)
-    (failure,) = desk.of(StageFailure, "a")
+    harness = SchedulerHarness()
+    harness.submit("a", max_new_tokens=2)
+    harness.submit("a", max_new_tokens=2)
+    (failure,) = harness.of(StageFailure, "a")
     assert (failure.error, failure.kind) == ("Request a already exists", "caller")
-    desk.finish()
-    desk.submit("a", max_new_tokens=2)
-    desk.finish()
-    assert len(desk.of(Result, "a")) == 2
+    harness.finish()
+    harness.submit("a", max_new_tokens=2)
+    harness.finish()
+    assert len(harness.of(Result, "a")) == 2

@@ -266,9 +266,9 @@ def test_a_layout_gives_each_rank_once_and_none_outside_the_group(ranks, offset,
         assert not fits
         return
     assert fits
-    given_out = [seat.offset + at for seat in seats for at in range(seat.ranks)]
+    given_out = [rank_range.offset + at for rank_range in seats for at in range(rank_range.ranks)]
     assert given_out == list(range(offset, offset + sum(ranks.values())))
-    assert {seat.name: seat.ranks for seat in seats} == ranks
+    assert {rank_range.name: rank_range.ranks for rank_range in seats} == ranks
 
 
 def test_ranks_that_do_not_fit_are_refused_with_the_sum():

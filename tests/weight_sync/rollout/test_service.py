@@ -272,7 +272,7 @@ async def vllm(monkeypatch, folder, nursery):
     return api, engines
 
 
-async def test_vllm_workers_reload_by_collective_rpc_and_go_back_to_their_root(vllm):
+async def test_vllm_workers_reload_by_collective_rpc_and_restore_their_root(vllm):
     api, engines = vllm
     await begin(api)
     assert (await ended(api))["state"] == "succeeded"

@@ -15,12 +15,12 @@ class Kept:
 
     def __init__(self, folder):
         self.settings = WeightSyncConfig(mode="receive", store_dir=str(folder / "one"))
-        self.shelf = StoreService(lambda: self.settings, folder)
+        self.store_service = StoreService(lambda: self.settings, folder)
         self._folder = folder
         self._stores = []
 
     async def open(self):
-        self._stores.append(await self.shelf.open())
+        self._stores.append(await self.store_service.open())
         return self._stores[-1]
 
     def move(self, name):
@@ -43,13 +43,13 @@ async def test_a_pending_version_keeps_the_store_in_its_folder(kept):
     version = store_version(store)
     kept.move("two")
     assert await kept.open() is store
-    async with kept.shelf.lease(version) as leased:
+    async with kept.store_service.lease(version) as leased:
         assert leased.number == version.number
-    await kept.shelf.published(version, "v1", 1)
+    await kept.store_service.published(version, "v1", 1)
     assert store.current.epoch == 1
     assert await kept.open() is not store
     with pytest.raises(UnknownVersion):
-        async with kept.shelf.lease(version):
+        async with kept.store_service.lease(version):
             pass
 
 
@@ -69,7 +69,7 @@ async def test_a_change_of_the_store_blocks_only_leases(kept, nursery):
     leased = trio.Event()
 
     async def lease():
-        async with kept.shelf.lease(version):
+        async with kept.store_service.lease(version):
             leased.set()
 
     nursery.start_soon(lease)
@@ -87,23 +87,23 @@ async def test_publishing_into_an_unusable_folder_is_reported(kept):
     store.discard(version)
     kept.move("two")
     (kept._folder / "two").write_text("no folder")
-    await kept.shelf.published(version, "v1", 1)
-    assert kept.shelf.error
+    await kept.store_service.published(version, "v1", 1)
+    assert kept.store_service.error
 
 
 async def test_a_version_deleted_from_outside_is_forgotten(kept):
     store = await kept.open()
     version = store_version(store)
-    await kept.shelf.published(version, "v1", 1)
-    await kept.shelf.run_in_thread(store.persist, version)
+    await kept.store_service.published(version, "v1", 1)
+    await kept.store_service.run_in_thread(store.persist, version)
     assert version.in_memory
     shutil.rmtree(version.folder)
-    async with kept.shelf.lease(version) as leased:
+    async with kept.store_service.lease(version) as leased:
         assert (leased.in_memory, leased.folder) == (False, store.folder / "v1")
     for root in store.roots:
         shutil.rmtree(root)
     with pytest.raises(UnknownVersion):
-        async with kept.shelf.lease(version):
+        async with kept.store_service.lease(version):
             pass
     assert store_version(store).number == 2
 
@@ -111,5 +111,5 @@ async def test_a_version_deleted_from_outside_is_forgotten(kept):
 async def test_paths_of_its_versions_are_known(kept):
     store = await kept.open()
     version = store_version(store)
-    assert kept.shelf.has_path(str(version.folder))
-    assert not kept.shelf.has_path("/models/m")
+    assert kept.store_service.has_path(str(version.folder))
+    assert not kept.store_service.has_path("/models/m")

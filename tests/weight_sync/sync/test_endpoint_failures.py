@@ -277,7 +277,7 @@ async def test_a_failure_of_the_service_ends_the_sync_and_unlocks_the_fleet(engi
 # Pauses in a sync
 
 
-async def paused_house(folder, nursery, store, **fields):
+async def paused_server(folder, nursery, store, **fields):
     fields = {"mode": "coordinate", "drain_secs": 60.0, **fields}
     sync = WeightSyncConfig(**fields)
     api = api_with(
@@ -290,7 +290,7 @@ async def paused_house(folder, nursery, store, **fields):
 async def test_in_a_group_a_pause_holds_requests_and_skips_the_drain(
     engines, folder, nursery, store
 ):
-    trainer = await paused_house(folder, nursery, store)
+    trainer = await paused_server(folder, nursery, store)
     api = trainer.api
     await trainer.join()
     await trainer.expect_ok(PAUSE, mode="retract")
@@ -309,7 +309,7 @@ async def test_in_a_group_a_pause_holds_requests_and_skips_the_drain(
 async def test_with_pass_or_without_a_group_a_pause_holds_no_worker(
     engines, folder, nursery, store, fields
 ):
-    trainer = await paused_house(folder, nursery, store, **fields)
+    trainer = await paused_server(folder, nursery, store, **fields)
     if fields.get("mode") != "off":
         await trainer.join()
     await trainer.expect_ok(PAUSE)

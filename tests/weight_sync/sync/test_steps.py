@@ -32,7 +32,7 @@ async def test_each_replica_gets_its_own_ranks_and_keeps_serving(trainer, engine
     assert engines.bodies(INIT, A)[0]["rank_offset"] == 1
     assert engines.bodies(INIT, B)[0]["rank_offset"] == 3
     assert {b["world_size"] for b in engines.bodies(INIT, A) + engines.bodies(INIT, B)} == {4}
-    assert [seat["ranks"] for seat in response.body["layout"]] == [2, 1]
+    assert [rank_range["ranks"] for rank_range in response.body["layout"]] == [2, 1]
     assert cordon_reasons_of(trainer.api) == [[], []]
     assert trainer.api.config_store.membership_lock.held
     assert "group 'g' at 127.0.0.1" in trainer.api.config_store.membership_lock.reason()
@@ -43,7 +43,7 @@ async def test_ranks_are_counted_anew_for_each_group(trainer, engines):
     await trainer.expect_ok(DESTROY)
     engines.ranks[A] = 1  # it restarted with fewer ranks
     response = await trainer.init(world_size=3)
-    assert [seat["rank_offset"] for seat in response.body["layout"]] == [1, 2]
+    assert [rank_range["rank_offset"] for rank_range in response.body["layout"]] == [1, 2]
     assert engines.bodies(INIT, B)[1]["rank_offset"] == 2
 
 

@@ -52,7 +52,7 @@ STARTS = st.sampled_from(
     + ["GET /v1/models HTTP/1.1", "POST http://h/v1/chat/completions HTTP/1.1",
        "POST /v1/chat/completions HTTP/1.0", "POST /v1/completions?a=1:2 HTTP/1.1"]
 )  # fmt: skip
-STAMPS = st.none() | st.builds(
+FORWARDED = st.none() | st.builds(
     ForwardedHeaders,
     st.sampled_from(["off", "append", "replace"]),
     st.sampled_from([b"", b"traceparent", b"x-unique", b"x-correlation-id", b"content-type"]),
@@ -103,7 +103,7 @@ def courses(draw):
 
 
 @settings(max_examples=examples(500))
-@given(courses(), STAMPS)
+@given(courses(), FORWARDED)
 def test_remembered_heads_read_as_the_judge_reads_them(heads, stamps):
     templates = RequestHeadCache(stamps)
     hits = 0
@@ -118,7 +118,7 @@ def test_remembered_heads_read_as_the_judge_reads_them(heads, stamps):
 @given(
     st.lists(st.tuples(TOKEN, st.sampled_from([": ", ":"]), st.just("")), max_size=5),
     st.lists(ANY_VALUES, min_size=3, max_size=8),
-    STAMPS,
+    FORWARDED,
 )
 def test_any_names_and_values_read_as_the_judge_reads_them(fields, rounds, stamps):
     templates = RequestHeadCache(stamps)
