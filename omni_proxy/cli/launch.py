@@ -11,7 +11,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from omni_proxy.cli.flags.arguments import launch_parser
 from omni_proxy.cli.flags.engines import (
@@ -30,6 +30,7 @@ from omni_proxy.config.schema import CAPABILITIES, LaunchEntry
 from omni_proxy.launch.replica_process import visible_gpus
 
 LAST_PORT: Final = 65535
+Role: TypeAlias = Literal["", "prefill", "decode"]
 VLLM_SHORT: Final = {"-dp": "--dp-size", "-tp": "--tp-size"}
 
 
@@ -46,8 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if engine_flags and arguments.command:
         parser.error(f"with --command, put {engine_flags[0]} into the command itself")
     try:
-        entry = _entry(arguments, engine_flags)
-        startup = routed(arguments, (entry,))
+        startup = routed(arguments, _entries(arguments, engine_flags))
     except (ConfigError, EngineCommandError) as refusal:
         print(refusal, file=sys.stderr)
         return 2
@@ -71,28 +71,59 @@ def main_router(argv: Sequence[str]) -> int:
     return start(startup)
 
 
-def _entry(arguments: Namespace, engine_flags: Sequence[str]) -> LaunchEntry:
+def _entries(arguments: Namespace, engine_flags: Sequence[str]) -> tuple[LaunchEntry, ...]:
+    """One group of replicas, or one for each role. Raises EngineCommandError, with the remedy."""
+    prefill, decode = arguments.prefill_replicas, arguments.decode_replicas
+    if not prefill and not decode:
+        if arguments.replica_connector:
+            raise EngineCommandError("--kv-connector is for --prefill and --decode")
+        count = arguments.data_parallel_size or 1
+        return (_entry(arguments, engine_flags, count, arguments.worker_base_port),)
+    if not (prefill and decode):
+        raise EngineCommandError("--prefill and --decode need each other: name a number for both")
+    if arguments.data_parallel_size:
+        raise EngineCommandError("--dp-size starts replicas without a role: leave it out")
+    if arguments.command:
+        raise EngineCommandError("--command has no role: write [[launch]] groups with a role")
+    first = _entry(arguments, engine_flags, prefill, arguments.worker_base_port, "prefill")
+    return first, _entry(arguments, engine_flags, decode, first.base_port + prefill, "decode")
+
+
+def _entry(
+    arguments: Namespace, engine_flags: Sequence[str], count: int, base_port: int, role: Role = ""
+) -> LaunchEntry:
     """Raises EngineCommandError, with the remedy."""
-    size = arguments.tensor_parallel_size
+    size, connector = arguments.tensor_parallel_size, arguments.replica_connector
     request = EngineRequest(
-        arguments.model_path, size, arguments.served_model_name, tuple(engine_flags)
+        arguments.model_path,
+        size,
+        arguments.served_model_name,
+        tuple(engine_flags),
+        role,
+        connector,
     )
     engine = arguments.engine or engine_for(arguments.model_path)
     command = _words(arguments.command) if arguments.command else engine_command(engine, request)
     gpus = arguments.gpus_per_replica
     if gpus is None:
         gpus = size if visible_gpus(os.environ) and engine in ("sglang", "vllm", "omni") else 0
+    bootstrap_port = arguments.bootstrap_base_port
+    if role == "prefill":
+        bootstrap_port = free_ports(
+            arguments.worker_host, bootstrap_port, count, "--bootstrap-base-port"
+        )
     return LaunchEntry(
-        name="launch",
+        name=role or "launch",
         command=command,
-        replicas=arguments.data_parallel_size,
+        replicas=count,
         host=arguments.worker_host,
-        base_port=free_ports(
-            arguments.worker_host, arguments.worker_base_port, arguments.data_parallel_size
-        ),
+        base_port=free_ports(arguments.worker_host, base_port, count, "--worker-base-port"),
         gpus_per_replica=gpus,
         ready_timeout_secs=arguments.worker_startup_timeout_secs,
         model="" if arguments.command else model_name(engine, request),
+        role=role,
+        kv_connector=connector if role else "",
+        base_bootstrap_port=bootstrap_port,
         capabilities=CAPABILITIES if arguments.command else engine_capabilities(engine, request),
     )
 
@@ -104,9 +135,11 @@ def _words(command: str) -> tuple[str, ...]:
         raise EngineCommandError(f"--command: {error} in {command!r}") from None
 
 
-def free_ports(host: str, base: int, count: int) -> int:
-    """The first port from `base` on that begins `count` free ones in a row. Raises
-    EngineCommandError."""
+def free_ports(host: str, base: int, count: int, flag: str = "--worker-base-port") -> int:
+    """The first port from `base`, which is that of `flag`, that begins `count` free ones in a row.
+
+    Raises EngineCommandError.
+    """
     first = base
     while first + count - 1 <= LAST_PORT:
         in_use = [port for port in range(first, first + count) if not _is_free(host, port)]
@@ -115,7 +148,7 @@ def free_ports(host: str, base: int, count: int) -> int:
         first = in_use[-1] + 1
     raise EngineCommandError(
         f"no {count} free ports in a row on {host} from {base} on: end other programs, or name "
-        "another --worker-base-port"
+        f"another {flag}"
     )
 
 

@@ -185,8 +185,15 @@ def _named(
     for entry in config.workers:
         yield entry, "file", _fingerprint(entry)
     for group in config.launch:
-        for url in group.urls:
-            worker = WorkerEntry(url=url, model=group.model, capabilities=group.capabilities)
+        for index, url in enumerate(group.urls):
+            worker = WorkerEntry(
+                url=url,
+                model=group.model,
+                capabilities=group.capabilities,
+                role=group.role,
+                kv_connector=group.kv_connector,
+                bootstrap_port=group.base_bootstrap_port + index,
+            )
             yield worker, "launch", _fingerprint(group)
     for given in flag_workers:
         entry = WorkerEntry(url=given) if isinstance(given, str) else given
@@ -195,18 +202,18 @@ def _named(
 
 # Keys that came after tombstones: with its default such a key leaves a fingerprint as it was, so
 # that a tombstone of an earlier release holds.
-_LATER_KEYS: Final = ("role", "kv_connector", "bootstrap_port", "ranks", "loras")
+_LATER_KEYS: Final = (
+    "role", "kv_connector", "bootstrap_port", "base_bootstrap_port", "ranks", "loras",
+)  # fmt: skip
 
 
 def _fingerprint(entry: WorkerEntry | LaunchEntry) -> str:
     values = msgspec.to_builtins(entry)
-    if isinstance(entry, WorkerEntry):
-        plain = msgspec.to_builtins(WorkerEntry(url=entry.url))
-        values = {
-            key: value
-            for key, value in values.items()
-            if key not in _LATER_KEYS or value != plain[key]
-        }
+    default = WorkerEntry(url="") if isinstance(entry, WorkerEntry) else LaunchEntry(command=())
+    plain = msgspec.to_builtins(default)
+    values = {
+        key: value for key, value in values.items() if key not in _LATER_KEYS or value != plain[key]
+    }
     return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()[:16]
 
 

@@ -188,6 +188,7 @@ def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _failure_policy_without_store(tables.get("weight_sync", {}))
     for index, entry in enumerate(launch):
         yield from _launch_problems(entry, ("launch", index))
+        yield from _role_problems(entry, ("launch", index))
     yield from _duplicates(_launch_names(launch), "group name")
     yield from _duplicates(_worker_urls(tables.get("workers", []), launch), "worker URL")
     yield from _duplicates(_paths(tables), "route")
@@ -287,6 +288,10 @@ def _launch_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
     last = group.base_port + group.replicas - 1
     if last > 65535:
         yield (*path, "base_port"), f"the last replica would need port {last}", ""
+    elif group.base_bootstrap_port + group.replicas - 1 > 65535:
+        last = group.base_bootstrap_port + group.replicas - 1
+        reason = f"the last replica would need bootstrap port {last}"
+        yield (*path, "base_bootstrap_port"), reason, ""
     else:
         try:
             _ = group.urls
@@ -295,7 +300,8 @@ def _launch_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
 
 
 def _group(entry: Mapping[str, Any]) -> LaunchEntry:
-    group_keys = {key: entry[key] for key in ("host", "base_port", "replicas") if key in entry}
+    keys = ("host", "base_port", "base_bootstrap_port", "replicas")
+    group_keys = {key: entry[key] for key in keys if key in entry}
     return LaunchEntry(command=(), **group_keys)
 
 

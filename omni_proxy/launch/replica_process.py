@@ -73,7 +73,8 @@ ORIGINAL_LIBRARY_PATH: Final = "LD_LIBRARY_PATH_ORIG"
 
 def start_parameters(entry: LaunchEntry) -> tuple[object, ...]:
     """What only a restart can change; every other key applies to a running process."""
-    return entry.command, entry.env, entry.host, entry.base_port, entry.gpus_per_replica
+    ports = entry.base_port, entry.base_bootstrap_port
+    return entry.command, entry.env, entry.host, ports, entry.gpus_per_replica
 
 
 def argv_of(entry: LaunchEntry, index: int, gpus: Sequence[str]) -> list[str]:
@@ -113,6 +114,7 @@ def _fill_placeholders(text: str, entry: LaunchEntry, index: int, gpus: Sequence
     values = {
         "{host}": entry.host,
         "{port}": str(entry.base_port + index),
+        "{bootstrap_port}": str(entry.base_bootstrap_port + index),
         "{gpus}": ",".join(gpus),
         "{index}": str(index),
     }

@@ -260,3 +260,46 @@ def test_short_flags_of_vllm_pass_to_other_engines_unchanged(started):
     assert started[0].launch[0].command[-4:] == ("-t", "4", "-tp", "2")
     assert main(["--engine", "vllm", "--model-path", "org/m", "--", "-tp", "2"]) == 0
     assert started[1].launch[0].command[-2:] == ("-tp", "2")
+
+
+def test_prefill_and_decode_replicas_are_two_groups_with_roles(started):
+    words = "--prefill 1 --decode 2 --model-path tiny --worker-base-port 41000"
+    assert main([*words.split(), "--kv-connector", "nixl", "--threads", "2"]) == 0
+    prefill, decode = started[0].effective_config(Config()).launch
+    assert (prefill.name, prefill.role, prefill.replicas) == ("prefill", "prefill", 1)
+    assert (decode.name, decode.role, decode.replicas) == ("decode", "decode", 2)
+    assert decode.base_port > prefill.base_port
+    assert {prefill.kv_connector, decode.kv_connector} == {"nixl"}
+    ours = ("omni-proxy", "replica", "--model", "tiny", "--role")
+    place = ("--host", "{host}", "--port", "{port}", "--threads", "2")
+    port = ("--bootstrap-port", "{bootstrap_port}")
+    nixl = ("--kv-connector", "nixl")
+    assert prefill.command == (*ours, "prefill", *port, *nixl, *place)
+    assert decode.command == (*ours, "decode", *nixl, *place)
+
+
+def test_sglangs_engines_are_started_with_their_roles(started):
+    assert main(["--prefill", "1", "--decode", "1", "--model-path", "org/m"]) == 0
+    prefill, decode = started[0].effective_config(Config()).launch
+    mode = ("--disaggregation-mode", "prefill")
+    assert (*mode, "--disaggregation-bootstrap-port", "{bootstrap_port}") == prefill.command[5:9]
+    assert "--disaggregation-bootstrap-port" not in decode.command
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("--prefill 1", "name a number for both"),
+        ("--decode 1", "name a number for both"),
+        ("--prefill 1 --decode 1 --dp-size 2", "leave it out"),
+        ("--prefill 1 --decode 1 --tp-size 2", "leave it out"),
+        ("--prefill 1 --decode 1 --command x", "[[launch]] groups with a role"),
+        ("--prefill 1 --decode 1 --engine vllm --model-path m", "[[launch]] groups with a role"),
+        ("--prefill 1 --decode 1 --engine sglang --model-path m --kv-connector nixl", "leave it"),
+        ("--kv-connector nixl", "is for --prefill and --decode"),
+    ],
+)
+def test_roles_that_cannot_be_started_are_refused_with_a_remedy(started, capsys, words, remedy):
+    assert main(["--model-path", "tiny", *words.split()]) == 2
+    assert remedy in capsys.readouterr().err
+    assert started == []

@@ -103,6 +103,7 @@ GROUPS = st.builds(
     command=st.lists(NAMES, min_size=1, max_size=3).map(tuple),
     replicas=st.integers(0, 3),
     base_port=st.integers(1, 60000).map(lambda port: port - port % 3 + 3),
+    base_bootstrap_port=st.integers(1, 60000),
     capabilities=CAPABLE,
     env=st.dictionaries(NAMES, WORDS, max_size=2),
 )

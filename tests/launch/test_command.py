@@ -66,3 +66,12 @@ def test_keys_that_apply_to_a_running_process_are_no_start_parameters():
     same = LaunchEntry(command=("x",), replicas=5, model="m", restart="never")
     assert start_parameters(same) == start_parameters(LaunchEntry(command=("x",)))
     assert start_parameters(same) != start_parameters(LaunchEntry(command=("x",), base_port=32000))
+    role = LaunchEntry(command=("x",), role="prefill", kv_connector="nixl")
+    assert start_parameters(same) == start_parameters(role)
+    moved = LaunchEntry(command=("x",), base_bootstrap_port=9000)
+    assert start_parameters(same) != start_parameters(moved)
+
+
+def test_each_replica_has_a_bootstrap_port_of_its_own():
+    entry = LaunchEntry(command=("x", "{bootstrap_port}"), base_bootstrap_port=9000, replicas=2)
+    assert [argv_of(entry, index, ()) for index in (0, 1)] == [["x", "9000"], ["x", "9001"]]

@@ -242,6 +242,45 @@ async def test_a_queued_leg_is_freed_by_its_rid(sglang):
     assert (await transfers(prefill))["waiting"] == 0
 
 
+async def test_more_prompts_than_are_computed_at_once_find_their_rooms(sglang, whole):
+    prefill, decode, port = sglang
+    prompts = [f"{number} {TEXT[:40]}" for number in range(70)]
+    body = {"prompt": prompts, "temperature": 0, "max_tokens": 3}
+    _, second = await both(prefill, decode, "/v1/completions", body | room(port, len(prompts)))
+    assert second.status_code == 200, second.text
+    expected = (await post(whole, "/v1/completions", body)).json()["choices"]
+    assert [each["text"] for each in second.json()["choices"]] == [
+        each["text"] for each in expected
+    ]
+
+
+async def test_each_prompt_of_a_batch_has_the_id_that_it_was_given(sglang):
+    prefill, decode, port = sglang
+    body = GENERATE | {"text": [TEXT, "short"], "rid": ["77_0", "77_1"]}
+    _, second = await both(prefill, decode, "/generate", body | room(port, 2))
+    assert [each["meta_info"]["id"] for each in second.json()] == ["77_0", "77_1"]
+    too_few = await post(decode, "/generate", body | room(port, 2) | {"rid": ["77_0"]})
+    assert (too_few.status_code, "rid has 1 elements" in too_few.text) == (400, True)
+
+
+async def test_the_prompts_of_a_batch_are_ended_by_the_id_that_they_begin_with(sglang):
+    prefill, _, port = sglang
+    body = GENERATE | {"text": [TEXT, "short"], "rid": ["88_0", "88_1"]} | room(port, 2)
+    ends = []
+
+    async def ask():
+        ends.append(await post(prefill, "/generate", body))
+
+    async def waiting():
+        return (await transfers(prefill))["waiting"] == 2
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        await until(waiting)
+        await post(prefill, "/abort_request", {"rid": "88"})
+    assert [each["meta_info"]["finish_reason"]["type"] for each in ends[0].json()] == ["abort"] * 2
+
+
 async def test_a_kept_kv_is_freed_by_its_requests_id(nixl):
     prefill, decode = nixl
     for path, body in (

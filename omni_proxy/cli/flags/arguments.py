@@ -60,6 +60,7 @@ Other flags go to the engine unchanged; so does everything after a bare --.
 
 examples:
   omni-proxy launch --dp-size 2 --model-path tiny
+  omni-proxy launch --prefill 1 --decode 2 --model-path tiny
   omni-proxy launch --dp-size 4 --engine sglang --model-path ORG/MODEL --mem-fraction-static 0.8
   omni-proxy launch --dp-size 2 --command 'my-server --listen {host}:{port}'
 """
@@ -154,14 +155,22 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
     replicas = parser.add_argument_group("replicas")
     add = replicas.add_argument
     add("--dp-size", "--dp", "--data-parallel-size", dest="data_parallel_size", metavar="N",
-        type=_count, default=1, help="how many replicas (default 1)")  # fmt: skip
+        type=_count, default=0, help="how many replicas (default 1)")  # fmt: skip
+    add("--prefill", dest="prefill_replicas", metavar="N", type=_count, default=0,
+        help="replicas that only compute prompts; with --decode, instead of --dp-size")  # fmt: skip
+    add("--decode", dest="decode_replicas", metavar="N", type=_count, default=0,
+        help="replicas that only generate text, from what those have computed")  # fmt: skip
+    add("--kv-connector", dest="replica_connector", choices=["sglang", "nixl", "mooncake"],
+        default="", help="how these pass KV caches (default sglang)")  # fmt: skip
+    add("--bootstrap-base-port", dest="bootstrap_base_port", metavar="PORT", type=_count,
+        default=8998, help="where prefill replicas hand over (default 8998)")  # fmt: skip
     add("--model-path", metavar="MODEL", default="smollm2-135m",
         help="tiny, smollm2-135m (default), or what the engine can load")  # fmt: skip
     add("--engine", choices=engines,
         help="default: the built-in replica if it has the model, else sglang")  # fmt: skip
     add("--command", metavar="WORDS", default="",
-        help="start each replica with this command instead; {host}, {port}, {index} and {gpus} are "
-        "substituted")  # fmt: skip
+        help="start each replica with this command instead; {host}, {port}, {bootstrap_port}, "
+        "{index} and {gpus} are substituted")  # fmt: skip
     add("--served-model-name", metavar="NAME", default="", help="the name that clients use")
     add("--tp-size", "--tp", "--tensor-parallel-size", dest="tensor_parallel_size",
         metavar="N", type=_count, default=1, help="ranks of one replica (default 1)")  # fmt: skip

@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, Literal
 
 from omni_proxy.config.schema import CAPABILITIES, Capability
 
+ROLE_ENGINES: Final = ("replica", "sglang")  # which can be started with a role
 OWN_MODELS: Final = ("tiny", "smollm2-135m")
 _PLACE: Final = ("--host", "{host}", "--port", "{port}")
 
@@ -34,6 +35,8 @@ class EngineRequest:
     tensor_parallel_size: int
     served_model_name: str
     flags: tuple[str, ...]
+    role: Literal["", "prefill", "decode"] = ""
+    kv_connector: str = ""  # of a role; "" is sglang
 
 
 def engine_for(model_path: str) -> str:
@@ -54,6 +57,17 @@ def engine_capabilities(engine: str, request: EngineRequest) -> tuple[Capability
 
 def engine_command(engine: str, request: EngineRequest) -> tuple[str, ...]:
     """The command of one replica. Raises EngineCommandError."""
+    if request.role and engine not in ROLE_ENGINES:
+        raise EngineCommandError(
+            f"--prefill and --decode start {' and '.join(ROLE_ENGINES)} engines; write [[launch]] "
+            f"groups with a role for {engine}"
+        )
+    if engine == "sglang" and request.kv_connector not in ("", "sglang"):
+        raise EngineCommandError(
+            f"--kv-connector {request.kv_connector}: SGLang's engines have none; leave it out"
+        )
+    if request.role and request.tensor_parallel_size > 1 and engine == "replica":
+        raise EngineCommandError("--tp-size: a KV cache is handed over by one rank; leave it out")
     command = ENGINES[engine](request)
     return (*command, *_PLACE, *request.flags)
 
@@ -71,6 +85,8 @@ def _replica(request: EngineRequest) -> tuple[str, ...]:
         *("omni-proxy", "replica", "--model", request.model_path),
         *_ranks("--tp", request),
         *_named("--model-name", request),
+        *_role("--role", "--bootstrap-port", request),
+        *(("--kv-connector", request.kv_connector) if request.kv_connector else ()),
     )
 
 
@@ -89,6 +105,7 @@ def _sglang(request: EngineRequest) -> tuple[str, ...]:
         *("python3", "-m", "sglang.launch_server", "--model-path", _model_path(request)),
         *_ranks("--tp-size", request),
         *_named("--served-model-name", request),
+        *_role("--disaggregation-mode", "--disaggregation-bootstrap-port", request),
     )
 
 
@@ -121,6 +138,14 @@ def _model_path(request: EngineRequest) -> str:
 def _ranks(flag: str, request: EngineRequest) -> tuple[str, ...]:
     size = request.tensor_parallel_size
     return (flag, str(size)) if size > 1 else ()
+
+
+def _role(flag: str, port_flag: str, request: EngineRequest) -> tuple[str, ...]:
+    """The flags of a prefill or decode replica."""
+    if not request.role:
+        return ()
+    port = (port_flag, "{bootstrap_port}") if request.role == "prefill" else ()
+    return (flag, request.role, *port)
 
 
 def _named(flag: str, request: EngineRequest) -> tuple[str, ...]:

@@ -101,6 +101,8 @@ class TransferFields:
         spec = self._from_params(given.get(PARAMS), group)
         if spec is None:
             return [None] * count
+        if prompts > 1 and spec == Serve():
+            return [None] * count  # the response has one object only: decode computes them itself
         if prompts > 1:
             raise InvalidTransfer(f"{PARAMS} is for one prompt, not for {prompts}: send one each")
         # The choices of one prompt have one KV: prefill serves it once, decode's share it.

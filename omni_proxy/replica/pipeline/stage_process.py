@@ -156,13 +156,13 @@ class StageProcess:
                     post(StageEnded(stage, reason))
 
     async def _run_once(self, post: Emit) -> str:
-        parent_end, child_end = socket.socketpair()
-        with child_end:
-            stream = trio.SocketStream(trio.socket.from_stdlib_socket(parent_end))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
             child = await trio.lowlevel.open_process(
-                command(child_end.fileno()),
+                command(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
-                pass_fds=[child_end.fileno()],
+                pass_fds=[theirs.fileno()],
                 env=self._environment(),
             )
         self.pid = child.pid

@@ -103,6 +103,11 @@ def test_one_object_is_not_for_several_prompts():
         specs("decode", "nixl", {PARAMS: KEPT}, 2, 2)
 
 
+def test_several_prompts_at_once_name_no_kv():
+    asked = {PARAMS: {"do_remote_decode": True}}
+    assert specs("prefill", "nixl", asked, 2, 2) == [None, None]
+
+
 def test_mooncakes_legs_meet_by_their_transfer_id():
     given = {PARAMS: {"do_remote_decode": True, "transfer_id": "xfer-1"}}
     (served,) = specs("prefill", "mooncake", given)

@@ -69,7 +69,7 @@ class NativeSampling(Struct, kw_only=True):
 class NativeBody(Struct, kw_only=True):
     text: Any = None
     input_ids: Any = None
-    rid: str | None = None
+    rid: str | list[str] | None = None
     sampling_params: NativeSampling | None = None
     stream: bool | None = None
     return_logprob: bool | None = None
@@ -92,8 +92,8 @@ class SglangGenerate:
     async def answer(self, given: Any) -> Response:
         body = validate(NativeBody, given)
         prompts, batched = _prompts(body)
-        request_id = new_request_id(body.rid)
-        ids = request_ids(request_id, len(prompts))
+        request_id = new_request_id(body.rid if isinstance(body.rid, str) else None)
+        ids = request_ids(request_id, len(prompts), body.rid)
         context = self._context
         requests = [_to_generate_request(body, prompt) for prompt in prompts]
         requests = with_transfers(context, given, requests, request_id, len(prompts))
@@ -104,9 +104,9 @@ class SglangGenerate:
                 raise DetailError(
                     400, "a list of prompts cannot be streamed: send one request each"
                 )
-            generation = context.client.generate(requests[0], request_id)
+            generation = context.client.generate(requests[0], ids[0])
             cut = context.cut_failed_streams
-            formatter = SglangResponse(request_id, logprobs=logprobs)
+            formatter = SglangResponse(ids[0], logprobs=logprobs)
             return stream_response(EventStream(generation, formatter, timing, cut=cut))
         started_secs = trio.current_time()
         with timing:

@@ -98,7 +98,7 @@ class CompletionRoutes:
             choice for request in per_prompt for choice in requests_for_choices(request, count)
         ]
         requests = with_transfers(context, given, requests, request_id, len(prompts))
-        ids = request_ids(request_id, len(requests))
+        ids = request_ids(request_id, len(requests), None if body.request_id else body.rid)
         head = _head(request_id, body.model or context.model_name)
         stops = stop_strings(body.stop)
         timing = context.meters.timed(context.model_name)

@@ -27,8 +27,15 @@ MAX_BUFFERED_CHUNKS = 16
 MAX_CONCURRENT = 16  # generations of one request that run at the same time
 
 
-def request_ids(request_id: str, count: int) -> list[str]:
-    """One id for each of several requests; a single request has the id itself."""
+def request_ids(request_id: str, count: int, named: str | Sequence[str] | None = None) -> list[str]:
+    """One id for each of several requests; a single request has the id itself.
+
+    A list of ids that the caller `named` has one for each. Raises DetailError 400.
+    """
+    if named is not None and not isinstance(named, str):
+        if len(named) != count:
+            raise DetailError(400, f"rid has {len(named)} elements, and there are {count} prompts")
+        return list(named)
     return [request_id] if count == 1 else [f"{request_id}-{index}" for index in range(count)]
 
 
@@ -42,14 +49,17 @@ async def complete_all(
 
     async def complete(request: GenerateRequest, request_id: str) -> None:
         try:
-            async with slots:
-                results[request_id] = await client.completion(request, request_id)
+            results[request_id] = await client.completion(request, request_id)
         except CLIENT_ERRORS as error:
             failures.append(error)
             nursery.cancel_scope.cancel()
+        finally:
+            slots.release()
 
     async with trio.open_nursery() as nursery:
         for request, request_id in zip(requests, ids, strict=True):
+            # In their order: of prefill and decode legs both would wait for others than theirs.
+            await slots.acquire()
             nursery.start_soon(complete, request, request_id)
     if failures:
         raise failures[0]
@@ -83,8 +93,7 @@ class MergedStream:
             MAX_BUFFERED_CHUNKS
         )
         with channel:
-            for generation in self._generations:
-                nursery.start_soon(self._forward, generation, channel.clone())
+            nursery.start_soon(self._forward_all, nursery, channel.clone())
         return self
 
     async def __aexit__(
@@ -107,16 +116,26 @@ class MergedStream:
             return chunk
         raise chunk
 
+    async def _forward_all(
+        self, nursery: trio.Nursery, out: trio.MemorySendChannel[GenerateChunk | ClientError]
+    ) -> None:
+        with out:
+            for generation in self._generations:
+                await self._slots.acquire()  # in their order, as above
+                nursery.start_soon(self._forward, generation, out.clone())
+
     async def _forward(
         self, generation: Generation, out: trio.MemorySendChannel[GenerateChunk | ClientError]
     ) -> None:
         with out:
             try:
-                async with self._slots, generation:
+                async with generation:
                     async for chunk in generation:
                         await out.send(chunk)
             except CLIENT_ERRORS as error:
                 await out.send(error)
+            finally:
+                self._slots.release()
 
 
 MAX_CHOICES = 128  # OpenAI's bound

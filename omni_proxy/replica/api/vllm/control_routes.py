@@ -37,6 +37,7 @@ SLEEPING_PARTS: Final = ("weights", "kv_cache")
 SCHEDULING: Final = "scheduling"
 CONTROL_SECS: Final = 60.0
 WAIT_SECS: Final = 3600.0  # for requests that end by themselves, and for a trainer
+CHOICE: Final = re.compile(r"[-_][0-9]+$")
 ID_PREFIXES: Final = ("chatcmpl-", "cmpl-", "generate-tokens-")
 SLEEP_LEVELS = ("0", "1", "2")
 NO_METHOD = "'Worker' object has no attribute '{}'"
@@ -141,9 +142,8 @@ def bare_id(request_id: str) -> str:
 
 
 def without_choice(request_id: str) -> str:
-    """`a-3` is choice 3, or prompt 3, of request `a`."""
-    base, dash, number = request_id.rpartition("-")
-    return base if dash and number.isdecimal() else request_id
+    """`a-3` is choice 3, or prompt 3, of request `a`; so is `a_3`, as SGLang's routers name it."""
+    return CHOICE.sub("", request_id)
 
 
 def _named(ids: list[str]) -> dict[str, Any]:
