@@ -1,0 +1,108 @@
+"""The whole program with aliases and adapters: real replicas, and several data-plane processes."""
+
+import json
+from collections import Counter
+
+import pytest
+import trio
+
+from tests.promises.fakes import counted, fake_workers
+from tests.promises.fleet_program import program, put
+from tests.promises.tiny_fleet import CHAT, known, replicas
+
+PROBES = "[health]\ninterval_secs = 0.3\nsuccess_threshold = 1\n"
+
+
+def worker(url, model, more=""):
+    return f'[[workers]]\nurl = "{url}"\nmodel = "{model}"\n{more}\n'
+
+
+def alias(first, second):
+    return (
+        '[[routing.models]]\nname = "alias"\ntargets = ['
+        f'{{ model = "one", weight = {first} }}, {{ model = "two", weight = {second} }}]\n'
+    )
+
+
+async def test_a_split_over_real_replicas_gives_each_its_own_models_name(tmp_path):
+    for name in ("torch", "tiktoken"):
+        pytest.importorskip(name)
+    file = tmp_path / "proxy.toml"
+    async with (
+        replicas(1, "--model-name", "one") as (one,),
+        replicas(1, "--model-name", "two") as (two,),
+    ):
+        workers = worker(one.url, "one") + worker(two.url, "two")
+        put(file, f"[server]\nport = 0\n{PROBES}{alias(3, 1)}{workers}")
+        async with program("--config", file) as running:
+            await known(running, 2)
+            told = Counter()
+            for _ in range(8):
+                answer = await running.client.post(
+                    "/v1/chat/completions", json=CHAT | {"model": "alias"}
+                )
+                assert answer.status_code == 200, answer.text
+                served = answer.headers["x-sglang-omni-worker"]
+                told[answer.json()["model"]] += 1
+                assert (answer.json()["model"] == "one") == (one.url.rpartition(":")[2] in served)
+            assert told == {"one": 6, "two": 2}
+            listed = (await running.get_json("/v1/models"))["data"]
+            assert {card["id"] for card in listed} == {"one", "two", "alias"}
+            assert (await running.get_json("/v1/models/alias"))["root"] == "one"
+            await one.kill()
+            answer = await running.client.post(
+                "/v1/chat/completions", json=CHAT | {"model": "alias"}
+            )
+            assert answer.json()["model"] == "two"
+
+
+async def test_every_process_has_the_aliases_and_the_adapters_of_engines(tmp_path):
+    file = tmp_path / "proxy.toml"
+    adapters = {"names": ["first"]}
+
+    async def engine(call):
+        if call.line.startswith("GET /v1/models"):
+            cards = [{"id": "one", "parent": None}]
+            cards += [{"id": name, "parent": "one"} for name in adapters["names"]]
+            await call.send(counted(json.dumps({"object": "list", "data": cards}).encode()))
+        elif "lora_adapter" in call.line:
+            adapters["names"].append(json.loads(call.body)["lora_name"])
+            await call.send(counted(b'"ok"'))
+        else:
+            await call.send(counted(call.body))
+
+    async with fake_workers(engine, engine) as (one, two):
+        workers = worker(one.url, "one", 'loras = "auto"') + worker(two.url, "two")
+        head = f"[server]\nport = 0\nprocesses = 2\n{PROBES}"
+        put(file, head + alias(1, 1) + workers)
+        async with program("--config", file) as running:
+            running.client.headers["connection"] = "close"  # at any process, each time
+
+            async def model_at(name):
+                answer = await running.client.post("/v1/chat/completions", json={"model": name})
+                served = answer.headers.get("x-sglang-omni-worker", "")
+                return answer.status_code, answer.json().get("model"), served.rpartition("%3A")[2]
+
+            await running.until("/workers", lambda told: told["routable_workers"] == 2)
+            first = one.url.rpartition(":")[2]
+            with trio.fail_after(60):
+                while (await model_at("first"))[0] != 200:
+                    await trio.sleep(0.05)
+            for _ in range(12):
+                assert await model_at("first") == (200, "first", first)
+            assert (await model_at("second"))[0] == 503
+            loaded = await running.client.post(
+                "/v1/load_lora_adapter", json={"lora_name": "second", "lora_path": "/l"}
+            )
+            assert loaded.status_code == 200, loaded.text
+            for _ in range(12):
+                assert await model_at("second") == (200, "second", first)
+            assert {(await model_at("alias"))[1] for _ in range(16)} == {"one", "two"}
+            put(file, head + alias(1, 1).replace("alias", "renamed") + workers)
+            await running.client.post("/reload")
+            for _ in range(8):
+                status, model, _ = await model_at("renamed")
+                assert (status, model in ("one", "two")) == (200, True)
+                assert (await model_at("alias"))[0] == 503
+            metrics = (await running.client.get("/metrics")).text
+            assert 'omni_proxy_model_alias_requests_total{alias="renamed",target="one"}' in metrics
