@@ -5,7 +5,7 @@ import trio
 
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.upstream_http import client
-from omni_proxy.weight_sync.sync import watchdog
+from omni_proxy.weight_sync.sync import member, steps, transfer_steps, watchdog
 from tests.admin_api.api_fixture import A, B
 from tests.process_group.trainer_pool import pool
 from tests.weight_sync.operation_fixture import GatedEngines, api_with
@@ -64,8 +64,12 @@ async def store():
 
 
 @pytest.fixture
-def trainer_with(engines, folder, nursery, store, listening):
-    """Returns a function that starts a proxy with these settings, and a trainer."""
+def trainer_with(engines, folder, nursery, store, listening, monkeypatch):
+    """Returns a function that starts a proxy with these settings, and a trainer. What is left of a
+    step that has failed is awaited for tenths of a second, not for seconds."""
+    for module in (steps, transfer_steps):
+        monkeypatch.setattr(module, "GRACE_SECS", 0.3)
+    monkeypatch.setattr(member, "LATE_SECS", 0.2)
 
     async def begin(**settings):
         api = sync_api(folder, **settings)
