@@ -49,7 +49,7 @@ class DpRank(Worker):
     def follow_worker(self, ranks: int) -> None:
         """Take over the settings that a pick reads most often. `ranks`: of the worker. A rank has
         its share of the worker's `max_inflight`, rounded up; the worker's own bound holds, too."""
-        self.weight = self.worker.weight
+        self.weight, self.model = self.worker.weight, self.worker.model
         self.max_inflight = -(-self.worker.max_inflight // ranks)
 
 

@@ -44,7 +44,7 @@ def serve_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--host", type=address, default="127.0.0.1", help="address to listen on")
     add("--port", type=port_number, default=31000, help="port to listen on")
-    add("--engine", choices=["torch", "llamacpp"], default=DEFAULT_ENGINE, help="what computes")
+    add("--engine", choices=["torch", "llamacpp"], default=DEFAULT_ENGINE, help="inference engine")
     add(
         "--model",
         type=text_model,
@@ -54,7 +54,12 @@ def serve_parser() -> argparse.ArgumentParser:
     )
     add("--model-name", help="name to serve it under, if not the model's own")
     add("--threads", type=count, default=1, help="threads that compute")
-    add("--log-level", choices=list(llamacpp.VERBOSITY), default="info", help="what is told")
+    add(
+        "--log-level",
+        choices=list(llamacpp.VERBOSITY),
+        default="info",
+        help="level of log messages",
+    )
     _add_cache(parser)
     _add_torch(parser)
     _add_group(parser)

@@ -253,6 +253,27 @@ async def test_equal_prompts_go_to_the_same_rank_and_different_ones_to_all(polic
     assert len(Counter(map(str, ranks))) == 4
 
 
+async def test_what_ranks_have_cached_is_forgotten_with_their_workers_cache_or_with_them():
+    async with before_ranks(4, '[routing]\npolicy = "cache_aware"') as (opened, client, recorder):
+        (worker,) = opened.fleet.workers
+
+        async def fill():
+            for number in range(8):
+                body = json.dumps({"prompt": f"{number}" * 300}).encode()
+                assert (await ask(client, post(body, path="/v1/completions"))).status == 200
+            return opened.door.policy.stats()["tree_size_by_worker"]
+
+        assert sorted(await fill()) == [f"{worker.url}@{rank}" for rank in range(4)]
+        opened.fleet.cache_cleared(worker)
+        assert not any(opened.door.policy.stats()["tree_size_by_worker"].values())
+        await fill()
+        config = configured(with_ranks(worker.url, 2), [])
+        opened.fleet.apply(desired_workers(config, (), SavedState()), NOW)
+        sizes = opened.door.policy.stats()["tree_size_by_worker"]
+        assert {url for url, size in sizes.items() if size} == {f"{worker.url}@{n}" for n in (0, 1)}
+    assert len(recorder.heads) == 16
+
+
 async def test_a_change_of_the_ranks_ends_nothing_in_flight():
     gate = trio.Event()
 

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from omni_proxy.replica import command, llamacpp
+from omni_proxy.replica.kv_transfer.request_fields import TransferFields
 from omni_proxy.replica.model_file import MODELS, ModelFileError
 from omni_proxy.replica.pipeline import http_server
 
@@ -201,6 +202,7 @@ def test_all_arguments_reach_the_server(launched):
         "dialect": "vllm",
         "tokenizer_model": "tiny",
         "stored_responses": 3,
+        "transfer": TransferFields(connector="nixl"),
     }
 
 

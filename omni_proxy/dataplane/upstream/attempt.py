@@ -193,7 +193,9 @@ async def _send(
 def _encode(
     exchange: Exchange, head: RequestHead, pool: UpstreamPool, body_stream: StreamedBody | None
 ) -> _Parts:
-    worker, lines, body = pool.worker, lines_for_rank(exchange, head), exchange.body
+    worker, lines, body = pool.worker, head.lines, exchange.body
+    if exchange.rank is not None:
+        lines = lines_for_rank(exchange, head)
     if worker is not None and worker.api_key_env:
         lines = with_key(worker, lines)
     if body_stream is not None:

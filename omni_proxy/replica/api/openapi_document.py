@@ -36,9 +36,9 @@ TITLE = "sglang-omni"
 ABOUT = (
     "An inference server: chat, speech and transcription, with the routes of OpenAI, SGLang-Omni, "
     "SGLang and vLLM. Speech sessions over WebSocket, "
-    "/v1/audio/speech/stream, have no place in this format."
+    "/v1/audio/speech/stream, cannot be described in this format."
 )
-KEY = "The admin key. Where the server has none, every route is open."
+KEY = "The admin key. If the server has none, every route is open."
 LARGEST = 2**63 - 1
 ERRORS: dict[str, Schema] = {
     "Detail": {
@@ -282,24 +282,24 @@ function fields(schema, depth) {
   return table;
 }
 
-function route(path, method, told) {
+function route(path, method, operation) {
   const head = node("summary", "", node("b", method.toUpperCase()), node("code", path),
-    node("span", told.summary));
+    node("span", operation.summary));
   const made = node("details", "", head);
-  if (told.security) made.append(node("p", "Needs the admin key, where the server has one."));
-  if (told.parameters) {
+  if (operation.security) made.append(node("p", "Needs the admin key, if the server has one."));
+  if (operation.parameters) {
     const table = node("table");
-    for (const each of told.parameters) {
+    for (const each of operation.parameters) {
       table.append(node("tr", "", node("td", each.name), node("td", each.in),
         node("td", each.required ? "required" : "")));
     }
     made.append(table);
   }
-  for (const [media, body] of Object.entries((told.requestBody || {}).content || {})) {
-    made.append(node("p", "Takes " + media), fields(body.schema, 0));
+  for (const [media, body] of Object.entries((operation.requestBody || {}).content || {})) {
+    made.append(node("p", "Request body: " + media), fields(body.schema, 0));
   }
-  const answers = Object.keys(told.responses["200"].content || {});
-  made.append(node("p", "Answers " + answers.join(", ")));
+  const answers = Object.keys(operation.responses["200"].content || {});
+  made.append(node("p", "Responses: " + answers.join(", ")));
   return made;
 }
 
@@ -311,8 +311,8 @@ async function show() {
   document.getElementById("about").textContent = whole.info.description;
   const groups = {};
   for (const [path, methods] of Object.entries(whole.paths)) {
-    for (const [method, told] of Object.entries(methods)) {
-      (groups[told.tags[0]] ||= []).push(route(path, method, told));
+    for (const [method, operation] of Object.entries(methods)) {
+      (groups[operation.tags[0]] ||= []).push(route(path, method, operation));
     }
   }
   const order = ["text", "audio", "information"];

@@ -156,13 +156,13 @@ class StageProcess:
                     post(StageEnded(stage, reason))
 
     async def _run_once(self, post: Emit) -> str:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            stream = trio.SocketStream(trio.socket.from_stdlib_socket(parent_end))
             child = await trio.lowlevel.open_process(
-                command(theirs.fileno()),
+                command(child_end.fileno()),
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 env=self._environment(),
             )
         self.pid = child.pid

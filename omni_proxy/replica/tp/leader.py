@@ -87,11 +87,11 @@ class Follower:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._connection, theirs = socket.socketpair()
+        self._connection, child_end = socket.socketpair()
         self._frames = FrameDecoder()
-        with theirs:
+        with child_end:
             self._process = subprocess.Popen(
-                command(theirs.fileno()), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                command(child_end.fileno()), stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()]
             )
 
     @property

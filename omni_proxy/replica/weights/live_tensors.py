@@ -74,8 +74,8 @@ def copy_tensors(pairs: Iterable[Pair]) -> None:
 
 
 def _plain(tensor: Tensor) -> bool:
-    ours = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
-    return ours and tensor.is_contiguous() and tensor.numel() > 0
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+    return is_plain and tensor.is_contiguous() and tensor.numel() > 0
 
 
 def _each_share(pairs: Iterable[Pair], move: Callable[[Bytes, Bytes], None]) -> None:

@@ -209,9 +209,9 @@ class SafetensorsLoader:
 
     def is_of(self, parts: Sequence[FileSelection]) -> bool:
         """Whether these paths name the open files, also after a rename. Raises OSError."""
-        ours = [os.fstat(file.fileno()) for file, _ in self._promised]
+        opened = [os.fstat(file.fileno()) for file, _ in self._promised]
         named = [part.path.stat() for part in parts if part.names is None and part.sha256 is None]
-        return len(named) == len(parts) == len(ours) and all(map(os.path.samestat, ours, named))
+        return len(named) == len(parts) == len(opened) and all(map(os.path.samestat, opened, named))
 
     def read(self, upto: int, threads: int) -> int:
         """Reads the block's bytes before offset `upto` of each file; returns how many remain.

@@ -301,12 +301,12 @@ class TrainerGroups:
         dropped = isinstance(error, GroupError) and error.group_dropped
         if dropped or not refused or self._size > 1:
             # A new trainer may be joining under this name: its group is not ended.
-            ours = self.receive_state.is_current(transfer) and not self.receive_state.is_joining(
-                transfer.group_name
-            )
+            is_current = self.receive_state.is_current(
+                transfer
+            ) and not self.receive_state.is_joining(transfer.group_name)
             with suppress(PeerError):
                 yield BackgroundStep(
-                    partial(self._release, current, str(error), destroy=ours and not dropped)
+                    partial(self._release, current, str(error), destroy=is_current and not dropped)
                 )
             self.receive_state.report(transfer, ReceiveEvent.LOST, str(error))
         else:

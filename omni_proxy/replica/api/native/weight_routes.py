@@ -157,7 +157,7 @@ class WeightsByName(OperationBody, kw_only=True):
 
 
 def with_ready_status(aggregate: dict[str, Any]) -> dict[str, Any]:
-    """Add `status` and `success`, so that clients of both formats find theirs."""
+    """Add `status` and `success`, for the clients of both formats."""
     return with_status(aggregate) | {
         "status": "ready",
         "message": _weight_stage_result(aggregate)["message"],

@@ -299,7 +299,7 @@ class Coordinator:
             self._end_early(entry, RequestState.FAILED, error)
         elif ended_entry := self._requests.get(request_id):
             ended_entry.delivery.end = (
-                error  # its end was not read yet, and chunks before it are lost
+                error  # its end is not read yet, so chunks before it are dropped
             )
 
     def _send(self, stage: str, message: StageInput) -> None:
