@@ -1,6 +1,7 @@
 import pytest
 import trio
 
+from omni_proxy.dataplane.disaggregation import engine_calls
 from omni_proxy.dataplane.loop import timeouts
 from tests.promises.early_readers import EarlyReaders
 from tests.promises.fakes import answering, counted, fake_workers
@@ -16,6 +17,7 @@ from tests.promises.tiny_fleet import weights_in
 def quick_clocks(monkeypatch):
     """A deadline of a door inside the test is noticed sooner than four times a second."""
     monkeypatch.setattr(timeouts, "SWEEP_SECS", 0.02)
+    monkeypatch.setattr(engine_calls, "AGAIN_SECS", 0.05)
 
 
 @pytest.fixture(autouse=True)

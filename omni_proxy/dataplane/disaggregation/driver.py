@@ -25,6 +25,7 @@ from omni_proxy.dataplane.disaggregation.prefill_leg import (
     failure_of_response,
 )
 from omni_proxy.dataplane.disaggregation.side_task import (
+    AnswerCut,
     hold_response,
     read_body,
     wait_for,
@@ -150,7 +151,8 @@ class TwoLegDriver:
             raise failure from None
         except UpstreamProtocolError as broken:
             error = f"RemoteProtocolError: {broken}"
-            raise PairFailed("decode", worker, "bad_response", error) from None
+            kind = "reset_before_response" if isinstance(broken, AnswerCut) else "bad_response"
+            raise PairFailed("decode", worker, kind, error) from None
 
     async def _body(self) -> JsonText:
         """The client's body, with the model of the present target if that is an alias's."""
@@ -324,7 +326,7 @@ class TwoLegDriver:
                 await wait_for_read(io, stream)
                 received = stream.read(READ_BYTES)
             except OSError as error:
-                raise UpstreamProtocolError(error.strerror or "reset") from None
+                raise AnswerCut(error.strerror or "reset") from None
             except PhaseTimeout:
                 raise AttemptFailed(
                     "response_timeout", "ReadTimeout: nothing came behind the answer's head", 504
@@ -332,7 +334,7 @@ class TwoLegDriver:
             if received == b"":
                 if response.framing is CLOSE:
                     return
-                raise UpstreamProtocolError("the worker closed before the answer's end")
+                raise AnswerCut("the worker closed before the answer's end")
             if received:
                 start.chunk = response.feed(received)
 
@@ -356,9 +358,20 @@ class TwoLegDriver:
                 start.pool, start.stream, response, start.chunk, start.bodiless, start.all_sent,
                 rewriter,
             )  # fmt: skip
-        payload = await read_body(io, start, "first", MAX_KEPT_BYTES)
-        self._asked = None
+        payload = await self._whole_answer(start)
         return hold_response(start, rewriter.rewrite_body(payload))
+
+    async def _whole_answer(self, start: ResponseStart) -> bytes:
+        """Raises AttemptFailed, UpstreamProtocolError."""
+        try:
+            payload = await read_body(self._io, start, "first", MAX_KEPT_BYTES)
+        except OSError as error:
+            raise AnswerCut(error.strerror or "reset") from None
+        except PhaseTimeout:
+            error_text = "ReadTimeout: the worker fell silent in its answer"
+            raise AttemptFailed("response_timeout", error_text, 504) from None
+        self._asked = None
+        return payload
 
     def _check_versions(self) -> None:
         """A prompt of one version must not go on with another. Raises PairFailed."""

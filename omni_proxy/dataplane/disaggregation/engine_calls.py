@@ -23,13 +23,14 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.response import UpstreamProtocolError
 
 CALL_SECS: Final = 5.0
+AGAIN_SECS: Final = 1.0  # until the second abort
 _JSON_LINE: Final = b"content-type: application/json\r\n"
 _FAILURES: Final = (AttemptFailed, HttpError, UpstreamProtocolError, OSError, PhaseTimeout)
 _log = logging.getLogger(__name__)
 
 
 class AbortCall(SideTask):
-    """POST /abort_request with a `rid` of ours, to one engine."""
+    """POST /abort_request with a `rid` of ours, twice, to one engine."""
 
     __slots__ = ("_rid", "_worker")
 
@@ -40,6 +41,13 @@ class AbortCall(SideTask):
         self.deadline = self.loop.now + CALL_SECS
 
     async def run(self) -> None:
+        await self._call()
+        # The engine may have got the abort before the request, which came on another connection.
+        await self.services.timers.sleep(self, AGAIN_SECS)
+        self.deadline = self.loop.now + CALL_SECS
+        await self._call()
+
+    async def _call(self) -> None:
         worker = self._worker
         exchange = Exchange(self.loop.now, "")
         exchange.body = abort_body(self._rid)

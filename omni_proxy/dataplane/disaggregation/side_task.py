@@ -20,6 +20,10 @@ from omni_proxy.wire.response import CHUNKED, CLOSE, LENGTH, Unchunker, Upstream
 READ_BYTES: Final = 65536
 
 
+class AnswerCut(UpstreamProtocolError):
+    """The connection broke within an answer of which the client has got nothing."""
+
+
 class SideTask(AttemptIO):
     """`readable`: it has ended. An exchange may wait for that as for a stream."""
 
@@ -78,6 +82,9 @@ async def wait_for_read(io: AttemptIO, stream: Stream) -> None:
 class HeldResponse(ResponseStart):
     """A response whose whole body is in `chunk`; its connection was given back."""
 
+    def close(self) -> None:
+        """There is nothing left to close."""
+
     def release(self) -> None:
         """There is nothing left to release."""
 
@@ -108,7 +115,7 @@ async def read_body(io: AttemptIO, start: ResponseStart, phase: str, most: int =
         if not received:
             if response.framing is CLOSE:
                 break
-            raise UpstreamProtocolError("the worker closed before the answer's end")
+            raise AnswerCut("the worker closed before the answer's end")
         chunk = response.feed(received)
     io.upstream = None
     start.release()

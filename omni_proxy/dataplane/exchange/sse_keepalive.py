@@ -132,7 +132,7 @@ class SseKeepAlive:
             "stream_error", "worker", f"status={response.status} after the stream was begun"
         )
         self._cut_off(_as_error(response.status, body))
-        start.stream.close()
+        start.close()
         io.upstream = None
         return False
 

@@ -283,6 +283,10 @@ class ResponseStart(msgspec.Struct, gc=False):
     bodiless: bool  # it ended with its head
     all_sent: bool = True  # the whole request has left
 
+    def close(self) -> None:
+        """What is left of the response is not wanted."""
+        self.stream.close()
+
     def release(self) -> None:
         """Keep the connection where its response has ended cleanly, else close it."""
         response = self.response

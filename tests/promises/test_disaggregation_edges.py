@@ -1,0 +1,135 @@
+"""Two legs beside what else the proxy does for a request, and under load with failures."""
+
+import json
+from random import Random
+
+import pytest
+import trio
+
+from tests.promises.clients import Truncated, post
+from tests.promises.disaggregated_engines import (
+    KV_ERROR,
+    eventually,
+    failing,
+    fleet_of,
+    once,
+    resetting,
+)
+
+CONNECTORS = ["sglang", "nixl", "mooncake"]
+STREAMED = post(b'{"messages": [], "stream": true}')
+KEEP_ALIVE = "[server]\nsse_keepalive_secs = 0.05\n"
+
+
+def waiting_for(gate):
+    async def wait(_):
+        await gate.wait()
+        return False
+
+    return wait
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_comments_keep_the_stream_open_while_prefill_computes(connector):
+    async with fleet_of(connector, config=KEEP_ALIVE) as (fleet, client):
+        gate = trio.Event()
+        fleet.prefills[0].fault = waiting_for(gate)
+        await client.send(STREAMED)
+        await client.until(b": keep-alive\n\n")
+        gate.set()
+        assert (await client.until(b"[DONE]")).count(b'"text"') == 3
+        await eventually(fleet.before.wait_until_idle)
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_behind_comments_prefills_refusal_is_an_event(connector):
+    async with fleet_of(connector, config=KEEP_ALIVE) as (fleet, client):
+        gate = trio.Event()
+        wait, refuse = waiting_for(gate), failing("400 Bad Request", b'{"error": {"code": 7}}')
+
+        async def refuse_late(call):
+            await wait(call)
+            return await refuse(call)
+
+        fleet.prefills[0].fault = refuse_late
+        await client.send(STREAMED)
+        await client.until(b": keep-alive\n\n")
+        gate.set()
+        assert b'data: {"error":{"code":7}}' in await client.until_closed()
+        await eventually(lambda: not fleet.held and fleet.before.wait_until_idle())
+
+
+async def test_an_answer_that_breaks_before_it_was_rewritten_is_asked_for_again():
+    async with fleet_of("sglang", decodes=2) as (fleet, client):
+
+        async def half(call):
+            body = json.loads(call.body)
+            fleet.decodes[0].rooms.side(body["bootstrap_room"], "decode").set()
+            await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{")
+            call.reset()
+            return True
+
+        fleet.decodes[0].fault = half
+        for _ in range(3):
+            await client.send(post(b'{"text": "a", "rid": "mine"}', path="/generate"))
+            answer = await client.answer()
+            assert json.loads(answer.body)["meta_info"]["id"] == "mine"
+        assert set(fleet.failures()) == {fleet.decodes[0].url}
+
+
+@pytest.mark.parametrize("rid", [b"", b', "rid": "mine"'])
+async def test_a_client_of_http_1_0_gets_the_stream(rid):
+    async with fleet_of("sglang") as (_, client):
+        body = b'{"text": "a", "stream": true%b}' % rid
+        await client.send(post(body, path="/generate").replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        received = await client.until_closed()
+        assert received.count(b"data: {") == 3
+        assert received.endswith(b"data: [DONE]\n\n")
+        assert (b'"mine"' in received) == bool(rid)
+
+
+async def test_a_transfer_that_fails_once_is_tried_again_and_counted():
+    async with fleet_of("sglang", prefills=2) as (fleet, client):
+        fleet.decodes[0].fault = once(failing("500 Internal Server Error", KV_ERROR))
+        await client.send(post(b'{"messages": []}'))
+        assert (await client.answer()).status == 200
+        assert fleet.before.last["transfer_failures"] == 1
+        assert fleet.failures() == {}
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("seed", range(3))
+async def test_under_load_with_failures_nothing_is_left_behind(connector, seed):
+    chance = Random(seed)
+    async with fleet_of(connector, prefills=2, decodes=2) as (fleet, _):
+
+        def sometimes(fault):
+            async def fault_or_not(call):
+                return chance.random() < 0.15 and await fault(call)
+
+            return fault_or_not
+
+        faults = [resetting, failing("500 Internal Server Error"), failing("503 Busy"),
+                  failing("500 Internal Server Error", KV_ERROR)]  # fmt: skip
+        for engine, fault in zip(fleet.engines, faults, strict=True):
+            engine.fault = sometimes(fault)
+        answers = []
+
+        async def one(number):
+            body = {"messages": [], "stream": number % 2 == 0}
+            async with fleet.before.client() as client:
+                await client.send(post(json.dumps(body).encode()))
+                if number % 7 == 0:
+                    return  # leaves at once
+                try:
+                    answers.append((await client.answer()).status)
+                except Truncated:
+                    answers.append(0)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(60):
+                nursery.start_soon(one, number)
+        await eventually(lambda: not fleet.held and fleet.before.wait_until_idle())
+        assert fleet.before.door.inflight.held_bytes == 0
+        assert answers.count(200) > len(answers) / 2
+        await eventually(lambda: not fleet.before.door.loop.side_tasks)
