@@ -34,6 +34,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.adapter_list import AdapterList
 from omni_proxy.health.engine_ranks import EngineRanks
+from omni_proxy.health.engine_roles import EngineRoles
 from omni_proxy.health.outlier_removal import OutlierRemoval
 from omni_proxy.health.prober import Prober
 from omni_proxy.health.voice_list import VoiceList
@@ -115,11 +116,11 @@ class Server:
         self.prober.proxy_id = proxy_id
         self.launcher = Launcher(fleet, config_store, self.prober)
         self.outlier_removal = OutlierRemoval(fleet, config_store)
-        self.drains = WorkerDrains(fleet, config_store)
+        self.drains, self.adapter_list = WorkerDrains(fleet, config_store), AdapterList(fleet)
         voices = config_store.state.voices
         self.data_plane.voices.restore(voices.owner, voices.names)
         self.voice_list = VoiceList(fleet, self.data_plane.voices, config_store.save_voices)
-        self.engine_ranks, self.adapter_list = EngineRanks(fleet), AdapterList(fleet)
+        self.engine_ranks, self.engine_roles = EngineRanks(fleet), EngineRoles(fleet)
         self.instruments = Instruments(
             fleet,
             lambda: self.view.load,
@@ -178,6 +179,7 @@ class Server:
             Supervisor("drains", lambda status: self.drains.run(task_status=status)),
             Supervisor("adapter_list", lambda status: self.adapter_list.run(task_status=status)),
             Supervisor("engine_ranks", lambda status: self.engine_ranks.run(task_status=status)),
+            Supervisor("engine_roles", lambda status: self.engine_roles.run(task_status=status)),
             Supervisor("voice_list", lambda status: self.voice_list.run(task_status=status)),
             Supervisor(
                 "ticker",

@@ -20,6 +20,7 @@ from omni_proxy.admin_api.services import Services
 from omni_proxy.config.diff import redacted
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker
+from omni_proxy.routing.disaggregation.partners import can_serve
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError
 
@@ -57,7 +58,12 @@ class FleetHealthRoutes:
 
     async def health(self) -> Response:
         fleet = self._services.fleet
-        well = any(_well(worker) for worker in fleet.workers) and not is_opening(self._services)
+        rules = self._services.config_store.config.routing.disaggregation
+        well = can_serve(
+            (worker for worker in fleet.workers if _well(worker)),
+            fallback=rules.fallback == "decode",
+            same_version=False,  # which an update changes one after the other
+        ) and not is_opening(self._services)
         # Healthy without workers: engines register later, and scripts wait for this.
         well |= self._services.dialect != "omni" and not fleet.had_workers
         summary = self._records.pool("healthy" if well else "unhealthy")

@@ -1,23 +1,27 @@
 """Whether the proxy can serve new requests, and if not why: for /ready, the feed and /metrics.
 
 Invariant: they all give the same result. A worker whose engine is paused does not count, even if it
-is routable ([routing] while_paused = "pass"): its requests would hang.
+is routable ([routing] while_paused = "pass"): its requests would hang. Prefill and decode workers
+count if two of them pair, or if a decode worker may serve alone (fallback).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Final
 
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.disaggregation.partners import can_serve
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 
 LEAVING: Final = "leaving"
 OPENING: Final = "first_probes"
 ALL_PAUSED: Final = "paused"
 NO_WORKER: Final = "no_routable_worker"
+NO_PAIR: Final = "no_pair"
 HOW_TO_CONTINUE: Final = "`omni-proxy weights continue` (POST /continue_generation) ends it"
 
 
@@ -29,9 +33,19 @@ def unready(services: Services) -> str:
         return OPENING
     pauses = services.weight_operations.journal.pauses()
     workers = services.fleet.workers
-    if any(worker.routable and worker.url not in pauses for worker in workers):
+    routable = [worker for worker in workers if worker.routable]
+    if _can_serve(services, [worker for worker in routable if worker.url not in pauses]):
         return ""
-    return ALL_PAUSED if any(_is_only_paused(worker, pauses) for worker in workers) else NO_WORKER
+    paused = [worker for worker in workers if _is_only_paused(worker, pauses)]
+    if paused and _can_serve(services, [*routable, *paused]):
+        return ALL_PAUSED
+    return NO_PAIR if routable else NO_WORKER
+
+
+def _can_serve(services: Services, workers: Iterable[Worker]) -> bool:
+    """Prefill and decode workers serve in pairs."""
+    rules = services.config_store.config.routing.disaggregation
+    return can_serve(workers, fallback=rules.fallback == "decode")
 
 
 def _is_only_paused(worker: Worker, pauses: dict[str, PauseRecord]) -> bool:
@@ -73,6 +87,8 @@ def describe_reason(services: Services, reason: str) -> str:
         return "the first probes of the given workers have not ended"
     if reason == NO_WORKER:
         return "no worker takes requests" if services.fleet.workers else "there is no worker"
+    if reason == NO_PAIR:
+        return "no prefill and decode worker that take requests make a pair"
     since = min(pause.at for pause in services.weight_operations.journal.pauses().values())
     when = f" since {since}" if since else ""
     return f"every worker that could take requests is paused{when}: {HOW_TO_CONTINUE}"

@@ -6,7 +6,7 @@ that one version computed is never continued by another. Must not pick: `pairing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from omni_proxy.fleet.registry import Fleet
@@ -14,7 +14,7 @@ from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import ANY_RANK, Requirements
 from omni_proxy.routing.rank_pinning import candidates_of_rank
-from omni_proxy.routing.routes import NAMED, UNPINNED, Legs
+from omni_proxy.routing.routes import BOTH_ENGINES, NAMED, UNPINNED, Legs
 from omni_proxy.wire.errors import HttpError
 
 
@@ -86,3 +86,22 @@ def alone(decodes: Sequence[Worker], legs: Legs, *, fallback: bool) -> Sequence[
     if legs.no_model:
         return decodes
     return [worker for worker in decodes if worker.kv_connector in legs.alone] if fallback else []
+
+
+def can_serve(workers: Iterable[Worker], *, fallback: bool, same_version: bool = True) -> bool:
+    """Whether these workers can serve requests: one that is regular, a pair, or a decode worker
+    that may serve alone. `same_version`: only workers with the same weights pair."""
+    pools: dict[str, list[Worker]] = {"prefill": [], "decode": []}
+    for worker in workers:
+        if worker.role == "regular":
+            return True
+        pools[worker.role].append(worker)
+    if alone(pools["decode"], BOTH_ENGINES, fallback=fallback):
+        return True
+    return any(
+        prefill.kv_connector == decode.kv_connector
+        and prefill.model == decode.model
+        and (not same_version or same_weights(prefill.version, decode.version))
+        for decode in pools["decode"]
+        for prefill in pools["prefill"]
+    )

@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.config.schema import AdminConfig, RoutingConfig
+from omni_proxy.config.schema import AdminConfig, DisaggregationConfig, RoutingConfig
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 from tests.admin_api.api_fixture import NOW, A, B, build_api, entry
 
@@ -92,3 +92,43 @@ async def test_without_a_key_the_origin_of_a_pause_is_hidden(paused):
         bearer = {"Authorization": "Bearer sesame"}
         whole = await keyed.client().get(path, headers=bearer)
         assert "10.0.0.3" in await whole.get_data(as_text=True)
+
+
+@pytest.mark.parametrize(
+    ("connector", "fallback", "healthy", "reason"),
+    [
+        ("sglang", "decode", (A, B), None),
+        ("sglang", "decode", (A,), "no_pair"),
+        ("sglang", "decode", (B,), "no_pair"),
+        ("nixl", "decode", (B,), None),
+        ("nixl", "refuse", (B,), "no_pair"),
+        ("nixl", "decode", (A,), "no_pair"),
+        ("nixl", "decode", (), "no_routable_worker"),
+    ],
+)
+async def test_prefill_and_decode_workers_are_ready_as_a_pair(connector, fallback, healthy, reason):
+    routing = RoutingConfig(disaggregation=DisaggregationConfig(fallback=fallback))
+    api = build_api(
+        entry(A, role="prefill", kv_connector=connector),
+        entry(B, role="decode", kv_connector=connector),
+        routing=routing,
+    )
+    api.healthy(*healthy)
+    status, body = await get(api, "/ready")
+    assert (status, body.get("reason")) == (503 if reason else 200, reason)
+    assert (await get(api, "/health"))[0] == status
+
+
+async def test_a_pair_of_two_weight_versions_is_not_ready_and_its_workers_are_healthy():
+    api = build_api(entry(A, role="prefill"), entry(B, role="decode"))
+    api.healthy(A, B)
+    api.fleet.set_version(api.worker(A), "v2", 2)
+    assert (await get(api, "/ready"))[1]["reason"] == "no_pair"
+    assert (await get(api, "/health"))[0] == 200
+
+
+async def test_a_paused_pair_is_not_ready_because_of_the_pause():
+    api = build_api(entry(A, role="prefill"), entry(B, role="decode"))
+    api.healthy(A, B)
+    api.operations.journal.record_pause(A, PAUSE)
+    assert (await get(api, "/ready"))[1]["reason"] == "paused"

@@ -1,0 +1,169 @@
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from omni_proxy.health import engine_roles
+from omni_proxy.health.engine_roles import CORDON, EngineRoles, role_of_info
+from omni_proxy.upstream_http.client import CallResult
+from tests.fleet.entries import NOW, entry, fleet_of, heal
+
+
+def result_of(body, status=200, error=""):
+    return CallResult(None, status, body, error, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "role"),
+    [
+        (b'{"disaggregation_mode": "prefill"}', "prefill"),
+        (b'{"disaggregation_mode": "decode"}', "decode"),
+        (b'{"disaggregation_mode": "null"}', ""),
+        (b'{"disaggregation_mode": null}', ""),
+        (b'{"disaggregation_mode": ["prefill"]}', ""),
+        (b"{}", ""),
+        (b"[]", ""),
+        (b"no json", ""),
+    ],
+)
+def test_the_role_is_what_sglang_names_as_its_mode(body, role):
+    assert role_of_info(result_of(body)) == role
+
+
+class Engine:
+    """What the calls get, by path; `calls` are those made; `gate` holds them up."""
+
+    def __init__(self, monkeypatch):
+        self.replies = {"/server_info": (200, b'{"disaggregation_mode": "prefill"}')}
+        self.calls = []
+        self.gate = trio.Event()
+        self.gate.set()
+        monkeypatch.setattr(engine_roles, "call_worker", self._call)
+
+    async def _call(self, worker, call):
+        self.calls.append((worker.display_id, call.target))
+        await self.gate.wait()
+        reply = self.replies.get(call.target, (404, b""))
+        if reply is None:
+            return result_of(b"", status=None, error="ConnectError")
+        return result_of(reply[1], status=reply[0])
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    return Engine(monkeypatch)
+
+
+async def started(nursery, *entries):
+    fleet = fleet_of(*entries, healthy=False)
+    await nursery.start(EngineRoles(fleet).run)
+    return fleet, fleet.workers
+
+
+async def test_a_worker_without_a_role_is_asked_when_it_becomes_healthy(nursery, engine):
+    fleet, (a, b) = await started(nursery, entry("a"), entry("b", role="decode"))
+    await wait_all_tasks_blocked()
+    assert engine.calls == []
+    heal(fleet, a)
+    heal(fleet, b)
+    await wait_all_tasks_blocked()
+    assert engine.calls == [("a:1", "/server_info")]
+    assert (a.role, b.role, a.routable) == ("prefill", "decode", True)
+
+
+async def test_an_older_engine_is_asked_by_the_old_path(nursery, engine):
+    engine.replies = {"/get_server_info": (200, b'{"disaggregation_mode": "decode"}')}
+    fleet, (a,) = await started(nursery, entry("a"))
+    heal(fleet, a)
+    await wait_all_tasks_blocked()
+    assert a.role == "decode"
+
+
+async def test_an_engine_without_the_route_is_regular_and_asked_once(nursery, engine):
+    engine.replies = {}
+    fleet, (a,) = await started(nursery, entry("a"))
+    heal(fleet, a)
+    await wait_all_tasks_blocked()
+    assert (a.role, a.routable, len(engine.calls)) == ("regular", True, 2)
+
+
+async def test_another_process_under_the_url_is_asked_again(nursery, engine):
+    fleet, (a,) = await started(nursery, entry("a"))
+    heal(fleet, a)
+    await wait_all_tasks_blocked()
+    engine.replies["/server_info"] = (200, b"{}")
+    fleet.cache_cleared(a)
+    await wait_all_tasks_blocked()
+    assert a.role == "regular"
+
+
+async def test_with_pools_a_worker_gets_no_request_before_its_role_is_known(nursery, engine):
+    fleet, (a, _d) = await started(nursery, entry("a"), entry("d", role="decode"))
+    engine.gate = trio.Event()
+    heal(fleet, a)
+    await wait_all_tasks_blocked()
+    assert (a.cordon_reasons, a.routable) == ({CORDON}, False)
+    engine.gate.set()
+    await wait_all_tasks_blocked()
+    assert (a.cordon_reasons, a.routable, a.role) == (set(), True, "prefill")
+
+
+async def test_without_pools_a_worker_gets_requests_at_once(nursery, engine):
+    fleet, (a,) = await started(nursery, entry("a"))
+    engine.gate = trio.Event()
+    heal(fleet, a)
+    await wait_all_tasks_blocked()
+    assert a.routable
+
+
+async def test_an_engine_that_cannot_be_asked_is_regular_and_asked_again(
+    nursery, engine, autojump_clock: MockClock
+):
+    engine.replies["/server_info"] = None
+    fleet, (a, _d) = await started(nursery, entry("a"), entry("d", role="decode"))
+    heal(fleet, a)
+    await trio.sleep(0.5)
+    assert (a.role, a.routable) == ("regular", True)
+    engine.replies["/server_info"] = (200, b'{"disaggregation_mode": "prefill"}')
+    await trio.sleep(engine_roles.MAX_RETRY_SECS)
+    assert a.role == "prefill"
+
+
+async def test_a_role_that_is_configured_meanwhile_wins(nursery, engine):
+    fleet, (a,) = await started(nursery, entry("a"))
+    engine.gate = trio.Event()
+    heal(fleet, a)
+    await wait_all_tasks_blocked()
+    fleet.apply([entry("a", role="regular")], NOW)
+    engine.gate.set()
+    await wait_all_tasks_blocked()
+    assert (a.role, a.reported_role) == ("regular", "")
+
+
+async def test_a_removed_worker_is_not_asked_any_more(nursery, engine):
+    fleet, (a,) = await started(nursery, entry("a"))
+    engine.gate = trio.Event()
+    heal(fleet, a)
+    await wait_all_tasks_blocked()
+    fleet.apply([], NOW)
+    engine.gate.set()
+    await wait_all_tasks_blocked()
+    assert a.reported_role == ""
+
+
+async def test_a_role_that_is_configured_no_more_is_asked_for(nursery, engine):
+    fleet, (a,) = await started(nursery, entry("a", role="regular"))
+    heal(fleet, a)
+    await wait_all_tasks_blocked()
+    assert engine.calls == []
+    fleet.apply([entry("a")], NOW)
+    await wait_all_tasks_blocked()
+    assert a.role == "prefill"
+
+
+async def test_a_flushed_cache_takes_no_worker_out_of_rotation(nursery, engine):
+    fleet, (a, _d) = await started(nursery, entry("a"), entry("d", role="decode"))
+    heal(fleet, a)
+    await wait_all_tasks_blocked()
+    engine.gate = trio.Event()
+    fleet.cache_cleared(a)
+    assert (a.routable, a.role) == (True, "prefill")
