@@ -20,6 +20,7 @@ from omni_proxy.routing.inspect.affinity_key import (
     affinity_key_reader,
     affinity_keys_of,
 )
+from omni_proxy.routing.inspect.body_fields import adapter_of_body
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.weighted_split import AliasRequirement, Split
 from omni_proxy.wire.errors import HttpError
@@ -68,13 +69,16 @@ def _session_keys_of(config: Config) -> AffinityKeyReader:
     return affinity_key_reader(headers, routing.session_body_keys)
 
 
-def name_adapter(need: Requirements, aliases: ModelAliases | None) -> None:
-    """Of a request with SGLang's `lora_path`: its model is `model:adapter` from here on, for which
-    only workers with that adapter count. An adapter in the model's own name wins, as in SGLang, and
-    what an alias stands for is up to its targets."""
+def name_adapter(need: Requirements, aliases: ModelAliases | None, body: bytes) -> None:
+    """Of a request whose body has SGLang's `lora_path`: its model is `model:adapter` from here on,
+    for which only workers with that adapter count. An adapter in the model's own name wins, as in
+    SGLang, and what an alias stands for is up to its targets."""
     model = need.model or ""
-    if need.adapter and ":" not in model and (aliases is None or aliases.find(model) is None):
-        need.model = f"{model}:{need.adapter}"
+    if need.body_fields is None or ":" in model:
+        return
+    adapter = need.adapter if need.large_body_class else adapter_of_body(body)
+    if adapter and (aliases is None or aliases.find(model) is None):
+        need.model = f"{model}:{adapter}"
 
 
 class TargetChecks(Protocol):

@@ -5,6 +5,8 @@ import pytest
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import CAPABILITIES
 from omni_proxy.fleet.worker import CAPABILITY_BITS
+from omni_proxy.routing.inspect.body_fields import BodyFields, adapter_of_body
+from omni_proxy.routing.inspect.large_json import LARGE_BYTES
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,
     Requirements,
@@ -281,8 +283,12 @@ def test_a_reload_keeps_the_place_of_aliases_that_stay(fleet):
     ],
 )
 def test_an_adapter_beside_the_model_counts_as_sglang_reads_it(model, adapter, expected):
-    need = Requirements(CHAT, model, adapter=adapter)
-    name_adapter(need, aliases_of())
+    need = Requirements(CHAT, model, body_fields=BodyFields())
+    name_adapter(need, aliases_of(), b'{"lora_path": "%b"}' % adapter.encode())
+    assert need.model == expected
+    need = Requirements(CHAT, model, body_fields=BodyFields(), large_body_class="generation")
+    need.adapter = adapter
+    name_adapter(need, aliases_of(), b"")
     assert need.model == expected
 
 
@@ -298,8 +304,15 @@ def test_an_adapter_beside_the_model_counts_as_sglang_reads_it(model, adapter, e
     ],
 )
 def test_the_adapter_of_a_body_is_read(body, adapter):
+    assert adapter_of_body(body) == adapter
     route = match_route("POST", "/generate")
-    assert inspect_request(route, body, RequestFacts(b"application/json")).adapter == adapter
+    large = body[:-1] + (b"," if len(body) > 2 else b"") + b'"text": "%b"}' % bytes(LARGE_BYTES)
+    large = large.replace(b"\0", b"x")
+    assert inspect_request(route, large, RequestFacts(b"application/json")).adapter == adapter
+
+
+def test_what_is_no_json_names_no_adapter():
+    assert adapter_of_body(b'{"lora_path": ') == ""
 
 
 def test_a_target_may_be_an_adapter():

@@ -304,7 +304,7 @@ class ExplainRoutes:
             keys = affinity_keys_of(self._services.config_store.config)
             requirements.affinity_key = keys.read(_lines(), body)
         if self._services.fleet.has_adapters:
-            name_adapter(requirements, data_plane.aliases)
+            name_adapter(requirements, data_plane.aliases, body)
         if data_plane.aliases is not None:
             data_plane.aliases.resolve(requirements, _lines(), body)
         target = explain_target(requirements, data_plane.target_checks)

@@ -280,7 +280,7 @@ def set_requirements(
     if balancer.needs_affinity_key:
         need.affinity_key = balancer.affinity_keys.read(b"".join(lines), body)
     if io.services.fleet.has_adapters:
-        name_adapter(need, balancer.aliases)
+        name_adapter(need, balancer.aliases, body)
     if balancer.aliases is not None:
         balancer.aliases.resolve(need, b"".join(lines), body)
     if not need.stream:

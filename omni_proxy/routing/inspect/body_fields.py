@@ -55,7 +55,6 @@ class BodyFields(msgspec.Struct, gc=False):
     token_ids: msgspec.Raw = ABSENT
     system: msgspec.Raw = ABSENT
     rid: msgspec.Raw = ABSENT
-    lora_path: msgspec.Raw = ABSENT
     modalities: msgspec.Raw = ABSENT
     output_modalities: msgspec.Raw = ABSENT
     audio: msgspec.Raw = ABSENT
@@ -84,6 +83,9 @@ RawBodyFields = msgspec.defstruct(
 )
 _decode: Callable[[bytes], BodyFields] = msgspec.json.Decoder(BodyFields).decode
 _decode_pieces: Callable[[bytes], Any] = msgspec.json.Decoder(RawBodyFields).decode
+_decode_adapter: Callable[[bytes], Any] = msgspec.json.Decoder(
+    msgspec.defstruct("AdapterField", [("lora_path", msgspec.Raw, ABSENT)], gc=False)
+).decode
 _decode_any: Callable[[msgspec.Raw | bytes], Any] = msgspec.json.Decoder().decode
 _skip: Callable[[bytes], msgspec.Raw] = msgspec.json.Decoder(msgspec.Raw).decode
 _decode_list: Callable[[msgspec.Raw], list[msgspec.Raw]] = msgspec.json.Decoder(
@@ -257,6 +259,16 @@ class ObjectListReader(Generic[Fields]):
                     yield self._one(element)
         else:
             yield from match
+
+
+def adapter_of_body(body: bytes) -> str:
+    """What its key `lora_path` names (SGLang); "" for none."""
+    if b"lora_path" not in body:
+        return ""
+    try:
+        return read_adapter(_decode_adapter(body).lora_path)
+    except _MALFORMED:
+        return ""
 
 
 def read_adapter(raw: msgspec.Raw) -> str:

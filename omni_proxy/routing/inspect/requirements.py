@@ -100,7 +100,7 @@ class Requirements(msgspec.Struct, gc=False):
     affinity_key: str = ""  # keeps a session on its worker, for policies that use it
     version_constraint: VersionConstraint | None = None  # which weights it accepts; None: any
     rids: tuple[str, ...] = ()  # its names at the engine, where the body gives them (SGLang)
-    adapter: str = ""  # that it names beside its model (SGLang's `lora_path`)
+    adapter: str = ""  # that a large body names beside its model (SGLang's `lora_path`)
     large_body_class: str = ""  # the traffic class of a body that was too large to be read whole
     given_hints: frozenset[bytes] = frozenset()  # of such a request: its hints
     ranks_in_large_body: tuple[tuple[str, bytes], ...] = ()  # of such a request: keys and values
@@ -129,7 +129,7 @@ MAX_MODEL_CHARS = 1024
 _RARE = {
     "image": IMAGE, "images": IMAGE, "audios": AUDIO, "audio_inputs": AUDIO,
     "video": VIDEO, "videos": VIDEO, "audio": AUDIO_OUT, "modalities": 0, "output_modalities": 0,
-    "rid": 0, "lora_path": 0,
+    "rid": 0,
 }  # fmt: skip
 _rare_values = attrgetter(*_RARE)
 _NO_RARE = (ABSENT,) * len(_RARE)
@@ -214,12 +214,12 @@ def requirements_of_large_json(
         model=read_text(top.model), stream=bytes(top.stream) == b"true",
         stream_format=msgspec.Raw(bytes(top.stream_format)),
         request_id=read_text(top.request_id), rid=msgspec.Raw(bytes(top.rid)),
-        lora_path=msgspec.Raw(bytes(top.lora_path)),
         input_ids=msgspec.Raw(top.beginning),
     ))  # fmt: skip
     if route.traffic.startswith("speech"):
         requirements.mask |= AUDIO  # a voice reference is what makes such a body large
     requirements.large_body_class = route.traffic
+    requirements.adapter = read_adapter(msgspec.Raw(bytes(top.lora_path)))
     requirements.ranks_in_large_body = tuple(
         (name, bytes(value))
         for name in ("routed_dp_rank", "data_parallel_rank")
@@ -287,7 +287,6 @@ def requirements_of_fields(route: Route, payload: BodyFields) -> Requirements:
     if _rare_values(payload) != _NO_RARE:
         requirements.mask |= _media(payload)
         requirements.rids = read_rids(payload.rid)
-        requirements.adapter = read_adapter(payload.lora_path)
     if route.traffic != "generation":
         _read_speech(route, payload, requirements)
     return requirements
