@@ -42,16 +42,11 @@ COMPUTES = """act():
         pass
 """
 HOLDS_THE_GIL = """act():
-    def match(length):
-        began = time.thread_time()
+    for length in range(20, 40):  # how long it takes depends on the machine
+        began = time.monotonic()
         re.match("(a|aa)+$", "a" * length + "b")
-        return time.thread_time() - began
-    length = 15
-    while (took := match(length)) < 0.03:  # how long it takes depends on the machine
-        length += 1
-    while took < 1.8:  # a character more takes 1.618 times as long
-        took, length = took * 1.618, length + 1
-    match(length)
+        if time.monotonic() - began > 1.8:
+            return
 """
 
 
