@@ -21,6 +21,7 @@ what is measured:
   fields              a header field that is new in every request, beside none
   front               how long GET /workers takes beside 32 busy clients
   processes           requests a second of two door processes, beside one
+  legs                a request over prefill and decode workers, beside a plain one
   goals               all of it in one run, with the goals beside the figures
   profile             where the proxy's time goes (profile unary, profile stream)
 
@@ -36,7 +37,7 @@ def _arguments() -> argparse.Namespace:
         epilog=WHAT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    kinds = [*CPU_BENCHES, "memory", "fields", "front", "processes", "goals", "profile"]
+    kinds = [*CPU_BENCHES, "memory", "fields", "front", "processes", "legs", "goals", "profile"]
     parser.add_argument("what", choices=kinds)
     parser.add_argument(
         "profiled", nargs="?", choices=list(measurements.PROFILED), help="of profile; unary"
@@ -89,6 +90,7 @@ KINDS = {
     "fields": measurements.fields,
     "front": measurements.front,
     "processes": measurements.processes,
+    "legs": measurements.legs,
     "goals": measurements.goals,
     "profile": measurements.profile,
 }

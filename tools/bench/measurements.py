@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
-from tools.bench import connection_memory, process_scaling, report, request_memory
+from tools.bench import connection_memory, process_scaling, report, request_memory, two_legs
 from tools.bench import goals as promises
 from tools.bench.admin_latency import front_waits
 from tools.bench.header_fields import new_field
@@ -82,6 +82,23 @@ def paired(arguments: argparse.Namespace) -> int:
         arguments.svg.write_text(picture(*_titles(facts), groups))
     if arguments.json:
         _write(arguments.json, facts, loads, (ours.name if ours else None, names))
+    return _faulty(report.faults(loads))
+
+
+def legs(arguments: argparse.Namespace) -> int:
+    """Requests in two legs beside plain ones."""
+    facts = report.machine()
+    sides = two_legs.sides(_ours(arguments), with_router=two_legs.ROUTER in arguments.peer)
+    unary = [load for load in LOADS if load.name == PROFILED["unary"]]
+    loads = measure(sides, unary, arguments.rounds, arguments.secs)
+    plain = sides[0].name
+    _tell(facts)
+    print(f"\nCPU by that of {plain}, ratios within a round (goal: at most {two_legs.GOAL}):")
+    for rounds in loads.values():
+        for side in sides:
+            cost = report.spread(report.costs(rounds, side.name))
+            ratio = report.spread(report.ratios(rounds, side.name, plain), 2)
+            print(f"  {side.name:<40} {cost} us  {ratio}")
     return _faulty(report.faults(loads))
 
 
