@@ -73,6 +73,7 @@ async def respond_in_two_legs(
         if start is None:
             return await respond_alone(io, exchange, head)
         release_body(io, exchange)
+        driver.drop_body()
         worker = exchange.worker
         keep = await relay(io, exchange, head, start)
         if worker is not None and not driver.is_answered_by_prefill:
@@ -109,6 +110,7 @@ class TwoLegDriver:
         self._path = exchange.target.partition("?")[0]
         self._whole_body = exchange.body
         self._json: JsonText | None = None
+        self._spliced: tuple[Edits, bytes] | None = None  # the last changes, and what they made
         self._model: str | None = None  # of an alias's target, which `_json` has
         self._leg: PrefillLeg | None = None
         self._open_to: PrefillLeg | None = None  # whose failure may interrupt what is waited for
@@ -117,6 +119,10 @@ class TwoLegDriver:
         self._retry = PairRetry(io, exchange)
         # Two more copies, one for each leg, as long as they may be sent.
         io.services.inflight.hold(exchange, 2 * len(exchange.body))
+
+    def drop_body(self) -> None:
+        """The request is not sent again: a stream may last for long."""
+        self._whole_body, self._json, self._spliced = b"", None, None
 
     async def first_response(self) -> ResponseStart | None:
         """What the client gets; None where a regular worker is acquired in the end."""
@@ -167,6 +173,13 @@ class TwoLegDriver:
             self._json, self._model = await _read_json(self._io, body), model
         return self._json
 
+    def _body_for(self, edits: Edits) -> bytes:
+        """The changed body; both legs of SGLang mostly get the same one."""
+        if self._spliced is None or self._spliced[0] is not edits:
+            assert self._json is not None
+            self._spliced = edits, self._json.splice(edits)
+        return self._spliced[1]
+
     def _for_rank(self, edits: Edits, rank: DpRank | None) -> Edits:
         """With the key that names the rank, where the engine hears no header."""
         need = self._exchange.requirements
@@ -199,9 +212,9 @@ class TwoLegDriver:
         legs.rid = made.rid
         leg = self._start_leg(legs, made.prefill, keeps=made.merges_logprobs)
         rewrites = bool(made.client_rid) or made.merges_logprobs
-        edits = dict(made.decode)
+        edits = made.decode
         if leg.exchange.rank is not None:
-            edits["disagg_prefill_dp_rank"] = b"%d" % leg.exchange.rank.index
+            edits = {**edits, "disagg_prefill_dp_rank": b"%d" % leg.exchange.rank.index}
         start = await self._decode(edits, leg, is_read=rewrites)
         return await self._rewritten(start, made, leg) if rewrites else start
 
@@ -252,11 +265,13 @@ class TwoLegDriver:
     def _start_leg(self, legs: TwoLegs, edits: Edits, *, keeps: bool) -> PrefillLeg:
         assert self._json is not None
         assert legs.prefill is not None
-        body = self._json.splice(self._for_prefill_rank(edits, legs.prefill.rank))
+        body = self._body_for(self._for_prefill_rank(edits, legs.prefill.rank))
         # A rank that the client names is that of the decode worker.
         names_rank = self._io.services.fleet.has_ranks and RANK_HINT in self._head.hints
         dropped = _ENCODINGS | RANK_FIELD if names_rank else _ENCODINGS
-        lines = drop_fields(self._lines(legs), dropped)
+        lines = self._lines(legs)
+        if names_rank or _names_encoding(lines):
+            lines = drop_fields(lines, dropped)
         head = msgspec.structs.replace(self._head, lines=lines)
         leg = self._leg = PrefillLeg(self._io, legs, head, body, keeps=keeps)
         leg.on_end = self._leg_ended
@@ -281,10 +296,12 @@ class TwoLegDriver:
         assert body is not None
         if leg is not None and leg.failure is not None:
             raise leg.failure
-        exchange.body = body.splice(self._for_rank(edits, exchange.rank))
+        edits = self._for_rank(edits, exchange.rank)
+        exchange.body = self._body_for(edits)
         lines = self._lines(legs)
         head = msgspec.structs.replace(
-            self._head, lines=drop_fields(lines, _ENCODINGS) if is_read else lines
+            self._head,
+            lines=drop_fields(lines, _ENCODINGS) if is_read and _names_encoding(lines) else lines,
         )
         self._open_to, self._asked = leg, worker
         try:
@@ -434,6 +451,10 @@ class TwoLegDriver:
         """The exchange is over: a leg that still runs is of use only if the response is whole."""
         if self._exchange.outcome != "completed":
             self._stop()
+
+
+def _names_encoding(lines: bytes) -> bool:
+    return b"accept-encoding" in lines.lower()
 
 
 async def _read_json(io: ExchangeIO, body: bytes) -> JsonText:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import msgspec
@@ -33,32 +33,58 @@ _decode_members: Callable[[bytes | memoryview], dict[str, msgspec.Raw]] = msgspe
 
 
 class JsonText:
-    """A JSON object in its text: read and changed more than once, but parsed only once."""
+    """A JSON object in its text: read and changed more than once, but parsed only once. Where all
+    members are is found only if one that is there is changed."""
 
-    __slots__ = ("_body", "_members", "_places", "_start")
+    __slots__ = ("_body", "_members", "_start", "_values")
 
     def __init__(self, body: bytes, members: Sequence[JsonMember] | None = None) -> None:
         """`members`: as for `splice_parts`. Raises HttpError 400."""
         self._body = body
         self._start = object_at(body)
-        self._members = find_members(body, self._start) if members is None else members
-        self._places: dict[str, list[int]] = {}
-        for place, member in enumerate(self._members):
-            self._places.setdefault(key_text(member.name), []).append(place)
+        self._members = members
+        self._values = _values_of(body, self._start) if members is None else None
+        if members is None and self._values is None:
+            self._members = _walked_members(body, self._start)
 
     def value(self, name: str) -> bytes:
-        """The text of a key's value, b"" if it is absent. Raises HttpError 400: there twice."""
-        places = self._places.get(name, ())
-        if len(places) > 1:
-            raise _given_twice(name)
-        if not places:
-            return b""
-        member = self._members[places[0]]
-        return bytes(self._body[member.value_at : member.end])
+        """The text of a key's value, b"" if it is absent; the last one if it is there twice."""
+        if self._values is not None:
+            value = self._values.get(name)
+            return b"" if value is None else bytes(value)
+        for member in reversed(self._members or ()):
+            if key_text(member.name) == name:
+                return bytes(self._body[member.value_at : member.end])
+        return b""
 
     def splice(self, edits: Edits) -> bytes:
-        """The text with `edits`. Raises HttpError 400."""
-        return b"".join(_parts(memoryview(self._body), self._start, edits, self._members))
+        """The text with `edits`. Raises HttpError 400: a changed key that is there twice."""
+        body, start, values = self._body, self._start, self._values
+        if values is not None and values.keys().isdisjoint(edits):
+            added = _added(edits, ())
+            comma = b"," if added and values else b""
+            return b"".join((body[: start + 1], added, comma, body[start + 1 :]))
+        if self._members is None:
+            self._members = find_members(body, start)
+        return b"".join(_parts(memoryview(body), start, edits, self._members))
+
+
+def _values_of(body: bytes, start: int) -> dict[str, msgspec.Raw] | None:
+    """None for what is no standard JSON."""
+    try:
+        return _decode_members(memoryview(body)[start:] if start else body)
+    except _MALFORMED:
+        return None
+
+
+def _added(edits: Edits, there: Container[str]) -> bytes:
+    """The text of keys that were not there."""
+    members = [
+        b'"%b":%b' % (name.encode(), text)
+        for name, edit in edits.items()
+        if name not in there and (text := _new_text(edit)) is not None
+    ]
+    return b",".join(members)
 
 
 def splice(body: bytes, edits: Edits) -> bytes:
@@ -105,9 +131,8 @@ def object_at(body: bytes) -> int:
 def _members_by_length(body: bytes, start: int) -> list[JsonMember] | None:
     """The members, where all names differ and the body is standard JSON; else None. msgspec finds
     the lengths of the values in a tenth of the time that a walk takes."""
-    try:
-        values = _decode_members(memoryview(body)[start:] if start else body)
-    except _MALFORMED:
+    values = _values_of(body, start)
+    if values is None:
         return None
     members, at = [], _end(_TO_KEY, body, start + 1)
     for name, value in values.items():
@@ -136,13 +161,9 @@ def _parts(
     body: memoryview, start: int, edits: Edits, members: Sequence[JsonMember]
 ) -> list[bytes | memoryview]:
     found = _edited(edits, members)
-    added = [
-        b'"%b":%b' % (name.encode(), text)
-        for name, edit in edits.items()
-        if name not in found and (text := _new_text(edit)) is not None
-    ]
+    added = _added(edits, found)
     removed = {found[name] for name, edit in edits.items() if edit is None and name in found}
-    parts: list[bytes | memoryview] = [body[: start + 1], b",".join(added)]
+    parts: list[bytes | memoryview] = [body[: start + 1], added]
     if added and len(members) > len(removed):
         parts.append(b",")
     first_kept = next((n for n in range(len(members)) if n not in removed), len(members))

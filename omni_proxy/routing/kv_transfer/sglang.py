@@ -9,6 +9,7 @@ clients may use one id. Invariant: nothing else of the body changes. Source: fea
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -41,10 +42,12 @@ class SglangLegs(msgspec.Struct, frozen=True):
 def batch_size(path: str, body: JsonText) -> int | None:
     """How many prompts, or choices of a chat, the request has; None if it is no batch."""
     for key in _BATCH_KEYS.get(path, ()):
-        prompts = read_elements(msgspec.Raw(body.value(key)))
+        text = body.value(key)
+        prompts = read_elements(msgspec.Raw(text)) if text.startswith(b"[") else ()
         if prompts and (key == "text" or not _is_number(prompts[0])):
             return len(prompts)
-    choices = read_value(msgspec.Raw(body.value("n"))) if path == _CHAT else None
+    text = body.value("n") if path == _CHAT else b""
+    choices = read_value(msgspec.Raw(text)) if text else None
     return choices if isinstance(choices, int) and choices > 1 else None
 
 
@@ -59,26 +62,31 @@ def sglang_legs(
     for a key that is there twice."""
     size = batch_size(path, body)
     host, rid = bootstrap_host(prefill_url), f"{random_below(2**RID_BITS):0{RID_CHARS}x}"
-    values: dict[str, object]
+    hosts, ports = _json_text(host), b"null" if port is None else b"%d" % port
+    rids = b'"%b"' % rid.encode()
     if size is None:
-        values = {
-            "bootstrap_host": host,
-            "bootstrap_port": port,
-            "bootstrap_room": random_below(ROOMS),
-        }
+        rooms = b"%d" % random_below(ROOMS)
     else:
-        values = {
-            "bootstrap_host": [host] * size,
-            "bootstrap_port": [port] * size,
-            "bootstrap_room": [random_below(ROOMS) for _ in range(size)],
-        }
-    many = size is not None and path != _CHAT  # choices of a chat share its one id
-    values["rid"] = [f"{rid}_{number}" for number in range(size or 0)] if many else rid
-    edits = {name: msgspec.json.encode(value) for name, value in values.items()}
+        hosts, ports = _repeated(hosts, size), _repeated(ports, size)
+        rooms = b"[%b]" % b",".join(b"%d" % random_below(ROOMS) for _ in range(size))
+        if path != _CHAT:  # choices of a chat share its one id
+            rids = b"[%b]" % b",".join(b'"%b_%d"' % (rid.encode(), n) for n in range(size))
+    edits = {
+        "bootstrap_host": hosts, "bootstrap_port": ports, "bootstrap_room": rooms, "rid": rids,
+    }  # fmt: skip
     client_rid = body.value("rid")
     wants_logprobs = path == "/generate" and _wants(body.value("return_logprob"))
     given = client_rid if client_rid != b"null" else b""
     return SglangLegs(edits, edits, rid, given, wants_logprobs)
+
+
+@lru_cache(maxsize=4096)
+def _json_text(text: str) -> bytes:
+    return msgspec.json.encode(text)
+
+
+def _repeated(text: bytes, size: int) -> bytes:
+    return b"[%b]" % b",".join([text] * size)
 
 
 def _wants(flag: bytes) -> bool:
@@ -87,6 +95,7 @@ def _wants(flag: bytes) -> bool:
     return any(map(is_truthy, read_elements(raw))) if is_list(raw) else is_truthy(raw)
 
 
+@lru_cache(maxsize=4096)
 def bootstrap_host(url: str) -> str:
     """The host of a worker's URL, an IPv6 address in brackets."""
     host = urlsplit(url).hostname or ""

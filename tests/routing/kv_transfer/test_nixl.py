@@ -54,7 +54,7 @@ def test_the_reference_is_copied_byte_for_byte():
     assert read_params(b'{"a":1,"kv_transfer_params": %b}' % params) == params
 
 
-@pytest.mark.parametrize("answer", [b"", b"[]", b"{", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{}}', b'{"kv_transfer_params":[]}', b'{"kv_transfer_params":{"a":1},"kv_transfer_params":{"a":2}}'])  # fmt: skip
+@pytest.mark.parametrize("answer", [b"", b"[]", b"{", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{}}', b'{"kv_transfer_params":[]}'])  # fmt: skip
 def test_an_answer_without_a_reference_has_none(answer):
     assert read_params(answer) is None
 
