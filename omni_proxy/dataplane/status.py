@@ -52,6 +52,7 @@ def status_record(services: ExchangeServices, listeners: Listeners) -> dict[str,
         **admission_record(services),
         "voice_owner": services.balancer.voices.owner or None,
         "policy": {"name": policy.name, **policy.stats()},
+        "pool_policies": services.balancer.pools.stats(),
         "oldest_connections": [
             connection_record(task) for task in oldest if isinstance(task, Connection)
         ],

@@ -12,6 +12,7 @@ from omni_proxy.dataplane.exchange.exchange_io import finalize
 from omni_proxy.dataplane.loop.task import ClientDisconnected, ConnectionTask
 from omni_proxy.fleet.worker import CAPABILITY_BITS
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.routes import NO_LEGS
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import fleet_of
 
@@ -19,14 +20,14 @@ from tests.fleet.entries import fleet_of
 class Waiter(ConnectionTask):
     """Asks for a slot, then for a worker of `model`; holds what it got until `finish`."""
 
-    def __init__(self, room, model=None, version=None):
+    def __init__(self, room, model=None, version=None, legs=NO_LEGS):
         super().__init__(room.dataplane.loop)
         self.room, self.dataplane, self.model = room, room.dataplane, model
         self.deadline = inf
         self.client = SimpleNamespace(peer_closed=False)
         self.mine = Exchange(self.loop.now, "test")
         self.mine.requirements = Requirements(
-            CAPABILITY_BITS["chat"], model, version_constraint=version
+            CAPABILITY_BITS["chat"], model, version_constraint=version, legs=legs
         )
         self.refusal = None
         self.wants = ""  # what it waits for, and since when
@@ -87,8 +88,8 @@ class Room:
         self.gone_in = []  # in the order in which they got what they wanted
         self.numbers = iter(range(10**9))
 
-    def come(self, model=None, version=None):
-        waiter = Waiter(self, model, version)
+    def come(self, model=None, version=None, legs=NO_LEGS):
+        waiter = Waiter(self, model, version, legs)
         waiter.start()
         return waiter
 

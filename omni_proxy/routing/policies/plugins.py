@@ -74,17 +74,24 @@ def load_policy_class(name: str) -> type[Policy]:
 
 
 def check_policy(config: Config, file: str) -> None:
-    """Load and create the policy that is named, unless it is built in; blocks while its module is
-    imported. Raises ConfigError."""
-    name = config.routing.policy
-    if name in POLICIES:
-        return
-    try:
-        policy_class = load_policy_class(name)
-        _create(policy_class, name, config.routing)
-    except PolicyLoadError as error:
-        problem = Problem("routing.policy", None, error.reason, error.hint, file)
-        raise ConfigError([problem], file) from None
+    """Load and create the policies that are named, unless they are built in; blocks while a module
+    is imported. Raises ConfigError."""
+    routing = config.routing
+    named = {
+        "routing.policy": routing.policy,
+        "routing.disaggregation.prefill_policy": routing.disaggregation.prefill_policy,
+        "routing.disaggregation.decode_policy": routing.disaggregation.decode_policy,
+    }
+    problems = []
+    for key, name in named.items():
+        if name in ("", *POLICIES):
+            continue
+        try:
+            _create(load_policy_class(name), name, routing)
+        except PolicyLoadError as error:
+            problems.append(Problem(key, None, error.reason, error.hint, file))
+    if problems:
+        raise ConfigError(problems, file)
 
 
 def _create(policy_class: type[Policy], name: str, routing: RoutingConfig) -> None:

@@ -5,6 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.routing.pick import eligible_workers
+from omni_proxy.routing.routes import BOTH_ENGINES
 from omni_proxy.routing.version_constraint import VersionConstraint
 from tests.dataplane.queue_fixture import Room
 from tests.example_counts import examples
@@ -404,3 +405,62 @@ class QueueMachine(RuleBasedStateMachine):
 
 QueueMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestQueueMachine = QueueMachine.TestCase
+
+
+def pair(**bounds):
+    return (
+        entry("p", role="prefill", max_inflight=bounds.get("prefill", 0)),
+        entry("d", role="decode", max_inflight=bounds.get("decode", 0)),
+    )
+
+
+@pytest.mark.parametrize("full", ["prefill", "decode"])
+def test_a_request_in_two_legs_waits_until_both_pools_have_room(room_of, full):
+    room = room_of(*pair(**{full: 1}), config=QUEUED)
+    first = room.come(legs=BOTH_ENGINES)
+    second = room.come(legs=BOTH_ENGINES)
+    assert (room.gone_in, room.queue.waiting) == ([first], 1)
+    assert [worker.in_flight for worker in room.fleet.workers] == [1, 1]
+    first.finish()
+    room.turn()
+    assert (room.gone_in, room.queue.waiting) == ([second], 0)
+    assert [worker.in_flight for worker in room.fleet.workers] == [1, 1]
+    second.finish()
+    assert [worker.in_flight for worker in room.fleet.workers] == [0, 0]
+
+
+def test_a_request_in_two_legs_waits_for_the_worker_that_is_missing(room_of):
+    prefill, decode = pair()
+    room = room_of(decode, config=QUEUED)
+    waiter = room.come(legs=BOTH_ENGINES)
+    assert (room.gone_in, room.queue.waiting) == ([], 1)
+    room.fleet.apply([prefill, decode], NOW)
+    heal(room.fleet, room.fleet.workers[0])
+    room.turn()
+    assert room.gone_in == [waiter]
+    waiter.finish()
+
+
+def test_a_request_in_two_legs_waits_while_the_weights_of_the_pools_differ(room_of):
+    room = room_of(*pair(), config=QUEUED)
+    prefill, decode = room.fleet.workers
+    room.fleet.set_version(prefill, "v2", 2)
+    waiter = room.come(legs=BOTH_ENGINES)
+    assert (room.gone_in, room.queue.waiting) == ([], 1)
+    room.fleet.set_version(decode, "v2", 2)
+    room.turn()
+    assert room.gone_in == [waiter]
+    waiter.finish()
+
+
+def test_a_role_that_changes_leaves_requests_in_flight_where_they_are(room_of):
+    room = room_of(*pair(), config=QUEUED)
+    prefill, decode = room.fleet.workers
+    first = room.come(legs=BOTH_ENGINES)
+    room.fleet.apply([entry("p", role="decode"), entry("d", role="prefill")], NOW)
+    assert (prefill.role, prefill.in_flight, decode.in_flight) == ("decode", 1, 1)
+    second = room.come(legs=BOTH_ENGINES)
+    assert (second.mine.worker, second.mine.legs.prefill.worker) == (prefill, decode)
+    first.finish()
+    second.finish()
+    assert [worker.in_flight for worker in room.fleet.workers] == [0, 0]

@@ -158,3 +158,11 @@ def test_nothing_is_imported_for_a_built_in_policy(monkeypatch):
     monkeypatch.setitem(sys.modules, "importlib.metadata", None)
     check("least_request")
     assert logging.getLogger("omni_proxy.routing.policies.plugins")
+
+
+def test_policies_of_pools_are_checked_as_well():
+    table = f'[routing.disaggregation]\nprefill_policy = "{HERE}:Last"\ndecode_policy = "a:B"'
+    with pytest.raises(ConfigError) as refused:
+        check_policy(parse(table), "proxy.toml")
+    assert "routing.disaggregation.decode_policy" in str(refused.value)
+    assert "prefill_policy" not in str(refused.value)

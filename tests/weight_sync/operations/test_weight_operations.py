@@ -253,6 +253,19 @@ async def test_the_epoch_rises_with_each_update_that_a_worker_took(api, engines,
     assert cordon_reasons_of(again) == [["uncertain"], ["uncertain"]]
 
 
+async def test_prefill_and_decode_workers_are_paused_and_updated_as_all_others(
+    api, engines, folder
+):
+    for worker, role in zip(api.fleet.workers, ("prefill", "decode"), strict=True):
+        api.fleet.report_role(worker, role)
+    engines.labels = {A: "v2", B: "v2"}
+    for path in (PAUSE, UPDATE, "/continue_generation"):
+        body = (await api.operations.submit(admin_call(path))).body
+        assert [each["worker"] for each in body["results"]] == [A, B], path
+        assert body["success"]
+    assert [w.weight_epoch for w in api.fleet.workers] == [1, 1]
+
+
 async def test_the_version_of_a_worker_is_read_when_it_becomes_healthy(api, engines):
     engines.labels = {A: "v2", B: "v2"}
     await api.operations.submit(admin_call(body={"weight_version": "v2"}))

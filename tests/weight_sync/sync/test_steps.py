@@ -117,7 +117,10 @@ async def test_a_server_that_is_no_store_is_an_error(engines, folder, nursery):
 # Two phases
 
 
-async def test_a_whole_sync_is_published_only_when_all_have_it(trainer, engines):
+@pytest.mark.parametrize("roles", [("regular", "regular"), ("prefill", "decode")])
+async def test_a_whole_sync_is_published_only_when_all_have_it(trainer, engines, roles):
+    for worker, role in zip(trainer.api.fleet.workers, roles, strict=True):
+        trainer.api.fleet.report_role(worker, "" if role == "regular" else role)
     body = await trainer.arm()
     assert (body["status"], cordon_reasons_of(trainer.api)) == ("ready", [[], []])
     engines.close_gate(COMPLETE, B)
