@@ -196,3 +196,11 @@ def test_a_worker_is_added_with_its_role(fleet):
     assert run(fleet, "add", A, "--role", "prefill", "--bootstrap-port", "9001") == 0
     body = {"url": A, "role": "prefill", "bootstrap_port": 9001}
     assert fleet.asked[-1][:2] == ("/workers", body)
+
+
+def test_adapters_are_counted_beside_the_model():
+    one = FLEET[0] | {"model": "base", "adapters": ["base:sql", "sql"]}
+    two = FLEET[0] | {"model": None, "adapters": ["a", "b"]}
+    lines = render_workers([one, two])
+    assert "base +1 adapter " in lines[1]
+    assert "any +2 adapters" in lines[2]
