@@ -58,6 +58,16 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Nor at what a module has left for good, such as the modules that it has imported."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
+
+
 def pytest_sessionfinish():
     """A thread that gloo still holds when the interpreter ends would abort it: let it come back."""
     until = time.monotonic() + GIVEN_UP_SECS
