@@ -1,0 +1,107 @@
+"""Prefill and decode workers in the whole program: by flags, over HTTP, by their engines' own
+word, and in a file that is edited."""
+
+import json
+from contextlib import asynccontextmanager
+
+import trio
+
+from tests.promises.disaggregated_engines import TOKENS, Rooms, SglangDecode, SglangPrefill
+from tests.promises.fakes import counted
+from tests.promises.fleet_program import program, put, record
+
+PROMPT = {"text": "a prompt", "sampling_params": {"temperature": 0}}
+FILE = """\
+[server]
+port = 0
+state_file = "off"
+[health]
+interval_secs = 0.2
+success_threshold = 1
+[[workers]]
+url = "{prefill.url}"
+role = "prefill"
+[[workers]]
+url = "{decode.url}"
+role = "{role}"
+"""
+
+
+class _Reporting:
+    """An engine that tells its mode, and has no other route to read from."""
+
+    async def _serve(self, call):
+        if not call.line.startswith("GET "):
+            await super()._serve(call)
+        elif call.line.split()[1] == "/server_info":
+            await call.send(counted(json.dumps({"disaggregation_mode": self.role}).encode()))
+        else:
+            await call.send(counted(b"{}", status="404 Not Found"))
+
+
+class Prefill(_Reporting, SglangPrefill):
+    pass
+
+
+class Decode(_Reporting, SglangDecode):
+    pass
+
+
+@asynccontextmanager
+async def engines(*kinds):
+    rooms = Rooms()
+    made = [kind(rooms) for kind in kinds]
+    async with trio.open_nursery() as nursery:
+        for engine in made:
+            await nursery.start(engine.serve)
+        yield made
+        nursery.cancel_scope.cancel()
+
+
+def has_role(worker, role):
+    def holds(told):
+        found = record(told, worker)
+        return found["routable"] and found["role"] == role
+
+    return holds
+
+
+async def test_workers_of_the_flags_serve_and_another_one_joins_by_its_own_word():
+    async with engines(Prefill, Decode, Prefill) as (prefill, decode, late):
+        words = ("--pd-disaggregation", "--prefill", prefill.url, "none", "--decode", decode.url)
+        async with program("launch-router", "--port", "0", *words) as running:
+            await running.until("/ready", lambda told: told["status"] == "ready")
+            answer = await running.client.post("/generate", json=PROMPT)
+            assert (answer.status_code, answer.json()["text"]) == (200, f"{TOKENS - 1}")
+            assert prefill.bodies[0] == decode.bodies[0]
+            assert prefill.bodies[0]["bootstrap_port"] is None
+            await running.client.post("/workers", json={"url": late.url})
+            told = await running.until("/workers", lambda told: len(told["workers"]) == 3)
+            told = await running.until("/workers", has_role(late, "prefill"))
+            assert told["stats"] == {"prefill_count": 2, "decode_count": 1, "regular_count": 0}
+            for _ in range(4):
+                assert (await running.client.post("/generate", json=PROMPT)).status_code == 200
+            explained = (await running.client.post("/explain?path=/generate", json=PROMPT)).json()
+            assert explained["pick"]["url"] == decode.url
+            assert explained["prefill"]["pick"]["url"] in (prefill.url, late.url)
+
+
+async def test_a_role_that_is_edited_leaves_the_request_in_flight_alone(tmp_path):
+    file = tmp_path / "proxy.toml"
+    async with engines(Prefill, Decode) as (prefill, decode):
+        put(file, FILE.format(prefill=prefill, decode=decode, role="decode"))
+        async with program("--config", file) as running:
+            await running.until("/ready", lambda told: told["status"] == "ready")
+            decode.gate = trio.Event()
+            body = {**PROMPT, "stream": True}
+            async with running.client.stream("POST", "/generate", json=body) as answer:
+                lines = answer.aiter_lines()
+                assert json.loads((await anext(lines)).removeprefix("data: "))["text"] == "0"
+                put(file, FILE.format(prefill=prefill, decode=decode, role="regular"))
+                told = await running.until("/workers", has_role(decode, "regular"))
+                assert record(told, decode)["in_flight"] == 1
+                decode.gate.set()
+                rest = [line async for line in lines if line.startswith("data: ")]
+            assert len(rest) == TOKENS
+            assert rest[-1] == "data: [DONE]"
+            await running.until("/workers", lambda told: not record(told, decode)["in_flight"])
