@@ -45,7 +45,7 @@ class Loaders(VersionEngines):
 
     def prefetch(self, url, body):
         if url in self.reads:
-            nbytes = self.folders[url].read_ahead(body, self.targets[url])
+            nbytes = self.folders[url].prefetch(body, self.targets[url])
             data = {"results": [{"stage": "t", "data": {"ahead_bytes": nbytes}}]}
             self.set_reply(url, PREFETCH_PATH, {"success": True, **data})
         else:

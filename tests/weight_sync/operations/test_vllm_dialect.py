@@ -215,7 +215,7 @@ async def test_an_engine_restarted_with_its_first_weights_gets_no_request(api, e
     api.operations._probe.probe_soon(api.worker(B), returned=True)
     await wait_all_tasks_blocked(0.05)
     assert uncertain_workers(api) == [B]
-    assert "came up with 'default'" in api.operations.journal.uncertain[B]
+    assert "returned with 'default'" in api.operations.journal.uncertain[B]
 
 
 # Without a session
