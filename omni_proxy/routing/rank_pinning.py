@@ -14,19 +14,28 @@ from typing import Final
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.json_splice import find_members, splice_parts
-from omni_proxy.routing.inspect.large_json import JsonMember
+from omni_proxy.routing.inspect.large_json import JsonMember, key_text
 from omni_proxy.routing.inspect.requirements import ANY_RANK, Requirements
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RANK_HINT
 
 BODY_KEY: Final = "routed_dp_rank"
 OLD_BODY_KEY: Final = "data_parallel_rank"  # of earlier SGLang versions
-COMMON_PART: Final = b"_rank"  # of both: a body without it has neither
+# A body without these has neither key: a part of both, and the beginning of an escaped ASCII letter.
+_COMMON_PART: Final = b"_rank"
+_ESCAPE: Final = b"\\u00"
 # SGLang ignores the header on these routes.
 BODY_ONLY_PATHS: Final = frozenset(("/generate",))
+_KEYS: Final = (BODY_KEY, OLD_BODY_KEY)
 _HIGHEST: Final = 1 << 31
+_MAX_DIGITS: Final = len(str(_HIGHEST))
 # In the place of all members of a large body: one more key comes before some others.
 _SOME_MEMBER: Final = (JsonMember(b"", 0, 0, 0),)
+
+
+def may_name_rank(body: bytes) -> bool:
+    """Whether the body may have one of the keys; cheap."""
+    return _COMMON_PART in body or _ESCAPE in body
 
 
 def pin_to_rank(need: Requirements, hints: Mapping[bytes, bytes], body: bytes) -> None:
@@ -54,19 +63,20 @@ def _chosen(
         yield "the header X-data-parallel-rank", hints[RANK_HINT]
     if need.large_body_class:
         yield from need.ranks_in_large_body
-    elif need.body_fields is not None and COMMON_PART in body:
+    elif need.body_fields is not None and may_name_rank(body):
         yield from _in_body(body)
 
 
 def _in_body(body: bytes) -> Iterable[tuple[str, bytes]]:
-    found: set[bytes] = set()
+    found: set[str] = set()
     for member in find_members(body, _start(body)):
-        if member.name in (BODY_KEY.encode(), OLD_BODY_KEY.encode()):
-            if member.name in found:
-                message = f"the key {member.name.decode()!r} is in the body twice"
+        name = key_text(member.name)
+        if name in _KEYS:
+            if name in found:
+                message = f"the key {name!r} is in the body twice"
                 raise HttpError(400, message, "duplicate_key")
-            found.add(member.name)
-            yield member.name.decode(), body[member.value_at : member.end]
+            found.add(name)
+            yield name, body[member.value_at : member.end]
 
 
 def _start(body: bytes) -> int:
@@ -76,7 +86,7 @@ def _start(body: bytes) -> int:
 def _rank(where: str, value: bytes) -> int:
     """Raises HttpError 400."""
     text = value.strip()
-    rank = int(text) if text.isdigit() else _HIGHEST
+    rank = int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else _HIGHEST
     if rank >= _HIGHEST:
         shown = text[:40].decode("latin-1")
         raise _bad(f"{where}: {shown!r} is no data-parallel rank, which is a number from 0 on")

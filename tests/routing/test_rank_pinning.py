@@ -99,6 +99,25 @@ def test_a_body_that_names_its_rank_is_not_changed(rank, where):
     assert body_for_rank("/generate", need, rank, text) == [text]
 
 
+@pytest.mark.parametrize("padding", [0, LARGE_BYTES])
+@pytest.mark.parametrize("spelled", [r"routed\u005fdp_rank", r"data_parallel_r\u0061nk"])
+def test_a_key_that_is_spelled_with_escapes_names_a_rank(spelled, padding):
+    text = f'{{"{spelled}": 5, "long": "{"a" * padding}"}}'.encode()
+    need = read(text)
+    pin_to_rank(need, {}, text)
+    assert (need.dp_rank, need.names_rank_in_body) == (5, True)
+    with pytest.raises(HttpError):
+        pin_to_rank(read(text), {RANK_HINT: b"3"}, text)
+
+
+@pytest.mark.parametrize("value", [b"9" * 5000, b"0" * 5000 + b"1"])
+def test_a_number_of_many_digits_is_no_rank(value):
+    for hints, text in (({RANK_HINT: value}, b"{}"), ({}, b'{"routed_dp_rank": %b}' % value)):
+        with pytest.raises(HttpError) as refused:
+            pin_to_rank(read(text), hints, text)
+        assert refused.value.status == 400
+
+
 def test_a_key_within_another_value_names_nothing():
     text = b'{"sampling_params": {"routed_dp_rank": 3}, "text": "\\"routed_dp_rank\\": 4"}'
     need = read(text)

@@ -12,7 +12,7 @@ import msgspec
 
 from omni_proxy.routing.inspect.body_fields import BodyFields, decode_body
 from omni_proxy.routing.inspect.requirements import has_json_body
-from omni_proxy.routing.rank_pinning import COMMON_PART
+from omni_proxy.routing.rank_pinning import may_name_rank
 from omni_proxy.routing.routes import (
     UNPINNED,
     ConfiguredRoutes,
@@ -49,7 +49,7 @@ class CachedRequest:
 
 def decode_unless_ranked(body: bytes) -> BodyFields:
     """As `decode_body`; also refuses, for the fast path alone, a body that may name a rank."""
-    if COMMON_PART in body:
+    if may_name_rank(body):
         raise HttpError(400, "it may name a data-parallel rank", "invalid_rank")
     return decode_body(body)
 

@@ -15,7 +15,12 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from omni_proxy.routing.inspect.large_json import PYTHON_SCALAR, JsonMember, walk_members
+from omni_proxy.routing.inspect.large_json import (
+    PYTHON_SCALAR,
+    JsonMember,
+    key_text,
+    walk_members,
+)
 from omni_proxy.wire.errors import HttpError
 
 # The JSON text of the new value; None to remove the key; for a nested object the changes within it,
@@ -206,17 +211,6 @@ def _edited(edits: Edits, members: Sequence[JsonMember]) -> dict[str, int]:
 def _given_twice(name: str) -> HttpError:
     message = f"the key {name!r} is in the body twice, so it is not clear what is meant"
     return HttpError(400, message, "duplicate_key")
-
-
-def key_text(spelled: bytes) -> str:
-    """The key that a member's `name` spells."""
-    text = spelled.decode("utf-8", "replace")
-    if "\\" not in text:
-        return text
-    try:
-        return str(json.loads(f'"{text}"'))
-    except ValueError:  # it was cut, and is none that is looked for
-        return text
 
 
 def _new_text(edit: Edit) -> bytes | None:

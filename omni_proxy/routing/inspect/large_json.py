@@ -8,6 +8,7 @@ with it, and between two `yield`s of the walk at most about `SLICE_BYTES` are sc
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Generator
 from itertools import accumulate
@@ -87,7 +88,7 @@ _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _QUOTE, _COMMA, _COLON, _OPEN, _CLOSE = b'",:{}'
 _NESTS: Final = b"[{"
-_FIELDS: Final = frozenset(name.encode() for name in LargeJsonFields.__struct_fields__)
+_FIELDS: Final = frozenset(LargeJsonFields.__struct_fields__)
 
 # Also what Python's reader takes beside JSON.
 PYTHON_SCALAR: Final = re.compile(STANDARD_SCALAR.pattern + rb"|(?:NaN|-?Infinity)(?=[\s,}]|\Z)")
@@ -105,15 +106,26 @@ class JsonMember(msgspec.Struct, frozen=True, gc=False):
     end: int
 
 
+def key_text(spelled: bytes) -> str:
+    """The key that a member's `name` spells."""
+    text = spelled.decode("utf-8", "replace")
+    if "\\" not in text:
+        return text
+    try:
+        return str(json.loads(f'"{text}"'))
+    except ValueError:  # it was cut, and is none that is looked for
+        return text
+
+
 def walk_large_json(body: bytes) -> Generator[None, None, LargeJsonFields]:
     """Raises HttpError 400 for anything but a JSON object."""
     values: dict[str, msgspec.Raw] = {}
     for member in walk_members(body):
         if member is None:
             yield
-        elif member.name in _FIELDS:
+        elif (name := key_text(member.name)) in _FIELDS:
             end = min(member.end, member.value_at + PREFIX_BYTES)
-            values[member.name.decode()] = msgspec.Raw(bytes(body[member.value_at : end]))
+            values[name] = msgspec.Raw(bytes(body[member.value_at : end]))
     return LargeJsonFields(**values)
 
 

@@ -15,8 +15,8 @@ from typing import Final, TypeAlias
 import msgspec
 
 from omni_proxy.routing.inspect.body_fields import form_values, invalid_json, read_elements
-from omni_proxy.routing.inspect.json_splice import find_members, key_text, object_at
-from omni_proxy.routing.inspect.large_json import JsonMember, walk_members
+from omni_proxy.routing.inspect.json_splice import find_members, object_at
+from omni_proxy.routing.inspect.large_json import JsonMember, key_text, walk_members
 from omni_proxy.routing.inspect.requirements import HeadFacts, has_json_body
 from omni_proxy.routing.routes import FORM, Route
 from omni_proxy.wire.errors import HttpError

@@ -70,6 +70,12 @@ def test_the_fields_on_top_are_those_that_a_reader_finds():
 
 
 @pytest.mark.usefixtures("slices")
+def test_a_name_may_be_spelled_with_escapes():
+    top, _ = walked(rb'{"m\u006fdel": "m", "routed\u005fdp_rank": 1}')
+    assert (bytes(top.model), bytes(top.routed_dp_rank)) == (b'"m"', b"1")
+
+
+@pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize(
     "body",
     [
