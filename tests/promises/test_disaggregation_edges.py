@@ -1,11 +1,13 @@
 """Two legs beside what else the proxy does for a request, and under load with failures."""
 
+import gc
 import json
 from random import Random
 
 import pytest
 import trio
 
+from omni_proxy.routing.inspect.json_splice import JsonText
 from tests.promises.clients import Truncated, post
 from tests.promises.disaggregated_engines import (
     KV_ERROR,
@@ -86,6 +88,43 @@ async def test_a_client_of_http_1_0_gets_the_stream(rid):
         assert received.count(b"data: {") == 3
         assert received.endswith(b"data: [DONE]\n\n")
         assert (b'"mine"' in received) == bool(rid)
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_nothing_is_lost_of_a_stream_that_ends_with_its_connection(version):
+    gate = trio.Event()
+    async with fleet_of("sglang") as (fleet, client):
+
+        async def closing(call):
+            rid = json.loads(call.body)["rid"].encode()
+            await call.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+            await call.send(b'data: {"id": "%b"}\n\n' % rid)
+            await gate.wait()
+            await call.send(b'data: {"id": "%b", "last": 1}\n' % rid)
+            call.close()
+            return True
+
+        fleet.decodes[0].fault = closing
+        body = b'{"text": "a", "stream": true, "rid": "mine"}'
+        await client.send(post(body, path="/generate").replace(b"1.1", version, 1))
+        received = await client.until(b'"mine"')
+        gate.set()
+        if version == b"1.0":
+            received += await client.until_closed()
+        else:
+            received += await client.until(b"0\r\n\r\n")
+        assert b'data: {"id": "mine", "last": 1}\n' in received
+
+
+async def test_the_body_is_not_kept_while_the_answer_streams():
+    async with fleet_of("nixl") as (fleet, client):
+        fleet.decodes[0].gate = trio.Event()
+        await client.send(post(b'{"messages": [], "stream": true, "x": "%b"}' % (b"a" * 100_000)))
+        await client.until(b'"0"')
+        assert not fleet.before.door.inflight.held_bytes
+        assert not [each for each in gc.get_objects() if isinstance(each, JsonText)]
+        fleet.decodes[0].gate.set()
+        await client.until(b"[DONE]")
 
 
 async def test_a_transfer_that_fails_once_is_tried_again_and_counted():

@@ -72,6 +72,7 @@ async def respond_in_two_legs(
         start = await driver.first_response()
         if start is None:
             return await respond_alone(io, exchange, head)
+        driver.release_body()
         release_body(io, exchange)
         driver.drop_body()
         worker = exchange.worker
@@ -142,6 +143,10 @@ class TwoLegDriver:
                     return answer
             else:
                 return start
+
+    def release_body(self) -> None:
+        """There is no other attempt; the response may last for hours."""
+        self._whole_body, self._json = b"", None
 
     async def _attempt(self, legs: TwoLegs) -> ResponseStart:
         """Raises PairFailed."""

@@ -206,7 +206,7 @@ async def _end_by_close(
     raised."""
     if response.framing is not CLOSE:
         raise UpstreamProtocolError("the worker closed before the answer's end")
-    await _send(io, framing.last if framing is not None else b"")
+    await _send(io, framing.last() if framing is not None else b"")
 
 
 async def _send(io: ExchangeIO, chunk: bytes) -> None:
@@ -347,12 +347,17 @@ def encode_head(
 
 
 class BodyFraming:
-    """How chunks of a body are changed for a client that can't read the worker's framing."""
+    """How chunks of a body are changed for a client that can't read the worker's framing. `last`:
+    what is still to be sent at the end of a body that ends with its connection."""
 
     __slots__ = ("last", "self_delimiting", "wrap")
 
     def __init__(
-        self, wrap: Callable[[bytes], bytes], last: bytes, *, self_delimiting: bool
+        self,
+        wrap: Callable[[bytes], bytes],
+        last: Callable[[], bytes] = bytes,
+        *,
+        self_delimiting: bool,
     ) -> None:
         self.wrap = wrap
         self.last = last
@@ -367,12 +372,12 @@ def new_framing(start: ResponseStart, head: RequestHead, *, begun: bool) -> Body
     if start.bodiless and not begun:
         return None
     if response.framing is CHUNKED:
-        return BodyFraming(Unchunker().feed, b"", self_delimiting=False) if head.http_1_0 else None
+        return BodyFraming(Unchunker().feed, self_delimiting=False) if head.http_1_0 else None
     if head.http_1_0:
-        return BodyFraming(bytes, b"", self_delimiting=False)
+        return BodyFraming(bytes, self_delimiting=False)
     if response.framing is LENGTH:
-        return BodyFraming(lambda chunk: _as_last_chunk(chunk, response), b"", self_delimiting=True)
-    return BodyFraming(encode_chunk, LAST_CHUNK, self_delimiting=True)
+        return BodyFraming(lambda chunk: _as_last_chunk(chunk, response), self_delimiting=True)
+    return BodyFraming(encode_chunk, lambda: LAST_CHUNK, self_delimiting=True)
 
 
 class StreamRewriter(Protocol):
@@ -404,9 +409,13 @@ def _rewriting(start: RewrittenResponse, head: RequestHead) -> BodyFraming:
         framed = encode_chunk(payload) if payload else b""
         return framed + LAST_CHUNK if response.whole else framed
 
+    def last_chunk() -> bytes:
+        rest = rewriter.finish()
+        return encode_chunk(rest) + LAST_CHUNK if rest else LAST_CHUNK
+
     if head.http_1_0:
-        return BodyFraming(rewrite, b"", self_delimiting=False)
-    return BodyFraming(rewrite_chunk, LAST_CHUNK, self_delimiting=True)
+        return BodyFraming(rewrite, rewriter.finish, self_delimiting=False)
+    return BodyFraming(rewrite_chunk, last_chunk, self_delimiting=True)
 
 
 def _as_last_chunk(chunk: bytes, response: UpstreamResponse) -> bytes:

@@ -58,7 +58,7 @@ class ResponseWatch:
             scanner.scan(piece)
             return wrap(piece)
 
-        last = b"" if framing is None else framing.last
+        last = bytes if framing is None else framing.last
         delimits = framing is None or framing.self_delimiting
         return BodyFraming(read_and_wrap, last, self_delimiting=delimits)
 
