@@ -21,7 +21,7 @@ from omni_proxy.wire.request import RANK_HINT
 
 BODY_KEY: Final = "routed_dp_rank"
 OLD_BODY_KEY: Final = "data_parallel_rank"  # of earlier SGLang versions
-# A body without these has neither key: a part of both, and the beginning of an escaped ASCII letter.
+# A body without these has neither key: a part of both, and how an escaped ASCII letter begins.
 _COMMON_PART: Final = b"_rank"
 _ESCAPE: Final = b"\\u00"
 # SGLang ignores the header on these routes.

@@ -18,6 +18,7 @@ import msgspec
 from omni_proxy.routing.inspect.body_fields import is_list, is_truthy, read_elements, read_value
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText
 from omni_proxy.routing.policies.policy import RandomBelow
+from omni_proxy.wire.errors import HttpError
 
 ROOMS: Final = 2**63  # rooms are 0 to ROOMS - 1
 RID_BITS: Final = 128
@@ -25,6 +26,7 @@ RID_CHARS: Final = RID_BITS // 4
 # Keys whose list of prompts makes a batch, by path; a list of numbers is one prompt.
 _BATCH_KEYS: Final = {"/generate": ("input_ids", "text"), "/v1/completions": ("prompt",)}
 _CHAT: Final = "/v1/chat/completions"
+MAX_CHOICES: Final = 16384  # of a chat; each makes the lists of both bodies longer
 
 
 class SglangLegs(msgspec.Struct, frozen=True):
@@ -40,7 +42,8 @@ class SglangLegs(msgspec.Struct, frozen=True):
 
 
 def batch_size(path: str, body: JsonText) -> int | None:
-    """How many prompts, or choices of a chat, the request has; None if it is no batch."""
+    """How many prompts, or choices of a chat, the request has; None if it is no batch. Raises
+    HttpError 400."""
     for key in _BATCH_KEYS.get(path, ()):
         text = body.value(key)
         prompts = read_elements(msgspec.Raw(text)) if text.startswith(b"[") else ()
@@ -48,7 +51,12 @@ def batch_size(path: str, body: JsonText) -> int | None:
             return len(prompts)
     text = body.value("n") if path == _CHAT else b""
     choices = read_value(msgspec.Raw(text)) if text else None
-    return choices if isinstance(choices, int) and choices > 1 else None
+    if not isinstance(choices, int) or choices <= 1:
+        return None
+    if choices > MAX_CHOICES:
+        message = f"n is {choices}; a chat has at most {MAX_CHOICES} choices"
+        raise HttpError(400, message, "invalid_request")
+    return choices
 
 
 def _is_number(raw: msgspec.Raw) -> bool:
@@ -59,7 +67,7 @@ def sglang_legs(
     path: str, body: JsonText, prefill_url: str, port: int | None, random_below: RandomBelow
 ) -> SglangLegs:
     """`port`: of the prefill engine's bootstrap server, None while unknown. Raises HttpError 400
-    for a key that is there twice."""
+    for a key that is there twice, and as `batch_size`."""
     size = batch_size(path, body)
     host, rid = bootstrap_host(prefill_url), f"{random_below(2**RID_BITS):0{RID_CHARS}x}"
     hosts, ports = _json_text(host), b"null" if port is None else b"%d" % port

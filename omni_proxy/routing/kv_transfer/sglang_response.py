@@ -28,6 +28,7 @@ LOGPROBS: Final = "input_token_logprobs"
 META: Final = "meta_info"
 MAX_EVENT_BYTES: Final = 64 * 1024 * 1024
 _BLANK_LINE: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_BLANK_BYTES: Final = 4
 _DATA: Final = re.compile(rb"(?m)^(data: ?)(\{.*\})\r?$")
 
 Logprobs = Mapping[int, bytes]  # by the prompt's number: the elements of its list as JSON
@@ -68,7 +69,7 @@ class ResponseRewriter:
     def __init__(self, ids: ClientIds | None, logprobs: Logprobs) -> None:
         self._ids = ids
         self._logprobs = logprobs
-        self._rest = b""
+        self._rest = bytearray()
 
     def rewrite_body(self, body: bytes) -> bytes:
         """A whole answer that is no stream: an object, or a list of them for a batch."""
@@ -79,18 +80,22 @@ class ResponseRewriter:
     def feed(self, payload: bytes) -> bytes:
         """The events that are complete with this piece of a stream. Raises
         UpstreamProtocolError past `MAX_EVENT_BYTES` without the end of an event."""
-        self._rest += payload
-        ends = [found.end() for found in _BLANK_LINE.finditer(self._rest)]
-        if not ends:
-            if len(self._rest) > MAX_EVENT_BYTES:
+        rest = self._rest
+        start = max(0, len(rest) - _BLANK_BYTES + 1)  # what is before has no end of an event
+        rest += payload
+        end = max((found.end() for found in _BLANK_LINE.finditer(rest, start)), default=0)
+        if not end:
+            if len(rest) > MAX_EVENT_BYTES:
                 raise UpstreamProtocolError(f"an event of more than {MAX_EVENT_BYTES} bytes")
             return b""
-        events, self._rest = self._rest[: ends[-1]], self._rest[ends[-1] :]
+        events = bytes(rest[:end])
+        del rest[:end]
         return self._rewrite_events(events)
 
     def finish(self) -> bytes:
         """What came behind the last complete event, at the end of the stream."""
-        rest, self._rest = self._rest, b""
+        rest = bytes(self._rest)
+        self._rest.clear()
         return self._rewrite_events(rest)
 
     def _rewrite_events(self, events: bytes) -> bytes:

@@ -18,7 +18,9 @@ MARKS: Final = (
     "nixl", "mooncake", "remote_block_ids", "prefill instance", "decode instance",
 )  # fmt: skip
 _MARKS: Final = re.compile(b"|".join(re.escape(mark.encode()) for mark in MARKS), re.IGNORECASE)
-_ERROR_EVENT: Final = re.compile(rb'^data: ?\{.{0,400}?"error"', re.MULTILINE | re.DOTALL)
+_ERROR_EVENT: Final = re.compile(
+    rb'^data: ?\{.{0,400}?"error" *+: *+(?!null)', re.MULTILINE | re.DOTALL
+)
 
 
 def names_transfer(status: int, body: bytes) -> bool:

@@ -122,6 +122,7 @@ def test_an_error_of_the_transfer_names_it(status, body, transfer):
         (b'data: {"error": {"message": "KVTransferError"}}\n\n', True),
         (b'data: {"text": "a story of a bootstrap"}\n\n', False),
         (b'data: {"error": {"message": "out of memory"}}\n\n', False),
+        (b'data: {"error": null, "text": "the bootstrap of a compiler"}\n\n', False),
     ],
 )
 def test_an_error_event_of_the_transfer_names_it(events, transfer):

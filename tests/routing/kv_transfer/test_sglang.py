@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 
 from omni_proxy.routing.inspect.json_splice import JsonText
 from omni_proxy.routing.kv_transfer.sglang import (
+    MAX_CHOICES,
     abort_body,
     batch_size,
     bootstrap_host,
     sglang_legs,
 )
+from omni_proxy.wire.errors import HttpError
 
 GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
 SPLICED = {"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"}
@@ -121,3 +123,11 @@ def test_the_bootstrap_host_is_that_of_the_workers_url(url, host):
 
 def test_an_abort_names_the_id():
     assert json.loads(abort_body("ab")) == {"rid": "ab"}
+
+
+def test_a_chat_with_more_choices_than_any_engine_makes_is_refused():
+    legs = sglang_legs(CHAT, text_of({"n": MAX_CHOICES}), "http://a:1", 1, Random(1).randrange)
+    assert len(json.loads(legs.decode["bootstrap_room"])) == MAX_CHOICES
+    with pytest.raises(HttpError) as refused:
+        batch_size(CHAT, text_of({"n": 10**12}))
+    assert refused.value.status == 400
