@@ -6,6 +6,7 @@ and nothing was changed. While it has not ended no other operation changes weigh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from uuid import uuid4
@@ -206,7 +207,7 @@ class RolloutService:
                 "with POST /continue_generation first"
             )
             raise HttpError(409, message, "workers_paused", detail=message, workers=paused)
-        return workers
+        return spread_roles(workers)
 
     async def _describe(
         self, workers: Sequence[Worker], version: StoredVersion | None
@@ -250,3 +251,15 @@ class RolloutService:
                 "another label for the new weights"
             )
             raise HttpError(409, message, "label_in_use", detail=message, workers=holders)
+
+
+def spread_roles(workers: Sequence[Worker]) -> list[Worker]:
+    """In an order in which each part has of each role its share. Only workers with the same weights
+    pair: if all prefill workers came first, no decode worker would have a partner meanwhile."""
+    counts = Counter(worker.role for worker in workers)
+    places: Counter[str] = Counter()
+    shares = []
+    for worker in workers:
+        shares.append(((places[worker.role] + 0.5) / counts[worker.role], worker))
+        places[worker.role] += 1
+    return [worker for _, worker in sorted(shares, key=lambda each: each[0])]

@@ -6,10 +6,13 @@ import httpx
 import pytest
 
 from omni_proxy.config.schema import WeightSyncConfig
+from omni_proxy.routing.disaggregation.partners import can_serve
 from omni_proxy.weight_sync.operations.weight_operations import RESOLVE
 from omni_proxy.weight_sync.rollout.request import parse_rollout
-from omni_proxy.weight_sync.rollout.service import RolloutCall
+from omni_proxy.weight_sync.rollout.service import RolloutCall, spread_roles
 from tests.admin_api.api_fixture import A, B, build_api, entry
+from tests.fleet.entries import entry as worker_entry
+from tests.fleet.entries import fleet_of
 from tests.weight_sync.operation_fixture import (
     PAUSE,
     UPDATE,
@@ -315,3 +318,25 @@ async def test_a_vllm_worker_whose_weights_a_trainer_sent_is_refused(vllm):
 
 def test_resolve_is_no_update_for_a_rollout():
     assert not RESOLVE.labels
+
+
+def test_a_rollout_takes_prefill_and_decode_workers_by_turns():
+    def order(*roles):
+        fleet = fleet_of(*(worker_entry(f"w{n}", role=role) for n, role in enumerate(roles)))
+        return [worker.role[0] for worker in spread_roles(fleet.workers)]
+
+    assert order("prefill", "prefill", "decode", "decode") == ["p", "d", "p", "d"]
+    assert order(*["prefill"] * 2, *["decode"] * 6) == ["d", "p", "d", "d", "d", "p", "d", "d"]
+    assert order("regular", "regular", "regular") == ["r", "r", "r"]
+
+
+def test_a_fleet_with_two_pairs_has_a_pair_at_each_moment_of_a_rollout():
+    fleet = fleet_of(
+        *(worker_entry(f"p{n}", role="prefill") for n in range(2)),
+        *(worker_entry(f"d{n}", role="decode") for n in range(2)),
+    )
+    for worker in spread_roles(fleet.workers):
+        others = [each for each in fleet.workers if each is not worker]
+        assert can_serve(others, fallback=False)
+        fleet.set_version(worker, "v2", 2)
+        assert can_serve(fleet.workers, fallback=False)
