@@ -4,6 +4,7 @@ word, and in a file that is edited."""
 import json
 from contextlib import asynccontextmanager
 
+import pytest
 import trio
 
 from tests.promises.disaggregated_engines import TOKENS, Rooms, SglangDecode, SglangPrefill
@@ -14,6 +15,7 @@ PROMPT = {"text": "a prompt", "sampling_params": {"temperature": 0}}
 FILE = """\
 [server]
 port = 0
+processes = {processes}
 state_file = "off"
 [health]
 interval_secs = 0.2
@@ -86,10 +88,12 @@ async def test_workers_of_the_flags_serve_and_another_one_joins_by_its_own_word(
             assert explained["prefill"]["pick"]["url"] in (prefill.url, late.url)
 
 
-async def test_a_role_that_is_edited_leaves_the_request_in_flight_alone(tmp_path):
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_a_role_that_is_edited_leaves_the_request_in_flight_alone(tmp_path, processes):
     file = tmp_path / "proxy.toml"
     async with engines(Prefill, Decode) as (prefill, decode):
-        put(file, FILE.format(prefill=prefill, decode=decode, role="decode"))
+        made = {"prefill": prefill, "decode": decode, "processes": processes}
+        put(file, FILE.format(**made, role="decode"))
         async with program("--config", file) as running:
             await running.until("/ready", lambda told: told["status"] == "ready")
             decode.gate = trio.Event()
@@ -97,7 +101,7 @@ async def test_a_role_that_is_edited_leaves_the_request_in_flight_alone(tmp_path
             async with running.client.stream("POST", "/generate", json=body) as answer:
                 lines = answer.aiter_lines()
                 assert json.loads((await anext(lines)).removeprefix("data: "))["text"] == "0"
-                put(file, FILE.format(prefill=prefill, decode=decode, role="regular"))
+                put(file, FILE.format(**made, role="regular"))
                 told = await running.until("/workers", has_role(decode, "regular"))
                 assert record(told, decode)["in_flight"] == 1
                 decode.gate.set()
