@@ -113,10 +113,11 @@ async def fresh(*replicas) -> None:
 def first_leg(body) -> dict:
     """A body as a router sends it to a NIXL prefill worker."""
     wanted = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+    one = {"max_tokens": 1, "min_tokens": 1}  # as vllm-router sends it
     if "sampling_params" in body and "token_ids" in body:
-        return body | wanted | {"sampling_params": body["sampling_params"] | {"max_tokens": 1}}
-    limit = "max_output_tokens" if "input" in body else "max_tokens"
-    return body | wanted | {limit: 1, "stream": False}
+        return body | wanted | {"sampling_params": body["sampling_params"] | one}
+    limits = {"max_output_tokens": 1} if "input" in body else one
+    return body | wanted | limits | {"stream": False}
 
 
 async def kept(prefill, path="/v1/chat/completions", body=CHAT, **kwargs) -> dict:

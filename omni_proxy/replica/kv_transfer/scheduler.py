@@ -80,7 +80,8 @@ class TransferScheduler(TextScheduler):
         super().__init__(stage_name, *parts)
         self._transfers = transfers
         self._generation = 0  # of the weights
-        self._digest = ""  # of the weights; "" until it is needed
+        # Of the weights: now, since it takes a while, and after a change when it is needed.
+        self._digest = weights_digest(self.worker)
         self._pending: list[Prompt] = []  # came while the weights were being changed
         self._specs: dict[str, TransferSpec] = {}  # of requests whose transfer has begun
         self._ready: set[str] = set()  # may join the queue: decode has connected, or the KV is here

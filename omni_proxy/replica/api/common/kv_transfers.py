@@ -19,6 +19,7 @@ from omni_proxy.replica.pipeline.requests import CompletionResult, GenerateReque
 if TYPE_CHECKING:
     from omni_proxy.replica.api.route_context import RouteContext
 
+LEAST_FIELDS = ("min_tokens", "min_completion_tokens")
 RELEASE_SECS = 10.0
 REQUEST_ID_HEADER = "X-Request-Id"
 
@@ -42,6 +43,14 @@ def with_transfers(
         else replace(each, extra_params={**each.extra_params, "kv_transfer": to_params(spec)})
         for each, spec in zip(requests, specs, strict=True)
     ]
+
+
+def leg_fields(context: RouteContext, given: dict[str, Any]) -> dict[str, Any]:
+    """A body's fields without what a prefill leg has no use for: vLLM's router asks every one for
+    a token at least, and the answer is decode's."""
+    if context.transfer.role != "prefill":
+        return given
+    return {name: value for name, value in given.items() if name not in LEAST_FIELDS}
 
 
 def transfer_answer(results: Iterable[CompletionResult]) -> dict[str, Any]:

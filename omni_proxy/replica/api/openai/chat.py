@@ -24,7 +24,12 @@ from quart import Response
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, json_response
-from omni_proxy.replica.api.common.kv_transfers import given_id, transfer_answer, with_transfers
+from omni_proxy.replica.api.common.kv_transfers import (
+    given_id,
+    leg_fields,
+    transfer_answer,
+    with_transfers,
+)
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate, value_error
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
@@ -252,7 +257,7 @@ class ChatRoutes:
         body = validate(ChatBody, given)
         if not (body.messages or body.audios or body.images or body.videos):
             raise value_error("messages must not be empty", given)
-        check_supported_fields(given)
+        check_supported_fields(leg_fields(self._context, given))
         check_no_tools(given)
         count = parse_choice_count(body.n)
         top_logprobs = parse_top_logprobs(body.logprobs, body.top_logprobs)

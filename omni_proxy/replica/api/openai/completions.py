@@ -20,7 +20,12 @@ from omni_proxy.replica.api.common.errors import (
     json_response,
     to_openai_error,
 )
-from omni_proxy.replica.api.common.kv_transfers import given_id, transfer_answer, with_transfers
+from omni_proxy.replica.api.common.kv_transfers import (
+    given_id,
+    leg_fields,
+    transfer_answer,
+    with_transfers,
+)
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
 from omni_proxy.replica.api.openai.chat import truncate_at_stop
@@ -74,7 +79,7 @@ class CompletionRoutes:
             given = await json_body()
             body = validate(CompletionBody, given)
             _check_supported(body)
-            check_supported_fields(given)
+            check_supported_fields(leg_fields(self._context, given))
             check_biases(body, self._context)
             prompts, _ = parse_prompts(body.prompt, "prompt")
             schema = await response_schema(self._context, body.response_format)

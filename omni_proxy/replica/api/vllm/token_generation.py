@@ -17,7 +17,7 @@ from quart import Response, request
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, json_response
-from omni_proxy.replica.api.common.kv_transfers import transfer_answer, with_transfers
+from omni_proxy.replica.api.common.kv_transfers import leg_fields, transfer_answer, with_transfers
 from omni_proxy.replica.api.common.lenient_decode import json_body, problem, validate
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
 from omni_proxy.replica.api.openai.logprobs import MAX_TOP_LOGPROBS, require_logprobs
@@ -95,7 +95,7 @@ class TokenRoutes:
         if not body.token_ids:
             text = "List should have at least 1 item after validation, not 0"
             raise invalid([problem("too_short", ("body", "token_ids"), text, [])])
-        check_supported_fields(given["sampling_params"])
+        check_supported_fields(leg_fields(self._context, given["sampling_params"]))
         for name in ("features", "content_parts"):
             if getattr(body, name):
                 raise VllmError(400, f"{name} is not supported: the model reads tokens", param=name)
