@@ -168,7 +168,7 @@ async def test_under_load_with_failures_nothing_is_left_behind(connector, seed):
         async with trio.open_nursery() as nursery:
             for number in range(60):
                 nursery.start_soon(one, number)
-        await eventually(lambda: not fleet.held and fleet.before.wait_until_idle())
+        await eventually(fleet.before.wait_until_idle)
         assert fleet.before.door.inflight.held_bytes == 0
         assert answers.count(200) > len(answers) / 2
         await eventually(lambda: not fleet.before.door.loop.side_tasks)

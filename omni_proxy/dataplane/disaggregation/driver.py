@@ -23,6 +23,7 @@ from omni_proxy.dataplane.disaggregation.prefill_leg import (
     PairFailed,
     PrefillLeg,
     failure_of_response,
+    ignore_end,
 )
 from omni_proxy.dataplane.disaggregation.side_task import (
     AnswerCut,
@@ -275,7 +276,7 @@ class TwoLegDriver:
         names_rank = self._io.services.fleet.has_ranks and RANK_HINT in self._head.hints
         dropped = _ENCODINGS | RANK_FIELD if names_rank else _ENCODINGS
         lines = self._lines(legs)
-        if names_rank or _names_encoding(lines):
+        if names_rank or (keeps and _names_encoding(lines)):
             lines = drop_fields(lines, dropped)
         head = msgspec.structs.replace(self._head, lines=lines)
         leg = self._leg = PrefillLeg(self._io, legs, head, body, keeps=keeps)
@@ -303,11 +304,11 @@ class TwoLegDriver:
             raise leg.failure
         edits = self._for_rank(edits, exchange.rank)
         exchange.body = self._body_for(edits)
-        lines = self._lines(legs)
-        head = msgspec.structs.replace(
-            self._head,
-            lines=drop_fields(lines, _ENCODINGS) if is_read and _names_encoding(lines) else lines,
-        )
+        head, lines = self._head, self._lines(legs)
+        if is_read and _names_encoding(lines):
+            lines = drop_fields(lines, _ENCODINGS)
+        if lines is not head.lines:
+            head = msgspec.structs.replace(head, lines=lines)
         self._open_to, self._asked = leg, worker
         try:
             start = await run_attempt(
@@ -456,6 +457,9 @@ class TwoLegDriver:
         """The exchange is over: a leg that still runs is of use only if the response is whole."""
         if self._exchange.outcome != "completed":
             self._stop()
+        if self._leg is not None:  # no cycle is left for the collector
+            self._leg.on_end = ignore_end
+            self._leg = None
 
 
 def _names_encoding(lines: bytes) -> bool:

@@ -87,7 +87,7 @@ class PrefillLeg(SideTask):
         self.failure: PairFailed | None = None
         self.kept = b""
         self.is_stream = False
-        self.on_end: Callable[[PrefillLeg], None] = _nothing
+        self.on_end: Callable[[PrefillLeg], None] = ignore_end
         self.deadline = io.deadline
         self._head = head
         self._keeps = keeps
@@ -175,6 +175,7 @@ class PrefillLeg(SideTask):
         services.balancer.release(exchange, worker, SUCCEEDED if succeeded else FAILED)
         services.queue.serve()
         self.on_end(self)
+        self.on_end = ignore_end
 
     def _report(self, failure: PairFailed) -> None:
         services = self.services
@@ -186,5 +187,5 @@ class PrefillLeg(SideTask):
             report_failure(services.fleet, self.exchange, self.worker, str(failure), failure.status)
 
 
-def _nothing(_: PrefillLeg) -> None:
+def ignore_end(_: PrefillLeg) -> None:
     """Nobody is to be told."""
