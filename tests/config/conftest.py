@@ -39,7 +39,7 @@ SPELLED = {
         st.builds(
             ModelAlias,
             name=NAMES,
-            targets=NAMES.map(lambda model: (AliasTarget(model=model, weight=2),)),
+            targets=NAMES.map(lambda model: (AliasTarget(model=f"M-{model}", weight=2),)),
             rewrite=st.booleans(),
         ),
         unique_by=lambda alias: alias.name,

@@ -125,7 +125,8 @@ def pick_placement(
     try:
         return Placement(pick_worker(fleet, need, policies.regular, tried, owner))
     except HttpError as error:
-        if need.legs is NO_LEGS or error.code not in ("no_regular_worker", "model_not_found"):
+        pools = need.legs is not NO_LEGS and fleet.has_pools
+        if not pools or error.code not in ("no_regular_worker", "model_not_found"):
             raise
         raise no_pair_error(fleet, need, owner) from None
 
