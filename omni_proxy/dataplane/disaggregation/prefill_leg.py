@@ -164,7 +164,7 @@ class PrefillLeg(SideTask):
             exchange.end("upstream_error", "worker", str(failure))
             self._report(failure)
         elif self._cancelled:
-            exchange.end("cancelled", "proxy")
+            exchange.end("cut_by_proxy", "proxy")
         else:
             exchange.end("completed", "")
             if services.recorders.meters is not None:
