@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from tests.promises.clients import post
-from tests.promises.disaggregated_engines import eventually, fleet_of
+from tests.promises.disaggregated_engines import KV_ERROR, eventually, failing, fleet_of
 
 CHAT = {"messages": [], "model": "m", "max_tokens": 7, "stream_options": {"a": 1}, "min_tokens": 2}
 REMOTE_DECODE = {
@@ -110,6 +110,29 @@ async def test_a_restarted_mooncake_engine_is_asked_for_its_id_again():
         params = fleet.decodes[0].bodies[1]["kv_transfer_params"]
         assert params["remote_engine_id"] == "engine-2"
         assert fleet.prefills[0].queries == 2
+
+
+async def test_a_mooncake_engine_whose_id_decode_does_not_know_is_asked_for_it_again():
+    """Engines do not say that they have restarted."""
+    async with fleet_of("mooncake") as (fleet, client):
+        (prefill,), (decode,) = fleet.prefills, fleet.decodes
+
+        async def refuse_old(call):
+            params = json.loads(call.body).get("kv_transfer_params")
+            is_old = params is not None and params["remote_engine_id"] != prefill.engine_id
+            return is_old and await failing("500 Internal Server Error", KV_ERROR)(call)
+
+        decode.fault = refuse_old
+        for _ in range(2):
+            await client.send(ask(CHAT))
+            assert (await client.answer()).status == 200
+        prefill.engine_id = "engine-2"
+        for _ in range(2):
+            await client.send(ask(CHAT))
+            assert (await client.answer()).status == 200
+        assert prefill.queries == 2
+        assert len(decode.bodies) == 5  # one of them was refused
+        assert fleet.failures() == {}
 
 
 async def test_a_bootstrap_server_that_fails_counts_as_a_failed_prefill_worker():

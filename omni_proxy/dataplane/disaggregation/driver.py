@@ -444,8 +444,8 @@ class TwoLegDriver:
         leg, self._leg, self._transfer_due = self._leg, None, 0.0
         if leg is not None:
             leg.cancel()
-            if leg.failure is not None:
-                services.engine_ids.forget(leg.worker)
+            # Its engine may have restarted, which only the decode engine notices.
+            services.engine_ids.forget(leg.worker)
             if not leg.is_answered:
                 abort_at(services, leg.worker, rid)
         asked, self._asked = self._asked, None
