@@ -1,8 +1,7 @@
 """What a request in two legs costs beside a plain one, and beside a router that does the same.
 
 The workers answer at once, so that only the proxies' own work is measured; half of them are prefill
-workers. A NIXL prefill worker of the bench answers without a reference, which costs the same but
-for the copy of that object.
+workers, which name a KV cache where they are asked for one.
 """
 
 from dataclasses import replace
@@ -10,7 +9,7 @@ from dataclasses import replace
 from tools.bench.peers import VERSIONS, borrowed
 from tools.bench.proxies import ROUTER_WORDS, Place, Side, free_port, reconfigured
 
-CONNECTORS = ("sglang", "nixl")
+CONNECTORS = ("sglang", "nixl", "mooncake")
 GOAL = 2.2  # times the CPU of a plain request
 ROUTER = "sglang-router"
 
@@ -25,10 +24,18 @@ def _roles(config: str, connector: str) -> str:
     half = len(workers) // 2
     entries = [
         f'[[workers]]\nrole = "{"prefill" if number < half else "decode"}"\n'
-        f'kv_connector = "{connector}"\n{worker}'
+        f'kv_connector = "{connector}"\n{_bootstrap(worker, connector, number < half)}{worker}'
         for number, worker in enumerate(workers)
     ]
     return head + "".join(entries)
+
+
+def _bootstrap(worker: str, connector: str, is_prefill: bool) -> str:
+    """The worker itself answers what Mooncake's bootstrap server is asked."""
+    if connector != "mooncake" or not is_prefill:
+        return ""
+    port = worker.partition('"\n')[0].rpartition(":")[2]
+    return f"bootstrap_port = {port}\n"
 
 
 def router_in_two_legs() -> Side:

@@ -3,8 +3,9 @@
  *   worker PORTS        listens on that many free ports, prints them on one line, ends with its stdin
  *
  * A POST says in its body what it wants, "#bench NAME EVENTS GAP_MS#": routers that write bodies anew
- * and drop unknown keys and headers keep the text of a message. EVENTS 0: ~350 bytes of JSON. Else SSE,
- * one chunk per event, each with its number and its birth. All repeat NAME, so that the load generator
+ * and drop unknown keys and headers keep the text of a message. EVENTS 0: ~350 bytes of JSON, with
+ * kv_transfer_params where vLLM's NIXL protocol asks for them. Else SSE, one chunk per event, each with
+ * its number and its birth. GET /query is answered as Mooncake's bootstrap server does. All repeat NAME, so that the load generator
  * sees answers that were mixed up.
  * One timer ticks each millisecond for all streams (a timer per stream costs 25 us an event in a
  * virtual machine), so at most what is due in one millisecond leaves together. Events that are late
@@ -165,14 +166,15 @@ static long header(const char *head, const char *name, long absent)
 
 static void respond(struct conn *conn, const char *head, const char *body)
 {
-    char text[512];
-    const char *order;
+    char text[1024];
+    const char *order, *params = "";
     long events, gap_ms;
     if (!strncmp(head, "GET /health ", 12)) { answer(conn, "200 OK", "{\"status\":\"healthy\"}"); return; }
     if (!strncmp(head, "GET /v1/models ", 15)) {
         answer(conn, "200 OK", "{\"object\":\"list\",\"data\":[{\"id\":\"bench\",\"object\":\"model\"}]}");
         return;
     }
+    if (!strncmp(head, "GET /query ", 11)) { answer(conn, "200 OK", "{\"0\":{\"engine_id\":\"bench\"}}"); return; }
     if (strncmp(head, "POST ", 5)) { answer(conn, "404 Not Found", "{\"detail\":\"Not Found\"}"); return; }
     order = strstr(body, "#bench ");
     if (!order || sscanf(order, "#bench %63[^ #] %ld %ld#", conn->asker, &events, &gap_ms) != 3
@@ -181,11 +183,15 @@ static void respond(struct conn *conn, const char *head, const char *body)
         return;
     }
     if (events) { start_stream(conn, events, gap_ms); return; }
+    if (strstr(body, "\"do_remote_decode\":true"))
+        params = ",\"kv_transfer_params\":{\"do_remote_prefill\":true,\"do_remote_decode\":false,"
+            "\"remote_block_ids\":[[1,2,3,4,5,6]],\"remote_engine_id\":\"bench\",\"remote_host\":\"127.0.0.1\","
+            "\"remote_port\":5600,\"tp_size\":1}";
     snprintf(text, sizeof text,
         "{\"id\":\"chatcmpl-%s\",\"object\":\"chat.completion\",\"created\":1760000000,\"model\":\"bench\","
         "\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"The fleet stands in line, "
         "each answer leaves as it came.\"},\"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":96,"
-        "\"completion_tokens\":14,\"total_tokens\":110}}", conn->asker);
+        "\"completion_tokens\":14,\"total_tokens\":110}%s}", conn->asker, params);
     answer(conn, "200 OK", text);
 }
 
