@@ -17,6 +17,7 @@ from tests.promises.disaggregated_engines import (
     once,
     resetting,
 )
+from tests.promises.fakes import counted
 
 CONNECTORS = ["sglang", "nixl", "mooncake"]
 STREAMED = post(b'{"messages": [], "stream": true}')
@@ -114,6 +115,25 @@ async def test_nothing_is_lost_of_a_stream_that_ends_with_its_connection(version
         else:
             received += await client.until(b"0\r\n\r\n")
         assert b'data: {"id": "mine", "last": 1}\n' in received
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prefill_is_freed_where_decode_answers_without_having_joined(stream):
+    config = "[routing.disaggregation]\ntransfer_timeout_secs = 0.1\n"
+    async with fleet_of("sglang", config=config) as (fleet, client):
+
+        async def answer_alone(call):
+            kind = "text/event-stream" if stream else "application/json"
+            await call.send(counted(b'data: {"error": "no"}\n\n', f"content-type: {kind}"))
+            return True
+
+        fleet.decodes[0].fault = answer_alone
+        await client.send(STREAMED if stream else post(b'{"messages": []}'))
+        assert (await client.answer()).status == 200
+        await eventually(lambda: fleet.prefills[0].bodies and not fleet.held)
+        await eventually(fleet.before.wait_until_idle)
+        assert set(fleet.prefills[0].aborts) == {fleet.prefills[0].bodies[0]["rid"]}
+        assert fleet.failures() == {}
 
 
 async def test_the_body_is_not_kept_while_the_answer_streams():

@@ -11,6 +11,7 @@ prefill.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -23,7 +24,6 @@ from omni_proxy.dataplane.disaggregation.prefill_leg import (
     PairFailed,
     PrefillLeg,
     failure_of_response,
-    ignore_end,
 )
 from omni_proxy.dataplane.disaggregation.side_task import (
     AnswerCut,
@@ -458,8 +458,16 @@ class TwoLegDriver:
         if self._exchange.outcome != "completed":
             self._stop()
         if self._leg is not None:  # no cycle is left for the collector
-            self._leg.on_end = ignore_end
+            legs = self._exchange.legs
+            self._leg.on_end = partial(_free_late_leg, legs.rid if legs is not None else "")
             self._leg = None
+
+
+def _free_late_leg(rid: str, leg: PrefillLeg) -> None:
+    """It has failed after the end of the response: its engine waits for a decode engine which has
+    never come, whatever that one answered."""
+    if not leg.is_answered:
+        abort_at(leg.services, leg.worker, rid)
 
 
 def _names_encoding(lines: bytes) -> bool:
