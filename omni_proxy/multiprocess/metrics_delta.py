@@ -89,8 +89,8 @@ class MetricsDelta(Metrics):
 class RecentDelta(RecentWindow):
     def window_deltas(self) -> list[WindowDelta]:
         second = self.current_second()
-        if not second.requests:
-            return []
+        if not second.requests and not any(slot.requests for slot in self.sums.values()):
+            return []  # of a prefill worker a leg may have ended without a request of the fleet's
         slots = [(WHOLE_PROCESS, second)]
         slots += [(_serial(worker), slot) for worker, slot in self.sums.items()]
         return [

@@ -245,9 +245,13 @@ class Metrics:
         """A request for an alias goes to this target; both are names of the configuration."""
         self.alias_targets[alias, target] += 1
 
-    def record_prefill(self, secs: float) -> None:
-        """A prefill leg ended well, after so long."""
-        self.legs["prefill"].observe(secs)
+    def record_prefill(self, exchange: Exchange, worker: Worker) -> None:
+        """A prefill leg ended well: it counts in the last minute of its worker, and not as a
+        request of the fleet's."""
+        self.legs["prefill"].observe(exchange.ended_at - exchange.started_at)
+        slot = self._recent.sums.setdefault(worker, WindowCounts())
+        slot.requests += 1
+        slot.firsts[bisect_left(FINE, exchange.response_head_at - exchange.started_at)] += 1
 
     def _count_legs(self, exchange: Exchange, legs: TwoLegs) -> None:
         self.transfer_failures += legs.transfer_failures

@@ -78,6 +78,22 @@ async def test_legs_fallbacks_and_failed_transfers_are_counted():
         assert found["omni_proxy_kv_transfer_failures_total"] == "0.0"
 
 
+async def test_prefill_workers_have_a_rate_and_latencies_but_the_fleet_counts_requests():
+    async with fleet_of("sglang") as (fleet, client):
+        window = RecentWindow()
+        meters = Metrics(fleet.before.fleet, window, fleet.before.door.loop.clock)
+        fleet.before.door.recorders.meters = meters
+        for _ in range(3):
+            await client.send(CHAT)
+            await client.answer()
+        await eventually(fleet.before.wait_until_idle)
+        for worker in fleet.before.fleet.workers:
+            seen = window.worker_window(worker, 1.0)
+            assert (seen.rate, seen.answers, seen.errors) == (3.0, 3, 0)
+            assert seen.first_p50_ms > 0
+        assert window.last_minute() == (3, 0)
+
+
 @pytest.mark.parametrize("rid", ["mine", "*"])
 async def test_an_abort_by_the_clients_own_rid_ends_both_legs(rid):
     async with fleet_of("sglang") as (fleet, client):

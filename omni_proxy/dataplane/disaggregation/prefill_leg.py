@@ -168,7 +168,7 @@ class PrefillLeg(SideTask):
         else:
             exchange.end("completed", "")
             if services.recorders.meters is not None:
-                services.recorders.meters.record_prefill(exchange.ended_at - exchange.started_at)
+                services.recorders.meters.record_prefill(exchange, worker)
             if worker.health.failed_requests:
                 services.fleet.observe_success(worker, exchange.half_open_id)
         succeeded = exchange.outcome == "completed"

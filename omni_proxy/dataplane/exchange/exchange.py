@@ -180,8 +180,8 @@ class RequestObserver(Protocol):
 
     def record(self, exchange: Exchange, worker: Worker | None) -> None: ...
 
-    def record_prefill(self, secs: float) -> None:
-        """A prefill leg ended well, after so long."""
+    def record_prefill(self, exchange: Exchange, worker: Worker) -> None:
+        """A prefill leg ended well."""
 
     def gap_histogram(self, exchange: Exchange) -> GapRecorder | None: ...
 
