@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
 from random import Random
 
 import trio
@@ -112,12 +113,13 @@ class LegEngine(FakeWorker):
             await self._abort(call)
             return
         self.raw.append(call.body)
-        self.bodies.append(json.loads(call.body))
+        body = json.loads(call.body)
+        self.bodies.append(body)
         self.heads.append(dict(call.fields))
         self.begun.set()
         if self.fault is not None and await self.fault(call):
             return
-        await self.generate(call, self.bodies[-1])
+        await self.generate(call, body)  # others may have come meanwhile
 
     async def generate(self, call: Call, body: dict) -> None:
         raise NotImplementedError
@@ -223,12 +225,13 @@ class NixlPrefill(LegEngine):
     def __init__(self, rooms: Rooms) -> None:
         super().__init__(rooms)
         self.leases: set[str] = set()
+        self._numbers = count(1)
         self.gives_params = True
 
     async def generate(self, call: Call, body: dict) -> None:
         reply: dict[str, object] = {"id": "p", "choices": []}
         if self.gives_params:
-            lease = f"block-{len(self.bodies)}"
+            lease = f"block-{next(self._numbers)}"
             self.leases.add(lease)
             reply["kv_transfer_params"] = {
                 "do_remote_prefill": True, "do_remote_decode": False,
@@ -298,7 +301,7 @@ class MooncakePrefill(LegEngine):
 
     async def generate(self, call: Call, body: dict) -> None:
         params = body["kv_transfer_params"]
-        rank = int(self.heads[-1].get("x-data-parallel-rank", 0))
+        rank = int(dict(call.fields).get("x-data-parallel-rank", 0))
         room = params["transfer_id"], (self.engine_ids or [self.engine_id])[rank]
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_when_left, call, nursery.cancel_scope)
