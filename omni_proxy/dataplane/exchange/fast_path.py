@@ -149,8 +149,9 @@ class FastPath:
             return False
         try:
             need = requirements_of_fields(cached.route, cached.decode(body))
-            if services.balancer.aliases is not None:
-                find_spans(services.balancer.aliases, need, cached.route, body, cached.head)
+            aliases = services.balancer.aliases
+            if aliases is not None:
+                find_spans(aliases, need, cached.route, body, cached.head)
             exchange = self._spare or self._new_exchange()
             exchange.recycle(io.loop.now)
             exchange.bytes_in = size
@@ -162,17 +163,18 @@ class FastPath:
             set_requirements(io, exchange, need, lines, body)
             exchange.policy = services.balancer.policy.name
             worker = services.balancer.acquire(exchange)
-            if need.alias is not None and need.alias.spans:
+            if aliases is not None and need.alias is not None and need.alias.spans:
                 body = b"".join(parts_for_target(need, cached.route, body))
                 length_line = length_lines(len(body))[1]
-            if exchange.rank is not None:
-                body = b"".join(body_for_rank(cached.route.path, need, exchange.rank, body))
+            rank = exchange.rank
+            if rank is not None:
+                body = b"".join(body_for_rank(cached.route.path, need, rank, body))
                 length_line = length_lines(len(body))[1]
         except HttpError:
             return False
-        pool = services.pools.of(exchange.rank or worker)
-        whole = exchange.legs is None and not worker.api_key_env
-        upstream = pool.reuse(self) if whole else None
+        pool = services.pools.of(rank or worker)
+        in_parts = worker.api_key_env or exchange.legs is not None
+        upstream = None if in_parts else pool.reuse(self)
         if upstream is None:
             return False
         io.upstream = self.waiting_on = upstream

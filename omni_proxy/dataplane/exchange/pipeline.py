@@ -274,12 +274,15 @@ def set_requirements(
     its response is a stream."""
     exchange.requirements = need
     exchange.stream = need.stream
-    balancer = io.services.balancer
-    if io.services.fleet.has_pools and exchange.route is not None:
+    services = io.services
+    balancer, fleet = services.balancer, services.fleet
+    wants_key = balancer.policy.needs_affinity_key  # here: `Balancer.needs_affinity_key` is a frame
+    if fleet.has_pools and exchange.route is not None:
         need.legs = exchange.route.legs
-    if balancer.needs_affinity_key:
+        wants_key = wants_key or balancer.pools.needs_affinity_key
+    if wants_key:
         need.affinity_key = balancer.affinity_keys.read(b"".join(lines), body)
-    if io.services.fleet.has_adapters:
+    if fleet.has_adapters:
         name_adapter(need, balancer.aliases, body)
     if balancer.aliases is not None:
         balancer.aliases.resolve(need, b"".join(lines), body)
