@@ -50,8 +50,6 @@ class PairRetry:
         worker = self._exchange.worker
         assert worker is not None
         balancer = self._io.services.balancer
-        if self._exchange.legs is not None:
-            balancer.release_prefill(self._exchange.legs)
         balancer.release(self._exchange, worker, FAILED)
         if self._exchange.legs is not None:
             balancer.release_prefill(self._exchange.legs)
