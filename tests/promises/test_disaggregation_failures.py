@@ -175,19 +175,49 @@ async def test_load_is_counted_for_each_leg_until_that_leg_ends():
 async def test_stale_kept_connections_are_dialled_anew_silently(connector):
     """sglang#9926, #9266: after idle hours requests failed."""
     async with fleet_of(connector, config=ONCE) as (fleet, client):
-        for _ in range(2):
+        for engine in fleet.engines:
+            engine.fault = resetting_if_kept()
+        for _ in range(4):
             await client.send(CHAT)
             assert (await client.answer()).status == 200
-            for engine in fleet.engines:
-                engine.fault = once(resetting_if_reused(engine))
         assert fleet.failures() == {}
         assert fleet.before.last["attempts"] == 1
+        await all_freed(fleet)
 
 
-def resetting_if_reused(engine):
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_no_engine_gets_a_room_or_a_reference_twice(connector):
+    """sglang#40125, vllm#52234. An engine may have read a request whose connection broke."""
+    async with fleet_of(connector) as (fleet, client):
+        for engine in fleet.engines:
+            engine.fault = resetting_if_kept()
+        for _ in range(4):
+            await client.send(CHAT)
+            assert (await client.answer()).status == 200
+        reset = [engine for engine in fleet.engines if len(engine.bodies) > 4]
+        assert reset, "no kept connection was broken"
+        for engine in fleet.engines:
+            names = [reference_of(body) for body in engine.bodies]
+            names = [name for name in names if name is not None]
+            assert len(names) == len(set(names))
+
+
+def reference_of(body):
+    """What an engine may get once only; None for a prompt of NIXL's prefill, which names nothing."""
+    params = body.get("kv_transfer_params") or {}
+    if params.get("do_remote_decode") and "transfer_id" not in params:
+        return None
+    return body.get("bootstrap_room") or json.dumps(params, sort_keys=True)
+
+
+def resetting_if_kept():
+    """Each connection is reset at its second request, which has been read."""
+    seen = set()
+
     async def fault(call):
-        if len(engine.bodies) == 2:
+        if call in seen:
             return await resetting(call)
+        seen.add(call)
         return False
 
     return fault

@@ -33,11 +33,16 @@ from omni_proxy.dataplane.disaggregation.side_task import (
     wait_for_read,
 )
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
-from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.exchange.exchange_io import Connections, ExchangeIO
 from omni_proxy.dataplane.exchange.response_relay import RewrittenResponse, relay
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
-from omni_proxy.dataplane.upstream.attempt import RANK_FIELD, AttemptFailed, run_attempt
+from omni_proxy.dataplane.upstream.attempt import (
+    RANK_FIELD,
+    STALE_CONNECTION,
+    AttemptFailed,
+    run_attempt,
+)
 from omni_proxy.dataplane.upstream.outcome import release_body, report_end
 from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target
 from omni_proxy.dataplane.upstream.pool import ResponseStart
@@ -73,7 +78,6 @@ async def respond_in_two_legs(
         start = await driver.first_response()
         if start is None:
             return await respond_alone(io, exchange, head)
-        driver.release_body()
         release_body(io, exchange)
         driver.drop_body()
         worker = exchange.worker
@@ -117,6 +121,9 @@ class TwoLegDriver:
         self._leg: PrefillLeg | None = None
         self._open_to: PrefillLeg | None = None  # whose failure may interrupt what is waited for
         self._asked: Worker | None = None  # the decode worker that has the request
+        # No room and no KV reference reaches an engine twice: where an idle connection breaks, the
+        # pair starts anew on new connections.
+        self._connections: Connections = "idle"
         self._transfer_due = 0.0  # when the decode worker must have begun, prefill being done
         self._retry = PairRetry(io, exchange)
         # Two more copies, one for each leg, as long as they may be sent.
@@ -138,16 +145,14 @@ class TwoLegDriver:
                 start = await self._attempt(legs)
             except PairFailed as failed:
                 self._stop()
+                if failed.kind == STALE_CONNECTION:
+                    self._connections = "new"
                 answer = await self._retry.after(failed)
                 if answer is not None:
                     self.is_answered_by_prefill = failed.leg == "prefill"
                     return answer
             else:
                 return start
-
-    def release_body(self) -> None:
-        """There is no other attempt; the response may last for hours."""
-        self._whole_body, self._json = b"", None
 
     async def _attempt(self, legs: TwoLegs) -> ResponseStart:
         """Raises PairFailed."""
@@ -280,6 +285,7 @@ class TwoLegDriver:
             lines = drop_fields(lines, dropped)
         head = msgspec.structs.replace(self._head, lines=lines)
         leg = self._leg = PrefillLeg(self._io, legs, head, body, keeps=keeps)
+        leg.connections = "redialled" if legs.connector == "nixl" else self._connections
         leg.on_end = self._leg_ended
         leg.start()
         return leg
@@ -310,6 +316,7 @@ class TwoLegDriver:
         if lines is not head.lines:
             head = msgspec.structs.replace(head, lines=lines)
         self._open_to, self._asked = leg, worker
+        io.connections = "redialled" if legs.prefill is None else self._connections
         try:
             start = await run_attempt(
                 io, exchange, head, io.services.pools.of(exchange.rank or worker)
@@ -319,6 +326,7 @@ class TwoLegDriver:
             await self._first_chunk(start)
         finally:
             self._open_to = None
+            io.connections = "redialled"
         if start.response.sse and is_transfer_event(start.chunk):
             failure = PairFailed("decode", worker, "kv_transfer", "its KV transfer failed")
             failure.is_transfer = True

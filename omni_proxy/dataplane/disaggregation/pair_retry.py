@@ -13,6 +13,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.task import ClientDisconnected
 from omni_proxy.dataplane.upstream.acquire import report_failure
+from omni_proxy.dataplane.upstream.attempt import STALE_CONNECTION
 from omni_proxy.dataplane.upstream.retry import (
     CHANCES,
     allowed_attempts,
@@ -44,9 +45,11 @@ class PairRetry:
     async def after(self, failed: PairFailed) -> HeldResponse | None:
         """What the client gets of it; None: go on with the pair in the exchange, or with its worker
         alone. Raises HttpError, ClientDisconnected, PhaseTimeout."""
-        self._note(failed)
-        if not self._may_retry(failed):
-            return None if self._falls_back(failed) else self._give_up(failed)
+        is_stale = failed.kind == STALE_CONNECTION
+        if not is_stale:
+            self._note(failed)
+            if not self._may_retry(failed):
+                return None if self._falls_back(failed) else self._give_up(failed)
         worker = self._exchange.worker
         assert worker is not None
         balancer = self._io.services.balancer
@@ -54,14 +57,17 @@ class PairRetry:
         if self._exchange.legs is not None:
             balancer.release_prefill(self._exchange.legs)
         self._io.services.queue.serve()
-        await self._back_off()
+        if is_stale:
+            self._exchange.attempts -= 1  # as a redial of a plain request, which is not counted
+        else:
+            await self._back_off()
         try:
             balancer.acquire(self._exchange, self._tried)
         except HttpError as no_pair:
             if failed.response is not None:
                 return failed.response
             await self._queued(no_pair, failed)
-        self._keep_counts(failed.kind)
+        self._keep_counts("" if is_stale else failed.kind)
         return None
 
     def _note(self, failed: PairFailed) -> None:

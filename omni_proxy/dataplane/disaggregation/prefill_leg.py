@@ -21,7 +21,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.upstream.acquire import report_failure
-from omni_proxy.dataplane.upstream.attempt import AttemptFailed, run_attempt
+from omni_proxy.dataplane.upstream.attempt import STALE_CONNECTION, AttemptFailed, run_attempt
 from omni_proxy.dataplane.upstream.retry import counts_as_failed
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
 from omni_proxy.routing.kv_transfer.transfer_errors import names_transfer
@@ -107,7 +107,8 @@ class PrefillLeg(SideTask):
         try:
             await self._exchange()
         except AttemptFailed as failed:
-            self._fail(failed.kind, failed.error, failed.status)
+            failure = self._fail(failed.kind, failed.error, failed.status)
+            failure.is_transfer = failed.kind == STALE_CONNECTION  # nobody's failure
             if failed.kind == "response_timeout":
                 self._settle_timeout()
         except HttpError as refused:  # not the worker's fault

@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from omni_proxy.dataplane.exchange.access_log import write_logs
 from omni_proxy.dataplane.exchange.exchange import Exchange
@@ -73,13 +73,20 @@ class ListenerRole:
 PUBLIC: Final = ListenerRole()
 
 
+# How an attempt gets its connection. "redialled": an idle one, and once a new one in silence if
+# that breaks without a byte. "idle": the same, but what broke fails the attempt, for a request that
+# must not reach the worker twice. "new": no idle one.
+Connections = Literal["redialled", "idle", "new"]
+
+
 class AttemptIO(IoTask):
     """What an attempt at a worker needs of the task that makes it."""
 
-    __slots__ = ("body_stream", "keepalive", "services", "settings", "upstream")
+    __slots__ = ("body_stream", "connections", "keepalive", "services", "settings", "upstream")
 
     def __init__(self, services: ExchangeServices) -> None:
         super().__init__(services.loop)
+        self.connections: Connections = "redialled"
         self.services = services
         self.settings = services.settings
         self.upstream: Stream | None = None  # closed at the end unless its pool has taken it back

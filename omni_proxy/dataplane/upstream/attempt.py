@@ -27,6 +27,8 @@ from omni_proxy.wire.response import UpstreamProtocolError, check_interim, find_
 
 JOIN_BYTES: Final = READ_BYTES  # what came in one read leaves in one send
 CACHED_LENGTHS: Final = 4096
+# An idle connection broke without a byte: the worker may have read the request, or may not.
+STALE_CONNECTION: Final = "stale_connection"
 _Parts = Sequence[bytes | memoryview]
 _BLANK: Final = b"\r\n\r\n"
 RANK_FIELD: Final = frozenset((b"x-data-parallel-rank",))
@@ -101,7 +103,7 @@ async def run_attempt(
 ) -> ResponseStart:
     """Dial, send `head` and `exchange.body`, and wait for the response's head; `sent`: only the
     last of it. Raises AttemptFailed."""
-    may_redial = True
+    may_redial = io.connections != "new"
     while True:
         stream = sent.stream if sent else _idle_stream(io, pool, may_redial=may_redial)
         reused = stream is not None
@@ -117,10 +119,12 @@ async def run_attempt(
             return await _resume(io, head, resumed)
         except _Broke as broke:
             io.close_upstream()
-            if reused and broke.silent and may_redial:
+            is_stale = reused and broke.silent and may_redial
+            if is_stale and io.connections == "redialled":
                 may_redial = False
                 continue
-            raise AttemptFailed("reset_before_response", f"RemoteProtocolError: {broke}") from None
+            kind = STALE_CONNECTION if is_stale else "reset_before_response"
+            raise AttemptFailed(kind, f"RemoteProtocolError: {broke}") from None
         except UpstreamProtocolError as garbage:
             io.close_upstream()
             raise AttemptFailed("bad_response", f"RemoteProtocolError: {garbage}") from None
