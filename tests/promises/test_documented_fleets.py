@@ -31,6 +31,14 @@ ELSEWHERE = {
     "pip install '.[replica]'": "tests/test_docs.py",
     # Minutes, for 538 MB and a machine of its own: its parts are tested.
     "python -m tools.bench --weights": "tests/tools/test_bench_weights.py",
+    "omni-proxy replica --model tiny --role prefill --kv-connector nixl --port 31000 "
+    "--bootstrap-port 8998": "tests/promises/test_prefill_and_decode_replicas.py",
+    "omni-proxy replica --model tiny --role decode --kv-connector nixl --port 31001": (
+        "tests/promises/test_prefill_and_decode_replicas.py"
+    ),
+    "curl http://127.0.0.1:31000/v1/completions -H 'content-type: application/json'    -d "
+    """'{"prompt": "The sea", "temperature": 0, "max_tokens": 1, "kv_transfer_params": """
+    """{"do_remote_decode": true}}'""": "tests/promises/test_prefill_and_decode_replicas.py",
 }
 SOONER = "[health]\ninterval_secs = 0.3\nsuccess_threshold = 1\n"
 DEADLINE_SECS = 240  # for a test that hangs, not a claim about speed

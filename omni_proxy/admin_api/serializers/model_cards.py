@@ -20,7 +20,7 @@ def with_own_cards(
     cards: Sequence[Card], workers: Sequence[Worker], splits: Mapping[str, Split], created: int
 ) -> list[Card]:
     """`cards`: of the workers, which are routable. `created`: Unix time of the proxy's start."""
-    listed = {card.get("id") for card in cards}
+    listed = {_id_of(card) for card in cards}
     adapters = {
         str(card["id"]): card
         for worker in workers
@@ -34,7 +34,13 @@ def with_own_cards(
         if _is_served(split, workers)
     ]
     names = {card["id"] for card in aliases}
-    return [*(card for card in found if card.get("id") not in names), *aliases]
+    return [*(card for card in found if _id_of(card) not in names), *aliases]
+
+
+def _id_of(card: Card) -> str | None:
+    """Workers may reply with anything there."""
+    name = card.get("id")
+    return name if isinstance(name, str) else None
 
 
 def _adapter_cards(worker: Worker, created: int) -> Iterable[Card]:
@@ -56,7 +62,7 @@ def _alias_card(split: Split, cards: Sequence[Card], created: int) -> Card:
     lengths = [
         length
         for each in cards
-        if each.get("id") in weights and isinstance(length := each.get("max_model_len"), int)
+        if _id_of(each) in weights and isinstance(length := each.get("max_model_len"), int)
     ]
     return card | {"max_model_len": min(lengths)} if lengths else card
 
