@@ -21,7 +21,7 @@ from tests.promises.disaggregated_engines import (
     silent,
     worker_entry,
 )
-from tests.promises.fakes import refusing_url
+from tests.promises.fakes import SSE_HEAD, counted, refusing_url
 
 AT_ONCE_SECS = 1.0
 CHAT = post(b'{"messages": [], "model": "m"}')
@@ -278,6 +278,29 @@ async def test_a_pair_that_stays_silent_ends_by_the_proxys_own_clock(connector):
         fleet.prefills[0].fault = None
         with trio.fail_after(5):
             await client.send(CHAT)
+            assert (await client.answer()).status == 504
+        await all_freed(fleet)
+        assert fleet.failures() == {}
+
+
+async def test_a_decode_worker_with_nothing_behind_its_head_ends_by_the_proxys_own_clock():
+    config = ONCE + "\n[routing.disaggregation]\ntransfer_timeout_secs = 0.1"
+    async with fleet_of("sglang", config=config) as (fleet, client):
+        prefilled = trio.Event()
+
+        async def at_once(call):
+            await call.send(counted(b"{}", "content-type: application/json"))
+            prefilled.set()
+            return True
+
+        async def head_alone(call):
+            await prefilled.wait()
+            await call.send(SSE_HEAD)
+            return await silent(call)
+
+        fleet.prefills[0].fault, fleet.decodes[0].fault = at_once, head_alone
+        with trio.fail_after(5):
+            await client.send(STREAMED)
             assert (await client.answer()).status == 504
         await all_freed(fleet)
         assert fleet.failures() == {}

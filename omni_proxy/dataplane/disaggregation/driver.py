@@ -352,6 +352,8 @@ class TwoLegDriver:
         """Raises AttemptFailed, UpstreamProtocolError."""
         io, response, stream = self._io, start.response, start.stream
         io.set_timeout("first", io.settings.limits.first_byte)
+        if self._transfer_due:  # the head of the answer is no sign of the transfer's end
+            io.phase_deadline = min(io.phase_deadline, self._transfer_due)
         while not start.chunk and not response.whole:
             try:
                 await wait_for_read(io, stream)
