@@ -16,6 +16,7 @@ from omni_proxy.admin_api.routes.broadcast_routes import CONFIGURED
 from omni_proxy.cli import COMMANDS
 from omni_proxy.cli.flags.arguments import check_parser, launch_parser, router_parser, serve_parser
 from omni_proxy.cli.flags.engines import ENGINES
+from omni_proxy.cli.simulate import arguments as simulate
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import (
@@ -147,6 +148,8 @@ def accepts(words):
             check_parser().parse_args(rest)
         case ["status" | "top" | "workers" | "explain" | "logs" | "weights" | "completion", *rest]:
             importlib.import_module(COMMANDS[words[0]]).parser().parse_args(rest)
+        case ["simulate", *rest]:
+            simulate.parser().parse_args(rest)
         case ["launch", *rest]:
             launch_parser(tuple(ENGINES)).parse_known_args(rest)
         case ["launch-router", *rest]:

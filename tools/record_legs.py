@@ -28,6 +28,7 @@ from tools.bench.proxies import free_port
 
 FILE: Final = Path(__file__).parents[1] / "tests" / "promises" / "legs_of_peers.json"
 READY_SECS: Final = 60.0
+LATE_SECS: Final = 5.0
 # Of a body: what the protocols put in or change. vllm-router also sends `min_tokens: 1` to prefill,
 # ours sends none, which engines take for the same.
 KEYS: Final = (
@@ -144,11 +145,19 @@ def record(url: str, connector: str, both: Mapping[str, Engine]) -> dict[str, Le
         for engine in both.values():
             engine.bodies.clear()
         status = post(url + path, body)
+        await_both(both)
         legs = {role: _kept(engine.bodies[-1]) for role, engine in both.items() if engine.bodies}
         if status != 200 or len(legs) < len(both):
             raise RuntimeError(f"{connector}, {name}: status {status}, legs {sorted(legs)}")
         found[name] = _named(legs, both)
     return found
+
+
+def await_both(both: Mapping[str, Engine]) -> None:
+    """The prefill leg may arrive behind the answer: these engines do not wait for each other."""
+    ends_at = time.monotonic() + LATE_SECS
+    while not all(engine.bodies for engine in both.values()) and time.monotonic() < ends_at:
+        threading.Event().wait(0.005)
 
 
 def post(url: str, body: object) -> int:

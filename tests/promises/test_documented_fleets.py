@@ -36,9 +36,9 @@ ELSEWHERE = {
     "omni-proxy replica --model tiny --role decode --kv-connector nixl --port 31001": (
         "tests/promises/test_prefill_and_decode_replicas.py"
     ),
-    "curl http://127.0.0.1:31000/v1/completions -H 'content-type: application/json'    -d "
-    """'{"prompt": "The sea", "temperature": 0, "max_tokens": 1, "kv_transfer_params": """
-    """{"do_remote_decode": true}}'""": "tests/promises/test_prefill_and_decode_replicas.py",
+    "curl http://127.0.0.1:31000/v1/completions -H 'content-type: application/json' -d '"
+    '{"prompt": "The sea", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": true}}'
+    "'": "tests/promises/test_prefill_and_decode_replicas.py",
 }
 SOONER = "[health]\ninterval_secs = 0.3\nsuccess_threshold = 1\n"
 DEADLINE_SECS = 240  # for a test that hangs, not a claim about speed

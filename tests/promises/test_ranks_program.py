@@ -116,8 +116,10 @@ async def test_no_rank_and_no_worker_ever_has_more_than_its_bound(tmp_path, proc
             for number in range(2, 20):
                 nursery.start_soon(one, number)
             await running.until("/status", lambda told: told["data_plane"]["waiting"] == 14)
-            assert sum(engine.ranks("/v1/chat/completions").values()) == 6
             told = await running.until("/workers", lambda told: told["workers"][0]["load"] == 6)
+            while len(engine.posts) < 6:  # they have been sent, and may be on their way
+                await trio.sleep(0.01)
+            assert sum(engine.ranks("/v1/chat/completions").values()) == 6
             (record,) = told["workers"]
             assert [rank["in_flight"] for rank in record["ranks"]].count(0) <= 1
             assert record["ranks"][3]["in_flight"] == 2
