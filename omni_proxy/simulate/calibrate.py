@@ -13,13 +13,13 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from statistics import median
 from time import perf_counter
 from typing import Final
 
 import httpx
 
 from omni_proxy.simulate.engine import EngineSpec
+from omni_proxy.simulate.report import percentile
 
 SHORT_WORDS: Final = 64
 LONG_WORDS: Final = 512
@@ -74,8 +74,7 @@ def measure(url: str, progress: Callable[[str], None] = lambda text: None) -> En
 
 
 def _median(timings: list[_Timing], name: str) -> float:
-    values: list[float] = [getattr(timing, name) for timing in timings]
-    return median(values)
+    return percentile(sorted(getattr(timing, name) for timing in timings), 50)
 
 
 def _model(client: httpx.Client, base: str) -> str:

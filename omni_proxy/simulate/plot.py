@@ -6,8 +6,8 @@ PURE. No script and no font of its own; readable on a light and on a dark page.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from html import escape
 from typing import Final
-from xml.sax.saxutils import escape
 
 from omni_proxy.simulate.report import Run
 

@@ -9,11 +9,9 @@ bytes and no tokens: these are estimated by `BYTES_PER_TOKEN` and `BYTES_PER_EVE
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Final, TypeVar
@@ -24,7 +22,7 @@ from omni_proxy.simulate.workload import BYTES_PER_TOKEN, OpenLoop, Request, Wor
 
 BYTES_PER_EVENT: Final = 240  # of an OpenAI stream: one token with its JSON around it
 GZIP_MAGIC: Final = b"\x1f\x8b"
-CSV_HEADER: Final = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+CSV_HEADER: Final = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 MAX_TOKENS: Final = 100_000_000
 
 Line = TypeVar("Line")
@@ -72,8 +70,17 @@ def read_route_log(path: Path, limit: int | None = None) -> Workload:
 def _read_lines(
     path: Path, limit: int | None, read: Callable[[bytes], Request | None]
 ) -> list[Request]:
+    return _read_all(path, _lines(path), limit, read)
+
+
+def _read_all(
+    path: Path,
+    lines: Iterable[tuple[int, bytes]],
+    limit: int | None,
+    read: Callable[[bytes], Request | None],
+) -> list[Request]:
     requests: list[Request] = []
-    for number, line in _lines(path):
+    for number, line in lines:
         if limit is not None and len(requests) >= limit:
             break
         try:
@@ -82,7 +89,9 @@ def _read_lines(
             raise TraceError(f"{path}:{number}: {error}") from None
         if request is not None:
             requests.append(request)
-    return _checked(path, requests)
+    if not requests:
+        raise TraceError(f"{path}:1: no request in it")
+    return requests
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -134,35 +143,21 @@ def _routed_request(line: bytes) -> Request | None:
 
 
 def _read_csv(path: Path, limit: int | None) -> list[Request]:
-    try:
-        text = _content(path).decode()
-    except UnicodeDecodeError:
-        raise TraceError(f"{path}:1: not UTF-8") from None
-    rows = csv.reader(io.StringIO(text, newline=""))
-    header = next(rows, [])
-    if header != CSV_HEADER:
-        raise TraceError(f"{path}:1: expected the header {','.join(CSV_HEADER)}")
-    requests: list[Request] = []
-    for row in rows:
-        if limit is not None and len(requests) >= limit:
-            break
-        if not row:
-            continue
-        try:
-            requests.append(_csv_request(row))
-        except ValueError as error:
-            raise TraceError(f"{path}:{rows.line_num}: {error}") from None
-    return _from_zero(_checked(path, requests))
+    lines = iter(_lines(path))
+    _, header = next(lines, (1, b""))
+    if header.strip() != CSV_HEADER:
+        raise TraceError(f"{path}:1: expected the header {CSV_HEADER.decode()}")
+    return _from_zero(_read_all(path, lines, limit, _csv_request))
 
 
-def _csv_request(row: list[str]) -> Request:
-    if len(row) != len(CSV_HEADER):
-        raise ValueError(f"expected {len(CSV_HEADER)} fields, found {len(row)}")
-    at = datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", row[0]))
+def _csv_request(line: bytes) -> Request:
+    fields = line.decode().split(",")
+    if len(fields) != CSV_HEADER.count(b",") + 1:
+        raise ValueError(f"expected {CSV_HEADER.count(b',') + 1} fields, found {len(fields)}")
+    at = datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", fields[0]))
+    prompt, answer = int(fields[1]), int(fields[2])
     return Request(
-        at.timestamp(),
-        _tokens("ContextTokens", int(row[1])),
-        _tokens("GeneratedTokens", int(row[2])),
+        at.timestamp(), _tokens("ContextTokens", prompt), _tokens("GeneratedTokens", answer)
     )
 
 
@@ -171,12 +166,6 @@ def _tokens(name: str, value: int) -> int:
     if not 0 <= value <= MAX_TOKENS:
         raise ValueError(f"{name} is {value}, expected 0 to {MAX_TOKENS}")
     return max(1, value)
-
-
-def _checked(path: Path, requests: list[Request]) -> list[Request]:
-    if not requests:
-        raise TraceError(f"{path}:1: no request in it")
-    return requests
 
 
 def _from_zero(requests: list[Request]) -> list[Request]:
