@@ -1,0 +1,52 @@
+"""Roles and data-parallel ranks of workers over HTTP."""
+
+import pytest
+
+from tests.admin_api.api_fixture import A, build_api, entry
+
+C = "http://127.0.0.1:8013"
+
+
+async def test_a_prefill_worker_is_registered_as_sglang_router_takes_it(api):
+    body = {"url": C, "worker_type": "prefill", "bootstrap_port": 9001}
+    answer = await api.client().post("/workers", json=body)
+    assert answer.status_code == 202
+    record = (await answer.get_json())["worker"]
+    shown = [record[key] for key in ("role", "worker_type", "kv_connector", "bootstrap_port")]
+    assert shown == ["prefill", "prefill", "sglang", 9001]
+    listed = await (await api.client().get("/workers")).get_json()
+    assert listed["stats"] == {"prefill_count": 1, "decode_count": 0, "regular_count": 2}
+    (saved,) = api.config_store.state.workers
+    assert (saved.role, saved.bootstrap_port) == ("prefill", 9001)
+
+
+async def test_without_a_connector_a_worker_has_that_of_the_command_line():
+    api = build_api(entry(A), services={"kv_connector": "nixl"})
+    answer = await api.client().post("/workers", json={"url": C, "role": "decode"})
+    assert (await answer.get_json())["worker"]["kv_connector"] == "nixl"
+
+
+@pytest.mark.parametrize("method", ["PUT", "PATCH"])
+async def test_a_role_is_changed_over_http(api, method):
+    path = f"/workers/{api.worker(A).id}"
+    answer = await api.client().open(path, method=method, json={"role": "decode"})
+    assert answer.status_code in (200, 202)
+    assert api.worker(A).role == "decode"
+    assert api.fleet.has_pools
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks"), [({}, "auto"), ({"ranks": 4}, 4), ({"ranks": "auto"}, "auto")]
+)
+async def test_a_url_with_a_data_parallel_rank_is_one_worker_with_ranks(api, more, ranks):
+    url = "http://127.0.0.1:8099"
+    answer = await api.client().post("/workers", json={"url": f"{url}@3", **more})
+    assert answer.status_code == 200, await answer.get_data()
+    assert api.worker(url).ranks == ranks
+    for method in ("delete", "put", "get"):
+        body = {"json": {"disabled": True}} if method == "put" else {}
+        answer = await getattr(api.client(), method)(f"/workers/{url}@3", **body)
+        assert answer.status_code == 400
+        assert (await answer.get_json())["error"]["code"] == "rank_is_no_worker"
+    assert api.worker(url)
+    assert (await api.client().get("/workers/http://127.0.0.1:8098@3")).status_code == 404
