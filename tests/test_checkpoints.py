@@ -15,7 +15,7 @@ ALLOWED = {
     "omni_proxy.dataplane.downstream.connection.serve": "who is answered was read from or has paused; a refusal "
     "counts turns",
     "omni_proxy.dataplane.loop.io_task.flush": ENDS,
-    "omni_proxy.dataplane.exchange.pipeline.respond_by_worker": "bounded by the tries of a request",
+    "omni_proxy.dataplane.exchange.exchange_steps.respond_by_worker": "bounded by the tries of a request",
     "omni_proxy.simulate.simulation._respond": "bounded by the attempts of a request; there is no trio",
     "omni_proxy.dataplane.websocket.connect.connect_worker": "bounded by the tries of a request",
     "omni_proxy.dataplane.upstream.attempt._response_start": "`for_head` pauses",

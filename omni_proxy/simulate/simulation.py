@@ -74,7 +74,7 @@ class _OpenConnection:
 
 
 class SimulatedExchange(ExchangeIO):
-    """One client's request: what `dataplane.exchange.pipeline` does, at modelled engines."""
+    """One client's request: what `dataplane.exchange.exchange_steps` does, at modelled engines."""
 
     __slots__ = ("_broken", "_ended", "_first_at", "_refused", "number", "request", "simulation")
 

@@ -2,7 +2,7 @@
 
 Contract: this file owns the client's socket. It alone decides whether the connection is kept, and
 every HttpError raised in an exchange becomes a local reply here. The steps of an exchange are in
-`exchange.pipeline`; while the coroutine waits for a head, `exchange.fast_path` may run whole
+`exchange.exchange_steps`; while the coroutine waits for a head, `exchange.fast_path` may run whole
 exchanges in its place. Nothing here knows workers.
 """
 
@@ -19,9 +19,9 @@ from omni_proxy.dataplane.accept.proxy_protocol import read_proxy_header
 from omni_proxy.dataplane.accept.tls_termination import accept_tls
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import PUBLIC, ExchangeIO, ListenerRole, finalize
+from omni_proxy.dataplane.exchange.exchange_steps import respond
 from omni_proxy.dataplane.exchange.fast_path import FastPath
 from omni_proxy.dataplane.exchange.local_reply import reply_with_error
-from omni_proxy.dataplane.exchange.pipeline import respond
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, pause
 from omni_proxy.dataplane.services import ExchangeServices

@@ -1,1 +1,1 @@
-"""One request and its response: pipeline, fast path, body, response relay, access log."""
+"""One request and its response: steps, fast path, body, response relay, access log."""

@@ -16,8 +16,12 @@ import msgspec
 
 from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO, finalize
+from omni_proxy.dataplane.exchange.exchange_steps import (
+    Response,
+    respond_by_worker,
+    set_requirements,
+)
 from omni_proxy.dataplane.exchange.fast_path_cache import CachedRequest
-from omni_proxy.dataplane.exchange.pipeline import Response, respond_by_worker, set_requirements
 from omni_proxy.dataplane.exchange.response_relay import diagnostic_fields
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
