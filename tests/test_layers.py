@@ -6,7 +6,7 @@ import pytest
 
 from tests.tree import PACKAGE, ROOT, imports, name_of, parsed, sources
 
-PURE = ("config", "wire", "fleet", "routing", "admin_ops", "weight_sync/protocol")
+PURE = ("config", "wire", "api_keys", "fleet", "routing", "admin_ops", "weight_sync/protocol")
 IMPURE = {"trio", "quart", "quart_trio", "hypercorn", "httpx", "torch", "time", "random", "socket"}
 SHARED = (
     "self_exec",
@@ -17,7 +17,7 @@ SHARED = (
 )  # by the proxy and the replica
 # From the bottom to the top: a package imports only from packages before it.
 LAYERS = (
-    *SHARED, "wire", "config", "process_group", "fleet", "system", "routing", "admin_ops",
+    *SHARED, "wire", "config", "api_keys", "process_group", "fleet", "system", "routing", "admin_ops",
     "upstream_http", "runtime_config", "dataplane", "telemetry", "health", "launch",
     "weight_sync", "multiprocess", "admin_api", "supervisor", "server", "replica", "simulate",
     "cli", "compat", "__main__",

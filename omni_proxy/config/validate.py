@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from msgspec import NODEFAULT, Struct, inspect
 
+from omni_proxy.config.api_keys import unknown_key_hint
 from omni_proxy.config.problem import Path, did_you_mean, format_path, to_toml_literal
 from omni_proxy.config.schema import DEFAULT_BOOTSTRAP_PORT, LaunchEntry
 
@@ -73,7 +74,8 @@ class _Walker:
         values = {}
         for key, inner in value.items():
             if key not in fields:
-                self._wrong((*path, key), "unknown key", did_you_mean(key, fields))
+                hint = unknown_key_hint(kind.cls, key) or did_you_mean(key, fields)
+                self._wrong((*path, key), "unknown key", hint)
                 continue
             read = self.read(inner, fields[key].type, (*path, key))
             if read is not WRONG:

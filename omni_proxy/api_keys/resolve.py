@@ -1,0 +1,85 @@
+"""Entries with a key's environment variable or file, as entries with the SHA-256 of the key.
+
+Pure: the environment and the reader of files are arguments. Invariant: a key is in no result and
+in no error; of two entries with one key the second is refused, wherever the keys come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Final, TypeVar
+
+from msgspec import structs
+
+from omni_proxy.config.api_keys import KeySource
+from omni_proxy.config.problem import Path, format_path
+
+MAX_KEY_BYTES: Final = 4096  # a longer one would not fit into a head with much else
+
+Entry = TypeVar("Entry", bound=KeySource)
+Finding = tuple[Path, str, str]  # where, why, and what may help
+
+
+class UnusableKey(ValueError):
+    """The reason, without the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReader:
+    """`read_file` returns the content of a file and raises OSError."""
+
+    environ: Mapping[str, str]
+    read_file: Callable[[str], bytes]
+
+    def sha256_of(self, entry: KeySource) -> str:
+        """Raises UnusableKey."""
+        if entry.key_sha256:
+            return entry.key_sha256
+        if entry.key_env:
+            value = self.environ.get(entry.key_env)
+            if not value:
+                raise UnusableKey("names an environment variable that is not set")
+            return sha256_of_key(value.encode("utf-8", "surrogateescape"))
+        try:
+            return sha256_of_key(self.read_file(entry.key_file))
+        except OSError as error:
+            raise UnusableKey(f"cannot be read: {error.strerror or error}") from None
+
+
+def sha256_of_key(text: bytes) -> str:
+    """The SHA-256, in hex, of a key as a file or a pipe has it: white space around it is no part
+    of it. Raises UnusableKey."""
+    key = text.strip()
+    if not key:
+        raise UnusableKey("holds no key")
+    if len(key) > MAX_KEY_BYTES:
+        raise UnusableKey(f"holds more than {MAX_KEY_BYTES} bytes")
+    if not all(0x21 <= byte <= 0x7E for byte in key):
+        raise UnusableKey("holds more than one key, or one with characters that no header can have")
+    return sha256(key).hexdigest()
+
+
+def resolve(
+    entries: Sequence[Entry], path: Path, reader: KeyReader
+) -> tuple[tuple[Entry, ...], list[Finding]]:
+    """The entries with `key_sha256` instead of their source, and why some are missing there.
+    `path`: of the list in the configuration."""
+    resolved: list[Entry] = []
+    findings: list[Finding] = []
+    holders: dict[str, Path] = {}
+    for index, entry in enumerate(entries):
+        place: Path = (*path, index)
+        try:
+            digest = reader.sha256_of(entry)
+        except UnusableKey as unusable:
+            findings.append(((*place, entry.source), str(unusable), ""))
+            continue
+        if digest in holders:
+            hint = f"give each its own: {format_path(holders[digest])} has this one"
+            findings.append(((*place, entry.source), "holds the key of another entry", hint))
+            continue
+        holders[digest] = place
+        resolved.append(structs.replace(entry, key_env="", key_file="", key_sha256=digest))
+    return tuple(resolved), findings

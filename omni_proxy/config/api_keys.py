@@ -1,0 +1,100 @@
+"""Where an API key comes from: the part that `[[keys]]` and `[[admin.keys]]` have in common.
+
+Invariant: the configuration file never holds a key itself, and no error repeats a value that might
+be one. Values only; `api_keys.resolve` reads the sources.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final
+
+from msgspec import Meta, Struct
+
+from omni_proxy.config.problem import Path, format_path
+
+SOURCES: Final = ("key_env", "key_file", "key_sha256")
+MAX_NAME: Final = 64
+_NAME: Final = re.compile(rf"[A-Za-z0-9_.:@/-]{{1,{MAX_NAME}}}")
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+# Under which a key itself might be written into the file.
+_KEY_ITSELF: Final = frozenset(("key", "api_key", "apikey", "token", "secret", "value", "password"))
+
+
+def read_key_name(value: object) -> object:
+    """It stands in log lines, metric labels and a table: no spaces, no quotes."""
+    if isinstance(value, str) and not _NAME.fullmatch(value):
+        raise ValueError(f"takes 1 to {MAX_NAME} letters, digits and _ . : @ / -")
+    return value
+
+
+def read_key_variable(value: object) -> object:
+    if isinstance(value, str) and value and not _VARIABLE.fullmatch(value):
+        raise ValueError(
+            "is no name of an environment variable", "it takes a name, not the key itself"
+        )
+    return value
+
+
+def read_key_sha256(value: object) -> object:
+    """In lower case."""
+    if not isinstance(value, str) or not value:
+        return value
+    digest = value.strip().lower()
+    if not _SHA256.fullmatch(digest):
+        raise ValueError("must be a SHA-256 in 64 hex digits", "`omni-proxy keys hash` prints it")
+    return digest
+
+
+KeyName = Annotated[str, Meta(min_length=1, extra={"read": read_key_name})]
+KeyVariable = Annotated[str, Meta(extra={"read": read_key_variable})]
+KeySha256 = Annotated[str, Meta(extra={"read": read_key_sha256})]
+
+
+class KeySource(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A named key, and one source of it."""
+
+    # Shown in logs and metrics.
+    name: KeyName
+    # Environment variable with the key.
+    key_env: KeyVariable = ""
+    # File with the key; read again when it changes.
+    key_file: str = ""
+    # SHA-256 of the key.
+    key_sha256: KeySha256 = ""
+
+    @property
+    def source(self) -> str:
+        """Which of SOURCES it has."""
+        return next((name for name in SOURCES if getattr(self, name)), "")
+
+
+def source_findings(
+    entries: Sequence[Mapping[str, Any]], path: Path
+) -> Iterator[tuple[Path, str, str]]:
+    """Rules between the keys of a list of such tables, at `path`. For `validate.check_rules`."""
+    first: dict[tuple[str, str], Path] = {}
+    for index, entry in enumerate(entries):
+        place: Path = (*path, index)
+        given = [name for name in SOURCES if entry.get(name)]
+        if len(given) != 1:
+            yield place, f"takes exactly one of {', '.join(SOURCES)}, has {len(given)}", ""
+        for name in ("name", "key_sha256"):
+            value = entry.get(name)
+            if not value:
+                continue
+            if (name, value) in first:
+                noun = f"name {value}" if name == "name" else "SHA-256"
+                hint = f"{format_path(first[name, value])} has it already"
+                yield (*place, name), f"duplicate {noun}", hint
+            first.setdefault((name, value), (*place, name))
+
+
+def unknown_key_hint(struct: type[Struct], key: str) -> str:
+    """For a key that might be meant to hold an API key itself; else ""."""
+    if not issubclass(struct, KeySource) or key.lower() not in _KEY_ITSELF:
+        return ""
+    return (
+        "no key stands in the file: name its environment variable (key_env), its file (key_file) "
+        "or its SHA-256 (key_sha256)"
+    )

@@ -1,0 +1,122 @@
+"""The keys of one list of tables in the configuration, resolved, and followed while their files
+change.
+
+Invariant: `table` changes as a whole, and never to keys that could not be read: at a reload the
+configuration is refused, and while the program runs the keys before stay, with one line in the log.
+Nothing here logs a key.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final, Generic, TypeVar
+
+import trio
+
+from omni_proxy.api_keys.key_table import KeyTable
+from omni_proxy.api_keys.resolve import MAX_KEY_BYTES, KeyReader, resolve
+from omni_proxy.config.api_keys import KeySource
+from omni_proxy.config.problem import ConfigError, Path, Problem, format_path
+from omni_proxy.config.schema import Config
+from omni_proxy.system.files import FileSignature, file_signature
+
+_log = logging.getLogger(__name__)
+
+POLL_SECS: Final = 1.0
+
+Entry = TypeVar("Entry", bound=KeySource)
+Signatures = tuple[FileSignature | None, ...]
+
+
+def read_key_file(path: str) -> bytes:
+    """Blocking. Raises OSError. Longer than any key can be is as good as longer still."""
+    with open(path, "rb") as file:
+        return file.read(MAX_KEY_BYTES + 64)
+
+
+def resolve_keys(
+    entries: Sequence[Entry], path: Path, file: str, environ: Mapping[str, str] | None = None
+) -> tuple[Entry, ...]:
+    """`entries` with their SHA-256, by the environment and the files as they are now; `file`: of
+    the configuration, for errors. Blocking. Raises ConfigError with all problems."""
+    environ = os.environ if environ is None else environ
+    resolved, findings = resolve(entries, path, KeyReader(environ, read_key_file))
+    if findings:
+        raise ConfigError(
+            [Problem(format_path(place), None, why, hint, file) for place, why, hint in findings],
+            file,
+        )
+    return resolved
+
+
+class KeySources(Generic[Entry]):
+    """`path` of the list in the configuration, and `select`, which takes it from there."""
+
+    def __init__(
+        self, path: Path, select: Callable[[Config], Sequence[Entry]], file: str = ""
+    ) -> None:
+        self.table: KeyTable[Entry] = KeyTable()
+        self.error = ""  # of the newest files, where they could not be used
+        self._path = path
+        self._select = select
+        self._file = file
+        self._entries: Sequence[Entry] = ()  # as configured
+        self._signatures: Signatures = ()  # of their files, when they were last read
+        self._watchers: list[Callable[[], None]] = []
+
+    def prepare(self, new: Config) -> Callable[[], None]:
+        """For `ConfigStore.add_prepare`. Raises ConfigError."""
+        entries = self._select(new)
+        signatures = _signatures(entries)
+        table = KeyTable(resolve_keys(entries, self._path, self._file))
+        return partial(self._apply, entries, table, signatures)
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call it after a file has changed `table`; not after a change of the configuration."""
+        self._watchers.append(callback)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Poll the files until cancelled."""
+        task_status.started()
+        while True:
+            await trio.sleep(POLL_SECS)
+            if any(entry.key_file for entry in self._entries):
+                await self.poll()
+
+    async def poll(self) -> None:
+        """Read the files where they have changed and are complete: unchanged for a moment."""
+        entries = self._entries
+        signatures = await trio.to_thread.run_sync(_signatures, entries)
+        while signatures != self._signatures and entries is self._entries:
+            await trio.sleep(POLL_SECS / 4)
+            before, signatures = signatures, await trio.to_thread.run_sync(_signatures, entries)
+            if signatures == before:
+                await self._reread(entries, signatures)
+
+    async def _reread(self, entries: Sequence[Entry], signatures: Signatures) -> None:
+        try:
+            resolved = await trio.to_thread.run_sync(resolve_keys, entries, self._path, self._file)
+        except ConfigError as error:
+            if entries is self._entries:
+                self._signatures, self.error = signatures, str(error)
+                _log.error("keys_reread_failed: the keys before stay\n%s", error)
+            return
+        if entries is not self._entries:
+            return  # the configuration has changed meanwhile
+        self._apply(entries, KeyTable(resolved), signatures)
+        _log.info("keys_reread table=%s", format_path(self._path))
+        for callback in self._watchers:
+            callback()
+
+    def _apply(
+        self, entries: Sequence[Entry], table: KeyTable[Entry], signatures: Signatures
+    ) -> None:
+        self._entries, self.table, self._signatures = entries, table, signatures
+        self.error = ""
+
+
+def _signatures(entries: Sequence[KeySource]) -> Signatures:
+    return tuple(file_signature(entry.key_file) for entry in entries if entry.key_file)
