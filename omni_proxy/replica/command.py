@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import ipaddress
 import logging
 import os
 import sys
@@ -20,6 +19,14 @@ from omni_proxy.replica import llamacpp
 from omni_proxy.replica.hard_exit import exit_process
 from omni_proxy.replica.kv_transfer.command_line import add_transfer_options, transfer_problem
 from omni_proxy.replica.model_file import MODELS, ModelFileError, cache_folder, fetch
+from omni_proxy.replica.option_types import (
+    address,
+    count,
+    count_or_0,
+    deadline,
+    port_number,
+    seconds,
+)
 
 DEFAULT_ENGINE = "torch"
 TINY = "tiny"
@@ -176,58 +183,11 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", type=Path, default=folder, help="folder of the model files")
 
 
-def address(text: str) -> str:
-    """Return an address; IPv6 may be in brackets, as in a URL."""
-    if not text.startswith("["):
-        return text
-    bare = text[1:-1]
-    try:
-        ipaddress.IPv6Address(bare if text.endswith("]") else text)
-    except ipaddress.AddressValueError:
-        raise argparse.ArgumentTypeError(f"{text} is no IPv6 address in brackets") from None
-    return bare
-
-
 def text_model(text: str) -> str:
     if text in TEXT_MODELS or text.endswith(".gguf"):
         return text
     known = ", ".join(TEXT_MODELS)
     raise argparse.ArgumentTypeError(f"{text!r} is not one of {known}, nor a path to a .gguf file")
-
-
-def count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
-def count_or_0(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return number
-
-
-def seconds(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not within 0 and 3600")
-    return number
-
-
-def deadline(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0 and at most 3600")
-    return number
-
-
-def port_number(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not within 1 and 65535")
-    return number
 
 
 class MissingPackageError(Exception):

@@ -77,6 +77,13 @@ def test_the_model_is_served_under_its_own_name_unless_requested_otherwise(monke
         (["--speech", "espeak"], "--speech: invalid choice: 'espeak'"),
         (["--max-in-flight", "-1"], "--max-in-flight: -1 is less than 0"),
         (["--drain-secs", "-1"], "--drain-secs: -1 is not within 0 and 3600"),
+        (
+            ["--weights-stall-secs", "0"],
+            "--weights-stall-secs: 0 is not more than 0 and at most 3600",
+        ),
+        (["--bootstrap-port", "65536"], "-bootstrap-port: 65536 is not within 0 and 65535"),
+        (["--kv-lease-secs", "3601"], "--kv-lease-secs: 3601 is not more than 0 and at most 3600"),
+        (["--kv-max-bytes", "0"], "--kv-max-bytes: 0 is less than 1"),
         (["--images", "yes"], "--images: invalid choice: 'yes'"),
         (["--own-process", "prepare"], "--own-process: invalid choice: 'prepare'"),
         (["--modle", "x"], "unrecognized arguments: --modle"),

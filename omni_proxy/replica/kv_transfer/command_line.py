@@ -12,11 +12,11 @@ from typing import Any
 from omni_proxy.replica.kv_transfer.request_fields import (
     CONNECTORS,
     DEFAULT_BOOTSTRAP_PORT,
-    LAST_PORT,
     ROLES,
     Connector,
 )
-from omni_proxy.replica.kv_transfer.settings import LOOPBACK, MAX_SECS, parse_transfer_settings
+from omni_proxy.replica.kv_transfer.settings import LOOPBACK, parse_transfer_settings
+from omni_proxy.replica.option_types import count, deadline, port_or_0
 
 
 def add_transfer_options(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def add_transfer_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--bootstrap-port",
         "--disaggregation-bootstrap-port",
-        type=_port,
+        type=port_or_0,
         default=DEFAULT_BOOTSTRAP_PORT,
         metavar="PORT",
         help="where a prefill replica hands KVs over, on --host; 0: any free port",
@@ -60,10 +60,10 @@ def add_transfer_options(parser: argparse.ArgumentParser) -> None:
         ("wait", 30.0, "how long either leg waits for a word of the other"),
         ("transfer", 30.0, "the longest that one transfer may take"),
     ):
-        add(f"--kv-{name}-secs", type=_seconds, default=default, metavar="SECS", help=what)
+        add(f"--kv-{name}-secs", type=deadline, default=default, metavar="SECS", help=what)
     add(
         "--kv-max-bytes",
-        type=_count,
+        type=count,
         default=2**30,
         metavar="BYTES",
         help="most memory for KVs that wait to be fetched, or to be used",
@@ -114,24 +114,3 @@ def transfer_problem(arguments: argparse.Namespace) -> str:
     except ValueError as error:
         return f"--role {arguments.role}: {error}"
     return ""
-
-
-def _port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number <= LAST_PORT:
-        raise argparse.ArgumentTypeError(f"{text} is not within 0 and {LAST_PORT}")
-    return number
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= MAX_SECS:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0 and at most {MAX_SECS:g}")
-    return number
