@@ -106,6 +106,7 @@ class Server:
         self.config_store = config_store
         self.access_log = LineLog(config.server.access_log)
         self.route_log = LineLog(config.server.route_log)
+        self.audit_log = LineLog(config.admin.audit_log)
         self.log_file = LineLog(config.server.log_file)
         proxy_id = secrets.token_hex(16)
         self.data_plane = DataPlane(
@@ -124,7 +125,12 @@ class Server:
         self.instruments = Instruments(
             fleet,
             lambda: self.view.load,
-            {"access_log": self.access_log, "route_log": self.route_log, "log_file": self.log_file},
+            {
+                "access_log": self.access_log,
+                "route_log": self.route_log,
+                "audit_log": self.audit_log,
+                "log_file": self.log_file,
+            },
         )
         self.process_manager = ProcessManager(
             fleet, self.data_plane, self.instruments, str(admin_socket)
@@ -150,6 +156,7 @@ class Server:
             drains=self.drains,
             supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
             leaving=lambda: self.leaving,
+            write_audit=self.audit_log.write,
             dialect=config_store.startup.dialect,
             kv_connector=config_store.startup.kv_connector,
             given=config_store.startup.given_urls,
@@ -166,6 +173,7 @@ class Server:
         return [
             Supervisor("access_log", lambda status: self.access_log.run(task_status=status)),
             Supervisor("route_log", lambda status: self.route_log.run(task_status=status)),
+            Supervisor("audit_log", lambda status: self.audit_log.run(task_status=status)),
             Supervisor("log_file", lambda status: self.log_file.run(task_status=status)),
             self.admin_api,
             Supervisor("weights", lambda status: self.weight_operations.run(task_status=status)),
@@ -277,6 +285,7 @@ class Server:
         configure(server.log_level, server.log_format)
         self.access_log.retarget(server.access_log)
         self.route_log.retarget(server.route_log)
+        self.audit_log.retarget(new.admin.audit_log)
         self.log_file.retarget(server.log_file)
         self.data_plane.recorders.access_log = self.access_log if self.access_log.on else None
         self.data_plane.recorders.route_log = self.route_log if self.route_log.on else None

@@ -1,25 +1,23 @@
-"""Who may call the admin API: the admin key, the checks of browser requests, CORS.
+"""Who may call the admin API: admin keys and their roles, the listener of a request, CORS.
 
 Invariant: a new route that is not listed as open is closed; an unknown route is a 404 without a
 key. With [admin] listen, closed routes answer there only (except /metrics); metrics_listen serves
 metrics only, without a key. The Host header, which the data plane sets, has the request's listener.
-Without a key the client's place in the network authorizes it, and any page that a browser visits
-shares that place. So control routes answer only under a Host that no stranger can point at the
-proxy (DNS rebinding), and only same-origin requests change something: a route that is not listed in
-READING changes something, whatever its method. CORS fields are for GET and HEAD of reading routes.
+Where no key is required, `browser_checks` keeps pages of other origins out. CORS fields are for GET
+and HEAD of reading routes.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-from quart import Quart, Request, Response, request
+from quart import Quart, Request, Response, g, request
 
-from omni_proxy.config.schema import AdminConfig, Config
-from omni_proxy.origins import NO_ORIGIN, Origin, hostname_of, is_local_name, parse_origin
+from omni_proxy.admin_api.browser_checks import READING, SAFE_METHODS, Caller
+from omni_proxy.admin_api.roles import ALL, reads_only, roles_for
+from omni_proxy.admin_ops.routes import control_route
+from omni_proxy.config.schema import AdminConfig, AdminRole, Config
 from omni_proxy.routing.routes import (
     MethodNotAllowed,
     configured_routes,
@@ -29,151 +27,6 @@ from omni_proxy.routing.routes import (
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.cors import Cors
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.forwarded import FIELD, ReceivedVia, read_received
-
-# Rules as mounted; their GET changes nothing.
-READING: Final = frozenset(
-    (
-        "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/status",
-        "/workers", "/workers/<path:name>", "/list_workers", "/v1/models",
-        "/v1/models/<path:model>", "/server_info",
-        "/get_server_info", "/get_model_info", "/model_info", "/get_loads", "/v1/loads",
-        "/metrics", "/engine_metrics", "/feed", "/config", "/dashboard", "/openapi.json",
-        "/weights", "/weights/versions", "/weights/rollout", "/v1/rl/workers",
-        "/v1/rl/workers/<path:name>", "/is_paused", "/is_sleeping", "/get_world_size",
-        "/weight_info",
-    )
-)  # fmt: skip
-# Under any Host: health, because load balancers and Kubernetes use a service's name; what a client
-# of models requests before its first request; and a page without data of this proxy.
-ANY_HOST: Final = frozenset(
-    (
-        "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/v1/models",
-        "/v1/models/<path:model>", "/dashboard",
-    )
-)  # fmt: skip
-# Sent by clients of models beside their requests: under any Host.
-ANY_HOST_POST: Final = frozenset(("/finish_session",))
-SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
-_OWN_SITES: Final = ("none", "same-origin")
-_PAGE_MODES: Final = ("navigate", "no-cors", "same-origin", "websocket")
-
-
-def reads(method: str, rule: str) -> bool:
-    return method == "OPTIONS" or (method in SAFE_METHODS and rule in READING)
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The origin of a request to a control route."""
-
-    request: Request
-    config: Config
-
-    @property
-    def _rule(self) -> str:
-        rule = self.request.url_rule
-        return rule.rule if rule is not None else ""
-
-    @property
-    def _received(self) -> ReceivedVia:
-        """Without the data plane's header the request came directly over the private socket, which
-        only this program can reach."""
-        message = self.request.headers.get(FIELD.decode())
-        if message is None:
-            return ReceivedVia(self.request.scheme, self.request.host, local=True)
-        return read_received(message)
-
-    def refuse_unless_trusted(self) -> None:
-        """Raises HttpError 403 or 415 for a request that may come from a foreign page."""
-        if not self.known_host() and not self._open_to_any_host():
-            raise _forbidden(
-                f"without an admin key control routes answer only for a Host that is an address, "
-                f"localhost or listed: add {hostname_of(self._received.host)!r} to [admin] "
-                f"allowed_hosts, or set [admin] api_key",
-                "host_not_allowed",
-            )
-        if not reads(self.request.method, self._rule):
-            self._refuse_page()
-
-    def known_host(self) -> bool:
-        """Whether DNS rebinding can be excluded for the Host of this request."""
-        received = self._received
-        hosts = {received.host, *self._forwarded("Host")}
-        if received.local:  # no browser connects to a Unix socket; a proxy in between sets Host
-            hosts.discard(received.host)
-        return all(map(self._is_known, hosts))
-
-    def _is_known(self, host: str) -> bool:
-        name = hostname_of(host)  # browsers always send a host
-        return not name or is_local_name(name) or name in self.config.admin.allowed_hosts
-
-    def _open_to_any_host(self) -> bool:
-        if self._rule == "/metrics":
-            return self.config.admin.open_metrics
-        if self._rule in ANY_HOST_POST:
-            return True
-        return self._rule in ANY_HOST and self.request.method in SAFE_METHODS
-
-    def _forwarded(self, name: str) -> list[str]:
-        """X-Forwarded-`name`, the client's value first, if [server] trusts that header."""
-        if self.config.server.forwarded != "append":
-            return []
-        values = ",".join(self.request.headers.getlist(f"X-Forwarded-{name}"))
-        return [value.strip() for value in values.split(",") if value.strip()]
-
-    def _own_origin(self) -> Origin:
-        received = self._received
-        scheme = next(iter(self._forwarded("Proto")), received.scheme).lower()
-        host = next(iter(self._forwarded("Host")), received.host)
-        return parse_origin(f"{scheme}://{host}")
-
-    def _refuse_page(self) -> None:
-        if self._is_foreign():
-            raise _forbidden(
-                "a page of another origin may change nothing while no key is required: set "
-                "[admin] api_key; behind a proxy that changes Host or scheme, [server] forwarded = "
-                '"append"',
-                "cross_site",
-            )
-        if not self._shows_browser():
-            return
-        if self.request.method in SAFE_METHODS:
-            message = f"{self.request.method} of a browser may change nothing: send POST"
-            raise _forbidden(message, "browser_get")
-        # The data plane frames each body by Content-Length.
-        if self.request.content_length and not self.request.is_json:
-            message = "a browser's body must be application/json here"
-            raise HttpError(415, message, "unsupported_media_type", detail=message)
-
-    def _is_foreign(self) -> bool:
-        """Whether its headers name a page of another origin."""
-        sites = self.request.headers.getlist("Sec-Fetch-Site")
-        if any(site not in _OWN_SITES for site in sites):
-            return True
-        # Browsers that send no Origin with a form's POST send at least Referer.
-        origins = self.request.headers.getlist("Origin") or self.request.headers.getlist("Referer")
-        own_origin = self._own_origin()
-        return any(
-            parse_origin(value) != own_origin or own_origin == NO_ORIGIN for value in origins
-        )
-
-    def _shows_browser(self) -> bool:
-        return any(self._signs())
-
-    def _signs(self) -> Iterator[bool]:
-        headers = self.request.headers
-        for name in ("Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Dest", "Sec-Fetch-User"):
-            yield name in headers
-        # To plain HTTP beyond this machine an image request has no other sign.
-        yield headers.get("User-Agent", "").startswith("Mozilla/")
-        # fetch() of other programs (Node) sends "cors" and none of the others.
-        yield headers.get("Sec-Fetch-Mode") in _PAGE_MODES
-
-
-def _forbidden(message: str, code: str) -> HttpError:
-    return HttpError(403, message, code, detail=message)
-
 
 OPEN_PATHS = frozenset(
     (
@@ -197,23 +50,56 @@ def needs_key(method: str, path: str, admin: AdminConfig) -> bool:
     return path not in OPEN_PATHS and not path.startswith(OPEN_BELOW)
 
 
+class KeyHolder(NamedTuple):
+    """A valid admin key: its name and what it may do."""
+
+    name: str
+    role: AdminRole
+
+
+API_KEY: Final = KeyHolder("api_key", ALL)
+
+
 class KeyCheck:
-    """Compares what a request presents with the key that is configured now."""
+    """Compares what a request presents with the keys that are configured now."""
 
     def __init__(self, config_store: ConfigStore) -> None:
         self._config_store = config_store
 
     @property
     def key(self) -> str:
-        """The configured key; "" is none, and everything is open."""
+        """The key that may do everything; "" if none is configured."""
         config = self._config_store.config
         return config.admin.api_key or config.server.api_key
 
     def presented(self) -> bool:
-        """Whether the current request may see what the key protects."""
-        if self.key and _matches(_bearer(request), self.key):
+        """Whether the current request may see what a key protects. Every role may."""
+        if self.holder() is not None:
             return True
         return self._asks_no_key() and self._caller().known_host()
+
+    def holder(self) -> KeyHolder | None:
+        """Whose key the current request has; None without a valid one."""
+        if "key_holder" not in g:
+            g.key_holder = self._find(_bearer(request))
+        found: KeyHolder | None = g.key_holder
+        return found
+
+    def holder_name(self) -> str | None:
+        holder = self.holder()
+        return holder.name if holder else None
+
+    def _find(self, token: bytes) -> KeyHolder | None:
+        if token and self.key and hmac.compare_digest(token, self.key.encode()):
+            return API_KEY
+        return None
+
+    def changes_something(self) -> bool:
+        """Whether the current request, of a known route, is not only for reading."""
+        config = self._config_store.config
+        if not needs_key(request.method, request.path, config.admin):
+            return False
+        return not reads_only(_roles_for(request, config))
 
     def _asks_no_key(self) -> bool:
         return not self.key or self._trusted_place()
@@ -227,8 +113,9 @@ class KeyCheck:
         return bool(admin.listen) and not admin.listen_key and request.host == ADMIN_HOST
 
     async def before_request(self) -> None:
-        """Raises HttpError 401 for a missing or malformed key, 403 for a wrong one and for a route
-        that only the other listener serves, and what `refuse_unless_trusted` raises."""
+        """Raises HttpError 401 for a missing or malformed key, 403 for a wrong one, for one whose
+        role does not allow this and for a route that only the other listener serves, and what
+        `refuse_unless_trusted` raises."""
         admin = self._config_store.config.admin
         if request.host == METRICS_HOST:
             _refuse_all_but_metrics(request)
@@ -244,22 +131,31 @@ class KeyCheck:
                 403, elsewhere, "admin_listener_only", detail=elsewhere, listen=admin.listen
             )
         if self._asks_no_key():
-            # A right key is sufficient: no foreign page can send it.
-            if not self.key or not _matches(_bearer(request), self.key):
+            # A valid key is sufficient: no foreign page can send it.
+            if self.holder() is None:
                 self._caller().refuse_unless_trusted()
         elif closed:
             self._refuse_without_key()
 
     def _refuse_without_key(self) -> None:
-        token = _bearer(request)
-        if not token:
+        if not _bearer(request):
             message = "Admin API key required: Authorization: Bearer <key>"
             raise HttpError(401, message, "admin_key_required", detail=message).with_headers(
                 ("WWW-Authenticate", "Bearer")
             )
-        if not _matches(token, self.key):
+        holder = self.holder()
+        if holder is None:
             invalid = "Invalid admin API key"
             raise HttpError(403, invalid, "admin_key_invalid", detail=invalid)
+        roles = _roles_for(request, self._config_store.config)
+        if holder.role not in roles:
+            message = (
+                f"{request.method} {request.path} needs an admin key with the role "
+                f"{' or '.join(roles)}; {holder.name!r} has the role {holder.role}"
+            )
+            raise HttpError(
+                403, message, "role_not_allowed", detail=message, role=holder.role, roles=roles
+            )
 
 
 def _refuse_all_but_metrics(of: Request) -> None:
@@ -291,8 +187,13 @@ def _bearer(of: Request) -> bytes:
     return token.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 
-def _matches(token: bytes, key: str) -> bool:
-    return hmac.compare_digest(token, key.encode())
+def _roles_for(of: Request, config: Config) -> tuple[AdminRole, ...]:
+    """The roles that may send this request, of a known route."""
+    configured = control_route(config, of.path)
+    rule = of.url_rule.rule if of.url_rule is not None else ""
+    engine_path = str((of.view_args or {}).get("path", ""))
+    kind = configured.kind if configured is not None else None
+    return roles_for(of.method, rule, engine_path=engine_path, kind=kind)
 
 
 METHODS = ("GET", "HEAD")

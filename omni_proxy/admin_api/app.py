@@ -12,6 +12,7 @@ from quart import Response, has_request_context, request
 from quart_trio import QuartTrio
 
 from omni_proxy.admin_api.access import KeyCheck, OpenReads
+from omni_proxy.admin_api.audit_log import AuditLog
 from omni_proxy.admin_api.openapi.document import OpenApiRoutes
 from omni_proxy.admin_api.responses import add_json_errors
 from omni_proxy.admin_api.routes.abort_routes import FleetAbortRoutes
@@ -48,6 +49,7 @@ def create_app(services: Services) -> QuartTrio:
     notes = WorkerNotes(services.fleet, gateway_ids=services.dialect == "sglang")
     records = WorkerRecords(services, notes, lambda: reasons(services, pauses()), pauses)
     selectors = SelectorResolver(services, records)
+    AuditLog(services.write_audit, keys.changes_something, keys.holder_name).mount(app)
     app.before_request(keys.before_request)
     OpenReads(services.config_store).mount(app)
     _forward_hops(app, services.proxy_id)

@@ -78,6 +78,7 @@ class Services:
     instruments: Instruments
     drains: WorkerDrains
     leaving: Callable[[], bool] = lambda: False
+    write_audit: Callable[[bytes], None] = lambda _: None  # takes a line of the audit log
     # Reads anew which adapters the workers have.
     refresh_adapters: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
     dialect: Dialect = "omni"

@@ -321,6 +321,9 @@ class HealthConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     startup_timeout_secs: Duration = 0.0
 
 
+AdminRole: TypeAlias = Literal["read", "operate", "weights", "all"]
+
+
 class AdminConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Bytes of a control request; above it 413.
     max_body_bytes: Size = 64 * 1024 * 1024
@@ -337,6 +340,9 @@ class AdminConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # Host names under which control routes answer without a key, besides addresses and localhost:
     # any other name may be a foreign one that resolves to this address (DNS rebinding).
     allowed_hosts: tuple[HostName, ...] = ()
+    # `off`, `-` for stdout, or a path: one JSON line for each call that changes something, refused
+    # ones included.
+    audit_log: Name = "off"
     # One weight update at a time: the next one waits this long, then 503.
     lock_timeout_secs: Duration = 300.0
     # For a single worker to answer a control call.

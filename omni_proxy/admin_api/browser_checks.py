@@ -1,0 +1,167 @@
+"""Which requests a browser may have sent for a foreign page, and what those may not do.
+
+Invariant: without a key the client's place in the network authorizes it, and any page that a
+browser visits shares that place. So control routes answer only under a Host that no stranger can
+point at the proxy (DNS rebinding), and only same-origin requests change something: a route that is
+not listed in READING changes something, whatever its method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from quart import Request
+
+from omni_proxy.config.schema import Config
+from omni_proxy.origins import NO_ORIGIN, Origin, hostname_of, is_local_name, parse_origin
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.forwarded import FIELD, ReceivedVia, read_received
+
+# Rules as mounted; their GET changes nothing.
+READING: Final = frozenset(
+    (
+        "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/status",
+        "/workers", "/workers/<path:name>", "/list_workers", "/v1/models",
+        "/v1/models/<path:model>", "/server_info",
+        "/get_server_info", "/get_model_info", "/model_info", "/get_loads", "/v1/loads",
+        "/metrics", "/engine_metrics", "/feed", "/config", "/dashboard", "/openapi.json",
+        "/weights", "/weights/versions", "/weights/rollout", "/v1/rl/workers",
+        "/v1/rl/workers/<path:name>", "/is_paused", "/is_sleeping", "/get_world_size",
+        "/weight_info",
+    )
+)  # fmt: skip
+# Under any Host: health, because load balancers and Kubernetes use a service's name; what a client
+# of models requests before its first request; and a page without data of this proxy.
+ANY_HOST: Final = frozenset(
+    (
+        "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/v1/models",
+        "/v1/models/<path:model>", "/dashboard",
+    )
+)  # fmt: skip
+# Sent by clients of models beside their requests: under any Host.
+ANY_HOST_POST: Final = frozenset(("/finish_session",))
+SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
+_OWN_SITES: Final = ("none", "same-origin")
+_PAGE_MODES: Final = ("navigate", "no-cors", "same-origin", "websocket")
+
+
+def reads(method: str, rule: str) -> bool:
+    return method == "OPTIONS" or (method in SAFE_METHODS and rule in READING)
+
+
+def received_via(of: Request) -> ReceivedVia:
+    """Without the data plane's header the request came directly over the private socket, which only
+    this program can reach."""
+    message = of.headers.get(FIELD.decode())
+    if message is None:
+        return ReceivedVia(of.scheme, of.host, local=True)
+    return read_received(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The origin of a request to a control route."""
+
+    request: Request
+    config: Config
+
+    @property
+    def _rule(self) -> str:
+        rule = self.request.url_rule
+        return rule.rule if rule is not None else ""
+
+    @property
+    def _received(self) -> ReceivedVia:
+        return received_via(self.request)
+
+    def refuse_unless_trusted(self) -> None:
+        """Raises HttpError 403 or 415 for a request that may come from a foreign page."""
+        if not self.known_host() and not self._open_to_any_host():
+            raise _forbidden(
+                f"without an admin key control routes answer only for a Host that is an address, "
+                f"localhost or listed: add {hostname_of(self._received.host)!r} to [admin] "
+                f"allowed_hosts, or set [admin] api_key",
+                "host_not_allowed",
+            )
+        if not reads(self.request.method, self._rule):
+            self._refuse_page()
+
+    def known_host(self) -> bool:
+        """Whether DNS rebinding can be excluded for the Host of this request."""
+        received = self._received
+        hosts = {received.host, *self._forwarded("Host")}
+        if received.local:  # no browser connects to a Unix socket; a proxy in between sets Host
+            hosts.discard(received.host)
+        return all(map(self._is_known, hosts))
+
+    def _is_known(self, host: str) -> bool:
+        name = hostname_of(host)  # browsers always send a host
+        return not name or is_local_name(name) or name in self.config.admin.allowed_hosts
+
+    def _open_to_any_host(self) -> bool:
+        if self._rule == "/metrics":
+            return self.config.admin.open_metrics
+        if self._rule in ANY_HOST_POST:
+            return True
+        return self._rule in ANY_HOST and self.request.method in SAFE_METHODS
+
+    def _forwarded(self, name: str) -> list[str]:
+        """X-Forwarded-`name`, the client's value first, if [server] trusts that header."""
+        if self.config.server.forwarded != "append":
+            return []
+        values = ",".join(self.request.headers.getlist(f"X-Forwarded-{name}"))
+        return [value.strip() for value in values.split(",") if value.strip()]
+
+    def _own_origin(self) -> Origin:
+        received = self._received
+        scheme = next(iter(self._forwarded("Proto")), received.scheme).lower()
+        host = next(iter(self._forwarded("Host")), received.host)
+        return parse_origin(f"{scheme}://{host}")
+
+    def _refuse_page(self) -> None:
+        if self._is_foreign():
+            raise _forbidden(
+                "a page of another origin may change nothing while no key is required: set "
+                "[admin] api_key; behind a proxy that changes Host or scheme, [server] forwarded = "
+                '"append"',
+                "cross_site",
+            )
+        if not self._shows_browser():
+            return
+        if self.request.method in SAFE_METHODS:
+            message = f"{self.request.method} of a browser may change nothing: send POST"
+            raise _forbidden(message, "browser_get")
+        # The data plane frames each body by Content-Length.
+        if self.request.content_length and not self.request.is_json:
+            message = "a browser's body must be application/json here"
+            raise HttpError(415, message, "unsupported_media_type", detail=message)
+
+    def _is_foreign(self) -> bool:
+        """Whether its headers name a page of another origin."""
+        sites = self.request.headers.getlist("Sec-Fetch-Site")
+        if any(site not in _OWN_SITES for site in sites):
+            return True
+        # Browsers that send no Origin with a form's POST send at least Referer.
+        origins = self.request.headers.getlist("Origin") or self.request.headers.getlist("Referer")
+        own_origin = self._own_origin()
+        return any(
+            parse_origin(value) != own_origin or own_origin == NO_ORIGIN for value in origins
+        )
+
+    def _shows_browser(self) -> bool:
+        return any(self._signs())
+
+    def _signs(self) -> Iterator[bool]:
+        headers = self.request.headers
+        for name in ("Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Dest", "Sec-Fetch-User"):
+            yield name in headers
+        # To plain HTTP beyond this machine an image request has no other sign.
+        yield headers.get("User-Agent", "").startswith("Mozilla/")
+        # fetch() of other programs (Node) sends "cors" and none of the others.
+        yield headers.get("Sec-Fetch-Mode") in _PAGE_MODES
+
+
+def _forbidden(message: str, code: str) -> HttpError:
+    return HttpError(403, message, code, detail=message)
