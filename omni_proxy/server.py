@@ -15,6 +15,7 @@ import random
 import secrets
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
@@ -76,7 +77,7 @@ def run(startup: Startup) -> int:
     with private_runtime_dir() as runtime_dir:
         server = Server(config_store, fleet, runtime_dir)
         log = config_store.config.server
-        configure(log.log_level, log.log_format, server.log_file)
+        configure(log.log_level, log.log_format, server.logs["log_file"])
         for line in startup.warnings:
             _log.warning("%s", line)
         return trio.run(server.run)
@@ -92,6 +93,21 @@ def _log_health(worker: Worker, before: Health) -> None:
     _log.log(level, "worker_health worker=%s from=%s to=%s%s", worker.url, before, now, reason)
 
 
+def _log_targets(config: Config) -> dict[str, str]:
+    """In the order in which the logs start."""
+    server = config.server
+    return {
+        "access_log": server.access_log,
+        "route_log": server.route_log,
+        "audit_log": config.admin.audit_log,
+        "log_file": server.log_file,
+    }
+
+
+def _run_log(log: LineLog) -> Callable[[trio.TaskStatus[None]], Awaitable[None]]:
+    return lambda status: log.run(task_status=status)
+
+
 def _print(line: str) -> None:
     """To the terminal, whatever the level and format of the log."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201  see above
@@ -104,10 +120,7 @@ class Server:
         config = config_store.config
         admin_socket = runtime_dir / "front.sock"
         self.config_store = config_store
-        self.access_log = LineLog(config.server.access_log)
-        self.route_log = LineLog(config.server.route_log)
-        self.audit_log = LineLog(config.admin.audit_log)
-        self.log_file = LineLog(config.server.log_file)
+        self.logs = {name: LineLog(target) for name, target in _log_targets(config).items()}
         proxy_id = secrets.token_hex(16)
         self.data_plane = DataPlane(
             fleet, config,
@@ -122,16 +135,7 @@ class Server:
         self.data_plane.voices.restore(voices.owner, voices.names)
         self.voice_list = VoiceList(fleet, self.data_plane.voices, config_store.save_voices)
         self.engine_ranks, self.engine_roles = EngineRanks(fleet), EngineRoles(fleet)
-        self.instruments = Instruments(
-            fleet,
-            lambda: self.view.load,
-            {
-                "access_log": self.access_log,
-                "route_log": self.route_log,
-                "audit_log": self.audit_log,
-                "log_file": self.log_file,
-            },
-        )
+        self.instruments = Instruments(fleet, lambda: self.view.load, self.logs)
         self.process_manager = ProcessManager(
             fleet, self.data_plane, self.instruments, str(admin_socket)
         )
@@ -156,7 +160,7 @@ class Server:
             drains=self.drains,
             supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
             leaving=lambda: self.leaving,
-            write_audit=self.audit_log.write,
+            write_audit=self.logs["audit_log"].write,
             dialect=config_store.startup.dialect,
             kv_connector=config_store.startup.kv_connector,
             given=config_store.startup.given_urls,
@@ -171,10 +175,7 @@ class Server:
     def _build_supervisors(self) -> list[Supervisor]:
         """In the order in which they start, and in which /status has them."""
         return [
-            Supervisor("access_log", lambda status: self.access_log.run(task_status=status)),
-            Supervisor("route_log", lambda status: self.route_log.run(task_status=status)),
-            Supervisor("audit_log", lambda status: self.audit_log.run(task_status=status)),
-            Supervisor("log_file", lambda status: self.log_file.run(task_status=status)),
+            *(Supervisor(name, _run_log(log)) for name, log in self.logs.items()),
             self.admin_api,
             Supervisor("weights", lambda status: self.weight_operations.run(task_status=status)),
             Supervisor("prober", lambda status: self.prober.run(task_status=status)),
@@ -283,12 +284,11 @@ class Server:
     def _follow_config(self, old: Config, new: Config) -> None:
         server = new.server
         configure(server.log_level, server.log_format)
-        self.access_log.retarget(server.access_log)
-        self.route_log.retarget(server.route_log)
-        self.audit_log.retarget(new.admin.audit_log)
-        self.log_file.retarget(server.log_file)
-        self.data_plane.recorders.access_log = self.access_log if self.access_log.on else None
-        self.data_plane.recorders.route_log = self.route_log if self.route_log.on else None
+        for name, target in _log_targets(new).items():
+            self.logs[name].retarget(target)
+        access_log, route_log = self.logs["access_log"], self.logs["route_log"]
+        self.data_plane.recorders.access_log = access_log if access_log.on else None
+        self.data_plane.recorders.route_log = route_log if route_log.on else None
         self.data_plane.recorders.meters = self.instruments.metrics if server.metrics else None
 
     async def _handle_signals(self, root_scope: trio.CancelScope) -> None:
