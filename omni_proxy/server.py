@@ -34,6 +34,7 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.adapter_list import AdapterList
+from omni_proxy.health.engine_pages import EnginePages
 from omni_proxy.health.engine_ranks import EngineRanks
 from omni_proxy.health.engine_roles import EngineRoles
 from omni_proxy.health.outlier_removal import OutlierRemoval
@@ -130,11 +131,11 @@ class Server:
         self.prober.proxy_id = proxy_id
         self.launcher = Launcher(fleet, config_store, self.prober)
         self.outlier_removal = OutlierRemoval(fleet, config_store)
-        self.drains, self.adapter_list = WorkerDrains(fleet, config_store), AdapterList(fleet)
+        self.drains, adapters = WorkerDrains(fleet, config_store), AdapterList(fleet)
+        self.engine_pages = EnginePages(fleet, (EngineRoles(fleet), EngineRanks(fleet), adapters))
         voices = config_store.state.voices
         self.data_plane.voices.restore(voices.owner, voices.names)
         self.voice_list = VoiceList(fleet, self.data_plane.voices, config_store.save_voices)
-        self.engine_ranks, self.engine_roles = EngineRanks(fleet), EngineRoles(fleet)
         self.instruments = Instruments(fleet, lambda: self.view.load, self.logs)
         self.process_manager = ProcessManager(
             fleet, self.data_plane, self.instruments, str(admin_socket)
@@ -152,7 +153,7 @@ class Server:
             fleet=fleet,
             config_store=config_store,
             prober=self.prober,
-            refresh_adapters=self.adapter_list.refresh,
+            refresh_adapters=lambda: self.engine_pages.refresh(adapters),
             data_plane=self.view,
             weight_operations=self.weight_operations,
             launcher=self.launcher,
@@ -186,9 +187,7 @@ class Server:
                 old_name="ejector",
             ),
             Supervisor("drains", lambda status: self.drains.run(task_status=status)),
-            Supervisor("adapter_list", lambda status: self.adapter_list.run(task_status=status)),
-            Supervisor("engine_ranks", lambda status: self.engine_ranks.run(task_status=status)),
-            Supervisor("engine_roles", lambda status: self.engine_roles.run(task_status=status)),
+            Supervisor("engine_pages", lambda status: self.engine_pages.run(task_status=status)),
             Supervisor("voice_list", lambda status: self.voice_list.run(task_status=status)),
             Supervisor(
                 "ticker",

@@ -396,7 +396,7 @@ class WorkerEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     role: Literal["", "regular", "prefill", "decode"] = ""
     # How KV caches pass between prefill and decode workers; a pair has the same one. Empty: sglang.
     kv_connector: Literal["", "sglang", "nixl", "mooncake"] = ""
-    # Of prefill workers of sglang and mooncake; 0: unknown.
+    # Of prefill workers of sglang and mooncake; 0: as its /server_info reports.
     bootstrap_port: BootstrapPort = DEFAULT_BOOTSTRAP_PORT
     # Data-parallel ranks behind this URL; 0: routing.ranks; above 1 each is picked and counted
     # separately; "auto":

@@ -271,6 +271,12 @@ class Fleet:
             self._note_roles()
             self._changed(worker)
 
+    def report_bootstrap_port(self, worker: Worker, port: int | None) -> None:
+        """Take over the port that its engine reports; a configured one of a prefill worker is
+        stronger."""
+        if worker.report_bootstrap_port(port):
+            self._changed(worker)
+
     def report_adapters(self, worker: Worker, names: tuple[str, ...]) -> None:
         """Take over the adapters that its engine has, as `adapter_names`, for `loras = "auto"`."""
         if worker.report_adapters(names):

@@ -105,6 +105,7 @@ class Worker(_RequestFields):
         "address",
         "bootstrap_port",
         "capabilities",
+        "configured_bootstrap_port",
         "configured_role",
         "cordon_reasons",
         "disabled",
@@ -124,6 +125,7 @@ class Worker(_RequestFields):
         "ranks",
         "registered_at",
         "reported_adapters",
+        "reported_bootstrap_port",
         "reported_ranks",
         "reported_role",
         "role",
@@ -150,6 +152,7 @@ class Worker(_RequestFields):
         self.hop_line = b""  # header line for a worker that is a proxy, see `wire.proxy_headers`
         self.version: WeightVersion = UNKNOWN_VERSION
         self.reported_role: ReportedRole = ""  # by its engine; counts if none is configured
+        self.reported_bootstrap_port: int | None = None  # the same
         self.counts = zero_counters()
         self.dp_ranks: tuple[Worker, ...] = ()  # what is picked in its place, where it has ranks
         self.reported_adapters: tuple[str, ...] = ()  # by its engine, for `loras = "auto"`
@@ -172,7 +175,8 @@ class Worker(_RequestFields):
         self.configured_role = spec.role
         self.role: Role = spec.role or self.reported_role or "regular"
         self.kv_connector = spec.kv_connector
-        self.bootstrap_port = spec.bootstrap_port
+        self.configured_bootstrap_port = spec.bootstrap_port
+        self._note_bootstrap_port()
         self.ranks = spec.ranks
         self.loras = spec.loras
         self._note_adapters()
@@ -204,7 +208,7 @@ class Worker(_RequestFields):
             and self.tls_verify == spec.tls_verify
             and self.configured_role == spec.role
             and self.kv_connector == spec.kv_connector
-            and self.bootstrap_port == spec.bootstrap_port
+            and self.configured_bootstrap_port == spec.bootstrap_port
             and self.ranks == spec.ranks
             and self.loras == spec.loras
         )
@@ -224,6 +228,24 @@ class Worker(_RequestFields):
         self.reported_role = role
         before, self.role = self.role, self.configured_role or role or "regular"
         return self.role != before
+
+    def report_bootstrap_port(self, port: int | None) -> bool:
+        """Take over what its engine reports, None for nothing; whether its port changed."""
+        self.reported_bootstrap_port = port
+        before = self.bootstrap_port
+        self._note_bootstrap_port()
+        return self.bootstrap_port != before
+
+    def _note_bootstrap_port(self) -> None:
+        """Without a configured role the configured port may be the default for prefill workers."""
+        configured, reported = self.configured_bootstrap_port, self.reported_bootstrap_port
+        first = configured if self.configured_role else reported
+        self.bootstrap_port = first or reported or configured
+
+    @property
+    def needs_bootstrap_port(self) -> bool:
+        """Whether its engine's is to be used, because none is configured."""
+        return self.configured_role == "prefill" and not self.configured_bootstrap_port
 
     def report_adapters(self, names: tuple[str, ...]) -> bool:
         """Take over what its engine reports; whether that makes a difference."""
@@ -312,6 +334,7 @@ class WorkerState(Struct, frozen=True, array_like=True):
     reported_ranks: int = 0
     rank_ids: RankIds = ()
     reported_adapters: tuple[str, ...] = ()
+    reported_bootstrap_port: int | None = None
 
 
 def worker_state(worker: Worker, serial: int, cell: int, rank_ids: RankIds = ()) -> WorkerState:
@@ -335,13 +358,18 @@ def worker_state(worker: Worker, serial: int, cell: int, rank_ids: RankIds = ())
         reported_ranks=worker.reported_ranks,
         rank_ids=rank_ids,
         reported_adapters=worker.reported_adapters,
+        reported_bootstrap_port=worker.reported_bootstrap_port,
     )
 
 
 def configured_entry(worker: Worker) -> WorkerSpec:
     """The spec that `worker.matches`."""
     settings = {field.name: getattr(worker, field.name) for field in fields(WorkerSpec)}
-    return WorkerSpec(**settings | {"role": worker.configured_role})
+    configured = {
+        "role": worker.configured_role,
+        "bootstrap_port": worker.configured_bootstrap_port,
+    }
+    return WorkerSpec(**settings | configured)
 
 
 def apply_state(worker: Worker, state: WorkerState) -> bool:
@@ -358,6 +386,7 @@ def apply_state(worker: Worker, state: WorkerState) -> bool:
     worker.reported_ranks = state.reported_ranks
     role_changed = worker.report_role(state.reported_role)
     adapters_changed = worker.report_adapters(state.reported_adapters)
+    port_changed = worker.report_bootstrap_port(state.reported_bootstrap_port)
     worker.hop_line = state.hop_line
     worker.address = state.address
     worker.cordon_reasons = set(state.cordon_reasons)
@@ -375,4 +404,4 @@ def apply_state(worker: Worker, state: WorkerState) -> bool:
         worker.hop_line,
         worker.reported_ranks,
     )
-    return role_changed or adapters_changed or before != now
+    return role_changed or adapters_changed or port_changed or before != now

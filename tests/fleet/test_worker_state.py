@@ -82,3 +82,16 @@ def test_the_reported_role_is_shown_rather_than_the_configured_one():
     other = fleet_of(row.entry).workers[0]
     assert apply_state(other, row)
     assert other.role == "decode"
+
+
+def test_the_reported_bootstrap_port_counts_in_other_processes_as_well():
+    fleet = fleet_of(entry("a", role="prefill"))
+    worker = fleet.workers[0]
+    before = fleet.revision
+    fleet.report_bootstrap_port(worker, 9001)
+    assert fleet.revision > before
+    row = sent(worker_state(worker, 1, 1))
+    other = fleet_of(row.entry).workers[0]
+    assert (row.entry.bootstrap_port, other.bootstrap_port) == (None, None)
+    assert apply_state(other, row)
+    assert (other.bootstrap_port, other.needs_bootstrap_port) == (9001, True)

@@ -1,17 +1,18 @@
 import json
+from functools import partial
 
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from omni_proxy.health import adapter_list
+from omni_proxy.health import engine_pages
 from omni_proxy.health.adapter_list import (
     MAX_ADAPTERS,
     REFRESH_SECS,
-    RETRY_SECS,
     AdapterList,
     reported_adapters,
 )
+from omni_proxy.health.engine_pages import RETRY_SECS, EnginePages
 from omni_proxy.upstream_http.client import CallResult
 from tests.fleet.entries import entry, fleet_of, heal
 
@@ -65,7 +66,7 @@ def replies(monkeypatch):
         cards = made.get(worker.url)
         return result_of(cards) if cards is not None else result_of(b"", 503)
 
-    monkeypatch.setattr(adapter_list, "call_worker", call_worker)
+    monkeypatch.setattr(engine_pages, "call_worker", call_worker)
     made["calls"] = calls
     return made
 
@@ -73,8 +74,9 @@ def replies(monkeypatch):
 async def started(nursery, *entries):
     fleet = fleet_of(*entries, healthy=False)
     adapters = AdapterList(fleet)
-    await nursery.start(adapters.run)
-    return fleet, adapters
+    pages = EnginePages(fleet, [adapters])
+    await nursery.start(pages.run)
+    return fleet, partial(pages.refresh, adapters)
 
 
 async def test_a_worker_that_gets_healthy_is_asked_and_others_are_not(nursery, replies):
@@ -131,9 +133,9 @@ async def test_what_is_loaded_at_the_engine_itself_is_found_later(nursery, repli
 
 async def test_a_refresh_returns_when_the_names_are_known(nursery, replies):
     replies["http://a:1"] = [BASE]
-    fleet, adapters = await started(nursery, entry("a", model="base", loras="auto"))
+    fleet, refresh = await started(nursery, entry("a", model="base", loras="auto"))
     heal(fleet, fleet.workers[0])
     await wait_all_tasks_blocked()
     replies["http://a:1"] = [BASE, LORA]
-    await adapters.refresh()
+    await refresh()
     assert fleet.candidates("sql", 0) == fleet.workers

@@ -4,7 +4,8 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from omni_proxy.health import engine_ranks
+from omni_proxy.health import engine_pages
+from omni_proxy.health.engine_pages import EnginePages
 from omni_proxy.health.engine_ranks import EngineRanks, ranks_of_info, ranks_of_metrics
 from omni_proxy.upstream_http.client import CallResult
 from tests.fleet.entries import NOW, entry, fleet_of, heal
@@ -51,7 +52,7 @@ class Engine:
     def __init__(self, monkeypatch):
         self.replies = {}
         self.calls = []
-        monkeypatch.setattr(engine_ranks, "call_worker", self._call)
+        monkeypatch.setattr(engine_pages, "call_worker", self._call)
 
     async def _call(self, worker, call):
         await trio.lowlevel.checkpoint()
@@ -70,7 +71,7 @@ def engine(monkeypatch):
 
 async def started(nursery, *entries):
     fleet = fleet_of(*entries, healthy=False)
-    await nursery.start(EngineRanks(fleet).run)
+    await nursery.start(EnginePages(fleet, [EngineRanks(fleet)]).run)
     return fleet, fleet.workers[0]
 
 

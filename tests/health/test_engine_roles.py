@@ -2,8 +2,9 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from omni_proxy.health import engine_roles
-from omni_proxy.health.engine_roles import CORDON, EngineRoles, role_of_info
+from omni_proxy.health import engine_pages
+from omni_proxy.health.engine_pages import MAX_RETRY_SECS, EnginePages
+from omni_proxy.health.engine_roles import CORDON, EngineRoles, bootstrap_port_of_info, role_of_info
 from omni_proxy.upstream_http.client import CallResult
 from tests.fleet.entries import NOW, entry, fleet_of, heal
 
@@ -29,6 +30,22 @@ def test_the_role_is_what_sglang_names_as_its_mode(body, role):
     assert role_of_info(result_of(body)) == role
 
 
+@pytest.mark.parametrize(
+    ("value", "port"),
+    [
+        (b"9001", 9001),
+        (b"null", None),
+        (b"0", None),
+        (b"65536", None),
+        (b"true", None),
+        (b'"1"', None),
+    ],
+)
+def test_the_bootstrap_port_is_a_port_or_nothing(value, port):
+    body = b'{"disaggregation_bootstrap_port": %b}' % value
+    assert bootstrap_port_of_info(result_of(body)) == port
+
+
 class Engine:
     """What the calls get, by path; `calls` are those made; `gate` holds them up."""
 
@@ -37,12 +54,13 @@ class Engine:
         self.calls = []
         self.gate = trio.Event()
         self.gate.set()
-        monkeypatch.setattr(engine_roles, "call_worker", self._call)
+        monkeypatch.setattr(engine_pages, "call_worker", self._call)
 
     async def _call(self, worker, call):
-        self.calls.append((worker.display_id, call.target))
+        path = call.target.partition("?")[0]
+        self.calls.append((worker.display_id, path))
         await self.gate.wait()
-        reply = self.replies.get(call.target, (404, b""))
+        reply = self.replies.get(path, (404, b""))
         if reply is None:
             return result_of(b"", status=None, error="ConnectError")
         return result_of(reply[1], status=reply[0])
@@ -55,7 +73,7 @@ def engine(monkeypatch):
 
 async def started(nursery, *entries):
     fleet = fleet_of(*entries, healthy=False)
-    await nursery.start(EngineRoles(fleet).run)
+    await nursery.start(EnginePages(fleet, [EngineRoles(fleet)]).run)
     return fleet, fleet.workers
 
 
@@ -124,7 +142,7 @@ async def test_an_engine_that_cannot_be_asked_is_regular_and_asked_again(
     await trio.sleep(0.5)
     assert (a.role, a.routable) == ("regular", True)
     engine.replies["/server_info"] = (200, b'{"disaggregation_mode": "prefill"}')
-    await trio.sleep(engine_roles.MAX_RETRY_SECS)
+    await trio.sleep(MAX_RETRY_SECS)
     assert a.role == "prefill"
 
 
@@ -167,3 +185,25 @@ async def test_a_flushed_cache_takes_no_worker_out_of_rotation(nursery, engine):
     engine.gate = trio.Event()
     fleet.cache_cleared(a)
     assert (a.routable, a.role) == (True, "prefill")
+
+
+PREFILL = (200, b'{"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 9001}')
+
+
+@pytest.mark.parametrize(
+    ("settings", "port"),
+    [
+        ({"role": "prefill", "bootstrap_port": None}, 9001),
+        ({"role": "prefill", "bootstrap_port": 9002}, 9002),
+        ({"bootstrap_port": 8998}, 9001),  # it may be the default: no role is configured
+    ],
+)
+async def test_the_bootstrap_port_is_the_engines_where_none_is_configured(
+    nursery, engine, settings, port
+):
+    engine.replies["/server_info"] = PREFILL
+    fleet, (a,) = await started(nursery, entry("a", **settings))
+    heal(fleet, a)
+    await wait_all_tasks_blocked()
+    assert (a.role, a.bootstrap_port) == ("prefill", port)
+    assert len(engine.calls) == (port == 9001)

@@ -218,7 +218,7 @@ async def test_what_waits_here_ends_as_an_engine_would_end_it(tmp_path, soon, pr
             assert answers["chat"].json()["choices"][0]["finish_reason"] == "abort"
             assert {line for line, _ in engine.requests} <= {
                 "GET /model_info HTTP/1.1",
-                "GET /server_info HTTP/1.1",
+                "GET /server_info?config_format=json HTTP/1.1",
             }
             assert (await running.client.put(url, json={"disabled": False})).status_code < 300
         assert answers["other"].json() == {"id": "x"}  # nobody meant it

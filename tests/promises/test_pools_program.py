@@ -35,7 +35,7 @@ class _Reporting:
     async def _serve(self, call):
         if not call.line.startswith("GET "):
             await super()._serve(call)
-        elif call.line.split()[1] == "/server_info":
+        elif call.line.split()[1].startswith("/server_info"):
             await call.send(counted(json.dumps({"disaggregation_mode": self.role}).encode()))
         else:
             await call.send(counted(b"{}", status="404 Not Found"))

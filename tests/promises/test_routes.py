@@ -231,6 +231,6 @@ async def test_an_unknown_path_is_a_json_404_and_reaches_no_worker(tmp_path, pai
         assert (await running.client.head("/live")).content == b""
         assert (await running.ask()).status_code == 200
     # Beside what the program itself asks a worker that has come up.
-    own = {"GET /model_info HTTP/1.1", "GET /server_info HTTP/1.1"}
+    own = {"GET /model_info HTTP/1.1", "GET /server_info?config_format=json HTTP/1.1"}
     asked = [line for worker in pair for line, _ in worker.requests if line not in own]
     assert asked == ["POST /v1/chat/completions HTTP/1.1"]

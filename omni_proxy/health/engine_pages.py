@@ -1,0 +1,226 @@
+"""Fetches pages of engines, such as /server_info, and gives each reader its part.
+
+A reader is asked about a worker when that gets healthy, when another process answers under its
+URL, and when a setting makes the reader want it. Readers that are asked for the same reason share
+one call for each page. A failed read is repeated with back-off, a good one after `refresh_secs`,
+as long as the worker is healthy and the reader wants it. Invariant: a reader never gets a page that
+was requested before the change for which it is asked, nor one of a worker that it wants no more;
+and no worker has two tasks for one reader. What a page means is the reader's: nothing here changes
+a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import Final, TypeAlias
+
+import trio
+
+from omni_proxy.backoff import Backoff
+from omni_proxy.fleet.health_state import Health
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, CallResult, call_worker
+
+RETRY_SECS: Final = 1.0  # after a failed read, doubling
+MAX_RETRY_SECS: Final = 30.0
+MAX_CALLS: Final = 64  # for one page at a time, when a whole fleet starts
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePage:
+    """What an engine tells under one of `targets`: the first one that it has is used."""
+
+    targets: tuple[str, ...]
+    timeout_secs: float
+    max_bytes: int
+
+
+# An engine's first response may take long.
+SERVER_INFO: Final = EnginePage(
+    ("/server_info?config_format=json", "/get_server_info"), 15.0, 8 * 1024 * 1024
+)
+METRICS: Final = EnginePage(("/metrics",), 15.0, 8 * 1024 * 1024)
+MODELS: Final = EnginePage(("/v1/models",), 5.0, 4 * 1024 * 1024)
+
+Fetch: TypeAlias = Callable[[EnginePage], Awaitable[CallResult]]
+
+
+class PageReader:
+    """What is read for one purpose; a subclass keeps what it reads at the worker."""
+
+    refresh_secs: float = inf  # after a good read; infinite: only for a reason
+
+    def wants(self, worker: Worker) -> bool:
+        """Whether it needs to know something of this healthy worker."""
+        raise NotImplementedError
+
+    async def read(self, worker: Worker, fetch: Fetch) -> bool:
+        """Fetch and apply; whether the engine could be asked, else it is asked again."""
+        raise NotImplementedError
+
+    def begin(self, worker: Worker, *, first: bool) -> None:
+        """A read is about to begin; `first`: none has ended since the worker was registered."""
+
+    def end(self, worker: Worker) -> None:
+        """No read is in progress, and none will follow without another reason."""
+
+
+class _Round:
+    """The calls to one worker for one reason."""
+
+    __slots__ = ("_calls", "_worker")
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._calls: dict[EnginePage, _SharedCall] = {}  # those in progress
+
+    async def fetch(self, page: EnginePage, slots: trio.CapacityLimiter) -> CallResult:
+        """The page; a call for it that is in progress is waited for."""
+        while call := self._calls.get(page):
+            await call.ended.wait()
+            if call.result is not None:  # else whoever made it was cancelled
+                return call.result
+        self._calls[page] = call = _SharedCall()
+        try:
+            async with slots:
+                call.result = await _get(self._worker, page)
+            return call.result
+        finally:
+            del self._calls[page]
+            call.ended.set()
+
+
+class _SharedCall:
+    __slots__ = ("ended", "result")
+
+    def __init__(self) -> None:
+        self.ended = trio.Event()
+        self.result: CallResult | None = None
+
+
+class _Asking:
+    """The task that reads for one reader, as long as it is not replaced by another."""
+
+    __slots__ = ("read_once", "round", "scope")
+
+    def __init__(self, round_: _Round) -> None:
+        self.round = round_
+        self.scope = trio.CancelScope()
+        self.read_once = trio.Event()
+
+
+class EnginePages:
+    """`run` reads for all `readers`; `refresh` reads now."""
+
+    def __init__(self, fleet: Fleet, readers: Sequence[PageReader]) -> None:
+        self._fleet = fleet
+        self._readers = readers
+        self._nursery: trio.Nursery | None = None
+        self._asking: dict[tuple[Worker, PageReader], _Asking] = {}
+        self._have_read: dict[Worker, set[PageReader]] = {}  # whether the engine answered or not
+        self._slots: dict[EnginePage, trio.CapacityLimiter] = {}
+        fleet.watch_health(lambda worker, before: self._ask_all(worker))
+        fleet.watch_cache_cleared(self._ask_all)
+        fleet.watch_members(self.follow_settings)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                for worker in self._fleet.workers:
+                    self._ask_all(worker)
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            self._nursery = None
+
+    def follow_settings(self) -> None:
+        """Ask about each worker that a reader wants now, and about which it was never asked."""
+        workers = self._fleet.workers
+        for gone in self._have_read.keys() - set(workers):
+            del self._have_read[gone]
+        for worker in workers:
+            have_read = self._have_read.get(worker, ())
+            round_ = _Round(worker)
+            for reader in self._readers:
+                if reader not in have_read and (worker, reader) not in self._asking:
+                    self._ask(worker, reader, round_)
+
+    async def refresh(self, reader: PageReader) -> None:
+        """Returns when it has read the pages of all workers that it wants, or has failed to."""
+        begun = [self._ask(worker, reader, _Round(worker)) for worker in self._fleet.workers]
+        for asking in begun:
+            if asking is not None:
+                await asking.read_once.wait()
+
+    def _ask_all(self, worker: Worker) -> None:
+        round_ = _Round(worker)
+        for reader in self._readers:
+            self._ask(worker, reader, round_)
+
+    def _ask(self, worker: Worker, reader: PageReader, round_: _Round) -> _Asking | None:
+        """Begin to read, in place of a task that may have read before the reason."""
+        if self._nursery is None or not self._is_wanted(worker, reader):
+            return None
+        before = self._asking.get((worker, reader))
+        self._asking[worker, reader] = asking = _Asking(round_)
+        if before is not None:
+            before.scope.cancel()
+        reader.begin(worker, first=reader not in self._have_read.get(worker, ()))
+        self._nursery.start_soon(self._keep_reading, worker, reader, asking)
+        return asking
+
+    def _is_wanted(self, worker: Worker, reader: PageReader) -> bool:
+        healthy = worker.health.state is Health.HEALTHY
+        return healthy and self._fleet.find(worker.url) is worker and reader.wants(worker)
+
+    async def _keep_reading(self, worker: Worker, reader: PageReader, asking: _Asking) -> None:
+        async def fetch(page: EnginePage) -> CallResult:
+            slots = self._slots.setdefault(page, trio.CapacityLimiter(MAX_CALLS))
+            result = await asking.round.fetch(page, slots)
+            if not self._is_wanted(worker, reader):
+                asking.scope.cancel()
+            await trio.lowlevel.checkpoint_if_cancelled()
+            return result
+
+        backoff = Backoff(RETRY_SECS, MAX_RETRY_SECS)
+        try:
+            with asking.scope:
+                while self._is_wanted(worker, reader):
+                    answered = await reader.read(worker, fetch)
+                    self._have_read.setdefault(worker, set()).add(reader)
+                    asking.read_once.set()
+                    if answered:
+                        backoff.reset()
+                    pause_secs = reader.refresh_secs if answered else backoff.next_delay()
+                    if not isfinite(pause_secs):
+                        break
+                    await trio.sleep(pause_secs)
+        finally:
+            asking.read_once.set()
+            if self._asking.get((worker, reader)) is asking:
+                del self._asking[worker, reader]
+                reader.end(worker)
+
+
+async def _get(worker: Worker, page: EnginePage) -> CallResult:
+    """From the first target that the engine has; the last one's 404 if it has none."""
+    *first, last = page.targets
+    for target in first:
+        result = await _call(worker, page, target)
+        if result.status not in ROUTE_ABSENT:
+            return result
+    return await _call(worker, page, last)
+
+
+async def _call(worker: Worker, page: EnginePage, target: str) -> CallResult:
+    call = Call("GET", target, timeout_secs=page.timeout_secs, max_bytes=page.max_bytes)
+    return await call_worker(worker, call)
+
+
+def could_be_asked(result: CallResult) -> bool:
+    """False where it is worth asking again: a failed connection or a 5xx may be over soon."""
+    return result.status is not None and result.status < 500
