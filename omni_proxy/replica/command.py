@@ -17,6 +17,11 @@ from pathlib import Path
 
 from omni_proxy.replica import llamacpp
 from omni_proxy.replica.hard_exit import exit_process
+from omni_proxy.replica.kv_events.command_line import (
+    add_kv_event_options,
+    kv_event_params,
+    kv_events_problem,
+)
 from omni_proxy.replica.kv_transfer.command_line import add_transfer_options, transfer_problem
 from omni_proxy.replica.model_file import MODELS, ModelFileError, cache_folder, fetch
 from omni_proxy.replica.option_types import (
@@ -71,6 +76,7 @@ def serve_parser() -> argparse.ArgumentParser:
     _add_torch(parser)
     _add_group(parser)
     add_transfer_options(parser)
+    add_kv_event_options(parser)
     llama = parser.add_argument_group("engine llamacpp")
     llama.add_argument("--parallel", type=count, default=4, help="requests computed at once")
     llama.add_argument("--context", type=count, default=2048, help="tokens of each request")
@@ -210,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
         case words:
             parser = serve_parser()
             arguments = parser.parse_args(words)
-            if problem := transfer_problem(arguments):
+            if problem := transfer_problem(arguments) or kv_events_problem(arguments):
                 parser.error(problem)
             if arguments.engine == "llamacpp":
                 if arguments.model == TINY:
@@ -270,6 +276,8 @@ def _serve_torch(arguments: argparse.Namespace) -> int:
     _check_installed(REQUIRED_PACKAGES)
     if arguments.images != "off" and arguments.pipeline is None:
         _check_installed(REQUIRED_FOR_IMAGES, "ocr")
+    if kv_event_params(arguments):
+        _check_installed(("zmq",))
     # With OpenMP's default, waiting threads spin, which is very slow beside other busy processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_proxy.replica.api.route_context import ADMIN_KEY_VARIABLE
+from omni_proxy.replica.kv_events.command_line import kv_event_params
 from omni_proxy.replica.kv_transfer.command_line import connector_of, transfer_params
 from omni_proxy.replica.kv_transfer.request_fields import TransferFields
 from omni_proxy.replica.model_file import MODELS
@@ -29,7 +30,7 @@ EnsureModelFile = Callable[[str, Path], str]
 
 def build_pipeline(arguments: argparse.Namespace, ensure_file: EnsureModelFile) -> PipelineConfig:
     """The pipeline of the file, or the built-in one; raises PipelineConfigError."""
-    weights = weights_params(arguments) | transfer_params(arguments)
+    weights = weights_params(arguments) | transfer_params(arguments) | kv_event_params(arguments)
     if arguments.pipeline is not None:
         return with_weight_params(load_pipeline(arguments.pipeline), weights)
     model, transcription_path = arguments.model, ""

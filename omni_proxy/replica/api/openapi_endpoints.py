@@ -253,6 +253,7 @@ ENGINE_ENDPOINTS: Mapping[str, Endpoint] = {
     "get_world_size": _fact("The number of ranks in a trainer's group", "include_dp"),
     "version": _fact("The version of this program"),
     "load": _fact("The number of requests"),
+    "kv_event_sources": _fact("Where KV events are published, by rank"),
     "ping": Endpoint(summary="200 without a body", tag="vLLM", answers=(TEXT,)),
     "init_weight_transfer_engine": _weights("Join a trainer's group", InitTransfer),
     "shutdown_weight_transfer_engine": _weights("Leave the trainer's group"),

@@ -22,6 +22,15 @@ class CacheableKV(Protocol):
     def fork(self, length: int) -> CacheableKV: ...
 
 
+class CacheListener(Protocol):
+    """Called after each change of the entries, in the thread that made it."""
+
+    def on_kept(self, tokens: tuple[int, ...], dropped: Sequence[tuple[int, ...]]) -> None:
+        """An entry with these tokens came; the others went for it."""
+
+    def on_cleared(self) -> None: ...
+
+
 KV = TypeVar("KV", bound=CacheableKV)
 
 
@@ -40,6 +49,7 @@ class PrefixCache(Generic[KV]):
         self._min_tokens = min_tokens
         self._entries: list[_Entry[KV]] = []  # the most recently used last
         self.epoch = 0
+        self.listener: CacheListener | None = None
 
     @property
     def enabled(self) -> bool:
@@ -82,12 +92,15 @@ class PrefixCache(Generic[KV]):
             if entry.tokens[: len(key)] == key:
                 self._touch(entry)
                 return False
+        dropped = [other for other in self._entries if key[: len(other.tokens)] == other.tokens]
         self._entries = [
             other for other in self._entries if key[: len(other.tokens)] != other.tokens
         ]
         self._entries.append(_Entry(key, kv))
         while len(self) > self._max_entries or self.nbytes > self._max_bytes:
-            self._entries.pop(0)
+            dropped.append(self._entries.pop(0))
+        if self.listener is not None:
+            self.listener.on_kept(key, [other.tokens for other in dropped])
         return True
 
     def flush(self) -> int:
@@ -96,6 +109,8 @@ class PrefixCache(Generic[KV]):
         dropped = len(self)
         self._entries = []
         self.epoch += 1
+        if self.listener is not None:
+            self.listener.on_cleared()
         return dropped
 
     def _touch(self, entry: _Entry[KV]) -> None:

@@ -5,6 +5,7 @@ Invariant: parameters are checked before a model is loaded.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from omni_proxy.replica.kv_transfer.scheduler import TransferScheduler
@@ -12,6 +13,7 @@ from omni_proxy.replica.kv_transfer.transfer_thread import TransferThread
 from omni_proxy.replica.models.text_model import ModelWorker
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.stage_settings import (
+    TextSettings,
     batch_limits_and_cache,
     load_model,
     parse_settings,
@@ -25,6 +27,24 @@ def build(stage_name: str, **params: Any) -> TextScheduler:
     Raises ValueError for parameters that are unknown or out of range, and what loading raises.
     """
     settings = parse_settings(stage_name, params)
+    if not settings.events.enabled:
+        return _scheduler(stage_name, settings)
+    # ZeroMQ is imported only where it is configured.
+    from omni_proxy.replica.kv_events.publisher import KvEventPublisher, PublishedChanges
+
+    with ExitStack() as on_error:
+        # First, since a port that is in use is found at once.
+        publisher = KvEventPublisher(settings.events)
+        on_error.callback(publisher.close)
+        scheduler = _scheduler(stage_name, settings)
+        on_error.pop_all()
+    scheduler.cache.listener = PublishedChanges(publisher)
+    scheduler.info |= publisher.information
+    scheduler.at_end.append(publisher.close)
+    return scheduler
+
+
+def _scheduler(stage_name: str, settings: TextSettings) -> TextScheduler:
     text = load_model(settings)
     if settings.tp > 1:
         # Tensor parallelism is imported only where it is configured.

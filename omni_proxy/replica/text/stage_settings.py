@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
+from omni_proxy.replica.kv_events.settings import KvEventSettings, parse_kv_event_settings
 from omni_proxy.replica.kv_transfer.settings import TransferSettings, parse_transfer_settings
 from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.text_model import TextModel, load_text_model
@@ -39,7 +40,8 @@ class TextSettings:
     `threads` 0 keeps torch's default. `tp` is the number of processes that share the model, 1 for
     none. Weights are read from disk only below `weights_root`; "" allows none. `weights_isolation`
     and the `weights_*_secs` configure updates over a trainer's group (`ReceiveSettings`).
-    `kv_transfer` makes it a prefill or decode replica (`TransferSettings`).
+    `kv_transfer` makes it a prefill or decode replica (`TransferSettings`), `kv_events` publishes
+    what the prefix cache holds (`KvEventSettings`).
     """
 
     model: str = "tiny"
@@ -59,6 +61,7 @@ class TextSettings:
     weights_stall_secs: float = DEFAULT_RECEIVE_SETTINGS.stall_secs
     tp: int = 1
     kv_transfer: Mapping[str, Any] = field(default_factory=dict)
+    kv_events: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_total_tokens", "prefill_chunk", "prefix_min_tokens", "tp"):
@@ -78,10 +81,19 @@ class TextSettings:
             )
         if self.transfer.role != "null" and self.tp > 1:
             raise ValueError(f"a {self.transfer.role} replica has one rank: leave tp out")
+        if self.events.enabled and self.events.block_size < self.prefix_min_tokens:
+            raise ValueError(
+                f"kv_events: a block of {self.events.block_size} tokens is too short to be reused: "
+                f"prefix_min_tokens is {self.prefix_min_tokens}"
+            )
 
     @property
     def transfer(self) -> TransferSettings:
         return parse_transfer_settings(self.kv_transfer)
+
+    @property
+    def events(self) -> KvEventSettings:
+        return parse_kv_event_settings(self.kv_events)
 
     @property
     def terms(self) -> ReceiveSettings:

@@ -32,6 +32,7 @@ from omni_proxy.replica.api.native.admin_operations import (
 )
 from omni_proxy.replica.api.native.metrics import load_report, load_summary
 from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.kv_events.sources import sglang_source
 from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed, SamplingParams
 
 INSTANCE_HEADER = "x-omni-instance"
@@ -156,6 +157,7 @@ class InfoRoutes:
                 **{name: facts[name] for name in MODEL_FACTS},
                 **UNSUPPORTED_FEATURES,
                 **self._roles(facts),
+                "kv_events": sglang_source(context.client.stage_info().values()),
                 "max_total_num_tokens": load["max_total_num_tokens"],
                 "max_running_requests": load["max_running_requests"],
                 "start_time": context.started_unix_secs,

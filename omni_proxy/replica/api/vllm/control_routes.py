@@ -30,6 +30,7 @@ from omni_proxy.replica.api.vllm.vllm_errors import (
     vllm_view,
     worker_error,
 )
+from omni_proxy.replica.kv_events.sources import vllm_sources
 
 PauseChoice = Literal["abort", "wait", "keep"]
 PAUSE_MODES: Final[tuple[PauseChoice, ...]] = ("abort", "wait", "keep")
@@ -269,6 +270,9 @@ class ControlRoutes:
     async def load(self) -> Response:
         return json_response({"server_load": self._context.client.health()["pending_completions"]})
 
+    async def kv_event_sources(self) -> Response:
+        return json_response(vllm_sources(self._context.client.stage_info().values()))
+
     async def ping(self) -> Response:
         return empty_response()
 
@@ -323,6 +327,7 @@ def mount(app: QuartTrio, context: RouteContext, engine: EngineCalls) -> None:
         "/get_world_size": routes.world_size,
         "/version": routes.version,
         "/load": routes.load,
+        "/kv_event_sources": routes.kv_event_sources,
         "/ping": routes.ping,
     }
     for method, views in (("POST", posts), ("GET", gets)):

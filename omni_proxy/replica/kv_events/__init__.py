@@ -1,0 +1,1 @@
+"""What the prefix cache holds, published over ZeroMQ in the forms of vLLM and SGLang."""

@@ -1,0 +1,219 @@
+"""Publishes block events over ZeroMQ, and repeats the last ones, in a thread of its own.
+
+    PUB     [topic, number, payload], the number in 8 bytes, from 0
+    ROUTER  asked ["", first number]; answers the batches from there on, then number -1 without any
+Contract: real-engines.md 4 (vLLM 0.32.0), features.md 7 (SGLang, whose answers have no topic).
+Invariant: `publish` never blocks; a batch that is dropped leaves a gap in the numbers, so that its
+subscribers notice. The sockets belong to the thread once it runs. After `close` the ports are free.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import zmq
+
+from omni_proxy.replica.kv_events.held_blocks import BlockEvent, HeldBlocks
+from omni_proxy.replica.kv_events.payload import encode_batch
+from omni_proxy.replica.kv_events.settings import (
+    WILDCARD,
+    KvEventSettings,
+    bind_address,
+    binds,
+    tcp_parts,
+)
+from omni_proxy.replica.kv_events.sources import stage_information
+
+log = logging.getLogger(__name__)
+
+END: Final = (-1).to_bytes(8, "big", signed=True)
+NUMBER_BYTES: Final = 8
+REPLAY_BYTES: Final = 64 * 2**20  # of payloads; a batch of a long text is large
+REQUEST_BYTES: Final = 64 * 2**10  # the longest message that is accepted
+LINGER_MS: Final = 200  # for batches that were published just before the end
+CLOSE_SECS: Final = 2.0
+
+
+class ReplayBuffer:
+    """The last batches, bounded in number and in bytes."""
+
+    def __init__(self, max_batches: int, max_bytes: int = REPLAY_BYTES) -> None:
+        self._max_batches, self._max_bytes = max_batches, max_bytes
+        self._batches: deque[tuple[int, bytes]] = deque()
+        self._nbytes = 0
+
+    def add(self, number: int, payload: bytes) -> None:
+        self._batches.append((number, payload))
+        self._nbytes += len(payload)
+        while len(self._batches) > self._max_batches or self._nbytes > self._max_bytes:
+            self._nbytes -= len(self._batches.popleft()[1])
+
+    def since(self, number: int) -> Iterator[tuple[int, bytes]]:
+        return (batch for batch in self._batches if batch[0] >= number)
+
+
+class KvEventPublisher:
+    """`endpoint` and `replay_endpoint` are what a subscriber is to use: with the port that was
+    taken, and `*` for the address of the replica.
+
+    Raises OSError if an endpoint cannot be opened. `publish` is for one thread alone.
+    """
+
+    def __init__(self, settings: KvEventSettings, now: Callable[[], float] = time.time) -> None:
+        self.settings = settings
+        self._now = now
+        self._next = 0
+        self._dropped = 0
+        self._waiting: deque[tuple[int, float, list[BlockEvent]]] = deque()
+        self._buffer = ReplayBuffer(settings.buffer_steps)
+        self._topic = settings.topic.encode()
+        self._closing = False
+        self._context = zmq.Context()
+        self._replay: zmq.Socket[bytes] | None = None
+        try:
+            self._pub = self._socket(zmq.PUB, settings.hwm)
+            self.endpoint = self._open(self._pub, settings.endpoint, "endpoint")
+            self.replay_endpoint = ""
+            if settings.replay_endpoint:
+                self._replay = self._socket(zmq.ROUTER, settings.buffer_steps + 2)
+                self.replay_endpoint = self._open(
+                    self._replay, settings.replay_endpoint, "replay_endpoint"
+                )
+        except BaseException:
+            self._context.destroy(0)
+            raise
+        self._wake = os.eventfd(0)
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    @property
+    def information(self) -> dict[str, Any]:
+        """For the stage's facts."""
+        return stage_information(self.settings, self.endpoint, self.replay_endpoint)
+
+    def publish(self, events: list[BlockEvent]) -> None:
+        """Send one batch, soon; it is dropped where too many wait."""
+        if self._closing or not events:
+            return
+        number, self._next = self._next, self._next + 1
+        if len(self._waiting) >= self.settings.max_queue_size:
+            self._dropped += 1
+            if self._dropped == 1:
+                log.warning("kv_events_dropped queue=%d", self.settings.max_queue_size)
+            return
+        self._waiting.append((number, self._now(), events))
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Send what waits and close the sockets; may be called again."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(CLOSE_SECS)
+        os.close(self._wake)
+
+    def _socket(self, kind: int, send_limit: int) -> zmq.Socket[bytes]:
+        opened: zmq.Socket[bytes] = self._context.socket(kind)
+        opened.setsockopt(zmq.SNDHWM, send_limit)
+        opened.setsockopt(zmq.LINGER, LINGER_MS)
+        opened.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
+        return opened
+
+    def _open(self, opened: zmq.Socket[bytes], endpoint: str, name: str) -> str:
+        """Raises OSError that names the endpoint."""
+        try:
+            if name == "endpoint" and not binds(endpoint):
+                opened.setsockopt(zmq.IPV6, "[" in endpoint)
+                opened.connect(endpoint)
+                return endpoint
+            host = self.settings.host
+            address = bind_address(endpoint, _numeric(host) if WILDCARD in endpoint else host)
+            opened.setsockopt(zmq.IPV6, "[" in address)
+            opened.bind(address)
+        except (zmq.ZMQError, OSError) as error:
+            raise OSError(
+                error.errno, f"KV events: {name} {endpoint}: {error.strerror}; name another one"
+            ) from None
+        taken = opened.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(taken, bytes)
+        text = taken.decode().rstrip("\0")
+        host, _ = tcp_parts(endpoint)
+        return f"tcp://{host}:{tcp_parts(text)[1]}" if host else text
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(self._wake, zmq.POLLIN)
+            if self._replay is not None:
+                poller.register(self._replay, zmq.POLLIN)
+            while not self._closing:
+                ready = dict(poller.poll())
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                self._send_waiting()
+                if self._replay is not None and self._replay in ready:
+                    self._answer_replay(self._replay)
+            self._send_waiting()
+        except Exception:  # the engine serves without it; subscribers see no more batches
+            log.exception("kv_events_stopped")
+        finally:
+            self._closing = True
+            for each in (self._pub, self._replay):
+                if each is not None:
+                    each.close()
+            self._context.term()
+
+    def _send_waiting(self) -> None:
+        form, size = self.settings.form, self.settings.block_size
+        while self._waiting:
+            number, at, events = self._waiting.popleft()
+            payload = encode_batch(form, size, at, events)
+            self._buffer.add(number, payload)
+            self._pub.send_multipart([self._topic, _bytes(number), payload])
+
+    def _answer_replay(self, router: zmq.Socket[bytes]) -> None:
+        frames = router.recv_multipart()
+        if len(frames) != 3 or len(frames[2]) != NUMBER_BYTES:
+            log.warning("kv_events_replay_refused frames=%d", len(frames))
+            return
+        peer, empty, asked = frames
+        # SGLang repeats number and payload only.
+        head = [peer, empty, self._topic] if self.settings.form == "vllm" else [peer, empty]
+        for number, payload in self._buffer.since(int.from_bytes(asked, "big")):
+            router.send_multipart([*head, _bytes(number), payload])
+        end = [peer, empty, b""] if self.settings.form == "vllm" else [peer, empty]
+        router.send_multipart([*end, END, b""])
+
+
+def _bytes(number: int) -> bytes:
+    return number.to_bytes(NUMBER_BYTES, "big")
+
+
+def _numeric(host: str) -> str:
+    """ZeroMQ binds addresses, not names. Raises OSError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return str(found[0][4][0])
+
+
+class PublishedChanges:
+    """The cache listener whose changes are published."""
+
+    def __init__(self, publisher: KvEventPublisher) -> None:
+        self._publisher = publisher
+        self._held = HeldBlocks(publisher.settings.block_size)
+
+    def on_kept(self, tokens: tuple[int, ...], dropped: Sequence[tuple[int, ...]]) -> None:
+        self._publisher.publish(self._held.change(tokens, dropped))
+
+    def on_cleared(self) -> None:
+        self._publisher.publish(self._held.clear())

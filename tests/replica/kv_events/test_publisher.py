@@ -1,0 +1,229 @@
+"""The publisher with real sockets of this machine."""
+
+import socket
+import threading
+
+import msgspec
+import pytest
+import zmq
+
+from omni_proxy.replica.kv_events.held_blocks import AllCleared, BlocksStored
+from omni_proxy.replica.kv_events.publisher import (
+    KvEventPublisher,
+    PublishedChanges,
+    ReplayBuffer,
+)
+from omni_proxy.replica.kv_events.settings import KvEventSettings, parse_kv_event_settings
+
+PATIENCE_MS = 20_000
+END = b"\xff" * 8
+
+
+class Sockets:
+    """All of them are closed at the end: one that is dropped open is a warning."""
+
+    def __init__(self, context):
+        self._context = context
+        self._opened = []
+
+    def socket(self, kind):
+        self._opened.append(self._context.socket(kind))
+        self._opened[-1].setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
+        return self._opened[-1]
+
+    def close(self):
+        for each in self._opened:
+            each.close(0)
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as opened:
+        sockets = Sockets(opened)
+        yield sockets
+        sockets.close()
+
+
+@pytest.fixture
+def opened():
+    publishers = []
+
+    def start(**params):
+        params = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"} | params
+        publishers.append(KvEventPublisher(parse_kv_event_settings(params), now=lambda: 1.5))
+        return publishers[-1]
+
+    yield start
+    for each in publishers:
+        each.close()
+
+
+def local(endpoint):
+    return endpoint.replace("*", "127.0.0.1")
+
+
+def subscribed(context, publisher):
+    """A reader whose subscription has arrived: batches before that are nobody's."""
+    reader = context.socket(zmq.SUB)
+    reader.subscribe(b"")
+    reader.connect(local(publisher.endpoint))
+    while not reader.poll(20):
+        publisher.publish([AllCleared()])
+    return reader
+
+
+def asked(context, publisher, frames):
+    asker = context.socket(zmq.DEALER)
+    asker.connect(local(publisher.replay_endpoint))
+    asker.send_multipart(frames)
+    return asker
+
+
+def replayed(context, publisher, first=0):
+    """All answers up to the end mark, without it."""
+    asker = asked(context, publisher, [b"", first.to_bytes(8, "big")])
+    answers = []
+    while (frames := asker.recv_multipart())[-2] != END:
+        answers.append(frames)
+    return answers
+
+
+def numbers(answers):
+    return [int.from_bytes(frames[-2], "big") for frames in answers]
+
+
+def until_replayed(context, publisher, count):
+    """The thread has sent so many batches."""
+    while len(answers := replayed(context, publisher)) < count:
+        pass
+    return answers
+
+
+def test_a_subscriber_gets_topic_number_and_payload(context, opened):
+    publisher = opened(topic="kv")
+    reader = subscribed(context, publisher)
+    publisher.publish([BlocksStored((7,), None, tuple(range(16)))])
+    received = [reader.recv_multipart()]
+    while b"BlockStored" not in received[-1][2]:
+        received.append(reader.recv_multipart())
+    first, last = numbers([received[0], received[-1]])
+    assert last - first == len(received) - 1 > 0
+    assert {frames[0] for frames in received} == {b"kv"}
+    assert msgspec.msgpack.decode(received[-1][2])[0] == 1.5
+
+
+def test_numbers_begin_at_0_and_replays_have_four_frames(context, opened):
+    publisher = opened(topic="kv")
+    for _ in range(3):
+        publisher.publish([AllCleared()])
+    answers = until_replayed(context, publisher, 3)
+    assert [frames[:3] for frames in answers] == [
+        [b"", b"kv", number.to_bytes(8, "big")] for number in range(3)
+    ]
+    assert numbers(replayed(context, publisher, 2)) == [2]
+    asker = asked(context, publisher, [b"", (10**9).to_bytes(8, "big")])
+    assert asker.recv_multipart() == [b"", b"", END, b""]
+
+
+def test_replays_of_sglang_have_no_topic(context, opened):
+    publisher = opened(form="sglang")
+    publisher.publish([AllCleared()])
+    (answer,) = until_replayed(context, publisher, 1)
+    assert answer[:2] == [b"", bytes(8)]
+    assert len(answer) == 3
+    asker = asked(context, publisher, [b"", bytes([1] * 8)])
+    assert asker.recv_multipart() == [b"", END, b""]
+
+
+def test_a_whole_buffer_is_replayed_and_no_more_than_that(context, opened):
+    publisher = opened(buffer_steps=3000)
+    for _ in range(3500):
+        publisher.publish([AllCleared()])
+    answers = until_replayed(context, publisher, 3000)
+    while numbers(answers)[-1] != 3499:
+        answers = replayed(context, publisher)
+    assert numbers(answers) == list(range(500, 3500))
+
+
+def test_malformed_requests_get_no_answer_and_harm_nobody(context, opened):
+    publisher = opened()
+    publisher.publish([AllCleared()])
+    for frames in ([b"x"], [b"", b"short"], [b"", bytes(8), b""], [b"", b"", b"", b""]):
+        assert not asked(context, publisher, frames).poll(20)
+    assert numbers(until_replayed(context, publisher, 1)) == [0]
+
+
+def test_what_does_not_fit_the_queue_leaves_a_gap_in_the_numbers(context, opened, monkeypatch):
+    held, encode = threading.Event(), KvEventPublisher._send_waiting
+
+    def wait_and_send(self):
+        held.wait(20)
+        encode(self)
+
+    monkeypatch.setattr(KvEventPublisher, "_send_waiting", wait_and_send)
+    publisher = opened(max_queue_size=2)
+    for _ in range(5):
+        publisher.publish([AllCleared()])
+    held.set()
+    assert numbers(until_replayed(context, publisher, 2)) == [0, 1]
+    publisher.publish([AllCleared()])
+    assert numbers(until_replayed(context, publisher, 3)) == [0, 1, 5]
+
+
+def test_an_endpoint_that_names_a_host_is_connected_to(context, opened):
+    reader = context.socket(zmq.SUB)
+    reader.subscribe(b"")
+    port = reader.bind_to_random_port("tcp://127.0.0.1")
+    publisher = opened(endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint="")
+    assert publisher.endpoint == f"tcp://127.0.0.1:{port}"
+    while not reader.poll(20):
+        publisher.publish([AllCleared()])
+    assert len(reader.recv_multipart()) == 3
+
+
+def test_a_port_in_use_is_named(opened):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(OSError, match=f"replay_endpoint tcp://\\*:{port}: Address already in"):
+            KvEventPublisher(
+                KvEventSettings(endpoint="tcp://*:0", replay_endpoint=f"tcp://*:{port}")
+            )
+
+
+def test_closing_sends_what_waits_and_frees_the_ports(context, opened):
+    publisher = opened()
+    reader = subscribed(context, publisher)
+    publisher.publish([BlocksStored((7,), None, tuple(range(16)))])
+    publisher.close()
+    while b"BlockStored" not in reader.recv_multipart()[2]:
+        pass
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", int(publisher.endpoint.rpartition(":")[2])))
+    publisher.publish([AllCleared()])  # nobody's any more
+    publisher.close()
+
+
+def test_changes_of_a_cache_are_published(context, opened):
+    publisher = opened(block_size=2)
+    changes = PublishedChanges(publisher)
+    changes.on_kept((1, 2, 3), [])
+    changes.on_kept((1, 2), [])  # known already
+    changes.on_cleared()
+    events = [
+        msgspec.msgpack.decode(frames[-1])[1] for frames in until_replayed(context, publisher, 2)
+    ]
+    assert [each[0]["type"] for each in events] == ["BlockStored", "AllBlocksCleared"]
+
+
+def test_a_replay_buffer_is_bounded_in_number_and_in_bytes():
+    buffer = ReplayBuffer(max_batches=3, max_bytes=10)
+    for number in range(5):
+        buffer.add(number, b"xx")
+    assert [number for number, _ in buffer.since(0)] == [2, 3, 4]
+    buffer.add(5, b"x" * 9)
+    assert [number for number, _ in buffer.since(0)] == [5]
+    buffer.add(6, b"x" * 11)
+    assert list(buffer.since(0)) == []
