@@ -1,0 +1,219 @@
+"""Decodes a batch of KV events: MessagePack, in the forms of vLLM and SGLang.
+
+A batch is `[time, [event, ...], rank?]`. An event is a map with a `type`, or an array whose first
+element is the type and whose later ones may be missing; both forms may carry fields of later
+versions, which are ignored. Invariant: any bytes give a `DecodedBatch` or `UndecodablePayload`; an
+event that can't be read for certain is counted in `undecodable`, never skipped silently.
+Sources: features.md 7, real-engines.md 4 (vLLM 0.32.0), captures of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+
+MAX_BLOCK_SIZE: Final = 65536  # tokens
+MAX_TOKEN: Final = (1 << 32) - 1
+_WORD: Final = (1 << 64) - 1
+# Where the fields of the array form stand; a map has them by name.
+_STORED_FIELDS: Final = (
+    "type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+)  # fmt: skip
+_REMOVED_FIELDS: Final = ("type", "block_hashes", "medium", "group_idx")
+_FULL_ATTENTION: Final = "full_attention"
+# Of these one that is set makes another block of the same tokens.
+_NOT_PLAIN: Final = ("lora_id", "lora_name", "cache_salt", "extra_key")
+
+_decode = msgspec.msgpack.Decoder().decode
+
+
+class UndecodablePayload(Exception):
+    """The bytes are no batch of events."""
+
+
+class StoredEvent(NamedTuple):
+    """A run of blocks, each behind the one before, the first behind `parent`.
+
+    `hashes`: the engine's names, 64 bits. `plain`: so many of them, from the first, hold nothing
+    but tokens under the base model; behind those stand blocks of an adapter, a cache salt or media,
+    which no plain request can use. `group`: of layers, None where the engine names none.
+    """
+
+    hashes: list[int]
+    parent: int | None  # None: the beginning of the prompt
+    tokens: Sequence[int]
+    block_size: int
+    medium: str
+    group: int | None
+    plain: int
+
+
+class RemovedEvent(NamedTuple):
+    """`medium` and `group`: "" and None for all of them."""
+
+    hashes: list[int]
+    medium: str
+    group: int | None
+
+
+class ClearedEvent(NamedTuple):
+    """The cache is empty."""
+
+
+DecodedEvent: TypeAlias = StoredEvent | RemovedEvent | ClearedEvent
+
+
+class DecodedBatch(NamedTuple):
+    """`at`: the engine's time, seconds; 0 without one. `rank`: the data-parallel rank that the
+    publisher names, None for none. `undecodable`: why events could not be read, one entry for
+    each."""
+
+    at: float
+    events: list[DecodedEvent]
+    rank: int | None
+    undecodable: list[str]
+
+
+def decode_batch(payload: bytes) -> DecodedBatch:
+    """Raises UndecodablePayload."""
+    try:
+        body = _decode(payload)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise UndecodablePayload(f"no MessagePack: {error}") from None
+    if isinstance(body, dict):
+        at, rows = body.get("ts"), body.get("events")
+        rank = body.get("data_parallel_rank", body.get("dp_rank"))
+    elif isinstance(body, list) and len(body) >= 2:
+        at, rows, rank = body[0], body[1], body[2] if len(body) > 2 else None
+    else:
+        raise UndecodablePayload("no batch of events")
+    if not isinstance(rows, list):
+        raise UndecodablePayload("a batch without a list of events")
+    moment = float(at) if isinstance(at, int | float) else 0.0
+    batch = DecodedBatch(moment, [], rank if type(rank) is int else None, [])
+    for row in rows:
+        try:
+            event = _event(row)
+        except (ValueError, TypeError, LookupError) as error:
+            batch.undecodable.append(f"{_kind(row)}: {error}"[:200])
+        else:
+            if event is not None:
+                batch.events.append(event)
+    return batch
+
+
+def _kind(row: object) -> str:
+    kind: object = None
+    if isinstance(row, dict):
+        kind = row.get("type")
+    elif isinstance(row, list) and row:
+        kind = row[0]
+    return kind[:64] if isinstance(kind, str) and kind.isprintable() else "an event without a type"
+
+
+def _event(row: object) -> DecodedEvent | None:
+    """None for one that does not matter. Raises ValueError, TypeError or LookupError."""
+    match _kind(row):
+        case "BlockStored":
+            return _stored(_stored_fields(row) if isinstance(row, list) else _map(row))
+        case "BlockRemoved":
+            return _removed(_fields(row, _REMOVED_FIELDS) if isinstance(row, list) else _map(row))
+        case "AllBlocksCleared":
+            return ClearedEvent()
+    raise ValueError("an unknown type of event")
+
+
+def _map(row: object) -> Mapping[str, Any]:
+    assert isinstance(row, dict)
+    return row
+
+
+def _fields(row: list[Any], names: Sequence[str]) -> dict[str, Any]:
+    return dict(zip(names, row, strict=False))
+
+
+def _stored_fields(row: list[Any]) -> dict[str, Any]:
+    """SGLang's field behind `medium` has been a list of component types, and a map with the cache's
+    salt; vLLM's is the adapter's name. They are sources apart by type."""
+    fields = _fields(row, _STORED_FIELDS)
+    behind = row[len(_STORED_FIELDS) :]
+    if not behind:
+        return fields
+    if isinstance(behind[0], dict):
+        return fields | {"metadata": behind[0]}
+    if isinstance(behind[0], list):
+        return fields
+    names = ("lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind")
+    return fields | _fields(behind, names)
+
+
+def _stored(fields: Mapping[str, Any]) -> StoredEvent | None:
+    kind, group = fields.get("kv_cache_spec_kind"), _group(fields)
+    if kind is not None and kind != _FULL_ATTENTION:
+        return None
+    if kind is None and group not in (None, 0):
+        return None  # it does not say what its layers are
+    hashes = _hashes(fields["block_hashes"])
+    parent = fields.get("parent_block_hash")
+    tokens, size = fields["token_ids"], fields["block_size"]
+    if type(size) is not int or not 0 < size <= MAX_BLOCK_SIZE:
+        raise ValueError("block_size is no size")
+    if not isinstance(tokens, list) or len(tokens) != size * len(hashes):
+        raise ValueError("token_ids don't fill the blocks")
+    if tokens and (set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) > MAX_TOKEN):
+        raise ValueError("token_ids are no token ids")
+    return StoredEvent(
+        hashes, None if parent is None else _word(parent), tokens, size, _medium(fields), group,
+        _plain(fields, len(hashes)),
+    )  # fmt: skip
+
+
+def _removed(fields: Mapping[str, Any]) -> RemovedEvent:
+    return RemovedEvent(_hashes(fields["block_hashes"]), _medium(fields), _group(fields))
+
+
+def _hashes(value: object) -> list[int]:
+    if not isinstance(value, list):
+        raise TypeError("block_hashes is no list")
+    return [_word(each) for each in value]
+
+
+def _word(value: object) -> int:
+    """Signed and unsigned integers, and digests of any length, as 64 bits."""
+    if type(value) is int:
+        return value & _WORD
+    if isinstance(value, bytes) and value:
+        return int.from_bytes(value[-8:], "big")
+    raise TypeError("a block hash is neither an integer nor bytes")
+
+
+def _medium(fields: Mapping[str, Any]) -> str:
+    medium = fields.get("medium")
+    if medium is None:
+        return ""
+    if not isinstance(medium, str):
+        raise TypeError("medium is no text")
+    return medium
+
+
+def _group(fields: Mapping[str, Any]) -> int | None:
+    group = fields.get("group_idx")
+    if group is not None and type(group) is not int:
+        raise TypeError("group_idx is no number")
+    return group
+
+
+def _plain(fields: Mapping[str, Any], blocks: int) -> int:
+    """How many blocks, from the first, depend on nothing but their tokens."""
+    metadata = fields.get("metadata")
+    sources = (fields, metadata) if isinstance(metadata, dict) else (fields,)
+    if any(each.get(name) for each in sources for name in _NOT_PLAIN):
+        return 0
+    extra = fields.get("extra_keys")
+    if extra is None:
+        return blocks
+    if not isinstance(extra, list) or len(extra) != blocks:
+        raise ValueError("extra_keys has not one entry for each block")
+    return next((at for at, keys in enumerate(extra) if keys), blocks)

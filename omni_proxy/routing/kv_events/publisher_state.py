@@ -1,0 +1,485 @@
+"""What can be believed of one publisher: the order of its batches, and the blocks that it named.
+
+    unknown --batch 0, a cleared cache, or a replay from 0--> whole --a gap--> replay --> whole
+       ^------ restarted, replay not whole, undecodable event, two publishers ------------+
+
+Invariants: while `mode` is EXACT, `blocks` is what the engine had cached after the last batch that
+arrived, as far as plain requests can use it; a batch that is missing, of another engine, or not
+understood ends that before anything behind it counts. A batch number alone proves no continuity
+once the connection broke: then the last batch must come again, byte for byte. Pure: the caller
+brings batches, times and the news of connections, and sends what `ask` names.
+Sources: features.md 7 (trust), real-engines.md 4 (restart, flush, replay).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from itertools import islice
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from omni_proxy.routing.kv_events.block_keys import extend_keys, root_key
+from omni_proxy.routing.kv_events.event_payload import (
+    ClearedEvent,
+    DecodedBatch,
+    RemovedEvent,
+    StoredEvent,
+    UndecodablePayload,
+    decode_batch,
+)
+
+Mode: TypeAlias = Literal["off", "inferred", "exact", "degraded"]
+
+# Where the engine can use a block without computing or fetching it over a network.
+MEDIA: Final = ("", "GPU", "CPU", "CPU_TIER1", "CPU_TIER2", "CPU_PINNED")
+MAX_HELD_BATCHES: Final = 10_000  # that came during a replay
+MAX_HELD_BYTES: Final = 64 * 1024 * 1024
+MAX_REPLAYS: Final = 3  # in a row, without a batch that followed
+FLUSH_SETTLE_SECS: Final = 1.0  # events this long after a flush may have left the engine before it
+RETRY_SECS: Final = 5.0  # after a replay that got no answer, doubling
+MAX_RETRY_SECS: Final = 60.0
+_DIGESTS: Final = 256  # of the last batches, by which one that comes twice is known
+# A block is one integer, its key and a bit for each of MEDIA that has it: half of a pair's memory.
+_MEDIA_BITS: Final = 8
+_MEDIA_MASK: Final = (1 << _MEDIA_BITS) - 1
+
+
+class ChangeOp(IntEnum):
+    """A change of what a worker is believed to have, see `HeldChange`."""
+
+    RESET = 0
+    STORE = 1
+    REMOVE = 2
+    EXACT = 3
+    INEXACT = 4
+    BLOCK_SIZE = 5
+
+
+class HeldChange(NamedTuple):
+    """`values`: keys of blocks for STORE and REMOVE, the size for BLOCK_SIZE, else nothing."""
+
+    op: ChangeOp
+    values: list[int]
+
+
+class _Replay:
+    """One that is under way. `start`: the first batch that was asked for."""
+
+    __slots__ = ("broken", "received", "start")
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.received = 0
+        self.broken = ""
+
+
+class PublisherState:
+    """`replays`: whether there is a replay socket to ask. `now` is monotonic seconds.
+
+    The caller sends `ask`, if it is not None, to that socket, sets it to None, and reports what
+    comes; batches that arrive meanwhile go to `receive` as always.
+    """
+
+    def __init__(self, *, replays: bool) -> None:
+        self.mode: Mode = "inferred"
+        self.reason = "nothing was heard of the publisher yet"
+        self.ask: int | None = None
+        self.batches = 0
+        self.undecodable = 0
+        self.undecodable_reason = ""
+        self.blocks: dict[int, int] = {}  # keys and media by the engine's names, oldest first
+        self.block_size = 0
+        self._replays = replays
+        self._next = 0  # the number of the next batch
+        self._newest_at = 0.0  # the engine's time, of this engine
+        self._order_at = 0.0  # the same since the connection broke
+        self._whole = False
+        self._unproven = False  # the connection broke since the last batch
+        self._replay: _Replay | None = None
+        self._attempts = 0
+        self._held: list[tuple[int, bytes]] = []
+        self._held_bytes = 0
+        self._digests: dict[int, int] = {}
+        self._groups: set[int] = set()
+        self._rank: int | None = None
+        self._ignored_until = 0.0  # events before it may have left the engine before a flush
+        self._clear_due = False  # after a flush: its event has not come
+        self._retry_at: float | None = None
+        self._retry_secs = RETRY_SECS
+        self._changes: list[HeldChange] = []
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether an answer to `ask` is awaited; the caller drops one that is not."""
+        return self._replay is not None
+
+    def take_changes(self) -> list[HeldChange]:
+        """Those since the last call."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def dump(self) -> list[HeldChange]:
+        """Everything that is believed, as changes that say nothing new to who has it already."""
+        size = [HeldChange(ChangeOp.BLOCK_SIZE, [self.block_size])] if self.block_size else []
+        mode = HeldChange(ChangeOp.EXACT if self.mode == "exact" else ChangeOp.INEXACT, [])
+        keys = [block >> _MEDIA_BITS for block in self.blocks.values()]
+        return [*size, HeldChange(ChangeOp.STORE, keys), mode]
+
+    # What arrives.
+
+    def connected(self, now: float) -> None:
+        """Batches reach us from now on. Call it when the subscription is in force for certain."""
+        if self._replay is None and self._replays:
+            if self._unproven:
+                self._begin_replay(max(0, self._next - 1))
+            elif not self._whole:
+                self._begin_replay(0)
+
+    def disconnected(self) -> None:
+        """Another engine may publish from now on, or batches may have been lost."""
+        self._order_at = 0.0  # its clock may be another
+        if self._replay is not None:  # what was held for it may be of another engine, too
+            self._drop_replay("the connection to the publisher broke")
+        if not self._whole:
+            return
+        if self._replays:
+            self._unproven = True
+            self._doubt("the connection to the publisher broke")
+        else:
+            self._lose("the connection to the publisher broke")
+
+    def receive(self, number: int, payload: bytes, now: float) -> None:
+        """A batch as it was published."""
+        self.batches += 1
+        if self._replay is None and self._unproven:
+            self._begin_replay(max(0, self._next - 1))
+        if self._replay is None:
+            self._take(number, payload, now)
+            return
+        self._held.append((number, payload))
+        self._held_bytes += len(payload)
+        if len(self._held) > MAX_HELD_BATCHES or self._held_bytes > MAX_HELD_BYTES:
+            self.replay_failed("too many batches came during a replay", now)
+
+    def tick(self, now: float) -> None:
+        """A few times a second: a replay that got no answer is asked for again."""
+        if self._retry_at is not None and now >= self._retry_at:
+            self._retry_at = None
+            if self._replay is None and not self._whole:
+                self._begin_replay(0)
+
+    def flushed(self, now: float) -> None:
+        """The engine's cache is empty now, as its own answer or its restart says: nothing is
+        believed of what it published before."""
+        self._ignored_until = now + FLUSH_SETTLE_SECS
+        if self._replay is not None:  # what was held for it was published before
+            self._next = max([self._next, *(number + 1 for number, _ in self._held)])
+            self._drop_replay("the cache was cleared during a replay")
+        self._clear_due = True
+        self._clear_blocks()
+
+    # Replays.
+
+    def replayed(self, number: int, payload: bytes, now: float) -> None:
+        """A batch of the answer to `ask`."""
+        replay = self._replay
+        if replay is None or replay.broken:
+            return
+        if not replay.received and not replay.start:
+            if number:
+                replay.broken = f"the replay begins at batch {number}"
+                return
+            if 0 < self._newest_at < _time_of(payload):
+                self._clear_due = False  # the flush was of the engine before this one
+                self._ignored_until = 0.0
+            self._forget()
+        replay.received += 1
+        if replay.received == 1 and replay.start:
+            last = self._digests.get(number)
+            if number == self._next - 1 and last == hash(payload):
+                return
+            if number != self._next or self._unproven:
+                replay.broken = f"batch {self._next - 1} is not there any more"
+                return
+        if number != self._next:
+            replay.broken = f"batch {self._next} is missing in the replay"
+            return
+        self._apply(number, payload, now)
+
+    def replay_ended(self, now: float) -> None:
+        """The end mark came."""
+        replay = self._replay
+        if replay is None:
+            return
+        self._replay = None
+        if replay.start and not replay.received:
+            replay.broken = f"batch {self._next - 1} is not there any more"
+        if not replay.start and not replay.received and not replay.broken:
+            self._forget()
+        if replay.broken and replay.start and self._attempts < MAX_REPLAYS:
+            self._begin_replay(0)
+            return
+        if replay.broken or self._clear_due:  # a replay may end before the flush
+            self._lose(replay.broken or "the cache was cleared; its event is awaited")
+        elif self._whole:  # else `_apply` has said why not
+            self._unproven = False
+            self._believe("replayed from the first batch" if not replay.start else "")
+        self._take_held(now)
+        if self._whole and self._replay is None:
+            self._attempts = 0
+
+    def replay_failed(self, reason: str, now: float) -> None:
+        """No answer, or none that can be read."""
+        if self._replay is None:
+            return
+        self._replay, self.ask = None, None
+        self._lose(reason)
+        self._retry_at = now + self._retry_secs
+        self._retry_secs = min(MAX_RETRY_SECS, self._retry_secs * 2)
+        self._take_held(now)
+
+    def drop_oldest(self, count: int) -> None:
+        """Forget the blocks that were stored first: there is no room for more."""
+        oldest = list(islice(self.blocks, count))
+        self._removed([self.blocks.pop(name) >> _MEDIA_BITS for name in oldest])
+
+    # The order of batches.
+
+    def _drop_replay(self, reason: str) -> None:
+        self._replay, self.ask = None, None
+        self._held, self._held_bytes = [], 0
+        self._lose(reason)
+
+    def _begin_replay(self, start: int) -> None:
+        self._attempts += 1
+        if self._attempts > MAX_REPLAYS:
+            self._lose("batches were lost again and again")
+            return
+        self._replay = _Replay(start)
+        self.ask = start
+        self._doubt(f"asks for batches from {start} on")
+
+    def _take_held(self, now: float) -> None:
+        held, self._held, self._held_bytes = self._held, [], 0
+        for number, payload in held:
+            if self._replay is None:
+                self._take(number, payload, now)
+            else:
+                self._held.append((number, payload))
+                self._held_bytes += len(payload)
+
+    def _take(self, number: int, payload: bytes, now: float) -> None:
+        if self._digests.get(number) == hash(payload):
+            return  # it came twice
+        if number > self._next and self._whole:
+            lost = f"batches {self._next} to {number - 1} were lost"
+            if self._replays and self._attempts < MAX_REPLAYS:
+                self._begin_replay(max(0, self._next - 1))
+                self._held.append((number, payload))
+                self._held_bytes += len(payload)
+                return
+            self._lose(lost)
+        elif (number < self._next or not number) and not self._restarted(number, payload, now):
+            return
+        self._apply(number, payload, now)
+        if self.mode == "inferred":
+            self.reason = "it was not heard from its first batch on"
+
+    def _restarted(self, number: int, payload: bytes, now: float) -> bool:
+        """Whether a batch with a number that was there already is the next one of a new engine."""
+        if _time_of(payload) < self._order_at:
+            self._lose("batches came in another order")
+            return False
+        self._digests.clear()
+        self._unproven = False
+        if number:
+            self._lose("the publisher restarted")
+            if self._replays and self._attempts < MAX_REPLAYS:
+                self._next = 0
+                self._begin_replay(0)
+                self._held.append((number, payload))
+                self._held_bytes += len(payload)
+                return False
+            return True
+        if now >= self._ignored_until:
+            self._clear_due = False
+        self._forget()
+        self._believe("heard from the first batch")
+        return True
+
+    # The content of batches.
+
+    def _apply(self, number: int, payload: bytes, now: float) -> None:
+        """Take over a batch whose place in the order is right, or that may clear everything."""
+        self._next = number + 1
+        self._digests[number] = hash(payload)
+        while self._replay is None and len(self._digests) > _DIGESTS:
+            del self._digests[next(iter(self._digests))]
+        try:
+            batch = decode_batch(payload)
+        except UndecodablePayload as error:
+            self._not_understood(1, str(error))
+            return
+        is_late = batch.at < self._order_at
+        self._newest_at = max(self._newest_at, batch.at)
+        self._order_at = max(self._order_at, batch.at)
+        if batch.undecodable:
+            self._not_understood(len(batch.undecodable), batch.undecodable[0])
+            return
+        if self._is_of_another_rank(batch):
+            self._lose("batches of several data-parallel ranks come from one publisher")
+            return
+        if self._clear_due and self._replay is None and now >= self._ignored_until:
+            self._clear_due = False  # an engine that does not publish its flushes
+        self._take_events(batch, now, is_late=is_late)
+
+    def _take_events(self, batch: DecodedBatch, now: float, *, is_late: bool) -> None:
+        for event in batch.events:
+            if isinstance(event, ClearedEvent):
+                if not is_late:
+                    self._cleared()
+            elif not self._whole or now < self._ignored_until:
+                continue
+            elif isinstance(event, StoredEvent):
+                self._store(event)
+            else:
+                self._remove(event)
+
+    def _is_of_another_rank(self, batch: DecodedBatch) -> bool:
+        if batch.rank is None:
+            return False
+        if self._rank is None:
+            self._rank = batch.rank
+        return batch.rank != self._rank
+
+    def _not_understood(self, events: int, reason: str) -> None:
+        self.undecodable += events
+        self.undecodable_reason = reason
+        self._lose(f"an event could not be decoded: {reason}")
+
+    def _cleared(self) -> None:
+        self._clear_blocks()
+        self._whole = True
+        if self._replay is None:  # else it may be one from before a flush
+            self._ignored_until, self._clear_due = 0.0, False
+            self._believe("heard since its cache was cleared")
+
+    def _store(self, event: StoredEvent) -> None:
+        if event.medium not in MEDIA or not event.plain:
+            return
+        if self.block_size != event.block_size and not self._set_block_size(event.block_size):
+            return
+        if event.group is not None:
+            self._groups.add(event.group)
+        before = root_key(event.block_size)
+        if event.parent is not None:
+            parent = self.blocks.get(event.parent)
+            if parent is None:
+                return  # behind a block that no plain request can use
+            before = parent >> _MEDIA_BITS
+        tokens = event.tokens[: event.plain * event.block_size]
+        keys = extend_keys(before, tokens, event.block_size)
+        new = self._note_blocks(event.hashes, keys, 1 << MEDIA.index(event.medium))
+        if new:
+            self._change(ChangeOp.STORE, new)
+
+    def _set_block_size(self, size: int) -> bool:
+        if self.blocks:
+            self._not_understood(1, "BlockStored: another block_size than before")
+            return False
+        self.block_size = size
+        self._changes.append(HeldChange(ChangeOp.BLOCK_SIZE, [size]))
+        return True
+
+    def _note_blocks(self, names: Sequence[int], keys: Iterable[int], medium: int) -> list[int]:
+        """The keys that are new. There may be fewer keys than names."""
+        new: list[int] = []
+        for key, name in zip(keys, names, strict=False):
+            known = self.blocks.get(name)
+            if known is None:
+                new.append(key)
+                self.blocks[name] = key << _MEDIA_BITS | medium
+            elif known >> _MEDIA_BITS != key:
+                self._not_understood(1, "BlockStored: a hash that named other tokens")
+                return []
+            elif not known & medium:
+                self.blocks[name] = known | medium
+        return new
+
+    def _remove(self, event: RemovedEvent) -> None:
+        if event.medium not in MEDIA:
+            return
+        if event.group is not None and self._groups and event.group not in self._groups:
+            return
+        medium = 1 << MEDIA.index(event.medium) if event.medium else -1
+        gone: list[int] = []
+        for name in event.hashes:
+            known = self.blocks.get(name)
+            if known is None:
+                continue
+            # One that was stored without a medium is gone with any.
+            media = known & _MEDIA_MASK & ~medium & ~1
+            key = known >> _MEDIA_BITS
+            if media:
+                self.blocks[name] = key << _MEDIA_BITS | media
+            else:
+                gone.append(key)
+                del self.blocks[name]
+        self._removed(gone)
+
+    def _removed(self, keys: list[int]) -> None:
+        if keys:
+            self._change(ChangeOp.REMOVE, keys)
+
+    def _change(self, op: ChangeOp, keys: Sequence[int]) -> None:
+        if self._changes and self._changes[-1].op is op:
+            self._changes[-1].values.extend(keys)
+        else:
+            self._changes.append(HeldChange(op, list(keys)))
+
+    # What is believed.
+
+    def _clear_blocks(self) -> None:
+        self.blocks = {}
+        self._changes.append(HeldChange(ChangeOp.RESET, []))
+
+    def _forget(self) -> None:
+        """An engine is followed from its first batch on."""
+        self._clear_blocks()
+        self._digests.clear()
+        self._groups.clear()
+        self._rank = None
+        self._next, self._newest_at, self._order_at = 0, 0.0, 0.0
+        self._whole = True
+
+    def _believe(self, reason: str) -> None:
+        self._whole = True
+        self._retry_at, self._retry_secs = None, RETRY_SECS
+        if reason or self.mode != "exact":
+            self.reason = reason or "the gap was filled by a replay"
+        if self.mode != "exact":
+            self.mode = "exact"
+            self._changes.append(HeldChange(ChangeOp.EXACT, []))
+
+    def _doubt(self, reason: str) -> None:
+        """Not exact for the moment; what is known is kept."""
+        if self.mode == "exact":
+            self.mode = "degraded"
+            self._changes.append(HeldChange(ChangeOp.INEXACT, []))
+        self.reason = reason
+
+    def _lose(self, reason: str) -> None:
+        """Nothing that is known can be believed."""
+        self._doubt(reason)
+        if self._whole or self._next:
+            self.mode = "degraded"
+        self._whole = self._unproven = False
+        if self.blocks:
+            self._clear_blocks()
+
+
+def _time_of(payload: bytes) -> float:
+    try:
+        return decode_batch(payload).at
+    except UndecodablePayload:
+        return 0.0
