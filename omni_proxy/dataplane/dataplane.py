@@ -72,7 +72,7 @@ class DataPlane:
         self.random_below = sources.random_below
         self.loop = EventLoop(sources.clock)
         self.settings = Settings(config, proxy_id)
-        self.settings.follow_ranks(fleet.has_ranks)
+        self._follow_features()
         self.recorders = Recorders()
         self.voices = VoiceRegistry()
         self.pools = UpstreamPools(self.loop, admin_socket)
@@ -261,8 +261,12 @@ class DataPlane:
         self.voices.voices_changed(worker.url)
         self.queue.serve(changed=True)
 
+    def _follow_features(self) -> None:
+        fleet = self.fleet
+        self.settings.follow_fleet(has_ranks=fleet.has_ranks, has_pools=fleet.has_pools)
+
     def _follow_fleet(self) -> None:
-        self.settings.follow_ranks(self.fleet.has_ranks)
+        self._follow_features()
         workers = set(self.fleet.workers)
         self.pools.on_fleet_change(workers)
         removed = self.voices.update_presence({worker.url for worker in workers})
@@ -272,7 +276,7 @@ class DataPlane:
         self.queue.serve(changed=True)
 
     def _follow_worker(self, worker: Worker) -> None:
-        self.settings.follow_ranks(self.fleet.has_ranks)
+        self._follow_features()
         self.pools.on_worker_change(worker)
         self.update_gate.on_worker_change(worker)
         self.queue.serve(changed=True)

@@ -59,7 +59,7 @@ class Settings:
         self._proxy_id = proxy_id.encode()  # see `wire.proxy_headers`
         self.forwarded: ForwardedHeaders | None = None  # None: nothing is written
         self.request_heads = self._head_caches()
-        self._has_ranks = False
+        self._has_ranks = self._has_pools = False
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -84,15 +84,17 @@ class Settings:
         # The fast path knows none of these: with them every exchange runs in its coroutine.
         plain = self.forwarded is None and not self.limits.sse_keepalive and not self.api_key
         suits = plain and self.limits.max_body >= READ_BYTES
-        cache = FastPathCache(self.routes, has_ranks=self._has_ranks) if suits else None
-        self.fast_path_cache = cache
+        self.fast_path_cache = self._new_fast_path_cache() if suits else None
 
-    def follow_ranks(self, has_ranks: bool) -> None:
-        """Whether the fleet has data-parallel ranks: a fleet without any does nothing for them."""
-        if has_ranks != self._has_ranks:
-            self._has_ranks = has_ranks
+    def follow_fleet(self, *, has_ranks: bool, has_pools: bool) -> None:
+        """What some worker of the fleet has; where none has it, requests pay nothing for it."""
+        if (has_ranks, has_pools) != (self._has_ranks, self._has_pools):
+            self._has_ranks, self._has_pools = has_ranks, has_pools
             if self.fast_path_cache is not None:
-                self.fast_path_cache = FastPathCache(self.routes, has_ranks=has_ranks)
+                self.fast_path_cache = self._new_fast_path_cache()
+
+    def _new_fast_path_cache(self) -> FastPathCache:
+        return FastPathCache(self.routes, has_ranks=self._has_ranks, has_pools=self._has_pools)
 
     def _forward(self, headers: ForwardedHeaders) -> None:
         """Cached heads contain the forwarded headers: they go where these change."""

@@ -14,8 +14,8 @@ from dataclasses import replace
 import pytest
 
 from omni_proxy.config.parse import parse
+from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.exchange import exchange
-from omni_proxy.dataplane.exchange.fast_path import FastPath
 from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
 from omni_proxy.dataplane.loop.task import pause
 from omni_proxy.dataplane.status import connection_record
@@ -165,7 +165,8 @@ class InOrder(dict):
 
 
 class World(ManualLoop):
-    def __init__(self, listeners, config="", *, short=True):
+    def __init__(self, listeners, config="", *, short=True, fields=None):
+        """`fields`: of workers, by name."""
         super().__init__(config)
         self.recent = RecentWindow()
         self.dataplane.recorders.meters = self.meters = Metrics(self.fleet, self.recent, self.clock)
@@ -175,7 +176,9 @@ class World(ManualLoop):
         object.__setattr__(self.dataplane.services, "timers", self.pauses)
         self.lines, self.clients, self.routes = [], [], []
         self.entries = [
-            replace(entry(name), url=f"unix:{listener.getsockname()}")
+            replace(
+                entry(name, **(fields or {}).get(name, {})), url=f"unix:{listener.getsockname()}"
+            )
             for name, listener in listeners.items()
         ]
         self.apply()
@@ -200,15 +203,15 @@ class World(ManualLoop):
     @contextlib.contextmanager
     def at_work(self):
         """Ids are counted instead of drawn; whoever is handed over is counted, too."""
-        numbers, continuation = itertools.count(1), FastPath.continuation
+        numbers, respond = itertools.count(1), Connection._respond
 
-        def counted(fast_path, mine):
-            self.handed_over += 1
-            return continuation(fast_path, mine)
+        def counted(conn, mine, raw):
+            self.handed_over += not raw
+            return respond(conn, mine, raw)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(exchange, "getrandbits", lambda bits: next(numbers))
-            patch.setattr(FastPath, "continuation", counted)
+            patch.setattr(Connection, "_respond", counted)
             if not self.short:
                 patch.setattr(FastPathCache, "find", lambda cache, head: None)
             try:
@@ -257,10 +260,11 @@ class World(ManualLoop):
                 client.sock.sendall(piece)
             self.turn()
 
-    def answer(self, *plan):
-        """Of the worker that has waited longest, the first piece; `more` says the next ones."""
+    def answer(self, *plan, by=None):
+        """Of the worker that has waited longest, the first piece; `more` says the next ones. `by`:
+        the name of the worker."""
         for end in self.lines:
-            if end.asked and not end.plan:
+            if end.asked and not end.plan and by in (None, end.name):
                 end.asked -= 1
                 end.plan = list(plan)
                 end.say()
@@ -350,16 +354,17 @@ class World(ManualLoop):
         self.turn()
 
 
-def run_fast_and_slow(listeners, script, config="", *, began, handed_over, warm=6):
+def run_fast_and_slow(listeners, script, config="", *, began, handed_over, warm=6, new_world=World):
     """Run `script(world, client)` without the fast path and with it: whatever is seen must be the
     same. Returns the world with the fast path.
 
     `began` and `handed_over`: how many exchanges of the script the fast path began, and how many
-    of them a coroutine ended; a set where that depends on the test's parameters.
+    of them a coroutine ended; a set where that depends on the test's parameters. `new_world`: makes
+    a `World`.
     """
     worlds, seen = [], []
     for short in (False, True):
-        made = World(listeners, f"[server]\nlog_format = 'json'\n{config}", short=short)
+        made = new_world(listeners, f"[server]\nlog_format = 'json'\n{config}", short=short)
         with made.at_work() as world:
             client = world.connect_client(warm=warm)
             world.began = world.handed_over = 0

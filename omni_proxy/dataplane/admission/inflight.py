@@ -69,9 +69,13 @@ class InFlight:
         self.held_bytes -= exchange.held_bytes
         exchange.held_bytes = 0
 
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes more of requests may be held."""
+        return self.held_bytes + size <= self._settings.limits.held
+
     def check_room(self, size: int) -> None:
         """Raises HttpError 503 where so many bytes more of requests may not be held."""
-        if self.held_bytes + size > self._settings.limits.held:
+        if not self.has_room(size):
             self.rejected += 1
             raise _too_many_bytes()
 

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Final
 
 import msgspec
 
 from omni_proxy.dataplane.disaggregation.engine_calls import EngineIdQuery, abort_at
+from omni_proxy.dataplane.disaggregation.leg_requests import (
+    LegRequests,
+    with_prefill_rank,
+)
 from omni_proxy.dataplane.disaggregation.pair_retry import PairRetry
 from omni_proxy.dataplane.disaggregation.prefill_leg import (
     MAX_ERROR_BYTES,
     MAX_KEPT_BYTES,
+    Interrupt,
     PairFailed,
     PrefillLeg,
     failure_of_response,
@@ -36,20 +40,18 @@ from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange.exchange_io import Connections, ExchangeIO
 from omni_proxy.dataplane.exchange.response_relay import RewrittenResponse, relay
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
-from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
+from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.upstream.attempt import (
-    RANK_FIELD,
     STALE_CONNECTION,
     AttemptFailed,
+    SentRequest,
     run_attempt,
 )
 from omni_proxy.dataplane.upstream.outcome import release_body, report_end
-from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.json_splice import Edits, JsonText, object_at
-from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, JsonMember, walk_members
+from omni_proxy.routing.inspect.json_splice import Edits, JsonText
 from omni_proxy.routing.kv_transfer import nixl
 from omni_proxy.routing.kv_transfer.mooncake import bootstrap_address, mooncake_legs
 from omni_proxy.routing.kv_transfer.sglang import SglangLegs, sglang_legs
@@ -59,21 +61,22 @@ from omni_proxy.routing.kv_transfer.sglang_response import (
     read_logprobs,
 )
 from omni_proxy.routing.kv_transfer.transfer_errors import is_transfer_event
-from omni_proxy.routing.rank_pinning import BODY_KEY, BODY_ONLY_PATHS, OLD_BODY_KEY
-from omni_proxy.wire.forwarded import field_value
-from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_fields
+from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.response import CLOSE, LENGTH, UpstreamProtocolError
 
-_ENCODINGS: Final = frozenset((b"accept-encoding",))  # an answer that is read must be plain
 RespondAlone = Callable[[ExchangeIO, Exchange, RequestHead], Awaitable[bool]]
 
 
 async def respond_in_two_legs(
-    io: ExchangeIO, exchange: Exchange, head: RequestHead, respond_alone: RespondAlone
+    io: ExchangeIO,
+    exchange: Exchange,
+    head: RequestHead,
+    respond_alone: RespondAlone,
+    sent: SentPair | None = None,
 ) -> bool:
     """The pair in `exchange` is acquired. `respond_alone`: for a retry that a regular worker takes.
     Raises HttpError if no pair answered, PhaseTimeout, ClientDisconnected."""
-    driver = TwoLegDriver(io, exchange, head)
+    driver = TwoLegDriver(io, exchange, head, sent)
     try:
         start = await driver.first_response()
         if start is None:
@@ -89,35 +92,29 @@ async def respond_in_two_legs(
         driver.end()
 
 
-class _Interrupt:
-    """Steps the exchange of a failed leg from outside of the leg's own step."""
+class SentPair(msgspec.Struct, gc=False):
+    """Legs that the fast path has sent. `decode`: None while prefill's answer is waited for.
+    `transfer_due`: as in the driver. `error`: was thrown in meanwhile."""
 
-    __slots__ = ("_driver", "_leg", "waiting_on")
-
-    def __init__(self, driver: TwoLegDriver, leg: PrefillLeg) -> None:
-        self.waiting_on: object = None
-        self._driver = driver
-        self._leg = leg
-
-    def step(self) -> None:
-        if not self._driver.interrupt(self._leg):
-            self._driver.loop.call_soon(self)
+    leg: PrefillLeg
+    json: JsonText
+    decode: SentRequest | None
+    transfer_due: float
+    error: BaseException | None
 
 
 class TwoLegDriver:
     """`is_answered_by_prefill`: what the client gets is the prefill worker's error."""
 
-    def __init__(self, io: ExchangeIO, exchange: Exchange, head: RequestHead) -> None:
+    def __init__(
+        self, io: ExchangeIO, exchange: Exchange, head: RequestHead, sent: SentPair | None
+    ) -> None:
         self.loop = io.loop
         self.is_answered_by_prefill = False
         self._io = io
         self._exchange = exchange
-        self._head = head
-        self._path = exchange.target.partition("?")[0]
-        self._whole_body = exchange.body
-        self._json: JsonText | None = None
-        self._spliced: tuple[Edits, bytes] | None = None  # the last changes, and what they made
-        self._model: str | None = None  # of an alias's target, which `_json` has
+        self._requests = LegRequests(exchange, head, sent.json if sent is not None else None)
+        self._sent = sent
         self._leg: PrefillLeg | None = None
         self._open_to: PrefillLeg | None = None  # whose failure may interrupt what is waited for
         self._asked: Worker | None = None  # the decode worker that has the request
@@ -126,12 +123,13 @@ class TwoLegDriver:
         self._connections: Connections = "idle"
         self._transfer_due = 0.0  # when the decode worker must have begun, prefill being done
         self._retry = PairRetry(io, exchange)
-        # Two more copies, one for each leg, as long as they may be sent.
-        io.services.inflight.hold(exchange, 2 * len(exchange.body))
+        if sent is None:
+            # Two more copies, one for each leg, as long as they may be sent.
+            io.services.inflight.hold(exchange, 2 * len(exchange.body))
 
     def drop_body(self) -> None:
-        """The request is not sent again: a stream may last for long."""
-        self._whole_body, self._json, self._spliced = b"", None, None
+        """The request is not sent again."""
+        self._requests.drop()
 
     async def first_response(self) -> ResponseStart | None:
         """What the client gets; None where a regular worker is acquired in the end."""
@@ -139,7 +137,7 @@ class TwoLegDriver:
         while True:
             legs = exchange.legs
             if legs is None:
-                exchange.body = self._whole_body
+                exchange.body = self._requests.whole_body
                 return None
             try:
                 start = await self._attempt(legs)
@@ -158,8 +156,11 @@ class TwoLegDriver:
         """Raises PairFailed."""
         worker = self._exchange.worker
         assert worker is not None
+        sent, self._sent = self._sent, None
         try:
-            return await self._by_protocol(legs, await self._body())
+            if sent is not None:
+                return await self._go_on(legs, sent)
+            return await self._by_protocol(legs, await self._requests.read(self._io))
         except AttemptFailed as failed:
             if self._leg is not None and self._leg.failure is not None:
                 raise self._leg.failure from None
@@ -171,40 +172,16 @@ class TwoLegDriver:
             kind = "reset_before_response" if isinstance(broken, AnswerCut) else "bad_response"
             raise PairFailed("decode", worker, kind, error) from None
 
-    async def _body(self) -> JsonText:
-        """The client's body, with the model of the present target if that is an alias's."""
-        need, route = self._exchange.requirements, self._exchange.route
-        assert need is not None
-        assert route is not None
-        model = need.target_model if need.alias is not None and need.alias.spans else None
-        if self._json is None or model != self._model:
-            body = self._whole_body
-            if model is not None:
-                body = b"".join(parts_for_target(need, route, body))
-            self._json, self._model = await _read_json(self._io, body), model
-        return self._json
-
-    def _body_for(self, edits: Edits) -> bytes:
-        """The changed body; both legs of SGLang mostly get the same one."""
-        if self._spliced is None or self._spliced[0] is not edits:
-            assert self._json is not None
-            self._spliced = edits, self._json.splice(edits)
-        return self._spliced[1]
-
-    def _for_rank(self, edits: Edits, rank: DpRank | None) -> Edits:
-        """With the key that names the rank, where the engine hears no header."""
-        need = self._exchange.requirements
-        if rank is None or need is None or self._path not in BODY_ONLY_PATHS:
-            return edits
-        return edits if need.names_rank_in_body else {**edits, BODY_KEY: b"%d" % rank.index}
-
-    def _for_prefill_rank(self, edits: Edits, rank: DpRank | None) -> Edits:
-        """The same for the prefill leg: what the client names is the rank of the decode worker."""
-        need = self._exchange.requirements
-        if need is None or not need.names_rank_in_body:
-            return self._for_rank(edits, rank)
-        own = b"%d" % rank.index if rank is not None else None
-        return {**edits, BODY_KEY: own, OLD_BODY_KEY: None}
+    async def _go_on(self, legs: TwoLegs, sent: SentPair) -> ResponseStart:
+        leg = self._leg = sent.leg
+        leg.on_end, leg.waiter = self._leg_ended, self._io
+        self._transfer_due = sent.transfer_due
+        if sent.decode is None:
+            if sent.error is not None:
+                raise sent.error
+            return await self._after_prefill(legs, leg)
+        head = self._requests.decode_head(legs.connector, is_read=False)
+        return await self._answer(head, leg if legs.connector != "nixl" else None, sent.decode)
 
     async def _by_protocol(self, legs: TwoLegs, body: JsonText) -> ResponseStart:
         prefill = legs.prefill.worker if legs.prefill is not None else None
@@ -217,37 +194,35 @@ class TwoLegDriver:
         return await self._by_mooncake(legs, body, prefill)
 
     async def _by_sglang(self, legs: TwoLegs, body: JsonText, prefill: Worker) -> ResponseStart:
-        made = sglang_legs(
-            self._path, body, prefill.url, prefill.bootstrap_port, self._io.services.random_below
-        )
+        random_below, path = self._io.services.random_below, self._requests.path
+        made = sglang_legs(path, body, prefill.url, prefill.bootstrap_port, random_below)
         legs.rid = made.rid
         leg = self._start_leg(legs, made.prefill, keeps=made.merges_logprobs)
         rewrites = bool(made.client_rid) or made.merges_logprobs
-        edits = made.decode
-        if leg.exchange.rank is not None:
-            edits = {**edits, "disagg_prefill_dp_rank": b"%d" % leg.exchange.rank.index}
+        edits = with_prefill_rank(made.decode, leg.exchange.rank)
         start = await self._decode(edits, leg, is_read=rewrites)
         return await self._rewritten(start, made, leg) if rewrites else start
 
     async def _by_nixl(self, legs: TwoLegs, body: JsonText) -> ResponseStart:
-        leg = self._start_leg(legs, nixl.prefill_edits(self._path, body), keeps=True)
+        edits = nixl.prefill_edits(self._requests.path, body)
+        leg = self._start_leg(legs, edits, keeps=True)
         self._io.set_timeout("prefill", self._io.settings.limits.total)
+        return await self._after_prefill(legs, leg)
+
+    async def _after_prefill(self, legs: TwoLegs, leg: PrefillLeg) -> ResponseStart:
         await wait_for(self._io, leg)
         if leg.failure is not None:
             raise leg.failure
-        params = nixl.read_params(leg.kept)
-        if params is None:
-            legs.fallback = "no_params"
-        leg.kept = b""
+        edits = take_params(legs, leg)
         self._check_versions()
-        return await self._decode(nixl.decode_edits(params), None)
+        return await self._decode(edits, None)
 
     async def _by_mooncake(self, legs: TwoLegs, body: JsonText, prefill: Worker) -> ResponseStart:
         assert legs.prefill is not None
         engine_id = await self._engine_id(prefill, legs.prefill.rank)
         address = bootstrap_address(prefill.url, prefill.bootstrap_port or 0)
         random_below = self._io.services.random_below
-        made = mooncake_legs(self._path, body, address, engine_id, random_below)
+        made = mooncake_legs(self._requests.path, body, address, engine_id, random_below)
         leg = self._start_leg(legs, made.prefill, keeps=False)
         return await self._decode(made.decode, leg)
 
@@ -274,53 +249,46 @@ class TwoLegDriver:
         return found
 
     def _start_leg(self, legs: TwoLegs, edits: Edits, *, keeps: bool) -> PrefillLeg:
-        assert self._json is not None
         assert legs.prefill is not None
-        body = self._body_for(self._for_prefill_rank(edits, legs.prefill.rank))
-        # A rank that the client names is that of the decode worker.
-        names_rank = self._io.services.fleet.has_ranks and RANK_HINT in self._head.hints
-        dropped = _ENCODINGS | RANK_FIELD if names_rank else _ENCODINGS
-        lines = self._lines(legs)
-        if names_rank or (keeps and _names_encoding(lines)):
-            lines = drop_fields(lines, dropped)
-        head = msgspec.structs.replace(self._head, lines=lines)
-        leg = self._leg = PrefillLeg(self._io, legs, head, body, keeps=keeps)
+        io, requests = self._io, self._requests
+        body = requests.prefill_body(edits, legs.prefill.rank)
+        has_ranks = io.services.fleet.has_ranks
+        head = requests.prefill_head(legs.connector, keeps=keeps, has_ranks=has_ranks)
+        leg = self._leg = PrefillLeg(io, legs, io, keeps=keeps)
         leg.connections = "redialled" if legs.connector == "nixl" else self._connections
         leg.on_end = self._leg_ended
-        leg.start()
+        leg.send(head, body)
         return leg
-
-    def _lines(self, legs: TwoLegs) -> bytes:
-        """vLLM's engines get one request id on both legs: the client's, or else ours."""
-        lines = self._head.lines
-        if legs.connector == "sglang" or field_value(lines, b"x-request-id"):
-            return lines
-        return b"%bx-request-id: %b\r\n" % (lines, self._exchange.request_id)
 
     async def _decode(
         self, edits: Edits, leg: PrefillLeg | None, *, is_read: bool = False
     ) -> ResponseStart:
         """Up to its first chunk. Raises PairFailed, AttemptFailed, UpstreamProtocolError."""
-        io, exchange = self._io, self._exchange
-        worker, legs, body = exchange.worker, exchange.legs, self._json
-        assert worker is not None
-        assert legs is not None
-        assert body is not None
+        exchange, requests = self._exchange, self._requests
+        assert exchange.legs is not None
         if leg is not None and leg.failure is not None:
             raise leg.failure
-        edits = self._for_rank(edits, exchange.rank)
-        exchange.body = self._body_for(edits)
-        head, lines = self._head, self._lines(legs)
-        if is_read and _names_encoding(lines):
-            lines = drop_fields(lines, _ENCODINGS)
-        if lines is not head.lines:
-            head = msgspec.structs.replace(head, lines=lines)
-        self._open_to, self._asked = leg, worker
+        exchange.body = requests.decode_body(edits)
+        head = requests.decode_head(exchange.legs.connector, is_read=is_read)
+        return await self._answer(head, leg)
+
+    async def _answer(
+        self, head: RequestHead, leg: PrefillLeg | None, sent: SentRequest | None = None
+    ) -> ResponseStart:
+        """The same of the request as it is; `sent`: the decode worker has it."""
+        io, exchange = self._io, self._exchange
+        worker, legs = exchange.worker, exchange.legs
+        assert worker is not None
+        assert legs is not None
+        self._asked = worker
+        is_thrown_into = sent is not None and sent.error is not None  # which came first
+        if leg is not None and leg.failure is not None and not is_thrown_into:
+            raise leg.failure
+        self._open_to = leg
         io.connections = "redialled" if legs.prefill is None else self._connections
+        pool = sent.pool if sent is not None else io.services.pools.of(exchange.rank or worker)
         try:
-            start = await run_attempt(
-                io, exchange, head, io.services.pools.of(exchange.rank or worker)
-            )
+            start = await run_attempt(io, exchange, head, pool, sent)
             if start.response.status >= 400:
                 raise await self._refused(start, worker)
             await self._first_chunk(start)
@@ -424,7 +392,7 @@ class TwoLegDriver:
         if self._open_to is not leg:
             return
         if leg.failure is not None:
-            self.loop.wake(_Interrupt(self, leg))
+            self.loop.wake(Interrupt(self, leg))
             return
         secs = self._io.settings.config.routing.disaggregation.transfer_timeout_secs
         if secs:
@@ -469,30 +437,21 @@ class TwoLegDriver:
             self._stop()
         if self._leg is not None:  # no cycle is left for the collector
             legs = self._exchange.legs
-            self._leg.on_end = partial(_free_late_leg, legs.rid if legs is not None else "")
+            self._leg.on_end = partial(free_late_leg, legs.rid if legs is not None else "")
             self._leg = None
 
 
-def _free_late_leg(rid: str, leg: PrefillLeg) -> None:
+def take_params(legs: TwoLegs, leg: PrefillLeg) -> Edits:
+    """NIXL's changes for the decode engine, of prefill's whole answer."""
+    params = nixl.read_params(leg.kept)
+    if params is None:
+        legs.fallback = "no_params"
+    leg.kept = b""
+    return nixl.decode_edits(params)
+
+
+def free_late_leg(rid: str, leg: PrefillLeg) -> None:
     """It has failed after the end of the response: its engine waits for a decode engine which has
     never come, whatever that one answered."""
     if not leg.is_answered:
         abort_at(leg.services, leg.worker, rid)
-
-
-def _names_encoding(lines: bytes) -> bool:
-    return b"accept-encoding" in lines.lower()
-
-
-async def _read_json(io: ExchangeIO, body: bytes) -> JsonText:
-    """Raises HttpError 400."""
-    if len(body) <= ONE_PASS_BYTES:
-        return JsonText(body)
-    members: list[JsonMember] = []
-    for member in walk_members(body, object_at(body)):
-        if member is None:
-            io.loop.wake(io)
-            await pause
-        else:
-            members.append(member)
-    return JsonText(body, members)

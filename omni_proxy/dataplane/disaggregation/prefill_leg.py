@@ -2,14 +2,18 @@
 
 Contract: the leg holds its worker's in-flight count until its own last byte, and releases it
 exactly once. A failure is reported to outlier ejection for this worker only, and not at all if it
-is one of the transfer. Nothing of its answer reaches the client from here. Source: features.md 2.6.
+is one of the transfer. Nothing of its answer reaches the client from here. On the fast path
+(`send_directly`) it has no coroutine until its answer is not like the worker's last one. Source:
+features.md 2.6.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
+
+import msgspec
 
 from omni_proxy.dataplane.disaggregation.side_task import (
     HeldResponse,
@@ -19,9 +23,22 @@ from omni_proxy.dataplane.disaggregation.side_task import (
 )
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.loop.event_loop import EventLoop, Steppable
+from omni_proxy.dataplane.loop.io_task import READ_BYTES
+from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.upstream.acquire import report_failure
-from omni_proxy.dataplane.upstream.attempt import STALE_CONNECTION, AttemptFailed, run_attempt
+from omni_proxy.dataplane.upstream.attempt import (
+    STALE_CONNECTION,
+    AttemptFailed,
+    SentRequest,
+    encode_request,
+    length_lines,
+    run_attempt,
+    start_waiting,
+    usual_body,
+)
+from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.dataplane.upstream.retry import counts_as_failed
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
 from omni_proxy.routing.kv_transfer.transfer_errors import names_transfer
@@ -67,32 +84,122 @@ def failure_of_response(
     return failure
 
 
+class Interruptible(Protocol):
+    """What sends the decode leg, and waits for its answer while prefill may fail."""
+
+    @property
+    def loop(self) -> EventLoop: ...
+
+    def interrupt(self, leg: PrefillLeg) -> bool: ...
+
+
+class Interrupt:
+    """Ends that wait by the leg's failure, from outside of the leg's own step."""
+
+    __slots__ = ("_leg", "_of", "waiting_on")
+
+    def __init__(self, of: Interruptible, leg: PrefillLeg) -> None:
+        self.waiting_on: object = None
+        self._of = of
+        self._leg = leg
+
+    def step(self) -> None:
+        if not self._of.interrupt(self._leg):
+            self._of.loop.call_soon(self)
+
+
 class PrefillLeg(SideTask):
     """`failure`: why it is of no use. `kept`: the payload of its answer, where it is needed."""
 
-    __slots__ = ("_cancelled", "_head", "_keeps", "exchange", "failure", "is_stream", "kept",
-                 "on_end", "worker")  # fmt: skip
+    __slots__ = (
+        "_cancelled", "_head", "_keeps", "_lines", "_pool", "_sent", "exchange", "failure",
+        "is_stream", "kept", "on_end", "worker",
+    )  # fmt: skip
 
-    def __init__(
-        self, io: ExchangeIO, legs: TwoLegs, head: RequestHead, body: bytes, *, keeps: bool
-    ) -> None:
-        super().__init__(io.services, io)
+    def __init__(self, io: ExchangeIO, legs: TwoLegs, waiter: Steppable, *, keeps: bool) -> None:
+        super().__init__(io.services, waiter)
         assert legs.prefill is not None
         assert legs.prefill.worker is not None
         self.exchange: Exchange = legs.prefill
         self.worker: Worker = legs.prefill.worker
         self.exchange.started_at = self.loop.now
-        self.exchange.body = body
         self.exchange.requirements = None  # the body is changed already
         self.failure: PairFailed | None = None
         self.kept = b""
         self.is_stream = False
         self.on_end: Callable[[PrefillLeg], None] = ignore_end
         self.deadline = io.deadline
-        self._head = head
         self._keeps = keeps
         self._cancelled = False
+        self._pool: UpstreamPool | None = None  # of the connection that it uses without a coroutine
+        self._sent: SentRequest | None = None  # on that, where a coroutine has to go on
         legs.begun = True
+
+    def send(self, head: RequestHead, body: bytes) -> None:
+        """Begin, in a coroutine."""
+        self._head, self._lines = head, head.lines
+        self.exchange.body = body
+        self.start()
+
+    def send_directly(
+        self, pool: UpstreamPool, stream: Stream, head: RequestHead, lines: bytes, body: bytes
+    ) -> None:
+        """Begin without a coroutine, on an idle connection. `lines`: those of `head`, which need
+        not have them."""
+        exchange, loop = self.exchange, self.loop
+        self._head, self._lines, self._pool = head, lines, pool
+        exchange.body = body
+        self.upstream = self.waiting_on = stream
+        loop.side_tasks += 1
+        loop.tasks.add(self)
+        start_waiting(self, exchange, self.response_head_secs)
+        stream.write_soon(encode_request(pool, [lines], length_lines(len(body))[1], body))
+
+    def step(self, error: BaseException | None = None) -> None:
+        """Without a coroutine: an event of its connection, or a time-out. What is not ordinary is
+        for the coroutine, which begins here then."""
+        pool, stream = self._pool, self.upstream
+        if pool is None or stream is None:
+            super().step(error)
+            return
+        chunk: bytes | None = b""
+        if error is None:
+            try:
+                chunk = stream.read(READ_BYTES)
+            except OSError:
+                chunk = b""  # the next read sees the end
+        if chunk is None:
+            self.waiting_on = stream
+            return
+        if chunk and not stream.readable and not stream.pending and self._take(pool, stream, chunk):
+            return
+        self._pool, self._sent = None, SentRequest(pool, stream, chunk, error)
+        self._coro = self.serve()
+        super().step()
+
+    def _take(self, pool: UpstreamPool, stream: Stream, chunk: bytes) -> bool:
+        """Whether it is a whole answer like the worker's last one: then the leg is over."""
+        body = usual_body(pool, chunk, self.services.response_heads)
+        status = pool.response_template.status
+        if body is None or status >= 400:
+            return False
+        exchange = self.exchange
+        exchange.status = status
+        exchange.response_head_at = self.loop.now
+        if self._keeps:
+            self.kept = body
+        self._pool = self.upstream = None
+        pool.release(stream)
+        self.finish()
+        self.loop.remove_task(self)
+        return True
+
+    def close_coroutine(self) -> None:
+        """Without one: what its end would do."""
+        is_direct, self._pool = self._pool is not None, None
+        super().close_coroutine()
+        if is_direct:
+            self.finish()
 
     @property
     def response_head_secs(self) -> float:
@@ -120,8 +227,14 @@ class PrefillLeg(SideTask):
 
     async def _exchange(self) -> None:
         exchange = self.exchange
-        pool = self.services.pools.of(exchange.rank or self.worker)
-        start = await run_attempt(self, exchange, self._head, pool)
+        sent, self._sent = self._sent, None
+        pool = (
+            sent.pool if sent is not None else self.services.pools.of(exchange.rank or self.worker)
+        )
+        head = self._head
+        if head.lines is not self._lines:
+            head = msgspec.structs.replace(head, lines=self._lines)
+        start = await run_attempt(self, exchange, head, pool, sent)
         exchange.body = b""
         exchange.status = status = start.response.status
         exchange.response_head_at = self.loop.now
@@ -174,7 +287,8 @@ class PrefillLeg(SideTask):
                 services.fleet.observe_success(worker, exchange.half_open_id)
         succeeded = exchange.outcome == "completed"
         services.balancer.release(exchange, worker, SUCCEEDED if succeeded else FAILED)
-        services.queue.serve()
+        if services.queue.waiting:
+            services.queue.serve()
         self.on_end(self)
         self.on_end = ignore_end
 

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from typing import Final
 
 from omni_proxy.dataplane.exchange.exchange_io import AttemptIO
+from omni_proxy.dataplane.loop.event_loop import Steppable
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import Readable, pause
 from omni_proxy.dataplane.services import ExchangeServices
@@ -29,7 +30,7 @@ class SideTask(AttemptIO):
 
     __slots__ = ("readable", "waiter")
 
-    def __init__(self, services: ExchangeServices, waiter: AttemptIO | None = None) -> None:
+    def __init__(self, services: ExchangeServices, waiter: Steppable | None = None) -> None:
         super().__init__(services)
         self.readable = False
         self.waiter = waiter  # which may wait for the end
@@ -41,18 +42,25 @@ class SideTask(AttemptIO):
     def ended(self) -> None:
         """Release what it holds; once."""
 
-    async def serve(self) -> None:
+    def start(self) -> None:
         self.loop.side_tasks += 1
+        super().start()
+
+    async def serve(self) -> None:
         try:
             await self.run()
         finally:
-            self.loop.side_tasks -= 1
-            self.close_upstream()
-            self.readable = True
-            self.ended()
-            waiter = self.waiter
-            if waiter is not None and waiter.waiting_on is self:
-                self.loop.wake(waiter)
+            self.finish()
+
+    def finish(self) -> None:
+        """It is over, however it ended; whoever waits for that goes on in this iteration."""
+        self.loop.side_tasks -= 1
+        self.close_upstream()
+        self.readable = True
+        self.ended()
+        waiter = self.waiter
+        if waiter is not None and waiter.waiting_on is self:
+            self.loop.wake(waiter)
 
     def cancel(self) -> None:
         """End it now; not from inside of it."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from omni_proxy.dataplane.accept.proxy_protocol import read_proxy_header
 from omni_proxy.dataplane.accept.tls_termination import accept_tls
+from omni_proxy.dataplane.disaggregation.fast_pair import fast_path_for
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import PUBLIC, ExchangeIO, ListenerRole, finalize
 from omni_proxy.dataplane.exchange.exchange_steps import respond
@@ -141,7 +142,7 @@ class Connection(ExchangeIO):
         cache = None if self.role.admin_only else settings.fast_path_cache
         cached = cache.find(head) if cache is not None else None
         if cached is not None and (self.fast_path is None or self.fast_path.cached is not cached):
-            self.fast_path = FastPath(self, cached)
+            self.fast_path = fast_path_for(self, cached)
         return head
 
     def await_next_request(self) -> None:
@@ -192,8 +193,8 @@ class Connection(ExchangeIO):
         fast_path.start()
         try:
             await pause
-        except PhaseTimeout as error:
-            if self.exchange is None:
+        except (PhaseTimeout, ClientDisconnected, HttpError) as error:
+            if self.exchange is None or not fast_path.takes(error):
                 raise
             fast_path.error = error
         finally:

@@ -39,6 +39,7 @@ from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.routing.inspect.requirements import requirements_of_fields
 from omni_proxy.routing.rank_pinning import body_for_rank
 from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.request import RequestHead
 
 _BLANK: Final = b"\r\n\r\n"
 _CRLF: Final = b"\r\n"
@@ -56,7 +57,7 @@ class FastPath:
         self.client = io.client
         self.cached = cached
         self.waiting_on: object = None
-        self.error: PhaseTimeout | None = None  # the worker's time was over
+        self.error: BaseException | None = None  # thrown in, for the coroutine
         self._io = io
         self._pool: UpstreamPool | None = None  # of the upstream that has the request
         self._spare: Exchange | None = None  # of the last request, to be used again
@@ -104,8 +105,16 @@ class FastPath:
     def is_disconnect(self, mask: int) -> bool:
         return self._io.is_disconnect(mask)
 
+    def takes(self, error: BaseException) -> bool:
+        """Whether the coroutine goes on with the exchange, and hears of the error there."""
+        return isinstance(error, PhaseTimeout)
+
     def continuation(self, exchange: Exchange) -> Response:
         """The rest of an exchange that was begun here, as a coroutine."""
+        return respond_by_worker(self._io, exchange, self._head(exchange), self._sent())
+
+    def _head(self, exchange: Exchange) -> RequestHead:
+        """The whole head of the request, whose body is in `exchange` from here on."""
         top, _, body = self._request.partition(_BLANK)
         lines = self.cached.template.match(top, length_lines(len(body))[0])
         assert lines is not None
@@ -116,12 +125,16 @@ class FastPath:
             request_id=exchange.request_id,
         )
         exchange.body = body
+        return head
+
+    def _sent(self) -> SentRequest | None:
+        """What the worker has got; None where it has got nothing."""
         sent = None
         if self._pool is not None and self._io.upstream is not None:
             sent = SentRequest(self._pool, self._io.upstream, self._received, self.error)
         self.error = None
         self._request = self._received = b""
-        return respond_by_worker(self._io, exchange, head, sent)
+        return sent
 
     def _wait_on(self, stream: Stream) -> None:
         """It had nothing to read."""
@@ -176,9 +189,10 @@ class FastPath:
                 length_line = length_lines(len(body))[1]
         except HttpError:
             return False
+        if exchange.legs is not None:
+            return self._send_legs(exchange, lines, body)
         pool = services.pools.of(rank or worker)
-        in_parts = worker.api_key_env or exchange.legs is not None
-        upstream = None if in_parts else pool.reuse(self)
+        upstream = pool.reuse(self) if not worker.api_key_env else None
         if upstream is None:
             return False
         io.upstream = self.waiting_on = upstream
@@ -188,9 +202,15 @@ class FastPath:
         upstream.write_soon(request)
         return not upstream.readable
 
-    def _relay(self, exchange: Exchange, upstream: Stream, chunk: bytes) -> bool:
+    def _send_legs(self, exchange: Exchange, lines: list[bytes], body: bytes) -> bool:
+        """As `_send`, of a request in two legs."""
+        return False
+
+    def _relay(
+        self, exchange: Exchange, upstream: Stream, chunk: bytes, *, sent_at_once: bool = True
+    ) -> bool:
         """Whether it is like the last response and nothing else is to be done; then it was sent,
-        and the connection waits for the next request, which may be there already."""
+        and the connection waits for the next request. `sent_at_once`: the request was."""
         io, client, worker, pool = self._io, self.client, exchange.worker, self._pool
         assert worker is not None
         assert pool is not None
@@ -226,7 +246,7 @@ class FastPath:
         exchange.response_head_at = exchange.first_at = io.loop.now
         exchange.chunks = 1
         exchange.bytes_out = size
-        exchange.relayed = exchange.single_chunk = True
+        exchange.relayed, exchange.single_chunk = True, sent_at_once
         exchange.outcome = "completed"
         if io.settings.keeps_last_chunk:
             exchange.last_chunk = body

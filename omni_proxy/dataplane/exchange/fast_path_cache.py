@@ -62,11 +62,15 @@ _NEVER: Final = _Never()
 
 
 class FastPathCache:
-    """Cached requests of all connections, under one configuration. `has_ranks`: of the fleet; then
-    requests that may name a data-parallel rank are not among them."""
+    """Cached requests of all connections, under one configuration. Of the fleet: `has_ranks`; then
+    requests that may name a data-parallel rank are not among them. `has_pools`: some of them may be
+    served in two legs."""
 
-    def __init__(self, routes: ConfiguredRoutes, *, has_ranks: bool = False) -> None:
+    def __init__(
+        self, routes: ConfiguredRoutes, *, has_ranks: bool = False, has_pools: bool = False
+    ) -> None:
         self.has_ranks = has_ranks
+        self.has_pools = has_pools
         self._routes = routes
         self._by_template: LruCache[HeadTemplate, CachedRequest | _Never] = LruCache(TEMPLATES)
 

@@ -22,6 +22,7 @@ from omni_proxy.dataplane.upstream.outgoing_body import changed_parts
 from omni_proxy.dataplane.upstream.pool import ResponseStart, UpstreamPool, with_key
 from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.wire.errors import HttpError, UpstreamError
+from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_fields
 from omni_proxy.wire.response import UpstreamProtocolError, check_interim, find_response_head_end
 
@@ -31,6 +32,7 @@ CACHED_LENGTHS: Final = 4096
 STALE_CONNECTION: Final = "stale_connection"
 _Parts = Sequence[bytes | memoryview]
 _BLANK: Final = b"\r\n\r\n"
+_CRLF: Final = b"\r\n"
 RANK_FIELD: Final = frozenset((b"x-data-parallel-rank",))
 
 
@@ -71,7 +73,7 @@ class SentRequest(msgspec.Struct, gc=False):
     pool: UpstreamPool
     stream: Stream
     received: bytes = b""  # of its response, already read
-    error: PhaseTimeout | None = None  # the time for its response is over
+    error: BaseException | None = None  # was thrown in: its time is over, or the client has left
 
 
 def encode_request(
@@ -92,6 +94,21 @@ def start_waiting(io: AttemptIO, exchange: Exchange, secs: float) -> None:
     exchange.own_secs += clock() - now
     io.phase, due = "wait", now + secs
     io.phase_deadline = due if due < io.deadline else io.deadline  # noqa: FURB136
+
+
+def usual_body(pool: UpstreamPool, chunk: bytes, heads: ResponseHeadCache) -> bytes | None:
+    """The body of a whole response that is written like the worker's last one; None for any other.
+    `FastPath` has the same in a frame of its own."""
+    template = pool.response_template
+    head, _, body = chunk.partition(_BLANK)
+    before, _, after = head.partition(template.name)
+    length, _, after = after.partition(_CRLF)
+    if before != template.before or after != template.after:
+        known = heads.usual(head)
+        if known.plain:
+            pool.response_template = known  # for the next one
+        return None
+    return body if body and length == length_lines(len(body))[0] else None
 
 
 async def run_attempt(

@@ -1,0 +1,246 @@
+"""The fast path of requests in two legs: both legs from the event loop, without a coroutine.
+
+    sglang, mooncake   both legs leave at once; decode's whole answer is relayed
+    nixl               prefill's leg leaves, and when its whole answer has come, decode's
+
+It calls what the driver calls and decides nothing of its own. At the first step that is not
+ordinary (an answer in parts or an error, a leg that fails, a time-out, a client that leaves, an
+answer that is to be changed, ranks, a body of an alias) the driver goes on with what was sent.
+Contract: as for `exchange.fast_path`; a leg that has begun is never sent again by the driver.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from omni_proxy.dataplane.disaggregation.driver import (
+    SentPair,
+    free_late_leg,
+    respond_in_two_legs,
+    take_params,
+)
+from omni_proxy.dataplane.disaggregation.leg_requests import (
+    lines_for_engines,
+    path_of,
+    without_encoding,
+)
+from omni_proxy.dataplane.disaggregation.prefill_leg import Interrupt, PrefillLeg, ignore_end
+from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
+from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.exchange.exchange_steps import Response, respond_by_worker
+from omni_proxy.dataplane.exchange.fast_path import FastPath
+from omni_proxy.dataplane.exchange.fast_path_cache import CachedRequest
+from omni_proxy.dataplane.loop.event_loop import EventLoop
+from omni_proxy.dataplane.loop.stream import Stream
+from omni_proxy.dataplane.loop.task import PhaseTimeout
+from omni_proxy.dataplane.upstream.attempt import encode_request, length_lines, start_waiting
+from omni_proxy.dataplane.upstream.pool import UpstreamPool
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.json_splice import Edits, JsonText
+from omni_proxy.routing.kv_transfer import nixl
+from omni_proxy.routing.kv_transfer.mooncake import bootstrap_address, mooncake_legs
+from omni_proxy.routing.kv_transfer.sglang import sglang_legs
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
+
+
+def fast_path_for(io: ExchangeIO, cached: CachedRequest) -> FastPath:
+    """Of requests that are written like `cached`."""
+    in_legs = cached.source.has_pools and cached.route.legs.connectors
+    return FastPairPath(io, cached) if in_legs else FastPath(io, cached)
+
+
+class FastPairPath(FastPath):
+    """`loop` as for `Interruptible`."""
+
+    __slots__ = ("_json", "_leg", "_lines", "_transfer_due", "loop")
+
+    def __init__(self, io: ExchangeIO, cached: CachedRequest) -> None:
+        super().__init__(io, cached)
+        self.loop: EventLoop = io.loop
+        self._leg: PrefillLeg | None = None  # of the present exchange, once it is sent
+        self._json: JsonText | None = None  # the client's body
+        self._lines = b""  # of its head
+        self._transfer_due = 0.0
+
+    def step(self) -> None:
+        """Also: the prefill leg that decode's has waited for is over."""
+        io, leg = self._io, self._leg
+        if leg is None or io.upstream is not None:
+            super().step()
+            return
+        if self.client.task is not self:
+            return  # woken after `stop`
+        try:
+            if not leg.readable:
+                self.waiting_on = leg
+            elif leg.failure is not None or not self._send_after_prefill(leg):
+                io.step()
+        except Exception as failure:  # as in the class above
+            io.step(failure)
+
+    def takes(self, error: BaseException) -> bool:
+        return self._leg is not None or isinstance(error, PhaseTimeout)
+
+    def continuation(self, exchange: Exchange) -> Response:
+        leg, json = self._leg, self._json
+        self._leg = self._json = None
+        if leg is None or json is None:
+            return super().continuation(exchange)
+        head, error = self._head(exchange), self.error
+        sent = SentPair(leg, json, self._sent(), self._transfer_due, error)
+        return respond_in_two_legs(self._io, exchange, head, respond_by_worker, sent)
+
+    def interrupt(self, leg: PrefillLeg) -> bool:
+        """The leg has failed, so the coroutine goes on, unless decode's answer was quicker."""
+        if self._leg is leg and self.client.task is self:
+            self._io.step()
+        return True
+
+    def _send_legs(self, exchange: Exchange, lines: list[bytes], body: bytes) -> bool:
+        """Raises nothing: what can't be sent so is the driver's."""
+        legs, need, worker = exchange.legs, exchange.requirements, exchange.worker
+        services = self._io.services
+        prefill = legs.prefill.worker if legs is not None and legs.prefill is not None else None
+        if (
+            legs is None
+            or prefill is None
+            or worker is None
+            or need is None
+            or need.alias is not None
+            or services.fleet.has_ranks
+            or worker.api_key_env
+            or prefill.api_key_env
+            or not services.inflight.has_room(2 * len(body))
+        ):
+            return False
+        try:
+            json = JsonText(body)
+            edits = self._edits(exchange, legs, prefill, json)
+            if edits is None:
+                return False
+            for_prefill, for_decode = edits
+            text = b"".join(lines)
+            self._lines = text = lines_for_engines(legs.connector, text, exchange.request_id)
+            spliced = json.splice(for_prefill)
+            decode_body = spliced
+            if for_decode is not None and for_decode is not for_prefill:
+                decode_body = json.splice(for_decode)
+        except HttpError:
+            return False
+        if not self._send_prefill(legs, prefill, text, spliced):
+            return False
+        self._json = json
+        services.inflight.hold(exchange, 2 * len(body))
+        if for_decode is None:
+            self._io.set_timeout("prefill", self._io.settings.limits.total)
+            self.waiting_on = self._leg
+            return True
+        return self._send_decode(exchange, worker, decode_body)
+
+    def _edits(
+        self, exchange: Exchange, legs: TwoLegs, prefill: Worker, json: JsonText
+    ) -> tuple[Edits, Edits | None] | None:
+        """Of both bodies; decode's is None while it waits for prefill. None: the driver knows.
+        Raises HttpError 400."""
+        services, path = self._io.services, path_of(exchange)
+        if legs.connector == "sglang":
+            made = sglang_legs(
+                path, json, prefill.url, prefill.bootstrap_port, services.random_below
+            )
+            if made.client_rid or made.merges_logprobs:
+                return None
+            legs.rid = made.rid
+            return made.prefill, made.decode
+        if legs.connector == "nixl":
+            return nixl.prefill_edits(path, json), None
+        engine_id = services.engine_ids.find(prefill)
+        if engine_id is None:
+            return None
+        address = bootstrap_address(prefill.url, prefill.bootstrap_port or 0)
+        both = mooncake_legs(path, json, address, engine_id, services.random_below)
+        return both.prefill, both.decode
+
+    def _send_prefill(self, legs: TwoLegs, prefill: Worker, lines: bytes, body: bytes) -> bool:
+        """False without an idle connection, and where decode would have none."""
+        io, exchange = self._io, self._io.exchange
+        assert exchange is not None
+        assert exchange.worker is not None
+        pools, waits = io.services.pools, legs.connector == "nixl"
+        pool = pools.of(prefill)
+        if not pool.idle or not (waits or pools.of(exchange.worker).idle):
+            return False
+        leg = PrefillLeg(io, legs, self, keeps=waits)
+        stream = pool.reuse(leg)
+        assert stream is not None
+        self._leg, self._transfer_due = leg, 0.0
+        if waits:
+            lines = without_encoding(lines)
+        else:
+            leg.connections, leg.on_end = "idle", self._leg_ended
+        leg.send_directly(pool, stream, self.cached.head, lines, body)
+        return True
+
+    def _leg_ended(self, leg: PrefillLeg) -> None:
+        """In the leg's own step, while decode's answer is waited for."""
+        if self._leg is not leg:
+            return
+        if leg.failure is not None:
+            self.loop.wake(Interrupt(self, leg))
+            return
+        io = self._io
+        secs = io.settings.config.routing.disaggregation.transfer_timeout_secs
+        if secs:
+            self._transfer_due = self.loop.now + secs
+            io.phase_deadline = min(io.phase_deadline, self._transfer_due)
+
+    def _send_after_prefill(self, leg: PrefillLeg) -> bool:
+        """NIXL: decode's leg, with what prefill answered; False where the driver has to send it."""
+        exchange, json = self._io.exchange, self._json
+        if exchange is None or json is None or exchange.legs is None or exchange.worker is None:
+            return False
+        worker, pool = exchange.worker, self._io.services.pools.of(exchange.worker)
+        if not pool.idle or self._has_new_weights(exchange, leg):
+            return False
+        # A key that is there twice was refused when the body was changed for prefill.
+        body = json.splice(take_params(exchange.legs, leg))
+        return self._send_decode(exchange, worker, body)
+
+    def _send_decode(self, exchange: Exchange, worker: Worker, body: bytes) -> bool:
+        """There is an idle connection."""
+        io = self._io
+        pool: UpstreamPool = io.services.pools.of(worker)
+        upstream = pool.reuse(self)
+        assert upstream is not None
+        io.upstream = self.waiting_on = upstream
+        self._pool = pool
+        request = encode_request(pool, [self._lines], length_lines(len(body))[1], body)
+        start_waiting(io, exchange, io.settings.limits.response_head)
+        upstream.write_soon(request)
+        return not upstream.readable
+
+    def _has_new_weights(self, exchange: Exchange, leg: PrefillLeg) -> bool:
+        worker = exchange.worker
+        assert worker is not None
+        return (
+            worker.version is not exchange.version or leg.worker.version is not leg.exchange.version
+        )
+
+    def _relay(
+        self, exchange: Exchange, upstream: Stream, chunk: bytes, *, sent_at_once: bool = True
+    ) -> bool:
+        leg, legs, pool = self._leg, exchange.legs, self._pool
+        if leg is None or legs is None or pool is None:
+            return super()._relay(exchange, upstream, chunk)
+        if self._has_new_weights(exchange, leg):
+            return False
+        if pool.response_template.status >= 400:
+            pool.response_template = NOT_CACHED  # what it is now is noted in the next step
+        at_once = exchange.sent_at == exchange.started_at
+        self._leg = None
+        if not super()._relay(exchange, upstream, chunk, sent_at_once=at_once):
+            self._leg = leg
+            return False
+        leg.on_end = ignore_end if leg.readable else partial(free_late_leg, legs.rid)
+        exchange.legs = None
+        return True

@@ -1,0 +1,151 @@
+"""What the legs of a request are sent: the client's body and head lines with each leg's changes.
+
+Invariant: a change of a body is a splice, and a key is only changed where an engine needs it; the
+rank that a client names is that of the decode worker. Nothing is sent here.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.loop.task import pause
+from omni_proxy.dataplane.upstream.attempt import RANK_FIELD
+from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target
+from omni_proxy.fleet.dp_rank import DpRank
+from omni_proxy.routing.inspect.json_splice import Edits, JsonText, object_at
+from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, JsonMember, walk_members
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.rank_pinning import BODY_KEY, BODY_ONLY_PATHS, OLD_BODY_KEY
+from omni_proxy.wire.forwarded import field_value
+from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_fields
+
+_ENCODINGS: Final = frozenset((b"accept-encoding",))  # an answer that is read must be plain
+PREFILL_RANK: Final = "disagg_prefill_dp_rank"  # for SGLang's decode engine
+
+
+class LegRequests:
+    """Of one request; `json` is known after `read`."""
+
+    __slots__ = ("_exchange", "_head", "_model", "_spliced", "json", "path", "whole_body")
+
+    def __init__(self, exchange: Exchange, head: RequestHead, json: JsonText | None = None) -> None:
+        self.path = path_of(exchange)
+        self.whole_body = exchange.body
+        self.json = json
+        self._exchange = exchange
+        self._head = head
+        self._model: str | None = None  # of an alias's target, which `json` has
+        self._spliced: tuple[Edits, bytes] | None = None  # the last changes, and what they made
+
+    def drop(self) -> None:
+        """The request is not sent again: a stream may last for long."""
+        self.whole_body, self.json, self._spliced = b"", None, None
+
+    async def read(self, io: ExchangeIO) -> JsonText:
+        """The client's body, with the model of the present target if that is an alias's. Raises
+        HttpError 400."""
+        need, route = self._exchange.requirements, self._exchange.route
+        assert need is not None
+        assert route is not None
+        model = need.target_model if need.alias is not None and need.alias.spans else None
+        if self.json is None or model != self._model:
+            body = self.whole_body
+            if model is not None:
+                body = b"".join(parts_for_target(need, route, body))
+            self.json, self._model = await _read_json(io, body), model
+        return self.json
+
+    def body(self, edits: Edits) -> bytes:
+        """The changed body; both legs of SGLang mostly get the same one."""
+        if self._spliced is None or self._spliced[0] is not edits:
+            assert self.json is not None
+            self._spliced = edits, self.json.splice(edits)
+        return self._spliced[1]
+
+    def prefill_body(self, edits: Edits, rank: DpRank | None) -> bytes:
+        need = self._exchange.requirements
+        return self.body(for_prefill_rank(need, self.path, edits, rank))
+
+    def decode_body(self, edits: Edits) -> bytes:
+        exchange = self._exchange
+        return self.body(for_rank(exchange.requirements, self.path, edits, exchange.rank))
+
+    def prefill_head(self, connector: str, *, keeps: bool, has_ranks: bool) -> RequestHead:
+        """`keeps`: its answer is read. `has_ranks`: some worker of the fleet has."""
+        lines = self._lines(connector)
+        # A rank that the client names is that of the decode worker.
+        names_rank = has_ranks and RANK_HINT in self._head.hints
+        if names_rank:
+            lines = drop_fields(lines, _ENCODINGS | RANK_FIELD)
+        elif keeps:
+            lines = without_encoding(lines)
+        return self._head_with(lines)
+
+    def decode_head(self, connector: str, *, is_read: bool) -> RequestHead:
+        """`is_read`: its answer is changed on its way."""
+        lines = self._lines(connector)
+        return self._head_with(without_encoding(lines) if is_read else lines)
+
+    def _lines(self, connector: str) -> bytes:
+        return lines_for_engines(connector, self._head.lines, self._exchange.request_id)
+
+    def _head_with(self, lines: bytes) -> RequestHead:
+        head = self._head
+        return head if lines is head.lines else msgspec.structs.replace(head, lines=lines)
+
+
+def path_of(exchange: Exchange) -> str:
+    """Without the query."""
+    return exchange.target.partition("?")[0]
+
+
+def for_rank(need: Requirements | None, path: str, edits: Edits, rank: DpRank | None) -> Edits:
+    """With the key that names the rank, where the engine hears no header."""
+    if rank is None or need is None or path not in BODY_ONLY_PATHS:
+        return edits
+    return edits if need.names_rank_in_body else {**edits, BODY_KEY: b"%d" % rank.index}
+
+
+def for_prefill_rank(
+    need: Requirements | None, path: str, edits: Edits, rank: DpRank | None
+) -> Edits:
+    """The same for the prefill leg: what the client names is the rank of the decode worker."""
+    if need is None or not need.names_rank_in_body:
+        return for_rank(need, path, edits, rank)
+    own = b"%d" % rank.index if rank is not None else None
+    return {**edits, BODY_KEY: own, OLD_BODY_KEY: None}
+
+
+def with_prefill_rank(edits: Edits, rank: DpRank | None) -> Edits:
+    """For SGLang's decode engine: which rank of the prefill engine has its prompt."""
+    return edits if rank is None else {**edits, PREFILL_RANK: b"%d" % rank.index}
+
+
+def lines_for_engines(connector: str, lines: bytes, request_id: bytes) -> bytes:
+    """vLLM's engines get one request id on both legs: the client's, or else ours."""
+    if connector == "sglang" or field_value(lines, b"x-request-id"):
+        return lines
+    return b"%bx-request-id: %b\r\n" % (lines, request_id)
+
+
+def without_encoding(lines: bytes) -> bytes:
+    """Of a request whose answer is read."""
+    return drop_fields(lines, _ENCODINGS) if b"accept-encoding" in lines.lower() else lines
+
+
+async def _read_json(io: ExchangeIO, body: bytes) -> JsonText:
+    """Raises HttpError 400."""
+    if len(body) <= ONE_PASS_BYTES:
+        return JsonText(body)
+    members: list[JsonMember] = []
+    for member in walk_members(body, object_at(body)):
+        if member is None:
+            io.loop.wake(io)
+            await pause
+        else:
+            members.append(member)
+    return JsonText(body, members)

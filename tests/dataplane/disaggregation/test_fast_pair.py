@@ -1,0 +1,368 @@
+"""Each exit of the fast path of pairs, by name: the results are those of the driver alone."""
+
+import contextlib
+
+import pytest
+
+from tests.dataplane.both_drivers import chat_request, worker_sockets
+from tests.dataplane.disaggregation.pair_world import (
+    NAMES,
+    PARAMS,
+    PREFILL,
+    answer,
+    bodies,
+    run_pairs,
+)
+
+CONNECTORS = ["sglang", "nixl", "mooncake"]
+AT_ONCE = ["sglang", "mooncake"]
+PARTS = answer()[:30], answer()[30:]
+
+
+@pytest.fixture
+def listeners(tmp_path):
+    with contextlib.ExitStack() as stack:
+        sockets = worker_sockets(tmp_path, "".join(NAMES))
+        yield {name: stack.enter_context(each) for name, each in sockets.items()}
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_ordinary_pairs_never_meet_the_driver(listeners, connector):
+    def script(world, client):
+        for number in range(4):
+            world.serve(client, chat_request(body=b'{"messages": [], "user": "%d"}' % number))
+
+    world = run_pairs(listeners, script, connector, began=4, handed_over=0)
+    assert world.log[-1]["outcome"] == "completed"
+    assert world.log[-1]["prefill"].startswith("unix:")
+    assert [worker.in_flight for worker in world.fleet.workers] == [0] * 4
+    assert sum(world.meters.legs["prefill"].counts) == 10
+
+
+@pytest.mark.parametrize("connector", AT_ONCE)
+def test_decode_may_answer_before_prefill(listeners, connector):
+    def script(world, client):
+        for _ in range(3):
+            world.ask(client, chat_request())
+            world.decode()
+            assert client.came.count(b"HTTP/1.1 200") == len(world.log)
+            world.prefill()
+
+    run_pairs(listeners, script, connector, began=3, handed_over=0)
+
+
+@pytest.mark.parametrize("connector", AT_ONCE)
+def test_the_next_request_may_come_while_the_last_prefill_leg_still_runs(listeners, connector):
+    def script(world, client):
+        for _ in range(3):
+            world.ask(client, chat_request())
+            world.decode()
+        assert world.dataplane.loop.side_tasks == 3
+        for _ in range(3):
+            world.prefill()
+
+    run_pairs(listeners, script, connector, began={1, 2}, handed_over={1, 2})
+
+
+def test_both_legs_of_sglang_get_one_room_and_id(listeners):
+    def script(world, client):
+        world.serve(client)
+
+    world = run_pairs(listeners, script, began=1, handed_over=0)
+    (prefill,) = (bodies(end)[-1] for end in world.lines if end.name == "p")
+    (decode,) = (bodies(end)[-1] for end in world.lines if end.name == "d")
+    assert prefill == decode
+    assert prefill["bootstrap_port"] == 9
+    assert prefill["bootstrap_room"] == 0
+
+
+def test_decode_gets_what_prefill_answered_with_nixl(listeners):
+    def script(world, client):
+        world.serve(client)
+
+    world = run_pairs(listeners, script, "nixl", began=1, handed_over=0)
+    (decode,) = (end for end in world.lines if end.name == "d")
+    assert b'"kv_transfer_params":' + PARAMS in decode.came
+
+
+def test_an_answer_of_prefill_without_parameters_is_no_error(listeners):
+    def script(world, client):
+        for _ in range(3):
+            world.ask(client, chat_request())
+            world.prefill(answer())
+            world.decode()
+
+    world = run_pairs(listeners, script, "nixl", began=3, handed_over=0)
+    assert [line["fallback"] for line in world.log[-3:]] == ["no_params"] * 3
+
+
+BODIES = [
+    b'{"messages": [], "rid": "mine"}',
+    b'{"messages": [], "n": 3}',
+    b'{"messages": [], "max_tokens": 7, "max_completion_tokens": 8, "stream_options": {}}',
+    b'{"messages": [], "stream": true}',
+    b'{"messages": [], "rid": "a", "rid": "b", "max_tokens": 1, "max_tokens": 2}',
+    b'{"messages": [], "kv_transfer_params": {"a": 1}}',
+    b'{"messages": "%b"}' % (b"x" * 5000),
+]
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body[16:40].decode())
+def test_bodies_are_changed_by_the_same_rules(listeners, connector, body):
+    def script(world, client):
+        for _ in range(2):
+            world.ask(client, chat_request(body=body))
+            if client.conn.exchange is not None:
+                world.prefill()
+                world.decode()
+
+    world = run_pairs(listeners, script, connector, began={0, 2}, handed_over={0, 2})
+    assert len(world.log) == 8
+
+
+ENCODED = [
+    (),
+    (b"accept-encoding: gzip",),
+    (b"x-request-id: mine", b"accept-encoding: gzip"),
+    (b"authorization: Bearer x",),
+]
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("fields", ENCODED, ids=str)
+def test_head_lines_are_changed_by_the_same_rules(listeners, connector, fields):
+    def script(world, client):
+        for _ in range(5):
+            world.serve(client, chat_request(fields=fields))
+
+    run_pairs(listeners, script, connector, began={3, 5}, handed_over=0)
+
+
+ANSWERS = {
+    "parts": PARTS,
+    "rest": (answer()[:-1], answer()[-1:]),
+    "cut": (answer()[:-1], None),
+    "closed": (None,),
+    "more": (answer() + b"HTTP",),
+    "400": (answer(status=b"400 No"),),
+    "500": (answer(status=b"500 Oh"),),
+    "503": (answer(status=b"503 Busy"),),
+    "transfer": (answer(b'{"error": "KVTransferError"}', b"500 Oh"),),
+    "empty": (answer(b""),),
+    "other head": (answer(fields=b"date: now\r\n"),),
+    "closes": (answer(fields=b"connection: close\r\n"), None),
+    "garbage": (b"nonsense\r\n\r\n",),
+    "chunked": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",),
+    "events": (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"8\r\ndata: x\n\r\n",
+        b"0\r\n\r\n",
+    ),
+}
+
+
+def finish(world):
+    """Whatever follows: retries, aborts, the other leg."""
+    for _ in range(12):
+        world.more()
+        world.answer()
+    world.wait(2)
+    for _ in range(6):
+        world.answer()
+
+
+@pytest.mark.parametrize("connector", ["sglang", "nixl"])
+@pytest.mark.parametrize("plan", ANSWERS.values(), ids=ANSWERS)
+def test_an_unusual_answer_of_decode(listeners, connector, plan):
+    def script(world, client):
+        for _ in range(2):
+            if client.end == "open":
+                world.ask(client, chat_request())
+                world.prefill()
+                world.decode(*plan)
+                finish(world)
+
+    run_pairs(listeners, script, connector, began={1, 2, 3}, handed_over={1, 2, 3})
+
+
+@pytest.mark.parametrize("connector", ["sglang", "nixl"])
+@pytest.mark.parametrize("plan", ANSWERS.values(), ids=ANSWERS)
+def test_an_unusual_answer_of_prefill(listeners, connector, plan):
+    def script(world, client):
+        for _ in range(2):
+            world.ask(client, chat_request())
+            world.prefill(*plan)
+            world.more()
+            if connector != "nixl" and any(end.asked for end in world.lines if end.name in "de"):
+                world.decode()
+            finish(world)
+
+    run_pairs(listeners, script, connector, began={1, 2, 3}, handed_over={0, 1, 2, 3})
+
+
+@pytest.mark.parametrize("plan", ANSWERS.values(), ids=ANSWERS)
+def test_an_unusual_answer_of_prefill_behind_the_response(listeners, plan):
+    def script(world, client):
+        for _ in range(2):
+            world.ask(client, chat_request())
+            world.decode()
+            world.prefill(*plan)
+            finish(world)
+
+    run_pairs(listeners, script, began={1, 2}, handed_over={0, 1})
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("answered", ["nobody", "prefill"])
+def test_a_client_that_leaves_ends_both_legs(listeners, connector, half, answered):
+    def script(world, client):
+        world.ask(client, chat_request())
+        if answered == "prefill":
+            world.prefill()
+        client.leave(half=half)
+        world.turn()
+        assert [worker.in_flight for worker in world.fleet.workers] == [0] * 4
+        finish(world)
+
+    world = run_pairs(listeners, script, connector, began=1, handed_over=1)
+    assert world.log[-1]["outcome"] == "client_disconnected"
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("answered", ["nobody", "prefill", "decode"])
+@pytest.mark.parametrize("secs", [3, 40, 700])
+def test_time_outs(listeners, connector, answered, secs):
+    def script(world, client):
+        world.ask(client, chat_request())
+        if answered == "prefill":
+            world.prefill()
+        if answered == "decode" and connector != "nixl":
+            world.decode()
+        world.wait(secs)
+        finish(world)
+
+    run_pairs(listeners, script, connector, began=1, handed_over={0, 1})
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_idle_connections_that_broke_are_replaced(listeners, connector, role):
+    def script(world, client):
+        for end in world.lines:
+            if NAMES[end.name] == role:
+                end.plan = [None]  # it closes in the moment that the request comes
+        client.sock.sendall(chat_request())
+        for end in world.lines:
+            if end.plan:
+                end.say()
+        world.turn()
+        finish(world)
+
+    run_pairs(listeners, script, connector, began={0, 1}, handed_over={0, 1, 2})
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_without_an_idle_connection_the_driver_dials(listeners, connector, role):
+    def script(world, client):
+        for end in world.idle_ends():
+            if NAMES[end.name] == role:
+                end.close()
+        world.turn()
+        world.serve(client)
+
+    begun = 1 if (connector, role) == ("nixl", "decode") else 0
+    run_pairs(listeners, script, connector, began=begun, handed_over=1)
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("at", [0, 2], ids=["prefill", "decode"])
+def test_new_weights_during_the_wait_begin_it_anew(listeners, connector, at):
+    def script(world, client):
+        world.ask(client, chat_request())
+        if connector == "nixl" and at == 2:
+            world.prefill()
+        world.fleet.set_version(world.fleet.workers[at], "new", 2)
+        world.prefill() if connector != "nixl" or at == 0 else None
+        if connector != "nixl":
+            world.decode()
+        finish(world)
+
+    run_pairs(listeners, script, connector, began=1, handed_over=1)
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_good_answers_make_good_for_failed_ones(listeners, connector):
+    def script(world, client):
+        for worker in world.fleet.workers:
+            world.blame(worker)
+        world.serve(client)
+        world.serve(client)
+
+    world = run_pairs(listeners, script, connector, began=2, handed_over=2)
+    assert [worker.health.failed_requests for worker in world.fleet.workers] == [0] * 4
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_bodies_of_both_legs_count_as_held(listeners, connector):
+    body = b'{"messages": "%b"}' % (b"x" * 400)
+
+    def script(world, client):
+        world.ask(client, chat_request(body=body))
+        assert world.dataplane.inflight.held_bytes > 3 * len(body)
+        world.prefill()
+        world.decode()
+        world.reload("max_held_bytes = 1100\n")
+        for _ in range(3):
+            world.ask(client, chat_request(body=body))
+
+    world = run_pairs(listeners, script, connector, began=1, handed_over={0, 1, 2, 3})
+    assert world.log[-1]["status"] == 503
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_a_key_of_a_workers_own_is_sent(listeners, monkeypatch, connector):
+    monkeypatch.setenv("KEY_OF_A_WORKER", "secret")
+
+    def script(world, client):
+        for at in range(4):
+            world.change(at, api_key_env="KEY_OF_A_WORKER")
+        world.serve(client)
+
+    world = run_pairs(listeners, script, connector, began=0, handed_over=1)
+    assert sum(end.came.count(b"authorization: Bearer secret\r\n") for end in world.lines) == 2
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_another_fleet_takes_effect_at_once(listeners, connector):
+    def script(world, client):
+        world.serve(client)
+        for at in (0, 1):
+            world.change(at, disabled=True)
+        for _ in range(2):
+            world.ask(client, chat_request())
+            world.answer()
+        for at in range(4):
+            world.change(at, role="regular", disabled=False)
+        for _ in range(8):
+            world.ask(client, chat_request())
+            world.answer(answer())
+
+    run_pairs(
+        listeners, script, connector, began={2, 3, 4, 5, 6, 7, 8}, handed_over={0, 1, 2, 3, 4}
+    )
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_a_proxy_that_drains_ends_the_pair_first(listeners, connector):
+    def script(world, client):
+        world.ask(client, chat_request())
+        world.dataplane.begin_drain()
+        world.prefill()
+        world.decode()
+
+    world = run_pairs(listeners, script, connector, began=1, handed_over=1)
+    assert world.clients[0].end in ("closed", "left")
+    assert PREFILL
