@@ -46,6 +46,7 @@ from omni_proxy.launch.worker_link import CORDON
 from omni_proxy.multiprocess.aggregate import AggregateView
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.runtime_config.key_sources import KeySources
 from omni_proxy.runtime_config.reloader import Reloader
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.supervisor import Supervisor
@@ -144,6 +145,9 @@ class Server:
         self.view = AggregateView(self.process_manager, self.watchdog)
         fleet.await_replicated = self.process_manager.await_replicated
         self.reloader = Reloader(config_store)
+        self.admin_keys = KeySources(
+            ("admin", "keys"), lambda config: config.admin.keys, str(config_store.file or "")
+        )
         folder = folder_for(config_store.state_file, config, os.environ)
         self.weight_operations = WeightOperations(fleet, config_store, JournalFile(folder))
         self.prober.tolerates_failures = self.weight_operations.is_updating
@@ -161,6 +165,7 @@ class Server:
             drains=self.drains,
             supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
             leaving=lambda: self.leaving,
+            find_admin_key=lambda key: self.admin_keys.table.find(key),
             write_audit=self.logs["audit_log"].write,
             dialect=config_store.startup.dialect,
             kv_connector=config_store.startup.kv_connector,
@@ -170,6 +175,7 @@ class Server:
         self.admin_api = self._supervise_admin_api(services, admin_socket)
         self.supervisors = self._build_supervisors()
         fleet.watch_health(_log_health)
+        config_store.add_prepare(self.admin_keys.prepare)
         config_store.add_prepare(self.process_manager.prepare)
         config_store.subscribe(self._follow_config)
 
@@ -194,6 +200,7 @@ class Server:
                 lambda status: self.instruments.ticker.run(task_status=status),
                 old_name="pulse",
             ),
+            Supervisor("admin_keys", lambda status: self.admin_keys.run(task_status=status)),
             Supervisor("reloader", lambda status: self.reloader.run(task_status=status)),
         ]
 
@@ -234,6 +241,10 @@ class Server:
             self.data_plane.listeners.held = bool(self.config_store.startup.launch)
             try:
                 self.config_store.start()
+            except ConfigError as error:
+                root.cancel_scope.cancel()
+                _print(str(error))
+                return BAD_CONFIGURATION
             except OSError as error:
                 root.cancel_scope.cancel()
                 return self._cannot_listen(error)

@@ -20,6 +20,12 @@ import msgspec
 from msgspec import inspect as types
 
 from omni_proxy.config import schema
+from omni_proxy.config.api_keys import (
+    MAX_NAME,
+    read_key_name,
+    read_key_sha256,
+    read_key_variable,
+)
 from omni_proxy.config.fields import (
     POLICIES,
     read_address,
@@ -58,6 +64,9 @@ READ_AS: Final = {
     read_listen: "host:port, or unix:PATH",
     read_policy: ", ".join(f"`{name}`" for name in POLICIES) + ", or a policy of your own",
     read_optional_policy: "a policy, or empty",
+    read_key_name: f"1 to {MAX_NAME} letters, digits and `_.:@/-`",
+    read_key_variable: "the name of an environment variable, or empty",
+    read_key_sha256: "64 hex digits, or empty",
     read_mode: 'a file mode in octal, such as "0660"',
 }
 HEAD: Final = """# Configuration

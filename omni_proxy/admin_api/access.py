@@ -10,6 +10,7 @@ and HEAD of reading routes.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from quart import Quart, Request, Response, g, request
@@ -17,7 +18,8 @@ from quart import Quart, Request, Response, g, request
 from omni_proxy.admin_api.browser_checks import READING, SAFE_METHODS, Caller
 from omni_proxy.admin_api.roles import ALL, reads_only, roles_for
 from omni_proxy.admin_ops.routes import control_route
-from omni_proxy.config.schema import AdminConfig, AdminRole, Config
+from omni_proxy.config.schema import AdminConfig, AdminKey, AdminRole, Config
+from omni_proxy.config.validate import API_KEY_NAME
 from omni_proxy.routing.routes import (
     MethodNotAllowed,
     configured_routes,
@@ -57,20 +59,25 @@ class KeyHolder(NamedTuple):
     role: AdminRole
 
 
-API_KEY: Final = KeyHolder("api_key", ALL)
+API_KEY: Final = KeyHolder(API_KEY_NAME, ALL)
 
 
 class KeyCheck:
     """Compares what a request presents with the keys that are configured now."""
 
-    def __init__(self, config_store: ConfigStore) -> None:
+    def __init__(
+        self, config_store: ConfigStore, find_key: Callable[[bytes], AdminKey | None]
+    ) -> None:
         self._config_store = config_store
+        self._find_key = find_key
 
     @property
-    def key(self) -> str:
-        """The key that may do everything; "" if none is configured."""
+    def _main_key(self) -> str:
+        """The key that may do everything and is no entry of [[admin.keys]], or ""."""
         config = self._config_store.config
-        return config.admin.api_key or config.server.api_key
+        if config.admin.api_key or config.admin.keys:
+            return config.admin.api_key
+        return config.server.api_key
 
     def presented(self) -> bool:
         """Whether the current request may see what a key protects. Every role may."""
@@ -90,9 +97,12 @@ class KeyCheck:
         return holder.name if holder else None
 
     def _find(self, token: bytes) -> KeyHolder | None:
-        if token and self.key and hmac.compare_digest(token, self.key.encode()):
+        if not token:
+            return None
+        if self._main_key and hmac.compare_digest(token, self._main_key.encode()):
             return API_KEY
-        return None
+        entry = self._find_key(token)
+        return KeyHolder(entry.name, entry.role) if entry is not None else None
 
     def changes_something(self) -> bool:
         """Whether the current request, of a known route, is not only for reading."""
@@ -102,7 +112,8 @@ class KeyCheck:
         return not reads_only(_roles_for(request, config))
 
     def _asks_no_key(self) -> bool:
-        return not self.key or self._trusted_place()
+        required = self._main_key or self._config_store.config.admin.keys
+        return not required or self._trusted_place()
 
     def _caller(self) -> Caller:
         return Caller(request, self._config_store.config)

@@ -15,7 +15,7 @@ import trio
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.config.flags import Dialect
-from omni_proxy.config.schema import KvConnector
+from omni_proxy.config.schema import AdminKey, KvConnector
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
@@ -78,6 +78,7 @@ class Services:
     instruments: Instruments
     drains: WorkerDrains
     leaving: Callable[[], bool] = lambda: False
+    find_admin_key: Callable[[bytes], AdminKey | None] = lambda _: None  # of [[admin.keys]]
     write_audit: Callable[[bytes], None] = lambda _: None  # takes a line of the audit log
     # Reads anew which adapters the workers have.
     refresh_adapters: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint

@@ -23,6 +23,8 @@ def redacted(config: Config) -> dict[str, Any]:
     tables = _tables(config)
     for table in ("server", "admin"):
         tables[table]["api_key"] = _hidden(tables[table]["api_key"])
+    for entry in tables["admin"]["keys"]:
+        entry["key_sha256"] = _hidden(entry["key_sha256"])
     for entry in tables["workers"]:
         entry["role"] = entry["role"] or "regular"
     for entry in tables["launch"]:

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
 
+from omni_proxy.config.api_keys import KeySource
 from omni_proxy.config.fields import (
     read_address,
     read_body_key,
@@ -142,7 +143,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # for logs and responses. The worker gets them unchanged.
     request_id_headers: tuple[HeaderToRead, ...] = ()
     # If set, model traffic needs it as a bearer token (or as X-Api-Key), and so do control routes
-    # if [admin] api_key is empty.
+    # if no admin key is configured.
     api_key: str = ""
     # Every connection begins with the PROXY protocol, version 1 or 2; its address is the client's.
     proxy_protocol: bool = False
@@ -324,12 +325,21 @@ class HealthConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 AdminRole: TypeAlias = Literal["read", "operate", "weights", "all"]
 
 
+class AdminKey(KeySource, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A further admin key, with a role. With one of these, control routes need a key."""
+
+    # What it may do: `read` shows everything; `operate` also changes workers and reloads; `weights`
+    # also updates weights and pauses; `all` does everything.
+    role: AdminRole = "read"
+
+
 class AdminConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Bytes of a control request; above it 413.
     max_body_bytes: Size = 64 * 1024 * 1024
     # true: /metrics answers without the key.
     open_metrics: bool = False
-    # If set, changes need it as a bearer token. Empty: [server] api_key.
+    # If set, changes need it as a bearer token; it may do everything. If it is empty and there are
+    # no [[admin.keys]]: [server] api_key.
     api_key: str = ""
     # "host:port" or "unix:PATH": control routes answer there only.
     listen: Listen = ""
@@ -347,6 +357,7 @@ class AdminConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     lock_timeout_secs: Duration = 300.0
     # For a single worker to answer a control call.
     worker_timeout_secs: Duration = 600.0
+    keys: tuple[AdminKey, ...] = ()
 
 
 class WeightSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

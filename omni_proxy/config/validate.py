@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from msgspec import NODEFAULT, Struct, inspect
 
-from omni_proxy.config.api_keys import unknown_key_hint
+from omni_proxy.config.api_keys import source_findings, unknown_key_hint
 from omni_proxy.config.problem import Path, did_you_mean, format_path, to_toml_literal
 from omni_proxy.config.schema import DEFAULT_BOOTSTRAP_PORT, LaunchEntry
 
@@ -180,6 +180,7 @@ def _named(value: object) -> str:
             return "a date or time"
 
 
+API_KEY_NAME: Final = "api_key"
 VOICE_CAPABILITIES = ("speech", "audio_input")
 
 
@@ -197,6 +198,7 @@ def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _voice_owner_capabilities(tables)
     for index, entry in enumerate(tables.get("workers", [])):
         yield from _role_problems(entry, ("workers", index))
+    yield from _admin_key_problems(tables.get("admin", {}).get("keys", []))
     aliases = tables.get("routing", {}).get("models", [])
     yield from _duplicates(_alias_names(aliases), "alias")
     for index, alias in enumerate(aliases):
@@ -216,6 +218,15 @@ def _role_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
     elif connector == "nixl" and entry.get("bootstrap_port", 0) not in (0, DEFAULT_BOOTSTRAP_PORT):
         reason = "does nothing with nixl, whose prefill response names the port"
         yield (*path, "bootstrap_port"), reason, "drop it"
+
+
+def _admin_key_problems(entries: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    path: Path = ("admin", "keys")
+    yield from source_findings(entries, path)
+    for index, entry in enumerate(entries):
+        if entry.get("name") == API_KEY_NAME:
+            reason = f'"{API_KEY_NAME}" is what the audit log calls [admin] api_key'
+            yield (*path, index, "name"), reason, "choose another name"
 
 
 def _alias_names(aliases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Path, str]]:

@@ -1,12 +1,16 @@
-"""What changes the real program leaves a line that says who did it."""
+"""Keys with roles before the real program, and the line that each change leaves.
+
+Without a key, names that a stranger's name server leads here are refused on real sockets.
+"""
 
 import json
 from functools import partial
+from hashlib import sha256
 
 import pytest
 import trio
 
-from tests.promises.fleet_program import PATIENCE_SECS, program, put, toml, workers
+from tests.promises.fleet_program import PATIENCE_SECS, program, put, starting, toml, workers
 
 pytestmark = pytest.mark.usefixtures("soon")
 KEY = "s3cret"
@@ -19,6 +23,118 @@ async def until_lines(file, count):
             if len(lines) >= count:
                 return [json.loads(line) for line in lines]
             await trio.sleep(0.02)
+
+
+ROLES = """
+[admin]
+audit_log = '{audit}'
+[[admin.keys]]
+name = "grafana"
+key_env = "GRAFANA_KEY"
+[[admin.keys]]
+name = "deployer"
+key_file = "{key_file}"
+role = "operate"
+[[admin.keys]]
+name = "trainer"
+key_sha256 = "{digest}"
+role = "weights"
+"""
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_keys_have_roles_and_a_file_with_a_key_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRAFANA_KEY", "read-me")
+    file, key_file, audit = (tmp_path / name for name in ("proxy.toml", "key", "audit.jsonl"))
+    key_file.write_text("deploy-1\n")
+    digest = sha256(b"train").hexdigest()
+    roles = ROLES.format(audit=audit, key_file=key_file, digest=digest)
+    async with workers("w") as fleet:
+        put(file, toml(fleet, more=roles))
+        async with program("--config", file) as running:
+            await running.until_routable(*fleet)
+
+            async def status(method, path, key):
+                answer = await running.client.request(method, path, headers=bearer(key), json={})
+                return answer.status_code
+
+            for path in ("/config", "/status", "/metrics", "/weights", "/feed?once=1"):
+                for key in ("read-me", "deploy-1", "train"):
+                    assert await status("GET", path, key) == 200
+            assert await status("POST", "/explain", "read-me") == 200
+            assert await status("POST", "/reload", "read-me") == 403
+            assert await status("POST", "/reload", "deploy-1") == 200
+            assert await status("POST", "/continue_generation", "deploy-1") == 403
+            assert await status("POST", "/continue_generation", "train") == 200
+            assert await status("POST", "/workers", "train") == 403
+            assert await status("GET", "/v1/rl/engine/pause?selector=a%3Db", "read-me") == 403
+            assert (await running.ask()).status_code == 200  # models need no key
+            lines = await until_lines(audit, 6)
+            assert [(line["who"], line["status"]) for line in lines] == [
+                ("grafana", 403), ("deployer", 200), ("deployer", 403), ("trainer", 200),
+                ("trainer", 403), ("grafana", 403),
+            ]  # fmt: skip
+
+            put(key_file, "deploy-2")
+            await running.says("keys_reread table=admin.keys")
+            assert await status("POST", "/reload", "deploy-1") == 403
+            assert await status("POST", "/reload", "deploy-2") == 200
+            told = json.dumps(await running.get_json("/openapi.json")) + running.log
+            told += audit.read_text() + str((await running.client.get("/config")).json())
+            for secret in ("read-me", "deploy-1", "deploy-2", digest):
+                assert secret not in told
+
+
+async def test_a_key_that_cannot_be_read_refuses_the_start(tmp_path):
+    file = tmp_path / "proxy.toml"
+    put(file, '[server]\nport = 0\n[[admin.keys]]\nname = "a"\nkey_env = "OMNI_UNSET_KEY"\n')
+    async with starting("--config", file) as running:
+        with trio.fail_after(PATIENCE_SECS):
+            assert await running.process.wait() == 2
+        await running.says(r"admin\.keys\[0\]\.key_env: names an environment variable")
+        assert "listening" not in running.log
+
+
+REBOUND = (
+    b"GET /config HTTP/1.1\r\nHost: evil.example:30000\r\n\r\n",
+    b"GET /status HTTP/1.1\r\nHost: localhost.evil.example\r\n\r\n",
+    b"POST http://evil.example/reload HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 0\r\n\r\n",
+    b"POST /reload HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: http://evil.example\r\n"
+    b"Content-Length: 0\r\n\r\n",
+    b"POST /workers HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: null\r\n"
+    b'Content-Type: text/plain\r\nContent-Length: 25\r\n\r\n{"url":"http://10.0.0.1"} ',
+    b"GET /flush_cache HTTP/1.1\r\nHost: 127.0.0.1\r\nSec-Fetch-Site: cross-site\r\n\r\n",
+    b"GET /v1/rl/engine/sleep?selector=a!%3Db HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    b"Referer: http://evil.example/\r\n\r\n",
+)
+
+
+async def test_without_a_key_a_rebound_name_reaches_no_control_route(tmp_path):
+    file, audit = tmp_path / "proxy.toml", tmp_path / "audit.jsonl"
+    async with workers("w") as fleet:
+        put(file, toml(fleet, more=f"[admin]\naudit_log = '{audit}'\n"))
+        async with program("--config", file) as running:
+            await running.until_routable(*fleet)
+            base = running.client.base_url
+            for request in REBOUND:
+                async with await trio.open_tcp_stream(base.host, base.port) as stream:
+                    await stream.send_all(request)
+                    assert (await stream.receive_some()).startswith(b"HTTP/1.1 403 "), request
+            assert fleet[0].requests == 0
+            lines = await until_lines(audit, 5)
+            assert {(line["who"], line["status"]) for line in lines} == {(None, 403)}
+            # What clients that are no browsers send goes on to work.
+            form = {"Content-Type": "application/x-www-form-urlencoded"}
+            url = b'{"url": "http://127.0.0.1:9"}'
+            for sent in ({}, {"content": b""}, {"json": {}}, {"content": b"{}", "headers": form}):
+                assert (await running.client.post("/reload", **sent)).status_code == 200
+            added = await running.client.post("/workers", content=url, headers=form)
+            assert added.status_code == 200
+            page = await running.client.get("/", headers={"Accept": "text/html,*/*"})
+            assert (page.status_code, page.headers["location"]) == (302, "dashboard")
 
 
 async def test_each_change_is_on_disk_whatever_becomes_of_the_file(tmp_path):

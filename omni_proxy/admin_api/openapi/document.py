@@ -17,6 +17,7 @@ from quart import Quart, Response
 from omni_proxy import __version__
 from omni_proxy.admin_api.access import needs_key
 from omni_proxy.admin_api.openapi.schemas import ANY, FLAG, SCHEMAS, TEXT, Schema, ref
+from omni_proxy.admin_api.roles import roles_for
 from omni_proxy.admin_ops.routes import (
     ABORTS,
     FROM_DISTRIBUTED,
@@ -43,6 +44,7 @@ SECONDS: Final[Schema] = {"type": "number", "minimum": 0, "maximum": 1_000_000_0
 PLAIN, HTML, EVENTS = "text/plain", "text/html", "text/event-stream"
 WORKER: Final = "/workers/{worker_id}"
 RL_WORKER: Final = "/v1/rl/workers/{worker_id}"
+ENGINE_PATHS: Final = ("/v1/rl/engine/{path}", f"{RL_WORKER}/engine/{{path}}")
 CHANGE: Final = (400, 404, 412)
 RL_ERRORS: Final = (400, 404, 409, 422, 502, 503)
 # The refusals of every weight operation.
@@ -267,12 +269,11 @@ def _rl() -> Iterator[RouteDoc]:
     for method in ("get", "post", "put", "patch", "delete"):
         takes = "Anything" if method != "get" else ""
         answers = {200: "RlResults", 207: "RlResults"}
-        path = "/v1/rl/engine/{path}"
+        path, path_of_one = ENGINE_PATHS
         summary = "any path of the engines, on the selected workers"
         yield RouteDoc(method, path, summary, answers, RL_ERRORS, takes, (selector,))
         summary = "any path of one worker's engine; the status of a failure is the worker's"
-        path = f"{RL_WORKER}/engine/{{path}}"
-        yield RouteDoc(method, path, summary, {200: "RlResult"}, RL_ERRORS, takes)
+        yield RouteDoc(method, path_of_one, summary, {200: "RlResult"}, RL_ERRORS, takes)
 
 
 TABLE: Final[tuple[RouteDoc, ...]] = (
@@ -292,8 +293,9 @@ ABOUT = (
     "always in the shape of `Error`."
 )
 KEY = (
-    "`[admin] api_key` of the configuration, or else `[server] api_key`. Without one, every "
-    "route is open."
+    "`[admin] api_key` of the configuration, which may do everything, or a key of [[admin.keys]], "
+    "whose role must be one of those listed; without any admin key `[server] api_key`. Without "
+    "that too, every route is open. For the engines' own paths below `engine/` the path decides."
 )
 PLACES = {
     "model": "the id of a model",
@@ -347,7 +349,8 @@ def _operation(route: RouteDoc) -> dict[str, object]:
     if route.takes:
         operation["requestBody"] = {"content": {JSON: {"schema": ref(route.takes)}}}
     if closed:
-        operation["security"] = [{"key": []}]
+        roles = () if route.path in ENGINE_PATHS else roles_for(route.method.upper(), route.path)
+        operation["security"] = [{"key": list(roles)}]
     return operation
 
 

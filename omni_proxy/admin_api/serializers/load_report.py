@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 import trio
 
 from omni_proxy import __version__
 from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.weight_sync.protocol.requests import count_ranks
+from omni_proxy.wire.log_text import MASK
 
 _COUNTS = (
     "num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens", "num_total_reqs",
@@ -106,6 +107,10 @@ def _number(value: object) -> float:
     return value if -LARGEST < value < LARGEST else 0
 
 
+# Keys among the arguments of SGLang: the route is open.
+SECRET_FIELDS: Final = frozenset(
+    ("api_key", "admin_api_key", "ssl_keyfile_password", "hf_token", "password", "secret")
+)
 MAX_FIELDS = 1000  # of one worker; an engine has some 400 arguments
 SUMMED = ("tp_size", "max_total_num_tokens", "max_running_requests")
 # True if one worker has it: a client then takes more care, never less.
@@ -156,8 +161,22 @@ async def _reported_infos(results: Iterable[CallResult]) -> dict[str, dict[str, 
         await trio.lowlevel.checkpoint()
         info = outcome.json() if outcome.ok else None
         if isinstance(info, dict) and len(info) <= MAX_FIELDS:
-            infos_by_url[outcome.worker.url] = info
+            infos_by_url[outcome.worker.url] = _without_secrets(info)
     return infos_by_url
+
+
+def _without_secrets(info: dict[str, Any]) -> dict[str, Any]:
+    """SGLang reports all arguments of the engine, in each of its internal states once more."""
+    if states := _states(info):
+        info["internal_states"] = [
+            _masked(state) if isinstance(state, dict) else state for state in states
+        ]
+    return _masked(info)
+
+
+def _masked(fields: dict[str, Any]) -> dict[str, Any]:
+    secrets = {name: MASK for name in SECRET_FIELDS & fields.keys() if fields[name]}
+    return {**fields, **secrets} if secrets else fields
 
 
 def _without(info: Mapping[str, Any], is_ours: Callable[[str], bool]) -> dict[str, Any]:

@@ -403,4 +403,9 @@ class AdminClient:
             raise AdminClientError(
                 f"{self.target.url} rejects the admin key from {self.target.key_from}"
             )
+        if code == "role_not_allowed":
+            raise AdminClientError(
+                f"{self.target.url} refuses the admin key from {self.target.key_from}: "
+                f"{printable(AdminReply(response.status_code, body).refusal)}"
+            )
         return AdminReply(response.status_code, body)

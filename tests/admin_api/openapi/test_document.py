@@ -38,7 +38,7 @@ def test_no_route_is_described_twice():
 def test_each_route_reports_whether_it_needs_the_key():
     for method, path, told in operations():
         closed = needs_key(method, path, AdminConfig(api_key="k"))
-        assert told.get("security") == ([{"key": []}] if closed else None), (method, path)
+        assert ("security" in told) is closed, (method, path)
         assert ({"401", "403"} <= told["responses"].keys()) is closed, (method, path)
     scheme = description()["components"]["securitySchemes"]["key"]
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")

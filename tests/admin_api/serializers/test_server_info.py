@@ -57,3 +57,14 @@ async def test_what_has_more_fields_than_any_engine_is_no_info():
     found = await merged(many, {"tp_size": 2})
     assert found["tp_size"] == 2
     assert [each["info"] for each in found["workers"]] == [None, {"tp_size": 2}]
+
+
+async def test_the_keys_of_an_engine_are_not_reported():
+    told = {
+        "api_key": "s3cret", "admin_api_key": None, "tp_size": 1,
+        "internal_states": [{"api_key": "s3cret", "x": 1}, "odd"],
+    }  # fmt: skip
+    found = await merged(told, told)
+    assert "s3cret" not in json.dumps(found)
+    assert (found["api_key"], found["admin_api_key"]) == ("***", None)
+    assert found["workers"][0]["info"]["internal_states"] == [{"api_key": "***", "x": 1}, "odd"]

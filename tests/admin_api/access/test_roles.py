@@ -1,0 +1,219 @@
+"""What a key of each role may call: every route of the OpenAPI document, and the others."""
+
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from omni_proxy.admin_api.access import needs_key
+from omni_proxy.admin_api.openapi.document import ENGINE_PATHS, TABLE
+from omni_proxy.admin_api.roles import ANY_METHOD, ROLE_TABLE, ROLES, roles_for
+from omni_proxy.admin_ops.routes import ROUTES, Kind
+from omni_proxy.api_keys.key_table import KeyTable
+from omni_proxy.config.schema import AdminConfig, AdminKey, ControlRouteEntry, ServerConfig
+from tests.admin_api.api_fixture import A, B, build_api, entry
+
+REACHED = 299
+CLOSED = [route for route in TABLE if needs_key(route.method.upper(), route.path, AdminConfig())]
+# By itself, what a table would say of each closed route; written once more, by hand.
+READ = {
+    "/status", "/config", "/feed", "/metrics", "/engine_metrics", "/v1/loads", "/weights",
+    "/weights/versions", "/model_info", "/weight_info", "/is_paused", "/is_sleeping",
+    "/get_world_size", "/v1/rl/workers", "/v1/rl/workers/{worker_id}", "/explain",
+}  # fmt: skip
+OPERATE = {
+    "/workers", "/workers/{worker_id}", "/workers/{worker_id}/drain", "/add_worker",
+    "/remove_worker", "/reload", "/flush_cache", "/reset_prefix_cache", "/start_profile",
+    "/stop_profile",
+}  # fmt: skip
+BOTH = {"/abort_request", "/abort_requests"}
+
+
+def secret(name):
+    return f"{name}-secret"
+
+
+def keys(*roles):
+    return tuple(
+        AdminKey(name=role, role=role, key_sha256=sha256(secret(role).encode()).hexdigest())
+        for role in roles
+    )
+
+
+def api_with(*roles, admin=None, **tables):
+    """Every allowed call ends with 299 before its route."""
+    entries = keys(*(roles or ROLES))
+    admin = admin or AdminConfig(keys=entries)
+    found = {"find_admin_key": KeyTable(entries).find}
+    api = build_api(entry(A), entry(B), admin=admin, services=found, **tables)
+
+    async def reached():
+        return "", REACHED
+
+    api.app.before_request(reached)
+    return api
+
+
+def as_role(role):
+    return {"Authorization": f"Bearer {secret(role)}"}
+
+
+def concrete(path):
+    return path.replace("{worker_id}", "x").replace("{path}", "some/path").replace("{model}", "m")
+
+
+def expected(method, path):
+    if path in ENGINE_PATHS:
+        return {"all"}
+    if path in READ or (method, path) == ("get", "/weights/rollout"):
+        return set(ROLES)
+    if path in BOTH:
+        return {"operate", "weights", "all"}
+    return {"operate", "all"} if path in OPERATE else {"weights", "all"}
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_each_route_of_the_document_answers_the_roles_that_it_names(role):
+    api, described = api_with(), build_api().app
+    for route in TABLE:
+        answer = await api.client().open(
+            concrete(route.path), method=route.method.upper(), headers=as_role(role)
+        )
+        allowed = route not in CLOSED or role in expected(route.method, route.path)
+        assert answer.status_code == (REACHED if allowed else 403), route
+        if not allowed:
+            error = (await answer.get_json())["error"]
+            assert error["code"] == "role_not_allowed"
+            assert f"'{role}' has the role {role}" in error["message"]
+            assert "all" in error["message"]
+    document = await (await described.test_client().get("/openapi.json")).get_json()
+    for route in CLOSED:
+        (scheme,) = document["paths"][route.path][route.method]["security"]
+        named = set(scheme["key"])
+        assert named == (
+            set() if route.path in ENGINE_PATHS else expected(route.method, route.path)
+        )
+
+
+def test_only_engine_paths_of_no_row_are_left_to_the_role_all():
+    left = {r.path for r in CLOSED if roles_for(r.method.upper(), r.path) == ("all",)}
+    assert left == set(ENGINE_PATHS)
+
+
+def test_no_row_names_a_path_that_is_served_nowhere():
+    served = {concrete(route.path).replace("/x", "/*") for route in TABLE}
+    rows = {path for row in ROLE_TABLE if not row.engine_only for path in row.paths}
+    assert rows <= served
+    assert {route.path for route in ROUTES} <= rows
+
+
+def test_admin_routes_have_the_role_of_their_kind():
+    for route in ROUTES:
+        roles = roles_for("POST", route.path)
+        if route.kind in (Kind.GROUP, Kind.UPDATE, Kind.PAUSE, Kind.CONTINUE):
+            assert roles == ("weights", "all")
+        elif route.kind in (Kind.FLUSH, Kind.PLAIN):
+            assert roles == ("operate", "all")
+
+
+@pytest.mark.parametrize("prefix", ["/v1/rl/engine/", "/v1/rl/workers/x/engine/"])
+@pytest.mark.parametrize(
+    ("method", "path", "roles"),
+    [
+        ("GET", "model_info", ROLES),
+        ("GET", "health", ROLES),
+        ("HEAD", "is_paused", ROLES),
+        ("GET", "flush_cache", ("operate", "all")),
+        ("POST", "start_profile", ("operate", "all")),
+        ("GET", "abort_request", ("operate", "weights", "all")),
+        ("GET", "release_memory_occupation", ("weights", "all")),
+        ("POST", "resume_memory_occupation", ("weights", "all")),
+        ("PUT", "pause_generation", ("weights", "all")),
+        ("POST", "health", ("all",)),
+        ("GET", "get_server_info", ("all",)),  # an engine's own has its keys
+        ("GET", "start_profile/", ("all",)),
+        ("GET", "model_info%3Fx", ("all",)),
+        ("POST", "anything/else", ("all",)),
+    ],
+)
+async def test_an_engine_path_is_judged_as_the_path_itself(prefix, method, path, roles):
+    api = api_with()
+    for role in ROLES:
+        answer = await api.client().open(prefix + path, method=method, headers=as_role(role))
+        assert (answer.status_code == REACHED) == (role in roles)
+        assert answer.status_code in (REACHED, 403)
+
+
+@pytest.mark.parametrize(
+    ("kind", "roles"),
+    [
+        ("read", ROLES), ("plain", ("operate", "all")), ("pause", ("weights", "all")),
+        ("continue", ("weights", "all")), ("group", ("weights", "all")),
+        ("update", ("weights", "all")),
+    ],
+)  # fmt: skip
+async def test_a_configured_route_has_the_role_of_its_kind(kind, roles):
+    api = api_with(control_routes=(ControlRouteEntry(path="/mine", kind=kind),))
+    for role in ROLES:
+        answer = await api.client().post("/mine", headers=as_role(role))
+        assert answer.status_code == (REACHED if role in roles else 403)
+
+
+@pytest.mark.parametrize(
+    ("token", "status", "code"),
+    [
+        ("", 401, "admin_key_required"),
+        ("wrong", 403, "admin_key_invalid"),
+        (secret("operat"), 403, "admin_key_invalid"),
+    ],
+)
+async def test_without_one_of_the_keys_control_routes_are_closed(token, status, code):
+    headers = {"Authorization": f"Bearer {token}"}
+    api = api_with("read", server=ServerConfig(api_key="wrong"))  # that of model routes
+    for method, path in (("GET", "/status"), ("POST", "/reload")):
+        answer = await api.client().open(path, method=method, headers=headers)
+        assert answer.status_code == status
+        assert (await answer.get_json())["error"]["code"] == code
+    assert (await api.client().get("/live")).status_code == REACHED
+
+
+async def test_the_main_key_may_do_everything_beside_others():
+    api = api_with(admin=AdminConfig(api_key="main", keys=keys(*ROLES)))
+    for path in ("/reload", "/pause_generation", "/v1/rl/engine/any"):
+        answer = await api.client().post(path, headers={"Authorization": "Bearer main"})
+        assert answer.status_code == REACHED
+
+
+async def test_a_refused_trainer_reads_it_at_the_top_level():
+    answer = await api_with().client().post("/pause_generation", headers=as_role("read"))
+    told = await answer.get_json()
+    assert (answer.status_code, told["success"], told["status"]) == (403, False, "error")
+    assert told["message"] == (
+        "POST /pause_generation needs an admin key with the role weights or all; "
+        "'read' has the role read"
+    )
+
+
+async def test_a_listener_without_a_key_asks_for_no_role():
+    admin = AdminConfig(keys=keys("read"), listen="127.0.0.1:1", listen_key=False)
+    api = api_with("read", admin=admin)
+    there = {"Host": "admin", "X-Omni-Received": "tcp http 127.0.0.1:1"}
+    answer = await api.client().post("/reload", headers={**there, **as_role("read")})
+    assert answer.status_code == REACHED
+
+
+async def test_the_configuration_shows_no_hash_of_a_key():
+    api = build_api(admin=AdminConfig(api_key="main", keys=keys("read")))
+    answer = await api.client().get("/config", headers={"Authorization": "Bearer main"})
+    shown = (await answer.get_json())["config"]["admin"]["keys"]
+    assert [(key["name"], key["key_sha256"]) for key in shown] == [("read", "***")]
+
+
+def test_the_documentation_shows_the_table():
+    page = (Path(__file__).parents[3] / "docs/security.md").read_text()
+    for row in ROLE_TABLE:
+        methods = "" if row.methods == ANY_METHOD else f"{', '.join(row.methods)} "
+        place = "engines: " if row.engine_only else ""
+        paths = ", ".join(f"`{path.replace('*', '{id}')}`" for path in row.paths)
+        marks = ["yes" if role in (*row.roles, "all") else "" for role in ROLES]
+        assert f"| {place}{methods}{paths} | {' | '.join(marks)} |".replace("  ", " ") in page
