@@ -206,6 +206,9 @@ class CacheAwareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # Limit of what smallest_tree sends to a worker with a small tree, so that a new one does not
     # get all requests without a match; 0: no limit.
     warmup_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    # Learn from the cached tokens that responses report: what a worker had less of its prompt than
+    # believed is forgotten, with the branches behind it.
+    feedback: bool = True
 
 
 class PrefixHashConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

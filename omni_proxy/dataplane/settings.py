@@ -12,6 +12,7 @@ from math import inf
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
+from omni_proxy.routing.policies.cache_aware import learns_from_answers
 from omni_proxy.routing.routes import configured_routes
 from omni_proxy.wire.cors import Cors
 from omni_proxy.wire.forwarded import ForwardedHeaders
@@ -80,7 +81,8 @@ class Settings:
         self.half_close_aborts = server.half_close == "abort"
         self.access_log_is_json = server.log_format == "json"
         # The last chunk of a response is kept where token counts are read in it.
-        self.keeps_last_chunk = server.metrics and server.usage_metrics
+        self.counts_usage = server.metrics and server.usage_metrics
+        self.keeps_last_chunk = self.counts_usage or learns_from_answers(config.routing)
         # The fast path knows none of these: with them every exchange runs in its coroutine.
         plain = self.forwarded is None and not self.limits.sse_keepalive and not self.api_key
         suits = plain and self.limits.max_body >= READ_BYTES

@@ -206,6 +206,7 @@ class MetricsEvent(Struct, frozen=True, tag=True):
     legs: dict[str, HistogramDelta]
     transfer_failures: int
     fallbacks: dict[str, int]
+    cached_tokens: list[tuple[int, int, int]]  # predicted, reported
     worker_ends: list[tuple[int, str, int, int, int]]  # traffic, routed, succeeded, failed
 
 

@@ -67,6 +67,7 @@ class MetricsDelta(Metrics):
         legs, self.legs = self.legs, {leg: Histogram(DURATION) for leg in LEGS}
         failures, self.transfer_failures = self.transfer_failures, 0
         fallbacks, self.fallbacks = self.fallbacks, Counter()
+        cached, self.cached_tokens = self.cached_tokens, {}
         recent, self._recent = self._recent, RecentDelta()
         assert isinstance(recent, RecentDelta)
         return MetricsEvent(
@@ -82,6 +83,7 @@ class MetricsDelta(Metrics):
             legs={leg: _histogram_delta(times) for leg, times in legs.items() if any(times.counts)},
             transfer_failures=failures,
             fallbacks=dict(fallbacks),
+            cached_tokens=[(_serial(worker), *counts) for worker, counts in cached.items()],
             worker_ends=_worker_counts(self._fleet.targets()),
         )
 
@@ -123,6 +125,7 @@ def merge_metrics(
     for alias, target, count in event.alias_targets:
         meters.alias_targets[alias, target] += count
     _merge_legs(event, meters)
+    _merge_cached_tokens(event, meters, find)
     _merge_recent(event, recent, find)
     for serial, traffic, routed, succeeded, failed in event.worker_ends:
         worker = find(serial)
@@ -200,6 +203,13 @@ def _merge_legs(event: MetricsEvent, meters: Metrics) -> None:
         _merge_histogram(meters.legs[leg], delta)
     meters.transfer_failures += event.transfer_failures
     meters.fallbacks.update(event.fallbacks)
+
+
+def _merge_cached_tokens(event: MetricsEvent, meters: Metrics, find: FindWorker) -> None:
+    for serial, predicted, reported in event.cached_tokens:
+        worker = find(serial)
+        if worker is not None:
+            meters.count_cached(worker, predicted, reported)
 
 
 def _merge_recent(event: MetricsEvent, recent: RecentWindow, find: FindWorker) -> None:

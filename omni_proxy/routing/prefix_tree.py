@@ -4,7 +4,8 @@ Sizes are bytes of text; a text that several workers hold counts once in `size`.
 and their fields are columns: objects would cost three times the memory and burden the garbage
 collector. Invariants: the holder of a node holds its parent; a parent was used after all of its
 children, so the least recently used node is a leaf. Each call does a bounded amount of upkeep, and
-`size` never exceeds 5/4 of `max_size` by more than one text.
+`size` never exceeds 5/4 of `max_size` by more than one text. While `prune` has work left, a holder
+may still be on nodes below one that it has lost.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable
 from itertools import compress
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
+
+from msgspec import Struct
 
 Holder = TypeVar("Holder", bound=Hashable)
 
@@ -22,6 +25,11 @@ EVICTED_PER_INSERT = 128
 SWEPT_PER_SLICE = 512
 SWEPT_PER_INSERT = 16
 DROPPED_PER_SLICE = 16
+PRUNED_PER_SLICE = 64  # nodes; up to ten microseconds each, to find their children
+PRUNED_PER_REPORT = 8
+PRUNED_PER_INSERT = 1
+MOST_TO_PRUNE: Final = 4096
+_WRAP: Final = 0xFFFFFFFF
 # A node costs up to 200 bytes beside its label: texts that share all but a letter would fill the
 # memory long before their letters fill `max_size`. So the whole tree has 5/4 + 200/128 bytes at
 # most for each byte of `max_size`, whatever the texts are like.
@@ -48,6 +56,16 @@ def common_length(label: bytes, text: bytes, at: int) -> int:
     return low + (((difference & -difference).bit_length() - 1) >> 3)
 
 
+class InsertedText(Struct, gc=False):
+    """Where a text ended in the tree when it was inserted, and how many of its `length` bytes its
+    holder had before. `generation` tells whether `node` is still that node."""
+
+    node: int
+    generation: int
+    length: int
+    held: int
+
+
 class PrefixTree(Generic[Holder]):
     """Each holder is a bit, so that sets of them are plain integers (masks)."""
 
@@ -64,6 +82,10 @@ class PrefixTree(Generic[Holder]):
         self._sweeping = 0  # those of the dead that the present pass wipes
         self._cursor = 1
         self._waste: list[object] = []
+        self._generation = 0
+        # Subtrees that a holder has lost, except what was used at that number or later: node and
+        # generation, holder, number.
+        self._lost: list[tuple[int, int, Holder, int]] = []
         self._plant()
 
     def _plant(self) -> None:
@@ -71,6 +93,8 @@ class PrefixTree(Generic[Holder]):
         self._masks: list[int] = [0]
         self._parents = array("I", [ROOT])
         self._kids = array("H", [0])
+        self._used = array("Q", [0])  # numbers of the latest use, as `insert` got them
+        self._generations = array("I", [0])  # another one for each life of a node
         # A ring by last use, through the root: newer[ROOT] is the oldest, older[ROOT] the newest.
         self._older = array("I", [ROOT])
         self._newer = array("I", [ROOT])
@@ -81,7 +105,9 @@ class PrefixTree(Generic[Holder]):
     def _replant(self) -> None:
         """Memory of the columns is freed in steps: at once it takes milliseconds."""
         columns = (self._labels, self._masks, self._parents, self._kids, self._older, self._newer)
-        self._waste += [*columns, *self._edges, self._free]
+        more = (self._used, self._generations, self._free)
+        self._waste += [*columns, *more, *self._edges]
+        self._generation = (self._generation + 1) & _WRAP
         self._plant()
 
     @property
@@ -146,17 +172,20 @@ class PrefixTree(Generic[Holder]):
             lengths.update(dict.fromkeys(self.named(holders), length))
             among &= ~holders
 
-    def insert(self, text: bytes, holder: Holder) -> None:
-        """`holder` has the text now; this is also its latest use."""
+    def insert(self, text: bytes, holder: Holder, number: int = 0) -> InsertedText | None:
+        """`holder` has the text now; this is also its latest use. `number`: of this use, 0 or one
+        that never falls; only texts with one can be followed by `forget_below`."""
         self._keep_up()
         if self.size > self.max_size + (self.max_size >> 2):
-            return  # a flood of short ends can outrun the eviction: then learn nothing new
+            return None  # a flood of short ends can outrun the eviction: then learn nothing new
         bit = self._bits.get(holder) or self._admit(holder)
         edges, labels, masks = self._edges, self._labels, self._masks
         node, at, end, path, grown = ROOT, 0, len(text), [], 0
+        held = end
         while at < end:
             child = edges[text[at]].get(node)
             if child is None:
+                held = min(held, at)
                 path.append(self._grow(node, text[at:], bit))
                 grown += end - at
                 break
@@ -168,6 +197,7 @@ class PrefixTree(Generic[Holder]):
             if not mask & bit:
                 masks[child] = mask = mask | bit
                 grown += len(label)
+                held = min(held, at)
             at += len(label)
             if node and self._kids[node] == 1 and masks[node] == mask:
                 path.pop()
@@ -176,6 +206,27 @@ class PrefixTree(Generic[Holder]):
             node = child
         self._sizes[bit] += grown
         self._use(path)
+        if not number or not end:
+            return None
+        used = self._used
+        for node in path:
+            used[node] = number
+        last = path[-1]
+        return InsertedText(last, self._generations[last], end, held)
+
+    def forget_below(self, text: InsertedText, holder: Holder, length: int, before: int) -> None:
+        """`holder` has lost what it had below the first `length` bytes of this text, branches too,
+        except what was used at the number `before` or later: so the text itself stays."""
+        node, generations = text.node, self._generations
+        if node >= len(generations) or generations[node] != text.generation:
+            return  # evicted since, or joined with what follows it
+        start = text.length - len(self._labels[node])
+        while start > length and node != ROOT:
+            node = self._parents[node]
+            start -= len(self._labels[node])
+        if node != ROOT and len(self._lost) < MOST_TO_PRUNE:
+            self._lost.append((node, generations[node], holder, before))
+            self._prune(PRUNED_PER_REPORT)
 
     def forget(self, holder: Holder) -> None:
         """It holds nothing from now on; the memory is freed in steps."""
@@ -195,16 +246,20 @@ class PrefixTree(Generic[Holder]):
         """One slice of upkeep; whether more is to do. `evict` cuts back to `max_size`."""
         if self._dead:
             self._sweep(SWEPT_PER_SLICE)
+        elif self._lost:
+            self._prune(PRUNED_PER_SLICE)
         elif self._waste:
             del self._waste[-DROPPED_PER_SLICE:]
         elif evict:
             self._evict(EVICTED_PER_SLICE, self.max_size)
-        return bool(self._dead or self._waste) or (evict and self.oversized)
+        return bool(self._dead or self._waste or self._lost) or (evict and self.oversized)
 
     def _keep_up(self) -> None:
         """What every insert pays, so that neither a flood nor the forgotten can pile up."""
         if self._dead:
             self._sweep(SWEPT_PER_INSERT)
+        elif self._lost:
+            self._prune(PRUNED_PER_INSERT)
         elif self._waste:
             self._waste.pop()
         allowed = self.max_size + (self.max_size >> 3)
@@ -231,12 +286,15 @@ class PrefixTree(Generic[Holder]):
             self._labels[node] = label
             self._masks[node] = mask
             self._parents[node] = parent
+            self._used[node] = 0
         else:
             node = len(self._labels)
             self._labels.append(label)
             self._masks.append(mask)
             self._parents.append(parent)
             self._kids.append(0)
+            self._used.append(0)
+            self._generations.append(self._generation)
             self._older.append(node)
             self._newer.append(node)
         self._edges[label[0]][parent] = node
@@ -255,6 +313,7 @@ class PrefixTree(Generic[Holder]):
         self._parents[node] = upper
         self._edges[label[length]][upper] = node
         self._kids[upper] = 1
+        self._used[upper] = self._used[node]
         return upper
 
     def _join(self, node: int, only: int) -> None:
@@ -310,8 +369,45 @@ class PrefixTree(Generic[Holder]):
         self._labels[node] = b""
         self._masks[node] = 0
         self._kids[node] = 0
+        self._generations[node] = self._generation = (self._generation + 1) & _WRAP
         self._free.append(node)
         self.nodes -= 1
+
+    def _prune(self, budget: int) -> None:
+        """Go on with what holders have lost, from the top: a match stops where it was lost."""
+        lost, masks, generations = self._lost, self._masks, self._generations
+        while budget and lost:
+            node, generation, holder, before = lost.pop()
+            bit = self._bits.get(holder, 0)
+            if node >= len(generations) or generations[node] != generation:
+                continue
+            if not masks[node] & bit:
+                continue
+            budget -= 1
+            lost += [
+                (child, generations[child], holder, before)
+                for child in self._children(node)
+                if masks[child] & bit
+            ]
+            if self._used[node] >= before:
+                continue
+            masks[node] &= ~bit
+            self._sizes[bit] -= len(self._labels[node])
+            while self._abandoned(node):
+                parent = self._parents[node]
+                self._remove(node)
+                node = parent
+
+    def _children(self, node: int) -> list[int]:
+        count = self._kids[node]
+        found: list[int] = []
+        for table in self._edges:
+            if len(found) == count:
+                break
+            child = table.get(node)
+            if child is not None:
+                found.append(child)
+        return found
 
     def _sweep(self, budget: int) -> None:
         """Remove dropped holders from the nodes, and nodes without holders from the tree."""

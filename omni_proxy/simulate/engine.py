@@ -38,7 +38,8 @@ class ResponseListener(Protocol):
 
     def on_first_token(self) -> None: ...
 
-    def on_completed(self) -> None: ...
+    def on_completed(self, cached_tokens: int) -> None:
+        """`cached_tokens`: of its prompt, found in the cache when it was admitted."""
 
     def on_failed(self, error: str, *, refused: bool = False) -> None: ...
 
@@ -303,7 +304,7 @@ class Engine:
         while self._decoding and self._decoding[0][0] <= self._step:
             job = heappop(self._decoding)[2]
             self._cache.release(job)
-            job.listener.on_completed()
+            job.listener.on_completed(job.cached_tokens)
         self._begin(now)
 
 

@@ -28,6 +28,7 @@ from omni_proxy.dataplane.services import ExchangeServices, Totals
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.dataplane.upstream.acquire import Balancer, report_failure
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed
+from omni_proxy.dataplane.upstream.cache_report import note_first_byte
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.dataplane.upstream.retry import RetryState
 from omni_proxy.fleet.health_state import Health, thresholds_of
@@ -52,6 +53,7 @@ EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)  # of virtual time, where a date
 MAINTAIN_SECS: Final = 0.25
 PATH: Final = "/v1/completions"
 HEX: Final = 16  # characters of a block's id in the text of a prompt
+USAGE: Final = b'{"usage":{"prompt_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}'
 
 
 @dataclass(slots=True)
@@ -133,7 +135,7 @@ class SimulatedExchange(ExchangeIO):
             await services.queue.wait_for_slot(self, exchange, unread=True)
         body = exchange.body = _body(self.request, self.number)
         need = exchange.requirements = requirements_of_json(route, body)
-        exchange.stream = need.stream
+        exchange.stream, exchange.bytes_in = need.stream, len(body)
         if services.balancer.policy.needs_affinity_key:
             need.affinity_key = self.request.session
         exchange.policy = services.balancer.policy.name
@@ -187,8 +189,14 @@ class SimulatedExchange(ExchangeIO):
         self.phase, self.phase_deadline = "relay", inf
         self._first_at = exchange.first_at = exchange.response_head_at = self.simulation.time.now
         exchange.relayed = True
+        if exchange.requirements is not None:
+            note_first_byte(exchange.requirements.prediction)
 
-    def on_completed(self) -> None:
+    def on_completed(self, cached_tokens: int) -> None:
+        exchange = self.exchange
+        assert exchange is not None
+        if self.settings.keeps_last_chunk:
+            exchange.last_chunk = USAGE % (self.request.input_tokens, cached_tokens)
         self._ended = True
         self.loop.wake(self)
 

@@ -12,7 +12,6 @@ every reader of a series gathers it first.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.response_usage import tokens_in
 from omni_proxy.telemetry.histogram import (
     BETWEEN_CHUNKS,
     COARSE,
@@ -38,40 +38,6 @@ from omni_proxy.telemetry.recent_window import TEXT_CHARS, RecentWindow, WindowC
 
 if TYPE_CHECKING:
     from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
-
-
-TAIL_BYTES: Final = 8192
-# By the names that engines use; the first one that is there counts.
-NAMES: Final = {
-    "input": ("prompt_tokens", "input_tokens"),
-    "output": ("completion_tokens", "output_tokens"),
-}
-_LARGEST: Final = 2**53
-_decoder = json.JSONDecoder()
-
-
-def tokens_in(tail: bytes) -> dict[str, int]:
-    """`input` and `output`, those that are reported."""
-    start = tail.rfind(b'"usage"')
-    if start < 0:
-        return {}
-    text = tail[start + len(b'"usage"') :].decode("utf-8", "replace").lstrip(": \t\r\n")
-    try:
-        usage, _ = _decoder.raw_decode(text)
-    except (ValueError, RecursionError):
-        return {}
-    if not isinstance(usage, dict):
-        return {}
-    token_counts = {}
-    for kind, names in NAMES.items():
-        counts = [usage[name] for name in names if _is_count(usage.get(name))]
-        if counts:
-            token_counts[kind] = counts[0]
-    return token_counts
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
 
 
 EndKey = tuple[str | None, int, str]  # model, hundreds of the status, how it ended
@@ -190,6 +156,8 @@ class Metrics:
         self.legs = {leg: Histogram(DURATION) for leg in LEGS}  # times of legs that ended well
         self.transfer_failures = 0  # of KV caches
         self.fallbacks: Counter[str] = Counter()  # by reason: decode worked without prefill
+        # Prompt tokens that were believed to be cached, and that were, where answers report them.
+        self.cached_tokens: dict[Worker, tuple[int, int]] = {}
         self._phases: dict[str, RoutePhases] = {}
         self._series: dict[str, dict[Worker | None, RouteSeries]] = {}
         self._fleet = fleet
@@ -244,6 +212,12 @@ class Metrics:
     def count_target(self, alias: str, target: str) -> None:
         """A request for an alias goes to this target; both are names of the configuration."""
         self.alias_targets[alias, target] += 1
+
+    def count_cached(self, worker: Worker, predicted: int, reported: int) -> None:
+        """Prompt tokens of one answer that the worker was believed to have cached, and that it
+        had."""
+        before = self.cached_tokens.get(worker, (0, 0))
+        self.cached_tokens[worker] = (before[0] + predicted, before[1] + reported)
 
     def record_prefill(self, exchange: Exchange, worker: Worker) -> None:
         """A prefill leg ended well: it counts in the last minute of its worker, and not as a
@@ -421,7 +395,7 @@ class Metrics:
             for target, cause in exchange.failed_attempts:
                 self.failed_attempts[target.worker, cause] += 1
         if exchange.last_chunk:
-            for kind, count in tokens_in(exchange.last_chunk[-TAIL_BYTES:]).items():
+            for kind, count in tokens_in(exchange.last_chunk).items():
                 cell.tokens[model, kind] += count
 
     def _ejected(self, worker: Worker) -> None:
@@ -449,6 +423,8 @@ class Metrics:
             for worker in cells.keys() - current:
                 del cells[worker]
         self._recent.keep(current)
+        for worker in self.cached_tokens.keys() - current:
+            del self.cached_tokens[worker]
         _keep(self.failed_attempts, {key for key in self.failed_attempts if key[0] in current})
         _keep(self.health_changes, {key for key in self.health_changes if key[0] in current})
         _keep(self.ejections, {worker for worker in self.ejections if worker in current})

@@ -212,6 +212,7 @@ def request_families(metrics: Metrics) -> Iterator[Metric]:
         rows = (([route], spent(phase)) for route, phase in phases)
         yield from histograms(name, text, ("route",), rows)
     yield from _tokens(series)
+    yield from _cached_tokens(metrics)
     yield from _attempts(metrics)
 
 
@@ -233,6 +234,18 @@ def _tokens(series: SeriesRows) -> Iterator[Metric]:
             summed[key] = summed.get(key, 0) + count
     labels = ("model", "worker", "type")
     return counters("tokens", "Tokens that responses reported", labels, summed.items())
+
+
+def _cached_tokens(metrics: Metrics) -> Iterator[Metric]:
+    """Of answers that report their cached tokens, so that the two can be compared."""
+    counts = [(worker.url, *counts) for worker, counts in metrics.cached_tokens.items()]
+    texts = {
+        "predicted": "Prompt tokens that a worker was believed to have cached",
+        "told": "Prompt tokens that a worker had cached, by its own answers",
+    }
+    for at, (kind, text) in enumerate(texts.items(), start=1):
+        rows = (((row[0],), int(row[at])) for row in counts)
+        yield from counters(f"worker_cache_{kind}_tokens", text, ("worker",), rows)
 
 
 def _attempts(metrics: Metrics) -> Iterator[Metric]:

@@ -54,6 +54,7 @@ def shown(meters, recent):
         for route, each in meters.phases.items()
     }
     tries = {(names[worker], cause): n for (worker, cause), n in meters.failed_attempts.items()}
+    tries |= {names[worker]: counts for worker, counts in meters.cached_tokens.items()}
     slots = {names[worker]: slot.requests for worker, slot in recent.sums.items()}
     so_far = recent.current_second()
     second = (so_far.requests, so_far.errors, so_far.firsts)
@@ -72,11 +73,15 @@ def test_the_metrics_of_two_processes_add_up_to_those_of_one():
     one = Metrics(whole, recent)
     for mine, worker in exchanges(whole):
         one.record(mine, worker)
+        if worker is not None:
+            one.count_cached(worker, 9, 4)
     summed_recent = RecentWindow()
     summed = Metrics(whole, summed_recent)
     workers = dict(enumerate(whole.workers, start=1))
     for mine, worker in exchanges(follows):
         dataplane.record(mine, worker)
+        if worker is not None:
+            dataplane.count_cached(worker, 9, 4)
         told = msgspec.msgpack.decode(msgspec.msgpack.encode(dataplane.take()), type=MetricsEvent)
         merge_metrics(told, summed, summed_recent, workers.get)
     left = dataplane.take()

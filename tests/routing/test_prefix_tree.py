@@ -84,12 +84,44 @@ class AgainstStrings(SlowSweep):
     @initialize()
     def plant(self):
         self.tree = PrefixTree(10**9)
-        self.held = {}
+        self.held = {}  # texts by holder
+        self.used = {}  # numbers of the latest insertion, of each prefix
+        self.inserted = {}  # by number: text, holder and place
+        self.number = 0
 
     @rule(text=texts | longer, holder=st.sampled_from(HOLDERS))
     def insert(self, text, holder):
-        self.tree.insert(text, holder)
-        self.held.setdefault(holder, set()).add(text)
+        before = self.held.setdefault(holder, set())
+        self.number += 1
+        place = self.tree.insert(text, holder, self.number)
+        if text:
+            assert place.length == len(text)
+            assert place.held == max((common(text, known) for known in before), default=0)
+            self.inserted[self.number] = text, holder, place
+        before.add(text)
+        self.used |= dict.fromkeys(prefixes([text]), self.number)
+
+    @rule(data=st.data())
+    def lose(self, data):
+        """A holder has lost what it had below some length of a text, branches too."""
+        if not self.inserted:
+            return
+        number = data.draw(st.sampled_from(sorted(self.inserted)))
+        text, holder, place = self.inserted[number]
+        length, before = data.draw(st.integers(0, len(text))), data.draw(st.integers(0, number))
+        generations = self.tree._generations
+        known = place.node < len(generations) and generations[place.node] == place.generation
+        self.tree.forget_below(place, holder, length, before)
+        while self.tree._lost:
+            self.tree._prune(1)
+        if known and holder in self.held:
+            self.held[holder] = {
+                prefix
+                for prefix in prefixes(self.held[holder])
+                if common(prefix, text) <= length
+                or text.startswith(prefix)
+                or self.used[prefix] >= before
+            }
 
     @rule(data=st.data(), tail=texts, holder=st.sampled_from(HOLDERS))
     def grow(self, data, tail, holder):

@@ -22,7 +22,7 @@ class Record:
     def on_first_token(self):
         self.first = self.driver.now
 
-    def on_completed(self):
+    def on_completed(self, cached_tokens):
         self.end = self.driver.now
 
     def on_failed(self, error, *, refused=False):

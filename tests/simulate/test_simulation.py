@@ -137,3 +137,19 @@ def test_a_request_beyond_the_kv_memory_fails_and_is_not_repeated():
     found = simulate("", steady(1, prompt=1000), engine=EngineSpec(kv_tokens=500))
     assert (found.outcomes.completed, found.outcomes.failed) == (0, 1)
     assert found.outcomes.retries == 0
+
+
+@pytest.mark.parametrize(("feedback", "corrections"), [("true", 1), ("false", 0)])
+def test_engines_report_what_they_had_cached_and_the_policy_learns_from_it(feedback, corrections):
+    """An engine loses its cache between the second and the third prompt."""
+    prompts = [(1, 2, 3, 4), (1, 2, 3, 4, 5), (1, 2, 3, 6)]
+    blocks = OpenLoop(
+        Request(place * 20.0, 512 * len(each), 1, each) for place, each in enumerate(prompts)
+    )
+    toml = f'[routing]\npolicy = "cache_aware"\n[routing.cache_aware]\nfeedback = {feedback}\n'
+    found = simulate(toml, blocks, workers=1, faults=[Fault("evict", 30.0, 0)])
+    policy = found.services.balancer.policy
+    assert policy.stats()["corrections"] == corrections
+    (held,) = policy.stats()["tree_size_by_worker"].values()
+    branch = 4 * 512 * 2  # of the first two, beside the third
+    assert held - branch * (not corrections) == pytest.approx(4 * 512 * 4, abs=40)

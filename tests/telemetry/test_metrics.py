@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.config.overlay import WorkerSpec
-from omni_proxy.telemetry.metrics import OTHER, Metrics, tokens_in
+from omni_proxy.routing.inspect.response_usage import tokens_in
+from omni_proxy.telemetry.metrics import OTHER, Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
 from tests.fleet.entries import NOW, entry, fleet_of, heal
 from tests.telemetry.ends import CHAT, ended, refused

@@ -96,6 +96,7 @@ def _worker() -> Schema:
         health=ANY,
         draining=OBJECT_OR_NULL,
         paused=OBJECT_OR_NULL,
+        prefix_cache=OBJECT_OR_NULL,
         cost=NUMBER,
         labels=OBJECT,
         role=ROLE,

@@ -25,6 +25,7 @@ from omni_proxy.weight_sync.protocol.journal import PauseRecord
 
 RESOLVE = "`omni-proxy weights resolve` brings it back once its weights are verified"
 Why = Callable[[Worker], str | None]
+UNUSED_CACHE_TOKENS = 4096  # predicted, and none of them reported
 
 
 def reasons(services: Services, pauses: Mapping[str, PauseRecord]) -> Why:
@@ -120,6 +121,20 @@ def rank_record(rank: Worker, index: int) -> dict[str, object]:
     }
 
 
+def prefix_cache_record(counts: tuple[int, int] | None) -> dict[str, object] | None:
+    """Prompt tokens that were believed to be cached, and those that were, by the worker's own
+    answers; None where these report nothing."""
+    if counts is None:
+        return None
+    predicted, reported = counts
+    unused = not reported and predicted >= UNUSED_CACHE_TOKENS
+    return {
+        "predicted_tokens": predicted,
+        "reported_tokens": reported,
+        "note": "it always reports 0 cached tokens: is its prefix cache on?" if unused else None,
+    }
+
+
 def worker_record(worker: Worker) -> dict[str, object]:
     """The record of omni-router.md 3, then the proxy's own keys."""
     health = worker.health
@@ -180,6 +195,7 @@ class WorkerRecords:
         self._fleet = services.fleet
         self._drains = services.drains
         self._data_plane = services.data_plane
+        self._metrics = services.instruments.metrics
         self._notes = notes
         self._reasons = reasons
         self._pauses = pauses
@@ -215,6 +231,7 @@ class WorkerRecords:
             "status": GATEWAY_STATUS[worker.health.state],
             "load": worker.in_flight,
             "sessions": self._data_plane.session_count(worker),
+            "prefix_cache": prefix_cache_record(self._metrics.cached_tokens.get(worker)),
             "priority": note.priority,
             "cost": note.cost,
             "labels": note.labels,

@@ -187,6 +187,9 @@ class RequestObserver(Protocol):
 
     def count_target(self, alias: str, target: str) -> None: ...
 
+    def count_cached(self, worker: Worker, predicted: int, reported: int) -> None:
+        """Prompt tokens that the worker was believed to have cached, and that it had."""
+
 
 class Recorders:
     """The observers in use; None where one is switched off."""

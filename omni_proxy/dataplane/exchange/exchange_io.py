@@ -19,6 +19,7 @@ from omni_proxy.dataplane.loop.io_task import IoTask
 from omni_proxy.dataplane.loop.stream import HUNG_UP, PEER_CLOSED, Stream
 from omni_proxy.dataplane.loop.task import Readable
 from omni_proxy.dataplane.services import ExchangeServices
+from omni_proxy.dataplane.upstream.cache_report import settle_prediction
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED
 from omni_proxy.wire.errors import HttpError
@@ -161,8 +162,13 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
         services.balancer.release(exchange, worker, result)
     else:
         worker = exchange.last_worker
-    if exchange.legs is not None:
-        services.balancer.release_prefill(exchange.legs)
+    need = exchange.requirements
+    if (
+        exchange.legs is not None
+        or exchange.last_chunk
+        or (need is not None and need.prediction is not None)
+    ):
+        _settle_rarer(services, exchange)
     totals, recorders = services.totals, services.recorders
     if worker is not None and worker.version is not exchange.version:
         totals.across_versions += exchange.spans_versions(worker)
@@ -180,3 +186,14 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
         recorders.meters.record(exchange, worker)
     if recorders.access_log is not None or recorders.route_log is not None:
         write_logs(recorders, exchange, worker, as_json=services.settings.access_log_is_json)
+
+
+def _settle_rarer(services: ExchangeServices, exchange: Exchange) -> None:
+    """What only some exchanges have: another leg, and a policy or metrics that read the answer."""
+    if exchange.legs is not None:
+        services.balancer.release_prefill(exchange.legs)
+    need = exchange.requirements
+    if need is not None and need.prediction is not None:
+        settle_prediction(services.recorders, exchange, need)
+    if not services.settings.counts_usage:
+        exchange.last_chunk = b""

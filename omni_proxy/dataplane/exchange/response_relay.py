@@ -26,6 +26,7 @@ from omni_proxy.dataplane.exchange.exchange import (
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, await_direct, pause
+from omni_proxy.dataplane.upstream.cache_report import note_first_byte
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.wire.chunked import LAST_CHUNK, encode_chunk
 from omni_proxy.wire.cors import drop_cors_fields
@@ -95,9 +96,7 @@ async def relay(
 
 
 def _first_chunk(io: ExchangeIO, exchange: Exchange, chunk: bytes) -> None:
-    if exchange.half_open_id:
-        _body_begins(io, exchange)
-    exchange.first_at = io.loop.now
+    _body_begins(io, exchange)
     exchange.chunks = 1
     exchange.bytes_out = len(chunk)
     if io.settings.keeps_last_chunk:
@@ -121,6 +120,9 @@ async def _relay_rest(
 def _body_begins(io: ExchangeIO, exchange: Exchange) -> None:
     """A stream may last for minutes: a half-open trial of its worker is passed with its start."""
     exchange.first_at = io.loop.now
+    need = exchange.requirements
+    if need is not None and need.prediction is not None:
+        note_first_byte(need.prediction)
     if (
         exchange.half_open_id
         and exchange.stream

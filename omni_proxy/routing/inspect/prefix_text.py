@@ -38,6 +38,7 @@ ROLES = {
 SYSTEM_KEYS = frozenset(("system", "instructions"))
 # The beginning of a list of numbers. The spelling does for a prefix.
 _TOKEN_IDS = re.compile(rb"\[\s*-?[0-9]")
+_SEVERAL = re.compile(rb"\[\s*[\[\"]")
 _LOOK_BYTES = 64
 NAME, NAME_END, PART, SCRIPT, TOKENS = b"\xfa", b"\xfb", b"\xfc", b"\xfd", b"\xfe"
 
@@ -85,6 +86,14 @@ def prefix_text(payload: BodyFields | None, limit: int = LIMIT) -> bytes:
         if plain is not None:
             return plain
     return _gathered(payload, limit)
+
+
+def has_one_prompt(payload: BodyFields | None) -> bool:
+    """Whether no text of it stands in a list with others, each a prompt of its own."""
+    if payload is None or _beside_messages(payload) == _MESSAGES_ONLY:
+        return True
+    several = (payload.prompt, payload.text, payload.input_ids)
+    return not any(_SEVERAL.match(bytes(memoryview(raw)[:_LOOK_BYTES])) for raw in several)
 
 
 def _plain_talk(messages: msgspec.Raw, limit: int) -> bytes | None:

@@ -17,6 +17,7 @@ import msgspec
 
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import CAPABILITY_BITS, capability_mask, capability_names
+from omni_proxy.routing.cache_prediction import CachePrediction
 from omni_proxy.routing.inspect.body_fields import (
     ABSENT,
     MAX_REQUEST_ID_CHARS,
@@ -108,6 +109,8 @@ class Requirements(msgspec.Struct, gc=False):
     names_rank_in_body: bool = False
     legs: Legs = NO_LEGS  # what prefill and decode workers can do for it
     alias: AliasRequirement | None = None  # then `model` is its target's, once that is chosen
+    # What the newest pick believed of the worker's cache, where a policy learns from the answer.
+    prediction: CachePrediction | None = None
 
     @property
     def asked_model(self) -> str | None:

@@ -5,10 +5,10 @@
                                                                  shortest queue: spill = "chosen")
     else                  -> smallest tree, or least loaded     (fallback)
 
-The chosen worker holds the text from then on. Invariants: equal workers take turns; a preview
-changes nothing; one tree, bounded in total, serves all models, keyed by the name that the workers
-give. Beyond `EXACT` candidates, checks of all of them are reused for a share of the picks.
-Source: routers.md 2 and the rules of the first SGLang router.
+The chosen worker holds the text from then on, until its answer reports less (`feedback`).
+Invariants: equal workers take turns; a preview changes nothing; one tree, bounded in total, keyed
+by the models that workers name; what may be on its way to a worker is not unlearned. Beyond `EXACT`
+candidates, checks of all are reused for a share of the picks. Source: routers.md 2.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from typing import NamedTuple
 
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.prefix_text import prefix_text
-from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.cache_prediction import (
+    CachePrediction,
+    CacheReports,
+    without_those_of,
+)
+from omni_proxy.routing.inspect.prefix_text import LIMIT, has_one_prompt, prefix_text
+from omni_proxy.routing.inspect.requirements import AUDIO, IMAGE, VIDEO, Requirements
 from omni_proxy.routing.policies.least_request import CandidateWeights, least, load_word
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
 from omni_proxy.routing.prefix_tree import PrefixTree
@@ -34,6 +39,13 @@ SIZES_FOR = 16
 # Trees up to so many times the smallest, and the text itself, are small alike: of those the
 # shortest queue is taken. By size alone requests would wait at one worker while another is idle.
 ALIKE = 1.5
+# Engines reuse whole blocks, of 1 to 128 tokens, and compute a prompt's last token always. What is
+# missing beyond a block and half of what was reported has been evicted: bytes become tokens by
+# their mean over the prompt, and a prefix that all prompts share may be twice as dense as the rest.
+BLOCK_TOKENS = 128
+# An engine that reports 0 so many times where more was predicted, and never more, has no cache.
+MISSES = 16
+MEDIA = IMAGE | AUDIO | VIDEO
 
 
 _Rank = tuple[float, float, int]  # load and size of tree by weight, place in the candidates
@@ -68,11 +80,14 @@ class CacheAware(Policy):
     __slots__ = (
         "_among",
         "_branches",
+        "_corrections",
         "_evict_at",
         "_evicting",
         "_judged",
         "_matched",
         "_now",
+        "_number",
+        "_reports",
         "_rules",
         "_seen",
         "_slow_start",
@@ -95,7 +110,9 @@ class CacheAware(Policy):
         self._slow_start = SlowStart(self._rules.warmup_share)
         self._turn = 0
         self._branches: Counter[str] = Counter()
-        self._matched = self._seen = 0
+        self._matched = self._seen = self._corrections = 0
+        self._number = 0  # of the newest text
+        self._reports: dict[Worker, CacheReports] = {}
         self._now = now
         self._evict_at = now + self._rules.eviction_interval_secs
         self._evicting = False
@@ -117,7 +134,7 @@ class CacheAware(Policy):
         self._matched += choice.matched
         self._seen += text.length
         if text.whole:
-            self._tree.insert(text.whole, choice.worker)
+            self._add(text, choice.worker, requirements)
         return choice.worker
 
     def preview_pick(
@@ -135,7 +152,16 @@ class CacheAware(Policy):
         text = _text(candidates, requirements)
         depths = self._tree.depths(text.whole)
         matched = {worker.url: max(0, depths.get(worker, 0) - text.start) for worker in candidates}
-        return {"text_bytes": text.length, "matched_bytes": matched}
+        reports = {
+            worker.url: reports.as_facts()
+            for worker in candidates
+            if (reports := self._reports.get(worker)) is not None and reports.answers
+        }
+        return {
+            "text_bytes": text.length,
+            "matched_bytes": matched,
+            **({"cache_reports": reports} if reports else {}),
+        }
 
     def cached_prefix(
         self, candidates: Sequence[Worker], requirements: Requirements
@@ -152,7 +178,26 @@ class CacheAware(Policy):
     def record_pick(self, worker: Worker, requirements: Requirements) -> None:
         text = _text((worker,), requirements)
         if text.whole:
-            self._tree.insert(text.whole, worker)
+            self._add(text, worker, requirements)
+
+    def learn(self, prediction: CachePrediction, cached: int, prompt: int, sent: int) -> int | None:
+        """As `CacheLearner`. Forgets what the worker had less than predicted."""
+        text, reports = prediction.text, prediction.reports
+        if text is None:
+            return None
+        length = text.length - prediction.start
+        if (
+            length >= LIMIT - 1
+        ):  # beside the mark; there was more of it; the request is longer still: careful
+            length = max(length, sent)
+        predicted = min(prompt, max(0, text.held - prediction.start) * prompt // length)
+        reports.note(predicted, cached)
+        most = cached + cached // 2 + BLOCK_TOKENS
+        if predicted > most and self._rules.feedback and reports.misses < MISSES:
+            kept = prediction.start + most * length // prompt
+            self._tree.forget_below(text, prediction.worker, kept, prediction.before)
+            self._corrections += 1
+        return predicted
 
     def reconfigure(self, routing: RoutingConfig) -> bool:
         rules = self._rules = routing.cache_aware
@@ -167,6 +212,7 @@ class CacheAware(Policy):
         self._small = ((), [])
         self._among = ((), -1, 0)
         self._tree.forget(worker)
+        self._reports.pop(worker, None)
         self._slow_start.forget_worker(worker)
 
     def maintain(self, now: float) -> None:
@@ -185,8 +231,30 @@ class CacheAware(Policy):
             "tree_nodes": tree.nodes,
             "tree_size_by_worker": {w.url: tree.size_of(w) for w in tree.holders()},
             "picks": dict(self._branches),
+            "corrections": self._corrections,
             "matched_ratio": round(self._matched / self._seen, 4) if self._seen else None,
         }
+
+    def _add(self, text: _Text, worker: Worker, requirements: Requirements) -> None:
+        """The worker gets the text: it holds it from now on."""
+        if not self._rules.feedback:
+            self._tree.insert(text.whole, worker)
+            return
+        self._number = number = self._number + 1
+        inserted = self._tree.insert(text.whole, worker, number)
+        reports = self._reports.get(worker)
+        if reports is None:
+            reports = self._reports[worker] = CacheReports()
+        before = reports.oldest_unanswered(number)
+        if requirements.mask & MEDIA or not has_one_prompt(requirements.body_fields):
+            inserted = None  # its tokens are not those of the text alone, or of one text
+        former = requirements.prediction
+        if former is not None:
+            former = without_those_of(self, former)
+        prediction = requirements.prediction = CachePrediction(
+            self, worker, reports, inserted, text.start, number, before, former=former
+        )
+        reports.unanswered.append(prediction)
 
     def _choose(self, candidates: Sequence[Worker], text: _Text) -> _Choice:
         rules = self._rules
@@ -314,6 +382,14 @@ class CacheAware(Policy):
         smaller = any(size_of_other < size / worker.weight for _, size_of_other, _ in choice.ranked)
         which = "a small tree with the shortest queue" if smaller else "the smallest tree"
         return f"only {share}, {which} is taken: {size} bytes{more}"
+
+
+def learns_from_answers(routing: RoutingConfig) -> bool:
+    """Whether a policy of this configuration reads what answers report."""
+    pools = routing.disaggregation
+    policies = (routing.policy, pools.prefill_policy, pools.decode_policy)
+    uses = "cache_aware" in policies or bool(pools.min_uncached_tokens)
+    return uses and routing.cache_aware.feedback
 
 
 def _good_for(candidates: Sequence[Worker], candidate: int) -> int:

@@ -39,6 +39,7 @@ def busy():
     count = api.instruments.metrics.record
     usage = b'{"usage":{"prompt_tokens":3,"completion_tokens":4}}'
     count(ended(a, model="m", last_chunk=usage, queued_secs=0.1, connect_secs=0.01), a)
+    api.instruments.metrics.count_cached(a, 9, 4)
     count(ended(b, model="x", attempts=2, failed_attempts=[(a, "503")]), b)
     count(refused(model="y"), None)
     count(ended(route=None, requirements=None), None)

@@ -2,7 +2,11 @@ import json
 
 import pytest
 
-from omni_proxy.admin_api.serializers.worker_records import worker_record
+from omni_proxy.admin_api.serializers.worker_records import (
+    UNUSED_CACHE_TOKENS,
+    prefix_cache_record,
+    worker_record,
+)
 from tests.fleet.entries import NOW, entry, fleet_of, heal
 
 CONTRACT_KEYS = {
@@ -40,6 +44,17 @@ def test_a_record_shows_the_state_and_the_counts(worker):
     assert record["routed_requests_by_class"] == {"generation": 3, "speech_http": 1}
     assert record["last_checked_at"] == NOW.isoformat()
     assert (record["health_state"], record["last_status_code"]) == ("healthy", 200)
+
+
+@pytest.mark.parametrize(
+    ("counts", "noted"),
+    [((UNUSED_CACHE_TOKENS, 0), True), ((UNUSED_CACHE_TOKENS - 1, 0), False), ((9999, 1), False)],
+)
+def test_a_record_says_if_a_worker_always_reports_0_cached_tokens(counts, noted):
+    record = prefix_cache_record(counts)
+    assert (record["predicted_tokens"], record["reported_tokens"]) == counts
+    assert (record["note"] is not None) is noted
+    assert prefix_cache_record(None) is None
 
 
 def test_a_record_names_why_a_worker_is_cordoned(worker):

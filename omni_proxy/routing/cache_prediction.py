@@ -1,0 +1,106 @@
+"""What a policy believed of a worker's cache when it sent it a prompt, until the worker has
+answered.
+
+Invariant: a prompt counts as unanswered from the pick to the first byte of its response, and no
+longer than its request lives: `note_first_byte` may be called several times, and counts once. Only
+an answer's own counts are learned from, and only once. Must not keep the request or its text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, Protocol
+
+from msgspec import Struct
+
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.prefix_tree import InsertedText
+
+MOST_UNANSWERED: Final = 4096  # per worker; beyond, the oldest ones count as answered
+
+
+class CacheLearner(Protocol):
+    """A policy that learns what workers have cached."""
+
+    def learn(self, prediction: CachePrediction, cached: int, prompt: int, sent: int) -> int | None:
+        """The worker had `cached` of the prompt's `prompt` tokens, of a request of `sent` bytes.
+        How many were predicted; None where this prompt can't be judged."""
+
+
+class CacheReports:
+    """What one worker's answers have said of its cache, and what it still has to answer.
+
+    `backlog`: prompt tokens that are believed to be uncached, of its unanswered prompts.
+    """
+
+    __slots__ = ("answers", "backlog", "misses", "predicted", "reported", "reuses", "unanswered")
+
+    def __init__(self) -> None:
+        self.backlog = 0
+        self.answers = 0  # that reported something
+        self.predicted = self.reported = 0  # tokens, summed over them
+        self.misses = 0  # answers with 0 where more was predicted, until the first one with more
+        self.reuses = False  # it has answered with more than 0
+        self.unanswered: deque[CachePrediction] = deque()
+
+    def note(self, predicted: int, reported: int) -> None:
+        """Prompt tokens of one answer that were believed to be cached, and that were."""
+        self.answers += 1
+        self.predicted += predicted
+        self.reported += reported
+        if reported:
+            self.reuses, self.misses = True, 0
+        elif predicted and not self.reuses:
+            self.misses += 1
+
+    def as_facts(self) -> dict[str, int]:
+        """JSON-able."""
+        return {
+            "answers": self.answers,
+            "predicted_tokens": self.predicted,
+            "reported_tokens": self.reported,
+        }
+
+    def oldest_unanswered(self, number: int) -> int:
+        """The number of the oldest prompt whose first byte has not come; `number` without any."""
+        waiting = self.unanswered
+        while waiting and (waiting[0].answered or len(waiting) > MOST_UNANSWERED):
+            waiting.popleft()
+        return waiting[0].number if waiting else number
+
+
+class CachePrediction(Struct):
+    """`text`: where the prompt is in the tree; None if it can't be learned from. Its first `start`
+    bytes are no text. `before`: what was used at this number or later may have been on its way to
+    the worker when the prompt was sent. `former`: one of another policy, for the other leg."""
+
+    learner: CacheLearner
+    worker: Worker  # or a rank
+    reports: CacheReports
+    text: InsertedText | None
+    start: int
+    number: int
+    before: int
+    uncached: int = 0
+    answered: bool = False
+    former: CachePrediction | None = None
+
+    def note_first_byte(self) -> None:
+        """Its prompt is computed, or its request has ended."""
+        if not self.answered:
+            self.answered = True
+            self.reports.backlog -= self.uncached
+
+
+def without_those_of(
+    learner: CacheLearner, prediction: CachePrediction | None
+) -> CachePrediction | None:
+    """The chain without what this policy believed at an earlier attempt, which has ended."""
+    if prediction is None:
+        return None
+    rest = without_those_of(learner, prediction.former)
+    if prediction.learner is learner:
+        prediction.note_first_byte()
+        return rest
+    prediction.former = rest
+    return prediction

@@ -1,0 +1,89 @@
+"""Token counts that a response ends with: `usage`, and how much of the prompt was cached.
+
+Cached tokens are `cached_tokens` of `usage` (OpenAI's APIs) or of `meta_info` (SGLang), and
+`cache_read_input_tokens` (Anthropic), which counts beside `input_tokens` and not in it. Invariant:
+linear in the bytes; a count that is null, absent or no integer is not there. For cached tokens
+nothing is decoded: a quote inside a JSON string is escaped, so no text of a model reads as a key.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Final
+
+TAIL_BYTES: Final = 8192  # the counts come at the end, behind the text
+_COUNT: Final = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*([0-9]{1,15})(?![0-9.eE])")
+_CACHED: Final = b'"cached_tokens"'
+_READ: Final = b'"cache_read_input_tokens"'
+_CREATED: Final = b'"cache_creation_input_tokens"'
+_PROMPT: Final = b'"prompt_tokens"'
+_INPUT: Final = b'"input_tokens"'
+# By the names that engines use; the first one that is there counts.
+NAMES: Final = {
+    "input": ("prompt_tokens", "input_tokens"),
+    "output": ("completion_tokens", "output_tokens"),
+}
+_LARGEST: Final = 2**53
+_decoder = json.JSONDecoder()
+
+
+def tokens_in(body: bytes) -> dict[str, int]:
+    """`input` and `output`, those that a response reports that ends with `body`."""
+    tail = body[-TAIL_BYTES:]
+    start = tail.rfind(b'"usage"')
+    if start < 0:
+        return {}
+    text = tail[start + len(b'"usage"') :].decode("utf-8", "replace").lstrip(": \t\r\n")
+    try:
+        usage, _ = _decoder.raw_decode(text)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(usage, dict):
+        return {}
+    token_counts = {}
+    for kind, names in NAMES.items():
+        counts = [usage[name] for name in names if _is_count(usage.get(name))]
+        if counts:
+            token_counts[kind] = counts[0]
+    return token_counts
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+
+
+def read_cached_tokens(body: bytes) -> tuple[int, int] | None:
+    """(cached tokens, prompt tokens) of a response that ends with `body`; the first is never the
+    larger one. None where it does not say both."""
+    at = body.rfind(_CACHED, -TAIL_BYTES)
+    if at < 0:
+        return _read_anthropic(body)
+    cached = _count(body, at + len(_CACHED))
+    at = body.rfind(_PROMPT)
+    prompt = _count(body, at + len(_PROMPT)) if at >= 0 else _last(body, _INPUT)
+    return _checked(cached, prompt)
+
+
+def _read_anthropic(body: bytes) -> tuple[int, int] | None:
+    cached = _last(body, _READ)
+    computed = _last(body, _INPUT) if cached is not None else None
+    if cached is None or computed is None:
+        return None
+    return _checked(cached, cached + computed + (_last(body, _CREATED) or 0))
+
+
+def _checked(cached: int | None, prompt: int | None) -> tuple[int, int] | None:
+    if cached is None or not prompt:
+        return None
+    return min(cached, prompt), prompt
+
+
+def _last(body: bytes, key: bytes) -> int | None:
+    at = body.rfind(key, -TAIL_BYTES)
+    return _count(body, at + len(key)) if at >= 0 else None
+
+
+def _count(body: bytes, at: int) -> int | None:
+    found = _COUNT.match(body, at)
+    return int(found[1]) if found is not None else None

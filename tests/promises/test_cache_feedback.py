@@ -1,0 +1,106 @@
+"""What engines report of their caches is learned from real answers, whose bytes go on unchanged."""
+
+import json
+from contextlib import suppress
+
+import pytest
+
+from omni_proxy.telemetry.metrics import Metrics
+from omni_proxy.telemetry.recent_window import RecentWindow
+from tests.promises.clients import Truncated, post
+from tests.promises.dataplane_fixture import run_dataplane
+from tests.promises.fakes import LAST_CHUNK, SSE_HEAD, chunk, counted, fake_workers
+
+CONFIG = '[routing]\npolicy = "cache_aware"\n'
+SHARED = "You answer questions about a harbour town. " * 40
+
+
+def ask(end, *, stream=False):
+    messages = [{"role": "user", "content": SHARED + end * 1000}]
+    return post(json.dumps({"messages": messages, "stream": stream}).encode())
+
+
+def usage(cached):
+    details = {"cached_tokens": cached}
+    return {"usage": {"prompt_tokens": 1000, "prompt_tokens_details": details}}
+
+
+def whole(body):
+    return [counted(body)]
+
+
+def streamed(body):
+    event = b"data: " + body + b"\n\n"
+    return [SSE_HEAD, chunk(b"data: {}\n\n"), chunk(event), chunk(b"data: [DONE]\n\n"), LAST_CHUNK]
+
+
+def streamed_at_once(body):
+    return [b"".join(streamed(body))]
+
+
+@pytest.mark.parametrize("form", [whole, streamed, streamed_at_once])
+async def test_an_eviction_is_learned_from_the_usage_of_an_answer(form):
+    reported = [500, 0, 0]
+    bodies = []
+
+    async def answering_with_usage(call):
+        bodies.append(json.dumps(usage(reported.pop(0))).encode())
+        for piece in form(bodies[-1]):
+            await call.send(piece)
+
+    async with (
+        fake_workers(answering_with_usage) as made,
+        run_dataplane(*made, config=CONFIG) as opened,
+    ):
+        meters = opened.door.recorders.meters = Metrics(opened.fleet, RecentWindow())
+        async with opened.client() as client:
+            for end in "abc":
+                await client.send(ask(end, stream=form is not whole))
+                with suppress(Truncated):
+                    answer = await client.answer()
+                    assert bodies[-1] in answer.body
+        (worker,) = opened.fleet.workers
+        predicted, told = meters.cached_tokens[worker]
+        assert told == 500
+        assert 1100 < predicted < 1400  # the shared part of the second and the third
+        assert opened.door.policy.stats()["corrections"] == 2
+        assert not any(cell.tokens for cell in meters.series.values())
+
+
+@pytest.mark.parametrize("answer", [counted(b'{"usage":{"prompt_tokens":9}}'),
+                                    counted(b"no", status="404 No"), None])  # fmt: skip
+async def test_an_answer_without_a_report_teaches_nothing_and_leaves_nothing_waiting(answer):
+    async def answering_so(call):
+        if answer is not None:
+            await call.send(answer)
+        call.close()
+
+    config = CONFIG + "max_total_retries = 1\n"
+    async with fake_workers(answering_so) as made, run_dataplane(*made, config=config) as opened:
+        async with opened.client() as client:
+            await client.send(ask("a"))
+            with suppress(Truncated):
+                await client.answer()
+        (reports,) = opened.door.policy._reports.values()
+        assert reports.oldest_unanswered(77) == 77
+        assert (reports.answers, reports.backlog) == (0, 0)
+
+
+async def test_feedback_can_be_switched_off_while_requests_run():
+    async def answering_with_usage(call):
+        await call.send(counted(json.dumps(usage(0)).encode()))
+
+    async with (
+        fake_workers(answering_with_usage) as made,
+        run_dataplane(*made, config=CONFIG) as opened,
+    ):
+        async with opened.client() as client:
+            await client.send(ask("a"))
+            await client.answer()
+            (reports,) = opened.door.policy._reports.values()
+            assert reports.answers == 1
+            opened.reload(CONFIG + "[routing.cache_aware]\nfeedback = false\n")
+            await client.send(ask("b"))
+            await client.answer()
+            assert reports.answers == 1
+        assert not opened.door.settings.keeps_last_chunk

@@ -1,0 +1,83 @@
+"""Cached tokens at the end of a response, in the forms of the engines."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.routing.inspect.response_usage import TAIL_BYTES, read_cached_tokens
+
+COUNTS = st.integers(0, 10**9)
+DETAILS = {
+    "prompt_tokens": 40,
+    "completion_tokens": 3,
+    "prompt_tokens_details": {"cached_tokens": 32},
+}
+
+
+def body(value):
+    return json.dumps(value).encode()
+
+
+@pytest.mark.parametrize(
+    ("response", "counts"),
+    [
+        (body({"choices": [], "usage": DETAILS}), (32, 40)),
+        (b"data: " + body({"choices": [], "usage": DETAILS}) + b"\n\ndata: [DONE]\n\n", (32, 40)),
+        (b'{"usage":{"prompt_tokens_details":{"cached_tokens":16},"prompt_tokens":20}}', (16, 20)),
+        (body({"usage": {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 8}}}), (8, 9)),
+        (body({"text": "a", "meta_info": {"prompt_tokens": 7, "cached_tokens": 0}}), (0, 7)),
+        (body({"usage": {"input_tokens": 5, "cache_read_input_tokens": 16}}), (16, 21)),
+        (
+            body({"usage": {"input_tokens": 5, "cache_creation_input_tokens": 4,
+                            "cache_read_input_tokens": 1}}),
+            (1, 10),
+        ),
+        # Each of several answers to one prompt was counted.
+        (body({"usage": {"prompt_tokens": 4, "x": {"cached_tokens": 12}}}), (4, 4)),
+        # Log probabilities stand between the two counts.
+        (
+            body({"meta_info": {"prompt_tokens": 7, "logprobs": [0] * TAIL_BYTES,
+                                "cached_tokens": 3}}),
+            (3, 7),
+        ),
+    ],
+)  # fmt: skip
+def test_cached_tokens_are_read_from_the_forms_of_all_engines(response, counts):
+    assert read_cached_tokens(response) == counts
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        b"",
+        body({"usage": {"prompt_tokens": 40, "prompt_tokens_details": None}}),
+        body({"usage": {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": None}}}),
+        body({"usage": {"prompt_tokens": 40, "details": {"cached_tokens": -1}}}),
+        body({"usage": {"prompt_tokens": 40, "details": {"cached_tokens": 1.5}}}),
+        body({"usage": {"prompt_tokens": 40, "details": {"cached_tokens": "1"}}}),
+        body({"usage": {"prompt_tokens": 0, "details": {"cached_tokens": 0}}}),
+        body({"usage": {"details": {"cached_tokens": 3}}}),
+        body({"usage": {"cache_read_input_tokens": 3}}),
+        body({"choices": [{"text": '"prompt_tokens": 4, "cached_tokens": 3'}]}),
+        b'{"usage":{"prompt_tokens":40,"details":{"cached_tokens":1e3}}}',
+        b'{"usage":{"prompt_tokens":40,"details":{"cached_tok',
+    ],
+)
+def test_an_answer_without_both_counts_reports_nothing(response):
+    assert read_cached_tokens(response) is None
+
+
+@given(st.text(), COUNTS, st.integers(1, 10**9))
+def test_no_text_of_a_model_reads_as_a_count(text, cached, prompt):
+    usage = {"prompt_tokens": prompt, "details": {"cached_tokens": cached}}
+    text += json.dumps(usage)
+    expected = (min(cached, prompt), prompt)
+    assert read_cached_tokens(body({"usage": usage, "text": text})) == expected
+    assert read_cached_tokens(body({"text": text})) is None
+
+
+@given(st.binary())
+def test_any_bytes_are_read_without_an_error(data):
+    read_cached_tokens(data + b'"cached_tokens":' + data)

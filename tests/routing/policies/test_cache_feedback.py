@@ -1,0 +1,242 @@
+"""What cache_aware learns from answers, and what it must not take for an eviction."""
+
+from collections import OrderedDict
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from omni_proxy.config.schema import CacheAwareConfig, RoutingConfig
+from omni_proxy.routing.inspect.body_fields import body_fields_of
+from omni_proxy.routing.inspect.prefix_text import LIMIT
+from omni_proxy.routing.inspect.requirements import IMAGE, Requirements
+from omni_proxy.routing.policies.cache_aware import BLOCK_TOKENS, MISSES, learns_from_answers
+from tests.example_counts import examples
+from tests.routing.policies.chats import cache_aware, chat, workers
+
+SHARED, TOKENS = "s" * 4000, 2000  # a prefix, and the tokens of a prompt of 8,000 bytes
+FIRST, SECOND = SHARED + "a" * 4000, SHARED + "b" * 4000
+
+
+def sent(policy, worker, request):
+    policy.pick([worker], request)
+    return request.prediction
+
+
+def answered(policy, worker, request, cached, prompt=TOKENS):
+    """The request is sent and answered."""
+    prediction = sent(policy, worker, request)
+    prediction.note_first_byte()
+    return policy.learn(prediction, cached, prompt, 0)
+
+
+def held(policy, worker, text):
+    return policy.explain_pick([worker], chat(text))["matched_bytes"][worker.url]
+
+
+def reusing(**rules):
+    """A policy whose one worker has reported a hit, so that it is known to have a cache."""
+    policy, (worker,) = cache_aware(**rules), workers(0)
+    answered(policy, worker, chat("known"), 1, 1)
+    return policy, worker
+
+
+def test_what_was_evicted_is_forgotten_with_the_branches_and_the_prompt_stays():
+    policy, worker = reusing()
+    answered(policy, worker, chat(FIRST), 0)
+    assert answered(policy, worker, chat(SECOND), 0) == 1000  # the shared half was predicted
+    assert held(policy, worker, SECOND) == 8000
+    assert held(policy, worker, FIRST) == 4000  # what it shares with the prompt just sent
+    assert policy.stats()["corrections"] == 1
+
+
+def test_a_branch_above_the_reported_length_stays():
+    policy, worker = reusing()
+    answered(policy, worker, chat("s" * 400 + "x" * 7600), 0)
+    answered(policy, worker, chat(FIRST), 0)
+    answered(policy, worker, chat(SECOND), 200)  # 800 bytes, and 512 more are not judged
+    assert held(policy, worker, "s" * 400 + "x" * 7600) == 8000
+    assert held(policy, worker, FIRST) == 4000
+
+
+@pytest.mark.parametrize("cached", [1000, 1000 - BLOCK_TOKENS, 700])
+def test_blocks_and_the_density_of_text_are_no_eviction(cached):
+    policy, worker = reusing()
+    answered(policy, worker, chat(FIRST), 0)
+    answered(policy, worker, chat(SECOND), cached)
+    assert held(policy, worker, FIRST) == 8000
+    assert not policy.stats()["corrections"]
+
+
+def test_only_the_worker_that_answered_is_corrected():
+    policy, (one, other) = cache_aware(), workers(0, 0)
+    for worker in (one, other):
+        answered(policy, worker, chat("known"), 1, 1)
+        answered(policy, worker, chat(FIRST), 0)
+    answered(policy, one, chat(SECOND), 0)
+    assert (held(policy, one, FIRST), held(policy, other, FIRST)) == (4000, 8000)
+
+
+def test_a_prompt_that_was_on_its_way_is_no_eviction():
+    policy, worker = reusing()
+    waiting = sent(policy, worker, chat(FIRST))
+    assert answered(policy, worker, chat(SECOND), 0) == 1000
+    assert held(policy, worker, FIRST) == 8000
+    waiting.note_first_byte()
+    answered(policy, worker, chat(SHARED + "c" * 4000), 0)
+    assert held(policy, worker, FIRST) == 4000
+
+
+def test_a_prompt_that_came_later_is_no_eviction():
+    policy, worker = reusing()
+    answered(policy, worker, chat(SHARED), 0)
+    first = sent(policy, worker, chat(SECOND))
+    sent(policy, worker, chat(FIRST))
+    policy.learn(first, 0, TOKENS, 0)
+    assert held(policy, worker, FIRST) == 8000
+
+
+def test_a_worker_that_always_reports_0_is_left_alone_after_some_answers():
+    policy, (worker,) = cache_aware(), workers(0)
+    for number in range(MISSES + 2):
+        answered(policy, worker, chat(SHARED + f"{number:02}" * 2000), 0)
+    assert policy.stats()["corrections"] == MISSES - 1
+    last, before = (SHARED + f"{MISSES + more:02}" * 2000 for more in (1, 0))
+    assert held(policy, worker, last) == held(policy, worker, before) == 8000
+    answered(policy, worker, chat(SHARED), 500)  # it has a cache after all
+    answered(policy, worker, chat(SHARED + "c" * 4000), 0)
+    assert held(policy, worker, last) == 4000
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Requirements(IMAGE, body_fields=chat(SECOND).body_fields),
+        Requirements(0, body_fields=body_fields_of({"prompt": [FIRST, SECOND]})),
+        Requirements(0, body_fields=body_fields_of({"input_ids": [[1, 2], [3, 4]]})),
+    ],
+)
+def test_media_and_several_prompts_are_not_judged(request_):
+    policy, worker = reusing()
+    assert answered(policy, worker, request_, 0) is None
+    assert answered(policy, worker, request_, 0) is None
+    assert not policy.stats()["corrections"]
+
+
+def test_token_ids_and_long_texts_are_judged():
+    policy, worker = reusing()
+    for prompt in ([1234] * 2000, [[1234] * 2000]):
+        need = Requirements(0, body_fields=body_fields_of({"prompt": prompt}))
+        judged = answered(policy, worker, need, 0) is not None
+        assert judged is (prompt[0] == 1234)
+    text = "t" * (2 * LIMIT)
+    answered(policy, worker, chat(text), 0)
+    prediction = sent(policy, worker, chat(text))
+    # All that is compared is cached: half of the prompt, as the request's own length shows.
+    assert policy.learn(prediction, 0, 1000, 2 * LIMIT) == 499
+
+
+def test_without_feedback_nothing_is_noted_and_it_can_be_switched_at_any_time():
+    policy, (worker,) = cache_aware(feedback=False), workers(0)
+    request = chat(FIRST)
+    policy.pick([worker], request)
+    assert request.prediction is None
+    assert policy.reconfigure(RoutingConfig(policy="cache_aware"))
+    assert sent(policy, worker, chat(FIRST)) is not None
+    off = RoutingConfig(policy="cache_aware", cache_aware=CacheAwareConfig(feedback=False))
+    assert (learns_from_answers(RoutingConfig(policy="cache_aware")), learns_from_answers(off)) == (
+        True, False,
+    )  # fmt: skip
+    assert not learns_from_answers(RoutingConfig())
+
+
+def test_a_request_that_is_sent_again_waits_at_its_new_worker_alone():
+    policy, (one, other) = cache_aware(), workers(0, 0)
+    request = chat(FIRST)
+    first = sent(policy, one, request)
+    second = sent(policy, other, request)
+    assert first.answered
+    assert not second.answered
+    assert second.former is None
+
+
+def test_explain_shows_what_answers_have_reported():
+    policy, worker = reusing()
+    answered(policy, worker, chat(FIRST), 0)
+    answered(policy, worker, chat(FIRST), 1500)
+    shown = policy.explain_pick([worker], chat(FIRST))["cache_reports"]
+    assert shown == {
+        worker.url: {"answers": 3, "predicted_tokens": TOKENS, "reported_tokens": 1501}
+    }
+
+
+class AgainstAnEngine(RuleBasedStateMachine):
+    """An engine with a cache of blocks that forgets the longest unused, beside the tree: whatever
+    it reports, all that it has or is about to compute stays in the tree."""
+
+    BLOCK, BYTES = BLOCK_TOKENS, 4
+
+    @initialize(blocks=st.integers(8, 40))
+    def begin(self, blocks):
+        self.policy, self.worker = reusing()
+        self.room = blocks
+        self.cache = OrderedDict()  # prefixes that are cached, the longest unused first
+        self.waiting, self.computed = [], []
+
+    @rule(path=st.lists(st.sampled_from("ab"), min_size=3, max_size=7))
+    def ask(self, path):
+        text = "".join(letter * self.BLOCK * self.BYTES for letter in path)
+        request = chat(text)
+        self.policy.pick([self.worker], request)
+        self.waiting.append((path, request.prediction))
+
+    @rule(data=st.data(), answers=st.booleans())
+    def compute(self, data, answers):
+        """The engine begins with a request, and ends it then or later."""
+        if not self.waiting:
+            return
+        path, prediction = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+        names = ["".join(path[:end]) for end in range(1, len(path) + 1)]
+        found = next((at for at, name in enumerate(names) if name not in self.cache), len(names))
+        for name in reversed(names):
+            self.cache[name] = None
+            self.cache.move_to_end(name)
+        while len(self.cache) > self.room:
+            self.cache.popitem(last=False)
+        prediction.note_first_byte()
+        self.computed.append((prediction, found, len(path)))
+        if answers:
+            self.answer(data)
+
+    @rule(data=st.data())
+    def answer(self, data):
+        if not self.computed:
+            return
+        place = data.draw(st.integers(0, len(self.computed) - 1))
+        prediction, found, blocks = self.computed.pop(place)
+        tokens = blocks * self.BLOCK
+        self.policy.learn(prediction, min(found * self.BLOCK, tokens - 1), tokens, 0)
+
+    @rule()
+    def flush(self):
+        self.cache.clear()
+
+    @rule()
+    def maintain(self):
+        self.policy.maintain(0.0)
+
+    @invariant()
+    def what_is_cached_or_on_its_way_is_held(self):
+        reachable = [
+            name
+            for name in self.cache
+            if all(name[:end] in self.cache for end in range(1, len(name)))
+        ]
+        for name in [*reachable, *("".join(path) for path, _ in self.waiting)]:
+            text = "".join(letter * self.BLOCK * self.BYTES for letter in name)
+            assert held(self.policy, self.worker, text) == len(text)
+
+
+TestAgainstAnEngine = AgainstAnEngine.TestCase
+TestAgainstAnEngine.settings = settings(max_examples=examples(150), stateful_step_count=20)
