@@ -28,11 +28,20 @@ def pack(folder: Path, out: Path) -> None:
     with out.open("wb") as file:
         file.write(SHEBANG)
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as zipped:
-            zipped.write(str(archive_main.__file__), "__main__.py")
-            zipped.writestr(archive_main.MADE_FOR, made_for)
+            _add(zipped, "__main__.py", Path(archive_main.__file__).read_bytes())
+            _add(zipped, archive_main.MADE_FOR, made_for.encode())
             for path in files:
-                zipped.write(path, archive_main.APP + str(path.relative_to(folder)))
+                name = archive_main.APP + str(path.relative_to(folder))
+                _add(zipped, name, path.read_bytes(), path.stat().st_mode)
     out.chmod(0o755)
+
+
+def _add(zipped: zipfile.ZipFile, name: str, content: bytes, mode: int = 0o644) -> None:
+    """Without the time of its file: equal contents give equal archives."""
+    member = zipfile.ZipInfo(name)
+    member.compress_type = zipfile.ZIP_DEFLATED
+    member.external_attr = mode << 16
+    zipped.writestr(member, content)
 
 
 def main() -> int:
@@ -42,6 +51,9 @@ def main() -> int:
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     for found in [*folder.rglob("tests"), *folder.rglob("_tests"), *folder.glob("bin")]:
         shutil.rmtree(found)
+    for name in ("direct_url.json", "RECORD"):  # with the folder that it was built in
+        for path in folder.glob(f"*.dist-info/{name}"):
+            path.unlink()
     pack(folder, out)
     print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
     return 0

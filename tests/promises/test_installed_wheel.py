@@ -1,0 +1,38 @@
+"""What `pip install omni-proxy` gives, in an environment that has nothing else, runs by itself."""
+
+import os
+import subprocess
+import sys
+import venv
+
+import pytest
+
+from tests.tree import ROOT
+from tools.release import copy, try_program
+
+INSTALL_SECS = 300
+
+
+def run(*command):
+    done = subprocess.run(
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=INSTALL_SECS,
+        check=False,
+        # Not where this run finds its own packages.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
+    if "No matching distribution" in done.stderr or "Could not find a version" in done.stderr:
+        pytest.skip(f"no package index: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_wheel_runs_in_an_empty_environment_and_is_removed_completely(tmp_path):
+    copy(tmp_path / "source")
+    pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
+    run(sys.executable, *pip, "wheel", "--no-deps", "-w", tmp_path / "dist", tmp_path / "source")
+    (wheel,) = (tmp_path / "dist").iterdir()
+    venv.create(tmp_path / "env", with_pip=True)
+    run(tmp_path / "env/bin/python", *pip, "install", "--no-compile", wheel)
+    try_program(tmp_path / "env", ROOT / "config/example.toml")
