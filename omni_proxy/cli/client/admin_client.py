@@ -404,8 +404,9 @@ class AdminClient:
                 f"{self.target.url} rejects the admin key from {self.target.key_from}"
             )
         if code == "role_not_allowed":
+            roles = " or ".join(printable(role) for role in body.get("roles") or ["another"])
             raise AdminClientError(
-                f"{self.target.url} refuses the admin key from {self.target.key_from}: "
-                f"{printable(AdminReply(response.status_code, body).refusal)}"
+                f"the admin key from {self.target.key_from} has the role "
+                f"{printable(body.get('role'))}; this needs {roles}"
             )
         return AdminReply(response.status_code, body)

@@ -36,7 +36,7 @@ from omni_proxy.cli.screen.feed_model import feed_of
 from omni_proxy.cli.status import WIDTH, fetch_feed
 from omni_proxy.cli.top.follower import FeedFollower, FeedStatus
 from omni_proxy.cli.top.frame import render_frame
-from omni_proxy.cli.top.view import QUIT, PendingAction, TopView
+from omni_proxy.cli.top.view import QUIT, Click, PendingAction, TopView
 
 _KEYS: Final = {
     b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down",
@@ -45,19 +45,30 @@ _KEYS: Final = {
     b"\x1b[H": "home", b"\x1bOH": "home", b"\x1b[1~": "home", b"\x1b[7~": "home",
     b"\x1b[F": "end", b"\x1bOF": "end", b"\x1b[4~": "end", b"\x1b[8~": "end",
     b"\x03": "ctrl-c", b"\x0c": "ctrl-l", b"\r": "enter", b"\n": "enter", b"\x1b": "escape",
-    b" ": "pagedown",
+    b" ": "space", b"\x7f": "backspace", b"\x08": "backspace",
 }  # fmt: skip
 # An escape sequence of any kind, else one byte.
 _TOKEN: Final = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO[ -~]|.", re.DOTALL)
+# A press of a button, xterm's form 1006: the button with its modifiers, column and line from 1.
+_MOUSE: Final = re.compile(rb"\x1b\[<(\d{1,4});(\d{1,5});(\d{1,5})M")
+_LEFT, _BUTTONS = 0, 0b11000011  # without the bits of modifiers and of motion
+_WHEEL: Final = {64: "wheelup", 65: "wheeldown"}
+_MOUSE_ON, _MOUSE_OFF = "\x1b[?1000h\x1b[?1006h", "\x1b[?1006l\x1b[?1000l"
 _LFLAG, _CC = 3, 6  # indices into the result of tcgetattr
 
 
-def parse_keys(typed: bytes) -> list[str]:
-    """The names of the keys; unknown ones are left out."""
-    names = []
+def parse_keys(typed: bytes) -> list[str | Click]:
+    """The names of the keys, and clicks; unknown ones are left out."""
+    names: list[str | Click] = []
     for token in _TOKEN.findall(typed):
         if token in _KEYS:
             names.append(_KEYS[token])
+        elif mouse := _MOUSE.fullmatch(token):
+            button, column, line = (int(number) for number in mouse.groups())
+            if button & _BUTTONS == _LEFT:
+                names.append(Click(column - 1, line - 1))
+            elif button & _BUTTONS in _WHEEL:
+                names.append(_WHEEL[button & _BUTTONS])
         elif len(token) == 1 and 0x20 < token[0] < 0x7F:
             names.append(token.decode("ascii"))
     return names
@@ -90,8 +101,12 @@ keys:
   q, Ctrl-C         quit
   up, down, k, j    choose a worker; also PgUp, PgDn, Home, End
   left, right       sort by another column; r reverses the order
+  /                 search: only workers with this text in name, URL, model, role, state or weights
   o                 only workers in trouble
   d, e, D, v        disable, enable, drain, revive the chosen worker; each asks for confirmation
+  ?                 these keys
+  mouse             a click chooses a worker or sorts by a column, the wheel scrolls; text is
+                    selected with Shift held
 """
 
 
@@ -104,6 +119,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_target_arguments(result)
+    result.add_argument("--no-mouse", action="store_true", help="leave the mouse to the terminal")
     result.add_argument(
         "--once", action="store_true", help="print one frame with all rows, and end"
     )
@@ -128,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
         )
         return NO_TERMINAL
     try:
-        TopScreen(target, console).run(sys.stdin.fileno())
+        TopScreen(target, console, mouse=not arguments.no_mouse).run(sys.stdin.fileno())
     except OSError:  # the terminal is gone: nowhere to report it
         return NO_TERMINAL
     return 0
@@ -147,8 +163,9 @@ def _once(target: AdminTarget) -> int:
 
 
 class TopScreen:
-    def __init__(self, target: AdminTarget, console: Console) -> None:
+    def __init__(self, target: AdminTarget, console: Console, *, mouse: bool) -> None:
         self._target = target
+        self._mouse = mouse
         self._console = console
         self._view = TopView()
         self._answers: list[str] = []  # results of actions, appended by their threads
@@ -164,6 +181,8 @@ class TopScreen:
             stack.enter_context(raw_keyboard(keyboard))
             stack.enter_context(_signals(self._wake_writer))
             stack.enter_context(self._console.screen())
+            if self._mouse:
+                stack.enter_context(_mouse_reports(self._console))
             self._follower.start()
             while True:
                 self._draw()
@@ -218,6 +237,19 @@ class TopScreen:
                 pass
         except BlockingIOError:
             return
+
+
+@contextmanager
+def _mouse_reports(console: Console) -> Iterator[None]:
+    """Clicks and the wheel come as escape sequences (xterm, modes 1000 and 1006)."""
+    console.file.write(_MOUSE_ON)
+    console.file.flush()
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # the terminal is gone
+            console.file.write(_MOUSE_OFF)
+            console.file.flush()
 
 
 @contextmanager

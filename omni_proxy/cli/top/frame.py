@@ -45,7 +45,23 @@ from omni_proxy.cli.top.follower import FeedStatus
 from omni_proxy.cli.top.view import ORDERS, TopView
 
 STYLES: Final = {OUT: "bold red", FAILING: "red", SLOW: "yellow", LEAVING: "cyan", WELL: ""}
-KEYS: Final = "q quit  ↑↓ row  ←→ sort  r reverse  o trouble  d/e off/on  D drain  v revive"
+# Those of a narrow screen first.
+KEYS: Final = (
+    "q quit", "? help", "/ search", "d/e off/on", "D drain", "v revive", "o trouble",
+    "←→ sort", "r reverse", "↑↓ row",
+)  # fmt: skip
+HELP: Final = (
+    ("q, Ctrl-C", "quit"),
+    ("↑ ↓ k j", "choose a worker; also PgUp, PgDn, Home, End, and the wheel"),
+    ("← →", "sort by another column; also a click on its title"),
+    ("r", "reverse the order"),
+    ("/", "search in name, URL, model, role, state, weights; Esc ends it"),
+    ("o", "only workers in trouble"),
+    ("d e", "disable, enable the chosen worker"),
+    ("D", "drain it: no new requests, running ones complete"),
+    ("v", "revive it: it is dead, and gets probes again"),
+    ("y", "confirm; any other key cancels"),
+)
 _LEAST_WHY: Final = 12  # columns; a shorter reason is useless
 FEW_ROWS: Final = 4  # have priority over the lines below them
 _ABOUT_LINES: Final = 4  # the selected worker, the message, the keys
@@ -64,8 +80,10 @@ def render_frame(
         lines: list[Line] = [(f"omni-proxy at {printable(url)}", "bold")]
         lines += [(line, "bold red") for line in wrap(_link(feed_status), max(1, width))]
         return _joined([*lines, ("q quit", "dim")], width, height)
+    if view.help_open and height is not None:
+        return _joined(_help(view, feed_status, url, width, height), width, height)
     head = list(_head(view.feed, feed_status, url, width))
-    tail = [] if height is None else list(_tail(view, height, len(head)))
+    tail = [] if height is None else list(_tail(view, width, height, len(head)))
     if height is not None:
         few = min(FEW_ROWS, max(1, len(view.rows)))
         _fit_height(head, tail, height - 1 - few)
@@ -73,6 +91,7 @@ def render_frame(
     else:
         view.set_page_rows(len(view.rows))
     body = list(_body(view, width))
+    view.title, view.title_line = body[0][0], len(head)
     if height is not None:
         body += [("", "")] * (height - len(head) - len(body) - len(tail))
     return _joined([*head, *body, *tail], width, height)
@@ -96,6 +115,28 @@ def _joined(lines: Sequence[Line], width: int, height: int | None) -> Text:
             text += " " * (width - display_width(text))
         joined.append(text + ("" if index == len(lines) - 1 else "\n"), style or None)
     return joined
+
+
+def _help(view: TopView, feed_status: FeedStatus, url: str, width: int, height: int) -> list[Line]:
+    assert view.feed is not None
+    lines = [next(_head(view.feed, feed_status, url, width)), ("", "")]
+    for keys, meaning in HELP:
+        wrapped = wrap(meaning, max(10, width - 12))
+        lines.append((f"  {keys:9} {wrapped[0]}", ""))
+        lines += [(f"{' ' * 12}{more}", "") for more in wrapped[1:]]
+    lines += [("", ""), ("any key goes back", "dim")]
+    blank = [("", "")] * (height - len(lines))
+    return [*lines, *blank] if height >= len(lines) else [*lines[: height - 1], lines[-1]]
+
+
+def _key_line(width: int, position: str) -> str:
+    """As many keys as fit beside the position."""
+    shown: list[str] = []
+    for key in KEYS:
+        if display_width("  ".join((*shown, key, position))) > width and shown:
+            break
+        shown.append(key)
+    return "  ".join((*shown, position))
 
 
 def _link(feed_status: FeedStatus) -> str:
@@ -165,6 +206,8 @@ def _body(view: TopView, width: int) -> Iterator[Line]:
     yield title, "bold reverse"
     if not view.rows:
         none = "no worker is in trouble (o shows all)" if view.trouble_only else "no workers"
+        if view.search:
+            none = f"no worker matches {printable(view.search)} (Esc shows all)"
         yield none, "dim"
     pairs = zip(view.rows, lines, strict=True)
     for index, (row, line) in enumerate(pairs):
@@ -190,7 +233,7 @@ def _reason(verdict: Diagnosis) -> str:
     return verdict.problem.removeprefix("is ").removeprefix(f"{verdict.state}: ")
 
 
-def _tail(view: TopView, height: int, above: int) -> Iterator[Line]:
+def _tail(view: TopView, width: int, height: int, above: int) -> Iterator[Line]:
     """Lines by increasing importance: the first ones are dropped on a low screen."""
     assert view.feed is not None
     failed = [
@@ -202,13 +245,18 @@ def _tail(view: TopView, height: int, above: int) -> Iterator[Line]:
     if view.row is not None:
         yield from _about(view.row, view)
     position = f"{view.index + 1}/{len(view.rows)}" if view.rows else ""
-    yield f"{KEYS}  {position}", "dim"
+    hidden = len(view.feed.fleet) - len(view.rows)
+    yield _key_line(width, f"{position} of {len(view.feed.fleet)}" if hidden else position), "dim"
     if view.pending is not None:
         action = view.pending
         yield (
             f"{action.name} {printable(action.called)}?  y: yes, any other key: no",
             "bold yellow reverse",
         )
+    elif view.typing:
+        yield f"/{printable(view.search)}▏ Enter: keep, Esc: all", "bold"
+    elif view.search and not view.message:
+        yield f"search: {printable(view.search)} (Esc: all)", "bold"
     else:
         yield printable(view.message), "bold"
 

@@ -1,4 +1,5 @@
-"""State of the screen: the order of the rows, the selected worker, the action to confirm.
+"""State of the screen: the order of the rows, the search, the selected worker, the action to
+confirm.
 
 PURE. Invariant: the selected worker stays selected while it is in the fleet, whatever its row; no
 action is returned that the user has not confirmed.
@@ -6,6 +7,7 @@ action is returned that the user has not confirmed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,6 +16,8 @@ from omni_proxy.cli.screen.diagnosis import LEAVING, URGENCY, WELL, Diagnosis, d
 from omni_proxy.cli.screen.feed_model import FeedModel, FleetRow
 
 QUIT: Final = "quit"
+MAX_SEARCH: Final = 60
+WHEEL_ROWS: Final = 3
 # Key to action.
 ACTIONS: Final = {"d": "disable", "e": "enable", "D": "drain", "v": "revive"}
 
@@ -25,6 +29,14 @@ class PendingAction:
     name: str
     worker_id: str
     called: str
+
+
+@dataclass(frozen=True, slots=True)
+class Click:
+    """Of the left button; both counted from 0."""
+
+    column: int
+    line: int
 
 
 # Column, sort key, and whether descending; None always sorts last.
@@ -53,6 +65,11 @@ class TopView:
     selected: str = ""
     first: int = 0  # the row on top of the screen
     page_rows: int = 1  # rows that fit on the screen; set by the drawing code
+    title: str = ""  # the table's title and its line, as drawn
+    title_line: int = 0
+    help_open: bool = False
+    search: str = ""  # only rows with this text in what they show
+    typing: bool = False  # keys go into `search`
     order: int = 0
     reversed: bool = False
     trouble_only: bool = False
@@ -64,30 +81,45 @@ class TopView:
         self.verdicts = diagnose(feed)
         self._arrange()
 
-    def press(self, key: str) -> str | PendingAction | None:
+    def press(self, key: str | Click) -> str | PendingAction | None:
         """`QUIT`, an action that was confirmed, or None."""
         if self.pending is not None:
             return self._confirm(key)
-        if key in ("q", "ctrl-c"):
+        if key == "ctrl-c":
             return QUIT
-        self.message = ""
+        if self.help_open:  # any key closes it
+            self.help_open = False
+        elif isinstance(key, Click):
+            self._click(key)
+        elif self.typing and self._type(key):
+            pass
+        elif key == "q":
+            return QUIT
+        else:
+            self.message = ""
+            self._obey(key)
+        return None
+
+    def _obey(self, key: str) -> None:
         if key in ACTIONS:
             self._ask(ACTIONS[key])
         elif key in _STEPS:
             self._move(_STEPS[key])
-        elif key in ("pageup", "pagedown"):
-            self._move(-self.page_rows if key == "pageup" else self.page_rows)
+        elif key in _PAGES:
+            self._move(_PAGES[key] * self.page_rows)
         elif key in _ORDER_STEPS:
-            self.order = (self.order + _ORDER_STEPS[key]) % len(ORDERS)
-            self.reversed = False
-            self._select_first()
+            self._sort_by((self.order + _ORDER_STEPS[key]) % len(ORDERS))
         elif key == "r":
-            self.reversed = not self.reversed
-            self._select_first()
+            self._reverse()
         elif key == "o":
             self.trouble_only = not self.trouble_only
             self._select_first()
-        return None
+        elif key == "?":
+            self.help_open = True
+        elif key == "/":
+            self.typing = True
+        elif key == "escape":
+            self._search_for("")
 
     @property
     def index(self) -> int:
@@ -104,7 +136,55 @@ class TopView:
         lowest = max(0, len(self.rows) - self.page_rows)
         self.first = min(max(self.first, self.index - self.page_rows + 1), self.index, lowest)
 
-    def _confirm(self, key: str) -> PendingAction | None:
+    def _type(self, key: str) -> bool:
+        """Take a key of the search; false for one that is for the list."""
+        if key in ("enter", "escape"):
+            self.typing = False
+            if key == "escape":
+                self._search_for("")
+        elif key == "backspace":
+            if not self.search:
+                self.typing = False
+            self._search_for(self.search[:-1])
+        elif len(key) == 1 or key == "space":
+            self._search_for((self.search + (" " if key == "space" else key))[:MAX_SEARCH])
+        else:
+            return False
+        return True
+
+    def _search_for(self, text: str) -> None:
+        if text != self.search:
+            self.search = text
+            self._arrange()
+
+    def _click(self, click: Click) -> None:
+        """On a row: select it. On a column's title: sort by it, the second time in reverse."""
+        index = self.first + click.line - self.title_line - 1
+        if click.line == self.title_line and (order := self._order_at(click.column)) is not None:
+            if order == self.order:
+                self._reverse()
+            else:
+                self._sort_by(order)
+        elif self.first <= index < min(len(self.rows), self.first + self.page_rows):
+            self.selected = self.rows[index].id
+
+    def _order_at(self, column: int) -> int | None:
+        for word in re.finditer(r"\S+", self.title):
+            name = word[0].rstrip("▼▲")
+            if word.start() <= column < word.end():
+                return next((at for at, order in enumerate(ORDERS) if order[0] == name), None)
+        return None
+
+    def _sort_by(self, order: int) -> None:
+        self.order = order
+        self.reversed = False
+        self._select_first()
+
+    def _reverse(self) -> None:
+        self.reversed = not self.reversed
+        self._select_first()
+
+    def _confirm(self, key: str | Click) -> PendingAction | None:
         action, self.pending = self.pending, None
         if key in ("y", "Y") and action is not None:
             self.message = f"{action.name} {action.called} …"
@@ -134,7 +214,7 @@ class TopView:
         if self.feed is None:
             return
         index = self.index
-        rows = [row for row in self.feed.fleet if not self.trouble_only or self._troubled(row)]
+        rows = [row for row in self.feed.fleet if self._is_shown(row)]
         _, key, greatest_first = ORDERS[self.order]
         keyed = [(key(row, self.verdicts[row.id]), row) for row in rows]
         sortable = [pair for pair in keyed if pair[0] is not None]
@@ -145,6 +225,14 @@ class TopView:
         if self.rows and not any(row.id == self.selected for row in self.rows):
             self.selected = self.rows[min(index, len(self.rows) - 1)].id
 
+    def _is_shown(self, row: FleetRow) -> bool:
+        if self.trouble_only and not self._troubled(row):
+            return False
+        state = self.verdicts[row.id].state
+        texts = (row.url, row.name, row.model, row.role, state, row.weight_version)
+        wanted = self.search.casefold()
+        return any(wanted in text.casefold() for text in texts if text)
+
     def _troubled(self, row: FleetRow) -> bool:
         return self.verdicts[row.id].kind not in (WELL, LEAVING)
 
@@ -152,5 +240,7 @@ class TopView:
 _FAR: Final = 1 << 30
 _STEPS: Final = {
     "up": -1, "k": -1, "down": 1, "j": 1, "home": -_FAR, "g": -_FAR, "end": _FAR, "G": _FAR,
+    "wheelup": -WHEEL_ROWS, "wheeldown": WHEEL_ROWS,
 }  # fmt: skip
+_PAGES: Final = {"pageup": -1, "pagedown": 1, "space": 1}
 _ORDER_STEPS: Final = {"left": -1, "<": -1, "right": 1, ">": 1}

@@ -8,7 +8,7 @@ from omni_proxy.cli.screen.feed_model import feed_of, read_feed
 from omni_proxy.cli.screen.text_table import display_width
 from omni_proxy.cli.top.follower import FeedStatus
 from omni_proxy.cli.top.frame import render_frame, sparkline
-from omni_proxy.cli.top.view import TopView
+from omni_proxy.cli.top.view import Click, TopView
 from tests.cli.feeds import FEEDS, feed, point, row
 from tests.example_counts import examples
 
@@ -124,6 +124,38 @@ def test_without_a_height_every_row_is_printed_and_no_key():
     assert not any("q quit" in line for line in lines)
 
 
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 14), (36, 8), (20, 12)])
+def test_the_keys_and_the_position_are_whole_at_any_width(width, height):
+    lines = drawn(FLEET, width, height)
+    keys = next(line for line in lines if line.startswith("q quit"))
+    assert keys.endswith("  1/3")
+    assert "…" not in keys
+    assert "? help" in keys
+    helping = drawn(FLEET, width, height, keys="?")
+    assert len(helping) == height
+    assert any(line.startswith("any key goes back") for line in helping)
+
+
+def test_a_search_is_shown_while_it_is_typed_and_after():
+    assert drawn(FLEET, keys="/de")[-1].startswith("/de▏")
+    kept = drawn(FLEET, keys=["/", "d", "e", "enter"])
+    assert kept[-1] == "search: de (Esc: all)"
+    assert kept[-2].endswith("1/1 of 3")
+    assert any(line.startswith("no worker matches zzz") for line in drawn(FLEET, keys="/zzz"))
+
+
+def test_a_click_meets_the_row_that_was_drawn():
+    view = TopView()
+    view.show(FLEET)
+    heard = FeedStatus(FLEET, FLEET.history, "", 0.0)
+    lines = render_frame(view, heard, URL, 80, 24).plain.split("\n")
+    view.press(Click(2, next(at for at, line in enumerate(lines) if line.startswith("good:1"))))
+    assert view.row.name == "good:1"
+    title = next(at for at, line in enumerate(lines) if line.startswith("WORKER"))
+    view.press(Click(lines[title].index("BUSY"), title))
+    assert "BUSY▼" in render_frame(view, heard, URL, 80, 24).plain
+
+
 def test_the_sorted_column_is_marked():
     assert "BUSY▼" in drawn(FLEET, keys=["right"] * 3)[7]
     assert "BUSY▲" in drawn(FLEET, keys=[*["right"] * 3, "r"])[7]
@@ -151,7 +183,7 @@ def test_a_spark_line_has_a_bar_for_each_value():
 @settings(max_examples=examples(50))
 @given(
     FEEDS, st.integers(1, 120), st.one_of(st.none(), st.integers(1, 50)),
-    st.lists(st.sampled_from(("down", "up", "d", "o", "right", "r", "end"))),
+    st.lists(st.sampled_from(("down", "up", "d", "o", "right", "r", "end", "/", "?", "x"))),
 )  # fmt: skip
 def test_any_feed_renders_to_a_frame_that_fits(told, width, height, keys):
     lines = drawn(read_feed(json.dumps(told)), width, height, keys)

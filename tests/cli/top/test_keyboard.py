@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.cli.top.command import parse_keys, raw_keyboard
+from omni_proxy.cli.top.view import Click
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,10 @@ from omni_proxy.cli.top.command import parse_keys, raw_keyboard
         (b"\x03\x1b", ["ctrl-c", "escape"]),
         (b"\x1b[1;5A\x1b[200~jj", ["j", "j"]),
         ("é界d".encode(), ["d"]),
+        (b" /\x7f\x08", ["space", "/", "backspace", "backspace"]),
+        (b"\x1b[<0;12;5M\x1b[<0;12;5m\x1b[<4;1;1M", [Click(11, 4), Click(0, 0)]),
+        (b"\x1b[<64;1;1M\x1b[<65;1;1M", ["wheelup", "wheeldown"]),
+        (b"\x1b[<1;1;1M\x1b[<2;1;1M\x1b[<128;1;1M\x1b[<0;1M", []),
         (b"", []),
     ],
 )
@@ -27,7 +32,7 @@ def test_bytes_are_keys(typed, keys):
 
 @given(st.binary(max_size=40))
 def test_no_bytes_are_too_odd(typed):
-    assert all(key.isprintable() for key in parse_keys(typed))
+    assert all(isinstance(key, Click) or key.isprintable() for key in parse_keys(typed))
 
 
 def test_the_terminal_is_given_back_as_it_was():

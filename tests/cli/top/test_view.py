@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from omni_proxy.cli.screen.feed_model import feed_of
-from omni_proxy.cli.top.view import ORDERS, QUIT, PendingAction, TopView
+from omni_proxy.cli.top.view import ORDERS, QUIT, Click, PendingAction, TopView
 from tests.cli.feeds import feed, row
 from tests.example_counts import examples
 
@@ -70,6 +70,74 @@ def test_a_confirmed_action_applies_to_the_worker_it_was_requested_for(three):
     assert three.press("y").called == "c:1"
 
 
+def test_a_search_narrows_the_rows_while_it_is_typed(three):
+    for key in "/B:":
+        assert three.press(key) is None
+    assert names(three) == ["b:1"]
+    three.press("d")  # a letter of the search
+    assert (names(three), three.pending) == ([], None)
+    three.press("backspace")
+    three.press("enter")
+    assert (names(three), three.row.name) == (["b:1"], "b:1")
+    three.press("d")
+    assert three.pending.called == "b:1"
+    three.press("n")
+    three.press("escape")
+    assert len(names(three)) == 3
+    assert three.row.name == "b:1"
+
+
+def test_a_search_finds_models_and_states_and_lasts_over_snapshots():
+    rows = [row("a:1", model="qwen"), row("b:1", routable=False, health="dead")]
+    view = shown(*rows)
+    for key in ("/", *"dea", "enter"):
+        view.press(key)
+    assert names(view) == ["b:1"]
+    view.show(feed_of(feed(*rows, row("c:1", routable=False, health="dead"))))
+    assert names(view) == ["b:1", "c:1"]
+    for key in ("escape", "/", *"QWE", "escape", "q"):
+        told = view.press(key)
+    assert told == QUIT
+
+
+def test_help_is_closed_by_any_key_which_does_nothing_else(three):
+    three.press("?")
+    assert three.help_open
+    assert three.press("d") is None
+    assert (three.help_open, three.pending) == (False, None)
+    three.press("?")
+    assert three.press("ctrl-c") == QUIT
+
+
+def test_a_click_selects_a_row_or_sorts_by_a_title(three):
+    three.title, three.title_line, three.first = "WORKER  STATE  BUSY", 5, 0
+    three.set_page_rows(3)
+    three.press(Click(1, 7))
+    assert three.row.name == "b:1"
+    three.press(Click(16, 5))
+    assert (ORDERS[three.order][0], three.reversed) == ("BUSY", False)
+    three.title = "WORKER  STATE  BUSY▼"
+    three.press(Click(15, 5))
+    assert three.reversed
+    before = (three.order, three.selected)
+    for line, column in ((5, 7), (5, 90), (4, 1), (9, 1), (0, 0)):
+        three.press(Click(column, line))
+    assert (three.order, three.selected) == before
+
+
+def test_a_click_confirms_nothing(three):
+    three.press("d")
+    assert three.press(Click(0, 0)) is None
+    assert (three.pending, three.message) == (None, "cancelled")
+
+
+def test_the_wheel_moves_the_selection(three):
+    three.press("wheeldown")
+    assert three.index == 2
+    three.press("wheelup")
+    assert three.index == 0
+
+
 def test_an_empty_fleet_has_no_action():
     view = shown()
     view.press("d")
@@ -93,7 +161,8 @@ class Looking(RuleBasedStateMachine):
             assert self.view.selected == before
 
     @rule(key=st.sampled_from(
-        ("up", "down", "pageup", "pagedown", "home", "end", "left", "right", "r", "o", "x", "k")
+        ("up", "down", "pageup", "pagedown", "home", "end", "left", "right", "r", "o", "x", "k",
+         "/", "h", "1", "enter", "escape", "backspace", "?", "wheelup", Click(0, 3), Click(2, 9))
     ))  # fmt: skip
     def press(self, key):
         assert self.view.press(key) is None
