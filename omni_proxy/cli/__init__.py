@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "launch-router": "omni_proxy.cli.launch:main_router",
     "logs": "omni_proxy.cli.logs",
     "replica": "omni_proxy.replica.command",
+    "schema": "omni_proxy.cli.config_file.schema",
     "serve": "omni_proxy.cli.serve",
     "simulate": "omni_proxy.cli.simulate.command",
     "status": "omni_proxy.cli.status",

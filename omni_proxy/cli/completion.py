@@ -59,6 +59,7 @@ def pages() -> list[Page]:
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     # Imported here: no other command must wait for all of them.
     from omni_proxy.cli import explain, logs, status, weights, workers
+    from omni_proxy.cli.config_file import schema
     from omni_proxy.cli.flags import arguments
     from omni_proxy.cli.flags.engines import ENGINES
     from omni_proxy.cli.simulate import arguments as simulate
@@ -68,6 +69,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 
     yield "serve", arguments.serve_parser()
     yield "check", arguments.check_parser()
+    yield "schema", schema.parser()
     yield "status", status.parser()
     yield "top", top.parser()
     yield "workers", workers.parser()

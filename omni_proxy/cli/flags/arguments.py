@@ -20,6 +20,7 @@ COMMANDS: Final = """\
 commands:
   omni-proxy [serve] ...     run the proxy: --config FILE, or --worker-urls URL ...
   omni-proxy check FILE      validate FILE; binds nothing
+  omni-proxy schema          JSON schema of FILE, for editors
   omni-proxy replica ...     run one inference replica; see `omni-proxy replica --help`
   omni-proxy launch ...      start replicas and the proxy in front of them
   omni-proxy launch-router   as sglang-router's launch_router: --worker-urls URL ...
