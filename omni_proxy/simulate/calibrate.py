@@ -22,7 +22,7 @@ from omni_proxy.simulate.engine import EngineSpec
 from omni_proxy.simulate.report import percentile
 
 SHORT_WORDS: Final = 64
-LONG_WORDS: Final = 512
+LONG_WORDS: Final = (512, 256, 128)  # the longest that its context can hold
 ANSWER_TOKENS: Final = 32
 REPEATS: Final = 5
 AT_ONCE: Final = 4
@@ -31,6 +31,10 @@ TIMEOUT_SECS: Final = 300.0
 
 class CalibrationError(Exception):
     """The worker could not be measured; the text says why."""
+
+
+class _RefusedError(CalibrationError):
+    """Status 400, as for a prompt that does not fit into the model's context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +47,15 @@ class _Timing:
 def measure(url: str, progress: Callable[[str], None] = lambda text: None) -> EngineSpec:
     """Raises CalibrationError."""
     base = url.rstrip("/")
-    with httpx.Client(timeout=TIMEOUT_SECS) as client:
-        model = _model(client, base)
+    # llama.cpp closes a connection after a stream without a word of it.
+    with httpx.Client(timeout=TIMEOUT_SECS, headers={"connection": "close"}) as client:
+        model, slots = _model(client, base), _llamacpp_slots(client, base)
         progress("warming up")
         _ask(client, base, model, SHORT_WORDS)
         progress("prefill")
         short = [_ask(client, base, model, SHORT_WORDS) for _ in range(REPEATS)]
-        long = [_ask(client, base, model, LONG_WORDS) for _ in range(REPEATS)]
+        words = _longest(client, base, model)
+        long = [_ask(client, base, model, words) for _ in range(REPEATS)]
         progress(f"decode, {AT_ONCE} requests at once")
         with ThreadPoolExecutor(AT_ONCE) as threads:
             calls = [
@@ -67,10 +73,31 @@ def measure(url: str, progress: Callable[[str], None] = lambda text: None) -> En
     more_ms = max(0.0, (_median(together, "step_secs") * 1000 - alone_ms) / (AT_ONCE - 1))
     return replace(
         EngineSpec(),
+        **slots,
         prefill_tokens_per_sec=tokens / secs,
         decode_step_ms=max(0.0, alone_ms - more_ms),
         decode_step_ms_per_request=more_ms,
     )
+
+
+def _llamacpp_slots(client: httpx.Client, base: str) -> dict[str, int]:
+    """llama.cpp's server says how many requests it computes at a time; nothing of others."""
+    try:
+        slots = client.get(f"{base}/props").json()["total_slots"]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        return {}
+    return {"slots": slots, "max_batch": slots} if isinstance(slots, int) and slots > 0 else {}
+
+
+def _longest(client: httpx.Client, base: str, model: str) -> int:
+    """Raises CalibrationError."""
+    for words in LONG_WORDS[:-1]:
+        try:
+            _ask(client, base, model, words)
+        except _RefusedError:
+            continue
+        return words
+    return LONG_WORDS[-1]
 
 
 def _median(timings: list[_Timing], name: str) -> float:
@@ -103,7 +130,8 @@ def _ask(client: httpx.Client, base: str, model: str, words: int) -> _Timing:
         with client.stream("POST", f"{base}/v1/completions", json=body) as response:
             if response.status_code != 200:
                 response.read()
-                raise CalibrationError(
+                kind = _RefusedError if response.status_code == 400 else CalibrationError
+                raise kind(
                     f"{base}/v1/completions: status {response.status_code}: {response.text[:200]}"
                 )
             for line in response.iter_lines():

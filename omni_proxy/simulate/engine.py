@@ -17,6 +17,7 @@ from heapq import heapify, heappop, heappush
 from math import ceil, inf
 from typing import Final, Protocol
 
+from omni_proxy.simulate.slot_cache import SlotCache
 from omni_proxy.simulate.workload import Request
 
 CHUNK_TOKENS: Final = 2048
@@ -24,13 +25,15 @@ CHUNK_TOKENS: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What a worker can do. `kv_tokens` 0: no bound."""
+    """What a worker can do. `kv_tokens` 0: no bound. `slots` above 0: it keeps texts as llama.cpp
+    does, one for each slot, and `kv_tokens` bounds those that are stored beside them."""
 
     prefill_tokens_per_sec: float = 8000.0
     decode_step_ms: float = 6.0
     decode_step_ms_per_request: float = 0.35
     max_batch: int = 256
     kv_tokens: int = 524288
+    slots: int = 0
 
 
 class ResponseListener(Protocol):
@@ -177,7 +180,7 @@ class Engine:
         self.seen_blocks = 0
         self.requests = 0  # that were sent to it
         self._schedule = schedule
-        self._cache = BlockCache(spec.kv_tokens)
+        self._cache = _cache_of(spec)
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._decoding: list[tuple[int, int, Job]] = []  # by the step of the last token
@@ -222,7 +225,7 @@ class Engine:
         self._decoding.clear()
         self._prefilling.clear()
         self._waiting.clear()
-        self._cache = BlockCache(self.spec.kv_tokens)
+        self._cache = _cache_of(self.spec)
         for job in jobs:
             job.listener.on_failed("the worker died")
 
@@ -306,6 +309,10 @@ class Engine:
             self._cache.release(job)
             job.listener.on_completed(job.cached_tokens)
         self._begin(now)
+
+
+def _cache_of(spec: EngineSpec) -> BlockCache | SlotCache:
+    return SlotCache(spec.slots, spec.kv_tokens) if spec.slots else BlockCache(spec.kv_tokens)
 
 
 def _order(entry: tuple[int, int, Job]) -> int:

@@ -9,6 +9,7 @@ import pytest
 from omni_proxy.simulate.calibrate import (
     ANSWER_TOKENS,
     AT_ONCE,
+    LONG_WORDS,
     REPEATS,
     CalibrationError,
     measure,
@@ -18,19 +19,24 @@ SECS_PER_WORD = 0.0001
 
 
 class Worker(ThreadingHTTPServer):
-    """Streams tokens after a time that grows with the prompt. `usage` False: it tells none."""
+    """Streams tokens after a time that grows with the prompt. `usage` False: it tells none. A prompt
+    of more than `context` words is refused; `slots` are told as llama.cpp tells them."""
 
     daemon_threads = True
 
-    def __init__(self, *, usage=True, status=200):
+    def __init__(self, *, usage=True, status=200, context=10_000, slots=0):
         super().__init__(("127.0.0.1", 0), Handler)
         self.usage, self.status, self.prompts, self.bodies = usage, status, [], []
+        self.context, self.slots = context, slots
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        self._send(b'{"data": [{"id": "m"}]}')
+        if self.path == "/props" and self.server.slots:
+            self._send(b'{"total_slots": %d}' % self.server.slots)
+        else:
+            self._send(b'{"data": [{"id": "m"}]}')
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -40,6 +46,9 @@ class Handler(BaseHTTPRequestHandler):
             self._send(b'{"error": "overloaded"}', server.status)
             return
         words = len(body["prompt"].split())
+        if words > server.context:
+            self._send(b'{"error": "too long"}', 400)
+            return
         threading.Event().wait(words * SECS_PER_WORD)
         self._send(b"", kind="text/event-stream")
         for _ in range(body["max_tokens"]):
@@ -85,9 +94,23 @@ def test_a_worker_is_measured_with_prompts_that_no_cache_can_hold(worker_of):
     assert spec.decode_step_ms >= 0
     assert spec.decode_step_ms_per_request >= 0
     prompts = [body["prompt"] for body in worker.bodies]
-    assert len(prompts) == len(set(prompts)) == 1 + REPEATS * (2 + AT_ONCE)
+    assert len(prompts) == len(set(prompts)) == 2 + REPEATS * (2 + AT_ONCE)
     assert {body["max_tokens"] for body in worker.bodies} == {ANSWER_TOKENS}
     assert {body["model"] for body in worker.bodies} == {"m"}
+
+
+def test_long_prompts_are_as_long_as_the_context_allows(worker_of):
+    worker = worker_of(context=200)
+    assert measure(worker.url).prefill_tokens_per_sec > 0
+    lengths = [len(body["prompt"].split()) for body in worker.bodies]
+    assert max(length for length in lengths if length <= 200) == LONG_WORDS[-1] == 128
+    assert lengths.count(LONG_WORDS[-1]) == REPEATS
+
+
+def test_llamacpp_says_how_many_slots_it_has(worker_of):
+    spec = measure(worker_of(slots=4).url)
+    assert (spec.slots, spec.max_batch) == (4, 4)
+    assert measure(worker_of().url).slots == 0
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,11 @@ def _add_engine(result: argparse.ArgumentParser) -> None:
         help=f"KV memory of a worker; 0: no bound (default {DEFAULT_ENGINE.kv_tokens})",
     )  # fmt: skip
     engine.add_argument(
+        "--slots", type=_whole(0, 100_000), metavar="N",
+        help="N slots keep one text each, as in llama.cpp; 0: blocks, as in vLLM and SGLang "
+        "(default 0)",
+    )  # fmt: skip
+    engine.add_argument(
         "--calibrate", metavar="URL",
         help="measure a running worker and use its speed; alone: print it as flags",
     )  # fmt: skip

@@ -169,6 +169,7 @@ def _as_flags(spec: EngineSpec) -> str:
             f"--decode-step-ms {spec.decode_step_ms:.3f}",
             f"--decode-step-ms-per-request {spec.decode_step_ms_per_request:.3f}",
             f"--max-batch {spec.max_batch}",
+            *((f"--slots {spec.slots}",) if spec.slots else ()),
         )
     )
 
