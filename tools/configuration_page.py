@@ -84,6 +84,18 @@ all of them is [config/example.toml](../config/example.toml), and
 * Every key is hot: save the file and it holds. SIGHUP and `POST /reload` do the same, nothing
   needs a restart, and a file that is refused changes nothing.
 * A flag, where a key has one, wins over the file.
+
+`omni-proxy init FILE` writes a first file with comments. It asks for the workers' URLs, the policy,
+the address, the access log and, beyond this machine, the admin key; flags replace the questions,
+and a file that exists stays unless `--force` is given. What it writes passes `check`.
+
+`omni-proxy schema` prints the JSON schema of the file, and `omni-proxy init --schema` writes it
+beside FILE. Editors with taplo, such as Even Better TOML, then complete keys and mark wrong ones in
+a file whose first line is
+
+```toml
+#:schema ./omni-proxy.schema.json
+```
 """
 
 

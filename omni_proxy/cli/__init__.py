@@ -19,6 +19,7 @@ COMMANDS: Final = {
     "check": "omni_proxy.cli.check",
     "completion": "omni_proxy.cli.completion",
     "explain": "omni_proxy.cli.explain",
+    "init": "omni_proxy.cli.config_file.init",
     "launch": "omni_proxy.cli.launch",
     "launch-router": "omni_proxy.cli.launch:main_router",
     "logs": "omni_proxy.cli.logs",

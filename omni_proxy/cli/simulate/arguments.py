@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
 
+from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.simulate.engine import EngineSpec
 from omni_proxy.simulate.faults import EXPECTED
@@ -31,7 +32,7 @@ Equal arguments give equal figures. docs/simulate.md says what is modelled and w
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+    result = CommandParser(
         prog="omni-proxy simulate",
         description="Compare policies on a workload, in virtual time. Nothing is sent.",
         epilog=_EPILOG,
