@@ -29,6 +29,7 @@ class EngineSpec:
     does, one for each slot, and `kv_tokens` bounds those that are stored beside them."""
 
     prefill_tokens_per_sec: float = 8000.0
+    prefill_overhead_ms: float = 0.0  # of each prompt, besides its tokens
     decode_step_ms: float = 6.0
     decode_step_ms_per_request: float = 0.35
     max_batch: int = 256
@@ -186,6 +187,7 @@ class Engine:
         self._decoding: list[tuple[int, int, Job]] = []  # by the step of the last token
         self._step = 0
         self._admitted = 0
+        self._begun = 0  # prompts that the next step begins
         # The steps that run now: when they began, how long each takes, and how many they are.
         self._running = 0
         self._number = 0
@@ -225,6 +227,7 @@ class Engine:
         self._decoding.clear()
         self._prefilling.clear()
         self._waiting.clear()
+        self._begun = 0
         self._cache = _cache_of(self.spec)
         for job in jobs:
             job.listener.on_failed("the worker died")
@@ -266,6 +269,8 @@ class Engine:
             self._running = 0
             return
         secs = self._chunk / spec.prefill_tokens_per_sec
+        secs += self._begun * spec.prefill_overhead_ms / 1000
+        self._begun = 0
         if decoding:
             secs += (spec.decode_step_ms + spec.decode_step_ms_per_request * decoding) / 1000
         self._step_secs = secs * self.factor
@@ -283,6 +288,7 @@ class Engine:
                 return
             self._waiting.popleft()
             self._prefilling.append(job)
+            self._begun += 1
             self.found_blocks += job.cached_blocks
             self.seen_blocks += job.request.block_count
 

@@ -97,6 +97,10 @@ def _add_engine(result: argparse.ArgumentParser) -> None:
     engine = result.add_argument_group("engines")
     for name, kind, default, text in (
         ("prefill-tokens-per-sec", _positive, DEFAULT_ENGINE.prefill_tokens_per_sec, "of prompts"),
+        (
+            "prefill-overhead-ms", _not_negative, DEFAULT_ENGINE.prefill_overhead_ms,
+            "of each prompt, besides its tokens",
+        ),
         ("decode-step-ms", _not_negative, DEFAULT_ENGINE.decode_step_ms, "a step of the batch"),
         (
             "decode-step-ms-per-request", _not_negative, DEFAULT_ENGINE.decode_step_ms_per_request,
