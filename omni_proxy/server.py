@@ -34,6 +34,7 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.adapter_list import AdapterList
+from omni_proxy.health.engine_load import EngineLoadReader
 from omni_proxy.health.engine_pages import EnginePages
 from omni_proxy.health.engine_ranks import EngineRanks
 from omni_proxy.health.engine_roles import EngineRoles
@@ -132,8 +133,8 @@ class Server:
         self.prober.proxy_id = proxy_id
         self.launcher = Launcher(fleet, config_store, self.prober)
         self.outlier_removal = OutlierRemoval(fleet, config_store)
-        self.drains, adapters = WorkerDrains(fleet, config_store), AdapterList(fleet)
-        self.engine_pages = EnginePages(fleet, (EngineRoles(fleet), EngineRanks(fleet), adapters))
+        self.drains, self.adapter_list = WorkerDrains(fleet, config_store), AdapterList(fleet)
+        self.engine_pages = self._build_engine_pages(fleet)
         voices = config_store.state.voices
         self.data_plane.voices.restore(voices.owner, voices.names)
         self.voice_list = VoiceList(fleet, self.data_plane.voices, config_store.save_voices)
@@ -157,7 +158,7 @@ class Server:
             fleet=fleet,
             config_store=config_store,
             prober=self.prober,
-            refresh_adapters=lambda: self.engine_pages.refresh(adapters),
+            refresh_adapters=lambda: self.engine_pages.refresh(self.adapter_list),
             data_plane=self.view,
             weight_operations=self.weight_operations,
             launcher=self.launcher,
@@ -178,6 +179,13 @@ class Server:
         config_store.add_prepare(self.admin_keys.prepare)
         config_store.add_prepare(self.process_manager.prepare)
         config_store.subscribe(self._follow_config)
+
+    def _build_engine_pages(self, fleet: Fleet) -> EnginePages:
+        """All that is read of engines, but for voices."""
+        clock = self.data_plane.loop.clock
+        self.load_reader = EngineLoadReader(fleet, self._load_poll_secs, clock)
+        readers = EngineRoles(fleet), EngineRanks(fleet), self.adapter_list, self.load_reader
+        return EnginePages(fleet, readers)
 
     def _build_supervisors(self) -> list[Supervisor]:
         """In the order in which they start, and in which /status has them."""
@@ -300,6 +308,11 @@ class Server:
         self.data_plane.recorders.access_log = access_log if access_log.on else None
         self.data_plane.recorders.route_log = route_log if route_log.on else None
         self.data_plane.recorders.meters = self.instruments.metrics if server.metrics else None
+        if new.routing.load_poll_secs != old.routing.load_poll_secs:
+            self.engine_pages.restart(self.load_reader)
+
+    def _load_poll_secs(self) -> float:
+        return self.config_store.config.routing.load_poll_secs
 
     async def _handle_signals(self, root_scope: trio.CancelScope) -> None:
         async with trio.open_nursery() as nursery:

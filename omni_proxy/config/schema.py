@@ -31,15 +31,8 @@ from omni_proxy.config.url import normalize_url
 
 # What a worker may be able to do, in the order in which the contract lists it.
 Capability = Literal[
-    "chat",
-    "speech",
-    "streaming",
-    "image_input",
-    "audio_input",
-    "video_input",
-    "audio_output",
-]
-
+    "chat", "speech", "streaming", "image_input", "audio_input", "video_input", "audio_output"
+]  # fmt: skip
 CAPABILITIES: Final[tuple[Capability, ...]] = get_args(Capability)
 
 # Above 30 years a duration is a slip of the unit; the bound also refuses TOML's inf and nan.
@@ -290,6 +283,15 @@ class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sticky_rebalance_abs: Count = 0
     # ... and so many times as many.
     sticky_rebalance_rel: Annotated[float, Meta(ge=1, le=1_000_000)] = 1.5
+    # A worker whose engine reports so many waiting requests gets no new one while another is below;
+    # 0: never.
+    overload_waiting: Count = 0
+    # The same for the share of its KV cache in use, 0 to 1; 0: never.
+    overload_kv_usage: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    # What an engine reported longer ago counts for nothing.
+    load_max_age_secs: Interval = 5.0
+    # Engines are asked for their load this often; 0: never.
+    load_poll_secs: Duration = 0.0
     # The first of these headers that a request has is its session.
     session_headers: tuple[SessionHeader, ...] = (
         "x-smg-routing-key", "x-session-id", "x-claude-code-session-id", "session-id",
@@ -428,8 +430,7 @@ class LaunchEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A group of replicas that the proxy starts, watches, restarts and stops."""
 
     name: Name = "local"
-    # {host} and {port} are substituted for each replica; {5557+index} is 5557 for the first, the
-    # next number for each next one.
+    # {host} and {port} are substituted for each replica.
     command: Annotated[tuple[str, ...], Meta(min_length=1)]
     replicas: Annotated[int, Meta(ge=0, le=1024)] = 1
     host: Address = "127.0.0.1"

@@ -33,6 +33,7 @@ from omni_proxy.dataplane.settings import Settings
 from omni_proxy.dataplane.status import admission_record, status_record, totals_record
 from omni_proxy.dataplane.upstream.acquire import Balancer
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
+from omni_proxy.fleet.engine_load import bounds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
@@ -100,6 +101,7 @@ class DataPlane:
         self.listens_elsewhere = False  # another process opens the sockets of the listeners
         self._shared_sessions: Sessions | None = None
         self.listeners = Listeners(self.services)
+        fleet.loads.now = sources.clock
         self.configure(config)
         fleet.watch_members(self._follow_fleet)
         fleet.watch_worker(self._follow_worker)
@@ -125,6 +127,10 @@ class DataPlane:
         """All of `config` is in force from here on, but for the listeners."""
         self.settings.configure(config)
         self.voices.configure(config.routing.voice_owner)
+        bounds = bounds_of(config.routing)
+        self.pools.ask_for_load(bool(bounds))
+        if bounds != self.fleet.loads.bounds:
+            self.fleet.loads.configure(bounds, self.fleet.targets())
         self.balancer.affinity_keys = affinity_keys_of(config)
         self.balancer.configure_aliases(config)
         self.balancer.policy = self.build_policy(config.routing)

@@ -36,6 +36,7 @@ class DpRank(Worker):
         self.peak_in_flight = 0
         self.counts = zero_counters()
         self.dp_ranks = ()
+        self.engine_load = None
         self.follow_worker(1)
 
     def __getattr__(self, name: str) -> Any:

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.schema import Role
 from omni_proxy.fleet.dp_rank import DpRank, with_ranks
+from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.health_state import Health, Thresholds
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import ReportedRole, Worker
@@ -46,6 +47,7 @@ class Fleet:
         # Returns when every process that routes requests has this state.
         self.await_replicated: Callable[[], Awaitable[None]] = _no_replicas
         self.thresholds = Thresholds()
+        self.loads = EngineLoads()  # their reports change no candidates, only picks
         self.has_inflight_limits = (
             False  # some worker has a max_inflight: a pick looks at free slots
         )

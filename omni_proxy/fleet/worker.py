@@ -23,6 +23,7 @@ from omni_proxy.config.schema import CAPABILITIES, Role
 from omni_proxy.config.url import dial_address, display_id, worker_id
 from omni_proxy.fleet.health_state import Health, HealthMachine
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
+from omni_proxy.wire.load_report import EngineLoad
 
 ReportedRole: TypeAlias = Literal["", "prefill", "decode"]
 CAPABILITY_BITS: dict[str, int] = {
@@ -112,6 +113,7 @@ class Worker(_RequestFields):
         "disabled_changed_at",
         "display_id",
         "dp_ranks",
+        "engine_load",
         "health_body",
         "hop_line",
         "id",
@@ -154,6 +156,7 @@ class Worker(_RequestFields):
         self.reported_role: ReportedRole = ""  # by its engine; counts if none is configured
         self.reported_bootstrap_port: int | None = None  # the same
         self.counts = zero_counters()
+        self.engine_load: EngineLoad | None = None  # as its engine reported it last
         self.dp_ranks: tuple[Worker, ...] = ()  # what is picked in its place, where it has ranks
         self.reported_adapters: tuple[str, ...] = ()  # by its engine, for `loras = "auto"`
         self.reported_ranks = 0  # by its engine, for `ranks = "auto"`; 0: unknown

@@ -2,7 +2,7 @@
 
 A reader is asked about a worker when that gets healthy, when another process answers under its
 URL, and when a setting makes the reader want it. Readers that are asked for the same reason share
-one call for each page. A failed read is repeated with back-off, a good one after `refresh_secs`,
+one call for each page. A failed read is repeated with back-off, a good one after `refresh_secs_of`,
 as long as the worker is healthy and the reader wants it. Invariant: a reader never gets a page that
 was requested before the change for which it is asked, nor one of a worker that it wants no more;
 and no worker has two tasks for one reader. What a page means is the reader's: nothing here changes
@@ -51,7 +51,11 @@ Fetch: TypeAlias = Callable[[EnginePage], Awaitable[CallResult]]
 class PageReader:
     """What is read for one purpose; a subclass keeps what it reads at the worker."""
 
-    refresh_secs: float = inf  # after a good read; infinite: only for a reason
+    refresh_secs: float = inf
+
+    def refresh_secs_of(self, worker: Worker) -> float:
+        """When to read again after a good read; infinite: only for a reason."""
+        return self.refresh_secs
 
     def wants(self, worker: Worker) -> bool:
         """Whether it needs to know something of this healthy worker."""
@@ -151,10 +155,13 @@ class EnginePages:
 
     async def refresh(self, reader: PageReader) -> None:
         """Returns when it has read the pages of all workers that it wants, or has failed to."""
+        for asking in self.restart(reader):
+            await asking.read_once.wait()
+
+    def restart(self, reader: PageReader) -> list[_Asking]:
+        """Read now, and at its intervals from now on, the pages of all workers that it wants."""
         begun = [self._ask(worker, reader, _Round(worker)) for worker in self._fleet.workers]
-        for asking in begun:
-            if asking is not None:
-                await asking.read_once.wait()
+        return [asking for asking in begun if asking is not None]
 
     def _ask_all(self, worker: Worker) -> None:
         round_ = _Round(worker)
@@ -195,7 +202,9 @@ class EnginePages:
                     asking.read_once.set()
                     if answered:
                         backoff.reset()
-                    pause_secs = reader.refresh_secs if answered else backoff.next_delay()
+                    pause_secs = (
+                        reader.refresh_secs_of(worker) if answered else backoff.next_delay()
+                    )
                     if not isfinite(pause_secs):
                         break
                     await trio.sleep(pause_secs)

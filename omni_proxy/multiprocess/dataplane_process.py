@@ -30,9 +30,12 @@ from omni_proxy.multiprocess.ipc import (
     AckEvent,
     ClearCacheCommand,
     DrainCommand,
+    EngineLoadsCommand,
+    EngineLoadsEvent,
     IpcChannel,
     ListenCommand,
     ListenFailedEvent,
+    LoadRow,
     LogLinesEvent,
     ProcessCommand,
     ProcessEvent,
@@ -42,6 +45,7 @@ from omni_proxy.multiprocess.ipc import (
     StartCommand,
     StateSnapshot,
 )
+from omni_proxy.multiprocess.load_reports import LoadCollector, take_rows
 from omni_proxy.multiprocess.metrics_delta import MetricsDelta
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, shared_ids
 from omni_proxy.multiprocess.shared_counters import SharedCounters
@@ -154,6 +158,7 @@ class DataPlaneProcess:
         directory = WorkerDirectory(fleet.serial, shared_ids, fleet.targets)
         self.dataplane.use_sessions(SharedSessions(sessions_fd, directory))
         self.dataplane.balancer.response_owners = shared_response_owners(responses_fd, directory)
+        self._loads = LoadCollector(fleet.loads, shared_ids, self._send_loads)
         self._meters = MetricsDelta(fleet)
         self._access_lines, self._route_lines = _LineBuffer(), _LineBuffer()
         self._max_lag_secs = 0.0
@@ -161,9 +166,14 @@ class DataPlaneProcess:
         self.take(first)
 
     def _send(self, message: ProcessEvent) -> None:
-        optional = isinstance(message, RequestFailedEvent | RequestSucceededEvent)
+        optional = isinstance(
+            message, RequestFailedEvent | RequestSucceededEvent | EngineLoadsEvent
+        )
         if not optional or self._channel.waiting_bytes < MAX_UNSENT_BYTES:
             self._channel.send(message)
+
+    def _send_loads(self, rows: list[LoadRow]) -> None:
+        self._send(EngineLoadsEvent(rows))
 
     def on_main_message(self) -> None:
         self.dataplane.main_process.last_message_at = self.dataplane.loop.clock()
@@ -178,6 +188,8 @@ class DataPlaneProcess:
                 worker = self.fleet.serial(serial)
                 if worker is not None:
                     self.fleet.cache_cleared(worker)
+            case EngineLoadsCommand(rows):
+                take_rows(self.fleet.loads, rows, self.fleet.serial)
             case DrainCommand():
                 self.dataplane.begin_drain()
                 self._drain_started.set()
@@ -224,7 +236,10 @@ class DataPlaneProcess:
         async with trio.open_nursery() as nursery:
             await nursery.start(self._watchdog.run)
             await nursery.start(self.dataplane.run)
-            for chore in (self._send_lines, self._send_reports, self._poll_queue_room):
+            chores = (
+                self._send_lines, self._send_reports, self._poll_queue_room, self._loads.run,
+            )  # fmt: skip
+            for chore in chores:
                 nursery.start_soon(chore)
             gc.collect()
             gc.freeze()

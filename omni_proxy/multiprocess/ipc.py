@@ -78,6 +78,22 @@ class ClearCacheCommand(Struct, frozen=True, tag=True):
     serial: int
 
 
+LoadRow: TypeAlias = tuple[int, float | None, float | None, float]
+
+
+class EngineLoadsCommand(Struct, frozen=True, tag=True):
+    """Reports of engines: serial, waiting requests, share of the KV cache in use, and when they
+    came, by the clock that all processes share."""
+
+    rows: list[LoadRow]
+
+
+class EngineLoadsEvent(Struct, frozen=True, tag=True):
+    """The same, as this process got them in responses."""
+
+    rows: list[LoadRow]
+
+
 class AbortCommand(Struct, frozen=True, tag=True):
     """Abort the matching requests that wait, and report where the others run (AbortedEvent)."""
 
@@ -90,7 +106,13 @@ class DrainCommand(Struct, frozen=True, tag=True):
 
 
 ProcessCommand: TypeAlias = (
-    StartCommand | StateSnapshot | ListenCommand | ClearCacheCommand | AbortCommand | DrainCommand
+    StartCommand
+    | StateSnapshot
+    | ListenCommand
+    | ClearCacheCommand
+    | EngineLoadsCommand
+    | AbortCommand
+    | DrainCommand
 )
 
 
@@ -234,6 +256,7 @@ ProcessEvent: TypeAlias = (
     | HalfOpenEndedEvent
     | VoicesChangedEvent
     | AbortedEvent
+    | EngineLoadsEvent
     | LogLinesEvent
     | MetricsEvent
     | ProcessStats

@@ -29,14 +29,18 @@ from omni_proxy.multiprocess.ipc import (
     AckEvent,
     ClearCacheCommand,
     DrainCommand,
+    EngineLoadsCommand,
+    EngineLoadsEvent,
     ListenCommand,
     ListenFailedEvent,
+    LoadRow,
     LogLinesEvent,
     MetricsEvent,
     ProcessEvent,
     ProcessStats,
     StartCommand,
 )
+from omni_proxy.multiprocess.load_reports import LoadCollector, load_rows
 from omni_proxy.multiprocess.process_slot import ProcessHandle, ProcessSlot
 from omni_proxy.multiprocess.replication import ReportHandler, SnapshotPublisher
 from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
@@ -58,7 +62,14 @@ PUBLISH_PAUSE_SECS: Final = 0.002  # between two snapshots, so that many changes
 PUBLISH_PAUSE_FACTOR: Final = 4  # times the duration of the last one: large fleets take long
 ABORT_SECS: Final = 2.0  # for a process to end what waits there; requests of a hung one do run
 # Events that change nothing that other processes need.
-UNCHANGING: Final = (AckEvent, LogLinesEvent, ProcessStats, MetricsEvent, AbortedEvent)
+UNCHANGING: Final = (
+    AckEvent,
+    LogLinesEvent,
+    ProcessStats,
+    MetricsEvent,
+    AbortedEvent,
+    EngineLoadsEvent,
+)
 HANDOVER_SECS: Final = 1.0  # for connections that are being made while new ones are steered away
 
 
@@ -91,9 +102,11 @@ class ProcessManager:
         self.exited_counts: Counter[str] = Counter()
         self.exited_outcomes: Counter[str] = Counter()
         self._publisher = SnapshotPublisher(fleet, self.worker_ids)
+        self._loads = LoadCollector(fleet.loads, self.worker_ids.ids, self._send_loads)
         self._report_handler = ReportHandler(
-            fleet, dataplane, self.worker_ids, instruments, self.exited_counts, self.exited_outcomes
-        )
+            fleet, dataplane, self.worker_ids, instruments, self._loads,
+            self.exited_counts, self.exited_outcomes,
+        )  # fmt: skip
         self._admin_socket = admin_socket
         # The descriptors of the shared sessions, and of the owners of stored responses.
         self._tables: tuple[int, int] | None = None
@@ -146,6 +159,7 @@ class ProcessManager:
                 nursery.start_soon(self._repeat, RECOUNT_SECS, self.worker_ids.recount)
                 nursery.start_soon(self._repeat, TICK_SECS, self._tick)
                 nursery.start_soon(self._repeat, TICK_SECS / 4, self._publish)
+                nursery.start_soon(self._loads.run)
                 task_status.started()
                 await self._publish_changes()
         finally:
@@ -318,6 +332,12 @@ class ProcessManager:
         start = StartCommand(handle.index, self._admin_socket, SILENT_SECS, self.dataplane.proxy_id)
         handle.send_start(start, self.worker_ids.counters.descriptor, *self._tables)
         self._publisher.send_all([handle])
+        if rows := load_rows(self._fleet.targets(), self.worker_ids.ids):
+            handle.send(EngineLoadsCommand(rows))
+
+    def _send_loads(self, rows: list[LoadRow]) -> None:
+        for handle in self.handles:
+            handle.send(EngineLoadsCommand(rows))
 
     def _on_event(self, handle: ProcessHandle, message: ProcessEvent) -> None:
         self._report_handler.on_event(handle, message)

@@ -23,6 +23,7 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker, WorkerState
 from omni_proxy.multiprocess.ipc import (
+    EngineLoadsEvent,
     HalfOpenEndedEvent,
     HalfOpenStartedEvent,
     LogLinesEvent,
@@ -35,6 +36,7 @@ from omni_proxy.multiprocess.ipc import (
     VoiceListMessage,
     VoicesChangedEvent,
 )
+from omni_proxy.multiprocess.load_reports import LoadCollector, take_rows
 from omni_proxy.multiprocess.metrics_delta import merge_metrics
 from omni_proxy.multiprocess.process_slot import ProcessHandle
 from omni_proxy.multiprocess.shared_counters import WorkerIds
@@ -204,12 +206,14 @@ def _after(process: int, processes: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReportHandler:
-    """`exited_counts`, `exited_outcomes`: counters of processes that have exited."""
+    """`loads`: for the other processes. `exited_counts`, `exited_outcomes`: counters of processes
+    that have exited."""
 
     fleet: Fleet
     dataplane: DataPlane
     worker_ids: WorkerIds
     instruments: Instruments
+    loads: LoadCollector
     exited_counts: Counter[str]
     exited_outcomes: Counter[str]
 
@@ -225,6 +229,9 @@ class ReportHandler:
             case MetricsEvent():
                 meters, recent = self.instruments.metrics, self.instruments.recent
                 merge_metrics(message, meters, recent, self.worker_ids.find)
+            case EngineLoadsEvent(rows):
+                for target in take_rows(self.fleet.loads, rows, self.worker_ids.find):
+                    self.loads.add(target)
             case (
                 RequestFailedEvent()
                 | RequestSucceededEvent()

@@ -2,14 +2,15 @@
 
 Also builds the error with the reason why no worker is eligible, and explains a pick: the reasons
 for each worker, and the policy's choice. Invariant: `ineligibility_reasons` is empty for a worker
-exactly when `pick_worker` can choose it. `explain` must change nothing: it sends no request and
-leaves the policy's state.
+exactly when `pick_worker` can choose it, overloaded engines aside (`fleet.loads`). `explain` must
+change nothing: it sends no request and leaves the policy's state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from msgspec import structs
 
@@ -77,6 +78,8 @@ def pick_worker(
         candidates = untried(candidates, tried) or candidates
     if not candidates:
         raise no_worker_error(fleet, requirements, owner)
+    if fleet.loads.any_overloaded:
+        candidates = fleet.loads.below_bounds(candidates)
     return policy.pick(candidates, requirements)
 
 
@@ -399,6 +402,18 @@ class Explanation:
     error: HttpError | None = None
 
 
+Verdicts: TypeAlias = list[tuple[Worker, list[str]]]
+
+
+def with_veto(fleet: Fleet, verdicts: Verdicts) -> Verdicts:
+    """The same with a reason against each that the load of its engine leaves out of the pick."""
+    against = dict(fleet.loads.reasons([target for target, reasons in verdicts if not reasons]))
+    return [
+        (target, [against[target]] if target in against else reasons)
+        for target, reasons in verdicts
+    ]
+
+
 def explain(
     fleet: Fleet, requirements: Requirements, policy: Policy, owner: str = ""
 ) -> Explanation:
@@ -408,6 +423,7 @@ def explain(
         for worker in fleet.workers
         for target in worker.dp_ranks or (worker,)
     ]
+    reasons = with_veto(fleet, reasons)
     preview = Preview(policy)
     try:
         picked = pick_worker(fleet, requirements, preview, owner=owner)

@@ -296,6 +296,25 @@ def _ranks(workers: Sequence[Worker]) -> Iterator[Metric]:
     yield from counters("worker_rank_attempts", text, ("worker", "rank", "result"), rows)
 
 
+def _engine_loads(fleet: Fleet) -> Iterator[Metric]:
+    """No sample of a worker whose engine reported nothing, or too long ago."""
+    loads = fleet.loads
+    fresh = [
+        (worker, worker.engine_load.report)
+        for worker in fleet.workers
+        if worker.engine_load is not None and not loads.is_stale(worker.engine_load)
+    ]
+    text = "Requests that wait in its engine, as that reported"
+    waiting = [((w.url,), load.waiting) for w, load in fresh if load.waiting is not None]
+    yield from gauges("worker_engine_waiting", text, ("worker",), waiting)
+    text = "Share of its engine's KV cache in use, as that reported"
+    usage = [((w.url,), load.kv_usage) for w, load in fresh if load.kv_usage is not None]
+    yield from gauges("worker_engine_kv_usage", text, ("worker",), usage)
+    text = "1 while its engine's load keeps new requests away, if another worker can take them"
+    rows = [((worker.url,), loads.is_overloaded(worker)) for worker, _ in fresh]
+    yield from gauges("worker_overloaded", text, ("worker",), rows)
+
+
 def fleet_families(fleet: Fleet) -> Iterator[Metric]:
     workers = fleet.workers
     states = [
@@ -310,6 +329,7 @@ def fleet_families(fleet: Fleet) -> Iterator[Metric]:
         rows = (((w.url,), value) for w in workers if (value := value_of(w)))
         yield from gauges(name, text, ("worker",), rows)
     yield from _ranks(workers)
+    yield from _engine_loads(fleet)
     half_open = [((w.url,), w.health.half_open_count) for w in workers]
     text = "Half-open requests that it got"
     yield from counters("worker_half_open_requests", text, ("worker",), half_open)

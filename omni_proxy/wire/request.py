@@ -15,6 +15,7 @@ import httptools
 import msgspec
 
 from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.load_report import LOAD_FORMAT_NAME
 from omni_proxy.wire.log_text import mask_secrets
 
 _CRLF: Final = b"\r\n"
@@ -78,6 +79,7 @@ HINTS = {
     b"x-omni-min-weight-epoch": b"min-weight-epoch",
 }
 RANK_HINT = b"data-parallel-rank"  # as the header of that name is keyed among them
+LOAD_HINT = b"load-format"  # the client wants the engine's load in the response
 HINTED_FIELDS = {**HINTS, b"x-data-parallel-rank": RANK_HINT}
 _CONDITIONS = frozenset((b"x-omni-weight-version", b"x-omni-min-weight-epoch"))
 
@@ -91,7 +93,7 @@ REQUEST_ID_FIELDS = (b"x-sglang-omni-request-id", b"x-request-id", b"x-correlati
 # Read and forwarded.
 _PASSED = (
     b"content-type", *REQUEST_ID_FIELDS, b"idempotency-key", b"sec-websocket-key", b"origin",
-    b"x-omni-hop", b"x-data-parallel-rank",
+    b"x-omni-hop", b"x-data-parallel-rank", LOAD_FORMAT_NAME,
 )  # fmt: skip
 # All other fields are only validated for syntax.
 READ_FIELDS = frozenset((*_ENDING, *_PASSED))
@@ -262,6 +264,8 @@ def _hints(fields: _Fields) -> dict[bytes, bytes]:
     ranks = fields.get(b"x-data-parallel-rank")
     if ranks is not None:  # it is passed on, too: the engine may be the one that reads it
         hints[RANK_HINT] = ranks[0] if len(set(ranks)) == 1 else b", ".join(ranks)
+    if LOAD_FORMAT_NAME in fields:  # likewise
+        hints[LOAD_HINT] = fields[LOAD_FORMAT_NAME][0]
     return hints
 
 

@@ -68,6 +68,19 @@ RANK_COUNTS: Final = (
     "successful_requests", "failed_requests", "sessions",
 )  # fmt: skip
 
+_NUMBER_OR_NULL: Final[Schema] = {"type": ["number", "null"]}
+ENGINE_LOAD: Final[Schema] = {
+    "anyOf": [
+        shape(
+            waiting=_NUMBER_OR_NULL,
+            kv_usage=_NUMBER_OR_NULL,
+            age_secs=NUMBER,
+            state={"type": "string", "enum": ["ok", "overloaded", "stale"]},
+        ),
+        {"type": "null"},
+    ]
+}
+
 
 def _worker() -> Schema:
     texts = ("worker_id", "id", "display_id", "url", "worker_type", "connection_mode", "origin")
@@ -105,7 +118,8 @@ def _worker() -> Schema:
         loras=ANY,
         adapters=listed(TEXT),
         configured_ranks=ANY,
-        ranks=listed(shape(**dict.fromkeys(RANK_COUNTS, COUNT))),
+        engine_load=ENGINE_LOAD,
+        ranks=listed(shape(**dict.fromkeys(RANK_COUNTS, COUNT), engine_load=ENGINE_LOAD)),
         job_status=shape(
             **dict.fromkeys(("job_type", "worker_url", "status", "message"), TEXT), timestamp=TIME
         ),

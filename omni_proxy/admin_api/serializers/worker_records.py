@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from omni_proxy.admin_api.serializers.readiness import HOW_TO_CONTINUE
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
+from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import (
     LAUNCH_CORDON,
@@ -184,6 +185,20 @@ def worker_record(worker: Worker) -> dict[str, object]:
     }
 
 
+def engine_load_record(loads: EngineLoads, target: Worker) -> dict[str, object] | None:
+    """What its engine reported last, of a worker or a rank; None if nothing."""
+    load = target.engine_load
+    if load is None:
+        return None
+    state = "overloaded" if loads.is_overloaded(target) else "ok"
+    return {
+        "waiting": load.report.waiting,
+        "kv_usage": load.report.kv_usage,
+        "age_secs": round(max(0.0, loads.now() - load.at), 3),
+        "state": "stale" if loads.is_stale(load) else state,
+    }
+
+
 class WorkerRecords:
     def __init__(
         self,
@@ -232,11 +247,16 @@ class WorkerRecords:
             "load": worker.in_flight,
             "sessions": self._data_plane.session_count(worker),
             "prefix_cache": prefix_cache_record(self._metrics.cached_tokens.get(worker)),
+            "engine_load": engine_load_record(self._fleet.loads, worker),
             "priority": note.priority,
             "cost": note.cost,
             "labels": note.labels,
             "ranks": [
-                {**rank_record(rank, index), "sessions": self._data_plane.session_count(rank)}
+                {
+                    **rank_record(rank, index),
+                    "sessions": self._data_plane.session_count(rank),
+                    "engine_load": engine_load_record(self._fleet.loads, rank),
+                }
                 for index, rank in enumerate(worker.dp_ranks)
             ],
         }

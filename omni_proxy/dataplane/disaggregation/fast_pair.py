@@ -214,7 +214,7 @@ class FastPairPath(FastPath):
         assert upstream is not None
         io.upstream = self.waiting_on = upstream
         self._pool = pool
-        request = encode_request(pool, [self._lines], length_lines(len(body))[1], body)
+        request = encode_request(pool.host_line, [self._lines], length_lines(len(body))[1], body)
         start_waiting(io, exchange, io.settings.limits.response_head)
         upstream.write_soon(request)
         return not upstream.readable

@@ -153,7 +153,7 @@ class PrefillLeg(SideTask):
         loop.side_tasks += 1
         loop.tasks.add(self)
         start_waiting(self, exchange, self.response_head_secs)
-        stream.write_soon(encode_request(pool, [lines], length_lines(len(body))[1], body))
+        stream.write_soon(encode_request(pool.host_line, [lines], length_lines(len(body))[1], body))
 
     def step(self, error: BaseException | None = None) -> None:
         """Without a coroutine: an event of its connection, or a time-out. What is not ordinary is
@@ -179,7 +179,7 @@ class PrefillLeg(SideTask):
 
     def _take(self, pool: UpstreamPool, stream: Stream, chunk: bytes) -> bool:
         """Whether it is a whole answer like the worker's last one: then the leg is over."""
-        body = usual_body(pool, chunk, self.services.response_heads)
+        body = usual_body(pool, chunk, self.services.response_heads, self.services.fleet)
         status = pool.response_template.status
         if body is None or status >= 400:
             return False

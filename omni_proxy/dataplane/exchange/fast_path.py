@@ -34,6 +34,7 @@ from omni_proxy.dataplane.upstream.attempt import (
     length_lines,
     start_waiting,
 )
+from omni_proxy.dataplane.upstream.load_header import take_load
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans, parts_for_target
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.routing.inspect.requirements import requirements_of_fields
@@ -197,7 +198,7 @@ class FastPath:
             return False
         io.upstream = self.waiting_on = upstream
         self._pool = pool
-        request = encode_request(pool, lines, length_line, body)
+        request = encode_request(pool.host_line, lines, length_line, body)
         start_waiting(io, exchange, io.settings.limits.response_head)
         upstream.write_soon(request)
         return not upstream.readable
@@ -216,6 +217,7 @@ class FastPath:
         assert pool is not None
         template = pool.response_template
         head, _, body = chunk.partition(_BLANK)
+        head = take_load(io.services.fleet, pool, head) if pool.asks_for_load else head
         before, _, after = head.partition(template.name)
         length, _, after = after.partition(_CRLF)
         if before != template.before or after != template.after:
@@ -250,8 +252,7 @@ class FastPath:
         exchange.outcome = "completed"
         if io.settings.keeps_last_chunk:
             exchange.last_chunk = body
-        self._pool = None
-        self._request = b""
+        self._pool, self._request = None, b""
         self.waiting_on = client
         io.exchange = None
         try:

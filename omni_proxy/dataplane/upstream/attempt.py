@@ -18,8 +18,10 @@ from omni_proxy.dataplane.exchange.exchange_io import AttemptIO, StreamedBody
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
+from omni_proxy.dataplane.upstream.load_header import host_line_of, read_load, take_load
 from omni_proxy.dataplane.upstream.outgoing_body import changed_parts
 from omni_proxy.dataplane.upstream.pool import ResponseStart, UpstreamPool, with_key
+from omni_proxy.fleet.registry import Fleet
 from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.wire.errors import HttpError, UpstreamError
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
@@ -76,12 +78,10 @@ class SentRequest(msgspec.Struct, gc=False):
     error: BaseException | None = None  # was thrown in: its time is over, or the client has left
 
 
-def encode_request(
-    pool: UpstreamPool, lines: list[bytes], length_line: bytes, body: bytes
-) -> bytes:
-    """`lines`: the request line and header lines, in parts; the list is used up. Whatever came in,
-    a content-length goes out, of `length_lines`."""
-    lines += pool.host_line, length_line, body
+def encode_request(host_line: bytes, lines: list[bytes], length_line: bytes, body: bytes) -> bytes:
+    """`lines`: the request line and header lines, in parts; the list is used up. `host_line`: the
+    pool's own lines. Whatever came in, a content-length goes out, of `length_lines`."""
+    lines += host_line, length_line, body
     return b"".join(lines)
 
 
@@ -96,11 +96,15 @@ def start_waiting(io: AttemptIO, exchange: Exchange, secs: float) -> None:
     io.phase_deadline = due if due < io.deadline else io.deadline  # noqa: FURB136
 
 
-def usual_body(pool: UpstreamPool, chunk: bytes, heads: ResponseHeadCache) -> bytes | None:
+def usual_body(
+    pool: UpstreamPool, chunk: bytes, heads: ResponseHeadCache, fleet: Fleet
+) -> bytes | None:
     """The body of a whole response that is written like the worker's last one; None for any other.
     `FastPath` has the same in a frame of its own."""
     template = pool.response_template
     head, _, body = chunk.partition(_BLANK)
+    if pool.asks_for_load:
+        head = take_load(fleet, pool, head)
     before, _, after = head.partition(template.name)
     length, _, after = after.partition(_CRLF)
     if before != template.before or after != template.after:
@@ -215,23 +219,24 @@ def _encode(
     exchange: Exchange, head: RequestHead, pool: UpstreamPool, body_stream: StreamedBody | None
 ) -> _Parts:
     worker, lines, body = pool.worker, head.lines, exchange.body
+    host_line = host_line_of(pool, head)
     if exchange.rank is not None:
         lines = lines_for_rank(exchange, head)
     if worker is not None and worker.api_key_env:
         lines = with_key(worker, lines)
     if body_stream is not None:
-        return [body_stream.start_stream(lines + pool.host_line)]
+        return [body_stream.start_stream(lines + host_line)]
     if not (body or head.length or head.method in (b"POST", b"PUT", b"PATCH")):
-        return [lines + pool.host_line + b"\r\n"]
+        return [lines + host_line + b"\r\n"]
     parts = changed_parts(exchange)
     if parts is not None:
         size = sum(map(len, parts))
         if size >= JOIN_BYTES:
-            return [encode_request(pool, [lines], length_lines(size)[1], b""), *parts]
+            return [encode_request(host_line, [lines], length_lines(size)[1], b""), *parts]
         body = b"".join(parts)
     if len(body) < JOIN_BYTES:
-        return [encode_request(pool, [lines], length_lines(len(body))[1], body)]
-    return [encode_request(pool, [lines], length_lines(len(body))[1], b""), body]
+        return [encode_request(host_line, [lines], length_lines(len(body))[1], body)]
+    return [encode_request(host_line, [lines], length_lines(len(body))[1], b""), body]
 
 
 def lines_for_rank(exchange: Exchange, head: RequestHead) -> bytes:
@@ -291,7 +296,10 @@ def _parse_start(
     interim = 0
     response_heads = io.services.response_heads
     while end := find_response_head_end(received):
-        response = response_heads.read(received[:end], to_head=head.method == b"HEAD")
+        top = received[:end]
+        if sent.pool.asks_for_load:
+            top = read_load(io.services.fleet, sent.pool, top, head)
+        response = response_heads.read(top, to_head=head.method == b"HEAD")
         received = received[end:]
         if response.status >= 200:
             bodiless = response.whole

@@ -24,6 +24,7 @@ from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context, tls_error_text
 from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
+from omni_proxy.wire.load_report import LOAD_FORMAT_LINE
 from omni_proxy.wire.request import set_bearer
 from omni_proxy.wire.response import UpstreamResponse
 
@@ -38,6 +39,7 @@ class UpstreamPool:
 
     __slots__ = (
         "_address",
+        "asks_for_load",
         "closed",
         "hop_line",
         "host_line",
@@ -54,6 +56,7 @@ class UpstreamPool:
         self._address = address
         self.worker: Worker | None = None
         self.host_line = f"host: {host}\r\n".encode("latin-1")
+        self.asks_for_load = False  # `host_line` asks the engine to tell its load
         self.hop_line = b""  # the part of it that marks our hop, see `wire.proxy_headers`
         self.idle: list[Stream] = []  # last in, first out: the rest may grow old and go
         self.closed = False
@@ -189,7 +192,7 @@ class RankPool(UpstreamPool):
         super().__init__(of_worker.loop, rank.worker.address, "")
         self._of_worker = of_worker
         self.worker = rank.worker
-        self.host_line = of_worker.host_line + rank.header_line
+        self.host_line = of_worker.host_line.replace(LOAD_FORMAT_LINE, b"") + rank.header_line
         self.idle = of_worker.idle  # the same list
 
     async def dial(self, task: ConnectionTask) -> Stream:
@@ -211,6 +214,7 @@ class UpstreamPools:
 
     def __init__(self, loop: EventLoop, admin_socket: str) -> None:
         self._loop = loop
+        self._asks_for_load = False
         self._pools: dict[Worker, UpstreamPool] = {}  # of workers, and of ranks
         # The admin API tells its listeners apart by the Host, which only the proxy can write.
         self.admin_api = AdminApiPool(loop, admin_socket, "front")
@@ -225,8 +229,19 @@ class UpstreamPools:
                 pool = RankPool(worker, self.of(worker.worker))
             else:
                 pool = pool_for(self._loop, worker)
+                if self._asks_for_load:
+                    pool.asks_for_load = True
+                    pool.host_line += LOAD_FORMAT_LINE
             self._pools[worker] = pool
         return pool
+
+    def ask_for_load(self, asks: bool) -> None:
+        """Whether requests ask for the load of the engine, see `load_header`."""
+        if asks != self._asks_for_load:
+            self._asks_for_load = asks
+            for pool in self._pools.values():
+                pool.close()
+            self._pools.clear()
 
     def on_fleet_change(self, workers: Collection[Worker]) -> None:
         for worker in list(self._pools):

@@ -17,7 +17,7 @@ from omni_proxy.routing.disaggregation.pairing import Pairing, Placement, Polici
 from omni_proxy.routing.disaggregation.partners import Pools, alone, same_weights
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.pick import Explanation, Preview, explain, ineligibility_reasons
+from omni_proxy.routing.pick import Explanation, Preview, explain, ineligibility_reasons, with_veto
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.routes import NO_LEGS
 from omni_proxy.wire.errors import HttpError
@@ -124,7 +124,10 @@ def _verdicts(
         elif not reasons and worker.role == "decode":
             reasons = _against_decode(worker, pools, lone, need)
         verdicts.append((worker, reasons))
-    return verdicts
+    judged: dict[Worker, list[str]] = {}
+    for role in ("prefill", "decode", "regular"):  # each leg is picked among its own
+        judged |= with_veto(fleet, [each for each in verdicts if each[0].role == role])
+    return [(target, judged[target]) for target, _ in verdicts]
 
 
 def _targets(fleet: Fleet) -> list[Worker]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from omni_proxy.config.schema import DisaggregationConfig, Role
+from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.registry import CANDIDATE_LISTS, Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.errors import no_pair_error
@@ -119,7 +120,8 @@ def pick_placement(
     """
     fleet = pairing.fleet
     if need.legs is not NO_LEGS:
-        placement = _from_pools(pairing.pools(need), need, policies.pools, tried)
+        preference = _Preference(tried, fleet.loads)
+        placement = _from_pools(pairing.pools(need), need, policies.pools, preference)
         if placement is not None:
             return placement
     try:
@@ -131,11 +133,26 @@ def pick_placement(
         raise no_pair_error(fleet, need, owner) from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Preference:
+    """`tried`: workers of earlier attempts. `loads`: which engines are overloaded."""
+
+    tried: Collection[Worker]
+    loads: EngineLoads
+
+    def among(self, workers: Sequence[Worker]) -> Sequence[Worker]:
+        """Those that were not tried yet, or all; of these, those that are not overloaded, or all.
+        The same list where nobody is left out: policies recognize it."""
+        if self.tried:
+            workers = untried(workers, self.tried) or workers
+        return self.loads.below_bounds(workers) if self.loads.any_overloaded else workers
+
+
 def _from_pools(
-    pools: Pools, need: Requirements, policies: PoolChoice, tried: Collection[Worker]
+    pools: Pools, need: Requirements, policies: PoolChoice, preference: _Preference
 ) -> Placement | None:
     """None if a regular worker has to take it."""
-    legs, decodes = need.legs, pools.paired
+    legs, decodes, tried = need.legs, pools.paired, preference.tried
     lone: Sequence[Worker] | None = None
     if tried and decodes:
         partners = pools.partners
@@ -143,13 +160,12 @@ def _from_pools(
         if not decodes:
             lone = _alone(pools, legs, policies)
             decodes = () if lone else pools.paired
-        decodes = _untried(decodes, tried)
     if decodes:
-        return _two_legs(pools, decodes, need, policies, tried)
+        return _two_legs(pools, preference.among(decodes), need, policies, preference)
     lone = _alone(pools, legs, policies) if lone is None else lone
     if not lone:
         return None
-    worker = policies.of("decode").pick(_untried(lone, tried), need)
+    worker = policies.of("decode").pick(preference.among(lone), need)
     return Placement(worker, None, "no_model" if legs.no_model else "fallback")
 
 
@@ -158,7 +174,7 @@ def _two_legs(
     decodes: Sequence[Worker],
     need: Requirements,
     policies: PoolChoice,
-    tried: Collection[Worker],
+    preference: _Preference,
 ) -> Placement:
     bound = policies.rules.min_uncached_tokens
     # Before the pick, with which the policy believes that the prompt is cached there.
@@ -169,18 +185,12 @@ def _two_legs(
         policies.record_cached(decode, need)
         if tokens is not None and tokens < bound:
             return Placement(decode, None, "cached")
-    prefill = policies.of("prefill").pick(_untried(pools.partners[decode], tried), need)
+    prefill = policies.of("prefill").pick(preference.among(pools.partners[decode]), need)
     return Placement(decode, prefill)
 
 
 def _alone(pools: Pools, legs: Legs, policies: PoolChoice) -> Sequence[Worker]:
     return alone(pools.decodes, legs, fallback=policies.rules.fallback == "decode")
-
-
-def _untried(workers: Sequence[Worker], tried: Collection[Worker]) -> Sequence[Worker]:
-    """Those that were not tried yet, or all. The same list while nothing was tried: policies
-    recognize it."""
-    return untried(workers, tried) or workers if tried else workers
 
 
 def is_eligible(

@@ -1,0 +1,134 @@
+"""Loads as engines report them, and the veto that keeps requests from those above a bound.
+
+A worker, or a data-parallel rank, whose engine reported a figure at or above a bound gets no new
+request while another that could take it is below the bounds. Invariants: `below_bounds` never
+leaves nothing; a report older than `max_age_secs` counts for nothing; without bounds nothing is
+overloaded. The load of a worker remains its requests in flight: reports only veto. Pure: the time
+is an argument, `now` is the clock of whoever picks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from omni_proxy.config.schema import RoutingConfig
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.wire.load_report import EngineLoad, LoadReport, total_load
+
+
+class LoadBounds(NamedTuple):
+    """0: no bound."""
+
+    waiting: int = 0
+    kv_usage: float = 0.0
+    max_age_secs: float = 5.0
+
+    def __bool__(self) -> bool:
+        return bool(self.waiting or self.kv_usage)
+
+    def reason_against(self, report: LoadReport) -> str:
+        """Why the engine counts as overloaded; "" if it does not."""
+        waiting, usage = report
+        if self.waiting and waiting is not None and waiting >= self.waiting:
+            return f"{waiting:g} requests wait in its engine, {self.waiting} or more are too many"
+        if self.kv_usage and usage is not None and usage >= self.kv_usage:
+            return f"{usage:.0%} of its KV cache are in use, {self.kv_usage:.0%} are too many"
+        return ""
+
+
+def bounds_of(routing: RoutingConfig) -> LoadBounds:
+    return LoadBounds(
+        routing.overload_waiting, routing.overload_kv_usage, routing.load_max_age_secs
+    )
+
+
+def _never() -> float:
+    return -math.inf
+
+
+class EngineLoads:
+    """`bounds`: change them by `configure` only."""
+
+    __slots__ = ("_overloaded", "_watchers", "bounds", "now")
+
+    def __init__(self) -> None:
+        self.bounds = LoadBounds()
+        self.now: Callable[[], float] = _never
+        self._overloaded: dict[Worker, float] = {}  # workers and ranks: until when that holds
+        self._watchers: list[Callable[[Worker], None]] = []
+
+    def watch(self, callback: Callable[[Worker], None]) -> None:
+        """`callback(target)` after each report of an engine to this process."""
+        self._watchers.append(callback)
+
+    def configure(self, bounds: LoadBounds, targets: Sequence[Worker]) -> None:
+        """`targets`: all workers and ranks, whose last reports are judged anew."""
+        self.bounds = bounds
+        self._overloaded.clear()
+        for target in targets:
+            if target.engine_load is not None:
+                self._judge(target, target.engine_load)
+
+    @property
+    def any_overloaded(self) -> bool:
+        """Cheap: false while there is nothing to veto."""
+        return bool(self._overloaded)
+
+    def report(self, target: Worker, load: EngineLoad) -> None:
+        """Of a worker or a rank, by its engine."""
+        if self.take(target, load):
+            for callback in self._watchers:
+                callback(target)
+
+    def take(self, target: Worker, load: EngineLoad) -> bool:
+        """The same as another process got it; false for one that is older than the last."""
+        before = target.engine_load
+        if before is not None and before.at > load.at:
+            return False
+        target.engine_load = load
+        self._judge(target, load)
+        return True
+
+    def report_engines(self, worker: Worker, loads: Mapping[int, LoadReport], at: float) -> None:
+        """Of all engines behind the worker's URL, by rank. A worker without ranks has the sum of
+        what waits and the mean of the shares."""
+        for index, rank in enumerate(worker.dp_ranks):
+            if index in loads:
+                self.report(rank, EngineLoad(loads[index], at))
+        self.report(worker, EngineLoad(total_load(loads), at))
+
+    def below_bounds(self, candidates: Sequence[Worker]) -> Sequence[Worker]:
+        """Those that are not overloaded; all of them where there are no others."""
+        now = self.now()
+        for target in [each for each, until in self._overloaded.items() if until < now]:
+            del self._overloaded[target]
+        if not self._overloaded:
+            return candidates
+        return [each for each in candidates if not self.is_overloaded(each)] or candidates
+
+    def is_overloaded(self, target: Worker) -> bool:
+        """By its own report; a rank without one by its worker's, a worker with ranks by theirs."""
+        if target.dp_ranks:
+            return all(map(self.is_overloaded, target.dp_ranks))
+        judged = target if target.engine_load is not None else target.worker
+        until = self._overloaded.get(judged)
+        return until is not None and until >= self.now()
+
+    def reasons(self, eligible: Sequence[Worker]) -> Iterator[tuple[Worker, str]]:
+        """Who of them is left out of a pick, and why."""
+        below = set(self.below_bounds(eligible))
+        for target in eligible:
+            load = target.engine_load or target.worker.engine_load
+            if target not in below and load is not None:
+                yield target, "overloaded: " + self.bounds.reason_against(load.report)
+
+    def is_stale(self, load: EngineLoad) -> bool:
+        return load.at < self.now() - self.bounds.max_age_secs
+
+    def _judge(self, target: Worker, load: EngineLoad) -> None:
+        if self.bounds and self.bounds.reason_against(load.report):
+            self._overloaded[target] = load.at + self.bounds.max_age_secs
+        else:
+            self._overloaded.pop(target, None)

@@ -1,0 +1,201 @@
+"""What engines tell of their load: in a response's header, in metrics, in JSON.
+
+    vLLM, Triton    endpoint-load-metrics: JSON {"named_metrics": {...}}, or TEXT named_metrics.x=1,
+                    where the request has endpoint-load-metrics-format
+    /metrics        a series for each engine: label `engine` (vLLM) or `dp_rank` (SGLang)
+    /v1/loads       SGLang: {"loads": [{"dp_rank", "num_waiting_reqs", "token_usage"}]}
+
+Invariant: what is no finite number from 0 on, and a share above 1, is not told. Pure; no error for
+any input. Sources: real-engines.md 5.3, features.md 10, captures of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+
+LOAD_NAME: Final = b"endpoint-load-metrics"
+LOAD_FORMAT_NAME: Final = b"endpoint-load-metrics-format"
+LOAD_FORMAT_LINE: Final = LOAD_FORMAT_NAME + b": JSON\r\n"
+MAX_VALUE_BYTES: Final = 4096
+MAX_ENGINES: Final = 1024  # behind one URL, as the key `ranks` takes
+
+_FIELD: Final = b"\r\n" + LOAD_NAME + b":"
+_ANY_CASE: Final = re.compile(rb"\r\n(?i:endpoint-load-metrics)[ \t]*:([^\r\n]*)(?=\r\n|\Z)")
+_TEXT_PREFIX: Final = "named_metrics."
+WAITING: Final = "num_requests_waiting"
+KV_USAGE: Final = "kv_cache_usage_perc"
+
+# Names of series, by engine: vLLM, SGLang (two spellings), TensorRT-LLM.
+_WAITING_SERIES: Final = (
+    b"vllm:num_requests_waiting", b"sglang:num_queue_reqs", b"sglang_num_queue_reqs",
+    b"trtllm_num_requests_waiting",
+)  # fmt: skip
+_KV_SERIES: Final = (
+    b"vllm:kv_cache_usage_perc", b"sglang:token_usage", b"sglang_token_usage",
+    b"trtllm_kv_cache_utilization",
+)  # fmt: skip
+_SERIES: Final = re.compile(
+    rb"^(%b)(?:\{([^}\n]*)\})?[ \t]+([^ \t\n]+)"
+    % b"|".join(map(re.escape, (*_WAITING_SERIES, *_KV_SERIES))),
+    re.MULTILINE,
+)
+_ENGINE_LABEL: Final = re.compile(rb'(?:^|,)[ \t]*(?:engine|dp_rank)="(\d{1,4})"')
+
+
+class LoadReport(NamedTuple):
+    """`waiting`: requests in the engine's queue. `kv_usage`: the share of its KV cache in use, 0 to
+    1. None: not told."""
+
+    waiting: float | None = None
+    kv_usage: float | None = None
+
+
+NO_REPORT: Final = LoadReport()
+
+
+class EngineLoad(NamedTuple):
+    """A report, and when it came, in seconds of the monotonic clock."""
+
+    report: LoadReport
+    at: float
+
+
+def split_load_field(head: bytes) -> tuple[bytes, bytes]:
+    """A response's head without the field, and the field's value; b"" where there is none that is
+    written as vLLM does."""
+    before, name, after = head.partition(_FIELD)
+    value, end, rest = after.partition(b"\r\n")
+    return (before + end + rest, value) if name else (head, b"")
+
+
+def find_load_field(head: bytes) -> tuple[bytes, bytes]:
+    """The same of any spelling; of several fields the first one's value, and none of them stays."""
+    found = _ANY_CASE.search(head)
+    return (_ANY_CASE.sub(b"", head), found[1]) if found is not None else (head, b"")
+
+
+class _NamedMetrics(msgspec.Struct, frozen=True):
+    num_requests_waiting: float | None = None
+    kv_cache_usage_perc: float | None = None
+
+
+class _OrcaReport(msgspec.Struct, frozen=True):
+    named_metrics: _NamedMetrics = _NamedMetrics()
+
+
+_decode: Final = msgspec.json.Decoder(_OrcaReport).decode
+
+
+def load_of_header(value: bytes) -> LoadReport:
+    """Of the field's value."""
+    if len(value) > MAX_VALUE_BYTES:
+        return NO_REPORT
+    form, _, text = value.strip().partition(b" ")
+    if form.upper() == b"TEXT":
+        return _load_of_text(text.decode("latin-1"))
+    if form.upper() != b"JSON":
+        return NO_REPORT
+    try:
+        named = _decode(text).named_metrics
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return NO_REPORT
+    return _report(named.num_requests_waiting, named.kv_cache_usage_perc)
+
+
+def _load_of_text(text: str) -> LoadReport:
+    """`named_metrics.num_requests_waiting=0.0, named_metrics.kv_cache_usage_perc=0.5`."""
+    named: dict[str, float | None] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().removeprefix(_TEXT_PREFIX).partition("=")
+        named[name] = _number(value)
+    return _report(named.get(WAITING), named.get(KV_USAGE))
+
+
+def loads_of_metrics(text: bytes) -> dict[int, LoadReport]:
+    """By number of the engine, 0 where the series have none; {} if no series is known. Of series
+    with the same number, such as those of tensor-parallel ranks, the largest counts."""
+    loads: dict[int, LoadReport] = {}
+    for name, labels, value in _SERIES.findall(text):
+        label = _ENGINE_LABEL.search(labels)
+        engine = int(label[1]) if label is not None else 0
+        number = _number(value.decode("latin-1"))
+        report = _report(number, None) if name in _WAITING_SERIES else _report(None, number)
+        if report != NO_REPORT and engine < MAX_ENGINES:
+            loads[engine] = _larger(loads.get(engine, NO_REPORT), report)
+    return loads
+
+
+def pieces_of(text: bytes, size: int = 1 << 18) -> Iterator[bytes]:
+    """Whole lines of a long text, in pieces of about `size` bytes, for `loads_of_metrics`."""
+    start = 0
+    while start < len(text):
+        end = text.find(b"\n", start + size)
+        end = len(text) if end < 0 else end + 1
+        yield text[start:end]
+        start = end
+
+
+def add_loads(loads: dict[int, LoadReport], more: Mapping[int, LoadReport]) -> None:
+    """`more`: of another piece of the same text."""
+    for engine, report in more.items():
+        loads[engine] = _larger(loads.get(engine, NO_REPORT), report)
+
+
+def _larger(one: LoadReport, other: LoadReport) -> LoadReport:
+    waiting = [each for each in (one.waiting, other.waiting) if each is not None]
+    usage = [each for each in (one.kv_usage, other.kv_usage) if each is not None]
+    return LoadReport(max(waiting, default=None), max(usage, default=None))
+
+
+def loads_of_records(body: object) -> dict[int, LoadReport]:
+    """Of the JSON of /v1/loads, by rank; {} if it is none, or has no record."""
+    records = body.get("loads") if isinstance(body, dict) else None
+    if not isinstance(records, list) or len(records) > MAX_ENGINES:
+        return {}
+    loads: dict[int, LoadReport] = {}
+    for place, record in enumerate(records):
+        # omni-proxy's own report counts requests in flight where an engine tells nothing.
+        if not isinstance(record, dict) or record.get("source") == "proxy":
+            continue
+        rank = record.get("dp_rank")
+        if not isinstance(rank, int) or not 0 <= rank < MAX_ENGINES or rank in loads:
+            rank = place
+        waiting, usage = record.get("num_waiting_reqs"), record.get("token_usage")
+        loads[rank] = _report(_as_number(waiting), _as_number(usage))
+    return {rank: report for rank, report in loads.items() if report != NO_REPORT}
+
+
+def total_load(loads: Mapping[int, LoadReport]) -> LoadReport:
+    """Of several engines behind one URL: all that wait, and the mean of the shares."""
+    waiting = [each.waiting for each in loads.values() if each.waiting is not None]
+    usage = [each.kv_usage for each in loads.values() if each.kv_usage is not None]
+    return LoadReport(sum(waiting) if waiting else None, sum(usage) / len(usage) if usage else None)
+
+
+def _report(waiting: float | None, kv_usage: float | None) -> LoadReport:
+    return LoadReport(
+        waiting if waiting is not None and 0 <= waiting < math.inf else None,
+        kv_usage if kv_usage is not None and 0 <= kv_usage <= 1 else None,
+    )
+
+
+def _as_number(value: object) -> float | None:
+    """JSON can spell numbers that no float holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

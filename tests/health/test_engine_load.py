@@ -1,0 +1,141 @@
+import json
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from omni_proxy.health import engine_load, engine_pages
+from omni_proxy.health.engine_load import SILENT_SECS, EngineLoadReader
+from omni_proxy.health.engine_pages import EnginePages
+from omni_proxy.upstream_http.client import CallResult
+from omni_proxy.wire.load_report import LoadReport
+from tests.fleet.entries import entry, fleet_of, heal
+
+VLLM = (
+    b'vllm:num_requests_waiting{engine="0"} 3.0\nvllm:kv_cache_usage_perc{engine="0"} 0.5\n'
+    b'vllm:num_requests_waiting{engine="1"} 1.0\n'
+)
+
+
+def records(**load):
+    return (200, json.dumps({"loads": [load]}).encode())
+
+
+class Polled:
+    """A fleet of one engine; `replies` by path, None for no connection; `calls` are those made."""
+
+    def __init__(self, monkeypatch, nursery):
+        self.replies, self.calls, self.poll_secs = {}, [], 1.0
+        self.nursery = nursery
+        monkeypatch.setattr(engine_pages, "call_worker", self._call)
+
+    async def start(self, **fields):
+        self.fleet = fleet_of(entry("a", **fields), healthy=False)
+        (self.worker,) = self.fleet.workers
+        self.reader = EngineLoadReader(self.fleet, lambda: self.poll_secs, trio.current_time)
+        self.pages = EnginePages(self.fleet, [self.reader])
+        await self.nursery.start(self.pages.run)
+        heal(self.fleet, self.worker)
+
+    async def _call(self, worker, call):
+        await trio.lowlevel.checkpoint()
+        self.calls.append(call.target)
+        reply = self.replies.get(call.target, (404, b""))
+        status, body = (None, b"") if reply is None else reply
+        return CallResult(None, status, body, "" if status else "ConnectError", 0.0)
+
+    @property
+    def report(self):
+        return self.worker.engine_load and self.worker.engine_load.report
+
+
+@pytest.fixture
+def polled(monkeypatch, nursery):
+    return Polled(monkeypatch, nursery)
+
+
+@pytest.mark.parametrize(
+    ("path", "reply", "report"),
+    [
+        ("/v1/loads", records(dp_rank=0, num_waiting_reqs=2, token_usage=0.25), (2.0, 0.25)),
+        ("/metrics", (200, VLLM), (4.0, 0.5)),
+        ("/prometheus/metrics", (200, b"trtllm_num_requests_waiting 1\n"), (1.0, None)),
+    ],
+)
+async def test_the_page_that_an_engine_has_is_found_and_read_again(
+    polled, autojump_clock, path, reply, report
+):
+    polled.replies[path] = reply
+    await polled.start()
+    await trio.sleep(2.5)
+    assert polled.report == LoadReport(*report)
+    assert polled.calls[-2:] == [path, path]
+    assert polled.calls.count(path) == 3
+
+
+async def test_a_page_of_several_engines_is_split_over_the_ranks(polled):
+    polled.replies["/metrics"] = (200, VLLM)
+    await polled.start(ranks=2)
+    await wait_all_tasks_blocked()
+    ranks = [rank.engine_load.report for rank in polled.worker.dp_ranks]
+    assert ranks == [LoadReport(3.0, 0.5), LoadReport(1.0, None)]
+
+
+async def test_nothing_is_asked_until_an_interval_is_set_and_then_at_that_interval(
+    polled, autojump_clock
+):
+    polled.replies["/v1/loads"] = records(num_waiting_reqs=2)
+    polled.poll_secs = 0.0
+    await polled.start()
+    await trio.sleep(5)
+    assert polled.calls == []
+    polled.poll_secs = 10.0
+    polled.pages.restart(polled.reader)
+    await trio.sleep(11)
+    assert len(polled.calls) == 2
+    polled.poll_secs = 1.0
+    polled.pages.restart(polled.reader)
+    await trio.sleep(2.5)
+    assert len(polled.calls) == 5
+    polled.poll_secs = 0.0
+    await trio.sleep(60)
+    assert len(polled.calls) == 5
+
+
+async def test_an_engine_that_tells_nothing_is_asked_rarely(polled, autojump_clock):
+    polled.replies["/metrics"] = (200, b"up 1\n")
+    await polled.start()
+    await trio.sleep(SILENT_SECS - 1)
+    assert polled.calls == ["/v1/loads", "/metrics", "/prometheus/metrics"]
+    await trio.sleep(2)
+    assert len(polled.calls) == 6
+
+
+@pytest.mark.parametrize("reply", [None, (503, b""), (200, b"[]")])
+async def test_an_engine_that_tells_nothing_any_more_is_asked_again_soon(
+    polled, autojump_clock, reply
+):
+    polled.replies["/v1/loads"] = records(num_waiting_reqs=2)
+    await polled.start()
+    await trio.sleep(0.5)
+    at = polled.worker.engine_load.at
+    polled.replies["/v1/loads"] = reply
+    await trio.sleep(1)
+    assert polled.worker.engine_load.at == at
+    polled.replies["/v1/loads"] = records(num_waiting_reqs=7)
+    await trio.sleep(5)
+    assert polled.report == LoadReport(7.0, None)
+
+
+async def test_others_have_their_turn_while_a_long_page_is_read(polled, monkeypatch):
+    turns = []
+
+    async def turn():
+        turns.append(None)
+
+    monkeypatch.setattr(engine_load.trio.lowlevel, "checkpoint", turn)
+    page = b"# x\n" * 300_000 + VLLM
+    result = CallResult(None, 200, page, "", 0.0)
+    loads = await engine_load._loads_of(engine_load.LOAD_METRICS, result)
+    assert loads[0] == LoadReport(3.0, 0.5)
+    assert len(turns) >= len(page) // (1 << 18)
