@@ -146,7 +146,18 @@ def accepts(words):
             pass
         case ["check", *rest]:
             check_parser().parse_args(rest)
-        case ["status" | "top" | "workers" | "explain" | "logs" | "weights" | "completion", *rest]:
+        case [
+            "status"
+            | "top"
+            | "workers"
+            | "explain"
+            | "logs"
+            | "weights"
+            | "completion"
+            | "init"
+            | "schema",
+            *rest,
+        ]:
             importlib.import_module(COMMANDS[words[0]]).parser().parse_args(rest)
         case ["simulate", *rest]:
             simulate.parser().parse_args(rest)

@@ -1,4 +1,5 @@
-"""docs/configuration.md, made from the schema and the comments of config/example.toml.
+"""docs/configuration.md, made from the schema and the comments of config/example.toml; and the JSON
+schema of the file (configuration_schema.py), from the same.
 
 Invariant: nothing about a key is written here. What a key takes comes from its type; what it means
 from its comment in the example, and where that only lists the choices, from the one above it in
@@ -19,7 +20,7 @@ from typing import Any, Final, get_args, get_type_hints
 import msgspec
 from msgspec import inspect as types
 
-from omni_proxy.config import schema
+from omni_proxy.config import api_keys, schema
 from omni_proxy.config.api_keys import (
     MAX_NAME,
     read_key_name,
@@ -44,9 +45,11 @@ from omni_proxy.config.fields import (
 )
 from omni_proxy.config.flags import FLAGS
 from omni_proxy.config.problem import to_toml_literal
+from tools import configuration_schema
 
 ROOT: Final = Path(__file__).parent.parent
 FILLERS: Final = {"or", "the", "default"}  # words around a bare list of choices
+SCHEMA: Final = configuration_schema.TARGET
 PAGE: Final = ROOT / "docs/configuration.md"
 EXAMPLE: Final = ROOT / "config/example.toml"
 # Bounds that only catch slips; to tell them would be noise.
@@ -81,18 +84,29 @@ all of them is [config/example.toml](../config/example.toml), and
 * Every key is hot: save the file and it holds. SIGHUP and `POST /reload` do the same, nothing
   needs a restart, and a file that is refused changes nothing.
 * A flag, where a key has one, wins over the file.
+
+`omni-proxy init FILE` writes a first file with comments. It asks for the workers' URLs, the policy,
+the address, the access log and, beyond this machine, the admin key; flags replace the questions,
+and a file that exists stays unless `--force` is given. What it writes passes `check`.
+
+`omni-proxy schema` prints the JSON schema of the file, and `omni-proxy init --schema` writes it
+beside FILE. Editors with taplo, such as Even Better TOML, then complete keys and mark wrong ones in
+a file whose first line is
+
+```toml
+#:schema ./omni-proxy.schema.json
+```
 """
 
 
 def page() -> str:
     """The whole text of the page."""
-    said = _example_comments(EXAMPLE.read_text())
-    why = _schema_comments(inspect.getsource(schema))
+    comments = _comments()
     parts = [HEAD]
     for path, struct, several in _tables(schema.Config):
         title = f"[[{path}]]" if several else f"[{path}]"
         lead = _lead(struct, several)
-        rows = [_row(path, struct, each, (said, why)) for each in _keys(struct)]
+        rows = [_row(path, struct, each, comments) for each in _keys(struct)]
         head = "| key | takes | default | meaning |\n|---|---|---|---|"
         parts.append(f"## `{title}`\n\n{lead}{head}\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
@@ -102,12 +116,34 @@ def main(words: list[str]) -> int:
     if words not in ([], ["--check"]):
         print("usage: tools/configuration-page [--check]", file=sys.stderr)
         return 2
-    if not words:
-        PAGE.write_text(page())
-    elif not PAGE.exists() or PAGE.read_text() != page():
-        print(f"{PAGE}: not what the schema says; run tools/configuration-page", file=sys.stderr)
-        return 1
-    return 0
+    status = 0
+    for file, text in ((PAGE, page()), (SCHEMA, json_schema())):
+        if not words:
+            file.write_text(text)
+        elif not file.exists() or file.read_text() != text:
+            told = "not what the schema says; run tools/configuration-page"
+            print(f"{file}: {told}", file=sys.stderr)
+            status = 1
+    return status
+
+
+def json_schema() -> str:
+    """The whole text of schema.json."""
+    comments = _comments()
+
+    def meaning(path: str, struct: type, name: str) -> str:
+        keys = {key.name: key for key in _keys(struct)}
+        return _meaning(path, struct, keys[name], comments) if name in keys else ""
+
+    return configuration_schema.text(meaning)
+
+
+def _comments() -> tuple[dict[str, str], dict[str, str]]:
+    """Of the example, by dotted key; of the schema, by "Struct.key"."""
+    why = _schema_comments(inspect.getsource(schema))
+    return _example_comments(EXAMPLE.read_text()), why | _schema_comments(
+        inspect.getsource(api_keys)
+    )
 
 
 def _tables(struct: type, path: str = "") -> Iterator[tuple[str, type, bool]]:
@@ -147,16 +183,23 @@ def _lead(struct: type, several: bool) -> str:
 def _row(
     path: str, struct: type, key: types.Field, comments: tuple[dict[str, str], dict[str, str]]
 ) -> str:
-    said, why = comments
     full = f"{path}.{key.name}"
-    meaning = said.get(full, "")
-    if not _words(meaning) - _choices_of(key) - FILLERS:
-        meaning = why.get(f"{struct.__name__}.{key.name}", meaning).removesuffix(".")
+    meaning = _meaning(path, struct, key, comments)
     flag = next((flag for flag, name in FLAGS.items() if name == full), "")
     if flag:
         meaning += f"; flag `{flag}`"
     cells = (f"`{key.name}`", _takes(struct, key), _shown(key), meaning)
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _meaning(
+    path: str, struct: type, key: types.Field, comments: tuple[dict[str, str], dict[str, str]]
+) -> str:
+    said, why = comments
+    meaning = said.get(f"{path}.{key.name}", "")
+    if not _words(meaning) - _choices_of(key) - FILLERS:
+        meaning = why.get(f"{struct.__name__}.{key.name}", meaning).removesuffix(".")
+    return meaning
 
 
 def _default(key: types.Field) -> Any:

@@ -14,6 +14,7 @@ from typing import Final, Literal, get_args, get_origin, get_type_hints
 
 from omni_proxy.cli import COMMANDS
 from omni_proxy.cli.flags.completion_scripts import SHELLS, Flag, Page
+from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.schema import Config
 
@@ -25,7 +26,7 @@ fish: omni-proxy completion fish > ~/.config/fish/completions/omni-proxy.fish
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+    result = CommandParser(
         prog="omni-proxy completion",
         description="Print a shell completion script for omni-proxy's commands and flags.",
         epilog=_EPILOG,
@@ -59,6 +60,7 @@ def pages() -> list[Page]:
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     # Imported here: no other command must wait for all of them.
     from omni_proxy.cli import explain, logs, status, weights, workers
+    from omni_proxy.cli.config_file import init, schema
     from omni_proxy.cli.flags import arguments
     from omni_proxy.cli.flags.engines import ENGINES
     from omni_proxy.cli.simulate import arguments as simulate
@@ -67,7 +69,9 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     from omni_proxy.replica.profiling import report as profile
 
     yield "serve", arguments.serve_parser()
+    yield "init", init.parser()
     yield "check", arguments.check_parser()
+    yield "schema", schema.parser()
     yield "status", status.parser()
     yield "top", top.parser()
     yield "workers", workers.parser()
@@ -119,7 +123,7 @@ def _flag(action: argparse.Action) -> Flag:
 
 def _values_of(key: str) -> tuple[str, ...]:
     """The values of a flag that sets a key of the configuration, where the key has a list."""
-    if key == "routing.policy":
+    if key in ("routing.policy", "policy"):
         return POLICIES
     table, _, name = key.partition(".")
     kind: object = Config

@@ -21,6 +21,7 @@ from omni_proxy.cli.client.admin_client import (
     add_target_arguments,
     admin_target_of,
 )
+from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.cli.screen.text_table import NOTHING, printable, render_table, strip_noise
 
 NO_WORKER: Final = 1
@@ -35,7 +36,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+    result = CommandParser(
         prog="omni-proxy explain",
         description="Where the running proxy would send a request, and why. Nothing is sent.",
         epilog=_EPILOG,

@@ -23,6 +23,7 @@ from omni_proxy.cli.flags.engines import (
     engine_for,
     model_name,
 )
+from omni_proxy.cli.flags.kv_endpoints import PortsOverlapError, ports_apart
 from omni_proxy.cli.flags.peer_flags import router_flags_in
 from omni_proxy.cli.serve import routed, router_startup, start
 from omni_proxy.config.parse import ConfigError
@@ -94,11 +95,16 @@ def _entry(
 ) -> LaunchEntry:
     """Raises EngineCommandError, with the remedy."""
     size, connector = arguments.tensor_parallel_size, arguments.replica_connector
+    before = arguments.prefill_replicas if role == "decode" else 0
+    try:
+        flags = ports_apart(engine_flags, before, count)
+    except PortsOverlapError as error:
+        raise EngineCommandError(str(error)) from None
     request = EngineRequest(
         arguments.model_path,
         size,
         arguments.served_model_name,
-        tuple(engine_flags),
+        flags,
         role,
         connector,
     )

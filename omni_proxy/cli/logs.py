@@ -29,6 +29,7 @@ from omni_proxy.cli.client.admin_client import (
     admin_target_of,
     config_of,
 )
+from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.cli.screen.text_table import format_millis, parse_time, printable
 from omni_proxy.wire.log_text import mask_secrets_in_text
 
@@ -163,7 +164,7 @@ class NoLogError(Exception):
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+    result = CommandParser(
         prog="omni-proxy logs",
         description="The access log of a proxy on this machine, one short line per request.",
         epilog=_EPILOG,

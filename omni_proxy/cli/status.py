@@ -25,6 +25,7 @@ from omni_proxy.cli.client.admin_client import (
     add_target_arguments,
     admin_target_of,
 )
+from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.cli.screen.diagnosis import (
     LEAVING,
     WELL,
@@ -63,7 +64,7 @@ _LEGEND: Final = "P50, P99: from sending to the first chunk; they, REQ/S and ERR
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+    result = CommandParser(
         prog="omni-proxy status",
         description="State of the running proxy: slow workers, workers out of rotation and why, "
         "the last reload. Exit status 0: ready; 1: not ready; 2: not reachable.",

@@ -430,7 +430,8 @@ class LaunchEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A group of replicas that the proxy starts, watches, restarts and stops."""
 
     name: Name = "local"
-    # {host} and {port} are substituted for each replica.
+    # {host} and {port} are substituted for each replica; {5557+index} is 5557 for the first, the
+    # next number for each next one.
     command: Annotated[tuple[str, ...], Meta(min_length=1)]
     replicas: Annotated[int, Meta(ge=0, le=1024)] = 1
     host: Address = "127.0.0.1"

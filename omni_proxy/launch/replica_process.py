@@ -66,6 +66,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 OWN_COMMAND: Final = "omni-proxy"
+_NEXT_PORT: Final = re.compile(r"\{([0-9]+)\+index\}")  # {5557+index}: 5557 for the first replica
 # PyInstaller sets the first for a frozen binary, and saves the original value in the second.
 LIBRARY_PATH: Final = "LD_LIBRARY_PATH"
 ORIGINAL_LIBRARY_PATH: Final = "LD_LIBRARY_PATH_ORIG"
@@ -121,7 +122,7 @@ def _fill_placeholders(text: str, entry: LaunchEntry, index: int, gpus: Sequence
     # Not str.format: commands may hold JSON, whose braces are no placeholders.
     for placeholder, value in values.items():
         text = text.replace(placeholder, value)
-    return text
+    return _NEXT_PORT.sub(lambda match: str(int(match[1]) + index), text)
 
 
 log = logging.getLogger("omni_proxy.launch")

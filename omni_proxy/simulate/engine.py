@@ -17,6 +17,7 @@ from heapq import heapify, heappop, heappush
 from math import ceil, inf
 from typing import Final, Protocol
 
+from omni_proxy.simulate.slot_cache import SlotCache
 from omni_proxy.simulate.workload import Request
 
 CHUNK_TOKENS: Final = 2048
@@ -24,13 +25,16 @@ CHUNK_TOKENS: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What a worker can do. `kv_tokens` 0: no bound."""
+    """What a worker can do. `kv_tokens` 0: no bound. `slots` above 0: it keeps texts as llama.cpp
+    does, one for each slot, and `kv_tokens` bounds those that are stored beside them."""
 
     prefill_tokens_per_sec: float = 8000.0
+    prefill_overhead_ms: float = 0.0  # of each prompt, besides its tokens
     decode_step_ms: float = 6.0
     decode_step_ms_per_request: float = 0.35
     max_batch: int = 256
     kv_tokens: int = 524288
+    slots: int = 0
 
 
 class ResponseListener(Protocol):
@@ -177,12 +181,13 @@ class Engine:
         self.seen_blocks = 0
         self.requests = 0  # that were sent to it
         self._schedule = schedule
-        self._cache = BlockCache(spec.kv_tokens)
+        self._cache = _cache_of(spec)
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._decoding: list[tuple[int, int, Job]] = []  # by the step of the last token
         self._step = 0
         self._admitted = 0
+        self._begun = 0  # prompts that the next step begins
         # The steps that run now: when they began, how long each takes, and how many they are.
         self._running = 0
         self._number = 0
@@ -222,7 +227,8 @@ class Engine:
         self._decoding.clear()
         self._prefilling.clear()
         self._waiting.clear()
-        self._cache = BlockCache(self.spec.kv_tokens)
+        self._begun = 0
+        self._cache = _cache_of(self.spec)
         for job in jobs:
             job.listener.on_failed("the worker died")
 
@@ -263,6 +269,8 @@ class Engine:
             self._running = 0
             return
         secs = self._chunk / spec.prefill_tokens_per_sec
+        secs += self._begun * spec.prefill_overhead_ms / 1000
+        self._begun = 0
         if decoding:
             secs += (spec.decode_step_ms + spec.decode_step_ms_per_request * decoding) / 1000
         self._step_secs = secs * self.factor
@@ -280,6 +288,7 @@ class Engine:
                 return
             self._waiting.popleft()
             self._prefilling.append(job)
+            self._begun += 1
             self.found_blocks += job.cached_blocks
             self.seen_blocks += job.request.block_count
 
@@ -306,6 +315,10 @@ class Engine:
             self._cache.release(job)
             job.listener.on_completed(job.cached_tokens)
         self._begin(now)
+
+
+def _cache_of(spec: EngineSpec) -> BlockCache | SlotCache:
+    return SlotCache(spec.slots, spec.kv_tokens) if spec.slots else BlockCache(spec.kv_tokens)
 
 
 def _order(entry: tuple[int, int, Job]) -> int:

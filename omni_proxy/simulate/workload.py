@@ -64,7 +64,7 @@ class OpenLoop:
 
 
 @dataclass(slots=True, eq=False)
-class _Turns:
+class Turns:
     """What is left of a conversation: (think seconds, new prompt tokens, output tokens) each."""
 
     session: str
@@ -76,7 +76,7 @@ class Conversations:
     comes a think time after the answer."""
 
     def __init__(
-        self, first: Iterable[Request], turns: Sequence[_Turns], names: Iterable[int]
+        self, first: Iterable[Request], turns: Sequence[Turns], names: Iterable[int]
     ) -> None:
         self.requests = sorted(first, key=lambda request: request.at)
         self._names = iter(names)
@@ -232,7 +232,7 @@ def _conversations(chat: _Chat, requests: int, workers: int, random: Random) -> 
     system_blocks = _names(chat.system // BLOCK_TOKENS, names)
     arrivals = _arrivals(random, RATE_PER_WORKER * workers / (sum(chat.turns) / 2))
     openings: list[Request] = []
-    rest: list[_Turns] = []
+    rest: list[Turns] = []
     made = 0
     for at in arrivals:
         number = min(random.randint(*chat.turns), requests - made)
@@ -252,7 +252,7 @@ def _conversations(chat: _Chat, requests: int, workers: int, random: Random) -> 
             )
             for _ in range(number - 1)
         ]
-        rest.append(_Turns(session, left))
+        rest.append(Turns(session, left))
     return Conversations(openings, rest, names)
 
 

@@ -104,6 +104,24 @@ def test_the_environments_key_is_handed_on(started, monkeypatch):
     assert started[0].admin_key == "hush"
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["", "check", "completion", "explain", "init", "launch-router", "logs", "schema", "simulate",
+     "status", "top", "weights", "workers"],
+)  # fmt: skip
+def test_an_error_is_below_one_line_of_usage(refused, command):
+    lines = refused(*command.split(), "--statu", "x").splitlines()
+    name = f"omni-proxy {command}".strip()
+    assert lines[0].startswith(f"usage: {name} ")
+    assert lines[0].endswith(f"({name} --help)")
+    assert lines[1].startswith(f"{name}: error: ")
+    assert len(lines) <= 3
+
+
+def test_a_flag_of_a_subcommand_is_suggested(refused):
+    assert "did you mean `--json`?" in refused("workers", "list", "--jsn")
+
+
 def test_without_file_and_workers_there_is_nothing_to_serve(refused):
     assert "--config FILE" in refused("--port", "1")
 
@@ -113,7 +131,7 @@ def test_the_programs_name_alone_reports_its_commands(refused, words):
     said = refused(*words)
     assert said.startswith("usage: omni-proxy [COMMAND] [FLAGS]\n")
     assert "omni-proxy launch " in said
-    assert len(said.splitlines()) < 30
+    assert len(said.splitlines()) < 36
 
 
 @pytest.mark.parametrize(

@@ -75,3 +75,12 @@ def test_keys_that_apply_to_a_running_process_are_no_start_parameters():
 def test_each_replica_has_a_bootstrap_port_of_its_own():
     entry = LaunchEntry(command=("x", "{bootstrap_port}"), base_bootstrap_port=9000, replicas=2)
     assert [argv_of(entry, index, ()) for index in (0, 1)] == [["x", "9000"], ["x", "9001"]]
+
+
+def test_a_number_counts_on_from_replica_to_replica():
+    words = ("x", "tcp://*:{5557+index}", '{"a": "tcp://*:{6000+index}", "b": {}}', "{a+index}")
+    entry = LaunchEntry(command=words, replicas=3)
+    assert argv_of(entry, 0, ())[1] == "tcp://*:5557"
+    assert argv_of(entry, 2, ())[1:] == [
+        "tcp://*:5559", '{"a": "tcp://*:6002", "b": {}}', "{a+index}",
+    ]  # fmt: skip

@@ -72,6 +72,13 @@ def test_it_is_healthy_chats_streams_and_leaves_with_0(replica):
     assert answer["choices"][0]["message"]["content"].strip()
     assert answer["usage"]["completion_tokens"] <= QUESTION["max_tokens"]
 
+    # llama.cpp's own figure of what its slot had: all of a repeated prompt but its last token.
+    again = client.post("/v1/chat/completions", json=QUESTION).json()["usage"]
+    reused = again["prompt_tokens"] - 1
+    assert again["prompt_tokens_details"] == {"cached_tokens": reused}
+    message = client.post("/v1/messages", json=QUESTION).json()["usage"]
+    assert (message["cache_read_input_tokens"], message["input_tokens"]) == (reused, 1)
+
     asked = {"model": MODEL, "input": ["a cat sat on the mat", "the sea"]}
     vectors = [
         each["embedding"] for each in client.post("/v1/embeddings", json=asked).json()["data"]

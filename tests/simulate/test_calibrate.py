@@ -9,28 +9,36 @@ import pytest
 from omni_proxy.simulate.calibrate import (
     ANSWER_TOKENS,
     AT_ONCE,
+    LONG_WORDS,
+    NEW_WORDS,
     REPEATS,
     CalibrationError,
     measure,
 )
 
-SECS_PER_WORD = 0.0001
+SECS_PER_WORD, OVERHEAD_SECS = 0.0001, 0.01
 
 
 class Worker(ThreadingHTTPServer):
-    """Streams tokens after a time that grows with the prompt. `usage` False: it tells none."""
+    """Streams tokens after a time that grows with the prompt. `usage` False: it tells none. A prompt
+    of more than `context` words is refused; `slots` are told as llama.cpp tells them. `caches`: it
+    tells what it had cached, and needs no time for that."""
 
     daemon_threads = True
 
-    def __init__(self, *, usage=True, status=200):
+    def __init__(self, *, usage=True, status=200, context=10_000, slots=0, caches=False):
         super().__init__(("127.0.0.1", 0), Handler)
         self.usage, self.status, self.prompts, self.bodies = usage, status, [], []
+        self.context, self.slots, self.caches = context, slots, caches
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        self._send(b'{"data": [{"id": "m"}]}')
+        if self.path == "/props" and self.server.slots:
+            self._send(b'{"total_slots": %d}' % self.server.slots)
+        else:
+            self._send(b'{"data": [{"id": "m"}]}')
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -40,13 +48,24 @@ class Handler(BaseHTTPRequestHandler):
             self._send(b'{"error": "overloaded"}', server.status)
             return
         words = len(body["prompt"].split())
-        threading.Event().wait(words * SECS_PER_WORD)
+        if words > server.context:
+            self._send(b'{"error": "too long"}', 400)
+            return
+        cached = self._cached(body["prompt"]) if server.caches else 0
+        threading.Event().wait(OVERHEAD_SECS + (words - cached) * SECS_PER_WORD)
         self._send(b"", kind="text/event-stream")
         for _ in range(body["max_tokens"]):
             self._event({"choices": [{"text": "x"}]})
         if server.usage:
-            self._event({"choices": [], "usage": {"prompt_tokens": words}})
+            usage = {"prompt_tokens": words}
+            if server.caches:
+                usage["prompt_tokens_details"] = {"cached_tokens": cached}
+            self._event({"choices": [], "usage": usage})
         self.wfile.write(b"data: [DONE]\n\n")
+
+    def _cached(self, prompt):
+        earlier = (body["prompt"] for body in self.server.bodies[:-1])
+        return max((len(each.split()) for each in earlier if prompt.startswith(each)), default=0)
 
     def _event(self, fields):
         self.wfile.write(b"data: %b\n\n" % json.dumps(fields).encode())
@@ -85,9 +104,37 @@ def test_a_worker_is_measured_with_prompts_that_no_cache_can_hold(worker_of):
     assert spec.decode_step_ms >= 0
     assert spec.decode_step_ms_per_request >= 0
     prompts = [body["prompt"] for body in worker.bodies]
-    assert len(prompts) == len(set(prompts)) == 1 + REPEATS * (2 + AT_ONCE)
+    assert len(prompts) == len(set(prompts)) == 3 + REPEATS * (3 + AT_ONCE)
     assert {body["max_tokens"] for body in worker.bodies} == {ANSWER_TOKENS}
     assert {body["model"] for body in worker.bodies} == {"m"}
+
+
+def test_long_prompts_are_as_long_as_the_context_allows(worker_of):
+    worker = worker_of(context=200)
+    assert measure(worker.url).prefill_tokens_per_sec > 0
+    lengths = [len(body["prompt"].split()) for body in worker.bodies]
+    assert max(length for length in lengths if length <= 200) == LONG_WORDS[-1] == 128
+    assert lengths.count(LONG_WORDS[-1]) == REPEATS
+
+
+def test_short_prompts_have_a_cached_beginning_where_the_worker_tells_of_it(worker_of):
+    worker = worker_of(caches=True)
+    spec = measure(worker.url)
+    assert spec.prefill_overhead_ms > 0
+    behind = [
+        body["prompt"]
+        for body in worker.bodies
+        if len(body["prompt"].split()) == LONG_WORDS[0] // 2 + NEW_WORDS
+    ]
+    assert len(behind) == REPEATS
+    assert len({prompt.split()[0] for prompt in behind}) == 1
+    assert len(worker.bodies) == 3 + REPEATS * (2 + AT_ONCE)
+
+
+def test_llamacpp_says_how_many_slots_it_has(worker_of):
+    spec = measure(worker_of(slots=4).url)
+    assert (spec.slots, spec.max_batch) == (4, 4)
+    assert measure(worker_of().url).slots == 0
 
 
 @pytest.mark.parametrize(

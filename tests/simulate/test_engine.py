@@ -233,3 +233,18 @@ def test_a_slow_worker_takes_so_many_times_as_long():
     driver.run()
     assert record.first == pytest.approx(3.0)
     assert record.end == pytest.approx(3.0 + 10 * 3 * 0.011)
+
+
+def test_every_prompt_has_its_overhead_once():
+    spec = EngineSpec(
+        prefill_tokens_per_sec=1000, prefill_overhead_ms=50, decode_step_ms=0,
+        decode_step_ms_per_request=0,
+    )  # fmt: skip
+    driver = Driver(spec)
+    long = driver.submit_at(0.0, Request(0.0, 2 * CHUNK_TOKENS, 1))
+    cached = driver.submit_at(9.0, chain(1, 2))
+    again = driver.submit_at(19.0, chain(1, 2, 3))
+    driver.run()
+    assert long.first == pytest.approx(2 * CHUNK_TOKENS / 1000 + 0.05)
+    assert cached.first == pytest.approx(9.25)
+    assert again.first == pytest.approx(19.15)

@@ -7,13 +7,14 @@ import pytest
 from omni_proxy.config import schema
 from tests.tree import ROOT
 from tools import configuration_page
-from tools.configuration_page import PAGE, main, page
+from tools.configuration_page import PAGE, SCHEMA, json_schema, main, page
 
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     path = tmp_path / "configuration.md"
     monkeypatch.setattr(configuration_page, "PAGE", path)
+    monkeypatch.setattr(configuration_page, "SCHEMA", tmp_path / "schema.json")
     return path
 
 
@@ -31,6 +32,7 @@ def rows():
 
 def test_the_page_equals_the_schema():
     assert PAGE.read_text() == page(), "run tools/configuration-page"
+    assert SCHEMA.read_text() == json_schema(), "run tools/configuration-page"
 
 
 def test_every_key_has_a_row_and_every_row_a_meaning():

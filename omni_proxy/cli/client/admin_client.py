@@ -37,7 +37,7 @@ from omni_proxy.cli.client.tls_options import (
 )
 from omni_proxy.cli.screen.text_table import printable, strip_noise
 from omni_proxy.config.parse import ConfigError, decode_text
-from omni_proxy.config.schema import Config
+from omni_proxy.config.schema import AdminConfig, Config, ServerConfig
 from omni_proxy.config.validate import Finding, walk
 from omni_proxy.runtime_config.config_store import read_file
 
@@ -178,7 +178,9 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", type=Path, help="the proxy that runs with this file"
     )
     parser.add_argument(
-        "--api-key", metavar="KEY", help=f"admin key (default: the file's, else {KEY_VARIABLE})"
+        "--api-key",
+        metavar="KEY",
+        help=f"admin key (default: the file's, else {KEY_VARIABLE}, else one of the file's key_env",
     )
     add_tls_arguments(parser)
 
@@ -221,13 +223,26 @@ def admin_target_of(arguments: argparse.Namespace) -> AdminTarget:
         raise AdminClientError(
             f"{url} is plain HTTP: leave --ca and --client-cert out, or use https://"
         )
-    keys = (
+    keys = [
         (arguments.api_key or "", "--api-key"),
-        ((config.admin.api_key or config.server.api_key) if config else "", str(arguments.config)),
+        (_main_key(config.admin, config.server) if config else "", str(arguments.config)),
         (os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE),
-    )
+        *(_named_keys(config.admin) if config else ()),
+    ]
     key, key_from = next((pair for pair in keys if pair[0]), ("", ""))
     return AdminTarget(url, key, key_from, config.server.tls_cert if config else "", client_cert)
+
+
+def _main_key(admin: AdminConfig, server: ServerConfig) -> str:
+    """As the proxy has it: a key of clients is no admin key beside those."""
+    return admin.api_key if admin.api_key or admin.keys else server.api_key
+
+
+def _named_keys(admin: AdminConfig) -> Iterator[tuple[str, str]]:
+    """The keys of [[admin.keys]] that are in the environment, the one that may do most first."""
+    ranks: list[str] = ["all", "operate", "weights", "read"]
+    for entry in sorted(admin.keys, key=lambda entry: ranks.index(entry.role)):
+        yield os.environ.get(entry.key_env, "") if entry.key_env else "", entry.key_env
 
 
 def _require_client_cert(config: Config, url: str, file: Path, client_cert: ClientCert) -> None:

@@ -19,7 +19,9 @@ ABOUT: Final = "One process in front of complete inference replicas."
 COMMANDS: Final = """\
 commands:
   omni-proxy [serve] ...     run the proxy: --config FILE, or --worker-urls URL ...
+  omni-proxy init [FILE]     write FILE: it asks for what no flag sets
   omni-proxy check FILE      validate FILE; binds nothing
+  omni-proxy schema          JSON schema of FILE, for editors
   omni-proxy replica ...     run one inference replica; see `omni-proxy replica --help`
   omni-proxy launch ...      start replicas and the proxy in front of them
   omni-proxy launch-router   as sglang-router's launch_router: --worker-urls URL ...
@@ -259,7 +261,7 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
 
 
 def check_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="omni-proxy check",
         description="Validate FILE. Exit status 0: it loads; 2: it is refused.",
         allow_abbrev=False,

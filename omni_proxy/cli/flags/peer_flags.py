@@ -388,18 +388,36 @@ FLAG_CUTOFF: Final = 0.8  # share of common letters; flags have many by chance
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse's parser with hints for unknown flags and commands."""
+    """argparse's parser with hints for unknown flags and commands, and one line of usage above an
+    error."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix(_UNKNOWN).split() if message.startswith(_UNKNOWN) else []
-        options = [
-            name
-            for action in self._actions
-            if action.help != argparse.SUPPRESS
-            for name in action.option_strings
-        ]
-        lines = [*_hints_for_flags(unknown, options), *_hints_for_choices(message)]
-        super().error("\n  ".join((message, *lines)))
+        hints = [*_hints_for_flags(unknown, _options(self)), *_hints_for_choices(message)]
+        lines = "\n  ".join((message, *hints))
+        self.exit(2, f"{self._usage_line()}{self.prog}: error: {lines}\n")
+
+    def _usage_line(self) -> str:
+        """What --help says, without the flags."""
+        places = [action for action in self._actions if not action.option_strings]
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, places, [])
+        line = " ".join(formatter.format_help().split())
+        flags = len(places) + 1 < len(self._actions) and self.usage is None
+        named = f"usage: {self.prog}"
+        more = f" ({self.prog} --help)" if self.add_help else ""
+        return f"{named}{' [FLAGS]' if flags else ''}{line.removeprefix(named)}{more}\n"
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """Of the parser, and of those of its commands."""
+    names: list[str] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            names += (name for below in action.choices.values() for name in _options(below))
+        elif action.help != argparse.SUPPRESS:
+            names += action.option_strings
+    return list(dict.fromkeys(names))
 
 
 def _hints_for_choices(message: str) -> list[str]:

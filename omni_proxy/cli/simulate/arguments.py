@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
 
+from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.simulate.engine import EngineSpec
 from omni_proxy.simulate.faults import EXPECTED
@@ -31,7 +32,7 @@ Equal arguments give equal figures. docs/simulate.md says what is modelled and w
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+    result = CommandParser(
         prog="omni-proxy simulate",
         description="Compare policies on a workload, in virtual time. Nothing is sent.",
         epilog=_EPILOG,
@@ -96,6 +97,10 @@ def _add_engine(result: argparse.ArgumentParser) -> None:
     engine = result.add_argument_group("engines")
     for name, kind, default, text in (
         ("prefill-tokens-per-sec", _positive, DEFAULT_ENGINE.prefill_tokens_per_sec, "of prompts"),
+        (
+            "prefill-overhead-ms", _not_negative, DEFAULT_ENGINE.prefill_overhead_ms,
+            "of each prompt, besides its tokens",
+        ),
         ("decode-step-ms", _not_negative, DEFAULT_ENGINE.decode_step_ms, "a step of the batch"),
         (
             "decode-step-ms-per-request", _not_negative, DEFAULT_ENGINE.decode_step_ms_per_request,
@@ -112,6 +117,11 @@ def _add_engine(result: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--kv-tokens", type=_whole(0, 2**53), metavar="N",
         help=f"KV memory of a worker; 0: no bound (default {DEFAULT_ENGINE.kv_tokens})",
+    )  # fmt: skip
+    engine.add_argument(
+        "--slots", type=_whole(0, 100_000), metavar="N",
+        help="N slots keep one text each, as in llama.cpp; 0: blocks, as in vLLM and SGLang "
+        "(default 0)",
     )  # fmt: skip
     engine.add_argument(
         "--calibrate", metavar="URL",

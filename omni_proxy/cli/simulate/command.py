@@ -166,9 +166,11 @@ def _as_flags(spec: EngineSpec) -> str:
     return " ".join(
         (
             f"--prefill-tokens-per-sec {spec.prefill_tokens_per_sec:.1f}",
+            f"--prefill-overhead-ms {spec.prefill_overhead_ms:.1f}",
             f"--decode-step-ms {spec.decode_step_ms:.3f}",
             f"--decode-step-ms-per-request {spec.decode_step_ms_per_request:.3f}",
             f"--max-batch {spec.max_batch}",
+            *((f"--slots {spec.slots}",) if spec.slots else ()),
         )
     )
 

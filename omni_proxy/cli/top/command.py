@@ -32,6 +32,7 @@ from omni_proxy.cli.client.admin_client import (
     admin_target_of,
 )
 from omni_proxy.cli.client.worker_changes import ChangeRefused, change_worker
+from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.cli.screen.feed_model import feed_of
 from omni_proxy.cli.status import WIDTH, fetch_feed
 from omni_proxy.cli.top.follower import FeedFollower, FeedStatus
@@ -111,7 +112,7 @@ keys:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+    result = CommandParser(
         prog="omni-proxy top",
         description="The running proxy and its workers, live.",
         epilog=_EPILOG,

@@ -134,6 +134,20 @@ def test_an_answer_is_reported_with_its_refusal(proxy):
     assert asked(proxy.url).refusal == "status 502"
 
 
+def test_keys_that_the_file_names_are_read_from_the_environment(place, file, monkeypatch):
+    monkeypatch.setenv("READ", "r")
+    monkeypatch.setenv("OPERATE", "o")
+    keys = "".join(
+        f'[[admin.keys]]\nname = "{name}"\nkey_env = "{name.upper()}"\nrole = "{name}"\n'
+        for name in ("read", "all", "operate")
+    )
+    file.write_text(f'[server]\napi_key = "of-clients"\n{keys}')
+    found = place("--config", file)
+    assert (found.key, found.key_from) == ("o", "OPERATE")
+    monkeypatch.setenv("SGLANG_OMNI_ADMIN_KEY", "e")
+    assert place("--config", file).key == "e"
+
+
 def test_a_missing_or_wrong_key_is_reported_with_its_cure(proxy):
     proxy.says["/feed"] = (401, {"error": {"message": "m", "code": "admin_key_required"}})
     with pytest.raises(AdminClientError, match="requires the admin key: pass --api-key"):

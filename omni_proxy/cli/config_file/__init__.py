@@ -1,0 +1,1 @@
+"""Commands about the configuration file: `init` writes one, `schema` describes all its keys."""

@@ -1,0 +1,152 @@
+"""The KV memory of llama.cpp's server: each of a few slots keeps one text, others are stored aside.
+
+    a request ──> an idle slot with a common beginning, else the one unused for longest
+                  └─ what it held is stored, where most of it would be lost
+Invariant: a text is in one place only. Whoever begins as a text of a slot or of the store takes it
+over, and what follows the common beginning is lost. Source: llama.cpp, tools/server (the choice of
+a slot, and its prompt cache). Simplified: the store is bounded in tokens, not in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Final, Protocol
+
+from omni_proxy.simulate.workload import Request
+
+# Shares of a prompt or of a text.
+SIMILAR: Final = 0.1  # a slot with less in common is not preferred
+LOST: Final = 0.5  # a slot that keeps less of its text has it stored first
+USABLE: Final = 0.25  # a stored text of which less is common stays where it is
+
+
+class CachedPrompt(Protocol):
+    """A request at an engine, and what admission finds out about it."""
+
+    request: Request
+    cached_blocks: int
+    cached_tokens: int
+    prefill: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """`tokens` counts the answer, too, which no later prompt has in common."""
+
+    blocks: tuple[int, ...] = ()
+    tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    text: _Text
+    job: CachedPrompt | None = None
+    used: int = 0  # the number of its last request
+
+
+class SlotCache:
+    """`stored_tokens` bounds the store, 0: no bound."""
+
+    def __init__(self, slots: int, stored_tokens: int) -> None:
+        self._slots = [_Slot(_Text()) for _ in range(slots)]
+        self._stored: list[_Text] = []  # the oldest first
+        self._most = stored_tokens or inf
+        self._requests = 0
+
+    def admit(self, job: CachedPrompt) -> bool:
+        """Give it a slot with what can be reused; False where every slot computes."""
+        idle = [slot for slot in self._slots if slot.job is None]
+        if not idle:
+            return False
+        slot = self._choose(idle, job.request)
+        found = leading(slot.text.blocks, job.request.blocks)
+        job.cached_blocks = found
+        cached = sum(job.request.block_size(place) for place in range(found))
+        job.cached_tokens = min(cached, job.request.input_tokens - 1)
+        job.prefill = job.request.input_tokens - job.cached_tokens
+        slot.job = job
+        slot.text = _Text(job.request.blocks[:found], cached)
+        self._requests += 1
+        slot.used = self._requests
+        return True
+
+    def publish(self, job: CachedPrompt) -> None:
+        """Its prompt is computed."""
+        self._slot_of(job).text = _Text(job.request.blocks, job.request.input_tokens)
+
+    def release(self, job: CachedPrompt) -> None:
+        """The slot keeps what it has: after an answer prompt and answer, else what was reused."""
+        slot = self._slot_of(job)
+        slot.job = None
+        if slot.text.tokens == job.request.input_tokens:
+            total = job.request.input_tokens + job.request.output_tokens
+            slot.text = _Text(slot.text.blocks, total)
+
+    def clear(self) -> None:
+        """Forget every text that no request uses."""
+        self._stored.clear()
+        for slot in self._slots:
+            if slot.job is None:
+                slot.text = _Text()
+
+    def _slot_of(self, job: CachedPrompt) -> _Slot:
+        return next(slot for slot in self._slots if slot.job is job)
+
+    def _choose(self, idle: list[_Slot], request: Request) -> _Slot:
+        def common(slot: _Slot) -> int:
+            return common_tokens(slot.text, request)
+
+        slot = max(idle, key=common)
+        if common(slot) > SIMILAR * request.input_tokens:
+            loses = common(slot) < LOST * slot.text.tokens
+        else:
+            slot = min(idle, key=lambda each: each.used)
+            loses = True
+        if loses and slot.text.tokens:
+            self._store(slot.text)
+            slot.text = self._take(slot.text, request)
+        return slot
+
+    def _store(self, text: _Text) -> None:
+        """Unless it is there; shorter texts that it begins with are not kept beside it."""
+        if any(_begins(text, other) for other in self._stored):
+            return
+        self._stored = [other for other in self._stored if not _begins(other, text)]
+        self._stored.append(text)
+        while len(self._stored) > 1 and sum(each.tokens for each in self._stored) > self._most:
+            self._stored.pop(0)
+
+    def _take(self, held: _Text, request: Request) -> _Text:
+        """The stored text that serves the request better than what the slot held, or none."""
+        best, most = _Text(), common_tokens(held, request)
+        kept = most / held.tokens
+        for text in self._stored:
+            common = common_tokens(text, request)
+            share = common / text.tokens
+            if share >= USABLE and common > most and share > kept:
+                best, most, kept = text, common, share
+        if not best.tokens:
+            return held
+        self._stored.remove(best)
+        return best
+
+
+def leading(text: tuple[int, ...], blocks: tuple[int, ...]) -> int:
+    """How many of the first blocks are equal."""
+    count = 0
+    for one, other in zip(text, blocks, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def common_tokens(text: _Text, request: Request) -> int:
+    found = leading(text.blocks, request.blocks)
+    return sum(request.block_size(place) for place in range(found))
+
+
+def _begins(one: _Text, other: _Text) -> bool:
+    """Whether the second text begins with the first."""
+    return one.tokens <= other.tokens and other.blocks[: len(one.blocks)] == one.blocks
