@@ -3,8 +3,9 @@
 Invariant: it costs the loop a few timers a second and nothing per request. The stacks of all
 threads are logged once per stall. A Python thread can't run while a C call holds the GIL: such a
 stall is reported when the call returns, in the frame that made it. Time in which the watchdog did
-not run counts only as far as the loop's thread used the CPU: a stopped process or a suspended
-machine is no stall. It must not wait for anything that the loop's thread may hold.
+not run counts only as far as the loop's thread used the CPU, and time in which that thread waited
+for a CPU not at all: neither a stopped process nor an overloaded machine is a stall. It must not
+wait for anything that the loop's thread may hold.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ class StallTimer:
 
     now: float
     cpu: float  # of the loop's thread
+    waited: float = 0.0  # by the loop's thread, for a CPU
     beats: int = 0
     secs: float = 0.0
     reported: bool = False
 
-    def update(self, now: float, cpu: float, beats: int) -> bool:
-        """True once per stall. `now` and `cpu` are clocks in seconds that only rise."""
-        elapsed, computed = now - self.now, cpu - self.cpu
-        self.now, self.cpu = now, cpu
+    def update(self, now: float, cpu: float, beats: int, waited: float = 0.0) -> bool:
+        """True once per stall. `now`, `cpu` and `waited` are clocks in seconds that only rise."""
+        elapsed, computed = now - self.now - (waited - self.waited), cpu - self.cpu
+        self.now, self.cpu, self.waited = now, cpu, waited
         if beats != self.beats:
             self.beats, self.secs, self.reported = beats, 0.0, False
             return False
-        self.secs += min(elapsed, max(2 * CHECK_SECS, computed))
+        self.secs += max(0.0, min(elapsed, max(2 * CHECK_SECS, computed)))
         if self.reported or self.secs < STALL_SECS:
             return False
         self.reported = True
@@ -86,9 +88,11 @@ class Watchdog:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled; the thread ends with it."""
         stop = threading.Event()
-        loop_thread = threading.get_ident()
         threading.Thread(
-            target=self._watch, args=(loop_thread, stop), name="watchdog", daemon=True
+            target=self._watch,
+            args=(threading.current_thread(), stop),
+            name="watchdog",
+            daemon=True,
         ).start()
         try:
             task_status.started()
@@ -108,14 +112,17 @@ class Watchdog:
         finally:
             stop.set()
 
-    def _watch(self, loop_thread: int, stop: threading.Event) -> None:
+    def _watch(self, loop: threading.Thread, stop: threading.Event) -> None:
         """Runs in the thread."""
-        clock = time.pthread_getcpuclockid(loop_thread)
-        timer = StallTimer(time.monotonic(), time.clock_gettime(clock))
+        assert loop.ident is not None
+        assert loop.native_id is not None
+        clock, native_id = time.pthread_getcpuclockid(loop.ident), loop.native_id
+        timer = StallTimer(time.monotonic(), time.clock_gettime(clock), cpu_wait_secs(native_id))
         while not stop.wait(CHECK_SECS):
             now, cpu = time.monotonic(), time.clock_gettime(clock)
-            if timer.update(now, cpu, self._heartbeats) and not stop.is_set():
-                self._report(timer.secs, loop_thread)
+            stalled = timer.update(now, cpu, self._heartbeats, cpu_wait_secs(native_id))
+            if stalled and not stop.is_set():
+                self._report(timer.secs, loop.ident)
 
     def _report(self, secs: float, loop_thread: int) -> None:
         stacks = _stacks(loop_thread)
@@ -124,6 +131,18 @@ class Watchdog:
         self.last_stall_secs = secs
         self._stalled = True
         _log.error("%s secs=%.1f, stacks of all threads:\n%s", STALL_EVENT, secs, stacks)
+
+
+def cpu_wait_secs(native_id: int) -> float:
+    """How long that thread of this process was ready to run and had no CPU, so far.
+
+    proc(5), /proc/pid/schedstat; 0.0 from a kernel that does not count it.
+    """
+    try:
+        with open(f"/proc/self/task/{native_id}/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _stacks(loop_thread: int) -> str:

@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy import watchdog
-from omni_proxy.watchdog import CHECK_SECS, STALL_EVENT, STALL_SECS, StallTimer, Watchdog
+from omni_proxy.watchdog import (
+    CHECK_SECS,
+    STALL_EVENT,
+    STALL_SECS,
+    StallTimer,
+    Watchdog,
+    cpu_wait_secs,
+)
 
 PROGRAM = """
 import logging, re, sys, time, trio
@@ -123,19 +130,55 @@ def test_a_stall_is_reported_once_until_the_next_beat():
     assert told == [False, False, False, True]
 
 
-LOOKS = st.lists(st.tuples(st.floats(0.2, 600), st.floats(0, 1), st.booleans()), max_size=40)
+def test_what_the_loop_waits_for_a_cpu_is_no_stall():
+    timer = StallTimer(0.0, 0.0)
+    starved = [timer.update(now / 4, 0.0, 0, now / 4) for now in range(1, 41)]
+    assert starved == [False] * 40
+    blocked = [timer.update(10 + now / 4, 0.0, 0, 10.0) for now in range(1, 5)]
+    assert blocked == [False, False, False, True]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="not counted by this kernel")
+def test_the_kernel_counts_how_long_a_thread_waits_for_a_cpu():
+    """Two busy threads of other processes and this one, on one CPU."""
+    busy = "import os; os.sched_setaffinity(0, {%d})\nwhile True: pass"
+    cpus = os.sched_getaffinity(0)
+    cpu = min(cpus)
+    others = [subprocess.Popen([sys.executable, "-c", busy % cpu]) for _ in range(2)]
+    try:
+        os.sched_setaffinity(0, {cpu})
+        before = cpu_wait_secs(threading.get_native_id())
+        until = time.monotonic() + 90  # for a test that hangs
+        while cpu_wait_secs(threading.get_native_id()) < before + 0.05:
+            assert time.monotonic() < until
+    finally:
+        os.sched_setaffinity(0, cpus)
+        for each in others:
+            each.kill()
+            each.wait()
+
+
+def test_without_such_a_thread_none_is_reported():
+    assert cpu_wait_secs(1 << 30) == 0.0
+
+
+LOOKS = st.lists(
+    st.tuples(st.floats(0.2, 600), st.floats(0, 1), st.floats(0, 1), st.booleans()), max_size=40
+)
 
 
 @given(looks=LOOKS)
 def test_a_timer_is_never_longer_than_its_time_nor_ended_by_anything_but_a_beat(looks):
     timer = StallTimer(0.0, 0.0)
-    now = cpu = 0.0
+    now = cpu = waited = 0.0
     beats, quiet = 0, []
-    for elapsed, share, beat in looks:
+    for elapsed, share, waits, beat in looks:
         now, cpu, beats = now + elapsed, cpu + elapsed * share, beats + beat
+        waiting = elapsed * (1 - share) * waits
+        waited += waiting
         was_reported = timer.reported
-        told = timer.update(now, cpu, beats)
-        quiet = [] if beat else [*quiet, (elapsed, elapsed * share)]
+        told = timer.update(now, cpu, beats, waited)
+        quiet = [] if beat else [*quiet, (elapsed - waiting, elapsed * share)]
         counted = sum(min(e, max(2 * CHECK_SECS, c)) for e, c in quiet)
         assert timer.secs == pytest.approx(counted, abs=1e-3)
         assert timer.secs <= sum(e for e, _ in quiet) + 1e-3
