@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import settings
 
 FEWEST = 5
-SHARES = {"thorough": 1.0, "patient": 0.4, "fast": 0.1}
+SHARES = {"thorough": 1.0, "patient": 0.25, "fast": 0.1}
 
 
 def thorough() -> bool:
