@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.example_counts import SHARES
+from tests.program_forkserver import close_forkservers
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
@@ -66,6 +67,13 @@ def pytest_runtest_teardown(item, nextitem):
         gc.collect()
         gc.freeze()
     return result
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forkservers():
+    """Those that a test has started end with the tests."""
+    yield
+    close_forkservers()
 
 
 def pytest_sessionfinish():

@@ -3,30 +3,41 @@
 A fork runs `python -m omni_proxy` from its first line on, with its own arguments, environment,
 folder and stderr. It is a child of the fork server, which reports its exit status; signals reach it
 directly. Imported modules must not have started threads: a fork would not have them.
+
+What a fork starts itself as `sys.executable -m omni_proxy` is a fork, too: `sys.executable` is a
+copy of `forked_program` there. Only with OWN_INTERPRETERS in its environment is it what it says.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
+import marshal
 import os
 import runpy
 import select
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import trio
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 ENV = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+OWN_INTERPRETERS = "OMNI_TESTS_OWN_INTERPRETERS"
 MESSAGE_BYTES = 1 << 17
+MAX_DESCRIPTORS = 253  # that the kernel sends at once
 PROXY = ("omni_proxy.cli.serve", "omni_proxy.server")
 REPLICA = (
     "torch",
@@ -41,22 +52,26 @@ REPLICA = (
 )
 
 
-class Nest:
-    """Ends at `close`; its forks outlive it."""
+class ForkServer:
+    """Ends at `close`; its forks outlive it. `name`: of the socket at which processes ask for it."""
 
-    def __init__(self, *imported: str) -> None:
+    def __init__(self, name: str, *imported: str) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._turn = threading.Lock()
-        with theirs:
+        self._lock = threading.Lock()
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(interpreter_folder() / name))
+            listener.listen(64)
+            passed = [theirs.fileno(), listener.fileno()]
+            command = [sys.executable, "-m", __name__, *map(str, passed)]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), *imported],
-                pass_fds=[theirs.fileno()],
+                [*command, str(interpreter_folder() / "python"), *imported],
+                pass_fds=passed,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **ENV},
             )
 
     async def start(self, *words: str, stderr: int | None = None) -> Forked:
-        """The program with these words. It gets a copy of `stderr`, or nobody hears it."""
+        """The program with these words. It gets a copy of `stderr`, or none."""
         return Forked(*await trio.to_thread.run_sync(self._start, words, stderr, os.environ))
 
     def popen(self, *words: str, stderr: int | None = None) -> ForkedPopen:
@@ -66,14 +81,14 @@ class Nest:
     def _start(
         self, words: tuple[str, ...], stderr: int | None, environ: Mapping[str, str]
     ) -> tuple[int, int, socket.socket]:
-        told = {"words": words, "environ": dict(environ), "folder": os.getcwd()}
+        request = {"words": words, "environ": dict(environ), "folder": os.getcwd()}
         ended, reports = socket.socketpair()
-        with self._turn, reports, open(os.devnull, "wb") as nobody:
-            sent = [nobody.fileno() if stderr is None else stderr, reports.fileno()]
-            socket.send_fds(self._ours, [json.dumps(told).encode()], sent)
+        with self._lock, reports, open(os.devnull, "wb") as discarded:
+            sent = [discarded.fileno() if stderr is None else stderr, reports.fileno()]
+            socket.send_fds(self._ours, [json.dumps(request).encode()], sent)
             pid, descriptors, *_ = socket.recv_fds(self._ours, 32, 1)
         if not descriptors:
-            raise RuntimeError("the nest of the programs has ended: its reason is on stderr")
+            raise RuntimeError("the fork server has ended: its reason is on stderr")
         return int(pid), descriptors[0], ended
 
     def close(self) -> None:
@@ -82,20 +97,41 @@ class Nest:
 
 
 @cache
-def forkserver(*imported: str) -> Nest:
-    """One for all tests of a run, until `close_nests`."""
-    made = Nest(*imported)
-    _NESTS.append(made)
+def forkserver(*imported: str) -> ForkServer:
+    """One for all tests of a run, until `close_forkservers`."""
+    made = ForkServer("replica" if imported == REPLICA else "proxy", *imported)
+    _SERVERS.append(made)
     return made
 
 
-_NESTS: list[Nest] = []
+_SERVERS: list[ForkServer] = []
 
 
-def close_nests() -> None:
+def close_forkservers() -> None:
     forkserver.cache_clear()
-    while _NESTS:
-        _NESTS.pop().close()
+    while _SERVERS:
+        _SERVERS.pop().close()
+    if interpreter_folder.cache_info().currsize:
+        shutil.rmtree(interpreter_folder())
+        interpreter_folder.cache_clear()
+
+
+def forking_interpreter() -> str:
+    """What runs `-m omni_proxy` as a fork, as `sys.executable` does in forks."""
+    forkserver(*PROXY), forkserver(*REPLICA)
+    return str(interpreter_folder() / "python")
+
+
+@cache
+def interpreter_folder() -> Path:
+    """Where `python` has fork servers start the program, and they their sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="omni-"))
+    stand_in = folder / "python"
+    stand_in.write_text(
+        f"#!{sys.executable} -SEs\n" + Path(__file__).with_name("forked_program.py").read_text()
+    )
+    stand_in.chmod(0o755)
+    return folder
 
 
 class _Forked:
@@ -124,7 +160,7 @@ class _Forked:
             try:
                 signal.pidfd_send_signal(self._descriptor, number)
             except ProcessLookupError:
-                return  # it has ended, and its nest is about to say so
+                return  # it has ended, and its fork server is about to report it
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -138,10 +174,10 @@ class Forked(_Forked):
 
     def __init__(self, pid: int, descriptor: int, ended: socket.socket) -> None:
         super().__init__(pid, descriptor, ended)
-        self._turn = trio.Lock()
+        self._lock = trio.Lock()
 
     async def wait(self) -> int:
-        async with self._turn:
+        async with self._lock:
             while (status := self.returncode) is None:
                 await trio.lowlevel.wait_readable(self._ended)
         return status
@@ -161,64 +197,156 @@ class ForkedPopen(_Forked):
         return status
 
 
-def hatch(control: socket.socket) -> list[str] | None:
-    """The words of a fork in each fork; None in the nest, once nobody can ask it any more."""
-    living: dict[int, tuple[int, socket.socket]] = {}
-    with selectors.DefaultSelector() as waiting:
-        waiting.register(control, selectors.EVENT_READ)
+@dataclass
+class Fork:
+    """A running one. `reports` gets its exit status; with `owned`, it is killed when that closes."""
+
+    pid: int
+    exits: int
+    reports: socket.socket
+    owned: bool
+
+
+def serve(control: socket.socket, listener: socket.socket, stand_in: str) -> list[str] | None:
+    """The words of a fork, in each fork; None in the server, once its client has gone."""
+    with selectors.DefaultSelector() as selector:
+        server = _Server(selector, control, listener, stand_in)
         while True:
-            for key, _ in waiting.select():
-                if key.fileobj is not control:
-                    waiting.unregister(key.fd)
-                    _report(key.fd, *living.pop(key.fd))
-                    continue
-                asked, descriptors, *_ = socket.recv_fds(control, MESSAGE_BYTES, 2)
-                if not descriptors:
-                    return None
-                stderr, reports = descriptors[0], socket.socket(fileno=descriptors[1])
-                pid = os.fork()
-                if not pid:
-                    for each in (control, reports, *(reports for _, reports in living.values())):
-                        each.close()
-                    for each in living:
-                        os.close(each)
-                    return _settle(json.loads(asked), stderr)
-                os.close(stderr)
-                ends = os.pidfd_open(pid)
-                living[ends] = (pid, reports)
-                waiting.register(ends, selectors.EVENT_READ)
-                socket.send_fds(control, [str(pid).encode()], [ends])
+            for key, _ in selector.select():
+                handled = server.handle(key)
+                if handled is not False:
+                    return handled
 
 
-def _settle(told: dict, stderr: int) -> list[str]:
-    os.dup2(stderr, 2)
-    os.close(stderr)
-    os.chdir(told["folder"])
-    os.environ.clear()
-    os.environ.update(told["environ"])
-    return told["words"]
+class _Server:
+    def __init__(self, selector, control, listener, stand_in) -> None:
+        self._selector = selector
+        self._control, self._listener, self._stand_in = control, listener, stand_in
+        self._forks: dict[int, Fork] = {}  # by process id
+        for each in (control, listener):
+            selector.register(each, selectors.EVENT_READ)
+
+    def handle(self, key: selectors.SelectorKey) -> list[str] | bool | None:
+        """False, but in a fork and at the end of the server."""
+        match key.data:
+            case None if key.fileobj is self._control:
+                return self._fork_for_test()
+            case None if key.fileobj is self._listener:
+                self._selector.register(self._listener.accept()[0], selectors.EVENT_READ)
+            case None:
+                return self._fork_for_program(key.fileobj)
+            case Fork() as fork if fork.pid not in self._forks:
+                pass  # it was reported earlier in the same round
+            case Fork() as fork if key.fd == fork.exits:
+                self._report(fork)
+            case Fork() as fork:
+                self._pass_signal(fork)
+        return False
+
+    def _fork_for_test(self) -> list[str] | bool | None:
+        message, descriptors, *_ = socket.recv_fds(self._control, MESSAGE_BYTES, 2)
+        if not descriptors:
+            return None
+        stderr, reports = descriptors[0], socket.socket(fileno=descriptors[1])
+        if not (pid := os.fork()):
+            self._leave(reports)
+            return self._become(json.loads(message), {2: stderr})
+        os.close(stderr)
+        fork = self._watch(pid, reports, owned=False)
+        socket.send_fds(self._control, [str(pid).encode()], [fork.exits])
+        return False
+
+    def _fork_for_program(self, connection: socket.socket) -> list[str] | bool:
+        """What `forked_program` asks for."""
+        self._selector.unregister(connection)
+        message, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, MAX_DESCRIPTORS)
+        if not message:
+            connection.close()
+            return False
+        words, environ, folder, numbers = marshal.loads(message)
+        if not (pid := os.fork()):
+            self._leave(connection)
+            os.setsid()
+            request = {"words": words, "environ": environ, "folder": folder}
+            return self._become(request, dict(zip(numbers, descriptors, strict=True)))
+        for each in descriptors:
+            os.close(each)
+        fork = self._watch(pid, connection, owned=True)
+        self._selector.register(connection, selectors.EVENT_READ, fork)
+        return False
+
+    def _watch(self, pid: int, reports: socket.socket, *, owned: bool) -> Fork:
+        fork = Fork(pid, os.pidfd_open(pid), reports, owned)
+        self._forks[pid] = fork
+        self._selector.register(fork.exits, selectors.EVENT_READ, fork)
+        return fork
+
+    def _report(self, fork: Fork) -> None:
+        status = os.waitstatus_to_exitcode(os.waitpid(fork.pid, 0)[1])
+        self._selector.unregister(fork.exits)
+        if fork.owned and fork.reports.fileno() in self._selector.get_map():
+            self._selector.unregister(fork.reports)
+        del self._forks[fork.pid]
+        os.close(fork.exits)
+        with fork.reports, suppress(OSError):
+            fork.reports.send(str(status).encode())
+
+    def _pass_signal(self, fork: Fork) -> None:
+        try:
+            received = fork.reports.recv(1)
+        except ConnectionResetError:
+            received = b""
+        if received:
+            signal.pidfd_send_signal(fork.exits, received[0])
+            return
+        self._selector.unregister(fork.reports)
+        signal.pidfd_send_signal(fork.exits, signal.SIGKILL)
+
+    def _leave(self, reports: socket.socket) -> None:
+        """In a fork: without the descriptors of the server and of other forks."""
+        for key in self._selector.get_map().values():
+            if key.data is None:
+                key.fileobj.close()
+        reports.close()
+        for fork in self._forks.values():
+            os.close(fork.exits)
+            fork.reports.close()
+        self._selector.close()
+
+    def _become(self, request: dict, descriptors: dict[int, int]) -> list[str]:
+        """In a fork: with its own descriptors, which have these numbers, folder and environment."""
+        above = max(descriptors, default=0) + 1
+        moved = {
+            number: fcntl.fcntl(each, fcntl.F_DUPFD, above) for number, each in descriptors.items()
+        }
+        for each in descriptors.values():
+            os.close(each)
+        for number, each in moved.items():
+            os.dup2(each, number)
+            os.close(each)
+        if 1 in descriptors:  # not of the kind that the server's is
+            sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+        os.chdir(request["folder"])
+        os.environ.clear()
+        os.environ.update(request["environ"])
+        if OWN_INTERPRETERS not in os.environ:
+            sys.executable = self._stand_in
+        return request["words"]
 
 
-def _report(ends: int, pid: int, reports: socket.socket) -> None:
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.close(ends)
-    with reports:
-        reports.send(str(status).encode())
-
-
-def main(control: int, imported: list[str]) -> list[str] | None:
+def main(control: int, listener: int, stand_in: str, imported: list[str]) -> list[str] | None:
     for name in imported:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         raise RuntimeError(f"importing {imported} has started {len(threads) - 1} threads")
-    with socket.socket(fileno=control) as asked:
-        return hatch(asked)
+    return serve(socket.socket(fileno=control), socket.socket(fileno=listener), stand_in)
 
 
 if __name__ == "__main__":
-    # In a fork nothing of the nest is left on the stack: it ends as any program does.
-    given = main(int(sys.argv[1]), sys.argv[2:])
+    # In a fork nothing of the fork server is left on the stack: it ends as any program does.
+    given = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
     if given is not None:
         sys.argv = ["omni-proxy", *given]
         runpy.run_module("omni_proxy", run_name="__main__", alter_sys=True)

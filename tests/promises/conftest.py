@@ -3,9 +3,9 @@ import trio
 
 from omni_proxy.dataplane.disaggregation import engine_calls
 from omni_proxy.dataplane.loop import timeouts
+from tests.program_forkserver import OWN_INTERPRETERS
 from tests.promises.early_readers import EarlyReaders
 from tests.promises.fakes import answering, counted, fake_workers
-from tests.promises.program_forkserver import close_nests
 from tests.promises.replica_program import PATIENCE_SECS, healthy, program
 from tests.promises.sync_program import Fleets
 from tests.promises.sync_steps import repaired_fleet
@@ -25,6 +25,12 @@ def own_state_folder(monkeypatch, tmp_path):
     """Programs without a state file keep their journal of weights by their listen address, and all
     of these listen on port 0: one would hold back workers whose ports another knows as uncertain."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def own_interpreters(monkeypatch):
+    """What the program starts itself are processes as it starts them, not forks."""
+    monkeypatch.setenv(OWN_INTERPRETERS, "1")
 
 
 @pytest.fixture
@@ -51,13 +57,6 @@ async def taking(nursery):
         return worker
 
     return made
-
-
-@pytest.fixture(scope="session", autouse=True)
-def nests():
-    """Those that a test has started end with the tests."""
-    yield
-    close_nests()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import httpx
 import trio
 
 from omni_proxy.watchdog import STALL_EVENT
-from tests.promises.program_forkserver import PROXY, Forked, forkserver
+from tests.program_forkserver import PROXY, Forked, forkserver
 
 KILLED_SECS = 5  # of grace, for a program whose test failed
 PATIENCE_SECS = 90  # a deadline for hung tests, not a claim about speed

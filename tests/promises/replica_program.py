@@ -13,7 +13,7 @@ import httpx
 import trio
 
 from tests.ports import free_port
-from tests.promises.program_forkserver import REPLICA, ForkedPopen, forkserver
+from tests.program_forkserver import REPLICA, ForkedPopen, forkserver
 
 PATIENCE_SECS = 90
 PIPELINE = """

@@ -14,7 +14,7 @@ import trio
 
 from omni_proxy.watchdog import STALL_EVENT
 from tests.ports import free_port
-from tests.promises.program_forkserver import PROXY, REPLICA, forkserver
+from tests.program_forkserver import PROXY, REPLICA, forkserver
 
 FAR, BASE = "far", "base"
 PATIENCE_SECS = 120  # a deadline for hung tests, not a claim about speed

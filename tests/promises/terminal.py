@@ -21,14 +21,13 @@ ENV = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "no_proxy": "*"}
 class Terminal:
     """`omni-proxy` is this checkout's. `places`: what a page says, and what is said for it."""
 
-    def __init__(self, folder: Path, places: dict[str, str]) -> None:
+    def __init__(self, folder: Path, places: dict[str, str], python: str) -> None:
         self.folder = folder
         self.places = places
         self._left: list[trio.Process] = []
         (folder / "bin").mkdir()
         command = folder / "bin" / "omni-proxy"
-        words = f'env PYTHONPATH={ROOT} {sys.executable} -m omni_proxy "$@"'
-        command.write_text(f"#!/bin/sh\nexec {words}\n")
+        command.write_text(f'#!/bin/sh\nexec env PYTHONPATH={ROOT} {python} -m omni_proxy "$@"\n')
         command.chmod(0o755)
 
     async def type(self, line: str, status: int = 0) -> str:
@@ -77,8 +76,9 @@ class Terminal:
 
 
 @asynccontextmanager
-async def terminal(folder: Path, places: dict[str, str]):
-    opened = Terminal(folder, places)
+async def terminal(folder: Path, places: dict[str, str], python: str = sys.executable):
+    """`python`: what runs the commands of `omni-proxy`."""
+    opened = Terminal(folder, places, python)
     try:
         yield opened
     except BaseException as fault:

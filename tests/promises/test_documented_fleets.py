@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from tests.ports import free_port, free_run
+from tests.program_forkserver import forking_interpreter
 from tests.promises.omni_program import missing
 from tests.promises.replica_program import until
 from tests.promises.terminal import terminal
@@ -121,7 +122,7 @@ async def test_the_page_for_trainers_is_true_of_the_fleet_that_it_launches(tmp_p
         block for block in blocks("docs/trainers.md", "") if "WORKER" in block
     )
     with trio.fail_after(DEADLINE_SECS):
-        async with terminal(tmp_path, places) as typing:
+        async with terminal(tmp_path, places, forking_interpreter()) as typing:
             await typing.leave_running(page.next("omni-proxy --config"))
             await routable(url, 2)
             (tmp_path / "example.py").write_text(blocks("docs/trainers.md", "python")[0])
@@ -169,7 +170,7 @@ async def test_the_page_of_weight_syncs_is_true_of_its_three_replicas_and_its_tr
     (tmp_path / "proxy.toml").write_text(SOONER + text + workers)
     head = blocks("docs/weight-sync.md", "")[0].splitlines()[1]
     with trio.fail_after(DEADLINE_SECS):
-        async with terminal(tmp_path, places) as typing:
+        async with terminal(tmp_path, places, forking_interpreter()) as typing:
             for beginning in ("for port in", "omni-proxy replica --model tiny --tp 2"):
                 await typing.leave_running(page.next(beginning))
             await typing.leave_running(page.next("omni-proxy --config"))

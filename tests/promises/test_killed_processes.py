@@ -4,6 +4,7 @@ import os
 import signal
 from contextlib import AsyncExitStack
 
+import pytest
 import trio
 
 from tests.processes import alive, until_gone
@@ -12,6 +13,7 @@ from tests.promises.fakes import answering, counted, fake_workers
 from tests.promises.fleet_program import PATIENCE_SECS, program, put, record, toml, workers
 from tests.promises.processes_fixture import ResetsUntilHealthy, address, serving
 
+pytestmark = pytest.mark.usefixtures("own_interpreters")
 STICKY = "processes = 2\n[routing]\npolicy = 'random'\nsticky_sessions = true"
 TIMES = 2
 

@@ -16,6 +16,7 @@ from tests.promises.tiny_fleet import CHAT, UPDATE, known, replicas, toml, weigh
 pytestmark = pytest.mark.usefixtures("soon")
 ROLLOUT = "/weights/rollout"
 CLIENTS = 16
+PAUSE_SECS = 0.1
 ENDED = ("succeeded", "failed", "cancelled")
 
 
@@ -26,7 +27,10 @@ def models():
 
 
 class Clients:
-    """They keep asking, every second one for a stream; what they got, by weight label."""
+    """They keep asking, every second one for a stream; what they got, by weight label.
+
+    With a pause between their requests: without one they would only compete with the replicas.
+    """
 
     def __init__(self, running):
         self._client = running.client
@@ -56,6 +60,7 @@ class Clients:
             except httpx.HTTPError as error:
                 self.faults.append(repr(error))
             self.answers += 1
+            await trio.sleep(PAUSE_SECS)
 
     async def _whole(self):
         answer = await self._client.post("/v1/chat/completions", json=CHAT)

@@ -44,7 +44,9 @@ async def test_no_request_reaches_a_worker_after_it_was_disabled(tmp_path):
         stop.set()
 
 
-async def test_a_change_is_answered_after_the_slowest_process_has_applied_it(tmp_path):
+async def test_a_change_is_answered_after_the_slowest_process_has_applied_it(
+    tmp_path, own_interpreters
+):
     sock = tmp_path / "admin.sock"
     more = f"[admin]\nlisten = 'unix:{sock}'"
     async with workers("a") as fleet:

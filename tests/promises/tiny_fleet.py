@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import trio
 
 from tests.ports import free_port
-from tests.promises.program_forkserver import REPLICA, forkserver
+from tests.program_forkserver import REPLICA, forkserver
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
 UPDATE = "/update_weights_from_disk"

@@ -21,6 +21,7 @@ from tests.replica.weights.sync_steps import (
     values,
 )
 
+OWN_INTERPRETERS = True  # it looks for receivers among the children
 A, B = sent_of([UP, NORM]), sent_of([DOWN], seed=7)
 
 
