@@ -34,10 +34,13 @@ class AdmissionLimits:
     max_body: int
     held: int
     sse_keepalive: float
+    transfer: float  # longest silence of a pair before its first byte
+    prefill_head: float  # of both the shorter: a pair that stays silent is ended
 
 
 def limits_of(config: Config) -> AdmissionLimits:
     server, times = config.server, config.server.timeouts
+    transfer = config.routing.disaggregation.transfer_timeout_secs or inf
     return AdmissionLimits(
         connect=times.connect_secs or inf,
         response_head=times.response_head_secs or inf,
@@ -50,6 +53,8 @@ def limits_of(config: Config) -> AdmissionLimits:
         max_body=server.max_payload_size,
         held=server.max_held_bytes,
         sse_keepalive=server.sse_keepalive_secs,  # 0: none
+        transfer=transfer,
+        prefill_head=min(times.response_head_secs or inf, transfer),
     )
 
 

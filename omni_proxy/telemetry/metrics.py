@@ -222,8 +222,11 @@ class Metrics:
     def record_prefill(self, exchange: Exchange, worker: Worker) -> None:
         """A prefill leg ended well: it counts in the last minute of its worker, and not as a
         request of the fleet's."""
-        self.legs["prefill"].observe(exchange.ended_at - exchange.started_at)
-        slot = self._recent.sums.setdefault(worker, WindowCounts())
+        times, secs = self.legs["prefill"], exchange.ended_at - exchange.started_at
+        times.counts[bisect_left(DURATION, secs)] += 1
+        times.sum += secs
+        sums = self._recent.sums
+        slot = sums.get(worker) or sums.setdefault(worker, WindowCounts())
         slot.requests += 1
         slot.firsts[bisect_left(FINE, exchange.response_head_at - exchange.started_at)] += 1
 
@@ -232,7 +235,9 @@ class Metrics:
         if legs.fallback:
             self.fallbacks[legs.fallback] += 1
         if exchange.outcome == "completed" and exchange.sent_at:
-            self.legs["decode"].observe(exchange.ended_at - exchange.sent_at)
+            times, secs = self.legs["decode"], exchange.ended_at - exchange.sent_at
+            times.counts[bisect_left(DURATION, secs)] += 1
+            times.sum += secs
 
     def count_gaps(self, worker: Worker) -> int:
         """The count over its streams, running ones included."""

@@ -87,12 +87,14 @@ class ForwardedHeaders:
 
 def field_value(lines: bytes, name: bytes) -> bytes:
     """The value of a field in the lines of a head, or empty; `name` is lower-case."""
-    if name not in lines.lower():
-        return b""
-    for line in lines.split(b"\r\n")[1:]:
-        found, _, value = line.partition(b":")
-        if found.lower() == name and value.strip(b" \t"):
-            return value.strip(b" \t")
+    lowered, field = lines.lower(), b"\r\n%b:" % name
+    at = lowered.find(field)
+    while at >= 0:
+        begin = at + len(field)
+        value = lines[begin:].partition(b"\r\n")[0].strip(b" \t")
+        if value:
+            return value
+        at = lowered.find(field, begin)
     return b""
 
 

@@ -349,6 +349,17 @@ def drop_fields(lines: bytes, names: frozenset[bytes]) -> bytes:
     return b"".join(kept)
 
 
+def drop_field(lines: bytes, name: bytes) -> bytes:
+    """As `drop_fields` of one name, behind the first line of a request, whose names have no blanks
+    beside them."""
+    field = b"\r\n%b:" % name
+    at = lines.lower().find(field)
+    while at >= 0:
+        lines = lines[:at] + lines[lines.index(b"\r\n", at + 2) :]
+        at = lines.lower().find(field, at)
+    return lines
+
+
 def set_bearer(lines: bytes, key: bytes) -> bytes:
     """Field lines with this key as their only authorization."""
     kept = drop_fields(lines, frozenset((b"authorization",)))

@@ -69,13 +69,17 @@ class InFlight:
         self.held_bytes -= exchange.held_bytes
         exchange.held_bytes = 0
 
-    def has_room(self, size: int) -> bool:
-        """Whether so many bytes more of requests may be held."""
-        return self.held_bytes + size <= self._settings.limits.held
+    def try_to_hold(self, exchange: Exchange, size: int) -> bool:
+        """As `hold`; False where it would raise."""
+        if self.held_bytes + size > self._settings.limits.held:
+            return False
+        exchange.held_bytes += size
+        self.held_bytes += size
+        return True
 
     def check_room(self, size: int) -> None:
         """Raises HttpError 503 where so many bytes more of requests may not be held."""
-        if not self.has_room(size):
+        if self.held_bytes + size > self._settings.limits.held:
             self.rejected += 1
             raise _too_many_bytes()
 

@@ -28,6 +28,7 @@ from omni_proxy.dataplane.disaggregation.prefill_leg import (
     PairFailed,
     PrefillLeg,
     failure_of_response,
+    limit_by_transfer,
 )
 from omni_proxy.dataplane.disaggregation.side_task import (
     AnswerCut,
@@ -394,10 +395,7 @@ class TwoLegDriver:
         if leg.failure is not None:
             self.loop.wake(Interrupt(self, leg))
             return
-        secs = self._io.settings.config.routing.disaggregation.transfer_timeout_secs
-        if secs:
-            self._transfer_due = self.loop.now + secs
-            self._io.phase_deadline = min(self._io.phase_deadline, self._transfer_due)
+        self._transfer_due = limit_by_transfer(self._io)
 
     def interrupt(self, leg: PrefillLeg) -> bool:
         """End what the exchange waits for by the leg's failure; False: not now, it runs first."""

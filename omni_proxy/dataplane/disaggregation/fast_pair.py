@@ -21,10 +21,13 @@ from omni_proxy.dataplane.disaggregation.driver import (
 )
 from omni_proxy.dataplane.disaggregation.leg_requests import (
     lines_for_engines,
-    path_of,
     without_encoding,
 )
-from omni_proxy.dataplane.disaggregation.prefill_leg import Interrupt, PrefillLeg, ignore_end
+from omni_proxy.dataplane.disaggregation.prefill_leg import (
+    Interrupt,
+    PrefillLeg,
+    limit_by_transfer,
+)
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.exchange.exchange_steps import Response, respond_by_worker
@@ -36,7 +39,7 @@ from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.upstream.attempt import encode_request, length_lines, start_waiting
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.json_splice import Edits, JsonText
+from omni_proxy.routing.inspect.json_splice import JsonText
 from omni_proxy.routing.kv_transfer import nixl
 from omni_proxy.routing.kv_transfer.mooncake import bootstrap_address, mooncake_legs
 from omni_proxy.routing.kv_transfer.sglang import sglang_legs
@@ -46,22 +49,25 @@ from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
 
 def fast_path_for(io: ExchangeIO, cached: CachedRequest) -> FastPath:
     """Of requests that are written like `cached`."""
-    in_legs = cached.source.has_pools and cached.route.legs.connectors
+    source = cached.source
+    in_legs = source.has_pools and not source.has_ranks and cached.route.legs.connectors
     return FastPairPath(io, cached) if in_legs else FastPath(io, cached)
 
 
 class FastPairPath(FastPath):
     """`loop` as for `Interruptible`."""
 
-    __slots__ = ("_json", "_leg", "_lines", "_transfer_due", "loop")
+    __slots__ = ("_json", "_leg", "_lines", "_path", "_spare_leg", "_transfer_due", "loop")
 
     def __init__(self, io: ExchangeIO, cached: CachedRequest) -> None:
         super().__init__(io, cached)
         self.loop: EventLoop = io.loop
         self._leg: PrefillLeg | None = None  # of the present exchange, once it is sent
+        self._path = cached.head.log_words[2]
         self._json: JsonText | None = None  # the client's body
         self._lines = b""  # of its head
         self._transfer_due = 0.0
+        self._spare_leg: PrefillLeg | None = None  # of the last request, to be used again
 
     def step(self) -> None:
         """Also: the prefill leg that decode's has waited for is over."""
@@ -99,87 +105,73 @@ class FastPairPath(FastPath):
 
     def _send_legs(self, exchange: Exchange, lines: list[bytes], body: bytes) -> bool:
         """Raises nothing: what can't be sent so is the driver's."""
-        legs, need, worker = exchange.legs, exchange.requirements, exchange.worker
-        services = self._io.services
+        legs, need, worker, io = exchange.legs, exchange.requirements, exchange.worker, self._io
         prefill = legs.prefill.worker if legs is not None and legs.prefill is not None else None
-        if (
-            legs is None
-            or prefill is None
-            or worker is None
-            or need is None
-            or need.alias is not None
-            or services.fleet.has_ranks
-            or worker.api_key_env
-            or prefill.api_key_env
-            or not services.inflight.has_room(2 * len(body))
-        ):
+        if legs is None or need is None or worker is None or prefill is None:
+            return False
+        if need.alias is not None or worker.api_key_env or prefill.api_key_env:
+            return False
+        pools, waits = io.services.pools, legs.connector == "nixl"
+        pool, prefill_pool = pools.of(worker), pools.of(prefill)
+        if not prefill_pool.idle or not (waits or pool.idle):
             return False
         try:
-            json = JsonText(body)
-            edits = self._edits(exchange, legs, prefill, json)
-            if edits is None:
-                return False
-            for_prefill, for_decode = edits
-            text = b"".join(lines)
-            self._lines = text = lines_for_engines(legs.connector, text, exchange.request_id)
-            spliced = json.splice(for_prefill)
-            decode_body = spliced
-            if for_decode is not None and for_decode is not for_prefill:
-                decode_body = json.splice(for_decode)
+            self._json = json = JsonText(body, is_checked=True)  # its fields were read
+            bodies = self._bodies(exchange, legs, prefill, json)
         except HttpError:
             return False
-        if not self._send_prefill(legs, prefill, text, spliced):
+        if bodies is None or not io.services.inflight.try_to_hold(exchange, 2 * len(body)):
             return False
-        self._json = json
-        services.inflight.hold(exchange, 2 * len(body))
+        text = b"".join(lines)
+        if legs.connector != "sglang":
+            text = lines_for_engines(legs.connector, text, exchange.request_id)
+        self._lines = text
+        for_prefill, for_decode = bodies
+        self._send_prefill(legs, prefill_pool, for_prefill)
         if for_decode is None:
-            self._io.set_timeout("prefill", self._io.settings.limits.total)
+            io.set_timeout("prefill", io.settings.limits.total)
             self.waiting_on = self._leg
             return True
-        return self._send_decode(exchange, worker, decode_body)
+        return self._send_decode(exchange, pool, for_decode)
 
-    def _edits(
+    def _bodies(
         self, exchange: Exchange, legs: TwoLegs, prefill: Worker, json: JsonText
-    ) -> tuple[Edits, Edits | None] | None:
-        """Of both bodies; decode's is None while it waits for prefill. None: the driver knows.
-        Raises HttpError 400."""
-        services, path = self._io.services, path_of(exchange)
+    ) -> tuple[bytes, bytes | None] | None:
+        """Of both legs; decode's is None while it waits for prefill. None: the driver knows. Raises
+        HttpError 400."""
+        services = self._io.services
         if legs.connector == "sglang":
             made = sglang_legs(
-                path, json, prefill.url, prefill.bootstrap_port, services.random_below
+                self._path, json, prefill.url, prefill.bootstrap_port, services.random_below
             )
             if made.client_rid or made.merges_logprobs:
                 return None
             legs.rid = made.rid
-            return made.prefill, made.decode
+            both = json.splice(made.prefill, made.text)
+            return both, both
         if legs.connector == "nixl":
-            return nixl.prefill_edits(path, json), None
+            return json.splice(nixl.prefill_edits(self._path, json)), None
         engine_id = services.engine_ids.find(prefill)
         if engine_id is None:
             return None
         address = bootstrap_address(prefill.url, prefill.bootstrap_port or 0)
-        both = mooncake_legs(path, json, address, engine_id, services.random_below)
-        return both.prefill, both.decode
+        edits = mooncake_legs(self._path, json, address, engine_id, services.random_below)
+        return json.splice(edits.prefill), json.splice(edits.decode)
 
-    def _send_prefill(self, legs: TwoLegs, prefill: Worker, lines: bytes, body: bytes) -> bool:
-        """False without an idle connection, and where decode would have none."""
-        io, exchange = self._io, self._io.exchange
-        assert exchange is not None
-        assert exchange.worker is not None
-        pools, waits = io.services.pools, legs.connector == "nixl"
-        pool = pools.of(prefill)
-        if not pool.idle or not (waits or pools.of(exchange.worker).idle):
-            return False
-        leg = PrefillLeg(io, legs, self, keeps=waits)
-        stream = pool.reuse(leg)
-        assert stream is not None
-        self._leg, self._transfer_due = leg, 0.0
+    def _send_prefill(self, legs: TwoLegs, pool: UpstreamPool, body: bytes) -> None:
+        """There is an idle connection."""
+        io, waits, lines = self._io, legs.connector == "nixl", self._lines
+        leg, self._spare_leg = self._spare_leg, None
+        if leg is None:
+            leg = PrefillLeg(io, legs, self, keeps=waits)
+        else:
+            leg.renew(io, legs, self, keeps=waits)
         if waits:
             lines = without_encoding(lines)
         else:
             leg.connections, leg.on_end = "idle", self._leg_ended
-        leg.send_directly(pool, stream, self.cached.head, lines, body)
-        return True
+        self._leg, self._transfer_due = leg, 0.0
+        leg.send_directly(pool, self.cached.head, lines, body)
 
     def _leg_ended(self, leg: PrefillLeg) -> None:
         """In the leg's own step, while decode's answer is waited for."""
@@ -188,29 +180,23 @@ class FastPairPath(FastPath):
         if leg.failure is not None:
             self.loop.wake(Interrupt(self, leg))
             return
-        io = self._io
-        secs = io.settings.config.routing.disaggregation.transfer_timeout_secs
-        if secs:
-            self._transfer_due = self.loop.now + secs
-            io.phase_deadline = min(io.phase_deadline, self._transfer_due)
+        self._transfer_due = limit_by_transfer(self._io)
 
     def _send_after_prefill(self, leg: PrefillLeg) -> bool:
         """NIXL: decode's leg, with what prefill answered; False where the driver has to send it."""
         exchange, json = self._io.exchange, self._json
         if exchange is None or json is None or exchange.legs is None or exchange.worker is None:
             return False
-        worker, pool = exchange.worker, self._io.services.pools.of(exchange.worker)
+        pool = self._io.services.pools.of(exchange.worker)
         if not pool.idle or self._has_new_weights(exchange, leg):
             return False
         # A key that is there twice was refused when the body was changed for prefill.
         body = json.splice(take_params(exchange.legs, leg))
-        return self._send_decode(exchange, worker, body)
+        return self._send_decode(exchange, pool, body)
 
-    def _send_decode(self, exchange: Exchange, worker: Worker, body: bytes) -> bool:
+    def _send_decode(self, exchange: Exchange, pool: UpstreamPool, body: bytes) -> bool:
         """There is an idle connection."""
-        io = self._io
-        pool: UpstreamPool = io.services.pools.of(worker)
-        upstream = pool.reuse(self)
+        io, upstream = self._io, pool.reuse(self)
         assert upstream is not None
         io.upstream = self.waiting_on = upstream
         self._pool = pool
@@ -241,6 +227,21 @@ class FastPairPath(FastPath):
         if not super()._relay(exchange, upstream, chunk, sent_at_once=at_once):
             self._leg = leg
             return False
-        leg.on_end = ignore_end if leg.readable else partial(free_late_leg, legs.rid)
         exchange.legs = None
+        if leg.readable:
+            self._keep(leg)
+        else:
+            leg.on_end = partial(self._late_leg_ended, legs.rid)
         return True
+
+    def _late_leg_ended(self, rid: str, leg: PrefillLeg) -> None:
+        """Behind the end of the response."""
+        free_late_leg(rid, leg)
+        self._keep(leg)
+
+    def _keep(self, leg: PrefillLeg) -> None:
+        """To be used again, if it has ended as most do."""
+        if leg.ended_directly:
+            leg.waiter, self._spare_leg = None, leg
+            if self._spare is not None:
+                self._spare.spare_leg = leg.exchange

@@ -21,9 +21,9 @@ from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, JsonMember, wa
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.rank_pinning import BODY_KEY, BODY_ONLY_PATHS, OLD_BODY_KEY
 from omni_proxy.wire.forwarded import field_value
-from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_fields
+from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_field, drop_fields
 
-_ENCODINGS: Final = frozenset((b"accept-encoding",))  # an answer that is read must be plain
+_ENCODING: Final = b"accept-encoding"  # an answer that is read must be plain
 PREFILL_RANK: Final = "disagg_prefill_dp_rank"  # for SGLang's decode engine
 
 
@@ -80,7 +80,7 @@ class LegRequests:
         # A rank that the client names is that of the decode worker.
         names_rank = has_ranks and RANK_HINT in self._head.hints
         if names_rank:
-            lines = drop_fields(lines, _ENCODINGS | RANK_FIELD)
+            lines = drop_fields(lines, RANK_FIELD | {_ENCODING})
         elif keeps:
             lines = without_encoding(lines)
         return self._head_with(lines)
@@ -134,7 +134,7 @@ def lines_for_engines(connector: str, lines: bytes, request_id: bytes) -> bytes:
 
 def without_encoding(lines: bytes) -> bytes:
     """Of a request whose answer is read."""
-    return drop_fields(lines, _ENCODINGS) if b"accept-encoding" in lines.lower() else lines
+    return drop_field(lines, _ENCODING)
 
 
 async def _read_json(io: ExchangeIO, body: bytes) -> JsonText:

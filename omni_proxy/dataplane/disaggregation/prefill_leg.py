@@ -35,7 +35,6 @@ from omni_proxy.dataplane.upstream.attempt import (
     encode_request,
     length_lines,
     run_attempt,
-    start_waiting,
     usual_body,
 )
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
@@ -112,18 +111,26 @@ class PrefillLeg(SideTask):
     """`failure`: why it is of no use. `kept`: the payload of its answer, where it is needed."""
 
     __slots__ = (
-        "_cancelled", "_head", "_keeps", "_lines", "_pool", "_sent", "exchange", "failure",
-        "is_stream", "kept", "on_end", "worker",
+        "_cancelled", "_head", "_keeps", "_lines", "_pool", "_sent", "ended_directly", "exchange",
+        "failure", "is_stream", "kept", "on_end", "worker",
     )  # fmt: skip
 
     def __init__(self, io: ExchangeIO, legs: TwoLegs, waiter: Steppable, *, keeps: bool) -> None:
-        super().__init__(io.services, waiter)
-        assert legs.prefill is not None
-        assert legs.prefill.worker is not None
-        self.exchange: Exchange = legs.prefill
-        self.worker: Worker = legs.prefill.worker
-        self.exchange.started_at = self.loop.now
-        self.exchange.requirements = None  # the body is changed already
+        super().__init__(io.services)
+        self._coro = self.upstream = None
+        self.renew(io, legs, waiter, keeps=keeps)
+
+    def renew(self, io: ExchangeIO, legs: TwoLegs, waiter: Steppable, *, keeps: bool) -> None:
+        """Make it as new, for another request. Only for one that `send_directly` began and that
+        never had a coroutine."""
+        exchange = legs.prefill
+        assert exchange is not None
+        assert exchange.worker is not None
+        self.waiter, self.readable = waiter, False
+        self.exchange: Exchange = exchange
+        self.worker: Worker = exchange.worker
+        exchange.started_at = self.loop.now
+        exchange.requirements = None  # the body is changed already
         self.failure: PairFailed | None = None
         self.kept = b""
         self.is_stream = False
@@ -131,6 +138,7 @@ class PrefillLeg(SideTask):
         self.deadline = io.deadline
         self._keeps = keeps
         self._cancelled = False
+        self.ended_directly = False  # with an ordinary answer, and without a coroutine
         self._pool: UpstreamPool | None = None  # of the connection that it uses without a coroutine
         self._sent: SentRequest | None = None  # on that, where a coroutine has to go on
         legs.begun = True
@@ -142,17 +150,21 @@ class PrefillLeg(SideTask):
         self.start()
 
     def send_directly(
-        self, pool: UpstreamPool, stream: Stream, head: RequestHead, lines: bytes, body: bytes
+        self, pool: UpstreamPool, head: RequestHead, lines: bytes, body: bytes
     ) -> None:
-        """Begin without a coroutine, on an idle connection. `lines`: those of `head`, which need
-        not have them."""
-        exchange, loop = self.exchange, self.loop
+        """Begin without a coroutine, on an idle connection, of which the pool has one. `lines`:
+        those of `head`, which need not have them."""
+        exchange, loop, stream = self.exchange, self.loop, pool.reuse(self)
+        assert stream is not None
         self._head, self._lines, self._pool = head, lines, pool
         exchange.body = body
         self.upstream = self.waiting_on = stream
         loop.side_tasks += 1
         loop.tasks.add(self)
-        start_waiting(self, exchange, self.response_head_secs)
+        # As `start_waiting`; the proxy's own time is counted once for both legs.
+        exchange.sent_at = now = loop.now
+        self.phase, due = "wait", now + self.settings.limits.prefill_head
+        self.phase_deadline = due if due < self.deadline else self.deadline  # noqa: FURB136
         stream.write_soon(encode_request(pool.host_line, [lines], length_lines(len(body))[1], body))
 
     def step(self, error: BaseException | None = None) -> None:
@@ -189,6 +201,7 @@ class PrefillLeg(SideTask):
         if self._keeps:
             self.kept = body
         self._pool = self.upstream = None
+        self.ended_directly = True
         pool.release(stream)
         self.finish()
         self.loop.remove_task(self)
@@ -204,11 +217,7 @@ class PrefillLeg(SideTask):
     @property
     def response_head_secs(self) -> float:
         """A pair that stays silent is ended, since its engines would wait for minutes."""
-        return min(super().response_head_secs, self._transfer_secs)
-
-    @property
-    def _transfer_secs(self) -> float:
-        return self.settings.config.routing.disaggregation.transfer_timeout_secs or inf
+        return self.settings.limits.prefill_head
 
     async def run(self) -> None:
         try:
@@ -252,8 +261,8 @@ class PrefillLeg(SideTask):
         return self.failure
 
     def _settle_timeout(self) -> None:
-        if self._transfer_secs < super().response_head_secs and self.failure is not None:
-            secs = self._transfer_secs
+        secs = self.settings.limits.transfer
+        if secs < self.settings.limits.response_head and self.failure is not None:
             self._fail("response_timeout", f"no answer within {secs:g} s", 504).is_transfer = True
 
     @property
@@ -300,6 +309,17 @@ class PrefillLeg(SideTask):
             report_failure(services.fleet, self.exchange, self.worker, str(failure))
         elif counts_as_failed(failure.status, services.settings.config.routing.retry_on):
             report_failure(services.fleet, self.exchange, self.worker, str(failure), failure.status)
+
+
+def limit_by_transfer(io: ExchangeIO) -> float:
+    """Prefill is done: until when the decode worker must begin, 0.0 for no limit."""
+    secs = io.settings.limits.transfer
+    if secs == inf:
+        return 0.0
+    due = io.loop.now + secs
+    if due < io.phase_deadline:
+        io.phase_deadline = due
+    return due
 
 
 def ignore_end(_: PrefillLeg) -> None:

@@ -31,8 +31,8 @@ class Exchange:
         "half_open_id", "head_at", "held_bytes", "idempotency_key", "last_chunk", "last_rank",
         "last_worker", "legs", "longest_gap", "method", "outcome", "own_secs", "phase", "policy",
         "queued_secs", "rank", "relayed", "request_id", "request_id_line",
-        "requirements", "response_head_at", "route", "sent_at", "single_chunk", "started_at",
-        "status", "stream", "target", "version", "worker", "worker_seen",
+        "requirements", "response_head_at", "route", "sent_at", "single_chunk", "spare_leg",
+        "started_at", "status", "stream", "target", "version", "worker", "worker_seen",
     )  # fmt: skip
 
     def __init__(self, started_at: float, client: str) -> None:
@@ -61,6 +61,8 @@ class Exchange:
         self.worker: Worker | None = None  # of the present attempt
         self.rank: DpRank | None = None  # of `worker`, where that has ranks
         self.legs: TwoLegs | None = None  # of the present attempt, at a decode worker
+        # The prefill leg of the last request that used this exchange, to be used again, too.
+        self.spare_leg: Exchange | None = None
         # Of the last attempt that is over.
         self.last_worker: Worker | None = None
         self.last_rank: DpRank | None = None

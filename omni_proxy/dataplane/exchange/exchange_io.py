@@ -164,7 +164,7 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
         worker = exchange.last_worker
     need = exchange.requirements
     if (
-        exchange.legs is not None
+        (exchange.legs is not None and not exchange.legs.begun)
         or exchange.last_chunk
         or (need is not None and need.prediction is not None)
     ):

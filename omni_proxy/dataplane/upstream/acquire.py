@@ -74,6 +74,7 @@ class Balancer:
         self.response_owners: ResponseOwners = own_response_owners()
         self._fleet = fleet
         self._pairing = Pairing(fleet)
+        self._policies = Policies(policy, pools)
         self._recorders = recorders
 
     def configure_aliases(self, config: Config) -> None:
@@ -211,7 +212,9 @@ class Balancer:
     ) -> Worker:
         """Counts both workers as in flight and begins the prefill leg. Raises HttpError."""
         fleet = self._fleet
-        policies = Policies(self.policy, self.pools)
+        policies = self._policies
+        if policies.regular is not self.policy:
+            policies = self._policies = Policies(self.policy, self.pools)
         for _ in range(CHOICES):
             placement = pick_placement(self._pairing, need, policies, tried, self.voices.owner)
             if self._count(placement):
@@ -228,12 +231,18 @@ class Balancer:
 
     def _begin_prefill(self, exchange: Exchange, target: Worker) -> Exchange:
         """The leg as an exchange of its own. `target`, a worker or a rank, is counted already."""
-        leg = Exchange(0.0, exchange.client)
+        leg, exchange.spare_leg = exchange.spare_leg, None
+        if leg is None:
+            leg = Exchange(0.0, exchange.client)
+        else:
+            leg.recycle(0.0)
+            leg.ended_at = 0.0
         leg.route, leg.requirements = exchange.route, exchange.requirements
         leg.worker = worker = note_rank(leg, target)
         leg.version = worker.version
         leg.attempts = 1
-        worker.peak_in_flight = max(worker.peak_in_flight, worker.in_flight)
+        if worker.in_flight > worker.peak_in_flight:
+            worker.peak_in_flight = worker.in_flight
         if leg.route is not None:
             worker.counts[leg.route.counter_index] += 1
         if worker.health.breaker_tripped:
@@ -243,6 +252,11 @@ class Balancer:
     def _count(self, placement: Placement) -> bool:
         """Whether both workers had room, over all processes; then they are counted."""
         fleet, prefill, worker = self._fleet, placement.prefill, placement.worker
+        if not (fleet.has_ranks or fleet.has_inflight_limits):
+            worker.in_flight += 1
+            if prefill is not None:
+                prefill.in_flight += 1
+            return True
         both = (worker,) if prefill is None else (worker, prefill)
         for each in both:
             each.in_flight += 1

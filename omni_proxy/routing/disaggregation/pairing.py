@@ -13,8 +13,9 @@ capable and below its limit; what was not tried yet comes first; a placement exi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
+
+import msgspec
 
 from omni_proxy.config.schema import DisaggregationConfig, Role
 from omni_proxy.fleet.engine_load import EngineLoads
@@ -50,16 +51,14 @@ class PoolChoice(Protocol):
     def record_cached(self, worker: Worker, requirements: Requirements) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Policies:
+class Policies(msgspec.Struct, frozen=True, gc=False):
     """`regular`: of regular workers. `pools`: of the prefill and decode pools."""
 
     regular: Policy
     pools: PoolChoice
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """`worker` answers the client: a decode worker, or a regular one. `prefill`: the worker of the
     other leg; None if `worker` computes the prompt itself. Then `reason` says why: "" for a regular
     worker, else "cached", "fallback" or "no_model"."""
@@ -69,6 +68,20 @@ class Placement:
     reason: str = ""
 
 
+class _LastPools(msgspec.Struct, frozen=True, gc=False):
+    """Those of the last request: the next one mostly has the same. `revision`: of the fleet; no
+    worker of it has a limit then."""
+
+    revision: int
+    model: str | None
+    mask: int
+    legs: Legs
+    pools: Pools
+
+
+_NO_POOLS: Final = _LastPools(-1, None, 0, NO_LEGS, Pools((), (), (), {}))
+
+
 class Pairing:
     """Finds the pools of a request; what does not depend on the moment is kept until the fleet
     changes."""
@@ -76,16 +89,27 @@ class Pairing:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self._revision = -1
+        self._last = _NO_POOLS
         self._kept: dict[tuple[int, int, Legs], Pools] = {}
 
     def pools(self, need: Requirements) -> Pools:
         """Those that can take it now. Raises HttpError 404 if it names an unknown worker."""
-        fleet = self.fleet
+        fleet, last = self.fleet, self._last
+        is_free = need.pinning is UNPINNED and need.version_constraint is None and need.dp_rank < 0
+        if (
+            is_free
+            and last.revision == fleet.revision
+            and need.model == last.model
+            and need.mask == last.mask
+            and need.legs is last.legs
+        ):
+            return last.pools
         prefills: Sequence[Worker] = fleet.pool("prefill", need.model, need.mask)
         decodes: Sequence[Worker] = fleet.pool("decode", need.model, need.mask)
-        if need.pinning is UNPINNED and need.version_constraint is None and need.dp_rank < 0:
+        if is_free:
             kept = self._pools(prefills, decodes, need.legs)
             if not fleet.has_inflight_limits:
+                self._last = _LastPools(fleet.revision, need.model, need.mask, need.legs, kept)
                 return kept
         prefills, decodes = pinned(fleet, need, prefills, decodes)
         if need.version_constraint is not None:
@@ -133,8 +157,7 @@ def pick_placement(
         raise no_pair_error(fleet, need, owner) from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Preference:
+class _Preference(msgspec.Struct, frozen=True, gc=False):
     """`tried`: workers of earlier attempts. `loads`: which engines are overloaded."""
 
     tried: Collection[Worker]

@@ -37,6 +37,7 @@ class PoolPolicies:
         self._random_below = random_below
         self._now = now
         self._policies: dict[Role, Policy] = {}
+        self._needs_affinity_key: bool | None = None  # None: not asked under this configuration
         self._knowledge: CacheAware | None = None  # where the decode policy has none
         self._sessions: Sessions | None = None
         self._held: tuple[frozenset[str], Callable[[Worker], bool]] | None = None
@@ -51,6 +52,7 @@ class PoolPolicies:
     def configure(self, routing: RoutingConfig) -> None:
         """Put another configuration in force."""
         self._routing, self.rules = routing, routing.disaggregation
+        self._needs_affinity_key = None
         for role, before in self._policies.items():
             self._policies[role] = self._build(role, before)
         if not self.rules.min_uncached_tokens:
@@ -74,7 +76,9 @@ class PoolPolicies:
 
     @property
     def needs_affinity_key(self) -> bool:
-        return any(self.of(role).needs_affinity_key for role in POOLS)
+        if self._needs_affinity_key is None:
+            self._needs_affinity_key = any(self.of(role).needs_affinity_key for role in POOLS)
+        return self._needs_affinity_key
 
     def held_worker(self, requirements: Requirements) -> Worker | None:
         """The decode worker that its session waits for; None where it does not wait."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 import msgspec
@@ -29,6 +30,7 @@ Edit: TypeAlias = "bytes | Mapping[str, Edit] | None"
 Edits = Mapping[str, Edit]
 
 _BOM: Final = b"\xef\xbb\xbf"  # of UTF-8; Python's reader skips it
+_ESCAPE: Final = b"\\u"  # how a letter of a name may be written
 _TO_VALUE: Final = re.compile(rb"[ \t\r\n]*+:[ \t\r\n]*+")
 _TO_KEY: Final = re.compile(rb"[ \t\r\n]*+,?[ \t\r\n]*+")
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -38,22 +40,42 @@ _decode_members: Callable[[bytes | memoryview], dict[str, msgspec.Raw]] = msgspe
 
 
 class JsonText:
-    """A JSON object in its text: read and changed more than once, but parsed only once. Where all
-    members are is found only if one that is there is changed."""
+    """A JSON object in its text: read and changed more than once, but parsed only once, and only if
+    it may have one of the keys in question. Where all members are is found only if one that is
+    there is changed, and its name is in the text elsewhere, too."""
 
-    __slots__ = ("_body", "_members", "_start", "_values")
+    __slots__ = ("_body", "_escapes", "_is_parsed", "_members", "_start", "_values")
 
-    def __init__(self, body: bytes, members: Sequence[JsonMember] | None = None) -> None:
-        """`members`: as for `splice_parts`. Raises HttpError 400."""
+    def __init__(
+        self,
+        body: bytes,
+        members: Sequence[JsonMember] | None = None,
+        *,
+        is_checked: bool = False,
+    ) -> None:
+        """`members`: as for `splice_parts`. `is_checked`: it is known to be a JSON object. Raises
+        HttpError 400."""
         self._body = body
         self._start = object_at(body)
+        self._escapes = _ESCAPE in body  # of which a name may consist
         self._members = members
-        self._values = _values_of(body, self._start) if members is None else None
-        if members is None and self._values is None:
-            self._members = _walked_members(body, self._start)
+        self._values: dict[str, msgspec.Raw] | None = None
+        self._is_parsed = members is not None
+        if not (is_checked or self._is_parsed):
+            self._parse()
+
+    def _parse(self) -> None:
+        self._is_parsed = True
+        self._values = _values_of(self._body, self._start)
+        if self._values is None:
+            self._members = _walked_members(self._body, self._start)
 
     def value(self, name: str) -> bytes:
         """The text of a key's value, b"" if it is absent; the last one if it is there twice."""
+        if not self._is_parsed:
+            if not self._escapes and _quoted(name) not in self._body:
+                return b""
+            self._parse()
         if self._values is not None:
             value = self._values.get(name)
             return b"" if value is None else bytes(value)
@@ -62,16 +84,66 @@ class JsonText:
                 return bytes(self._body[member.value_at : member.end])
         return b""
 
-    def splice(self, edits: Edits) -> bytes:
-        """The text with `edits`. Raises HttpError 400: a changed key that is there twice."""
-        body, start, values = self._body, self._start, self._values
-        if values is not None and values.keys().isdisjoint(edits):
-            added = _added(edits, ())
-            comma = b"," if added and values else b""
-            return b"".join((body[: start + 1], added, comma, body[start + 1 :]))
+    def splice(self, edits: Edits, text: bytes = b"") -> bytes:
+        """The text with `edits`; `text`: as they stand in front of a body that has none of them,
+        where that is known. Raises HttpError 400: a changed key that is there twice."""
+        body, start = self._body, self._start
+        if not self._is_parsed:
+            if self._lacks(edits):
+                return _with_added(body, start, text or _added(edits, ()))
+            self._parse()
+        if self._values is not None and self._members is None:
+            changed = self._with_values(self._values, edits)
+            if changed is not None:
+                return changed
         if self._members is None:
             self._members = find_members(body, start)
         return b"".join(_parts(memoryview(body), start, edits, self._members))
+
+    def _lacks(self, edits: Edits) -> bool:
+        """Whether none of these keys can be there."""
+        if self._escapes:
+            return False
+        body = self._body
+        for name in edits:  # noqa: SIM110  a generator would cost a frame for each
+            if _quoted(name) in body:
+                return False
+        return True
+
+    def _with_values(self, values: Mapping[str, msgspec.Raw], edits: Edits) -> bytes | None:
+        """The text with `edits`, where the name of each key that has another value from now on is
+        in it once: it is that key's then. None for anything else."""
+        body, at, parts = self._body, self._start + 1, list[bytes]()
+        places = []
+        for name in edits.keys() & values.keys():
+            quoted, edit = _quoted(name), edits[name]
+            place = body.find(quoted)
+            is_single = place >= 0 and body.find(quoted, place + 1) < 0
+            if self._escapes or not is_single or not isinstance(edit, bytes):
+                return None
+            value_at = _end(_TO_VALUE, body, place + len(quoted))
+            places.append((value_at, value_at + len(values[name]), edit))
+        if len(places) > 1:
+            places.sort()
+        for value_at, end, text in places:
+            parts += body[at:value_at], text
+            at = end
+        added = _added(edits, values)
+        comma = b"," if added and values else b""
+        return b"".join((body[: self._start + 1], added, comma, *parts, body[at:]))
+
+
+@lru_cache(maxsize=256)
+def _quoted(name: str) -> bytes:
+    """As it stands in a text that escapes no letters."""
+    return b'"%b"' % name.encode()
+
+
+def _with_added(body: bytes, start: int, added: bytes) -> bytes:
+    """In front of all members."""
+    begin = start + 1
+    is_empty = not body.startswith(b'"', begin) and body[begin:].lstrip().startswith(b"}")
+    return b"".join((body[:begin], added, b"," if added and not is_empty else b"", body[begin:]))
 
 
 def _values_of(body: bytes, start: int) -> dict[str, msgspec.Raw] | None:
@@ -84,11 +156,11 @@ def _values_of(body: bytes, start: int) -> dict[str, msgspec.Raw] | None:
 
 def _added(edits: Edits, there: Container[str]) -> bytes:
     """The text of keys that were not there."""
-    members = [
-        b'"%b":%b' % (name.encode(), text)
-        for name, edit in edits.items()
-        if name not in there and (text := _new_text(edit)) is not None
-    ]
+    members = []
+    for name, edit in edits.items():
+        if edit is not None and name not in there:
+            text = edit if isinstance(edit, bytes) else splice(b"{}", edit)
+            members.append(b"%b:%b" % (_quoted(name), text))
     return b",".join(members)
 
 
@@ -122,6 +194,8 @@ def find_members(body: bytes, start: int = 0) -> list[JsonMember]:
 
 def object_at(body: bytes) -> int:
     """Where the object begins. Raises HttpError 400."""
+    if body.startswith(b"{") and not body.startswith(b"{\0"):
+        return 0
     start = len(_BOM) if body.startswith(_BOM) else 0
     while body[start : start + 1] in (b" ", b"\t", b"\r", b"\n"):
         start += 1
@@ -211,13 +285,6 @@ def _edited(edits: Edits, members: Sequence[JsonMember]) -> dict[str, int]:
 def _given_twice(name: str) -> HttpError:
     message = f"the key {name!r} is in the body twice, so it is not clear what is meant"
     return HttpError(400, message, "duplicate_key")
-
-
-def _new_text(edit: Edit) -> bytes | None:
-    """Of a key that was not there."""
-    if edit is None or isinstance(edit, bytes):
-        return edit
-    return splice(b"{}", edit)
 
 
 def _replaced(value: memoryview, name: str, edit: bytes | Edits) -> list[bytes | memoryview]:

@@ -23,6 +23,8 @@ from omni_proxy.wire.errors import HttpError
 ROOMS: Final = 2**63  # rooms are 0 to ROOMS - 1
 RID_BITS: Final = 128
 RID_CHARS: Final = RID_BITS // 4
+_BOTH: Final = 2**RID_BITS * ROOMS
+_KEYS: Final = b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%b,"rid":%b'
 # Keys whose list of prompts makes a batch, by path; a list of numbers is one prompt.
 _BATCH_KEYS: Final = {"/generate": ("input_ids", "text"), "/v1/completions": ("prompt",)}
 _CHAT: Final = "/v1/chat/completions"
@@ -30,12 +32,14 @@ MAX_CHOICES: Final = 16384  # of a chat; each makes the lists of both bodies lon
 
 
 class SglangLegs(msgspec.Struct, frozen=True):
-    """The changes of both bodies. `rid`: the engines' name of the request; in a batch they have
-    `rid` with `_0`, `_1`, ... `client_rid`: the client's own as JSON, b"" without one.
-    `merges_logprobs`: the answer needs the prompt's log probabilities, which prefill has."""
+    """The changes of both bodies; `text`: of all keys that they set. `rid`: the engines' name of
+    the request; in a batch they have `rid` with `_0`, `_1`, ... `client_rid`: the client's own as
+    JSON, b"" without one. `merges_logprobs`: the answer needs the prompt's log probabilities, which
+    prefill has."""
 
     prefill: Edits
     decode: Edits
+    text: bytes
     rid: str
     client_rid: bytes
     merges_logprobs: bool
@@ -69,11 +73,12 @@ def sglang_legs(
     """`port`: of the prefill engine's bootstrap server, None while unknown. Raises HttpError 400
     for a key that is there twice, and as `batch_size`."""
     size = batch_size(path, body)
-    host, rid = bootstrap_host(prefill_url), f"{random_below(2**RID_BITS):0{RID_CHARS}x}"
+    number = random_below(_BOTH)  # one draw costs half of two
+    host, rid = bootstrap_host(prefill_url), f"{number // ROOMS:0{RID_CHARS}x}"
     hosts, ports = _json_text(host), b"null" if port is None else b"%d" % port
     rids = b'"%b"' % rid.encode()
     if size is None:
-        rooms = b"%d" % random_below(ROOMS)
+        rooms = b"%d" % (number % ROOMS)
     else:
         hosts, ports = _repeated(hosts, size), _repeated(ports, size)
         rooms = b"[%b]" % b",".join(b"%d" % random_below(ROOMS) for _ in range(size))
@@ -85,7 +90,8 @@ def sglang_legs(
     client_rid = body.value("rid")
     wants_logprobs = path == "/generate" and _wants(body.value("return_logprob"))
     given = client_rid if client_rid != b"null" else b""
-    return SglangLegs(edits, edits, rid, given, wants_logprobs)
+    text = _KEYS % (hosts, ports, rooms, rids)
+    return SglangLegs(edits, edits, text, rid, given, wants_logprobs)
 
 
 @lru_cache(maxsize=4096)

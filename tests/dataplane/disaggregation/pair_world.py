@@ -36,10 +36,10 @@ class PairWorld(World):
         super().ask(client, *pieces)
 
     def finish(self):
-        """With the calls that end what engines still have."""
+        """With legs that nobody answers, and the calls that end what engines still have."""
         super().finish()
-        for _ in range(3):
-            self.wait(6)
+        for secs in (6, 6, 400, 400, 6, 6, 6):
+            self.wait(secs)
 
     def prefill(self, *plan):
         self._answer("prefill", plan or (answer(PREFILL),))

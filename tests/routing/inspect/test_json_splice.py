@@ -75,6 +75,23 @@ def test_the_fast_way_and_the_walk_agree(body, changes):
     assert b"".join(splice_parts(body, changes, by_walk)) == splice(body, changes)
 
 
+@st.composite
+def encoded(draw):
+    """A body as an encoder writes it."""
+    separators = draw(st.sampled_from([(",", ":"), (", ", ": "), (",", ": ")]))
+    text = json.dumps(draw(bodies), ensure_ascii=draw(st.booleans()), separators=separators)
+    return text.encode("utf-8", "surrogatepass")
+
+
+@given(encoded() | spelled(), st.lists(edits, min_size=1, max_size=3))
+def test_bodies_of_encoders_are_changed_as_any_other(body, changes):
+    text, checked = json_splice.JsonText(body), json_splice.JsonText(body, is_checked=True)
+    for each in changes:
+        assert text.splice(each) == checked.splice(each) == splice(body, each)
+        for name in each:
+            assert text.value(name) == checked.value(name)
+
+
 @given(spelled())
 def test_without_changes_every_byte_stays(body):
     assert splice(body, {}) == body
