@@ -1,0 +1,106 @@
+"""The requests of tools.bench.calibration, what it counts, and replicas that share cores."""
+
+import json
+import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import trio
+
+from omni_proxy.simulate.engine import EngineSpec
+from omni_proxy.simulate.workload import OpenLoop, Request
+from tools.bench.calibration import (
+    BLOCK_TOKENS,
+    SYSTEM_TOKENS,
+    Clients,
+    FleetError,
+    chats,
+    prompt_of,
+    simulated,
+)
+
+
+def played(seed=1, requests=60):
+    """All requests, each turn a second after the one before it."""
+    workload = chats(requests, 1.0, random.Random(seed))
+    made = list(workload.requests)
+    for request in made:
+        made += workload.next_after(request, request.at + 1.0)
+    return made
+
+
+def test_as_many_requests_are_made_as_wanted_and_the_same_for_equal_seeds():
+    first, again, other = played(), played(), played(seed=2)
+    assert len(first) == 60
+    assert [prompt_of(each) for each in first] == [prompt_of(each) for each in again]
+    assert [prompt_of(each) for each in first] != [prompt_of(each) for each in other]
+
+
+def test_prompts_share_tokens_exactly_where_they_share_blocks():
+    made = played()
+    for request in made:
+        assert len(prompt_of(request)) == request.input_tokens > SYSTEM_TOKENS
+    for one in made[:10]:
+        for other in made:
+            blocks = shared(one.blocks, other.blocks)
+            tokens = shared(prompt_of(one), prompt_of(other))
+            assert tokens // BLOCK_TOKENS in (blocks, blocks - 1)
+
+
+def shared(one, other):
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+class Engine(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append(body)
+        status = 200 if len(body["prompt"]) < 500 else 400
+        self.send_response(status)
+        self.end_headers()
+        usage = {"prompt_tokens_details": {"cached_tokens": 40}}
+        for event in ({"choices": [{"text": "a"}]}, {"choices": [], "usage": usage}):
+            self.wfile.write(b"data: %b\n\n" % json.dumps(event).encode())
+
+    def log_message(self, *args):
+        """Nobody reads it."""
+
+
+@pytest.fixture
+def engine():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+    server.bodies = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def served(engine, *requests):
+    clients = Clients(f"http://127.0.0.1:{engine.server_port}", OpenLoop(requests))
+    return trio.run(clients.run)
+
+
+def test_clients_count_whole_cached_blocks(engine):
+    request = Request(0.0, 100, 5, tuple(range(7)), BLOCK_TOKENS)
+    seen = served(engine, request, request)
+    assert len(seen.first_secs) == len(seen.total_secs) == 2
+    assert (seen.found_blocks, seen.blocks) == (2 * 2, 2 * 7)
+    body = engine.bodies[0]
+    assert (body["prompt"], body["max_tokens"]) == (prompt_of(request), 5)
+
+
+def test_a_request_that_fails_ends_the_run(engine):
+    with pytest.raises(FleetError, match="status 400"):
+        served(engine, Request(0.0, 600, 5, tuple(range(40)), BLOCK_TOKENS))
+
+
+def test_replicas_on_too_few_cores_take_longer():
+    spec = EngineSpec(prefill_tokens_per_sec=100, decode_step_ms=1)
+    requests = [Request(0.0, 100, 2, (name,), 100) for name in range(2)]
+    alone = simulated(spec, OpenLoop(requests), 2, "round_robin", 2).ttft_ms["p90"]
+    shared_core = simulated(spec, OpenLoop(requests), 2, "round_robin", 1).ttft_ms["p90"]
+    assert alone == pytest.approx(1000)
+    assert shared_core == pytest.approx(2000)
