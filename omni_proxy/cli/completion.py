@@ -123,7 +123,7 @@ def _flag(action: argparse.Action) -> Flag:
 
 def _values_of(key: str) -> tuple[str, ...]:
     """The values of a flag that sets a key of the configuration, where the key has a list."""
-    if key in ("routing.policy", "policy"):
+    if key in ("routing.policy", "policy", "policies"):
         return POLICIES
     table, _, name = key.partition(".")
     kind: object = Config

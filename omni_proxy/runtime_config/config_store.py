@@ -28,6 +28,7 @@ from omni_proxy.config.diff import diff
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import desired_workers, prune_state
 from omni_proxy.config.parse import ConfigError, Problem, parse
+from omni_proxy.config.problem import did_you_mean
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import SavedState, SavedVoices
 from omni_proxy.fleet.health_state import thresholds_of
@@ -68,8 +69,18 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        problem = Problem("", None, f"cannot be read: {error.strerror}", file=str(path))
+        hint = _similar_file(path) if isinstance(error, FileNotFoundError) else ""
+        problem = Problem("", None, f"cannot be read: {error.strerror}", hint, str(path))
         raise ConfigError([problem], str(path)) from None
+
+
+def _similar_file(path: Path) -> str:
+    """Which file of the folder may be meant; "" if none has a similar name."""
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.suffix == ".toml"]
+    except OSError:
+        return ""
+    return did_you_mean(path.name, names)
 
 
 class ConfigStore:

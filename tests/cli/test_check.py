@@ -71,3 +71,13 @@ def test_a_worker_that_is_the_proxy_itself_is_refused(file, capsys):
         assert main(words) == 2
         told = capsys.readouterr().err
         assert f'{file}: workers[0].url: "http://localhost:30000" is an address of this' in told
+
+
+def test_a_file_that_is_missing_brings_the_nearest_name(tmp_path, capsys):
+    (tmp_path / "proxy.toml").write_text("")
+    (tmp_path / "proxy.tml.log").write_text("")
+    assert main(["check", str(tmp_path / "proxy.tml")]) == 2
+    told = capsys.readouterr().err
+    assert "cannot be read: No such file or directory; did you mean `proxy.toml`?" in told
+    assert main(["check", str(tmp_path / "other")]) == 2
+    assert "did you mean" not in capsys.readouterr().err

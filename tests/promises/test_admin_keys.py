@@ -42,6 +42,18 @@ role = "weights"
 """
 
 
+WEBSOCKET = (
+    b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+)
+ODD = (
+    (b"/feed", WEBSOCKET), (b"/status", WEBSOCKET), (b"//status", b""), (b"/%73tatus", b""),
+    (b"/status", b"X-Omni-Received: unix http admin\r\n"), (b"/status", b"X-Api-Key: read-me\r\n"),
+    (b"/status", b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+     b"HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"),
+)  # fmt: skip
+
+
 def bearer(key):
     return {"Authorization": f"Bearer {key}"}
 
@@ -72,6 +84,12 @@ async def test_keys_have_roles_and_a_file_with_a_key_is_read_again(tmp_path, mon
             assert await status("POST", "/workers", "train") == 403
             assert await status("GET", "/v1/rl/engine/pause?selector=a%3Db", "read-me") == 403
             assert (await running.ask()).status_code == 200  # models need no key
+            base = running.client.base_url
+            for target, upgrade in ODD:
+                async with await trio.open_tcp_stream(base.host, base.port) as stream:
+                    head = b"GET %b HTTP/1.1\r\nHost: 127.0.0.1\r\n%b\r\n"
+                    await stream.send_all(head % (target, upgrade))
+                    assert (await stream.receive_some()).startswith(b"HTTP/1.1 401 "), target
             lines = await until_lines(audit, 6)
             assert [(line["who"], line["status"]) for line in lines] == [
                 ("grafana", 403), ("deployer", 200), ("deployer", 403), ("trainer", 200),

@@ -1,5 +1,6 @@
 """The dashboard in a real browser, before the real program."""
 
+import hashlib
 import json
 from contextlib import asynccontextmanager
 
@@ -388,3 +389,18 @@ async def test_a_lost_connection_is_shown_and_restored(page, tmp_path):
             await page.until("document.querySelector('#lost').hidden")
             await shows(page, row(one), "takes requests")
         page.complaints.clear()
+
+
+async def test_a_key_that_may_only_read_sees_all_and_is_told_what_it_may_not(page, tmp_path):
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    settings = f'[[admin.keys]]\nname = "viewer"\nkey_sha256 = "{digest}"\n'
+    async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet, more=settings):
+        await shows(page, "#locked", "[[admin.keys]]")
+        await page.click("#key")
+        await page.type(KEY)
+        await page.press("Enter")
+        await shows(page, row(fleet[0]), "takes requests")
+        await push(page, fleet[0], SWITCH)
+        await shows(page, "body", "'viewer' has the role read")
+        await shows(page, row(fleet[0]), "takes requests")
+        assert await page.tell("document.querySelector('#locked').hidden")
