@@ -25,6 +25,7 @@ from omni_proxy.replica.api.route_context import AppOptions, RouteContext
 from omni_proxy.replica.api.speech import speech_routes, speech_socket, voices
 from omni_proxy.replica.api.vllm import (
     control_routes,
+    load_header,
     messages,
     responses,
     token_generation,
@@ -84,4 +85,5 @@ def build_app(context: RouteContext) -> QuartTrio:
         control_routes.mount(app, context, engine)
         weight_transfer_routes.mount(app, context, engine, alone=context.dialect == "vllm")
         token_generation.mount(app, context)
+        load_header.mount(app, context)
     return app

@@ -80,6 +80,12 @@ GAUGES = {
     ),
     "engine_paused": ("paused", "1 while generation is paused.", max_over_stages),
 }
+# The same under vLLM's names.
+VLLM_GAUGES = {
+    "num_requests_running": GAUGES["num_running_reqs"],
+    "num_requests_waiting": GAUGES["num_queue_reqs"],
+    "kv_cache_usage_perc": GAUGES["token_usage"],
+}
 COUNTERS = {
     "prompt_tokens": "Prompt tokens taken in.",
     "generation_tokens": "Tokens generated.",
@@ -92,6 +98,7 @@ class StageCollector(Collector):
 
     def __init__(self, context: RouteContext) -> None:
         self._context = context
+        self._as_vllm = context.dialect != "sglang"
 
     def collect(self) -> Iterator[Metric]:
         stats = self._context.client.stats()
@@ -99,6 +106,10 @@ class StageCollector(Collector):
         for name, (source, help_text, combine) in GAUGES.items():
             gauge = GaugeMetricFamily(f"sglang:{name}", help_text, labels=["model_name"])
             gauge.add_metric(label, combine(stats, source))
+            yield gauge
+        for name, (source, help_text, combine) in VLLM_GAUGES.items() if self._as_vllm else ():
+            gauge = GaugeMetricFamily(f"vllm:{name}", help_text, labels=["engine", "model_name"])
+            gauge.add_metric(["0", *label], combine(stats, source))
             yield gauge
         for name, help_text in COUNTERS.items():
             counter = CounterMetricFamily(f"sglang:{name}", help_text, labels=["model_name"])

@@ -1,0 +1,44 @@
+"""The load in the head of a response, where the request asks for it, as vLLM tells it.
+
+`endpoint-load-metrics-format: JSON` or `TEXT` gets `endpoint-load-metrics` with the requests that
+wait and the share of the KV cache in use, as the stages reported them last. Invariant: only whole
+200 responses of completion routes have it, no stream: vLLM's have none either.
+Source: real-engines.md 5.3.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from quart import Response, request
+from quart_trio import QuartTrio
+
+from omni_proxy.replica.api.native.metrics import max_over_stages, sum_over_stages
+from omni_proxy.replica.api.route_context import RouteContext
+
+ASKED: Final = "endpoint-load-metrics-format"
+ANSWERED: Final = "endpoint-load-metrics"
+PATHS: Final = ("/v1/chat/completions", "/v1/completions")
+
+
+def mount(app: QuartTrio, context: RouteContext) -> None:
+    async def add_load(response: Response) -> Response:
+        form = request.headers.get(ASKED, "").strip().upper()
+        whole = response.status_code == 200 and response.mimetype == "application/json"
+        if form in ("JSON", "TEXT") and whole and request.path in PATHS:
+            response.headers[ANSWERED] = f"{form} {_load_text(context, form)}"
+        return response
+
+    app.after_request(add_load)
+
+
+def _load_text(context: RouteContext, form: str) -> str:
+    stats = context.client.stats()
+    named = {
+        "kv_cache_usage_perc": max_over_stages(stats, "token_usage"),
+        "num_requests_waiting": sum_over_stages(stats, "num_waiting_reqs"),
+    }
+    if form == "JSON":
+        return json.dumps({"named_metrics": named})
+    return ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
