@@ -19,6 +19,7 @@ from typing import Final, Protocol
 
 from omni_proxy.simulate.slot_cache import SlotCache
 from omni_proxy.simulate.workload import Request
+from omni_proxy.wire.load_report import LoadReport
 
 CHUNK_TOKENS: Final = 2048
 
@@ -88,9 +89,15 @@ class BlockCache:
 
     def __init__(self, kv_tokens: int) -> None:
         self.free: float = kv_tokens or inf
+        self._kv_tokens = kv_tokens
         self._blocks: dict[int, _Block] = {}
         self._idle: OrderedDict[int, _Block] = OrderedDict()  # without users, longest unused first
         self._idle_tokens = 0
+
+    @property
+    def usage(self) -> float | None:
+        """The share that requests use; None without a bound."""
+        return 1 - (self.free + self._idle_tokens) / self._kv_tokens if self._kv_tokens else None
 
     def leading(self, blocks: tuple[int, ...]) -> int:
         """How many of the first blocks are there."""
@@ -198,6 +205,11 @@ class Engine:
     @property
     def in_flight(self) -> int:
         return len(self._waiting) + len(self._prefilling) + len(self._decoding)
+
+    @property
+    def load(self) -> LoadReport:
+        """What it would report of itself now."""
+        return LoadReport(float(len(self._waiting)), self._cache.usage)
 
     def submit(self, request: Request, listener: ResponseListener, now: float) -> None:
         """It computes the request, and calls the listener at the first token and at the end."""

@@ -31,6 +31,7 @@ from omni_proxy.dataplane.upstream.attempt import AttemptFailed
 from omni_proxy.dataplane.upstream.cache_report import note_first_byte
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.dataplane.upstream.retry import RetryState
+from omni_proxy.fleet.engine_load import bounds_of
 from omni_proxy.fleet.health_state import Health, thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
@@ -48,9 +49,11 @@ from omni_proxy.simulate.virtual_time import VirtualLoop, VirtualTime, VirtualTi
 from omni_proxy.simulate.workload import BYTES_PER_TOKEN, FactsCounter, Request, Workload
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
+from omni_proxy.wire.load_report import EngineLoad
 
 EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)  # of virtual time, where a date is wanted
 MAINTAIN_SECS: Final = 0.25
+REPORT_SECS: Final = 0.05  # from an engine's figures to the proxy that has asked for them
 PATH: Final = "/v1/completions"
 HEX: Final = 16  # characters of a block's id in the text of a prompt
 USAGE: Final = b'{"usage":{"prompt_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}'
@@ -235,6 +238,8 @@ class Simulation:
         self._loop = VirtualLoop(self.time)
         self._fleet = Fleet()
         self._fleet.thresholds = thresholds_of(config)
+        self._fleet.loads.now = self.time.clock
+        self._fleet.loads.configure(bounds_of(config.routing), [])
         self.services = self._build_services(Random(f"{seed} proxy"))
         for worker in workers:
             self._add_engine(worker)
@@ -243,6 +248,7 @@ class Simulation:
             for _ in range(self._fleet.thresholds.rise):
                 self._observe(member, None)
             self._schedule_probe(member)
+            self._schedule_poll(member)
         for fault in scenario.faults:
             self.time.schedule(fault.at, self._apply, fault)
 
@@ -339,6 +345,22 @@ class Simulation:
         secs *= 0.8 + 0.4 * self._random.random()
         self.time.schedule(self.time.now + secs, self._probe, worker)
 
+    def _schedule_poll(self, worker: Worker) -> None:
+        """As `health.engine_load` polls; streams, as these requests are, report no load."""
+        if secs := self._config.routing.load_poll_secs:
+            self.time.schedule(self.time.now + secs * self._random.random(), self._poll, worker)
+
+    def _poll(self, worker: Worker) -> None:
+        engine = self.engines[worker.url]
+        if self._fleet.find(worker.url) is worker and engine.alive:
+            load = EngineLoad(engine.load, self.time.now)
+            self.time.schedule(self.time.now + REPORT_SECS, self._report, (worker, load))
+        secs = self._config.routing.load_poll_secs
+        self.time.schedule(self.time.now + secs, self._poll, worker)
+
+    def _report(self, reported: tuple[Worker, EngineLoad]) -> None:
+        self._fleet.loads.report(*reported)
+
     def _apply(self, fault: Fault) -> None:
         if fault.kind == "join":
             self._join()
@@ -360,6 +382,7 @@ class Simulation:
         change = self._fleet.apply(self._members, EPOCH + timedelta(seconds=self.time.now))
         for worker in change.added:
             self._probe(worker)
+            self._schedule_poll(worker)
 
 
 def _body(request: Request, number: int) -> bytes:

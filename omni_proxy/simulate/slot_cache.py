@@ -54,6 +54,11 @@ class SlotCache:
         self._most = stored_tokens or inf
         self._requests = 0
 
+    @property
+    def usage(self) -> float:
+        """The share of the slots that compute."""
+        return sum(slot.job is not None for slot in self._slots) / len(self._slots)
+
     def admit(self, job: CachedPrompt) -> bool:
         """Give it a slot with what can be reused; False where every slot computes."""
         idle = [slot for slot in self._slots if slot.job is None]

@@ -153,3 +153,16 @@ def test_engines_report_what_they_had_cached_and_the_policy_learns_from_it(feedb
     (held,) = policy.stats()["tree_size_by_worker"].values()
     branch = 4 * 512 * 2  # of the first two, beside the third
     assert held - branch * (not corrections) == pytest.approx(4 * 512 * 4, abs=40)
+
+
+@pytest.mark.parametrize(
+    ("bound", "poll_secs", "spares"), [(1, 0.1, True), (1, 0, False), (0, 0.1, False)]
+)
+def test_requests_avoid_an_engine_whose_queue_is_long_once_it_was_asked(bound, poll_secs, spares):
+    toml = f"[routing]\noverload_waiting = {bound}\nload_poll_secs = {poll_secs}\n"
+    engine = EngineSpec(prefill_tokens_per_sec=1000, decode_step_ms=10, max_batch=2)
+    workload = steady(100, every=0.3, answer=20)
+    found = simulate(toml, workload, engine=engine, faults=[Fault("slow", 0.0, 0, 8.0)])
+    slow, quick = sent(found)
+    assert (slow * 2 < quick) is spares
+    assert found.outcomes.completed == 100
