@@ -73,7 +73,7 @@ class DataPlane:
         self.random_below = sources.random_below
         self.loop = EventLoop(sources.clock)
         self.settings = Settings(config, proxy_id)
-        self._follow_features()
+        self.settings.follow_fleet(has_ranks=fleet.has_ranks, has_pools=fleet.has_pools)
         self.recorders = Recorders()
         self.voices = VoiceRegistry()
         self.pools = UpstreamPools(self.loop, admin_socket)
@@ -270,6 +270,7 @@ class DataPlane:
     def _follow_features(self) -> None:
         fleet = self.fleet
         self.settings.follow_fleet(has_ranks=fleet.has_ranks, has_pools=fleet.has_pools)
+        self.balancer.follow_fleet()
 
     def _follow_fleet(self) -> None:
         self._follow_features()

@@ -1,4 +1,5 @@
 import msgspec
+import pytest
 
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config
@@ -61,3 +62,32 @@ async def test_a_change_of_the_policy_builds_another_and_any_other_change_keeps_
     assert dataplane.policy is first
     dataplane.configure(parse('[routing]\npolicy = "random"'))
     assert dataplane.policy.name == "random"
+
+
+SPECIAL = [{"role": "decode"}, {"ranks": 2}, {"loras": ("a",)}]
+
+
+@pytest.mark.parametrize("fields", SPECIAL, ids=str)
+async def test_a_fleet_is_plain_while_no_worker_has_a_role_ranks_or_adapters(tmp_path, fields):
+    fleet = fleet_of(entry("a"))
+    dataplane = DataPlane(
+        fleet, config_of(), admin_socket=str(tmp_path / "front"), sources=Sources(lambda _: 0)
+    )
+    seen = [dataplane.balancer.is_plain]
+    for entries in ([entry("a"), entry("b", **fields)], [entry("a")]):
+        fleet.apply(entries, NOW)
+        seen.append(dataplane.balancer.is_plain)
+    assert seen == [True, False, True]
+
+
+async def test_requests_may_hold_an_alias_for_as_long_as_the_program_runs(tmp_path):
+    dataplane = DataPlane(
+        fleet_of(entry("a")), config_of(), admin_socket=str(tmp_path / "front"),
+        sources=Sources(lambda _: 0),
+    )  # fmt: skip
+    alias = "[[routing.models]]\nname = 'x'\ntargets = [{ model = 'm', weight = 1 }]\n"
+    seen = [dataplane.balancer.is_plain]
+    for config in (parse(f"[server]\nport = 0\n{alias}"), config_of()):
+        dataplane.configure(config)
+        seen.append(dataplane.balancer.is_plain)
+    assert seen == [True, False, False]

@@ -274,6 +274,23 @@ def set_requirements(
     its response is a stream."""
     exchange.requirements = need
     exchange.stream = need.stream
+    balancer = io.services.balancer
+    if not balancer.is_plain:
+        _set_special(io, exchange, need, lines, body)
+    elif balancer.policy.needs_affinity_key:
+        need.affinity_key = balancer.affinity_keys.read(b"".join(lines), body)
+    if not need.stream:
+        io.deadline = io.loop.now + io.settings.limits.total
+
+
+def _set_special(
+    io: ExchangeIO,
+    exchange: Exchange,
+    need: Requirements,
+    lines: Sequence[bytes],
+    body: bytes,
+) -> None:
+    """What workers with roles, adapters and aliases make of it, and its affinity key."""
     services = io.services
     balancer, fleet = services.balancer, services.fleet
     wants_key = balancer.policy.needs_affinity_key  # here: `Balancer.needs_affinity_key` is a frame
@@ -286,8 +303,6 @@ def set_requirements(
         name_adapter(need, balancer.aliases, body)
     if balancer.aliases is not None:
         balancer.aliases.resolve(need, b"".join(lines), body)
-    if not need.stream:
-        io.deadline = io.loop.now + io.settings.limits.total
 
 
 async def respond_by_worker(

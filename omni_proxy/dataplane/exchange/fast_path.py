@@ -37,7 +37,7 @@ from omni_proxy.dataplane.upstream.attempt import (
 from omni_proxy.dataplane.upstream.load_header import take_load
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans, parts_for_target
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
-from omni_proxy.routing.inspect.requirements import requirements_of_fields
+from omni_proxy.routing.inspect.requirements import Requirements, requirements_of_fields
 from omni_proxy.routing.rank_pinning import body_for_rank
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
@@ -167,9 +167,10 @@ class FastPath:
             return False
         try:
             need = requirements_of_fields(cached.route, cached.decode(body))
-            aliases = services.balancer.aliases
-            if aliases is not None:
-                find_spans(aliases, need, cached.route, body, cached.head)
+            balancer = services.balancer
+            is_plain = balancer.is_plain
+            if not is_plain and balancer.aliases is not None:
+                find_spans(balancer.aliases, need, cached.route, body, cached.head)
             exchange = self._spare or self._new_exchange()
             exchange.recycle(io.loop.now)
             exchange.bytes_in = size
@@ -179,20 +180,16 @@ class FastPath:
             head_id = lines[template.id_index] if template.id_index > 0 else cached.head.request_id
             exchange.request_id = head_id or id_from_body(need)
             set_requirements(io, exchange, need, lines, body)
-            exchange.policy = services.balancer.policy.name
-            worker = services.balancer.acquire(exchange)
-            if aliases is not None and need.alias is not None and need.alias.spans:
-                body = b"".join(parts_for_target(need, cached.route, body))
-                length_line = length_lines(len(body))[1]
-            rank = exchange.rank
-            if rank is not None:
-                body = b"".join(body_for_rank(cached.route.path, need, rank, body))
+            exchange.policy = balancer.policy.name
+            target = worker = balancer.acquire(exchange)
+            if not is_plain:
+                if exchange.legs is not None:
+                    return self._send_legs(exchange, lines, body)
+                body, target = self._body_for(exchange, need, body), exchange.rank or worker
                 length_line = length_lines(len(body))[1]
         except HttpError:
             return False
-        if exchange.legs is not None:
-            return self._send_legs(exchange, lines, body)
-        pool = services.pools.of(rank or worker)
+        pool = services.pools.of(target)
         upstream = pool.reuse(self) if not worker.api_key_env else None
         if upstream is None:
             return False
@@ -202,6 +199,15 @@ class FastPath:
         start_waiting(io, exchange, io.settings.limits.response_head)
         upstream.write_soon(request)
         return not upstream.readable
+
+    def _body_for(self, exchange: Exchange, need: Requirements, body: bytes) -> bytes:
+        """With the model of an alias's target, and the key that names a rank. Raises HttpError."""
+        route = self.cached.route
+        if need.alias is not None and need.alias.spans:
+            body = b"".join(parts_for_target(need, route, body))
+        if exchange.rank is not None:
+            body = b"".join(body_for_rank(route.path, need, exchange.rank, body))
+        return body
 
     def _send_legs(self, exchange: Exchange, lines: list[bytes], body: bytes) -> bool:
         """As `_send`, of a request in two legs."""

@@ -70,6 +70,10 @@ class Balancer:
         self.pools = pools
         self.affinity_keys = AffinityKeyReader(())
         self.aliases: ModelAliases | None = None  # None: there are none
+        # The fleet has no roles, ranks and adapters, and there was no alias since the start: then a
+        # request pays for none of them. False until `follow_fleet`.
+        self.is_plain = False
+        self._had_aliases = False
         self.voices = voices
         self.response_owners: ResponseOwners = own_response_owners()
         self._fleet = fleet
@@ -81,6 +85,14 @@ class Balancer:
         """Those of `config`; equal ones go on where they were."""
         before = self.aliases
         self.aliases = ModelAliases(config, before) if config.routing.models else None
+        self._had_aliases |= self.aliases is not None  # a request that waits may have one still
+        self.follow_fleet()
+
+    def follow_fleet(self) -> None:
+        """After each change of the fleet."""
+        fleet = self._fleet
+        special = fleet.has_pools or fleet.has_ranks or fleet.has_adapters or self._had_aliases
+        self.is_plain = not special
 
     def uses_pools(self, need: Requirements) -> bool:
         """Whether prefill and decode workers may take it."""
@@ -155,17 +167,13 @@ class Balancer:
         worker is in `exchange.legs`. Raises HttpError: none can take it."""
         need, fleet = exchange.requirements, self._fleet
         assert need is not None
-        if need.alias is not None and choose_target(need, self, tried):
-            self._count_target(need.alias.split.name, need.model)
-        if fleet.has_pools and need.legs is not NO_LEGS:
-            worker = self._acquire_placement(exchange, need, tried)
-        else:
+        if self.is_plain:
             worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
             worker.in_flight += 1
-            if fleet.has_ranks:
-                worker = self._take_rank(exchange, need, tried, worker)
-            elif fleet.has_inflight_limits and fleet.is_over_limit(worker):
+            if fleet.has_inflight_limits and fleet.is_over_limit(worker):
                 worker = self._acquire_another(need, tried, worker)
+        else:
+            worker = self._acquire_target(exchange, need, tried)
         exchange.worker = worker
         exchange.version = worker.version
         if self._recorders.route_log is not None:
@@ -179,6 +187,23 @@ class Balancer:
         route = exchange.route
         if route is not None:
             worker.counts[route.counter_index] += 1
+        return worker
+
+    def _acquire_target(
+        self, exchange: Exchange, need: Requirements, tried: Collection[Worker]
+    ) -> Worker:
+        """The same where there are aliases, pools or ranks."""
+        fleet = self._fleet
+        if need.alias is not None and choose_target(need, self, tried):
+            self._count_target(need.alias.split.name, need.model)
+        if fleet.has_pools and need.legs is not NO_LEGS:
+            return self._acquire_placement(exchange, need, tried)
+        worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
+        worker.in_flight += 1
+        if fleet.has_ranks:
+            return self._take_rank(exchange, need, tried, worker)
+        if fleet.has_inflight_limits and fleet.is_over_limit(worker):
+            return self._acquire_another(need, tried, worker)
         return worker
 
     def _take_rank(
