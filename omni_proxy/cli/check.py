@@ -1,15 +1,19 @@
 """`omni-proxy check FILE`: validates a configuration file. Binds and starts nothing."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 
 from omni_proxy.admin_ops.routes import check_routes
+from omni_proxy.api_keys.resolve import KeyReader, resolve
 from omni_proxy.cli.flags.arguments import check_parser
 from omni_proxy.config.parse import ConfigError
+from omni_proxy.config.problem import Problem, format_path
 from omni_proxy.config.schema import Config
 from omni_proxy.routing.policies.plugins import check_policy
 from omni_proxy.runtime_config.config_store import read_file
+from omni_proxy.runtime_config.key_sources import read_key_file
 from omni_proxy.system.tls_contexts import check_tls_files
 from omni_proxy.upstream_http.resolver import reject_own_addresses
 
@@ -22,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
         check_routes(config, str(arguments.file))
         check_policy(config, str(arguments.file))
         reject_own_addresses(config, (), str(arguments.file))
+        notes = check_keys(config, str(arguments.file))
     except ConfigError as refusal:
         if arguments.json:
             print(json.dumps({"ok": False, **refusal.as_dict()}, indent=2))
@@ -30,10 +35,34 @@ def main(argv: Sequence[str]) -> int:
             print(f"refused: {_counted(len(refusal.problems), 'problem')}", file=sys.stderr)
         return 2
     if arguments.json:
-        print(json.dumps({"ok": True, "file": str(arguments.file), "problems": []}, indent=2))
+        result = {"ok": True, "file": str(arguments.file), "problems": []}
+        print(json.dumps(result | ({"notes": notes} if notes else {}), indent=2))
     else:
+        for note in notes:
+            print(f"{arguments.file}: note: {note}", file=sys.stderr)
         print(f"{arguments.file}: ok; {_summary(config)}")
     return 0
+
+
+def check_keys(config: Config, file: str) -> list[str]:
+    """The variables with keys that are not set here, where the proxy may not run. Raises
+    ConfigError for files with keys that can't be used."""
+    entries = config.admin.keys
+    reader = KeyReader(os.environ, read_key_file)
+    _, findings = resolve(entries, ("admin", "keys"), reader)
+    unset = {
+        f"admin.keys[{index}].key_env": entry.key_env
+        for index, entry in enumerate(entries)
+        if entry.key_env and not os.environ.get(entry.key_env)
+    }
+    problems = [
+        Problem(place, None, reason, hint, file)
+        for path, reason, hint in findings
+        if (place := format_path(path)) not in unset
+    ]
+    if problems:
+        raise ConfigError(problems, file)
+    return [f"{place}: {name} is not set here; the start needs it" for place, name in unset.items()]
 
 
 def _summary(config: Config) -> str:

@@ -81,3 +81,27 @@ def test_a_file_that_is_missing_brings_the_nearest_name(tmp_path, capsys):
     assert "cannot be read: No such file or directory; did you mean `proxy.toml`?" in told
     assert main(["check", str(tmp_path / "other")]) == 2
     assert "did you mean" not in capsys.readouterr().err
+
+
+def test_a_key_that_cannot_be_read_is_refused_and_a_variable_that_is_not_set_is_noted(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.delenv("GRAFANA_KEY", raising=False)
+    file, key_file = tmp_path / "proxy.toml", tmp_path / "key"
+    named = '[[admin.keys]]\nname = "{}"\n'
+    file.write_text(
+        f'{named.format("a")}key_env = "GRAFANA_KEY"\n{named.format("b")}key_file = "{key_file}"\n'
+    )
+    assert main(["check", str(file)]) == 2
+    assert "admin.keys[1].key_file: cannot be read" in capsys.readouterr().err
+    key_file.write_text("k1")
+    assert main(["check", str(file)]) == 0
+    assert "admin.keys[0].key_env: GRAFANA_KEY is not set here" in capsys.readouterr().err
+    assert main(["check", str(file), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["notes"]) == 1
+    monkeypatch.setenv("GRAFANA_KEY", "k1")
+    assert main(["check", str(file)]) == 2
+    assert "holds the key of another entry" in capsys.readouterr().err
+    monkeypatch.setenv("GRAFANA_KEY", "k0")
+    assert main(["check", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
