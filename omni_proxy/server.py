@@ -25,7 +25,7 @@ from quart_trio import QuartTrio
 from omni_proxy import __version__
 from omni_proxy.admin_api.app import create_app
 from omni_proxy.admin_api.hypercorn_server import serve
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import KvEventFacts, Services
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
@@ -41,6 +41,7 @@ from omni_proxy.health.engine_roles import EngineRoles
 from omni_proxy.health.outlier_removal import OutlierRemoval
 from omni_proxy.health.prober import Prober
 from omni_proxy.health.voice_list import VoiceList
+from omni_proxy.kv_events.event_follower import EventFollower
 from omni_proxy.launch.launcher import Launcher
 from omni_proxy.launch.startup_progress import wait_until_ready
 from omni_proxy.launch.worker_link import CORDON
@@ -163,6 +164,7 @@ class Server:
             weight_operations=self.weight_operations,
             launcher=self.launcher,
             instruments=self.instruments,
+            kv_events=KvEventFacts(self.event_follower.counts, self.data_plane.kv_blocks),
             drains=self.drains,
             supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
             leaving=lambda: self.leaving,
@@ -175,7 +177,6 @@ class Server:
         )
         self.admin_api = self._supervise_admin_api(services, admin_socket)
         self.supervisors = self._build_supervisors()
-        fleet.watch_health(_log_health)
         config_store.add_prepare(self.admin_keys.prepare)
         config_store.add_prepare(self.process_manager.prepare)
         config_store.subscribe(self._follow_config)
@@ -184,8 +185,13 @@ class Server:
         """All that is read of engines, but for voices."""
         clock = self.data_plane.loop.clock
         self.load_reader = EngineLoadReader(fleet, self._load_poll_secs, clock)
-        readers = EngineRoles(fleet), EngineRanks(fleet), self.adapter_list, self.load_reader
-        return EnginePages(fleet, readers)
+        self.event_follower = EventFollower(
+            fleet,
+            lambda url, changes: self.process_manager.take_kv_changes(url, changes),
+            lambda: self.config_store.config.routing.cache_aware.max_index_blocks,
+        )
+        about = EngineRoles(fleet), EngineRanks(fleet), self.adapter_list, self.load_reader
+        return EnginePages(fleet, (*about, self.event_follower.sources))
 
     def _build_supervisors(self) -> list[Supervisor]:
         """In the order in which they start, and in which /status has them."""
@@ -202,6 +208,7 @@ class Server:
             ),
             Supervisor("drains", lambda status: self.drains.run(task_status=status)),
             Supervisor("engine_pages", lambda status: self.engine_pages.run(task_status=status)),
+            Supervisor("kv_events", lambda status: self.event_follower.run(task_status=status)),
             Supervisor("voice_list", lambda status: self.voice_list.run(task_status=status)),
             Supervisor(
                 "ticker",
@@ -240,6 +247,8 @@ class Server:
 
     async def run(self) -> int:
         _log.info("omni-proxy %s starts", __version__)
+        self.process_manager.watch_started(self.event_follower.repeat)
+        self.data_plane.fleet.watch_health(_log_health)
         async with trio.open_nursery() as root:
             await root.start(self.watchdog.run)
             # The admin API before the listeners: what can be reached must be answered.
@@ -310,6 +319,7 @@ class Server:
         self.data_plane.recorders.meters = self.instruments.metrics if server.metrics else None
         if new.routing.load_poll_secs != old.routing.load_poll_secs:
             self.engine_pages.restart(self.load_reader)
+        self.event_follower.settings_changed()
 
     def _load_poll_secs(self) -> float:
         return self.config_store.config.routing.load_poll_secs

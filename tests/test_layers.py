@@ -17,7 +17,7 @@ SHARED = (
 LAYERS = (
     *SHARED, "wire", "config", "api_keys", "process_group", "fleet", "system", "routing", "admin_ops",
     "upstream_http", "runtime_config", "dataplane", "telemetry", "health", "launch",
-    "weight_sync", "multiprocess", "admin_api", "supervisor", "server", "replica", "simulate",
+    "weight_sync", "multiprocess", "kv_events", "admin_api", "supervisor", "server", "replica", "simulate",
     "cli", "compat", "__main__",
 )  # fmt: skip
 

@@ -34,6 +34,8 @@ from omni_proxy.config.fields import (
     read_header_name,
     read_host,
     read_host_name,
+    read_kv_events,
+    read_kv_replay,
     read_listen,
     read_mode,
     read_optional_policy,
@@ -70,6 +72,8 @@ READ_AS: Final = {
     read_key_name: f"1 to {MAX_NAME} letters, digits and `_.:@/-`",
     read_key_variable: "the name of an environment variable, or empty",
     read_key_sha256: "64 hex digits, or empty",
+    read_kv_events: '`"tcp://host:port"`, `"auto"` or `"off"`',
+    read_kv_replay: "`tcp://host:port`, or empty",
     read_mode: 'a file mode in octal, such as "0660"',
 }
 HEAD: Final = """# Configuration

@@ -6,10 +6,10 @@ Invariant: the admin API imports neither the data plane nor the server; `Service
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import trio
 
@@ -20,7 +20,9 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import Prober
+from omni_proxy.kv_events.event_follower import EventCounts
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
+from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.model_aliases import ModelAliases, TargetChecks
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.stored_responses import ResponseOwners
@@ -64,6 +66,13 @@ class LauncherView(Protocol):
     def status(self) -> list[dict[str, object]]: ...
 
 
+class KvEventFacts(NamedTuple):
+    """Of workers with KV events, and what their engines have cached, as they say."""
+
+    counts: Mapping[Worker, EventCounts]
+    blocks: BlockIndex
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """`leaving` is true from the start of a shutdown on, while the data plane still accepts."""
@@ -77,6 +86,7 @@ class Services:
     supervisors: Callable[[], list[dict[str, object]]]
     instruments: Instruments
     drains: WorkerDrains
+    kv_events: KvEventFacts = field(default_factory=lambda: KvEventFacts({}, BlockIndex()))
     leaving: Callable[[], bool] = lambda: False
     find_admin_key: Callable[[bytes], AdminKey | None] = lambda _: None  # of [[admin.keys]]
     write_audit: Callable[[bytes], None] = lambda _: None  # takes a line of the audit log

@@ -16,6 +16,7 @@ from typing import Final, get_args
 
 from omni_proxy.admin_api.fleet_changes import gateway_id
 from omni_proxy.admin_api.responses import bad_request
+from omni_proxy.config.fields import read_kv_events, read_kv_replay
 from omni_proxy.config.schema import CAPABILITIES, KvConnector, Role
 from omni_proxy.config.url import normalize_url
 from omni_proxy.fleet.health_state import Health
@@ -26,7 +27,12 @@ MAX_PORT: Final = 65535
 MAX_RANKS: Final = 1024  # as the key `ranks` takes
 # The role of a worker, and what its partner needs of it.
 ROLE_KEYS = frozenset(("role", "kv_connector", "bootstrap_port"))
-OMNI_ADD = frozenset(("url", "worker_url", "model", "capabilities", "ranks", "loras")) | ROLE_KEYS
+OMNI_ADD = (
+    frozenset(
+        ("url", "worker_url", "model", "capabilities", "ranks", "loras", "kv_events", "kv_replay")
+    )
+    | ROLE_KEYS
+)
 OMNI_SWITCH = frozenset(("disabled", "is_dead", "capabilities", "model")) | ROLE_KEYS
 SMG_PATCH = frozenset(("priority", "cost", "labels", "api_key", "health"))
 SMG_SPEC = SMG_PATCH | {
@@ -45,7 +51,7 @@ HONOURED = frozenset(
 @dataclass(frozen=True, slots=True)
 class WorkerBody:
     """A validated body. `settings` holds, if given, model ("" = none), capabilities, disabled,
-    role, kv_connector, bootstrap_port (0 = unknown), ranks and loras."""
+    role, kv_connector, bootstrap_port (0 = unknown), ranks, loras, kv_events and kv_replay."""
 
     settings: dict[str, object]
     is_dead: bool | None
@@ -162,6 +168,9 @@ def _role_settings(body: Mapping[str, object]) -> dict[str, object]:
         settings["ranks"] = _ranks(body["ranks"])
     if "loras" in body:
         settings["loras"] = _loras(body["loras"])
+    for name, read in (("kv_events", read_kv_events), ("kv_replay", read_kv_replay)):
+        if name in body:
+            settings[name] = _endpoint(name, body[name], read)
     return settings
 
 
@@ -189,6 +198,15 @@ def _ranks(value: object) -> int | str:
     if not _is_count(value) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
         raise bad_request(f'ranks must be a whole number, 1 to {MAX_RANKS}, or "auto"')
     return value
+
+
+def _endpoint(name: str, value: object, read: Callable[[object], object]) -> str:
+    if not isinstance(value, str):
+        raise bad_request(f"{name} must be a string")
+    try:
+        return str(read(value))
+    except ValueError as error:
+        raise bad_request(f"{name}: {'; '.join(map(str, error.args))}") from None
 
 
 def _loras(value: object) -> tuple[str, ...] | str:

@@ -38,6 +38,7 @@ STREAMS: Final = {"stdin": "r", "stdout": "w", "stderr": "w"}  # in the order of
 INNER: Final = {
     "__complete": "omni_proxy.cli.complete",
     "data-plane-process": "omni_proxy.multiprocess.dataplane_process",
+    "kv-events-process": "omni_proxy.kv_events.subscriber_process",
     "receiver-process": "omni_proxy.process_group.fork.receiver_process",
     "router-process": "omni_proxy.compat.router_process",
 }

@@ -17,11 +17,13 @@ from ipaddress import AddressValueError, IPv6Address
 from typing import Final
 
 from omni_proxy.config.problem import did_you_mean
-from omni_proxy.config.url import normalize_url
+from omni_proxy.config.url import normalize_url, refused_address
 
 _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 _MODE: Final = re.compile(r"0?[0-7]{3}")
 _PLACE: Final = re.compile(r"(\[[^\s\[\]/]+\]|[^\s:\[\]/]+):[0-9]{1,5}")
+_TCP_ENDPOINT: Final = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]*]+):([0-9]{1,5})")
+MAX_PORT: Final = 65535
 _HOST_NAME: Final = re.compile(r"[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
 _ORIGIN: Final = re.compile(
     r"(?!https?://[^/]*:(?:80|443)\Z)[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?"
@@ -75,6 +77,30 @@ def read_optional_url(value: object) -> object:
 def read_network_url(value: object) -> object:
     """For sources other than FILE: sockets of this machine are FILE's to name."""
     return normalize_url(value, allow_unix=False) if isinstance(value, str) else value
+
+
+def read_kv_events(value: object) -> object:
+    """Where an engine publishes its KV events: an endpoint of ZeroMQ, "auto" or "off"."""
+    if value in ("auto", "off"):
+        return value
+    return _tcp_endpoint(value, 'write "tcp://host:port", "auto" or "off"')
+
+
+def read_kv_replay(value: object) -> object:
+    """An endpoint of ZeroMQ, or empty."""
+    return _tcp_endpoint(value, 'write "tcp://host:port"') if value else value
+
+
+def _tcp_endpoint(value: object, hint: str) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _TCP_ENDPOINT.fullmatch(value.strip())
+    if match is None or not 0 < int(match[2]) <= MAX_PORT:
+        raise ValueError(f'"{value}" is no endpoint of ZeroMQ over TCP', hint)
+    refused = refused_address(match[1])
+    if refused:
+        raise ValueError(refused)
+    return value.strip()
 
 
 def read_host(value: object) -> object:

@@ -69,6 +69,8 @@ class WorkerSpec:
     bootstrap_port: int | None = None  # of prefill workers; None while unknown
     ranks: int | Literal["auto"] = 0  # 0, before `with_defaults`: routing.ranks
     loras: tuple[str, ...] | Literal["auto"] = ()
+    kv_events: str = "off"
+    kv_replay: str = ""
 
 
 def desired_workers(
@@ -136,6 +138,8 @@ def with_added(state: SavedState, entry: WorkerSpec) -> SavedState:
         bootstrap_port=entry.bootstrap_port or 0,
         ranks=entry.ranks,
         loras=entry.loras,
+        kv_events=entry.kv_events,
+        kv_replay=entry.kv_replay,
     )
     cleared = _without(state, entry.url)
     return structs.replace(cleared, workers=(*cleared.workers, added))
@@ -204,6 +208,7 @@ def _named(
 # that a tombstone of an earlier release holds.
 _LATER_KEYS: Final = (
     "role", "kv_connector", "bootstrap_port", "base_bootstrap_port", "ranks", "loras",
+    "kv_events", "kv_replay",
 )  # fmt: skip
 
 
@@ -248,6 +253,8 @@ def _desired(
         bootstrap_port=entry.bootstrap_port or None,
         ranks=entry.ranks,
         loras=entry.loras,
+        kv_events=entry.kv_events,
+        kv_replay=entry.kv_replay,
     )
 
 

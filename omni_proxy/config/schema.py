@@ -8,25 +8,8 @@ from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
 
+from omni_proxy.config import fields
 from omni_proxy.config.api_keys import KeySource
-from omni_proxy.config.fields import (
-    read_address,
-    read_body_key,
-    read_endpoint,
-    read_header_name,
-    read_host,
-    read_host_name,
-    read_listen,
-    read_mode,
-    read_network_url,
-    read_optional_policy,
-    read_optional_url,
-    read_origin,
-    read_policy,
-    read_session_header,
-    read_size,
-    read_worker_url,
-)
 from omni_proxy.config.url import normalize_url
 
 # What a worker may be able to do, in the order in which the contract lists it.
@@ -40,27 +23,29 @@ Duration = Annotated[float, Meta(ge=0, le=1_000_000_000)]
 Interval = Annotated[float, Meta(gt=0, le=1_000_000_000)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**53)]
-Size = Annotated[int, Meta(ge=1, le=2**53, extra={"read": read_size})]
+Size = Annotated[int, Meta(ge=1, le=2**53, extra={"read": fields.read_size})]
 Weight = Annotated[int, Meta(ge=1, le=1_000_000)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Name = Annotated[str, Meta(min_length=1)]
-Endpoint = Annotated[str, Meta(extra={"read": read_endpoint})]
-WorkerUrl = Annotated[str, Meta(extra={"read": read_worker_url})]
-OptionalWorkerUrl = Annotated[str, Meta(extra={"read": read_optional_url})]
-Host = Annotated[str, Meta(min_length=1, extra={"read": read_host})]
-Address = Annotated[str, Meta(min_length=1, extra={"read": read_address})]
-Listen = Annotated[str, Meta(extra={"read": read_listen})]
-WebOrigin = Annotated[str, Meta(min_length=1, extra={"read": read_origin})]
-HostName = Annotated[str, Meta(min_length=1, extra={"read": read_host_name})]
-HeaderToRead = Annotated[str, Meta(min_length=1, max_length=64, extra={"read": read_header_name})]
-HeaderName = Annotated[str, Meta(max_length=64, extra={"read": read_header_name})]
-SessionHeader = Annotated[str, Meta(min_length=1, extra={"read": read_session_header})]
-BodyKey = Annotated[str, Meta(min_length=1, extra={"read": read_body_key})]
-Mode = Annotated[str, Meta(extra={"read": read_mode})]
-NetworkUrl = Annotated[str, Meta(extra={"read": read_network_url})]
+Endpoint = Annotated[str, Meta(extra={"read": fields.read_endpoint})]
+WorkerUrl = Annotated[str, Meta(extra={"read": fields.read_worker_url})]
+OptionalWorkerUrl = Annotated[str, Meta(extra={"read": fields.read_optional_url})]
+Host = Annotated[str, Meta(min_length=1, extra={"read": fields.read_host})]
+Address = Annotated[str, Meta(min_length=1, extra={"read": fields.read_address})]
+Listen = Annotated[str, Meta(extra={"read": fields.read_listen})]
+WebOrigin = Annotated[str, Meta(min_length=1, extra={"read": fields.read_origin})]
+HostName = Annotated[str, Meta(min_length=1, extra={"read": fields.read_host_name})]
+HeaderToRead = Annotated[
+    str, Meta(min_length=1, max_length=64, extra={"read": fields.read_header_name})
+]
+HeaderName = Annotated[str, Meta(max_length=64, extra={"read": fields.read_header_name})]
+SessionHeader = Annotated[str, Meta(min_length=1, extra={"read": fields.read_session_header})]
+BodyKey = Annotated[str, Meta(min_length=1, extra={"read": fields.read_body_key})]
+Mode = Annotated[str, Meta(extra={"read": fields.read_mode})]
+NetworkUrl = Annotated[str, Meta(extra={"read": fields.read_network_url})]
 
-PolicyName = Annotated[str, Meta(extra={"read": read_policy})]
-PoolPolicyName = Annotated[str, Meta(extra={"read": read_optional_policy})]
+PolicyName = Annotated[str, Meta(extra={"read": fields.read_policy})]
+PoolPolicyName = Annotated[str, Meta(extra={"read": fields.read_optional_policy})]
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 OverloadStatus = Literal[429, 503]
 RetryCause = Literal[
@@ -77,6 +62,8 @@ BootstrapPort = Annotated[int, Meta(ge=0, le=65535)]
 Ranks: TypeAlias = Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"]
 WorkerRanks: TypeAlias = Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"]  # 0: routing.ranks
 Loras: TypeAlias = tuple[Name, ...] | Literal["auto"]
+KvEvents = Annotated[str, Meta(extra={"read": fields.read_kv_events})]
+KvReplay = Annotated[str, Meta(extra={"read": fields.read_kv_replay})]
 
 
 class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,6 +189,11 @@ class CacheAwareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # Learn from the cached tokens that responses report: what a worker had less of its prompt than
     # believed is forgotten, with the branches behind it.
     feedback: bool = True
+    # What is cached where: inferred from what was sent; or, for prompts of token ids, by the KV
+    # events of the engines, inferred for workers that publish none.
+    source: Literal["inferred", "events"] = "inferred"
+    # Blocks that engines reported as cached, over all workers; past it the oldest go.
+    max_index_blocks: AtLeastOne = 4 * 1024 * 1024
 
 
 class PrefixHashConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -420,6 +412,11 @@ class WorkerEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ranks: WorkerRanks = 0
     # Adapters that requests may name as their model; "auto": those of its /v1/models.
     loras: Loras = ()
+    # Where its engine publishes KV events: "tcp://host:port" (data-parallel rank r: port + r; with
+    # the host * the engine connects to us), "auto": as the engine reports.
+    kv_events: KvEvents = "off"
+    # Where missed batches of them can be asked for again, "tcp://host:port"; empty: nowhere.
+    kv_replay: KvReplay = ""
     # For https: PEM file of its CAs; empty: server.tls_worker_ca.
     tls_ca: str = ""
     # false: its certificate is not verified: any host at its address gets its requests and key.

@@ -17,6 +17,8 @@ from omni_proxy.config.schema import (
     BootstrapPort,
     Capabilities,
     Count,
+    KvEvents,
+    KvReplay,
     Loras,
     NetworkUrl,
     OptionalWorkerUrl,
@@ -49,6 +51,8 @@ class StateWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     bootstrap_port: BootstrapPort = 0
     ranks: WorkerRanks = 0
     loras: Loras = ()
+    kv_events: KvEvents = "off"
+    kv_replay: KvReplay = ""
 
 
 class WorkerOverride(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

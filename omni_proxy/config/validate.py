@@ -9,6 +9,7 @@ Works on the tables that `walk` returns: parts may be missing, and the others ha
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, Final, TypeAlias
 
 from msgspec import NODEFAULT, Struct, inspect
@@ -181,6 +182,8 @@ def _named(value: object) -> str:
 
 
 API_KEY_NAME: Final = "api_key"
+KV_EVENTS_MODULE: Final = "zmq"
+KV_EVENTS_INSTALL: Final = "pip install 'omni-proxy[kv-events]'"
 VOICE_CAPABILITIES = ("speech", "audio_input")
 
 
@@ -198,6 +201,7 @@ def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _voice_owner_capabilities(tables)
     for index, entry in enumerate(tables.get("workers", [])):
         yield from _role_problems(entry, ("workers", index))
+        yield from _kv_event_problems(entry, ("workers", index))
     yield from _admin_key_problems(tables.get("admin", {}).get("keys", []))
     aliases = tables.get("routing", {}).get("models", [])
     yield from _duplicates(_alias_names(aliases), "alias")
@@ -227,6 +231,15 @@ def _admin_key_problems(entries: Sequence[Mapping[str, Any]]) -> Iterator[Findin
         if entry.get("name") == API_KEY_NAME:
             reason = f'"{API_KEY_NAME}" is what the audit log calls [admin] api_key'
             yield (*path, index, "name"), reason, "choose another name"
+
+
+def _kv_event_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
+    events = entry.get("kv_events", "off")
+    if events != "off" and find_spec(KV_EVENTS_MODULE) is None:
+        reason = "needs ZeroMQ for Python (pyzmq), which is not installed"
+        yield (*path, "kv_events"), reason, KV_EVENTS_INSTALL
+    if events == "off" and entry.get("kv_replay"):
+        yield (*path, "kv_replay"), "does nothing without kv_events", "name the publisher, too"
 
 
 def _alias_names(aliases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Path, str]]:

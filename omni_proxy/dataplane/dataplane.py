@@ -39,6 +39,8 @@ from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
+from omni_proxy.routing.kv_events.block_index import BlockIndex
+from omni_proxy.routing.kv_events.held_changes import PackedChanges, unpack_changes
 from omni_proxy.routing.policies import Policy, RandomBelow, build_policy
 from omni_proxy.routing.policies.session_load import Sessions
 from omni_proxy.routing.policies.sticky import Sticky
@@ -81,6 +83,8 @@ class DataPlane:
         policy = build_policy(config.routing, self.random_below, self.loop.now)
         pools = PoolPolicies(config.routing, self.random_below, lambda: self.loop.now)
         self.balancer = Balancer(fleet, policy, pools, self.voices, self.recorders)
+        self.kv_blocks = BlockIndex()
+        pools.use_blocks(self.kv_blocks)
         self.update_gate = UpdateGate(self.loop, fleet, self.settings, self.balancer)
         self.queue = Queue(fleet, self.settings, self.inflight, self.balancer, self.update_gate)
         self.services = ExchangeServices(
@@ -144,6 +148,7 @@ class DataPlane:
     def build_policy(self, routing: RoutingConfig) -> Policy:
         """What of the present one still fits is kept in it."""
         policy = build_policy(routing, self.random_below, self.loop.now, self.policy)
+        policy.use_blocks(self.kv_blocks)
         if isinstance(policy, Sticky) and self._shared_sessions is not None:
             policy.use_sessions(self._shared_sessions, routing)
         return policy
@@ -182,6 +187,7 @@ class DataPlane:
             self._forget_target(target)
 
     def _forget_target(self, target: Worker) -> None:
+        self.kv_blocks.clear(target.url)
         self.policy.forget_worker(target)
         self.balancer.pools.forget_worker(target)
 
@@ -197,6 +203,10 @@ class DataPlane:
             prepared()
 
         return PreparedListeners(prepared.public, commit, prepared.cancel)
+
+    def take_kv_changes(self, holder: str, changes: PackedChanges) -> None:
+        """What the KV events of a worker or rank, by its URL, say of its cache."""
+        self.kv_blocks.apply(holder, unpack_changes(changes))
 
     def open(self) -> None:
         """Accept connections where `listeners.held` kept them out. Raises OSError."""

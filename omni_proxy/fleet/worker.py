@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from datetime import datetime
 from functools import lru_cache
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 from msgspec import Struct
 
@@ -25,6 +25,8 @@ from omni_proxy.fleet.health_state import Health, HealthMachine
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 from omni_proxy.wire.load_report import EngineLoad
 
+KvMode: TypeAlias = Literal["off", "inferred", "exact", "degraded"]
+KV_MODES: Final[tuple[KvMode, ...]] = get_args(KvMode)
 ReportedRole: TypeAlias = Literal["", "prefill", "decode"]
 CAPABILITY_BITS: dict[str, int] = {
     name: 1 << position for position, name in enumerate(CAPABILITIES)
@@ -119,6 +121,10 @@ class Worker(_RequestFields):
         "id",
         "instance",
         "kv_connector",
+        "kv_events",
+        "kv_mode",
+        "kv_reason",
+        "kv_replay",
         "loras",
         "mask",
         "max_inflight",
@@ -160,6 +166,8 @@ class Worker(_RequestFields):
         self.dp_ranks: tuple[Worker, ...] = ()  # what is picked in its place, where it has ranks
         self.reported_adapters: tuple[str, ...] = ()  # by its engine, for `loras = "auto"`
         self.reported_ranks = 0  # by its engine, for `ranks = "auto"`; 0: unknown
+        self.kv_mode: KvMode = "off"  # what is known of its cache by its KV events, and why
+        self.kv_reason = ""
         self.configure(spec)
 
     def configure(self, spec: WorkerSpec) -> None:
@@ -182,6 +190,8 @@ class Worker(_RequestFields):
         self._note_bootstrap_port()
         self.ranks = spec.ranks
         self.loras = spec.loras
+        self.kv_events = spec.kv_events
+        self.kv_replay = spec.kv_replay
         self._note_adapters()
 
     def _note_adapters(self) -> None:
@@ -214,6 +224,8 @@ class Worker(_RequestFields):
             and self.configured_bootstrap_port == spec.bootstrap_port
             and self.ranks == spec.ranks
             and self.loras == spec.loras
+            and self.kv_events == spec.kv_events
+            and self.kv_replay == spec.kv_replay
         )
 
     @property

@@ -33,6 +33,7 @@ from omni_proxy.multiprocess.ipc import (
     EngineLoadsCommand,
     EngineLoadsEvent,
     IpcChannel,
+    KvChangesCommand,
     ListenCommand,
     ListenFailedEvent,
     LoadRow,
@@ -190,6 +191,8 @@ class DataPlaneProcess:
                     self.fleet.cache_cleared(worker)
             case EngineLoadsCommand(rows):
                 take_rows(self.fleet.loads, rows, self.fleet.serial)
+            case KvChangesCommand(holder, changes):
+                self.dataplane.take_kv_changes(holder, changes)
             case DrainCommand():
                 self.dataplane.begin_drain()
                 self._drain_started.set()

@@ -94,6 +94,13 @@ class EngineLoadsEvent(Struct, frozen=True, tag=True):
     rows: list[LoadRow]
 
 
+class KvChangesCommand(Struct, frozen=True, tag=True):
+    """What KV events say of the cache of a worker or rank, by its URL."""
+
+    holder: str
+    changes: list[tuple[int, bytes]]
+
+
 class AbortCommand(Struct, frozen=True, tag=True):
     """Abort the matching requests that wait, and report where the others run (AbortedEvent)."""
 
@@ -111,6 +118,7 @@ ProcessCommand: TypeAlias = (
     | ListenCommand
     | ClearCacheCommand
     | EngineLoadsCommand
+    | KvChangesCommand
     | AbortCommand
     | DrainCommand
 )
@@ -265,7 +273,7 @@ ProcessEvent: TypeAlias = (
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def encode_frame(message: ProcessCommand | ProcessEvent) -> bytes:
+def encode_frame(message: Struct) -> bytes:
     body = _encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
@@ -312,7 +320,7 @@ class IpcChannel(Generic[Received]):
         self.sent = 0  # messages
         self.waiting_bytes = 0
 
-    def send(self, message: ProcessCommand | ProcessEvent, descriptors: Iterable[int] = ()) -> int:
+    def send(self, message: Struct, descriptors: Iterable[int] = ()) -> int:
         """Queue it; returns its number, from 1 on. `descriptors` are duplicated.
 
         Raises OSError where they can't be; then nothing is sent.

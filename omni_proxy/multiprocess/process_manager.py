@@ -31,6 +31,7 @@ from omni_proxy.multiprocess.ipc import (
     DrainCommand,
     EngineLoadsCommand,
     EngineLoadsEvent,
+    KvChangesCommand,
     ListenCommand,
     ListenFailedEvent,
     LoadRow,
@@ -51,6 +52,7 @@ from omni_proxy.multiprocess.shared_dataplane import (
     create_sessions,
     shared_response_owners,
 )
+from omni_proxy.routing.kv_events.held_changes import PackedChanges
 from omni_proxy.telemetry.instruments import Instruments
 
 _log = logging.getLogger(__name__)
@@ -113,6 +115,7 @@ class ProcessManager:
         self._aborts: dict[int, list[AbortFindings]] = {}  # by the number of their command
         self._last_abort = 0
         self._port: ReuseportGroup | None = None
+        self._start_watchers: list[Callable[[], None]] = []
         self._process_count = 0
         self._nursery: trio.Nursery | None = None
         self._has_slots = trio.Event()  # set while there are slots
@@ -200,6 +203,16 @@ class ProcessManager:
             del self._aborts[number]
         findings = merged(found)
         return replace(findings, known=()) if deadline.cancelled_caught else findings
+
+    def take_kv_changes(self, holder: str, changes: PackedChanges) -> None:
+        """As `DataPlane.take_kv_changes`, in every process."""
+        self.dataplane.take_kv_changes(holder, changes)
+        for handle in self.handles:
+            handle.send(KvChangesCommand(holder, changes))
+
+    def watch_started(self, callback: Callable[[], None]) -> None:
+        """`callback()` after the start of a process, which knows nothing of KV events yet."""
+        self._start_watchers.append(callback)
 
     def count(self) -> None:
         """Read the shared counters now."""
@@ -334,6 +347,8 @@ class ProcessManager:
         self._publisher.send_all([handle])
         if rows := load_rows(self._fleet.targets(), self.worker_ids.ids):
             handle.send(EngineLoadsCommand(rows))
+        for callback in self._start_watchers:
+            callback()
 
     def _send_loads(self, rows: list[LoadRow]) -> None:
         for handle in self.handles:

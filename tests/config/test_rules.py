@@ -1,5 +1,6 @@
 import pytest
 
+from omni_proxy.config import validate
 from omni_proxy.config.parse import ConfigError, parse
 
 OWNED = '[routing]\nvoice_owner = "http://A:80"\n[[workers]]\nurl = "http://a:80/"\n'
@@ -13,3 +14,35 @@ def test_a_voice_owner_is_found_in_any_spelling_and_may_be_no_worker_of_the_file
 def test_a_voice_owner_that_could_keep_no_voices_is_refused():
     with pytest.raises(ConfigError, match="a:80 lacks audio_input, which keeping voices needs"):
         parse(OWNED + 'capabilities = ["chat", "speech"]\n')
+
+
+KV = '[[workers]]\nurl = "http://a:80"\n'
+
+
+def test_endpoints_of_kv_events_are_taken_as_they_are_written():
+    worker = parse(KV + 'kv_events = "tcp://[fd00::1]:5557"\nkv_replay = "tcp://h:5558"\n').workers[
+        0
+    ]
+    assert (worker.kv_events, worker.kv_replay) == ("tcp://[fd00::1]:5557", "tcp://h:5558")
+    assert parse(KV + 'kv_events = "tcp://*:5557"\n').workers[0].kv_events == "tcp://*:5557"
+
+
+@pytest.mark.parametrize(
+    "value", ["", "on", "tcp://h", "tcp://h:0", "tcp://h:65536", "udp://h:1", "tcp://h:1/x",
+              "tcp://169.254.169.254:5557"],
+)  # fmt: skip
+def test_other_endpoints_of_kv_events_are_refused(value):
+    with pytest.raises(ConfigError, match="kv_events"):
+        parse(KV + f'kv_events = "{value}"\n')
+
+
+def test_a_replay_socket_without_a_publisher_is_refused():
+    with pytest.raises(ConfigError, match=r"kv_replay.*does nothing without kv_events"):
+        parse(KV + 'kv_replay = "tcp://h:5558"\n')
+
+
+def test_kv_events_without_zeromq_are_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(validate, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'omni-proxy\[kv-events\]'"):
+        parse(KV + 'kv_events = "auto"\n')
+    assert parse(KV).workers[0].kv_events == "off"

@@ -118,6 +118,8 @@ class Snapshots:
             "in_flight": worker.in_flight,
             "max_inflight": worker.max_inflight,
             "sessions": self._services.data_plane.session_count(worker),
+            "kv_mode": worker.kv_mode,
+            "kv_reason": worker.kv_reason,
             "ranks_in_flight": [rank.in_flight for rank in worker.dp_ranks],
             **instruments.recent.worker_window(worker, now)._asdict(),
             "silent_secs": instruments.stall_detector.silent_secs(worker, now) if counted else None,

@@ -24,6 +24,7 @@ from prometheus_client.samples import Sample
 from omni_proxy import __version__
 from omni_proxy.admin_api.serializers.readiness import unready
 from omni_proxy.admin_api.services import Services
+from omni_proxy.fleet.worker import KV_MODES
 from omni_proxy.telemetry.metrics import SyncMetrics
 from omni_proxy.telemetry.prometheus import counters, gauges, histograms, one, total
 from omni_proxy.upstream_http.client import CallResult
@@ -39,6 +40,7 @@ def of_program(services: Services) -> Iterator[Metric]:
     yield from _config(services)
     yield from _policy(services.data_plane.policy.name, services.data_plane.policy.stats())
     yield from _sessions(services)
+    yield from _kv_events(services)
     yield from _weights(services)
     yield from _itself(services)
     yield from ProcessCollector(registry=CollectorRegistry(auto_describe=False)).collect()
@@ -125,6 +127,25 @@ def _sessions(services: Services) -> Iterator[Metric]:
         counts = [((worker.url,), count(worker)) for worker in services.fleet.workers]
         text = "Sticky sessions that are at a worker"
         yield from gauges("worker_sessions", text, ("worker",), counts)
+
+
+def _kv_events(services: Services) -> Iterator[Metric]:
+    """Series of workers only for those whose events are followed."""
+    counts, blocks = services.kv_events
+    yield one("kv_index_blocks", "Blocks that engines say they have cached", blocks.blocks)
+    yield one("kv_index_bytes", "Memory of that index, in each process", blocks.bytes)
+    workers = [worker for worker in services.fleet.workers if worker.kv_mode != "off"]
+    modes = [
+        ((worker.url, mode), worker.kv_mode == mode) for worker in workers for mode in KV_MODES
+    ]
+    text = "How a worker's KV events are used; 1 for its present mode"
+    yield from gauges("worker_kv_mode", text, ("worker", "mode"), modes)
+    batches = [((worker.url,), count.batches) for worker, count in counts.items()]
+    text = "Batches of KV events that arrived"
+    yield from counters("worker_kv_event_batches", text, ("worker",), batches)
+    unread = [((worker.url,), count.undecodable) for worker, count in counts.items()]
+    text = "KV events that could not be decoded"
+    yield from counters("worker_kv_events_undecodable", text, ("worker",), unread)
 
 
 def _weights(services: Services) -> Iterator[Metric]:

@@ -180,6 +180,8 @@ def worker_record(worker: Worker) -> dict[str, object]:
         "kv_connector": worker.kv_connector if worker.role != "regular" else None,
         "bootstrap_port": worker.bootstrap_port if worker.role == "prefill" else None,
         "loras": worker.loras if isinstance(worker.loras, str) else list(worker.loras),
+        "kv_mode": worker.kv_mode,
+        "kv_reason": worker.kv_reason,
         "configured_ranks": worker.ranks,
         "ranks": [rank_record(rank, index) for index, rank in enumerate(worker.dp_ranks)],
     }

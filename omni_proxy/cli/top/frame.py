@@ -274,7 +274,11 @@ def _about(row: FleetRow, view: TopView) -> Iterator[Line]:
     ranks = ""
     if row.ranks_in_flight:
         ranks = f"ranks {' '.join(map(str, row.ranks_in_flight))} in flight, "
-    yield f"  {model}{ranks}{served}, {weights}, {origin}", ""
+    events = ""
+    if row.kv_mode != "off":
+        why = f" ({printable(row.kv_reason)})" if row.kv_mode != "exact" and row.kv_reason else ""
+        events = f"KV events {printable(row.kv_mode)}{why}, "
+    yield f"  {model}{ranks}{events}{served}, {weights}, {origin}", ""
 
 
 def _describe_end(end: FinishedRequest) -> str:

@@ -17,8 +17,9 @@ from omni_proxy.config.schema import DisaggregationConfig, Role, RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.prefix_text import LIMIT, TOKENS
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.policies import Policy, RandomBelow, build_policy
-from omni_proxy.routing.policies.cache_aware import CacheAware
+from omni_proxy.routing.policies.event_aware import EventAware
 from omni_proxy.routing.policies.session_load import PrefixedSessions, Sessions
 from omni_proxy.routing.policies.sticky import Sticky
 
@@ -38,9 +39,10 @@ class PoolPolicies:
         self._now = now
         self._policies: dict[Role, Policy] = {}
         self._needs_affinity_key: bool | None = None  # None: not asked under this configuration
-        self._knowledge: CacheAware | None = None  # where the decode policy has none
+        self._knowledge: EventAware | None = None  # where the decode policy has none
         self._sessions: Sessions | None = None
         self._held: tuple[frozenset[str], Callable[[Worker], bool]] | None = None
+        self._blocks: BlockIndex | None = None
 
     def of(self, role: Role) -> Policy:
         """The policy of the prefill or the decode pool."""
@@ -65,6 +67,12 @@ class PoolPolicies:
         self._sessions = sessions
         for role, policy in self._policies.items():
             self._share_sessions(role, policy)
+
+    def use_blocks(self, blocks: BlockIndex) -> None:
+        """As for `Policy`."""
+        self._blocks = blocks
+        for policy in self._known():
+            policy.use_blocks(blocks)
 
     def hold_for(self, reasons: frozenset[str], is_member: Callable[[Worker], bool]) -> None:
         """As for `Sticky`: a session waits for its decode worker, whose cache has its past; not for
@@ -131,9 +139,11 @@ class PoolPolicies:
         if self._knowledge is not None:
             self._knowledge.record_pick(worker, requirements)
 
-    def _own_knowledge(self) -> CacheAware:
+    def _own_knowledge(self) -> EventAware:
         if self._knowledge is None:
-            self._knowledge = CacheAware(self._routing, self._now())
+            self._knowledge = EventAware(self._routing, self._now())
+            if self._blocks is not None:
+                self._knowledge.use_blocks(self._blocks)
         return self._knowledge
 
     def _known(self) -> list[Policy]:
@@ -145,6 +155,8 @@ class PoolPolicies:
         name = rules.prefill_policy if role == "prefill" else rules.decode_policy
         routing = replace(self._routing, policy=name or self._routing.policy)
         policy = build_policy(routing, self._random_below, self._now(), before)
+        if self._blocks is not None:
+            policy.use_blocks(self._blocks)
         self._share_sessions(role, policy)
         if role == "decode" and self._held is not None and isinstance(policy, Sticky):
             policy.hold_for(*self._held)

@@ -69,6 +69,10 @@ class BodyFields(msgspec.Struct, gc=False):
     voice: msgspec.Raw = ABSENT
     speaker: msgspec.Raw = ABSENT
     items: msgspec.Raw = ABSENT
+    # With one of them an engine caches the same tokens apart.
+    lora_path: msgspec.Raw = ABSENT
+    cache_salt: msgspec.Raw = ABSENT
+    extra_key: msgspec.Raw = ABSENT
 
 
 class NonStandardBodyFields(BodyFields, gc=False):

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
-from omni_proxy.routing.kv_events.block_keys import block_keys
-from omni_proxy.routing.kv_events.publisher_state import ChangeOp, HeldChange
+from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
 
 # Parted by the lowest bits of the key, so that no growth of a table takes long.
 _PARTS: Final = 256
@@ -38,7 +37,7 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self.blocks = 0
-        self.membership = 0  # changes whenever a holder's bit or its trust does
+        self.membership = 0  # changes with a holder's bit, trust or block size
         self._parts: list[dict[int, int]] = [{} for _ in range(_PARTS)]
         self._bits: dict[str, int] = {}
         self._names: dict[int, str] = {}
@@ -65,6 +64,7 @@ class BlockIndex:
                 self._remove(holder, values)
             elif op == ChangeOp.BLOCK_SIZE:
                 self._sizes[holder] = values[0]
+                self.membership += 1
             elif op == ChangeOp.EXACT:
                 self._exact.add(holder)
                 self._admit(holder)
@@ -72,6 +72,8 @@ class BlockIndex:
             elif op == ChangeOp.INEXACT:
                 self._exact.discard(holder)
                 self.membership += 1
+            elif op == ChangeOp.FORGET:
+                self.forget(holder)
             else:
                 self._reset(holder)
 
@@ -120,16 +122,14 @@ class BlockIndex:
 
     # What policies ask.
 
-    def match(
-        self, tokens: Sequence[int], block_size: int, among: int, now: float
-    ) -> tuple[int, int]:
+    def match(self, keys: Iterable[int], among: int, now: float) -> tuple[int, int]:
         """How many leading blocks of a prompt some holder in the mask `among` has, and the mask of
         all that have so many; 0 and 0 if none has the first. Changes nothing."""
         parts = self._parts
         among &= self._live
         depth = held = 0
         predictions = self._predictions()
-        for key in block_keys(tokens, block_size):
+        for key in keys:
             mask = parts[key & _LOW].get(key, 0)
             if predictions and among & ~mask:
                 for predicted in predictions:
@@ -143,13 +143,11 @@ class BlockIndex:
             depth += 1
         return depth, held
 
-    def depths(
-        self, tokens: Sequence[int], block_size: int, among: int, now: float
-    ) -> dict[str, int]:
+    def depths(self, keys: Sequence[int], among: int, now: float) -> dict[str, int]:
         """How many leading blocks each holder in the mask has, those with none left out."""
         lengths: dict[str, int] = {}
         while True:
-            depth, held = self.match(tokens, block_size, among, now)
+            depth, held = self.match(keys, among, now)
             if not depth:
                 return lengths
             lengths.update(dict.fromkeys(self.named(held), depth))
@@ -163,11 +161,11 @@ class BlockIndex:
             mask ^= bit
         return names
 
-    def predict(self, holder: str, tokens: Sequence[int], block_size: int, now: float) -> None:
+    def predict(self, holder: str, keys: Iterable[int], now: float) -> None:
         """This prompt was sent to it: until its events come, it counts as cached there."""
         self._turn(now)
         guess = PredictedHolder(self._admit(holder), now + PREDICTED_SECS)
-        self._predicted.update(dict.fromkeys(block_keys(tokens, block_size), guess))
+        self._predicted.update(dict.fromkeys(keys, guess))
 
     def maintain(self, now: float) -> bool:
         """One slice of upkeep; whether more is to do."""

@@ -14,10 +14,10 @@ Sources: features.md 7 (trust), real-engines.md 4 (restart, flush, replay).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import IntEnum
 from itertools import islice
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final
 
+from omni_proxy.fleet.worker import KvMode
 from omni_proxy.routing.kv_events.block_keys import extend_keys, root_key
 from omni_proxy.routing.kv_events.event_payload import (
     ClearedEvent,
@@ -27,8 +27,7 @@ from omni_proxy.routing.kv_events.event_payload import (
     UndecodablePayload,
     decode_batch,
 )
-
-Mode: TypeAlias = Literal["off", "inferred", "exact", "degraded"]
+from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
 
 # Where the engine can use a block without computing or fetching it over a network.
 MEDIA: Final = ("", "GPU", "CPU", "CPU_TIER1", "CPU_TIER2", "CPU_PINNED")
@@ -42,24 +41,6 @@ _DIGESTS: Final = 256  # of the last batches, by which one that comes twice is k
 # A block is one integer, its key and a bit for each of MEDIA that has it: half of a pair's memory.
 _MEDIA_BITS: Final = 8
 _MEDIA_MASK: Final = (1 << _MEDIA_BITS) - 1
-
-
-class ChangeOp(IntEnum):
-    """A change of what a worker is believed to have, see `HeldChange`."""
-
-    RESET = 0
-    STORE = 1
-    REMOVE = 2
-    EXACT = 3
-    INEXACT = 4
-    BLOCK_SIZE = 5
-
-
-class HeldChange(NamedTuple):
-    """`values`: keys of blocks for STORE and REMOVE, the size for BLOCK_SIZE, else nothing."""
-
-    op: ChangeOp
-    values: list[int]
 
 
 class _Replay:
@@ -81,7 +62,7 @@ class PublisherState:
     """
 
     def __init__(self, *, replays: bool) -> None:
-        self.mode: Mode = "inferred"
+        self.mode: KvMode = "inferred"
         self.reason = "nothing was heard of the publisher yet"
         self.ask: int | None = None
         self.batches = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from omni_proxy.config.schema import RoutingConfig
-from omni_proxy.routing.policies.cache_aware import CacheAware
+from omni_proxy.routing.policies.event_aware import EventAware
 from omni_proxy.routing.policies.hashing import ConsistentHashing, PrefixHash
 from omni_proxy.routing.policies.least_request import LeastRequest, PowerOfTwo
 from omni_proxy.routing.policies.plugins import create_plugin
@@ -25,7 +25,7 @@ BUILT_IN: Final[dict[str, type[Policy]]] = {
     "least_request": LeastRequest,
     "random": Random,
     "power_of_two": PowerOfTwo,
-    "cache_aware": CacheAware,
+    "cache_aware": EventAware,
     "consistent_hashing": ConsistentHashing,
     "prefix_hash": PrefixHash,
 }

@@ -60,7 +60,9 @@ class _Text(NamedTuple):
         return len(self.whole) - self.start
 
 
-class _Choice(NamedTuple):
+class CacheChoice(NamedTuple):
+    """What was chosen and why. `matched`: in bytes, or tokens."""
+
     worker: Worker
     branch: str
     ties: int
@@ -126,13 +128,7 @@ class CacheAware(Policy):
     def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
         text = _text(candidates, requirements)
         choice = self._choose(candidates, text)
-        if choice.ties > 1:
-            self._turn += 1
-        if choice.branch == "smallest_tree":
-            self._chose_small(choice, candidates)
-        self._branches[choice.branch] += 1
-        self._matched += choice.matched
-        self._seen += text.length
+        self._count_choice(choice, candidates, text.length)
         if text.whole:
             self._add(text, choice.worker, requirements)
         return choice.worker
@@ -256,7 +252,17 @@ class CacheAware(Policy):
         )
         reports.unanswered.append(prediction)
 
-    def _choose(self, candidates: Sequence[Worker], text: _Text) -> _Choice:
+    def _count_choice(self, choice: CacheChoice, candidates: Sequence[Worker], length: int) -> None:
+        """A request goes where `choice` says; `length`: of its prompt, in bytes or tokens."""
+        if choice.ties > 1:
+            self._turn += 1
+        if choice.branch == "smallest_tree":
+            self._chose_small(choice, candidates)
+        self._branches[choice.branch] += 1
+        self._matched += choice.matched
+        self._seen += length
+
+    def _choose(self, candidates: Sequence[Worker], text: _Text) -> CacheChoice:
         rules = self._rules
         if not text.whole:
             return self._shortest_queue(candidates, "no_text")
@@ -269,40 +275,45 @@ class CacheAware(Policy):
             if rules.spill == "chosen" and self._spills(choice.worker, candidates):
                 return self._shortest_queue(candidates, "spilled", choice)
             return choice
-        if rules.fallback == "least_loaded":
+        return self._without_match(candidates, text.length, matched)
+
+    def _without_match(
+        self, candidates: Sequence[Worker], length: int, matched: int
+    ) -> CacheChoice:
+        if self._rules.fallback == "least_loaded":
             return self._shortest_queue(candidates, "least_loaded")._replace(matched=matched)
-        return self._smallest_tree(candidates, text)._replace(matched=matched)
+        return self._smallest_tree(candidates, length)._replace(matched=matched)
 
     def _shortest_queue(
-        self, candidates: Sequence[Worker], branch: str, instead: _Choice | None = None
-    ) -> _Choice:
+        self, candidates: Sequence[Worker], branch: str, instead: CacheChoice | None = None
+    ) -> CacheChoice:
         worker, ties = least(candidates, self._turn)
         if instead is None:
-            return _Choice(worker, branch, ties)
+            return CacheChoice(worker, branch, ties)
         return instead._replace(worker=worker, branch=branch, ties=ties)
 
-    def _among_holders(self, matched: int, holders: Sequence[Worker]) -> _Choice:
+    def _among_holders(self, matched: int, holders: Sequence[Worker]) -> CacheChoice:
         if self._rules.holders == "all":
             worker, ties = least(holders, self._turn)
         else:
             worker, ties = holders[self._turn % len(holders)], len(holders)
-        return _Choice(worker, "matched", ties, matched, tuple(holders))
+        return CacheChoice(worker, "matched", ties, matched, tuple(holders))
 
-    def _smallest_tree(self, candidates: Sequence[Worker], text: _Text) -> _Choice:
+    def _smallest_tree(self, candidates: Sequence[Worker], length: int) -> CacheChoice:
         of, small = self._small
         if of is candidates and small:
-            return _Choice(small[-1], "smallest_tree", 0)
+            return CacheChoice(small[-1], "smallest_tree", 0)
         sizes = self._sizes(candidates)
         spared = self._slow_start.spared(candidates, sizes)
-        ranked = _small_alike(candidates, sizes, spared, text.length)
+        ranked = _small_alike(candidates, sizes, spared, length)
         best = min(ranked)[:2]
         ties = [index for load, size, index in ranked if (load, size) == best]
         worker = candidates[ties[self._turn % len(ties)]]
-        return _Choice(
+        return CacheChoice(
             worker, "smallest_tree", len(ties), spared=tuple(spared), sizes=sizes, ranked=ranked
         )
 
-    def _chose_small(self, choice: _Choice, candidates: Sequence[Worker]) -> None:
+    def _chose_small(self, choice: CacheChoice, candidates: Sequence[Worker]) -> None:
         if not choice.ranked:
             self._small[1].pop()
             return
@@ -360,10 +371,12 @@ class CacheAware(Policy):
             load > mean + rules.balance_abs_threshold
         )
 
-    def _words(self, choice: _Choice, text: _Text) -> str:
+    def _words(self, choice: CacheChoice, text: _Text) -> str:
+        return self._words_for(choice, f"{choice.matched} of {text.length} bytes match")
+
+    def _words_for(self, choice: CacheChoice, share: str) -> str:
         worker = choice.worker
         queue = f"the shortest queue is taken: {load_word(worker)}"
-        share = f"{choice.matched} of {text.length} bytes match"
         match choice.branch:
             case "no_text":
                 return f"the request has no text, {queue}"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.kv_events.block_index import BlockIndex
 
 if TYPE_CHECKING:
     from typing import Self
@@ -83,6 +84,9 @@ class Policy(ABC):
         """Take over new parameters and keep all state. Called after each reload that keeps the
         name of the policy; False: a new policy has to be created."""
         return True
+
+    def use_blocks(self, blocks: BlockIndex) -> None:  # noqa: B027
+        """What engines report of their caches stands here from now on."""
 
     def stats(self) -> dict[str, object]:
         """JSON-able, for `policy` in GET /status."""

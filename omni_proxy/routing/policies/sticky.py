@@ -15,6 +15,7 @@ from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.policies.least_request import load_word
 from omni_proxy.routing.policies.policy import Policy
 from omni_proxy.routing.policies.session_load import OwnSessions, Sessions, fewest_sessions
@@ -137,6 +138,9 @@ class Sticky(Policy):
 
     def forget_worker(self, worker: Worker) -> None:
         self.inner.forget_worker(worker)
+
+    def use_blocks(self, blocks: BlockIndex) -> None:
+        self.inner.use_blocks(blocks)
 
     def maintain(self, now: float) -> None:
         self._now = now

@@ -485,7 +485,7 @@ class Wire(RuleBasedStateMachine):
             there = self.engine.cached[self.arrived] if self.arrived >= 0 else ()
         among = self.index.bit_of(URL)
         for tokens in [(0, 0), (0, 1), (1, 0), (1, 2, 0, 0), (2, 1, 1, 1, 0, 0), *there]:
-            depth, _ = self.index.match(tokens, SIZE, among, self.now)
+            depth, _ = self.index.match(block_keys(tokens, SIZE), among, self.now)
             held = 0
             while tokens[: (held + 1) * SIZE] in there and held < len(tokens) // SIZE:
                 held += 1

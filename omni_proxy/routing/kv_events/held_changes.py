@@ -1,0 +1,50 @@
+"""What changes of the blocks that a worker is believed to have: made by `publisher_state`, applied
+by `block_index`, and packed on the way between processes.
+
+Invariant: changes of one holder take effect in their order. Must not be stored: keys belong to one
+build.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from typing import Final, NamedTuple, TypeAlias
+
+
+class ChangeOp(IntEnum):
+    """A change of what a worker is believed to have, see `HeldChange`."""
+
+    RESET = 0
+    STORE = 1
+    REMOVE = 2
+    EXACT = 3
+    INEXACT = 4
+    BLOCK_SIZE = 5
+    FORGET = 6  # the worker is not followed any more
+
+
+class HeldChange(NamedTuple):
+    """`values`: keys of blocks for STORE and REMOVE, the size for BLOCK_SIZE, else nothing."""
+
+    op: ChangeOp
+    values: list[int]
+
+
+PackedChanges: TypeAlias = list[tuple[int, bytes]]  # between processes of one machine
+MAX_PACKED: Final = 1024  # values of one change: applying it takes some hundred microseconds
+
+
+def pack_changes(changes: Iterable[HeldChange]) -> Iterator[tuple[int, bytes]]:
+    """Long changes become several."""
+    for op, values in changes:
+        for at in range(0, max(1, len(values)), MAX_PACKED):
+            yield int(op), array("q", values[at : at + MAX_PACKED]).tobytes()
+
+
+def unpack_changes(packed: Iterable[tuple[int, bytes]]) -> Iterator[HeldChange]:
+    for op, values in packed:
+        numbers = array("q")
+        numbers.frombytes(values)
+        yield HeldChange(ChangeOp(op), numbers.tolist())

@@ -1,0 +1,238 @@
+"""The cache_aware policy where engines publish KV events: prompts of token ids are matched exactly.
+
+    prompt of token ids, and workers whose events are trusted -> by the blocks that they have
+    anything else                                             -> by the tree, as `cache_aware`
+
+What is inferred of workers that publish nothing stands beside what is known of the others: the
+larger share of the prompt wins. Invariants: with `source = "inferred"` every choice is that of
+`cache_aware`; a worker that is trusted is never believed to have a block that it did not report,
+but for what was sent to it a moment ago; a preview changes nothing.
+Source: features.md 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from omni_proxy.config.schema import RoutingConfig
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.prompt_tokens import prompt_tokens
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.kv_events.block_index import BlockIndex
+from omni_proxy.routing.kv_events.block_keys import block_keys
+from omni_proxy.routing.policies.cache_aware import CacheAware, CacheChoice
+
+
+class _Group(NamedTuple):
+    """Trusted workers whose blocks have one size, in tokens; 0: none of them has any."""
+
+    block_size: int
+    mask: int
+
+
+class _Known(NamedTuple):
+    """`by_url`: the trusted ones of the candidates; `rest`: the others."""
+
+    candidates: Sequence[Worker]
+    membership: int
+    groups: tuple[_Group, ...]
+    by_url: dict[str, Worker]
+    rest: tuple[Worker, ...]
+
+
+class _Found(NamedTuple):
+    """`length` and `matched` in tokens, or in bytes where `inferred`."""
+
+    length: int
+    matched: int
+    holders: tuple[Worker, ...]
+    inferred: bool = False
+
+
+class _Prompt(NamedTuple):
+    """`keys`: of its blocks, by their size."""
+
+    tokens: int
+    keys: dict[int, list[int]]
+    known: _Known
+
+
+_NONE = _Known((), -1, (), {}, ())
+
+
+class EventAware(CacheAware):
+    """`blocks`: what the engines of this fleet have reported, from `use_blocks` on."""
+
+    __slots__ = ("_blocks", "_by_events", "_known")
+
+    def __init__(self, routing: RoutingConfig, now: float) -> None:
+        super().__init__(routing, now)
+        self._blocks: BlockIndex | None = None
+        self._by_events = routing.cache_aware.source == "events"
+        self._known = _NONE
+
+    def use_blocks(self, blocks: BlockIndex) -> None:
+        self._blocks, self._known = blocks, _NONE
+
+    def reconfigure(self, routing: RoutingConfig) -> bool:
+        self._by_events = routing.cache_aware.source == "events"
+        return super().reconfigure(routing)
+
+    def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
+        prompt = self._prompt(candidates, requirements)
+        if prompt is None or self._blocks is None:
+            return super().pick(candidates, requirements)
+        choice, found = self._choose_known(candidates, requirements, prompt)
+        self._count_choice(choice, candidates, found.length)
+        self._sent(choice.worker, requirements, prompt)
+        return choice.worker
+
+    def preview_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[Worker, str]:
+        prompt = self._prompt(candidates, requirements)
+        if prompt is None:
+            return super().preview_pick(candidates, requirements)
+        judged = self._judged
+        choice, found = self._choose_known(candidates, requirements, prompt)
+        self._judged = judged
+        return choice.worker, self._words_of(choice, found)
+
+    def explain_pick(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> dict[str, object]:
+        facts = super().explain_pick(candidates, requirements)
+        prompt = self._prompt(candidates, requirements)
+        if prompt is None:
+            return facts
+        cached = self._cached_tokens(prompt)
+        matched = {url: cached.get(worker, 0) for url, worker in prompt.known.by_url.items()}
+        return {**facts, "prompt_tokens": prompt.tokens, "matched_tokens": matched}
+
+    def cached_prefix(
+        self, candidates: Sequence[Worker], requirements: Requirements
+    ) -> tuple[bytes, dict[Worker, int]]:
+        text, cached = super().cached_prefix(candidates, requirements)
+        prompt = self._prompt(candidates, requirements)
+        if prompt is None or not text:
+            return text, cached
+        exact = prompt.known.by_url.values()
+        known = {worker: size for worker, size in cached.items() if worker not in set(exact)}
+        for worker, tokens in self._cached_tokens(prompt).items():
+            known[worker] = (len(text) - 1) * tokens // prompt.tokens
+        return text, known
+
+    def record_pick(self, worker: Worker, requirements: Requirements) -> None:
+        prompt = self._prompt((worker,), requirements)
+        if prompt is None:
+            super().record_pick(worker, requirements)
+        else:
+            self._sent(worker, requirements, prompt)
+
+    def maintain(self, now: float) -> None:
+        super().maintain(now)
+        if self._blocks is not None:
+            self._blocks.maintain(now)
+
+    def stats(self) -> dict[str, object]:
+        stats, blocks = super().stats(), self._blocks
+        if blocks is None or not self._by_events:
+            return stats
+        return {**stats, "index_blocks": blocks.blocks, "index_bytes": blocks.bytes}
+
+    def _prompt(self, candidates: Sequence[Worker], requirements: Requirements) -> _Prompt | None:
+        """None where the request is matched by the tree alone."""
+        blocks = self._blocks
+        if not self._by_events or blocks is None or not blocks.has_exact:
+            return None
+        known = self._known
+        if known.candidates is not candidates or known.membership != blocks.membership:
+            known = self._known = _known_of(candidates, blocks)
+        if not known.groups:
+            return None
+        model = requirements.model
+        if model is not None and any(model in worker.adapters for worker in candidates):
+            return None
+        tokens = prompt_tokens(requirements)
+        if tokens is None:
+            return None
+        keys = {
+            group.block_size: list(block_keys(tokens, group.block_size))
+            for group in known.groups
+            if group.block_size
+        }
+        return _Prompt(len(tokens), keys, known)
+
+    def _choose_known(
+        self, candidates: Sequence[Worker], requirements: Requirements, prompt: _Prompt
+    ) -> tuple[CacheChoice, _Found]:
+        rules, found = self._rules, _Found(prompt.tokens, 0, ())
+        if rules.spill == "global" and self._imbalanced(candidates):
+            return self._shortest_queue(candidates, "imbalanced"), found
+        found = self._find(prompt, requirements)
+        if found.matched > rules.cache_threshold * found.length:
+            choice = self._among_holders(found.matched, found.holders)
+            if rules.spill == "chosen" and self._spills(choice.worker, candidates):
+                choice = self._shortest_queue(candidates, "spilled", choice)
+            return choice, found
+        return self._without_match(candidates, found.length, found.matched), found
+
+    def _find(self, prompt: _Prompt, requirements: Requirements) -> _Found:
+        """The largest share of the prompt that some worker has."""
+        blocks, known = self._blocks, prompt.known
+        assert blocks is not None
+        best = _Found(prompt.tokens, 0, ())
+        for block_size, mask in known.groups:
+            depth, held = blocks.match(prompt.keys.get(block_size, ()), mask, self._now)
+            if depth * block_size > best.matched:
+                holders = tuple(known.by_url[url] for url in blocks.named(held))
+                best = _Found(prompt.tokens, depth * block_size, holders)
+        if not known.rest:
+            return best
+        text, cached = super().cached_prefix(known.rest, requirements)
+        sizes = [cached.get(worker, 0) for worker in known.rest]
+        most, length = max(sizes), len(text) - 1
+        if most * best.length <= best.matched * length:
+            return best
+        holders = tuple(w for w, size in zip(known.rest, sizes, strict=True) if size == most)
+        return _Found(length, most, holders, inferred=True)
+
+    def _cached_tokens(self, prompt: _Prompt) -> dict[Worker, int]:
+        """Of the trusted workers, those with none left out."""
+        blocks, known = self._blocks, prompt.known
+        assert blocks is not None
+        return {
+            known.by_url[url]: depth * group.block_size
+            for group in known.groups
+            for url, depth in blocks.depths(
+                prompt.keys.get(group.block_size, []), group.mask, self._now
+            ).items()
+        }
+
+    def _sent(self, worker: Worker, requirements: Requirements, prompt: _Prompt) -> None:
+        """The worker gets the prompt, and soon has its blocks."""
+        blocks = self._blocks
+        if blocks is not None and (keys := prompt.keys.get(blocks.block_size(worker.url))):
+            blocks.predict(worker.url, keys, self._now)
+        if prompt.known.rest:
+            super().record_pick(worker, requirements)
+
+    def _words_of(self, choice: CacheChoice, found: _Found) -> str:
+        unit = "bytes match" if found.inferred else "tokens are cached"
+        return self._words_for(choice, f"{choice.matched} of {found.length} {unit}")
+
+
+def _known_of(candidates: Sequence[Worker], blocks: BlockIndex) -> _Known:
+    masks: dict[int, int] = {}
+    by_url: dict[str, Worker] = {}
+    rest: list[Worker] = []
+    for worker in candidates:
+        if not blocks.is_exact(worker.url):
+            rest.append(worker)
+            continue
+        by_url[worker.url] = worker
+        size = blocks.block_size(worker.url)
+        masks[size] = masks.get(size, 0) | blocks.bit_of(worker.url)
+    groups = tuple(_Group(size, mask) for size, mask in masks.items())
+    return _Known(candidates, blocks.membership, groups, by_url, tuple(rest))

@@ -1,0 +1,61 @@
+import json
+
+import pytest
+
+from omni_proxy.routing.inspect import prompt_tokens as tested
+from omni_proxy.routing.inspect.body_fields import decode_body
+from omni_proxy.routing.inspect.keyed_text import keyed_fields
+from omni_proxy.routing.inspect.prompt_tokens import prompt_tokens
+from omni_proxy.routing.inspect.requirements import IMAGE, Requirements
+
+
+def tokens_of(body, *, mask=0):
+    need = Requirements(mask, body_fields=decode_body(json.dumps(body).encode()))
+    return prompt_tokens(need)
+
+
+@pytest.mark.parametrize("key", ["prompt", "input_ids", "token_ids"])
+def test_a_list_of_integers_is_the_prompt(key):
+    assert tokens_of({key: [5, 6, 7], "stream": True, "model": "m"}) == [5, 6, 7]
+    assert tokens_of({key: [[5, 6, 7]]}) == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": "text"},
+        {"prompt": []},
+        {"prompt": [1, "a"]},
+        {"prompt": [1, 2.5]},
+        {"prompt": [True, False]},
+        {"prompt": [[1], [2]]},
+        {"prompt": ["a", "b"]},
+        {"prompt": [1], "input_ids": [2]},
+        {"prompt": [1], "messages": [{"role": "user", "content": "x"}]},
+        {"input_ids": [1], "text": "x"},
+        {"input_ids": [1], "lora_path": "sql"},
+        {"prompt": [1], "cache_salt": "tenant"},
+        {"input_ids": [1], "extra_key": "tenant"},
+    ],
+)
+def test_anything_else_is_no_prompt_of_plain_tokens(body):
+    assert tokens_of(body) is None
+
+
+def test_a_request_with_media_has_none():
+    assert tokens_of({"prompt": [1, 2]}, mask=IMAGE) is None
+
+
+def test_an_absent_salt_spelled_as_null_makes_no_difference():
+    assert tokens_of({"prompt": [1], "cache_salt": None, "lora_path": None}) == [1]
+
+
+def test_keys_of_configured_routes_are_not_compared():
+    need = Requirements(0, body_fields=keyed_fields(b'{"token_ids": [1, 2]}', ("token_ids",)))
+    assert prompt_tokens(need) is None
+
+
+def test_only_the_first_tokens_of_a_long_prompt_are_compared(monkeypatch):
+    monkeypatch.setattr(tested, "MAX_TOKENS", 2)
+    assert tokens_of({"prompt": [1, 2, 3]}) == [1, 2]

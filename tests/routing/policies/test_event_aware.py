@@ -1,0 +1,152 @@
+"""Prompts of token ids go where events say that their blocks are; all else as `cache_aware`."""
+
+import msgspec
+import pytest
+
+from omni_proxy.config.parse import parse
+from omni_proxy.routing.inspect.body_fields import BodyFields
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.kv_events.block_index import PREDICTED_SECS, BlockIndex
+from omni_proxy.routing.kv_events.block_keys import block_keys
+from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
+from omni_proxy.routing.policies import build_policy
+from tests.routing.policies.chats import chat, workers
+
+SIZE = 4
+PROMPT = list(range(40))
+EVENTS = '[routing]\npolicy = "cache_aware"\n[routing.cache_aware]\nsource = "events"\n'
+
+
+def policy_of(index, config=EVENTS):
+    policy = build_policy(parse(config).routing, lambda n: 0, 0.0)
+    policy.use_blocks(index)
+    return policy
+
+
+def tokens(ids, key="prompt", **fields):
+    return Requirements(
+        0, body_fields=BodyFields(**{key: msgspec.Raw(str(ids).encode())}), **fields
+    )
+
+
+def exact(index, worker, *prompts, size=SIZE):
+    changes = [HeldChange(ChangeOp.EXACT, []), HeldChange(ChangeOp.BLOCK_SIZE, [size])]
+    changes += [HeldChange(ChangeOp.STORE, list(block_keys(each, size))) for each in prompts]
+    index.apply(worker.url, changes)
+
+
+@pytest.fixture
+def index():
+    return BlockIndex()
+
+
+@pytest.mark.parametrize("key", ["prompt", "input_ids", "token_ids"])
+def test_a_prompt_goes_to_the_worker_that_has_its_blocks(index, key):
+    policy, fleet = policy_of(index), workers(0, 0, 0)
+    for worker in fleet:
+        exact(index, worker, [9] * 8)
+    exact(index, fleet[1], PROMPT)
+    exact(index, fleet[2], PROMPT[:20])
+    need = tokens([*PROMPT, 1, 2], key)
+    worker, words = policy.preview_pick(fleet, need)
+    assert (worker, words) == (
+        fleet[1],
+        f"40 of 42 tokens are cached, held by {fleet[1].display_id}",
+    )
+    assert policy.pick(fleet, need) is fleet[1]
+    facts = policy.explain_pick(fleet, need)
+    assert facts["prompt_tokens"] == 42
+    assert facts["matched_tokens"] == dict(zip([w.url for w in fleet], [0, 40, 20], strict=True))
+
+
+def test_a_share_at_the_threshold_does_not_decide(index):
+    policy, fleet = policy_of(index), workers(0, 5)
+    exact(index, fleet[0])
+    exact(index, fleet[1], PROMPT[:20])
+    assert policy.preview_pick(fleet, tokens(PROMPT))[0] is fleet[0]
+    assert policy.preview_pick(fleet, tokens(PROMPT[:39]))[0] is fleet[1]
+
+
+def test_a_prompt_that_was_just_sent_counts_as_cached_there(index):
+    policy, fleet = policy_of(index), workers(0, 0)
+    for worker in fleet:
+        exact(index, worker, [9] * 4)
+    home = policy.pick(fleet, tokens(PROMPT))
+    home.in_flight += 1
+    assert policy.pick(fleet, tokens(PROMPT)) is home
+    policy.maintain(2 * PREDICTED_SECS)
+    assert policy.preview_pick(fleet, tokens(PROMPT))[0] is not home
+
+
+def test_a_worker_without_events_is_believed_by_what_it_was_sent(index):
+    policy, fleet = policy_of(index), workers(0, 0)
+    exact(index, fleet[0], PROMPT[:20])
+    policy.record_pick(fleet[1], tokens(PROMPT))
+    assert policy.preview_pick(fleet, tokens(PROMPT))[0] is fleet[1]
+    exact(index, fleet[0], PROMPT)
+    assert policy.preview_pick(fleet, tokens([*PROMPT, *PROMPT]))[0] is fleet[0]
+
+
+def test_what_is_not_exact_any_more_is_not_matched(index):
+    policy, fleet = policy_of(index), workers(0, 5)
+    exact(index, fleet[0])
+    exact(index, fleet[1], PROMPT)
+    assert policy.preview_pick(fleet, tokens(PROMPT))[0] is fleet[1]
+    index.apply(fleet[1].url, [HeldChange(ChangeOp.INEXACT, [])])
+    assert policy.preview_pick(fleet, tokens(PROMPT))[0] is fleet[0]
+
+
+def test_workers_may_have_blocks_of_different_sizes(index):
+    policy, fleet = policy_of(index), workers(0, 0)
+    exact(index, fleet[0], PROMPT, size=8)
+    exact(index, fleet[1], PROMPT[:32])
+    assert policy.preview_pick(fleet, tokens(PROMPT))[0] is fleet[0]
+    exact(index, fleet[1], [*PROMPT, *PROMPT])
+    assert policy.preview_pick(fleet, tokens(PROMPT[:36]))[0] is fleet[1]
+
+
+def test_texts_go_by_the_tree(index):
+    policy, fleet = policy_of(index), workers(0, 0)
+    for worker in fleet:
+        exact(index, worker, PROMPT)
+    home = policy.pick(fleet, chat("a" * 100))
+    home.in_flight += 1
+    assert policy.pick(fleet, chat("a" * 100)) is home
+    assert "bytes match" in policy.preview_pick(fleet, chat("a" * 100))[1]
+
+
+def test_a_request_for_an_adapter_goes_by_the_tree(index):
+    policy, fleet = policy_of(index), workers(0, 0)
+    for worker in fleet:
+        exact(index, worker, PROMPT)
+        worker.adapters = frozenset(("sql",))
+    assert "bytes match" in policy.preview_pick(fleet, tokens(PROMPT, model="sql"))[1]
+    assert "tokens" in policy.preview_pick(fleet, tokens(PROMPT, model="base"))[1]
+
+
+def test_load_decides_where_it_differs_too_much(index):
+    policy, fleet = policy_of(index), workers(0, 100)
+    exact(index, fleet[0])
+    exact(index, fleet[1], PROMPT)
+    worker, words = policy.preview_pick(fleet, tokens(PROMPT))
+    assert worker is fleet[0]
+    assert "loads differ" in words
+
+
+def test_the_source_can_be_changed_while_requests_run(index):
+    policy, fleet = policy_of(index), workers(0, 5)
+    exact(index, fleet[0])
+    exact(index, fleet[1], PROMPT)
+    inferred = parse(EVENTS.replace('"events"', '"inferred"')).routing
+    assert policy.reconfigure(inferred)
+    assert policy.preview_pick(fleet, tokens(PROMPT))[0] is fleet[0]
+    assert policy.reconfigure(parse(EVENTS).routing)
+    assert policy.preview_pick(fleet, tokens(PROMPT))[0] is fleet[1]
+
+
+def test_the_cached_share_of_a_text_is_that_of_its_tokens(index):
+    policy, fleet = policy_of(index), workers(0, 0)
+    exact(index, fleet[0], PROMPT[:20])
+    exact(index, fleet[1])
+    text, cached = policy.cached_prefix(fleet, tokens(PROMPT))
+    assert cached == {fleet[0]: (len(text) - 1) // 2}
