@@ -28,6 +28,13 @@ class LoadBounds(NamedTuple):
     def __bool__(self) -> bool:
         return bool(self.waiting or self.kv_usage)
 
+    def are_reached(self, report: LoadReport) -> bool:
+        waiting, usage = report
+        return bool(
+            (self.waiting and waiting is not None and waiting >= self.waiting)
+            or (self.kv_usage and usage is not None and usage >= self.kv_usage)
+        )
+
     def reason_against(self, report: LoadReport) -> str:
         """Why the engine counts as overloaded; "" if it does not."""
         waiting, usage = report
@@ -49,14 +56,15 @@ def _never() -> float:
 
 
 class EngineLoads:
-    """`bounds`: change them by `configure` only."""
+    """`bounds`: change them by `configure` only. `overloaded`: empty while there is nothing to
+    veto, which is cheap to see."""
 
-    __slots__ = ("_overloaded", "_watchers", "bounds", "now")
+    __slots__ = ("_watchers", "bounds", "now", "overloaded")
 
     def __init__(self) -> None:
         self.bounds = LoadBounds()
         self.now: Callable[[], float] = _never
-        self._overloaded: dict[Worker, float] = {}  # workers and ranks: until when that holds
+        self.overloaded: dict[Worker, float] = {}  # workers and ranks: until when that holds
         self._watchers: list[Callable[[Worker], None]] = []
 
     def watch(self, callback: Callable[[Worker], None]) -> None:
@@ -66,15 +74,10 @@ class EngineLoads:
     def configure(self, bounds: LoadBounds, targets: Sequence[Worker]) -> None:
         """`targets`: all workers and ranks, whose last reports are judged anew."""
         self.bounds = bounds
-        self._overloaded.clear()
+        self.overloaded.clear()
         for target in targets:
             if target.engine_load is not None:
                 self._judge(target, target.engine_load)
-
-    @property
-    def any_overloaded(self) -> bool:
-        """Cheap: false while there is nothing to veto."""
-        return bool(self._overloaded)
 
     def report(self, target: Worker, load: EngineLoad) -> None:
         """Of a worker or a rank, by its engine."""
@@ -102,9 +105,9 @@ class EngineLoads:
     def below_bounds(self, candidates: Sequence[Worker]) -> Sequence[Worker]:
         """Those that are not overloaded; all of them where there are no others."""
         now = self.now()
-        for target in [each for each, until in self._overloaded.items() if until < now]:
-            del self._overloaded[target]
-        if not self._overloaded:
+        for target in [each for each, until in self.overloaded.items() if until < now]:
+            del self.overloaded[target]
+        if not self.overloaded:
             return candidates
         return [each for each in candidates if not self.is_overloaded(each)] or candidates
 
@@ -113,7 +116,7 @@ class EngineLoads:
         if target.dp_ranks:
             return all(map(self.is_overloaded, target.dp_ranks))
         judged = target if target.engine_load is not None else target.worker
-        until = self._overloaded.get(judged)
+        until = self.overloaded.get(judged)
         return until is not None and until >= self.now()
 
     def reasons(self, eligible: Sequence[Worker]) -> Iterator[tuple[Worker, str]]:
@@ -128,7 +131,7 @@ class EngineLoads:
         return load.at < self.now() - self.bounds.max_age_secs
 
     def _judge(self, target: Worker, load: EngineLoad) -> None:
-        if self.bounds and self.bounds.reason_against(load.report):
-            self._overloaded[target] = load.at + self.bounds.max_age_secs
-        else:
-            self._overloaded.pop(target, None)
+        if self.bounds.are_reached(load.report):
+            self.overloaded[target] = load.at + self.bounds.max_age_secs
+        elif self.overloaded:
+            self.overloaded.pop(target, None)

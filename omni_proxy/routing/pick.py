@@ -78,7 +78,7 @@ def pick_worker(
         candidates = untried(candidates, tried) or candidates
     if not candidates:
         raise no_worker_error(fleet, requirements, owner)
-    if fleet.loads.any_overloaded:
+    if fleet.loads.overloaded:
         candidates = fleet.loads.below_bounds(candidates)
     return policy.pick(candidates, requirements)
 

@@ -208,8 +208,13 @@ class Engine:
 
     @property
     def load(self) -> LoadReport:
-        """What it would report of itself now."""
-        return LoadReport(float(len(self._waiting)), self._cache.usage)
+        """What it would report of itself now. As in vLLM and SGLang a request also waits while
+        the step has no room for its prompt."""
+        waiting, left = len(self._waiting), self._chunk
+        for job in self._prefilling:
+            waiting += left <= 0
+            left -= job.prefill
+        return LoadReport(float(waiting), self._cache.usage)
 
     def submit(self, request: Request, listener: ResponseListener, now: float) -> None:
         """It computes the request, and calls the listener at the first token and at the end."""

@@ -26,6 +26,7 @@ MAX_ENGINES: Final = 1024  # behind one URL, as the key `ranks` takes
 
 _FIELD: Final = b"\r\n" + LOAD_NAME + b":"
 _ANY_CASE: Final = re.compile(rb"\r\n(?i:endpoint-load-metrics)[ \t]*:([^\r\n]*)(?=\r\n|\Z)")
+_AS_VLLM: Final = b" JSON "  # how the value begins
 _TEXT_PREFIX: Final = "named_metrics."
 WAITING: Final = "num_requests_waiting"
 KV_USAGE: Final = "kv_cache_usage_perc"
@@ -95,11 +96,13 @@ def load_of_header(value: bytes) -> LoadReport:
     """Of the field's value."""
     if len(value) > MAX_VALUE_BYTES:
         return NO_REPORT
-    form, _, text = value.strip().partition(b" ")
-    if form.upper() == b"TEXT":
-        return _load_of_text(text.decode("latin-1"))
-    if form.upper() != b"JSON":
-        return NO_REPORT
+    text = value.removeprefix(_AS_VLLM)
+    if len(text) == len(value):
+        form, _, text = value.strip().partition(b" ")
+        if form.upper() == b"TEXT":
+            return _load_of_text(text.decode("latin-1"))
+        if form.upper() != b"JSON":
+            return NO_REPORT
     try:
         named = _decode(text).named_metrics
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -43,7 +43,7 @@ def test_a_figure_at_a_bound_or_above_is_overload(waiting, usage, overloaded):
 def test_without_a_bound_nothing_is_overloaded():
     it = Loads("a", "b", bounds=LoadBounds())
     it.report(it.workers[0], 10**9, 1.0)
-    assert not it.loads.any_overloaded
+    assert not it.loads.overloaded
     assert it.below() == ["a:1", "b:1"]
 
 
@@ -63,7 +63,7 @@ def test_a_report_that_is_too_old_counts_for_nothing_and_is_stale():
     assert (it.below(), it.loads.is_stale(a.engine_load)) == (["b:1"], False)
     it.now += 0.1
     assert (it.below(), it.loads.is_stale(a.engine_load)) == (["a:1", "b:1"], True)
-    assert not it.loads.any_overloaded
+    assert not it.loads.overloaded
 
 
 def test_an_older_report_changes_nothing():
@@ -131,7 +131,7 @@ def test_a_worker_that_left_is_forgotten():
     it.fleet.apply([entry("b")], NOW)
     it.now += MAX_AGE + 1
     it.below(it.fleet.workers)
-    assert not it.loads.any_overloaded
+    assert not it.loads.overloaded
 
 
 STEPS = st.lists(

@@ -248,3 +248,14 @@ def test_every_prompt_has_its_overhead_once():
     assert long.first == pytest.approx(2 * CHUNK_TOKENS / 1000 + 0.05)
     assert cached.first == pytest.approx(9.25)
     assert again.first == pytest.approx(19.15)
+
+
+def test_its_load_is_what_waits_for_a_place_or_a_step_and_the_kv_tokens_of_requests():
+    driver = Driver(EngineSpec(prefill_tokens_per_sec=1000, max_batch=3, kv_tokens=20_000))
+    assert driver.engine.load == (0.0, 0.0)
+    for _ in range(4):
+        driver.submit_at(0.0, Request(0.0, 3000, 1000))
+    driver.run(until=0.1)
+    assert driver.engine.load == (3.0, pytest.approx(4000 / 20_000))
+    driver.run()
+    assert driver.engine.load == (0.0, 0.0)

@@ -168,7 +168,7 @@ class _Preference(msgspec.Struct, frozen=True, gc=False):
         The same list where nobody is left out: policies recognize it."""
         if self.tried:
             workers = untried(workers, self.tried) or workers
-        return self.loads.below_bounds(workers) if self.loads.any_overloaded else workers
+        return self.loads.below_bounds(workers) if self.loads.overloaded else workers
 
 
 def _from_pools(
