@@ -119,6 +119,15 @@ class EngineLoads:
         until = self.overloaded.get(judged)
         return until is not None and until >= self.now()
 
+    def reason(self, target: Worker) -> str:
+        """Why it is overloaded, in a few words; "" if it is not."""
+        load = target.engine_load
+        return (
+            self.bounds.reason_against(load.report)
+            if load is not None and self.is_overloaded(target)
+            else ""
+        )
+
     def reasons(self, eligible: Sequence[Worker]) -> Iterator[tuple[Worker, str]]:
         """Who of them is left out of a pick, and why."""
         below = set(self.below_bounds(eligible))

@@ -112,6 +112,7 @@ class Snapshots:
             "trial": machine.is_half_open,  # the old name of half_open, for one release
             "held_by": sorted(worker.cordon_reasons),
             "why": reason_of(worker),
+            "overloaded": self._services.fleet.loads.reason(worker) or None,
             "since": machine.since.isoformat(),
             "state_since": state_since,
             "last_error": machine.last_error,

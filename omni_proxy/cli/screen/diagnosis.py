@@ -96,6 +96,8 @@ def _verdict(row: FleetRow, usual_ms: float | None, now: datetime | None) -> Dia
             f"{row.in_flight} in flight, no response data for {format_age(row.silent_secs)}"
         )
         return Diagnosis(SLOW, "silent", f"is silent: {state_text}")
+    if row.overloaded is not None:
+        return Diagnosis(SLOW, "overloaded", f"is overloaded: {printable(row.overloaded)}")
     own_ms = row.first_p50_ms
     if own_ms is None or usual_ms is None:
         return Diagnosis(WELL, state, "")

@@ -47,6 +47,7 @@ class FleetRow(Struct, frozen=True):
     half_open: bool = False
     held_by: tuple[str, ...] = ()
     why: str | None = None
+    overloaded: str | None = None  # by what its engine reports
     since: str | None = None
     last_error: str | None = None
     in_flight: int = 0

@@ -193,3 +193,10 @@ def test_any_feed_can_be_diagnosed(told):
 def test_what_is_no_feed_is_refused(text):
     with pytest.raises(AdminClientError, match="not a snapshot"):
         read_feed(text)
+
+
+def test_an_overloaded_worker_is_shown_with_what_its_engine_reports():
+    picture = feed_of(feed(row("a:1", overloaded="9 requests wait in its engine"), row("b:1")))
+    (first,) = (found for found in diagnose(picture).values() if found.kind != "well")
+    assert (first.kind, first.state) == ("slow", "overloaded")
+    assert first.problem == "is overloaded: 9 requests wait in its engine"
