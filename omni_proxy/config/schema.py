@@ -173,21 +173,22 @@ class CacheAwareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     balance_rel_threshold: Annotated[float, Meta(ge=1, le=1_000_000)] = 1.0001
     # Seconds between evictions.
     eviction_interval_secs: Interval = 60.0
-    # In bytes of UTF-8 (a character of ASCII is one), for the fleet as a whole; a text that many
-    # workers hold counts once.
+    # In bytes of UTF-8, for the whole fleet; a text that many workers hold counts once.
     max_tree_size: AtLeastOne = 16 * 1024 * 1024
     # The choice if no match is good enough.
     fallback: Literal["smallest_tree", "least_loaded"] = "smallest_tree"
     # If several have the match: the least loaded of them, or round robin whatever the load.
     holders: Literal["all", "longest"] = "all"
-    # Overload of any worker: load decides for all requests; or of the chosen one: only its request
-    # goes elsewhere.
+    # Overload of any worker: load decides for all; of the chosen one: its request goes elsewhere.
     spill: Literal["global", "chosen"] = "global"
-    # Limit of what smallest_tree sends to a worker with a small tree, so that a new one does not
-    # get all requests without a match; 0: no limit.
+    # Limit of what smallest_tree sends to a worker that is new; 0: no limit.
     warmup_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
-    # Learn from the cached tokens that responses report: what a worker had less of its prompt than
-    # believed is forgotten, with the branches behind it.
+    # The longest match above cache_threshold, or the lowest cost in prompt tokens.
+    score: Literal["match", "cost"] = "match"
+    # Of the cost: the factor of tokens that only this worker computes, tokens for each in flight.
+    uncached_weight: Annotated[float, Meta(ge=0, le=1_000)] = 2.0
+    request_cost_tokens: Count = 512
+    # Forget what a worker had less of its prompt than believed, by its answer's cached tokens.
     feedback: bool = True
     # What is cached where: inferred from what was sent; or, for prompts of token ids, by the KV
     # events of the engines, inferred for workers that publish none.

@@ -12,7 +12,7 @@ from math import inf
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
-from omni_proxy.routing.policies.cache_aware import learns_from_answers
+from omni_proxy.routing.policies.cache_feedback import learns_from_answers
 from omni_proxy.routing.routes import configured_routes
 from omni_proxy.wire.cors import Cors
 from omni_proxy.wire.forwarded import ForwardedHeaders

@@ -33,23 +33,30 @@ class CacheReports:
     `backlog`: prompt tokens that are believed to be uncached, of its unanswered prompts.
     """
 
-    __slots__ = ("answers", "backlog", "misses", "predicted", "reported", "reuses", "unanswered")
+    __slots__ = (
+        "answers", "backlog", "corrections", "misses", "predicted", "reported", "reuses", "silent",
+        "unanswered",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.backlog = 0
         self.answers = 0  # that reported something
         self.predicted = self.reported = 0  # tokens, summed over them
+        self.corrections = 0  # of what it was believed to have
         self.misses = 0  # answers with 0 where more was predicted, until the first one with more
+        self.silent = 0  # answers since the last one that reported something
         self.reuses = False  # it has answered with more than 0
         self.unanswered: deque[CachePrediction] = deque()
 
     def note(self, predicted: int, reported: int) -> None:
         """Prompt tokens of one answer that were believed to be cached, and that were."""
         self.answers += 1
+        self.silent = 0
         self.predicted += predicted
         self.reported += reported
         if reported:
-            self.reuses, self.misses = True, 0
+            if not self.reuses:
+                self.reuses, self.misses = True, 0
         elif predicted and not self.reuses:
             self.misses += 1
 
@@ -85,11 +92,15 @@ class CachePrediction(Struct):
     answered: bool = False
     former: CachePrediction | None = None
 
-    def note_first_byte(self) -> None:
-        """Its prompt is computed, or its request has ended."""
-        if not self.answered:
-            self.answered = True
-            self.reports.backlog -= self.uncached
+
+def note_first_byte(prediction: CachePrediction | None) -> None:
+    """The response begins, or its request has ended: the prompt is computed, by each worker that it
+    was sent to."""
+    while prediction is not None:
+        if not prediction.answered:
+            prediction.answered = True
+            prediction.reports.backlog -= prediction.uncached
+        prediction = prediction.former
 
 
 def without_those_of(
@@ -100,7 +111,8 @@ def without_those_of(
         return None
     rest = without_those_of(learner, prediction.former)
     if prediction.learner is learner:
-        prediction.note_first_byte()
+        prediction.former = None
+        note_first_byte(prediction)
         return rest
     prediction.former = rest
     return prediction

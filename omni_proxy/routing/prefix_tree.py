@@ -161,16 +161,28 @@ class PrefixTree(Generic[Holder]):
             node = child
         return at, holders
 
-    def depths(self, text: bytes) -> dict[Holder, int]:
-        """The matching length of each holder that has any of the text."""
+    def depths(self, text: bytes, among: int = -1) -> dict[Holder, int]:
+        """The matching length of each holder, of the mask `among`, that has any of the text."""
         lengths: dict[Holder, int] = {}
-        among = -1
-        while True:
-            length, holders = self.match(text, among)
-            if not holders:
-                return lengths
-            lengths.update(dict.fromkeys(self.named(holders), length))
-            among &= ~holders
+        edges, labels, masks = self._edges, self._labels, self._masks
+        node, at, end, left = ROOT, 0, len(text), among & self._live
+        while left and at < end:
+            child = edges[text[at]].get(node)
+            if child is None:
+                break
+            mask = masks[child] & left
+            if at and mask != left:
+                lengths.update(dict.fromkeys(self.named(left & ~mask), at))
+            left = mask
+            label = labels[child]
+            if not text.startswith(label, at):
+                at += common_length(label, text, at)
+                break
+            at += len(label)
+            node = child
+        if at:
+            lengths.update(dict.fromkeys(self.named(left), at))
+        return lengths
 
     def insert(self, text: bytes, holder: Holder, number: int = 0) -> InsertedText | None:
         """`holder` has the text now; this is also its latest use. `number`: of this use, 0 or one

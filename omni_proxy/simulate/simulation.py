@@ -28,7 +28,6 @@ from omni_proxy.dataplane.services import ExchangeServices, Totals
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.dataplane.upstream.acquire import Balancer, report_failure
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed
-from omni_proxy.dataplane.upstream.cache_report import note_first_byte
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.dataplane.upstream.retry import RetryState
 from omni_proxy.fleet.engine_load import bounds_of
@@ -37,6 +36,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import OUT_INTERVAL_SECS, RECOVERY_INTERVAL_SECS
+from omni_proxy.routing.cache_prediction import note_first_byte
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.inspect.requirements import requirements_of_json

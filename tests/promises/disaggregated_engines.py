@@ -106,6 +106,7 @@ class LegEngine(FakeWorker):
         self.gate = trio.Event()  # tokens behind the first wait for it
         self.gate.set()
         self.info: dict[str, object] = {}
+        self.usage: dict[str, object] = {}
 
     async def _serve(self, call: Call) -> None:
         path = call.line.split()[1].partition("?")[0]
@@ -191,7 +192,8 @@ class SglangDecode(LegEngine):
         steps = [
             [
                 {"text": f"{token}", "index": n,
-                 "meta_info": {"id": rid, "input_token_logprobs": [], "completion_tokens": token}}
+                 "meta_info": {"id": rid, "input_token_logprobs": [], "completion_tokens": token}
+                 | self.usage}
                 for n, rid in enumerate(rids)
             ]
             for token in range(TOKENS)
@@ -229,7 +231,7 @@ class NixlPrefill(LegEngine):
         self.gives_params = True
 
     async def generate(self, call: Call, body: dict) -> None:
-        reply: dict[str, object] = {"id": "p", "choices": []}
+        reply: dict[str, object] = {"id": "p", "choices": [], "usage": self.usage}
         if self.gives_params:
             lease = f"block-{next(self._numbers)}"
             self.leases.add(lease)
@@ -262,12 +264,15 @@ class NixlDecode(LegEngine):
             assert lease in owner.leases, "a reference was used twice"
             owner.leases.discard(lease)
             self.pulled.append(lease)
-        await openai_answer(call, body, self.gate)
+        await openai_answer(call, body, self.gate, self.usage)
 
 
-async def openai_answer(call: Call, body: dict, gate: trio.Event) -> None:
+async def openai_answer(
+    call: Call, body: dict, gate: trio.Event, usage: dict[str, object] | None = None
+) -> None:
     if not body.get("stream"):
-        reply = {"id": "d", "choices": [{"text": "012"}], "usage": {"prompt_tokens": 1}}
+        usage = usage or {"prompt_tokens": 1}
+        reply = {"id": "d", "choices": [{"text": "012"}], "usage": usage}
         await call.send(counted(json.dumps(reply).encode(), "content-type: application/json"))
         return
     await call.send(SSE_HEAD)

@@ -9,6 +9,7 @@ from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
 from tests.promises.clients import Truncated, post
 from tests.promises.dataplane_fixture import run_dataplane
+from tests.promises.disaggregated_engines import fleet_of
 from tests.promises.fakes import LAST_CHUNK, SSE_HEAD, chunk, counted, fake_workers
 
 CONFIG = '[routing]\npolicy = "cache_aware"\n'
@@ -81,7 +82,7 @@ async def test_an_answer_without_a_report_teaches_nothing_and_leaves_nothing_wai
             await client.send(ask("a"))
             with suppress(Truncated):
                 await client.answer()
-        (reports,) = opened.door.policy._reports.values()
+        (reports,) = opened.door.policy._feedback.reports.values()
         assert reports.oldest_unanswered(77) == 77
         assert (reports.answers, reports.backlog) == (0, 0)
 
@@ -97,10 +98,47 @@ async def test_feedback_can_be_switched_off_while_requests_run():
         async with opened.client() as client:
             await client.send(ask("a"))
             await client.answer()
-            (reports,) = opened.door.policy._reports.values()
+            (reports,) = opened.door.policy._feedback.reports.values()
             assert reports.answers == 1
             opened.reload(CONFIG + "[routing.cache_aware]\nfeedback = false\n")
             await client.send(ask("b"))
             await client.answer()
             assert reports.answers == 1
         assert not opened.door.settings.keeps_last_chunk
+
+
+REPORTS = {
+    # Who reports it, of 1,000 prompt tokens, and whose cache is meant.
+    "sglang": ({"prompt_tokens": 1000, "cached_tokens": 700}, "decode"),
+    "nixl": ({"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 700}}, "prefill"),
+}
+
+
+@pytest.mark.parametrize("connector", REPORTS)
+async def test_of_two_legs_the_prefill_workers_cache_is_learned_by_the_protocol(connector):
+    usage, reporter = REPORTS[connector]
+    async with fleet_of(connector, config=CONFIG) as (fleet, client):
+        engines = fleet.prefills if reporter == "prefill" else fleet.decodes
+        engines[0].usage = usage
+        if connector == "nixl":  # counts all that was transferred
+            fleet.decodes[0].usage = usage | {"prompt_tokens_details": {"cached_tokens": 999}}
+        path = "/generate" if connector == "sglang" else "/v1/completions"
+        body = {"text": SHARED} if connector == "sglang" else {"prompt": SHARED}
+        for _ in range(2):
+            await client.send(post(json.dumps(body).encode(), path=path))
+            assert (await client.answer()).status == 200
+        pools = fleet.before.door.balancer.pools
+        (reports,) = pools.of("prefill")._feedback.reports.values()
+        assert (reports.answers, reports.reported) == (2, 1400)
+        (unread,) = pools.of("decode")._feedback.reports.values()
+        assert (unread.answers, unread.silent) == (0, 0)
+        assert all(prediction.answered for prediction in (*reports.unanswered, *unread.unanswered))
+
+
+async def test_a_decode_worker_that_computes_the_prompt_reports_its_own_cache():
+    async with fleet_of("nixl", prefills=0, config=CONFIG) as (fleet, client):
+        fleet.decodes[0].usage, _ = REPORTS["nixl"]
+        await client.send(post(json.dumps({"prompt": SHARED}).encode(), path="/v1/completions"))
+        assert (await client.answer()).status == 200
+        (reports,) = fleet.before.door.balancer.pools.of("decode")._feedback.reports.values()
+        assert (reports.answers, reports.reported) == (1, 700)

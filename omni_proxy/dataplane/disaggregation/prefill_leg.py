@@ -37,6 +37,7 @@ from omni_proxy.dataplane.upstream.attempt import (
     run_attempt,
     usual_body,
 )
+from omni_proxy.dataplane.upstream.cache_report import learn_from, prediction_of_leg
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.dataplane.upstream.retry import counts_as_failed
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
@@ -111,8 +112,8 @@ class PrefillLeg(SideTask):
     """`failure`: why it is of no use. `kept`: the payload of its answer, where it is needed."""
 
     __slots__ = (
-        "_cancelled", "_head", "_keeps", "_lines", "_pool", "_sent", "ended_directly", "exchange",
-        "failure", "is_stream", "kept", "on_end", "worker",
+        "_cancelled", "_head", "_keeps", "_lines", "_pool", "_prediction", "_sent", "_sent_bytes",
+        "ended_directly", "exchange", "failure", "is_stream", "kept", "on_end", "worker",
     )  # fmt: skip
 
     def __init__(self, io: ExchangeIO, legs: TwoLegs, waiter: Steppable, *, keeps: bool) -> None:
@@ -130,6 +131,9 @@ class PrefillLeg(SideTask):
         self.exchange: Exchange = exchange
         self.worker: Worker = exchange.worker
         exchange.started_at = self.loop.now
+        # NIXL's prefill engine alone says what it had cached.
+        self._prediction = prediction_of_leg(exchange) if legs.connector == "nixl" else None
+        self._sent_bytes = io.exchange.bytes_in if io.exchange is not None else 0
         exchange.requirements = None  # the body is changed already
         self.failure: PairFailed | None = None
         self.kept = b""
@@ -292,6 +296,8 @@ class PrefillLeg(SideTask):
             exchange.end("completed", "")
             if services.recorders.meters is not None:
                 services.recorders.meters.record_prefill(exchange, worker)
+            if self._prediction is not None and self.kept:
+                learn_from(services.recorders, self._prediction, self.kept, self._sent_bytes)
             if worker.health.failed_requests:
                 services.fleet.observe_success(worker, exchange.half_open_id)
         succeeded = exchange.outcome == "completed"

@@ -26,8 +26,8 @@ from omni_proxy.dataplane.exchange.exchange import (
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, await_direct, pause
-from omni_proxy.dataplane.upstream.cache_report import note_first_byte
 from omni_proxy.dataplane.upstream.pool import ResponseStart
+from omni_proxy.routing.cache_prediction import note_first_byte
 from omni_proxy.wire.chunked import LAST_CHUNK, encode_chunk
 from omni_proxy.wire.cors import drop_cors_fields
 from omni_proxy.wire.errors import stream_error_event

@@ -96,6 +96,11 @@ def has_one_prompt(payload: BodyFields | None) -> bool:
     return not any(_SEVERAL.match(bytes(memoryview(raw)[:_LOOK_BYTES])) for raw in several)
 
 
+def prompt_bytes(payload: BodyFields) -> int:
+    """About how long its text is, as it is spelled in the body, also where it was cut."""
+    return len(payload.messages) + sum(map(len, _beside_messages(payload)))
+
+
 def _plain_talk(messages: msgspec.Raw, limit: int) -> bytes | None:
     """The same of messages in known roles, as most are; else None."""
     if not len(messages):

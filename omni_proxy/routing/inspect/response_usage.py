@@ -58,11 +58,16 @@ def read_cached_tokens(body: bytes) -> tuple[int, int] | None:
     larger one. None where it does not say both."""
     at = body.rfind(_CACHED, -TAIL_BYTES)
     if at < 0:
-        return _read_anthropic(body)
-    cached = _count(body, at + len(_CACHED))
-    at = body.rfind(_PROMPT)
-    prompt = _count(body, at + len(_PROMPT)) if at >= 0 else _last(body, _INPUT)
-    return _checked(cached, prompt)
+        return _read_anthropic(body) if body.rfind(_READ, -TAIL_BYTES) >= 0 else None
+    found = _COUNT.match(body, at + len(_CACHED))
+    if found is None:
+        return None
+    cached, at = int(found[1]), body.rfind(_PROMPT)
+    found = _COUNT.match(body, at + len(_PROMPT)) if at >= 0 else None
+    prompt = int(found[1]) if found is not None else _last(body, _INPUT)
+    if not prompt:
+        return None
+    return (cached if cached < prompt else prompt), prompt  # noqa: FURB136 - each request
 
 
 def _read_anthropic(body: bytes) -> tuple[int, int] | None:
@@ -70,20 +75,11 @@ def _read_anthropic(body: bytes) -> tuple[int, int] | None:
     computed = _last(body, _INPUT) if cached is not None else None
     if cached is None or computed is None:
         return None
-    return _checked(cached, cached + computed + (_last(body, _CREATED) or 0))
-
-
-def _checked(cached: int | None, prompt: int | None) -> tuple[int, int] | None:
-    if cached is None or not prompt:
-        return None
-    return min(cached, prompt), prompt
+    prompt = cached + computed + (_last(body, _CREATED) or 0)
+    return (cached, prompt) if prompt else None
 
 
 def _last(body: bytes, key: bytes) -> int | None:
     at = body.rfind(key, -TAIL_BYTES)
-    return _count(body, at + len(key)) if at >= 0 else None
-
-
-def _count(body: bytes, at: int) -> int | None:
-    found = _COUNT.match(body, at)
+    found = _COUNT.match(body, at + len(key)) if at >= 0 else None
     return int(found[1]) if found is not None else None

@@ -20,15 +20,13 @@ from typing import NamedTuple
 
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.cache_prediction import (
-    CachePrediction,
-    CacheReports,
-    without_those_of,
-)
-from omni_proxy.routing.inspect.prefix_text import LIMIT, has_one_prompt, prefix_text
-from omni_proxy.routing.inspect.requirements import AUDIO, IMAGE, VIDEO, Requirements
+from omni_proxy.routing.inspect.prefix_text import prefix_text
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.policies.cache_cost import PromptCost, cheapest, prompt_tokens
+from omni_proxy.routing.policies.cache_feedback import CacheFeedback, PromptText
 from omni_proxy.routing.policies.least_request import CandidateWeights, least, load_word
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
+from omni_proxy.routing.policies.slow_start import SlowStart
 from omni_proxy.routing.prefix_tree import PrefixTree
 
 EXACT = 64
@@ -39,25 +37,9 @@ SIZES_FOR = 16
 # Trees up to so many times the smallest, and the text itself, are small alike: of those the
 # shortest queue is taken. By size alone requests would wait at one worker while another is idle.
 ALIKE = 1.5
-# Engines reuse whole blocks, of 1 to 128 tokens, and compute a prompt's last token always. What is
-# missing beyond a block and half of what was reported has been evicted: bytes become tokens by
-# their mean over the prompt, and a prefix that all prompts share may be twice as dense as the rest.
-BLOCK_TOKENS = 128
-# An engine that reports 0 so many times where more was predicted, and never more, has no cache.
-MISSES = 16
-MEDIA = IMAGE | AUDIO | VIDEO
 
 
 _Rank = tuple[float, float, int]  # load and size of tree by weight, place in the candidates
-
-
-class _Text(NamedTuple):
-    whole: bytes  # as in the tree: the model's name, then the prefix text, which begins with a mark
-    start: int  # where the text itself begins
-
-    @property
-    def length(self) -> int:
-        return len(self.whole) - self.start
 
 
 class CacheChoice(NamedTuple):
@@ -71,9 +53,10 @@ class CacheChoice(NamedTuple):
     spared: tuple[Worker, ...] = ()
     sizes: Sequence[float] = ()  # of the trees, if they were compared
     ranked: Sequence[_Rank] = ()
+    cost: PromptCost | None = None
 
 
-_NO_TEXT = _Text(b"", 0)
+_NO_TEXT = PromptText(b"", 0)
 
 
 class CacheAware(Policy):
@@ -82,14 +65,12 @@ class CacheAware(Policy):
     __slots__ = (
         "_among",
         "_branches",
-        "_corrections",
         "_evict_at",
         "_evicting",
+        "_feedback",
         "_judged",
         "_matched",
         "_now",
-        "_number",
-        "_reports",
         "_rules",
         "_seen",
         "_slow_start",
@@ -108,13 +89,12 @@ class CacheAware(Policy):
         self.name = "cache_aware"
         self._rules = routing.cache_aware
         self._tree: PrefixTree[Worker] = PrefixTree(self._rules.max_tree_size)
+        self._feedback = CacheFeedback(self._tree, self._rules)
         self._weights = CandidateWeights()
         self._slow_start = SlowStart(self._rules.warmup_share)
         self._turn = 0
         self._branches: Counter[str] = Counter()
-        self._matched = self._seen = self._corrections = 0
-        self._number = 0  # of the newest text
-        self._reports: dict[Worker, CacheReports] = {}
+        self._matched = self._seen = 0
         self._now = now
         self._evict_at = now + self._rules.eviction_interval_secs
         self._evicting = False
@@ -127,10 +107,10 @@ class CacheAware(Policy):
 
     def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
         text = _text(candidates, requirements)
-        choice = self._choose(candidates, text)
+        choice = self._choose(candidates, text, requirements)
         self._count_choice(choice, candidates, text.length)
         if text.whole:
-            self._add(text, choice.worker, requirements)
+            self._feedback.insert(text, choice.worker, requirements)
         return choice.worker
 
     def preview_pick(
@@ -138,7 +118,7 @@ class CacheAware(Policy):
     ) -> tuple[Worker, str]:
         text = _text(candidates, requirements)
         judged = self._judged
-        choice = self._choose(candidates, text)
+        choice = self._choose(candidates, text, requirements)
         self._judged = judged  # else the next pick could go by another verdict
         return choice.worker, self._words(choice, text)
 
@@ -148,14 +128,15 @@ class CacheAware(Policy):
         text = _text(candidates, requirements)
         depths = self._tree.depths(text.whole)
         matched = {worker.url: max(0, depths.get(worker, 0) - text.start) for worker in candidates}
-        reports = {
-            worker.url: reports.as_facts()
-            for worker in candidates
-            if (reports := self._reports.get(worker)) is not None and reports.answers
-        }
+        reports = self._feedback.facts(candidates)
+        costs: dict[str, object] = {}
+        if self._rules.score == "cost" and text.whole:
+            cost = self._cost(candidates, text, requirements)
+            costs["cost"] = {worker.url: cost.terms(worker) for worker in candidates}
         return {
             "text_bytes": text.length,
             "matched_bytes": matched,
+            **costs,
             **({"cache_reports": reports} if reports else {}),
         }
 
@@ -174,29 +155,11 @@ class CacheAware(Policy):
     def record_pick(self, worker: Worker, requirements: Requirements) -> None:
         text = _text((worker,), requirements)
         if text.whole:
-            self._add(text, worker, requirements)
-
-    def learn(self, prediction: CachePrediction, cached: int, prompt: int, sent: int) -> int | None:
-        """As `CacheLearner`. Forgets what the worker had less than predicted."""
-        text, reports = prediction.text, prediction.reports
-        if text is None:
-            return None
-        length = text.length - prediction.start
-        if (
-            length >= LIMIT - 1
-        ):  # beside the mark; there was more of it; the request is longer still: careful
-            length = max(length, sent)
-        predicted = min(prompt, max(0, text.held - prediction.start) * prompt // length)
-        reports.note(predicted, cached)
-        most = cached + cached // 2 + BLOCK_TOKENS
-        if predicted > most and self._rules.feedback and reports.misses < MISSES:
-            kept = prediction.start + most * length // prompt
-            self._tree.forget_below(text, prediction.worker, kept, prediction.before)
-            self._corrections += 1
-        return predicted
+            self._feedback.insert(text, worker, requirements)
 
     def reconfigure(self, routing: RoutingConfig) -> bool:
         rules = self._rules = routing.cache_aware
+        self._feedback.rules = rules
         self._tree.max_size = rules.max_tree_size
         self._slow_start.share = rules.warmup_share
         self._evict_at = min(self._evict_at, self._now + rules.eviction_interval_secs)
@@ -208,7 +171,7 @@ class CacheAware(Policy):
         self._small = ((), [])
         self._among = ((), -1, 0)
         self._tree.forget(worker)
-        self._reports.pop(worker, None)
+        self._feedback.forget_worker(worker)
         self._slow_start.forget_worker(worker)
 
     def maintain(self, now: float) -> None:
@@ -227,30 +190,9 @@ class CacheAware(Policy):
             "tree_nodes": tree.nodes,
             "tree_size_by_worker": {w.url: tree.size_of(w) for w in tree.holders()},
             "picks": dict(self._branches),
-            "corrections": self._corrections,
+            "corrections": self._feedback.corrections,
             "matched_ratio": round(self._matched / self._seen, 4) if self._seen else None,
         }
-
-    def _add(self, text: _Text, worker: Worker, requirements: Requirements) -> None:
-        """The worker gets the text: it holds it from now on."""
-        if not self._rules.feedback:
-            self._tree.insert(text.whole, worker)
-            return
-        self._number = number = self._number + 1
-        inserted = self._tree.insert(text.whole, worker, number)
-        reports = self._reports.get(worker)
-        if reports is None:
-            reports = self._reports[worker] = CacheReports()
-        before = reports.oldest_unanswered(number)
-        if requirements.mask & MEDIA or not has_one_prompt(requirements.body_fields):
-            inserted = None  # its tokens are not those of the text alone, or of one text
-        former = requirements.prediction
-        if former is not None:
-            former = without_those_of(self, former)
-        prediction = requirements.prediction = CachePrediction(
-            self, worker, reports, inserted, text.start, number, before, former=former
-        )
-        reports.unanswered.append(prediction)
 
     def _count_choice(self, choice: CacheChoice, candidates: Sequence[Worker], length: int) -> None:
         """A request goes where `choice` says; `length`: of its prompt, in bytes or tokens."""
@@ -262,12 +204,16 @@ class CacheAware(Policy):
         self._matched += choice.matched
         self._seen += length
 
-    def _choose(self, candidates: Sequence[Worker], text: _Text) -> CacheChoice:
+    def _choose(
+        self, candidates: Sequence[Worker], text: PromptText, requirements: Requirements
+    ) -> CacheChoice:
         rules = self._rules
         if not text.whole:
             return self._shortest_queue(candidates, "no_text")
         if rules.spill == "global" and self._imbalanced(candidates):
             return self._shortest_queue(candidates, "imbalanced")
+        if rules.score == "cost":
+            return self._by_cost(candidates, text, requirements)
         length, holders = self._tree.match(text.whole, self._mask_of(candidates))
         matched = max(0, length - text.start)
         if matched > rules.cache_threshold * text.length:
@@ -283,6 +229,26 @@ class CacheAware(Policy):
         if self._rules.fallback == "least_loaded":
             return self._shortest_queue(candidates, "least_loaded")._replace(matched=matched)
         return self._smallest_tree(candidates, length)._replace(matched=matched)
+
+    def _by_cost(
+        self, candidates: Sequence[Worker], text: PromptText, requirements: Requirements
+    ) -> CacheChoice:
+        cost = self._cost(candidates, text, requirements)
+        worker, ties = cheapest(cost, candidates, self._turn)
+        choice = CacheChoice(worker, "cost", ties, cost.held.get(worker, 0), cost=cost)
+        if self._rules.spill == "chosen" and self._spills(worker, candidates):
+            return self._shortest_queue(candidates, "spilled", choice)
+        return choice
+
+    def _cost(
+        self, candidates: Sequence[Worker], text: PromptText, requirements: Requirements
+    ) -> PromptCost:
+        depths = self._tree.depths(text.whole, self._mask_of(candidates))
+        held = {
+            worker: depth - text.start for worker, depth in depths.items() if depth > text.start
+        }
+        tokens = prompt_tokens(text.length, requirements)
+        return PromptCost(tokens, held, self._feedback.reports, self._rules)
 
     def _shortest_queue(
         self, candidates: Sequence[Worker], branch: str, instead: CacheChoice | None = None
@@ -306,6 +272,8 @@ class CacheAware(Policy):
         sizes = self._sizes(candidates)
         spared = self._slow_start.spared(candidates, sizes)
         ranked = _small_alike(candidates, sizes, spared, length)
+        if self._feedback.is_small_by_eviction(candidates[min(ranked)[2]], candidates):
+            ranked = _ranks(candidates, sizes, spared)
         best = min(ranked)[:2]
         ties = [index for load, size, index in ranked if (load, size) == best]
         worker = candidates[ties[self._turn % len(ties)]]
@@ -371,7 +339,7 @@ class CacheAware(Policy):
             load > mean + rules.balance_abs_threshold
         )
 
-    def _words(self, choice: CacheChoice, text: _Text) -> str:
+    def _words(self, choice: CacheChoice, text: PromptText) -> str:
         return self._words_for(choice, f"{choice.matched} of {text.length} bytes match")
 
     def _words_for(self, choice: CacheChoice, share: str) -> str:
@@ -384,6 +352,12 @@ class CacheAware(Policy):
                 return f"loads differ beyond the balance thresholds, {queue}"
             case "spilled":
                 return f"{share}, but its holders have too much in flight; {queue}"
+            case "cost" if choice.cost is not None:
+                uncached, backlog, running = choice.cost.terms(worker).values()
+                return (
+                    f"the lowest cost: {uncached} tokens to compute, {backlog} before them, "
+                    f"and {running} for what is in flight; {share}"
+                )
             case "matched":
                 names = ", ".join(holder.display_id for holder in choice.holders)
                 return f"{share}, held by {names}"
@@ -397,14 +371,6 @@ class CacheAware(Policy):
         return f"only {share}, {which} is taken: {size} bytes{more}"
 
 
-def learns_from_answers(routing: RoutingConfig) -> bool:
-    """Whether a policy of this configuration reads what answers report."""
-    pools = routing.disaggregation
-    policies = (routing.policy, pools.prefill_policy, pools.decode_policy)
-    uses = "cache_aware" in policies or bool(pools.min_uncached_tokens)
-    return uses and routing.cache_aware.feedback
-
-
 def _good_for(candidates: Sequence[Worker], candidate: int) -> int:
     """How many more picks go by what one has seen that looked at all of them."""
     count = len(candidates)
@@ -415,21 +381,23 @@ def _small_alike(
     candidates: Sequence[Worker], sizes: Sequence[float], spared: Collection[Worker], more: int
 ) -> list[_Rank]:
     """Workers with the smallest tree, or one hardly larger, before `more` bytes are added."""
+    rest = _ranks(candidates, sizes, spared)
+    bound = min(size for _, size, _ in rest) * ALIKE + more
+    return [rank for rank in rest if rank[1] <= bound]
+
+
+def _ranks(
+    candidates: Sequence[Worker], sizes: Sequence[float], spared: Collection[Worker]
+) -> list[_Rank]:
     out = set(spared)
-    rest = [
-        (size, index, worker)
+    return [
+        (worker.in_flight / worker.weight, size, index)
         for index, (size, worker) in enumerate(zip(sizes, candidates, strict=True))
         if worker not in out
     ]
-    bound = min(rest)[0] * ALIKE + more
-    return [
-        (worker.in_flight / worker.weight, size, index)
-        for size, index, worker in rest
-        if size <= bound
-    ]
 
 
-def _text(candidates: Sequence[Worker], requirements: Requirements) -> _Text:
+def _text(candidates: Sequence[Worker], requirements: Requirements) -> PromptText:
     text = prefix_text(requirements.body_fields)
     if not text:
         return _NO_TEXT
@@ -438,55 +406,4 @@ def _text(candidates: Sequence[Worker], requirements: Requirements) -> _Text:
     model = requirements.model if candidates[0].serves(requirements.model) else ""
     name = (model or "").encode("utf-8", "surrogatepass")
     # The mark does not count: all texts of a kind share it.
-    return _Text(name + text, len(name) + 1)
-
-
-# Slow start. A worker that has just joined has the smallest tree for long and would get every
-# request without a match. While its tree is below half of the mean it is chosen at most once per
-# 1/share choices, but never less often than its fair share.
-
-NEW_SHARE = 0.5  # of the mean size
-_WHOLE = 1.0 - 1e-9  # 1/n summed n times
-
-
-class SlowStart:
-    """New workers earn `share` of a pick per choice and save at most one. 0: off."""
-
-    __slots__ = ("_saved", "share")
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-        self._saved: dict[Worker, float] = {}
-
-    def spared(self, candidates: Sequence[Worker], sizes: Sequence[float]) -> list[Worker]:
-        """Who can't be chosen now; never all of them."""
-        return [
-            worker
-            for worker in self._new_workers(candidates, sizes)
-            if self._with_earned(worker, len(candidates)) < _WHOLE
-        ]
-
-    def record_choice(
-        self, picked: Worker, candidates: Sequence[Worker], sizes: Sequence[float]
-    ) -> None:
-        """`sizes` are those that the choice was made by."""
-        new_workers = self._new_workers(candidates, sizes)
-        earned = {worker: self._with_earned(worker, len(candidates)) for worker in new_workers}
-        if self._saved:
-            for worker in candidates:
-                self._saved.pop(worker, None)
-        self._saved |= earned
-        if picked in earned:
-            self._saved[picked] -= 1
-
-    def forget_worker(self, worker: Worker) -> None:
-        self._saved.pop(worker, None)
-
-    def _with_earned(self, worker: Worker, candidates: int) -> float:
-        return min(1.0, self._saved.get(worker, 1.0) + max(self.share, 1 / candidates))
-
-    def _new_workers(self, candidates: Sequence[Worker], sizes: Sequence[float]) -> list[Worker]:
-        if not self.share or self.share >= 1:
-            return []
-        bound = NEW_SHARE * sum(sizes) / len(sizes)
-        return [worker for worker, size in zip(candidates, sizes, strict=True) if size < bound]
+    return PromptText(name + text, len(name) + 1)

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from omni_proxy.config.schema import CacheAwareConfig, RoutingConfig
+from omni_proxy.routing.cache_prediction import note_first_byte
 from omni_proxy.routing.inspect.body_fields import body_fields_of
 from omni_proxy.routing.inspect.prefix_text import LIMIT
 from omni_proxy.routing.inspect.requirements import IMAGE, Requirements
-from omni_proxy.routing.policies.cache_aware import BLOCK_TOKENS, MISSES, learns_from_answers
+from omni_proxy.routing.policies.cache_feedback import BLOCK_TOKENS, MISSES, learns_from_answers
 from tests.example_counts import examples
 from tests.routing.policies.chats import cache_aware, chat, workers
 
@@ -27,8 +28,8 @@ def sent(policy, worker, request):
 def answered(policy, worker, request, cached, prompt=TOKENS):
     """The request is sent and answered."""
     prediction = sent(policy, worker, request)
-    prediction.note_first_byte()
-    return policy.learn(prediction, cached, prompt, 0)
+    note_first_byte(prediction)
+    return policy._feedback.learn(prediction, cached, prompt, 0)
 
 
 def held(policy, worker, text):
@@ -69,6 +70,22 @@ def test_blocks_and_the_density_of_text_are_no_eviction(cached):
     assert not policy.stats()["corrections"]
 
 
+@pytest.mark.parametrize(("in_flight", "chosen"), [(1, 0), (5, 1)])
+def test_a_worker_that_evicts_gets_no_request_for_its_small_tree_beyond_its_share(
+    in_flight, chosen
+):
+    policy, fleet = cache_aware(warmup_share=0.0), workers(0, 0)
+    for worker in fleet:
+        answered(policy, worker, chat("known"), 1, 1)
+        for end in "abcd":
+            answered(policy, worker, chat(SHARED + end * 9000), 4000)
+    answered(policy, fleet[0], chat(SHARED), 0)
+    sizes = policy.stats()["tree_size_by_worker"]
+    assert sizes[fleet[0].url] * 2 < sizes[fleet[1].url]
+    fleet[0].in_flight = in_flight
+    assert policy.preview_pick(fleet, chat("another"))[0] is fleet[chosen]
+
+
 def test_only_the_worker_that_answered_is_corrected():
     policy, (one, other) = cache_aware(), workers(0, 0)
     for worker in (one, other):
@@ -83,7 +100,7 @@ def test_a_prompt_that_was_on_its_way_is_no_eviction():
     waiting = sent(policy, worker, chat(FIRST))
     assert answered(policy, worker, chat(SECOND), 0) == 1000
     assert held(policy, worker, FIRST) == 8000
-    waiting.note_first_byte()
+    note_first_byte(waiting)
     answered(policy, worker, chat(SHARED + "c" * 4000), 0)
     assert held(policy, worker, FIRST) == 4000
 
@@ -93,7 +110,7 @@ def test_a_prompt_that_came_later_is_no_eviction():
     answered(policy, worker, chat(SHARED), 0)
     first = sent(policy, worker, chat(SECOND))
     sent(policy, worker, chat(FIRST))
-    policy.learn(first, 0, TOKENS, 0)
+    policy._feedback.learn(first, 0, TOKENS, 0)
     assert held(policy, worker, FIRST) == 8000
 
 
@@ -134,7 +151,7 @@ def test_token_ids_and_long_texts_are_judged():
     answered(policy, worker, chat(text), 0)
     prediction = sent(policy, worker, chat(text))
     # All that is compared is cached: half of the prompt, as the request's own length shows.
-    assert policy.learn(prediction, 0, 1000, 2 * LIMIT) == 499
+    assert policy._feedback.learn(prediction, 0, 1000, 2 * LIMIT) == 499
 
 
 def test_without_feedback_nothing_is_noted_and_it_can_be_switched_at_any_time():
@@ -204,7 +221,7 @@ class AgainstAnEngine(RuleBasedStateMachine):
             self.cache.move_to_end(name)
         while len(self.cache) > self.room:
             self.cache.popitem(last=False)
-        prediction.note_first_byte()
+        note_first_byte(prediction)
         self.computed.append((prediction, found, len(path)))
         if answers:
             self.answer(data)
@@ -216,7 +233,7 @@ class AgainstAnEngine(RuleBasedStateMachine):
         place = data.draw(st.integers(0, len(self.computed) - 1))
         prediction, found, blocks = self.computed.pop(place)
         tokens = blocks * self.BLOCK
-        self.policy.learn(prediction, min(found * self.BLOCK, tokens - 1), tokens, 0)
+        self.policy._feedback.learn(prediction, min(found * self.BLOCK, tokens - 1), tokens, 0)
 
     @rule()
     def flush(self):

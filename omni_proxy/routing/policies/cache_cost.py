@@ -1,0 +1,89 @@
+"""The cost model of cache_aware: what a prompt costs at each worker, in prompt tokens.
+
+    cost = (uncached_weight * uncached + backlog + request_cost_tokens * in_flight) / weight
+
+`uncached`: tokens of this prompt that the worker has to compute. `backlog`: those of the prompts
+that were sent to it and have no first byte yet. A request in flight counts as so many tokens. The
+lowest cost wins; docs/routing.md derives it. Invariant: a choice changes nothing, and looks at all
+that hold some of the prompt and at most `EXACT` others, by turns. Bytes are tokens by a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from omni_proxy.config.schema import CacheAwareConfig
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.cache_prediction import CacheReports
+from omni_proxy.routing.inspect.prefix_text import LIMIT, prompt_bytes
+from omni_proxy.routing.inspect.requirements import Requirements
+
+EXACT: Final = 64
+BYTES_PER_TOKEN: Final = 4  # of UTF-8 text, in the mean of English and code
+
+
+def prompt_tokens(length: int, requirements: Requirements) -> int:
+    """Of a prompt whose text has `length` bytes, cut at `LIMIT`."""
+    if length >= LIMIT - 1 and requirements.body_fields is not None:
+        length = max(length, prompt_bytes(requirements.body_fields))
+    return -(-length // BYTES_PER_TOKEN)
+
+
+def uncached_tokens(tokens: int, held: int) -> int:
+    """Of a prompt with so many tokens, of whose text so many bytes are cached."""
+    return max(0, tokens - held // BYTES_PER_TOKEN)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCost:
+    """`held`: bytes of the text by worker, those with none left out. `tokens`: of the prompt.
+    `rules`: its weights."""
+
+    tokens: int
+    held: Mapping[Worker, int]
+    reports: Mapping[Worker, CacheReports]
+    rules: CacheAwareConfig
+
+    def terms(self, worker: Worker) -> dict[str, int]:
+        """What its cost consists of."""
+        reports = self.reports.get(worker)
+        return {
+            "uncached_tokens": self.uncached(worker),
+            "backlog_tokens": reports.backlog if reports is not None else 0,
+            "in_flight_tokens": self.rules.request_cost_tokens * worker.in_flight,
+        }
+
+    def uncached(self, worker: Worker) -> int:
+        return uncached_tokens(self.tokens, self.held.get(worker, 0))
+
+    def of(self, workers: Collection[Worker]) -> list[float]:
+        """The cost at each of them."""
+        held, reports, each = self.held, self.reports, self.rules.request_cost_tokens
+        factor, tokens = self.rules.uncached_weight, self.tokens
+        costs: list[float] = []
+        for worker in workers:
+            uncached = uncached_tokens(tokens, held[worker]) if worker in held else tokens
+            cost = factor * uncached + each * worker.in_flight
+            known = reports.get(worker)
+            if known is not None:
+                cost += known.backlog
+            costs.append(cost / worker.weight)
+        return costs
+
+
+def cheapest(cost: PromptCost, candidates: Sequence[Worker], turn: int) -> tuple[Worker, int]:
+    """The worker with the lowest cost, in its turn, and how many cost as little."""
+    if len(candidates) > EXACT:
+        candidates = _some(cost, candidates, turn)
+    costs = cost.of(candidates)
+    lowest = min(costs)
+    ties = [worker for worker, each in zip(candidates, costs, strict=True) if each == lowest]
+    return ties[turn % len(ties)], len(ties)
+
+
+def _some(cost: PromptCost, candidates: Sequence[Worker], turn: int) -> list[Worker]:
+    start = turn * EXACT % len(candidates)
+    others = [*candidates[start : start + EXACT], *candidates[:EXACT]]
+    return list(dict.fromkeys([*cost.held, *others[:EXACT]]))

@@ -1,0 +1,134 @@
+"""What cache_aware learns of the workers' caches: texts when they are sent, corrections by answers.
+
+Below what a worker reports to have had of a prompt, its part of the tree is forgotten, with the
+branches behind it, except the prompt itself and what may have been on its way to the worker then.
+Invariants: an answer is learned from once; a worker that reports nothing, or 0 always, is left
+alone; without `feedback` and the cost model only the tree is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from omni_proxy.config.schema import CacheAwareConfig, RoutingConfig
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.cache_prediction import (
+    CachePrediction,
+    CacheReports,
+    without_those_of,
+)
+from omni_proxy.routing.inspect.prefix_text import LIMIT, has_one_prompt
+from omni_proxy.routing.inspect.requirements import AUDIO, IMAGE, VIDEO, Requirements
+from omni_proxy.routing.policies.cache_cost import prompt_tokens, uncached_tokens
+from omni_proxy.routing.prefix_tree import PrefixTree
+
+# Engines reuse whole blocks, of 1 to 128 tokens, and compute a prompt's last token always. What is
+# missing beyond a block and half of what was reported has been evicted: bytes become tokens by
+# their mean over the prompt, and a prefix that all prompts share may be twice as dense as the rest.
+BLOCK_TOKENS = 128
+# An engine that reports 0 so many times where more was predicted, and never more, has no cache.
+MISSES = 16
+# Of a worker whose last so many answers reported nothing, one in so many is asked.
+SILENT = 32
+MEDIA = IMAGE | AUDIO | VIDEO
+
+
+class PromptText(NamedTuple):
+    whole: bytes  # as in the tree: the model's name, then the prefix text, which begins with a mark
+    start: int  # where the text itself begins
+
+    @property
+    def length(self) -> int:
+        return len(self.whole) - self.start
+
+
+class CacheFeedback:
+    """`tree`: that of the policy; `rules`: those in force."""
+
+    __slots__ = ("_number", "_tree", "corrections", "reports", "rules")
+
+    def __init__(self, tree: PrefixTree[Worker], rules: CacheAwareConfig) -> None:
+        self.rules = rules
+        self.corrections = 0
+        self.reports: dict[Worker, CacheReports] = {}
+        self._tree = tree
+        self._number = 0  # of the newest text
+
+    def insert(self, text: PromptText, worker: Worker, requirements: Requirements) -> None:
+        """The worker gets the text: it holds it from now on."""
+        rules = self.rules
+        counts_cost = rules.score == "cost"
+        if not rules.feedback and not counts_cost:
+            self._tree.insert(text.whole, worker)
+            return
+        self._number = number = self._number + 1
+        inserted = self._tree.insert(text.whole, worker, number)
+        reports = self.reports.get(worker)
+        if reports is None:
+            reports = self.reports[worker] = CacheReports()
+        uncached = 0
+        if counts_cost:
+            held = max(0, inserted.held - text.start) if inserted is not None else 0
+            uncached = uncached_tokens(prompt_tokens(text.length, requirements), held)
+        elif reports.silent > SILENT and number % SILENT:
+            return
+        if requirements.mask & MEDIA or not has_one_prompt(requirements.body_fields):
+            inserted = None  # its tokens are not those of the text alone, or of one text
+        former = requirements.prediction
+        if former is not None:
+            former = without_those_of(self, former)
+        before = reports.oldest_unanswered(number)
+        prediction = CachePrediction(
+            self, worker, reports, inserted, text.start, number, before, uncached, False, former
+        )
+        requirements.prediction = prediction
+        reports.unanswered.append(prediction)
+        reports.backlog += uncached
+
+    def learn(self, prediction: CachePrediction, cached: int, prompt: int, sent: int) -> int | None:
+        """As `CacheLearner`. Forgets what the worker had less than predicted."""
+        text, reports, start = prediction.text, prediction.reports, prediction.start
+        if text is None:
+            return None
+        length = text.length - start
+        if length >= LIMIT - 1:  # beside the mark: the text was cut, and the request is longer
+            length = max(length, sent)
+        predicted = (text.held - start) * prompt // length if text.held > start else 0
+        reports.note(predicted, cached)
+        most = cached + cached // 2 + BLOCK_TOKENS
+        if predicted > most and self.rules.feedback and reports.misses < MISSES:
+            kept = start + most * length // prompt
+            self._tree.forget_below(text, prediction.worker, kept, prediction.before)
+            reports.corrections += 1
+            self.corrections += 1
+        return predicted
+
+    def is_small_by_eviction(self, worker: Worker, candidates: Sequence[Worker]) -> bool:
+        """Whether it has the smallest tree for what it has evicted, and enough to do: it would get
+        every request without a match."""
+        reports = self.reports.get(worker)
+        if reports is None or not reports.corrections:
+            return False
+        loads = [candidate.in_flight / candidate.weight for candidate in candidates]
+        return worker.in_flight / worker.weight > sum(loads) / len(loads) + 1
+
+    def facts(self, workers: Iterable[Worker]) -> dict[str, dict[str, int]]:
+        """JSON-able, by URL; without those that have reported nothing."""
+        known = ((worker, self.reports.get(worker)) for worker in workers)
+        return {
+            worker.url: reports.as_facts()
+            for worker, reports in known
+            if reports is not None and reports.answers
+        }
+
+    def forget_worker(self, worker: Worker) -> None:
+        self.reports.pop(worker, None)
+
+
+def learns_from_answers(routing: RoutingConfig) -> bool:
+    """Whether a policy of this configuration reads what answers report."""
+    pools = routing.disaggregation
+    policies = (routing.policy, pools.prefill_policy, pools.decode_policy)
+    uses = "cache_aware" in policies or bool(pools.min_uncached_tokens)
+    return uses and routing.cache_aware.feedback
