@@ -62,6 +62,12 @@ class KeyHolder(NamedTuple):
 API_KEY: Final = KeyHolder(API_KEY_NAME, ALL)
 
 
+def has_named_key() -> bool:
+    """Whether the current request has a key of [[admin.keys]], which no worker may learn."""
+    holder: KeyHolder | None = g.get("key_holder")
+    return holder is not None and holder != API_KEY
+
+
 class KeyCheck:
     """Compares what a request presents with the keys that are configured now."""
 
@@ -128,6 +134,7 @@ class KeyCheck:
         role does not allow this and for a route that only the other listener serves, and what
         `refuse_unless_trusted` raises."""
         admin = self._config_store.config.admin
+        self.holder()  # for `has_named_key`
         if request.host == METRICS_HOST:
             _refuse_all_but_metrics(request)
             return

@@ -13,6 +13,7 @@ import trio
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.responses import json_response
+from omni_proxy.admin_api.routes.models_routes import passed_on
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.serializers.load_report import loads_answer, merge_server_info
 from omni_proxy.admin_api.serializers.metrics_text import CONTENT_TYPE, merge_metrics
@@ -169,8 +170,8 @@ class EngineRoutes:
 
 
 def _credentials() -> dict[str, str]:
-    """The caller's Authorization goes to the worker too; the worker's configured key wins."""
-    credentials = request.headers.get("Authorization")
+    """The caller's Authorization as in `passed_on`; the worker's configured key wins."""
+    credentials = passed_on(request.headers).get("authorization")
     return {"authorization": credentials} if credentials else {}
 
 

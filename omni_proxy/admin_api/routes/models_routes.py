@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 import trio
 from quart import Quart, Response, request
 
+from omni_proxy.admin_api.access import has_named_key
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.serializers.model_cards import with_own_cards
 from omni_proxy.admin_api.services import Services
@@ -248,11 +249,15 @@ def _target(query: bytes) -> str:
 
 
 def passed_on(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The fields of the current request that workers get too. The caller's Authorization is among
+    them, as workers may have the proxy's key, but none of [[admin.keys]]."""
     lowered = ((name.lower(), value) for name, value in headers)
     return {
         name: value
         for name, value in lowered
-        if name not in NOT_PASSED_ON and not name.startswith(HINT_PREFIX)
+        if name not in NOT_PASSED_ON
+        and not name.startswith(HINT_PREFIX)
+        and not (name == "authorization" and has_named_key())
     }
 
 

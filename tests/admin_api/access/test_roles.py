@@ -217,3 +217,17 @@ def test_the_documentation_shows_the_table():
         paths = ", ".join(f"`{path.replace('*', '{id}')}`" for path in row.paths)
         marks = ["yes" if role in (*row.roles, "all") else "" for role in ROLES]
         assert f"| {place}{methods}{paths} | {' | '.join(marks)} |".replace("  ", " ") in page
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_model_info", "/v1/models", "/get_loads"])
+async def test_no_worker_learns_a_key_of_the_table(engines, path):
+    entries = keys("operate")
+    admin = AdminConfig(api_key="main", keys=entries)
+    api = build_api(entry(A), admin=admin, services={"find_admin_key": KeyTable(entries).find})
+    api.healthy(A)
+    for token, arrives in ((secret("operate"), False), ("main", True), ("of a client", True)):
+        engines.requests.clear()
+        await api.client().get(path, headers={"Authorization": f"Bearer {token}"})
+        sent = [request.headers.get("authorization") for request in engines.requests]
+        assert sent
+        assert set(sent) == ({f"Bearer {token}"} if arrives else {None})
