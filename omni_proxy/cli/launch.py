@@ -23,7 +23,7 @@ from omni_proxy.cli.flags.engines import (
     engine_for,
     model_name,
 )
-from omni_proxy.cli.flags.kv_endpoints import PortsOverlapError, ports_apart
+from omni_proxy.cli.flags.kv_endpoints import PortsOverlapError, ports_apart, publishes
 from omni_proxy.cli.flags.peer_flags import router_flags_in
 from omni_proxy.cli.serve import routed, router_startup, start
 from omni_proxy.config.parse import ConfigError
@@ -130,6 +130,7 @@ def _entry(
         role=role,
         kv_connector=connector if role else "",
         base_bootstrap_port=bootstrap_port,
+        kv_events="auto" if publishes(flags) else "off",
         capabilities=CAPABILITIES if arguments.command else engine_capabilities(engine, request),
     )
 

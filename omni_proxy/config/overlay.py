@@ -197,6 +197,7 @@ def _named(
                 role=group.role,
                 kv_connector=group.kv_connector,
                 bootstrap_port=group.base_bootstrap_port + index,
+                kv_events=group.kv_events,
             )
             yield worker, "launch", _fingerprint(group)
     for given in flag_workers:

@@ -448,6 +448,8 @@ class LaunchEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     role: Literal["", "regular", "prefill", "decode"] = ""
     kv_connector: Literal["", "sglang", "nixl", "mooncake"] = ""
     base_bootstrap_port: Port = DEFAULT_BOOTSTRAP_PORT
+    # "auto": their engines publish KV events, where they report it; as for a worker.
+    kv_events: Literal["off", "auto"] = "off"
     # Added to the environment of each replica.
     env: dict[str, str] = {}
 

@@ -195,6 +195,7 @@ def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
     for index, entry in enumerate(launch):
         yield from _launch_problems(entry, ("launch", index))
         yield from _role_problems(entry, ("launch", index))
+        yield from _kv_event_problems(entry, ("launch", index))
     yield from _duplicates(_launch_names(launch), "group name")
     yield from _duplicates(_worker_urls(tables.get("workers", []), launch), "worker URL")
     yield from _duplicates(_paths(tables), "route")

@@ -303,3 +303,38 @@ def test_roles_that_cannot_be_started_are_refused_with_a_remedy(started, capsys,
     assert main(["--model-path", "tiny", *words.split()]) == 2
     assert remedy in capsys.readouterr().err
     assert started == []
+
+
+def test_replicas_that_publish_kv_events_are_followed_on_ports_of_their_own(started):
+    words = ["--model-path", "tiny", "--dp-size", "2", "--kv-events", "tcp://*:5557"]
+    assert main(words) == 0
+    (entry,) = started[0].effective_config(Config()).launch
+    assert entry.kv_events == "auto"
+    assert entry.command[-2:] == ("--kv-events", "tcp://*:{5557+index}")
+    main(["--model-path", "tiny", "--dp-size", "2"])
+    assert started[1].effective_config(Config()).launch[0].kv_events == "off"
+
+
+def test_decode_replicas_publish_behind_prefill_replicas(started):
+    words = [
+        "--model-path",
+        "tiny",
+        "--prefill",
+        "2",
+        "--decode",
+        "2",
+        "--kv-events",
+        "tcp://*:5557",
+    ]
+    assert main(words) == 0
+    entries = started[0].effective_config(Config()).launch
+    assert [entry.command[-1] for entry in entries] == [
+        "tcp://*:{5557+index}", "tcp://*:{5559+index}",
+    ]  # fmt: skip
+
+
+def test_ports_of_kv_events_that_would_meet_are_refused(started, capsys):
+    words = "--model-path tiny --dp-size 2 --kv-events tcp://*:5557 --kv-replay tcp://*:5558"
+    assert main(words.split()) == 2
+    assert "ports 5557 and 5558 are too close for 2 replicas" in capsys.readouterr().err
+    assert not started
