@@ -1,0 +1,50 @@
+"""The proxy follows the KV events of replicas that it launches."""
+
+import httpx
+import pytest
+import trio
+
+from tests.ports import free_run
+from tests.promises.fleet_program import PATIENCE_SECS, PROBES, program, put
+
+pytest.importorskip("torch")
+pytest.importorskip("tiktoken")
+pytest.importorskip("zmq")
+
+REPLICA = (
+    '["omni-proxy", "replica", "--model", "tiny", "--port", "{port}", '
+    '"--kv-events", "tcp://*:{%d+index}", "--kv-replay", "tcp://*:0"]'
+)
+
+
+def config(base_port):
+    """The replica's port, then that of its events."""
+    return (
+        f'[server]\nport = 0\n{PROBES}[routing]\npolicy = "cache_aware"\n'
+        '[routing.cache_aware]\nsource = "events"\n'
+        f'[[launch]]\nbase_port = {base_port}\nkv_events = "auto"\n'
+        f"command = {REPLICA % (base_port + 1)}\n"
+    )
+
+
+async def until_blocks(running, count):
+    with trio.fail_after(PATIENCE_SECS):
+        while f"\nomni_proxy_kv_index_blocks {count}.0\n" not in (
+            text := (await running.client.get("/metrics")).text
+        ):
+            assert "omni_proxy_kv_index_blocks" in text
+            await trio.sleep(0.02)
+
+
+async def test_a_launched_replica_that_publishes_is_followed(tmp_path):
+    put(tmp_path / "proxy.toml", config(free_run(2)))
+    body = {"prompt": list(range(300, 360)), "max_tokens": 1}
+    async with program("--config", tmp_path / "proxy.toml") as running:
+        told = await running.until(
+            "/workers", lambda told: [each["kv_mode"] for each in told["workers"]] == ["exact"]
+        )
+        async with httpx.AsyncClient(timeout=PATIENCE_SECS) as client:
+            # Not through the proxy: only the events tell of it.
+            url = f"{told['workers'][0]['url']}/v1/completions"
+            assert (await client.post(url, json=body)).status_code == 200
+        await until_blocks(running, 3)
