@@ -9,6 +9,8 @@ import trio
 
 from tests.promises.sync_program import PATIENCE_SECS
 
+PAUSE_SECS = 0.1  # without one, clients only compete with the replicas
+
 
 class Traffic:
     """Clients that keep sending requests; their responses by weight label."""
@@ -38,6 +40,7 @@ class Traffic:
     async def _ask(self):
         while not self._over.is_set():
             self.answers.append(await self._seen.chat())
+            await trio.sleep(PAUSE_SECS)
 
     def failures(self):
         return [(a.status_code, a.text[:300]) for a in self.answers if a.status_code != 200]

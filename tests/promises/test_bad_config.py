@@ -1,11 +1,11 @@
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import trio
 
+from tests.program_forkserver import forking_interpreter
 from tests.promises.clients import CHAT
 from tests.promises.fakes import PATIENCE_SECS
 from tests.promises.fleet_program import program, put, toml, urls
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 async def refused_start(*words):
     """What a start that is refused says."""
-    command = [sys.executable, "-m", "omni_proxy", *map(str, words)]
+    command = [forking_interpreter(), "-m", "omni_proxy", *map(str, words)]
     with trio.fail_after(PATIENCE_SECS):
         ended = await trio.run_process(
             command, capture_stdout=True, stderr=subprocess.STDOUT, check=False, cwd=ROOT

@@ -5,7 +5,6 @@ import pty
 import re
 import struct
 import subprocess
-import sys
 import termios
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from tests.program_forkserver import forking_interpreter
 from tests.promises.fleet_program import PATIENCE_SECS, chat, program, put, routable, toml, workers
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ KEY = "open sesame"
 
 async def ask(*words, stdin=b""):
     """Status, stdout and stderr of one command."""
-    command = [sys.executable, "-m", "omni_proxy", *map(str, words)]
+    command = [forking_interpreter(), "-m", "omni_proxy", *map(str, words)]
     with trio.fail_after(PATIENCE_SECS):
         done = await trio.run_process(
             command, stdin=stdin, capture_stdout=True, capture_stderr=True, check=False, env=ENV,
@@ -129,7 +129,7 @@ async def terminal(*words):
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-m", "omni_proxy", "top", *words],
+        [forking_interpreter(), "-m", "omni_proxy", "top", *words],
         stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=ENV, cwd=ROOT,
         start_new_session=True,
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import trio
 
 from omni_proxy.cli.client.tls_options import ClientCert
 from tests.ports import free_port
+from tests.program_forkserver import forking_interpreter
 from tests.promises.fleet_program import put, starting, toml, workers
 from tests.promises.tls_helpers import AUTHORITY, FILES
 from tools.training.endpoint import Endpoint
@@ -41,7 +41,7 @@ async def place(tmp_path):
 async def asked(*words):
     """(exit status, all that it said)"""
     ended = await trio.run_process(
-        [sys.executable, "-m", "omni_proxy", *map(str, words)],
+        [forking_interpreter(), "-m", "omni_proxy", *map(str, words)],
         capture_stdout=True, stderr=subprocess.STDOUT, check=False, cwd=ROOT,
         env={**os.environ, "SGLANG_OMNI_ADMIN_KEY": KEY},
     )  # fmt: skip

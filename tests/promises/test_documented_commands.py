@@ -10,12 +10,12 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 import trio
 
 from tests.ports import free_port
+from tests.program_forkserver import forking_interpreter
 from tests.promises.fleet_program import PATIENCE_SECS, program, put, toml, workers
 from tests.tree import ROOT
 
@@ -88,7 +88,7 @@ async def test_each_command_of_the_page_does_its_work(page, tmp_path):
         pytest.skip("curl is not installed")
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "omni-proxy"
-    command.write_text(f'#!/bin/sh\nexec env PYTHONPATH={ROOT} {sys.executable} -m omni_proxy "$@"')
+    command.write_text(f'#!/bin/sh\nexec {forking_interpreter()} -m omni_proxy "$@"')
     command.chmod(0o755)
     (tmp_path / "request.json").write_text('{"messages": []}')
     file, admin = tmp_path / "proxy.toml", tmp_path / "admin.sock"

@@ -2,12 +2,12 @@
 
 import json
 import socket
-import sys
 
 import pytest
 import trio
 
 from tests.ports import free_port
+from tests.program_forkserver import forking_interpreter
 from tests.promises.fleet_program import program, put, toml, workers
 
 
@@ -24,7 +24,7 @@ async def soon():
 
 async def status_of(file):
     words = ["-m", "omni_proxy", "status", "--json", "--config", str(file)]
-    done = await trio.run_process([sys.executable, *words], capture_stdout=True, check=False)
+    done = await trio.run_process([forking_interpreter(), *words], capture_stdout=True, check=False)
     return json.loads(done.stdout)
 
 

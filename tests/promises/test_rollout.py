@@ -16,7 +16,7 @@ from tests.promises.tiny_fleet import CHAT, UPDATE, known, replicas, toml, weigh
 pytestmark = pytest.mark.usefixtures("soon")
 ROLLOUT = "/weights/rollout"
 CLIENTS = 16
-PAUSE_SECS = 0.1
+PAUSE_SECS = 0.2
 ENDED = ("succeeded", "failed", "cancelled")
 
 
@@ -38,17 +38,17 @@ class Clients:
         self.answers = 0
 
     @asynccontextmanager
-    async def asking(self, count=CLIENTS):
+    async def asking(self, count=4):
         self._over = trio.Event()
         async with trio.open_nursery() as nursery:
             for number in range(count):
                 nursery.start_soon(self._ask, bool(number % 2))
-            await self.more()
+            await self.more(2 * count)
             yield self
-            await self.more()
+            await self.more(2 * count)
             self._over.set()
 
-    async def more(self, count=2 * CLIENTS):
+    async def more(self, count=8):
         enough = self.answers + count
         while self.answers < enough:
             await trio.sleep(0.01)
@@ -110,7 +110,7 @@ async def test_sixteen_clients_see_no_error_and_only_whole_versions(tmp_path, mo
         async with program("--config", file) as running:
             await known(running, 3)
             clients = Clients(running)
-            async with clients.asking():
+            async with clients.asking(CLIENTS):
                 await begin(running, model_path=new.path, weight_version="v2")
                 told = await ended(running)
             assert (told["state"], told["updated"]) == ("succeeded", 3), told

@@ -1,5 +1,4 @@
 import stat
-import sys
 import tomllib
 from pathlib import Path
 from urllib.parse import quote
@@ -8,6 +7,7 @@ import httpx
 import pytest
 import trio
 
+from tests.program_forkserver import forking_interpreter
 from tests.promises.fleet_program import (
     PATIENCE_SECS,
     Program,
@@ -196,7 +196,7 @@ async def test_a_broken_state_file_prevents_the_start_with_a_remedy(file, state,
     state.write_text(broken)
     with trio.fail_after(PATIENCE_SECS):
         ended = await trio.run_process(
-            [sys.executable, "-m", "omni_proxy", "--config", str(file)],
+            [forking_interpreter(), "-m", "omni_proxy", "--config", str(file)],
             cwd=Path(__file__).parents[2],
             capture_stderr=True,
             check=False,

@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-import sys
 from contextlib import asynccontextmanager
 
 import httpx
@@ -11,6 +10,7 @@ import pytest
 import trio
 
 from tests.ports import free_port
+from tests.program_forkserver import forking_interpreter
 from tests.promises.fakes import answering, counted
 from tests.promises.fleet_program import PATIENCE_SECS, PROBES, chat, put, starting, toml, workers
 from tests.promises.tls_helpers import AUTHORITY, FILES, SecureWorker, believing, secure_workers
@@ -37,7 +37,7 @@ async def secure_program(*words):
 async def command(*words):
     """(exit status, what it said) of `omni-proxy` with these words."""
     ended = await trio.run_process(
-        [sys.executable, "-m", "omni_proxy", *map(str, words)],
+        [forking_interpreter(), "-m", "omni_proxy", *map(str, words)],
         capture_stdout=True, stderr=subprocess.STDOUT, check=False, cwd=FILES.parents[2],
     )  # fmt: skip
     assert b"Traceback" not in ended.stdout

@@ -12,7 +12,7 @@ from tests.promises.sync_trainer import expected_checksum
 for name in ("torch", "tiktoken", "safetensors.torch"):
     pytest.importorskip(name)
 
-ROUNDS = 20 if thorough() else 8
+ROUNDS = 20 if thorough() else 6
 FIRST = "default"  # what vLLM's engines call the weights that they come up with
 WISHES = (
     {"pause_mode": None, "chunks": 3},
