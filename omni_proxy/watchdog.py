@@ -47,7 +47,9 @@ class StallTimer:
         if beats != self.beats:
             self.beats, self.secs, self.reported = beats, 0.0, False
             return False
-        self.secs += max(0.0, min(elapsed, max(2 * CHECK_SECS, computed)))
+        # Below zero where this thread itself had no CPU between its readings of `now` and `waited`:
+        # then too much was counted, or will be.
+        self.secs += min(elapsed, max(2 * CHECK_SECS, computed))
         if self.reported or self.secs < STALL_SECS:
             return False
         self.reported = True

@@ -138,6 +138,13 @@ def test_what_the_loop_waits_for_a_cpu_is_no_stall():
     assert blocked == [False, False, False, True]
 
 
+def test_a_watchdog_that_reads_one_clock_late_reports_no_stall():
+    timer = StallTimer(0.0, 0.0)
+    # Each second time it had no CPU for half a second between the two, and the loop had none at all.
+    looks = [(now / 2, (now + now % 2) / 2) for now in range(1, 41)]
+    assert [timer.update(now, 0.0, 0, waited) for now, waited in looks] == [False] * 40
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="not counted by this kernel")
 def test_the_kernel_counts_how_long_a_thread_waits_for_a_cpu():
     """Two busy threads of other processes and this one, on one CPU."""
