@@ -8,6 +8,7 @@ first rename; the file has changed when its signature through all links has, so 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +17,9 @@ from watchfiles import awatch
 
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.system.files import FileSignature, file_signature
+
+with suppress(ImportError):  # a private module: without this, awatch imports it in the event loop
+    import anyio._backends._trio  # noqa: F401
 
 SETTLE_SECS: Final = 0.1
 EMPTY_SETTLE_SECS: Final = 0.5  # an empty file is probably still being written
