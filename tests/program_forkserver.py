@@ -38,7 +38,15 @@ ENV = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS":
 OWN_INTERPRETERS = "OMNI_TESTS_OWN_INTERPRETERS"
 MESSAGE_BYTES = 1 << 17
 MAX_DESCRIPTORS = 253  # that the kernel sends at once
-PROXY = ("omni_proxy.cli.serve", "omni_proxy.server")
+PROXY = (
+    "omni_proxy.cli.serve",
+    "omni_proxy.server",
+    "omni_proxy.multiprocess.dataplane_process",
+    # What it imports as soon as it serves.
+    "anyio._core._sockets",
+    "importlib.resources.readers",
+    "encodings.idna",
+)
 REPLICA = (
     "torch",
     "tiktoken",

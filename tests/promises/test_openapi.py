@@ -56,6 +56,11 @@ def about_these(told, kept, *spares):
     return told
 
 
+# The coverage phase asks for each bound of each parameter, by far most of all requests. Those with
+# what the description excludes are left to --thorough; the fuzzing phase has some of them.
+SHORT = '[phases.coverage.generation]\nmode = "positive"\n'
+
+
 async def asked(running, told, folder, *words):
     """How many routes schemathesis has asked. Raises AssertionError with its words on a fault."""
     described = folder / "openapi.json"
@@ -86,9 +91,11 @@ async def test_every_route_answers_as_its_description_declares(tmp_path):
             served = await running.get_json("/openapi.json")
             told = about_these(served, *(worker.url for worker in fleet))
             words = ("--phases", "coverage,fuzzing", "--max-examples", "10" if thorough() else "2")
+            if not thorough():
+                (tmp_path / "schemathesis.toml").write_text(SHORT)
             count = await asked(running, told, tmp_path, *words)
             assert count == sum(map(len, told["paths"].values())) - len(LEFT_OUT)
-            assert len(fleet[0].requests) > 100  # the routes did reach it
+            assert len(fleet[0].requests) > (100 if thorough() else 20)  # the routes did reach it
 
 
 async def test_every_route_does_so_without_a_worker_too(tmp_path):

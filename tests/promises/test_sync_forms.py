@@ -3,10 +3,8 @@
 import json
 
 import pytest
-import trio
 
 from tests.promises.sync_steps import ManualSync, assert_all_hold, label_of, run_sync
-from tests.tree import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +61,15 @@ async def test_a_file_with_a_wrong_shape_is_refused_with_an_error(seen, trainers
 
 async def test_the_documented_trainer_updates_all_replicas_and_exits_with_a_status(seen, trainers):
     words = ["--endpoint", seen.fleet.url, "--json", "--bucket-mb", "1", "--steps", "2"]
-    program = [str(ROOT / "tools/trainer"), *words, "--rounds", "2"]
-    learnt = await trio.run_process(program, capture_stdout=True, capture_stderr=True, check=False)
-    assert learnt.returncode == 0, learnt.stderr
-    start, first, second = map(json.loads, learnt.stdout.splitlines())
+    trainer = trainers.one()
+    learnt = await trainer.tell("program", words=[*words, "--rounds", "2"])
+    assert learnt["status"] == 0, learnt
+    start, first, second = map(json.loads, learnt["out"].splitlines())
     assert second["loss"] < first["loss"]
     assert set(second["checksums"].values()) == {second["own_checksum"]}
     assert len(second["checksums"]) == 2
     assert (second["version"], second["good"]) == ("step-2", True)
     assert len({each["answer"] for each in (start, first, second)}) == 3
-    trainer = trainers.one()
     refused = await trainer.tell(
         "program", words=[*words, "--rounds", "1", "--fault", "wrong-shape"]
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from omni_proxy.replica.pipeline.messages import AdminResult
@@ -113,4 +115,5 @@ class Syncing:
         """Poll the stage: no message reports the end of a trainer."""
         while (told := self.told())["state"] != state:
             assert told["state"] in ("receiving", "received", "arming", "grouped"), told
+            time.sleep(0.01)  # noqa: TID251  the stage has a loop of its own
         return told
