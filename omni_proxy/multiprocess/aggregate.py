@@ -149,8 +149,15 @@ class AggregateView:
         status["phases"] = dict(phases)
         status["oldest_connections"] = oldest[:MAX_CONNECTIONS]
         status["policy"] = {"name": self.policy.name, **self.policy.stats()}
+        status["pool_policies"] = self.pool_stats()
         status["processes"] = status["doors"] = self.rows()  # "doors": the old name
         return status
+
+    def pool_stats(self) -> dict[str, Mapping[str, object]]:
+        """What the policies of the prefill and the decode pool report, summed; by role."""
+        tables = [self.pool_policies.stats(), *(each.pool_policies for each in self._all_stats())]
+        roles = dict.fromkeys(role for table in tables for role in table)
+        return {role: sum_stats(table[role] for table in tables if role in table) for role in roles}
 
     def watchdog(self) -> dict[str, object]:
         """Stalls of all processes, also of exited ones; the rest is of this process alone."""

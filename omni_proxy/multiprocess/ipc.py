@@ -253,6 +253,7 @@ class ProcessStats(Struct, frozen=True, tag=True):
     policy: dict[str, Any]
     lag_ms: float
     longest_turn_ms: float
+    pool_policies: dict[str, dict[str, Any]] = {}
 
 
 ProcessEvent: TypeAlias = (

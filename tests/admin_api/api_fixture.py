@@ -105,6 +105,7 @@ class FakeDataPlane:
     def __init__(self):
         self.policy = build_policy(RoutingConfig(), lambda _: 0, 0.0)
         self.pool_policies = PoolPolicies(RoutingConfig(), lambda _: 0, lambda: 0.0)
+        self.pools_reported = {}
         self.needs_affinity_key = True  # whatever the policy, for tests change that
         self.draining = False
         self.voices = VoiceRegistry()
@@ -131,6 +132,9 @@ class FakeDataPlane:
 
     def admission(self):
         return {"inflight": 0, "max_inflight": 0, "peak_inflight": 0, "rejected_total": 0}
+
+    def pool_stats(self):
+        return self.pools_reported
 
     def watchdog(self):
         return self.watched.status()

@@ -56,3 +56,20 @@ def test_stalls_are_summed_over_all_processes_also_exited_ones():
 def test_a_statistic_without_a_sum_is_that_of_the_last_process():
     rows = [{"n": 1, "text": "a", "odd": 1}, {"n": 2, "text": "b", "odd": {"k": 3}}]
     assert sum_stats(rows) == {"n": 3, "text": "b", "odd": {"k": 3}}
+
+
+def test_the_policies_of_the_pools_are_summed_over_all_processes():
+    def handle(**pools):
+        return SimpleNamespace(stats=structs.replace(NO_STATS, pool_policies=pools))
+
+    prefill = {"name": "cache_aware", "picks": {"matched": 3}, "matched_ratio": 0.5}
+    own = SimpleNamespace(stats=dict)
+    processes = SimpleNamespace(
+        dataplane=SimpleNamespace(balancer=SimpleNamespace(pools=own)),
+        exited_counts=Counter(),
+        handles=[handle(prefill=prefill), handle(prefill=prefill, decode={"name": "random"})],
+    )
+    assert AggregateView(processes, Watchdog()).pool_stats() == {
+        "prefill": {"name": "cache_aware", "picks": {"matched": 6}, "matched_ratio": 0.5},
+        "decode": {"name": "random"},
+    }

@@ -39,6 +39,7 @@ def of_program(services: Services) -> Iterator[Metric]:
     yield from _data_plane(services)
     yield from _config(services)
     yield from _policy(services.data_plane.policy.name, services.data_plane.policy.stats())
+    yield from _pool_policies(services.data_plane.pool_stats())
     yield from _sessions(services)
     yield from _kv_events(services)
     yield from _weights(services)
@@ -118,6 +119,30 @@ def _policy(name: str, stats: Mapping[str, object]) -> Iterator[Metric]:
     yield from counters("sticky_picks", text, ("result",), sticky_rows)
     finished = sticky.get("finished", 0)
     yield total("sticky_sessions_finished", "Sessions ended by /finish_session", finished)
+
+
+def _pool_policies(pools: Mapping[str, Mapping[str, object]]) -> Iterator[Metric]:
+    """Of the prefill and the decode pool, once each has had a request."""
+    infos = [((pool, str(stats.get("name", ""))), 1) for pool, stats in pools.items()]
+    yield from gauges("pool_policy_info", "The pool's policy; always 1", ("pool", "policy"), infos)
+    picks = [
+        ((pool, branch), count)
+        for pool, stats in pools.items()
+        for branch, count in _table(stats, "picks").items()
+    ]
+    text = "Which rule of the pool's policy chose the worker"
+    yield from counters("pool_policy_picks", text, ("pool", "branch"), picks)
+    sticky = [
+        ((pool, result), _table(stats, "sticky")[result])
+        for pool, stats in pools.items()
+        for result in ("kept", "begun", "moved", "rebalanced")
+        if "sticky" in stats
+    ]
+    text = "Legs that stayed, began a session of their pool, or moved one"
+    yield from counters("pool_sticky_picks", text, ("pool", "result"), sticky)
+    matched = [((pool,), _number(stats, "matched_ratio")) for pool, stats in pools.items()]
+    text = "Share of the pool's text that was in its tree"
+    yield from gauges("pool_prefix_match_ratio", text, ("pool",), matched)
 
 
 def _sessions(services: Services) -> Iterator[Metric]:

@@ -366,3 +366,20 @@ async def test_data_parallel_ranks_have_series_of_their_own(busy):
 async def test_a_fleet_without_ranks_has_no_series_of_them():
     text = (await (await build_api(entry(A)).client().get("/metrics")).get_data()).decode()
     assert "omni_proxy_worker_rank" not in text
+
+
+async def test_the_policies_of_the_pools_have_their_metrics(busy):
+    sticky = {"kept": 4, "begun": 1, "moved": 0, "rebalanced": 0, "sessions": 1}
+    busy.data_plane.pools_reported = {
+        "prefill": {"name": "cache_aware", "picks": {"matched": 3}, "matched_ratio": 0.5},
+        "decode": {"name": "least_request", "sticky": sticky},
+    }
+    assert await values(busy, "omni_proxy_pool_policy_info") == {
+        ("cache_aware", "prefill"): 1, ("least_request", "decode"): 1,
+    }  # fmt: skip
+    picks = await values(busy, "omni_proxy_pool_policy_picks_total")
+    assert picks == {("matched", "prefill"): 3}
+    kept = await values(busy, "omni_proxy_pool_sticky_picks_total")
+    assert kept["decode", "kept"] == 4
+    ratios = await values(busy, "omni_proxy_pool_prefix_match_ratio")
+    assert ratios == {("prefill",): 0.5, ("decode",): 0}
