@@ -62,10 +62,11 @@ class KeyHolder(NamedTuple):
 API_KEY: Final = KeyHolder(API_KEY_NAME, ALL)
 
 
-def has_named_key() -> bool:
-    """Whether the current request has a key of [[admin.keys]], which no worker may learn."""
+def named_key() -> str:
+    """The name of the current request's key in [[admin.keys]], which no worker may learn; "" for
+    any other key and for none."""
     holder: KeyHolder | None = g.get("key_holder")
-    return holder is not None and holder != API_KEY
+    return holder.name if holder is not None and holder != API_KEY else ""
 
 
 class KeyCheck:
@@ -134,7 +135,7 @@ class KeyCheck:
         role does not allow this and for a route that only the other listener serves, and what
         `refuse_unless_trusted` raises."""
         admin = self._config_store.config.admin
-        self.holder()  # for `has_named_key`
+        self.holder()  # for `named_key`
         if request.host == METRICS_HOST:
             _refuse_all_but_metrics(request)
             return

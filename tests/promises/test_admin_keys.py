@@ -81,6 +81,12 @@ async def test_keys_have_roles_and_a_file_with_a_key_is_read_again(tmp_path, mon
             assert await status("POST", "/reload", "deploy-1") == 200
             assert await status("POST", "/continue_generation", "deploy-1") == 403
             assert await status("POST", "/continue_generation", "train") == 200
+            assert await status("POST", "/pause_generation", "train") == 200
+            paused = (await running.client.get("/status", headers=bearer("read-me"))).json()
+            assert {pause["by"].partition(" (")[0] for pause in paused["paused"].values()} == {
+                "trainer"
+            }
+            assert await status("POST", "/continue_generation", "train") == 200
             assert await status("POST", "/workers", "train") == 403
             assert await status("GET", "/v1/rl/engine/pause?selector=a%3Db", "read-me") == 403
             assert (await running.ask()).status_code == 200  # models need no key
@@ -90,10 +96,10 @@ async def test_keys_have_roles_and_a_file_with_a_key_is_read_again(tmp_path, mon
                     head = b"GET %b HTTP/1.1\r\nHost: 127.0.0.1\r\n%b\r\n"
                     await stream.send_all(head % (target, upgrade))
                     assert (await stream.receive_some()).startswith(b"HTTP/1.1 401 "), target
-            lines = await until_lines(audit, 6)
+            lines = await until_lines(audit, 8)
             assert [(line["who"], line["status"]) for line in lines] == [
                 ("grafana", 403), ("deployer", 200), ("deployer", 403), ("trainer", 200),
-                ("trainer", 403), ("grafana", 403),
+                ("trainer", 200), ("trainer", 200), ("trainer", 403), ("grafana", 403),
             ]  # fmt: skip
 
             put(key_file, "deploy-2")

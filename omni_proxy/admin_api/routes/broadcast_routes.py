@@ -16,6 +16,7 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 from werkzeug.routing import PathConverter, ValidationError
 
+from omni_proxy.admin_api.access import named_key
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.routes.models_routes import passed_on
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
@@ -197,7 +198,8 @@ def worker_headers(body: bytes) -> dict[str, str]:
 
 
 def caller() -> str:
-    """The caller for logs and records: its own name, and its address."""
-    payload = request.headers.get("User-Agent", "")[:120]
+    """The caller for logs and records: its own name, its address, and the name of its key."""
+    agent = request.headers.get("User-Agent", "")[:120]
     addresses = request.headers.getlist(PEER)
-    return f"{payload} from {peer_host(addresses[-1])}".strip() if addresses else payload
+    text = f"{agent} from {peer_host(addresses[-1])}".strip() if addresses else agent
+    return f"{key} ({text})" if (key := named_key()) else text

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 import trio
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.access import has_named_key
+from omni_proxy.admin_api.access import named_key
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.serializers.model_cards import with_own_cards
 from omni_proxy.admin_api.services import Services
@@ -257,7 +257,7 @@ def passed_on(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
         for name, value in lowered
         if name not in NOT_PASSED_ON
         and not name.startswith(HINT_PREFIX)
-        and not (name == "authorization" and has_named_key())
+        and not (name == "authorization" and named_key())
     }
 
 
