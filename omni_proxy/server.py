@@ -140,8 +140,11 @@ class Server:
         self.data_plane.voices.restore(voices.owner, voices.names)
         self.voice_list = VoiceList(fleet, self.data_plane.voices, config_store.save_voices)
         self.instruments = Instruments(fleet, lambda: self.view.load, self.logs)
+        self.caller_keys = KeySources(
+            ("keys",), lambda config: config.keys, str(config_store.file or "")
+        )
         self.process_manager = ProcessManager(
-            fleet, self.data_plane, self.instruments, str(admin_socket)
+            fleet, self.data_plane, self.instruments, str(admin_socket), self.caller_keys
         )
         self.watchdog = Watchdog()
         self.view = AggregateView(self.process_manager, self.watchdog)
@@ -155,8 +158,19 @@ class Server:
         self.prober.tolerates_failures = self.weight_operations.is_updating
         self.leaving = False
         self.supervisors: list[Supervisor] = []
-        services = Services(
-            fleet=fleet,
+        services = self._build_services(proxy_id)
+        self.admin_api = self._supervise_admin_api(services, admin_socket)
+        self.supervisors = self._build_supervisors()
+        config_store.add_prepare(self.admin_keys.prepare)
+        config_store.add_prepare(self.caller_keys.prepare)
+        config_store.add_prepare(self.process_manager.prepare)
+        config_store.subscribe(self._follow_config)
+
+    def _build_services(self, proxy_id: str) -> Services:
+        """What the admin API uses."""
+        config_store = self.config_store
+        return Services(
+            fleet=self.data_plane.fleet,
             config_store=config_store,
             prober=self.prober,
             refresh_adapters=lambda: self.engine_pages.refresh(self.adapter_list),
@@ -169,17 +183,15 @@ class Server:
             supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
             leaving=lambda: self.leaving,
             find_admin_key=lambda key: self.admin_keys.table.find(key),
+            find_caller=lambda key: self.caller_keys.table.find(key),
+            key_usage=self.process_manager.key_usage,
+            keys_error=lambda: self.caller_keys.error,
             write_audit=self.logs["audit_log"].write,
             dialect=config_store.startup.dialect,
             kv_connector=config_store.startup.kv_connector,
             given=config_store.startup.given_urls,
             proxy_id=proxy_id,
         )
-        self.admin_api = self._supervise_admin_api(services, admin_socket)
-        self.supervisors = self._build_supervisors()
-        config_store.add_prepare(self.admin_keys.prepare)
-        config_store.add_prepare(self.process_manager.prepare)
-        config_store.subscribe(self._follow_config)
 
     def _build_engine_pages(self, fleet: Fleet) -> EnginePages:
         """All that is read of engines, but for voices."""
@@ -215,6 +227,7 @@ class Server:
                 lambda status: self.instruments.ticker.run(task_status=status),
                 old_name="pulse",
             ),
+            Supervisor("caller_keys", lambda status: self.caller_keys.run(task_status=status)),
             Supervisor("admin_keys", lambda status: self.admin_keys.run(task_status=status)),
             Supervisor("reloader", lambda status: self.reloader.run(task_status=status)),
         ]

@@ -55,8 +55,8 @@ GUIDES = (
 )  # fmt: skip
 PAGES = (
     "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/configuration.md", "docs/dashboard.md",
-    "docs/design.md", "docs/glossary.md", "docs/http.md", "docs/install.md", "docs/migration.md",
-    "docs/operations.md", "docs/performance.md", "docs/replica.md", "docs/rl.md", "docs/routing.md",
+    "docs/design.md", "docs/glossary.md", "docs/http.md", "docs/install.md", "docs/keys.md",
+    "docs/migration.md", "docs/operations.md", "docs/performance.md", "docs/replica.md", "docs/rl.md", "docs/routing.md",
     "docs/security.md", "docs/start.md", "docs/trainers.md", "docs/weight-sync.md",
 )  # fmt: skip
 

@@ -20,6 +20,7 @@ from omni_proxy.admin_api.routes.broadcast_routes import BroadcastRoutes
 from omni_proxy.admin_api.routes.dashboard_routes import DashboardRoutes, FeedRoutes
 from omni_proxy.admin_api.routes.engine_routes import EngineRoutes
 from omni_proxy.admin_api.routes.health_routes import ConfigRoutes, FleetHealthRoutes
+from omni_proxy.admin_api.routes.key_routes import KeyRoutes
 from omni_proxy.admin_api.routes.metrics_routes import MetricsRoutes
 from omni_proxy.admin_api.routes.models_routes import ExplainRoutes, MergedModelRoutes
 from omni_proxy.admin_api.routes.rl_routes import RlRoutes
@@ -59,6 +60,7 @@ def create_app(services: Services) -> QuartTrio:
         WorkerRoutes(services, records, notes, drains := DrainRoutes(services, records)),
         drains,
         FeedRoutes(services),
+        KeyRoutes(services),
         MetricsRoutes(services),
         ConfigRoutes(services.config_store),
         MergedModelRoutes(services),

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import trio
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
+from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.flags import Dialect
 from omni_proxy.config.schema import AdminKey, KvConnector
 from omni_proxy.fleet.registry import Fleet
@@ -90,6 +91,10 @@ class Services:
     kv_events: KvEventFacts = field(default_factory=lambda: KvEventFacts({}, BlockIndex()))
     leaving: Callable[[], bool] = lambda: False
     find_admin_key: Callable[[bytes], AdminKey | None] = lambda _: None  # of [[admin.keys]]
+    find_caller: Callable[[bytes], CallerKey | None] = lambda _: None  # of [[keys]]
+    # What each caller has used, by its name; see `multiprocess.shared_counters`.
+    key_usage: Callable[[], dict[str, dict[str, int]]] = dict
+    keys_error: Callable[[], str] = str  # why the newest files of keys are not in use
     write_audit: Callable[[bytes], None] = lambda _: None  # takes a line of the audit log
     # Reads anew which adapters the workers have.
     refresh_adapters: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint

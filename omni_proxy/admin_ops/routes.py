@@ -166,7 +166,7 @@ _PATHS: Final = frozenset(
         "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/status",
         "/workers", "/list_workers", "/add_worker", "/remove_worker", "/config", "/reload",
         "/server_info", "/get_server_info", "/get_model_info", "/get_loads", "/v1/loads",
-        "/v1/models", "/metrics", "/engine_metrics", "/explain", "/feed", "/dashboard",
+        "/v1/models", "/metrics", "/engine_metrics", "/explain", "/feed", "/keys", "/dashboard",
         "/finish_session", "/openapi.json", "/weights", "/weights/versions", "/v1/rl/workers",
     )
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Where an API key comes from: the part that `[[keys]]` and `[[admin.keys]]` have in common.
+"""Where an API key comes from: the part that `[[keys]]` and `[[admin.keys]]` have in common; and
+the limits of `[[keys]]`.
 
 Invariant: the configuration file never holds a key itself, and no error repeats a value that might
 be one. Values only; `api_keys.resolve` reads the sources.
@@ -14,6 +15,7 @@ from omni_proxy.config.problem import Path, format_path
 
 SOURCES: Final = ("key_env", "key_file", "key_sha256")
 MAX_NAME: Final = 64
+MAX_KEYS: Final = 4096  # of one list
 _NAME: Final = re.compile(rf"[A-Za-z0-9_.:@/-]{{1,{MAX_NAME}}}")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
@@ -69,10 +71,33 @@ class KeySource(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return next((name for name in SOURCES if getattr(self, name)), "")
 
 
+Limit = Annotated[int, Meta(ge=0, le=2**53)]
+Model = Annotated[str, Meta(min_length=1)]
+Priority = Annotated[int, Meta(ge=-1000, le=1000)]
+
+
+class CallerKey(KeySource, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A caller of model routes. With any such table these routes need a key."""
+
+    # Names that its requests may ask for, aliases and adapters too; empty: all.
+    models: tuple[Model, ...] = ()
+    # Its requests in flight; above it 429; 0: no limit.
+    max_inflight: Limit = 0
+    # Its requests in any 60 s; above it 429; 0: no limit.
+    requests_per_minute: Limit = 0
+    # Tokens of its prompts and completions in any 60 s; an estimate is reserved, and the usage in
+    # the response replaces it; 0: no limit.
+    tokens_per_minute: Limit = 0
+    # Of requests that wait, a higher one leaves the queue first.
+    priority: Priority = 0
+
+
 def source_findings(
     entries: Sequence[Mapping[str, Any]], path: Path
 ) -> Iterator[tuple[Path, str, str]]:
     """Rules between the keys of a list of such tables, at `path`. For `validate.check_rules`."""
+    if len(entries) > MAX_KEYS:
+        yield path, f"has {len(entries)} entries, of which at most {MAX_KEYS} are taken", ""
     first: dict[tuple[str, str], Path] = {}
     for index, entry in enumerate(entries):
         place: Path = (*path, index)

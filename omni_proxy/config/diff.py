@@ -15,7 +15,9 @@ from omni_proxy.config.schema import Config
 _HIDDEN: Final = "***"
 _SECRET: Final = re.compile(r"(?:key|token|secret|password)$", re.IGNORECASE)
 # Lists of tables, and the key that identifies their entries.
-_LISTS: Final = {"workers": "url", "launch": "name", "routes": "path", "control_routes": "path"}
+_LISTS: Final = {
+    "workers": "url", "launch": "name", "routes": "path", "control_routes": "path", "keys": "name",
+}  # fmt: skip
 
 
 def redacted(config: Config) -> dict[str, Any]:
@@ -23,7 +25,7 @@ def redacted(config: Config) -> dict[str, Any]:
     tables = _tables(config)
     for table in ("server", "admin"):
         tables[table]["api_key"] = _hidden(tables[table]["api_key"])
-    for entry in tables["admin"]["keys"]:
+    for entry in (*tables["admin"]["keys"], *tables["keys"]):
         entry["key_sha256"] = _hidden(entry["key_sha256"])
     for entry in tables["workers"]:
         entry["role"] = entry["role"] or "regular"

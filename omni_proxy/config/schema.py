@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal, TypeAlias, get_args
 from msgspec import Meta, Struct
 
 from omni_proxy.config import fields
-from omni_proxy.config.api_keys import KeySource
+from omni_proxy.config.api_keys import CallerKey, KeySource
 from omni_proxy.config.url import normalize_url
 
 # What a worker may be able to do, in the order in which the contract lists it.
@@ -108,6 +108,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     queue_size: Count = 0
     # Longest wait in that queue.
     queue_timeout_secs: Duration = 30.0
+    # A waiting request gains one priority of [[keys]] for each of these; 0: never.
+    priority_aging_secs: Duration = 10.0
     # Status if a limit or the queue is full; with 429 a wait that was too long gets 408.
     overload_status: OverloadStatus = 503
     # A client's FIN before its response: `abort` frees the worker, `answer` serves clients that
@@ -495,3 +497,4 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     launch: tuple[LaunchEntry, ...] = ()
     routes: tuple[RouteEntry, ...] = ()
     control_routes: tuple[ControlRouteEntry, ...] = ()
+    keys: tuple[CallerKey, ...] = ()

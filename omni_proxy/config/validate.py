@@ -209,6 +209,7 @@ def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
     for index, alias in enumerate(aliases):
         yield from _duplicates(_alias_targets(alias, index), "target")
     yield from _aliases_of_aliases(aliases)
+    yield from source_findings(tables.get("keys", []), ("keys",))
 
 
 def _role_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:

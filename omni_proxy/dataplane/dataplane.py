@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, time
 
 import trio
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
+from omni_proxy.api_keys.caller import SlotRows
+from omni_proxy.api_keys.key_table import KeyTable
+from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config, RoutingConfig
 from omni_proxy.dataplane.abort_waiting import abort_requests
 from omni_proxy.dataplane.accept.listeners import Listeners, PreparedListeners
@@ -144,6 +147,12 @@ class DataPlane:
             self.policy.hold_for(held, self._is_member)
         self.balancer.pools.hold_for(held, self._is_member)
         self.queue.serve(changed=True)
+
+    def follow_keys(
+        self, table: KeyTable[CallerKey], slots: Mapping[str, int], rows: SlotRows
+    ) -> None:
+        """Keys of the configuration that is in force; see `Callers.follow`."""
+        self.settings.follow_keys(table, slots, rows)
 
     def build_policy(self, routing: RoutingConfig) -> Policy:
         """What of the present one still fits is kept in it."""

@@ -6,9 +6,14 @@ attributes anew for each use, so that a reload holds for open connections, too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
+from omni_proxy.api_keys.caller import SlotRows
+from omni_proxy.api_keys.callers import KEY_FIELDS, Callers
+from omni_proxy.api_keys.key_table import KeyTable
+from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
@@ -64,6 +69,7 @@ class Settings:
     def __init__(self, config: Config, proxy_id: str) -> None:
         self._proxy_id = proxy_id.encode()  # see `wire.proxy_headers`
         self.forwarded: ForwardedHeaders | None = None  # None: nothing is written
+        self.callers = Callers()
         self.request_heads = self._head_caches()
         self._has_ranks = self._has_pools = False
         self.configure(config)
@@ -73,6 +79,10 @@ class Settings:
         self.config = config
         self.limits = limits_of(config)
         self.routes = configured_routes(config.routes)
+        was_guarded = self.callers.guarded
+        self.callers.configure(config)
+        if self.callers.guarded != was_guarded:
+            self.request_heads = self._head_caches()
         self._forward(
             ForwardedHeaders(
                 server.forwarded,
@@ -82,26 +92,39 @@ class Settings:
         )
         readable_fields = filter(None, (server.request_id_header,))
         self.cors = Cors(server.cors_allow_origins, readable_fields)
-        self.api_key = server.api_key.encode()
         self.half_close_aborts = server.half_close == "abort"
         self.access_log_is_json = server.log_format == "json"
         # The last chunk of a response is kept where token counts are read in it.
         self.counts_usage = server.metrics and server.usage_metrics
         self.keeps_last_chunk = self.counts_usage or learns_from_answers(config.routing)
-        # The fast path knows none of these: with them every exchange runs in its coroutine.
-        plain = self.forwarded is None and not self.limits.sse_keepalive and not self.api_key
-        suits = plain and self.limits.max_body >= READ_BYTES
-        self.fast_path_cache = self._new_fast_path_cache() if suits else None
+        self._renew_fast_path_cache()
+
+    def follow_keys(
+        self, table: KeyTable[CallerKey], slots: Mapping[str, int], rows: SlotRows
+    ) -> None:
+        """The keys of the configuration in force, and where their callers' counts are."""
+        self.callers.follow(table, slots, rows)
+        self._renew_fast_path_cache()
 
     def follow_fleet(self, *, has_ranks: bool, has_pools: bool) -> None:
         """What some worker of the fleet has; where none has it, requests pay nothing for it."""
         if (has_ranks, has_pools) != (self._has_ranks, self._has_pools):
             self._has_ranks, self._has_pools = has_ranks, has_pools
-            if self.fast_path_cache is not None:
-                self.fast_path_cache = self._new_fast_path_cache()
+            self._renew_fast_path_cache()
+
+    def _renew_fast_path_cache(self) -> None:
+        # The fast path knows none of these: with them every exchange runs in its coroutine.
+        plain = self.forwarded is None and not self.limits.sse_keepalive
+        suits = plain and self.limits.max_body >= READ_BYTES
+        self.fast_path_cache = self._new_fast_path_cache() if suits else None
 
     def _new_fast_path_cache(self) -> FastPathCache:
-        return FastPathCache(self.routes, has_ranks=self._has_ranks, has_pools=self._has_pools)
+        return FastPathCache(
+            self.routes,
+            has_ranks=self._has_ranks,
+            has_pools=self._has_pools,
+            callers=self.callers if self.callers.guarded else None,
+        )
 
     def _forward(self, headers: ForwardedHeaders) -> None:
         """Cached heads contain the forwarded headers: they go where these change."""
@@ -112,7 +135,10 @@ class Settings:
 
     def _head_caches(self) -> tuple[RequestHeadCache, RequestHeadCache]:
         """For plain connections, and for TLS."""
-        return (
-            RequestHeadCache(self.forwarded, proxy_id=self._proxy_id),
-            RequestHeadCache(self.forwarded, secure=True, proxy_id=self._proxy_id),
+        # Where requests need a key, heads with the same template have the same one.
+        read = KEY_FIELDS if self.callers.guarded else frozenset()
+        plain, secure = (
+            RequestHeadCache(self.forwarded, secure=secure, proxy_id=self._proxy_id, read=read)
+            for secure in (False, True)
         )
+        return plain, secure

@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 import trio
 
+from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.downstream.connection import Connection
@@ -49,7 +50,7 @@ from omni_proxy.multiprocess.ipc import (
 from omni_proxy.multiprocess.load_reports import LoadCollector, take_rows
 from omni_proxy.multiprocess.metrics_delta import MetricsDelta
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, shared_ids
-from omni_proxy.multiprocess.shared_counters import SharedCounters
+from omni_proxy.multiprocess.shared_counters import KeyCounters, SharedCounters
 from omni_proxy.multiprocess.shared_dataplane import (
     SharedDataPlane,
     SharedSessions,
@@ -150,11 +151,12 @@ class DataPlaneProcess:
         self.revision = 0
         self._channel = channel
         self._drain_started = trio.Event()
-        counts, sessions_fd, responses_fd = channel.take_descriptors()
+        counts, keys_fd, sessions_fd, responses_fd = channel.take_descriptors()
         counters = SharedCounters(counts)
         fleet = ReplicatedFleet(counters, begin.index, lambda: self.dataplane.loop.now, self._send)
         row = counters.row(begin.index)
         self.fleet = fleet
+        self._key_counters = KeyCounters(keys_fd, begin.index)
         self.dataplane = SharedDataPlane(begin, fleet, first.config, row, self._send)
         directory = WorkerDirectory(fleet.serial, shared_ids, fleet.targets)
         self.dataplane.use_sessions(SharedSessions(sessions_fd, directory))
@@ -217,6 +219,11 @@ class DataPlaneProcess:
         self.revision = snapshot.revision
         if snapshot.config is not None:
             self._apply_config(snapshot.config)
+        callers = snapshot.callers
+        if callers is not None:
+            self._key_counters.highest = callers.highest
+            slots = {e.name: slot for e, slot in zip(callers.entries, callers.slots, strict=True)}
+            self.dataplane.follow_keys(KeyTable(callers.entries), slots, self._key_counters)
         self.fleet.reach(snapshot.processes)
         if snapshot.rows is not None:
             self.fleet.follow(snapshot.rows, datetime.now(UTC))

@@ -26,6 +26,7 @@ import trio
 from msgspec import Struct
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
+from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import WorkerState
 
@@ -33,7 +34,7 @@ LENGTH_BYTES: Final = 4
 
 
 class StartCommand(Struct, frozen=True, tag=True):
-    """The first command; the descriptors of the shared counters and sessions are attached.
+    """The first command; the descriptors of shared counters, sessions and keys are attached.
 
     `silent_secs`: without a message for so long, /ready of the process fails.
     """
@@ -51,6 +52,14 @@ class VoiceListMessage(Struct, frozen=True):
     names: tuple[str, ...] | None
 
 
+class CallersMessage(Struct, frozen=True):
+    """The keys of callers, resolved, with the slot of each; `highest`: of the rows of counters."""
+
+    entries: tuple[CallerKey, ...] = ()
+    slots: tuple[int, ...] = ()
+    highest: int = 0
+
+
 class StateSnapshot(Struct, frozen=True, tag=True):
     """The fleet and the configuration at one moment; None for a part that has not changed.
 
@@ -64,6 +73,7 @@ class StateSnapshot(Struct, frozen=True, tag=True):
     voices: VoiceListMessage
     voice_changes: int
     processes: int
+    callers: CallersMessage | None = None
 
 
 class ListenCommand(Struct, frozen=True, tag=True):

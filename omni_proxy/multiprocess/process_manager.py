@@ -18,6 +18,8 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget, merged
+from omni_proxy.api_keys.callers import UNKNOWN_SLOT
+from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.accept.listener import Listener
 from omni_proxy.dataplane.dataplane import DataPlane
@@ -27,6 +29,7 @@ from omni_proxy.multiprocess.ipc import (
     AbortCommand,
     AbortedEvent,
     AckEvent,
+    CallersMessage,
     ClearCacheCommand,
     DrainCommand,
     EngineLoadsCommand,
@@ -45,7 +48,7 @@ from omni_proxy.multiprocess.load_reports import LoadCollector, load_rows
 from omni_proxy.multiprocess.process_slot import ProcessHandle, ProcessSlot
 from omni_proxy.multiprocess.replication import ReportHandler, SnapshotPublisher
 from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
-from omni_proxy.multiprocess.shared_counters import WorkerIds
+from omni_proxy.multiprocess.shared_counters import KeyCounters, KeySlots, WorkerIds
 from omni_proxy.multiprocess.shared_dataplane import (
     SharedSessions,
     WorkerDirectory,
@@ -53,6 +56,7 @@ from omni_proxy.multiprocess.shared_dataplane import (
     shared_response_owners,
 )
 from omni_proxy.routing.kv_events.held_changes import PackedChanges
+from omni_proxy.runtime_config.key_sources import KeySources
 from omni_proxy.telemetry.instruments import Instruments
 
 _log = logging.getLogger(__name__)
@@ -94,9 +98,17 @@ class ProcessManager:
     `[server] processes = 1`."""
 
     def __init__(
-        self, fleet: Fleet, dataplane: DataPlane, instruments: Instruments, admin_socket: str
+        self,
+        fleet: Fleet,
+        dataplane: DataPlane,
+        instruments: Instruments,
+        admin_socket: str,
+        caller_keys: KeySources[CallerKey] | None = None,
     ) -> None:
         self.dataplane = dataplane
+        self._caller_keys = caller_keys or KeySources(("keys",), lambda config: config.keys)
+        self._key_counters: KeyCounters | None = None
+        self._key_slots = KeySlots()
         self._fleet = fleet
         self.draining = False
         self.slots: dict[int, ProcessSlot] = {}  # by index
@@ -121,6 +133,7 @@ class ProcessManager:
         self._has_slots = trio.Event()  # set while there are slots
         self._no_slots = trio.Event()
         self._changed = trio.Event()
+        self._caller_keys.watch(self._follow_keys)
         fleet.watch(lambda: self._changed.set())
         dataplane.voices.watch(lambda: self._changed.set())
         dataplane.voices.watch_names(lambda: self._changed.set())
@@ -136,6 +149,8 @@ class ProcessManager:
         """As `DataPlane.prepare`: the result applies `new`. Raises OSError, ConfigError."""
         prepared = self.dataplane.prepare(new)
         try:
+            if new.keys:
+                _ = self.key_counters
             port = self._prepare_port(new, prepared.public)
         except OSError:
             prepared.cancel()
@@ -143,9 +158,37 @@ class ProcessManager:
 
         def commit() -> None:
             prepared()
+            self._follow_keys()
             self._apply(new, port)
 
         return commit
+
+    @property
+    def key_counters(self) -> KeyCounters:
+        """Created with the first key, or the first data-plane process. Raises OSError."""
+        if self._key_counters is None:
+            self._key_counters = KeyCounters.create()
+        return self._key_counters
+
+    def key_usage(self) -> dict[str, dict[str, int]]:
+        """What each caller has taken, by its name; "" is those without a right key."""
+        if self._key_counters is None:
+            return {}
+        slots = {"": UNKNOWN_SLOT, **self._key_slots.by_name}
+        return {name: self._key_counters.totals(slot) for name, slot in slots.items()}
+
+    def _follow_keys(self) -> None:
+        """The keys that were read last are in force, here at once and elsewhere by a snapshot."""
+        table = self._caller_keys.table
+        if self._key_counters is None and not table:
+            return
+        counters = self.key_counters
+        slots = self._key_slots.assign([entry.name for entry in table.entries], counters)
+        self.dataplane.follow_keys(table, slots, counters)
+        self._publisher.callers = CallersMessage(
+            table.entries, tuple(slots[entry.name] for entry in table.entries), counters.highest
+        )
+        self._changed.set()
 
     def open(self) -> None:
         """Start to listen where `listeners.held` prevented it. Raises OSError."""
@@ -295,6 +338,8 @@ class ProcessManager:
         index = next(free for free in range(1, len(self.slots) + 2) if free not in self.slots)
         slot = self.slots[index] = ProcessSlot(index)
         self.worker_ids.processes = max(self.slots)
+        self.key_counters.extend(index)
+        self._follow_keys()
         self._has_slots.set()
         self._nursery.start_soon(self._run_slot, slot)
 
@@ -343,7 +388,8 @@ class ProcessManager:
             self.dataplane.use_sessions(SharedSessions(sessions, directory, recounts=True))
             self.dataplane.balancer.response_owners = shared_response_owners(responses, directory)
         start = StartCommand(handle.index, self._admin_socket, SILENT_SECS, self.dataplane.proxy_id)
-        handle.send_start(start, self.worker_ids.counters.descriptor, *self._tables)
+        counters = self.worker_ids.counters.descriptor, self.key_counters.descriptor
+        handle.send_start(start, *counters, *self._tables)
         self._publisher.send_all([handle])
         if rows := load_rows(self._fleet.targets(), self.worker_ids.ids):
             handle.send(EngineLoadsCommand(rows))
@@ -367,6 +413,7 @@ class ProcessManager:
 
     def _on_exit(self, slot: ProcessSlot, handle: ProcessHandle) -> None:
         self.worker_ids.clear(handle.index)
+        self.key_counters.drop_in_flight(handle.index, range(self._key_slots.highest + 1))
         self._report_handler.on_process_exit(handle)
         self._assign_sockets()
         self._changed.set()

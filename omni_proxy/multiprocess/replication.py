@@ -23,6 +23,7 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker, WorkerState
 from omni_proxy.multiprocess.ipc import (
+    CallersMessage,
     EngineLoadsEvent,
     HalfOpenEndedEvent,
     HalfOpenStartedEvent,
@@ -48,6 +49,7 @@ class SnapshotPublisher:
 
     def __init__(self, fleet: Fleet, worker_ids: WorkerIds) -> None:
         self.config: Config | None = None
+        self.callers = CallersMessage()
         self._fleet = fleet
         self._worker_ids = worker_ids
         self._leases = HalfOpenLeases()
@@ -70,14 +72,18 @@ class SnapshotPublisher:
             revision=self._revision + 1,
             rows=None if previous and rows == previous.rows else rows,
             config=None if previous and self.config is previous.config else self.config,
+            callers=None if previous and self.callers is previous.callers else self.callers,
             voices=self._voice_list(),
             voice_changes=handle.voice_changes,
             processes=self._worker_ids.processes,
         )
         changed = previous is None or _without_rows(previous) != _without_rows(snapshot)
-        if changed or snapshot.rows is not None or snapshot.config is not None or heartbeat:
+        new = (snapshot.rows, snapshot.config, snapshot.callers)
+        if changed or heartbeat or any(part is not None for part in new):
             self._revision += 1
-            handle.last_snapshot = structs.replace(snapshot, rows=rows, config=self.config)
+            handle.last_snapshot = structs.replace(
+                snapshot, rows=rows, config=self.config, callers=self.callers
+            )
             handle.send(snapshot)
 
     def rotate_leases(self, handles: Sequence[ProcessHandle], now: float) -> None:

@@ -6,6 +6,9 @@ without locks; the main process takes a row over when its process has exited. Ro
 process's; cell 0 of a row counts all requests of its process, the other cells one worker each.
 `WorkerIds` gives workers their serial numbers, for ever, and their cells, until the worker is gone.
 After each `recount`, `in_flight` of the main process's workers is the sum over all rows.
+`KeyCounters` are the same for callers' keys, in memory of their own: a name has its slot as long as
+it is configured (`KeySlots`). What a process that has exited had in flight is cleared, the rest
+stays.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Final
 
+from omni_proxy.api_keys.caller import IN_FLIGHT, SLOT_CELLS, slot_totals
+from omni_proxy.api_keys.callers import UNKNOWN_SLOT
+from omni_proxy.config.api_keys import MAX_KEYS
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
@@ -202,3 +208,105 @@ class WorkerIds:
         del self._workers[serial]
         self._cells.release(cell)
         self._other_in_flight.pop(worker, None)
+
+
+KEY_CELL_BYTES: Final = 8
+KEY_SLOTS: Final = 2 * MAX_KEYS  # so a released one rests before it is used again
+KEY_ROW_CELLS: Final = KEY_SLOTS * SLOT_CELLS
+KEY_ROW_BYTES: Final = -(-KEY_ROW_CELLS * KEY_CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+
+MAX_TRIES: Final = 8
+
+Row = memoryview  # of signed 64-bit integers
+
+
+class KeyCounters:
+    """`index`: of this process; `highest`: of a process that has, or had, a row. A large mapping
+    for each row, of which only the pages that are used take memory."""
+
+    fence = staticmethod(fence)
+
+    def __init__(self, descriptor: int, index: int) -> None:
+        self.descriptor = descriptor
+        self.index = index
+        self.highest = 0
+        self._rows: dict[int, Row] = {}
+
+    @classmethod
+    def create(cls) -> KeyCounters:
+        """Of the main process. Raises OSError."""
+        counters = cls(os.memfd_create("omni-proxy-keys", os.MFD_CLOEXEC), 0)
+        counters.extend(0)
+        return counters
+
+    @property
+    def tries(self) -> int:
+        """More in processes with a lower index: of those that meet, one gets in."""
+        return min(2 + self.highest - self.index, MAX_TRIES)
+
+    def extend(self, highest: int) -> None:
+        """There is a process with this index. Raises OSError."""
+        self.highest = max(self.highest, highest)
+        os.ftruncate(self.descriptor, (self.highest + 1) * KEY_ROW_BYTES)
+
+    def own(self, slot: int) -> Row:
+        return self._cells(self.index, slot)
+
+    def others(self, slot: int) -> Sequence[Row]:
+        return [self._cells(index, slot) for index in self._indexes() if index != self.index]
+
+    def totals(self, slot: int) -> dict[str, int]:
+        return slot_totals(self._cells(index, slot) for index in self._indexes())
+
+    def in_flight(self, slot: int) -> int:
+        return sum(self._cells(index, slot)[IN_FLIGHT] for index in self._indexes())
+
+    def clear(self, slot: int) -> None:
+        """It gets another name."""
+        for index in self._indexes():
+            cells = self._cells(index, slot)
+            for at in range(SLOT_CELLS):
+                cells[at] = 0
+
+    def drop_in_flight(self, index: int, slots: Iterable[int]) -> None:
+        """The process with this index has exited."""
+        if index <= self.highest:
+            for slot in slots:
+                self._cells(index, slot)[IN_FLIGHT] = 0
+
+    def _indexes(self) -> range:
+        return range(self.highest + 1)
+
+    def _cells(self, index: int, slot: int) -> Row:
+        row = self._rows.get(index)
+        if row is None:
+            memory = mmap.mmap(self.descriptor, KEY_ROW_BYTES, offset=index * KEY_ROW_BYTES)
+            row = self._rows[index] = memoryview(memory).cast("q")
+        return row[slot * SLOT_CELLS : (slot + 1) * SLOT_CELLS]
+
+
+class KeySlots:
+    """Which name has which slot: the main process's part of it."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, int] = {}
+        self.highest = UNKNOWN_SLOT
+        self._released: deque[int] = deque()
+
+    def assign(self, names: Sequence[str], counters: KeyCounters) -> Mapping[str, int]:
+        for gone in self.by_name.keys() - set(names):
+            self._released.append(self.by_name.pop(gone))
+        for name in names:
+            if name not in self.by_name:
+                self.by_name[name] = self._free(counters)
+        return self.by_name
+
+    def _free(self, counters: KeyCounters) -> int:
+        if self.highest < KEY_SLOTS - 1:
+            self.highest += 1
+            return self.highest
+        while counters.in_flight(self._released[0]):
+            self._released.rotate(-1)  # there are more slots than requests that outlive their key
+        slot = self._released.popleft()
+        counters.clear(slot)
+        return slot

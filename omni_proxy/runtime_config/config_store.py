@@ -34,6 +34,7 @@ from omni_proxy.config.state import SavedState, SavedVoices
 from omni_proxy.fleet.health_state import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.policies.plugins import check_policy
+from omni_proxy.runtime_config.key_sources import check_keys
 from omni_proxy.runtime_config.membership_lock import MembershipLock
 from omni_proxy.runtime_config.state_file import StateFile, load_state, state_path
 from omni_proxy.system.files import file_signature
@@ -94,6 +95,7 @@ class ConfigStore:
         self.loaded_signature = file_signature(self.file) if self.file else None
         self.config = startup.effective_config(read_file(self.file))
         check_tls_files(self.config, str(self.file or ""))
+        check_keys(self.config, str(self.file or ""))
         check_routes(self.config, str(self.file or ""))
         check_policy(self.config, str(self.file or ""))
         reject_own_addresses(self.config, startup.given_urls, str(self.file or ""))
@@ -147,6 +149,7 @@ class ConfigStore:
                     await trio.to_thread.run_sync(read_file, self.file)
                 )
                 await trio.to_thread.run_sync(check_tls_files, new, str(self.file or ""))
+                await trio.to_thread.run_sync(check_keys, new, str(self.file or ""))
                 check_routes(new, str(self.file or ""))
                 await trio.to_thread.run_sync(check_policy, new, str(self.file or ""))
                 urls = self.startup.given_urls

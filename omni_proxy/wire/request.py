@@ -361,6 +361,6 @@ def drop_field(lines: bytes, name: bytes) -> bytes:
 
 
 def set_bearer(lines: bytes, key: bytes) -> bytes:
-    """Field lines with this key as their only authorization."""
-    kept = drop_fields(lines, frozenset((b"authorization",)))
+    """Field lines with this key as their only one."""
+    kept = drop_fields(lines, frozenset((b"authorization", b"x-api-key")))
     return b"%bauthorization: Bearer %b\r\n" % (kept, key)

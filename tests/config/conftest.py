@@ -4,9 +4,11 @@ import pytest
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.schema import (
     CAPABILITIES,
+    AdminKey,
     AliasTarget,
     Config,
     ControlRouteEntry,
@@ -47,6 +49,23 @@ SPELLED = {
     ).map(tuple),
     "routing.ranks": st.sampled_from([1, 4, "auto"]),
     "routing.voice_owner": st.just("") | NAMES.map(lambda name: f"http://{name}.voices:80"),
+    "admin.keys": st.lists(
+        st.builds(AdminKey, name=NAMES, key_file=NAMES, role=st.sampled_from(["read", "all"])),
+        unique_by=lambda key: key.name,
+        max_size=2,
+    ).map(tuple),
+    "keys": st.lists(
+        st.builds(
+            CallerKey,
+            name=NAMES,
+            key_env=NAMES.map(lambda name: name.replace("-", "_")),
+            models=st.sampled_from([(), ("m", "n")]),
+            max_inflight=st.integers(0, 9),
+            priority=st.integers(-3, 3),
+        ),
+        unique_by=lambda key: key.name,
+        max_size=3,
+    ).map(tuple),
     "health.endpoint": st.just("/health") | NAMES.map(lambda name: f"/{name}"),
 }
 

@@ -8,7 +8,9 @@ from omni_proxy.config.diff import diff, redacted
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config
 
-LISTS = {"workers": "url", "launch": "name", "routes": "path", "control_routes": "path"}
+LISTS = {
+    "workers": "url", "launch": "name", "routes": "path", "control_routes": "path", "keys": "name",
+}  # fmt: skip
 NOTHING = {"added": [], "removed": [], "changed": {}}
 
 
@@ -105,4 +107,5 @@ def test_the_shown_tables_have_every_key():
         "launch",
         "routes",
         "control_routes",
+        "keys",
     ]

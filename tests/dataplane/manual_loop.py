@@ -5,6 +5,8 @@ import json
 import socket
 from dataclasses import replace
 
+from omni_proxy.api_keys.caller import LocalRows
+from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.dataplane.downstream.connection import Connection
@@ -41,6 +43,8 @@ class ManualLoop:
             admin_socket="/nowhere",
             sources=Sources(lambda bound: 0, self.clock),
         )
+        slots = {key.name: slot for slot, key in enumerate(config.keys, start=1)}
+        self.dataplane.follow_keys(KeyTable(config.keys), slots, LocalRows())
         self.dataplane.recorders.access_log, self.dataplane.settings.access_log_is_json = self, True
         self.log = []
         self.ends = []

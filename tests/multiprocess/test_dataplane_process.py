@@ -18,7 +18,7 @@ from omni_proxy.multiprocess.ipc import (
     StateSnapshot,
     VoiceListMessage,
 )
-from omni_proxy.multiprocess.shared_counters import SharedCounters
+from omni_proxy.multiprocess.shared_counters import KeyCounters, SharedCounters
 from omni_proxy.multiprocess.shared_dataplane import create_sessions
 from tests.fleet.entries import entry, fleet_of
 
@@ -31,7 +31,8 @@ async def process(logging_as_it_was, nursery):
     dataplane = IpcChannel(other, msgspec.msgpack.Decoder(ProcessCommand))
     tables = [create_sessions() for _ in range(2)]
     begin = StartCommand(1, "/nowhere", 5.0)
-    control.send(begin, [SharedCounters.create().descriptor, *tables])
+    keys = KeyCounters.create().descriptor
+    control.send(begin, [SharedCounters.create().descriptor, keys, *tables])
     for table in tables:
         os.close(table)
     nursery.start_soon(control.run_writer)

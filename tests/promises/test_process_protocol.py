@@ -23,7 +23,7 @@ from omni_proxy.multiprocess.ipc import (
 )
 from omni_proxy.multiprocess.process_slot import ProcessHandle
 from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
-from omni_proxy.multiprocess.shared_counters import SharedCounters
+from omni_proxy.multiprocess.shared_counters import KeyCounters, SharedCounters
 from omni_proxy.multiprocess.shared_dataplane import create_sessions
 from tests.fleet.entries import entry, fleet_of
 from tests.promises.clients import client_of, post
@@ -40,6 +40,8 @@ class Control:
         self.front = str(tmp_path / "front.sock")
         self.config = parse("")
         self.counters = SharedCounters.create()
+        self.key_counters = KeyCounters.create()
+        self.key_counters.extend(1)
         self.tables = create_sessions(), create_sessions()
         self.fleet = fleet_of(*(replace(entry("any"), url=url) for url in urls))
         self.handle = ProcessHandle(1)
@@ -60,7 +62,10 @@ class Control:
 
     async def begin(self, nursery) -> None:
         self.handle.send_start(
-            StartCommand(1, self.front, SILENT_SECS), self.counters.descriptor, *self.tables
+            StartCommand(1, self.front, SILENT_SECS),
+            self.counters.descriptor,
+            self.key_counters.descriptor,
+            *self.tables,
         )
         self.snapshots()
         nursery.start_soon(self._live)

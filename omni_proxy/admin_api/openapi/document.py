@@ -139,6 +139,7 @@ def _fleet() -> Iterator[RouteDoc]:
 
 def _program() -> Iterator[RouteDoc]:
     yield RouteDoc("get", "/metrics", "the proxy's own metrics", {200: PLAIN}, (503,))
+    yield RouteDoc("get", "/keys", "the callers of model routes and their usage", {200: "Keys"})
     once_flag = Parameter("once", FLAG, "one snapshot as JSON, in place of an event each second")
     yield RouteDoc(
         "get",

@@ -16,6 +16,7 @@ from omni_proxy.admin_api.worker_requests import (
     SMG_PREFIXES,
     SMG_SPEC,
 )
+from omni_proxy.api_keys.caller import REASONS
 from omni_proxy.config.schema import CAPABILITIES, KvConnector, Role
 from omni_proxy.fleet.health_state import Health
 
@@ -242,6 +243,15 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "Pool": _pool(),
     "Alive": shape(status={"const": "alive"}),
     "FinishedSession": shape(session_id=TEXT, finished=FLAG),
+    "Keys": shape(
+        keys=listed(shape(
+            name=TEXT, models=listed(TEXT), max_inflight=COUNT, requests_per_minute=COUNT,
+            tokens_per_minute=COUNT, priority={"type": "integer"}, in_flight=COUNT, requests=COUNT,
+            input_tokens=COUNT, output_tokens=COUNT,
+            refused=shape(**dict.fromkeys(REASONS, COUNT)),
+        )),
+        refused_without_key=COUNT, error=TEXT_OR_NULL,
+    ),
     "Status": shape(
         version=TEXT, pid=COUNT, started_at=TIME, uptime_secs=NUMBER, listeners=listed(TEXT),
         revision=COUNT, config_file=TEXT_OR_NULL, state_file=TEXT_OR_NULL,
@@ -329,7 +339,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
         admission=OBJECT, data_plane=OBJECT, door=OBJECT, policy=OBJECT, fleet=listed(OBJECT),
         last_minute=OBJECT, recent_ends=listed(OBJECT), last_reload=OBJECT,
         supervisors=listed(OBJECT),
-        watchdog=OBJECT, weights=OBJECT,
+        watchdog=OBJECT, weights=OBJECT, keys=listed(OBJECT),
     ),
     "Outcome": {**_OUTCOME, "description": "Of a weight route, refusals included."},
     "Weights": shape(

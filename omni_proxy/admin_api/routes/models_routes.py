@@ -22,6 +22,8 @@ from omni_proxy.admin_api.access import named_key
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.serializers.model_cards import with_own_cards
 from omni_proxy.admin_api.services import Services
+from omni_proxy.api_keys.callers import KEY_FIELDS
+from omni_proxy.api_keys.key_table import presented_key
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.explanation import (
@@ -156,18 +158,37 @@ class MergedModelRoutes:
     async def all(self) -> Response:
         merged, answers = await self._merged()
         if merged:
-            return json_response({"object": "list", "data": merged})
+            return json_response({"object": "list", "data": [*self._allowed(merged)]})
         return _nothing(answers)
 
     async def one(self, model: str) -> Response:
         """The card of the merged list. Raises HttpError 404 for a model that no worker serves."""
         merged, answers = await self._merged()
-        for card in merged:
+        for card in self._allowed(merged):
             if card.get("id") == model:
                 return json_response(card)
         if not merged and answers:
             return _nothing(answers)
         raise HttpError(404, f"the model {model!r} does not exist", "model_not_found")
+
+    def _allowed(self, cards: Cards) -> Iterable[dict[str, object]]:
+        """Those of a caller's key, where the request has one."""
+        headers = request.headers
+        key = presented_key(
+            headers.get("Authorization", "").encode("latin-1", "replace"),
+            headers.get("X-Api-Key", "").encode("latin-1", "replace"),
+        )
+        caller = self._services.find_caller(key) if key else None
+        if caller is None or not caller.models:
+            return cards
+        return [card for card in cards if card.get("id") in caller.models]
+
+    def _headers(self) -> dict[str, str]:
+        """Without the key of a caller, which is the proxy's own."""
+        headers = passed_on(request.headers)
+        if self._services.config_store.config.keys:
+            headers = {name: headers[name] for name in headers if name.encode() not in KEY_FIELDS}
+        return headers
 
     async def _merged(self) -> tuple[Cards, dict[str, str]]:
         """The cards of all routable workers, and the reasons of those without one."""
@@ -177,7 +198,7 @@ class MergedModelRoutes:
         call = Call(
             "GET",
             _target(request.query_string),
-            headers=passed_on(request.headers),
+            headers=self._headers(),
             timeout_secs=max(LIST_SECS, self._services.config_store.config.health.timeout_secs),
             max_bytes=LIST_BYTES,
         )

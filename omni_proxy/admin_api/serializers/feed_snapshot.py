@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 import trio
 
 from omni_proxy import __version__
+from omni_proxy.admin_api.serializers.key_records import key_records
 from omni_proxy.admin_api.serializers.readiness import unready
 from omni_proxy.admin_api.serializers.worker_records import Why, reasons
 from omni_proxy.admin_api.services import Services
@@ -66,6 +67,7 @@ class Snapshots:
             "started_at": services.started_at.isoformat(),
             "uptime_secs": round(time.monotonic() - services.started, 3),
             "revision": config_store.revision,
+            "keys": key_records(services),
             "ready": not reason,
             "reason": reason or None,
             "leaving": leaving,

@@ -4,13 +4,13 @@ Contract: a waiter is a paused connection task. Whatever makes room (an exchange
 of the fleet or of a limit) calls `serve`, which gives the room away at once: the worker is acquired
 and counted before the waiter runs. So room that a new request sees is room that no waiter can use,
 and no request overtakes one that waits for the same workers (FIFO). A line that can't move does not
-block another. A request whose session waits for a worker is in the line of that worker. An empty
-queue costs nothing.
+block another. A request whose session waits for a worker is in the line of that worker. Requests of
+callers with a priority are ordered by it and by their wait (`_order`), which does not change while
+they wait. An empty queue costs nothing.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Hashable
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -39,21 +39,42 @@ WAITABLE_CODES: Final = WEIGHT_CODES | {
 }  # fmt: skip
 
 
-MAX_EMPTY_ENTRIES: Final = 64
+MAX_STALE_ENTRIES: Final = 64
+
+
+Order = tuple[float, float, int]  # of waiters; the lowest goes first. The last one is its number
+
+
+def _order(priority: int, aging_secs: float, now: float, number: int) -> Order:
+    """With aging, a priority is worth so many times `aging_secs` of waiting: whoever has both more
+    of it and waits longer goes first, and no one waits for ever."""
+    if not aging_secs:
+        return -priority, now, number
+    return 0, now - priority * aging_secs, number
 
 
 class _Line:
-    """The waiters with equal requirements, by number; `key` stands for those."""
+    """The waiters with equal requirements; `key` stands for those. `entry`: the number of its entry
+    among the lines that are full; an earlier one is stale."""
 
-    __slots__ = ("key", "waiters")
+    __slots__ = ("_heap", "entry", "key", "waiters")
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
-        self.waiters: OrderedDict[int, _Waiter] = OrderedDict()
+        self.entry = 0
+        self.waiters: dict[Order, _Waiter] = {}
+        self._heap: list[Order] = []  # also of waiters that have left
+
+    def add(self, waiter: _Waiter) -> None:
+        self.waiters[waiter.order] = waiter
+        heappush(self._heap, waiter.order)
 
     @property
-    def first(self) -> int:
-        return next(iter(self.waiters))
+    def first(self) -> Order:
+        heap, waiters = self._heap, self.waiters
+        while heap[0] not in waiters:
+            heappop(heap)
+        return heap[0]
 
 
 _NO_LINE: Final = _Line(())
@@ -62,14 +83,15 @@ _NO_LINE: Final = _Line(())
 class _Waiter:
     """One waiter. Without requirements it waits for a slot: its body has not been read."""
 
-    __slots__ = ("admitted", "exchange", "io", "line", "need", "number", "tried")
+    __slots__ = ("admitted", "exchange", "io", "line", "need", "order", "since", "tried")
 
     def __init__(self, io: IoTask, exchange: Exchange, need: Requirements | None) -> None:
         self.io = io
         self.exchange = exchange
         self.need = need
         self.tried: Collection[Worker] = ()
-        self.number = 0
+        self.order: Order = (0.0, 0.0, 0)
+        self.since = 0.0
         self.line = _NO_LINE
         self.admitted = False
 
@@ -94,9 +116,11 @@ class Queue:
         self._update_gate = update_gate
         self._last_number = 0
         self._lines: dict[Hashable, _Line] = {}
-        # Each line is in one of the two: in `_full` by its first number if a worker could take it
+        # Each line is in one of the two: in `_full` by its first waiter if a worker could take it
         # but has no room, in `_stuck` if none can before the fleet changes.
-        self._full: list[tuple[int, _Line]] = []
+        self._full: list[tuple[Order, int, _Line]] = []
+        self._last_entry = 0
+        self._aging_secs = 0.0
         self._stuck: set[_Line] = set()
         self._names_models = False
         self._serving = False
@@ -164,27 +188,32 @@ class Queue:
             self._requeue_all()
         full, skipped = self._full, []
         while full and self._inflight.has_slot():
-            number, line = heappop(full)
-            if not line.waiters:
+            order, entry, line = heappop(full)
+            if not line.waiters or entry != line.entry:
                 continue
-            if line.first != number:  # its first waiter has left the queue
-                heappush(full, (line.first, line))
-                continue
-            if self._admit(line.waiters[number]) or self._hold(line.waiters[number]):
+            if line.first != order:  # its first waiter has left the queue
+                self._push(line)
+            elif self._admit(line.waiters[order]) or self._hold(line.waiters[order]):
                 if line.waiters:
-                    heappush(full, (line.first, line))
-            elif self._has_eligible_worker(line.waiters[number]):
-                skipped.append((number, line))
+                    self._push(line)
+            elif self._has_eligible_worker(line.waiters[order]):
+                skipped.append(line)
             else:
                 self._stuck.add(line)
-        for entry in skipped:
-            heappush(full, entry)
+        for line in skipped:
+            self._push(line)
+
+    def _push(self, line: _Line) -> None:
+        """It is full, in the order of its first waiter."""
+        self._last_entry = line.entry = self._last_entry + 1
+        heappush(self._full, (line.first, line.entry, line))
 
     def _requeue_all(self) -> None:
         """No line is stuck any more; and lines are formed anew if models matter now, or no more."""
-        if self._names_models == self._fleet.has_named_models:
+        aging_secs = self._settings.config.server.priority_aging_secs
+        if self._names_models == self._fleet.has_named_models and aging_secs == self._aging_secs:
             for line in self._stuck:
-                heappush(self._full, (line.first, line))
+                self._push(line)
             self._stuck.clear()
             return
         waiters = [waiter for line in self._lines.values() for waiter in line.waiters.values()]
@@ -192,7 +221,10 @@ class Queue:
         self._full.clear()
         self._stuck.clear()
         self._names_models = self._fleet.has_named_models
-        for waiter in sorted(waiters, key=lambda waiter: waiter.number):
+        self._aging_secs = aging_secs
+        for waiter in waiters:
+            waiter.order = self._order_of(waiter, waiter.order[-1])
+        for waiter in sorted(waiters, key=lambda waiter: waiter.order):
             self._add_to_line(waiter)
 
     def _admit(self, waiter: _Waiter) -> bool:
@@ -219,7 +251,7 @@ class Queue:
         key, line = self._key(waiter.need), waiter.line
         if key == line.key or self._held_worker(waiter.need) is None:
             return False
-        del line.waiters[waiter.number]
+        del line.waiters[waiter.order]
         if not line.waiters:
             del self._lines[line.key]
         self._add_to_line(waiter)
@@ -274,37 +306,46 @@ class Queue:
 
     def _enqueue(self, waiter: _Waiter) -> None:
         self._last_number += 1
-        waiter.number = self._last_number
+        waiter.since = waiter.io.loop.now - waiter.exchange.queued_secs
         if not self.waiting:
             self._names_models = self._fleet.has_named_models
+            self._aging_secs = self._settings.config.server.priority_aging_secs
+        waiter.order = self._order_of(waiter, self._last_number)
         self._add_to_line(waiter)
         self.waiting += 1
         self.peak_waiting = max(self.peak_waiting, self.waiting)
 
+    def _order_of(self, waiter: _Waiter, number: int) -> Order:
+        caller = waiter.exchange.caller
+        priority = caller.priority if caller is not None else 0
+        return _order(priority, self._aging_secs, waiter.since, number)
+
     def _add_to_line(self, waiter: _Waiter) -> None:
         """Add it to the line of its requirements."""
         key = self._key(waiter.need)
-        line = self._lines.get(key)
+        line, is_new = self._lines.get(key), False
         if line is None:
-            line = self._lines[key] = _Line(key)
-            if self._has_eligible_worker(waiter):
-                self._drop_empty_lines()
-                heappush(self._full, (waiter.number, line))
-            else:
-                self._stuck.add(line)
-        line.waiters[waiter.number] = waiter
+            line, is_new = self._lines.setdefault(key, _Line(key)), True
+        line.add(waiter)
         waiter.line = line
+        if is_new and not self._has_eligible_worker(waiter):
+            self._stuck.add(line)
+        elif is_new or (line.first == waiter.order and line not in self._stuck):
+            self._drop_stale_entries()
+            self._push(line)
 
-    def _drop_empty_lines(self) -> None:
-        """Drop empty lines from the heap, which no round has come across."""
-        if len(self._full) > 2 * len(self._lines) + MAX_EMPTY_ENTRIES:
-            self._full = [entry for entry in self._full if entry[1].waiters]
+    def _drop_stale_entries(self) -> None:
+        """Those of empty lines too, which no round has come across."""
+        if len(self._full) > 2 * len(self._lines) + MAX_STALE_ENTRIES:
+            self._full = [
+                each for each in self._full if each[2].waiters and each[1] == each[2].entry
+            ]
             heapify(self._full)
 
     def _remove(self, waiter: _Waiter) -> None:
         """It waits no longer. Its line's entry in the heap is corrected in a later round."""
         line = waiter.line
-        del line.waiters[waiter.number]
+        del line.waiters[waiter.order]
         self.waiting -= 1
         if not line.waiters:
             del self._lines[line.key]

@@ -49,6 +49,7 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
     record = {
         "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "client": exchange.client,
+        "key": exchange.caller.name if exchange.caller is not None else None,
         "method": exchange.method,
         "target": exchange.target,
         "status": exchange.status,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from random import getrandbits
 from typing import Final, Protocol
 
+from omni_proxy.api_keys.caller import ApiCaller
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 from omni_proxy.fleet.worker import Worker
@@ -26,13 +27,14 @@ class Exchange:
     """Times are of the event loop's clock in seconds, 0.0 for a phase that was not reached."""
 
     __slots__ = (
-        "admitted", "attempts", "body", "body_at", "bytes_in", "bytes_out", "chunks", "client",
-        "connect_secs", "cors", "ended_at", "ended_by", "error", "failed_attempts", "first_at",
-        "half_open_id", "head_at", "held_bytes", "idempotency_key", "last_chunk", "last_rank",
-        "last_worker", "legs", "longest_gap", "method", "outcome", "own_secs", "phase", "policy",
-        "queued_secs", "rank", "relayed", "request_id", "request_id_line",
-        "requirements", "response_head_at", "route", "sent_at", "single_chunk", "spare_leg",
-        "started_at", "status", "stream", "target", "version", "worker", "worker_seen",
+        "admitted", "attempts", "body", "body_at", "bytes_in", "bytes_out", "caller", "chunks",
+        "client", "connect_secs", "cors", "ended_at", "ended_by", "error", "failed_attempts",
+        "first_at", "half_open_id", "head_at", "held_bytes", "idempotency_key", "last_chunk",
+        "last_rank", "last_worker", "legs", "longest_gap", "method", "outcome", "own_secs", "phase",
+        "policy", "queued_secs", "rank", "relayed", "request_bucket", "request_id",
+        "request_id_line", "requirements", "reserved", "response_head_at", "route", "sent_at",
+        "single_chunk", "spare_leg", "started_at", "status", "stream", "target", "token_bucket",
+        "version", "worker", "worker_seen",
     )  # fmt: skip
 
     def __init__(self, started_at: float, client: str) -> None:
@@ -57,6 +59,9 @@ class Exchange:
         self.route: Route | None = None
         self.requirements: Requirements | None = None
         self.policy = ""
+        self.caller: ApiCaller | None = None  # with a key of [[keys]]
+        self.reserved = -1  # tokens; these three are of `admission.caller_admission`
+        self.request_bucket = self.token_bucket = 0
         self.body = b""  # of the request, as long as it may have to be sent again
         self.worker: Worker | None = None  # of the present attempt
         self.rank: DpRank | None = None  # of `worker`, where that has ranks

@@ -13,6 +13,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
+from omni_proxy.dataplane.admission.caller_admission import end as end_call
 from omni_proxy.dataplane.exchange.access_log import write_logs
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.io_task import IoTask
@@ -166,6 +167,7 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
     if (
         (exchange.legs is not None and not exchange.legs.begun)
         or exchange.last_chunk
+        or exchange.caller is not None
         or (need is not None and need.prediction is not None)
     ):
         _settle_rarer(services, exchange)
@@ -189,9 +191,12 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
 
 
 def _settle_rarer(services: ExchangeServices, exchange: Exchange) -> None:
-    """What only some exchanges have: another leg, and a policy or metrics that read the answer."""
+    """What only some exchanges have: another leg, a caller, and a policy or metrics that read the
+    answer."""
     if exchange.legs is not None:
         services.balancer.release_prefill(exchange.legs)
+    if exchange.caller is not None:
+        end_call(exchange, exchange.caller)
     need = exchange.requirements
     if need is not None and need.prediction is not None:
         settle_prediction(services.recorders, exchange, need)

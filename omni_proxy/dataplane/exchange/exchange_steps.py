@@ -8,7 +8,6 @@ of a client that left.
 
 from __future__ import annotations
 
-import hmac
 import socket
 from collections.abc import Coroutine, Generator, Sequence
 from typing import Any, TypeVar
@@ -16,6 +15,8 @@ from urllib.parse import unquote
 
 from omni_proxy.admin_ops.routes import is_known
 from omni_proxy.config.schema import Config
+from omni_proxy.dataplane.admission.caller_admission import begin as begin_call
+from omni_proxy.dataplane.admission.caller_admission import reserve
 from omni_proxy.dataplane.disaggregation.driver import respond_in_two_legs
 from omni_proxy.dataplane.exchange.exchange import (
     Exchange,
@@ -62,7 +63,7 @@ from omni_proxy.routing.routes import (
 from omni_proxy.routing.voice_pinning import pin_to_voice_owner
 from omni_proxy.routing.weighted_split import AliasRequirement, Split
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.forwarded import field_value, with_received
+from omni_proxy.wire.forwarded import with_received
 from omni_proxy.wire.proxy_protocol import peer_field
 from omni_proxy.wire.request import RequestHead, hint_lines
 
@@ -98,8 +99,8 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
         return _respond_by_admin_api(io, exchange, head)
     exchange.route = route
     exchange.idempotency_key = head.idempotency_key
-    if settings.api_key:
-        _check_api_key(head, settings.api_key)
+    if settings.callers.guarded:
+        begin_call(settings, exchange, head, io.loop.now)
     if route.websocket:
         check_websocket_origin(io, head)
         return websocket_relay.session(io, exchange, head)  # admits when it can reply in its way
@@ -114,19 +115,6 @@ def _wrong_method(head: RequestHead, wrong: MethodNotAllowed) -> HttpError:
         405, f"this path takes {allowed}", "method_not_allowed",
         close=bool(head.length), detail="Method Not Allowed",
     ).with_headers(("allow", allowed))  # fmt: skip
-
-
-def _check_api_key(head: RequestHead, key: bytes) -> None:
-    """Raises HttpError 401."""
-    scheme, _, given = field_value(head.lines, b"authorization").partition(b" ")
-    if scheme.lower() != b"bearer":
-        given = field_value(head.lines, b"x-api-key")
-    if hmac.compare_digest(given.strip(), key):
-        return
-    raise HttpError(
-        401, "an API key is needed: Authorization: Bearer <key>", "invalid_api_key",
-        close=bool(head.length),
-    ).with_headers(("www-authenticate", "Bearer"))  # fmt: skip
 
 
 async def _wait_for_slot(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> bool:
@@ -208,6 +196,8 @@ def _streamable(
     assert exchange.route is not None
     if body.whole or (io.services.fleet.has_pools and exchange.route.legs.connectors):
         return None  # in two legs a body is sent twice, with keys of the proxy's own
+    if exchange.caller is not None and exchange.caller.models:
+        return None  # the model that it names decides whether it may be sent at all
     io.body_stream = body  # an error from here on leaves the rest of it unread
     need = requirements_of_beginning(io.services.fleet, exchange.route, body.beginning, head)
     if need is not None and _rewriting_split(io, need) is not None:
@@ -251,6 +241,9 @@ def _inspected(
         if route.text or route.pinning is RESPONSE_OWNER:
             read_keys(io, exchange, need)
     exchange.request_id = head.request_id or id_from_body(need)
+    if exchange.caller is not None:
+        size = max(len(exchange.body), head.length)
+        reserve(exchange, need, services.fleet, size, io.loop.now)
     if services.balancer.aliases is not None:
         find_spans(services.balancer.aliases, need, route, exchange.body, head)
     set_requirements(io, exchange, need, (head.lines,), exchange.body)

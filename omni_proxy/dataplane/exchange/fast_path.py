@@ -14,6 +14,9 @@ from typing import Final
 
 import msgspec
 
+from omni_proxy.api_keys.caller import ApiCaller
+from omni_proxy.dataplane.admission.caller_admission import begin_whole as begin_call
+from omni_proxy.dataplane.admission.caller_admission import cancel as cancel_call
 from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO, finalize
 from omni_proxy.dataplane.exchange.exchange_steps import (
@@ -151,6 +154,7 @@ class FastPath:
         exchange.method, exchange.target, _ = head.log_words
         exchange.route = self.cached.route
         exchange.idempotency_key = head.idempotency_key
+        exchange.caller = self.cached.caller
         return exchange
 
     def _send(self, chunk: bytes) -> bool:
@@ -174,7 +178,12 @@ class FastPath:
             exchange = self._spare or self._new_exchange()
             exchange.recycle(io.loop.now)
             exchange.bytes_in = size
-            if not services.inflight.admit(exchange, len(chunk)):
+            admitted = (
+                services.inflight.admit(exchange, len(chunk))
+                if cached.caller is None
+                else self._admit_call(cached.caller, exchange, need, body, len(chunk))
+            )
+            if not admitted:
                 return False
             io.exchange, self._spare, self._request = exchange, None, chunk
             head_id = lines[template.id_index] if template.id_index > 0 else cached.head.request_id
@@ -208,6 +217,18 @@ class FastPath:
         if exchange.rank is not None:
             body = b"".join(body_for_rank(route.path, need, exchange.rank, body))
         return body
+
+    def _admit_call(
+        self, caller: ApiCaller, exchange: Exchange, need: Requirements, body: bytes, size: int
+    ) -> bool:
+        """Count it for its caller, and as `inflight.admit`; False where a limit is reached."""
+        now = self._io.loop.now
+        if not begin_call(exchange, caller, need, body, now):
+            return False
+        if self._io.services.inflight.admit(exchange, size):
+            return True
+        cancel_call(exchange, now)
+        return False
 
     def _send_legs(self, exchange: Exchange, lines: list[bytes], body: bytes) -> bool:
         """As `_send`, of a request in two legs."""
@@ -244,6 +265,7 @@ class FastPath:
             or worker.health.failed_requests
         ):
             return False
+        exchange.response_head_at = exchange.first_at = io.loop.now
         client.write_soon(
             b"".join([
                 template.lines, *diagnostic_fields(exchange), exchange.version.lines,
@@ -251,12 +273,11 @@ class FastPath:
             ])
         )  # fmt: skip
         exchange.status = template.status
-        exchange.response_head_at = exchange.first_at = io.loop.now
         exchange.chunks = 1
         exchange.bytes_out = size
         exchange.relayed, exchange.single_chunk = True, sent_at_once
         exchange.outcome = "completed"
-        if io.settings.keeps_last_chunk:
+        if io.settings.keeps_last_chunk or exchange.caller is not None:
             exchange.last_chunk = body
         self._pool, self._request = None, b""
         self.waiting_on = client

@@ -10,6 +10,8 @@ from typing import Final
 
 import msgspec
 
+from omni_proxy.api_keys.caller import ApiCaller
+from omni_proxy.api_keys.callers import Callers, key_in, without_key_lines
 from omni_proxy.routing.inspect.body_fields import BodyFields, decode_body
 from omni_proxy.routing.inspect.requirements import has_json_body
 from omni_proxy.routing.rank_pinning import may_name_rank
@@ -31,7 +33,7 @@ from omni_proxy.wire.request import RANK_HINT, HeadTemplate, RequestHead
 class CachedRequest:
     """`head` of such a request, without the fields that vary; `source`: the cache it is from."""
 
-    __slots__ = ("decode", "head", "route", "source", "template")
+    __slots__ = ("caller", "decode", "head", "route", "source", "template")
 
     def __init__(
         self, head: RequestHead, template: HeadTemplate, route: Route, source: FastPathCache
@@ -40,6 +42,7 @@ class CachedRequest:
         self.head = msgspec.structs.replace(
             head, lines=template.first, length=0, request_id=fixed_id
         )
+        self.caller: ApiCaller | None = None
         self.template = template
         self.route = route
         self.source = source
@@ -64,13 +67,20 @@ _NEVER: Final = _Never()
 class FastPathCache:
     """Cached requests of all connections, under one configuration. Of the fleet: `has_ranks`; then
     requests that may name a data-parallel rank are not among them. `has_pools`: some of them may be
-    served in two legs."""
+    served in two legs. `callers`: where requests need a key; then a template holds it, so that all
+    requests of one have the same."""
 
     def __init__(
-        self, routes: ConfiguredRoutes, *, has_ranks: bool = False, has_pools: bool = False
+        self,
+        routes: ConfiguredRoutes,
+        *,
+        has_ranks: bool = False,
+        has_pools: bool = False,
+        callers: Callers | None = None,
     ) -> None:
         self.has_ranks = has_ranks
         self.has_pools = has_pools
+        self._callers = callers
         self._routes = routes
         self._by_template: LruCache[HeadTemplate, CachedRequest | _Never] = LruCache(TEMPLATES)
 
@@ -102,4 +112,28 @@ class FastPathCache:
         special = hinted or head.origin or head.upgrade or head.expects_continue or head.http_1_0
         if special or not head.keep_alive or not has_json_body(route, head):
             return None
-        return CachedRequest(head, template, route, self)
+        cached = CachedRequest(head, template, route, self)
+        return self._authorized(cached, key_in(head.lines)) if self._callers else cached
+
+    def _authorized(self, cached: CachedRequest, key: bytes) -> CachedRequest | None:
+        """With its caller, and without the key in what a worker gets; None for a wrong key."""
+        callers = self._callers
+        assert callers is not None
+        try:
+            cached.caller = callers.find(key)
+        except HttpError:
+            return None
+        if callers.keyed:
+            cached.template = _without_key(cached.template)
+            cached.head.lines = cached.template.first
+        return cached
+
+
+def _without_key(template: HeadTemplate) -> HeadTemplate:
+    """It matches the same heads, whose key is in no line that goes on. A key never varies, so each
+    of its lines is a whole part of the constant text."""
+    steps = tuple(
+        (same, size, forbidden, after if after is None else without_key_lines(after))
+        for same, size, forbidden, after in template.steps
+    )
+    return msgspec.structs.replace(template, first=without_key_lines(template.first), steps=steps)

@@ -15,7 +15,7 @@ from typing import Final
 from omni_proxy.admin_ops.routes import TOPPED
 from omni_proxy.dataplane.exchange.exchange import Exchange, new_request_id
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
-from omni_proxy.dataplane.exchange.response_relay import diagnostic_fields
+from omni_proxy.dataplane.exchange.response_relay import diagnostic_fields, rate_lines
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.wire.cors import encode_fields
 from omni_proxy.wire.errors import HttpError, encode_local_reply
@@ -35,7 +35,7 @@ async def reply_with_error(
     if exchange.route is None and exchange.target.partition("?")[0] in TOPPED:
         # Clients of the admin routes read these beside `error` (api-server.md 9.1).
         error.extra |= {"success": False, "message": error.message, "status": "error"}
-    fields = b"".join(diagnostic_fields(exchange)) if exchange.attempts else b""
+    fields = b"".join(diagnostic_fields(exchange)) if exchange.attempts else rate_lines(exchange)
     fields += _id_line(io, exchange) + exchange.cors
     exchange.status = error.status
     outcome = "upstream_error" if exchange.attempts and error.status >= 500 else "refused"

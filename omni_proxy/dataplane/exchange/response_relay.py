@@ -99,7 +99,7 @@ def _first_chunk(io: ExchangeIO, exchange: Exchange, chunk: bytes) -> None:
     _body_begins(io, exchange)
     exchange.chunks = 1
     exchange.bytes_out = len(chunk)
-    if io.settings.keeps_last_chunk:
+    if io.settings.keeps_last_chunk or exchange.caller is not None:
         exchange.last_chunk = chunk
 
 
@@ -146,7 +146,7 @@ def _relay_chunks(
     idle, deadline, keeps_last_chunk = (
         io.settings.limits.idle,
         io.deadline,
-        io.settings.keeps_last_chunk,
+        io.settings.keeps_last_chunk or exchange.caller is not None,
     )
     gaps = _gap_recorder(io, exchange)
     late, before, longest = gaps.late, exchange.first_at, 0.0
@@ -303,13 +303,25 @@ def diagnostic_fields(exchange: Exchange) -> tuple[bytes, ...]:
     worker = exchange.worker or exchange.last_worker
     worker_line = worker.route_line if worker is not None else b""
     if exchange.failed_attempts is None:
-        return worker_line, REQUEST_ID_NAME, exchange.request_id, _FIRST_ATTEMPT
+        if exchange.caller is None:
+            return worker_line, REQUEST_ID_NAME, exchange.request_id, _FIRST_ATTEMPT
+        rates = rate_lines(exchange)
+        return worker_line, REQUEST_ID_NAME, exchange.request_id, _FIRST_ATTEMPT, rates
     number = _ATTEMPT % exchange.attempts
     results = ", ".join(
         f"{worker.display_id}={result}" for worker, result in exchange.attempt_results()
     )
     results_line = b"x-omni-attempts: %b\r\n" % results.encode("latin-1", "replace")
-    return worker_line, REQUEST_ID_NAME, exchange.request_id, number, results_line
+    parts = worker_line, REQUEST_ID_NAME, exchange.request_id, number, results_line
+    return (*parts, rate_lines(exchange))
+
+
+def rate_lines(exchange: Exchange) -> bytes:
+    """Header lines with the rates of its caller, as they are after its last phase so far."""
+    caller = exchange.caller
+    if caller is None:
+        return b""
+    return caller.rate_lines(exchange.response_head_at or exchange.sent_at or exchange.head_at)
 
 
 def version_fields(exchange: Exchange) -> bytes:

@@ -14,6 +14,7 @@ from typing import Final
 from wsproto.connection import ConnectionType
 from wsproto.events import CloseConnection, Message
 
+from omni_proxy.dataplane.admission.caller_admission import reserve
 from omni_proxy.dataplane.exchange.exchange import (
     REQUEST_ID_NAME,
     Exchange,
@@ -21,6 +22,7 @@ from omni_proxy.dataplane.exchange.exchange import (
     new_request_id,
 )
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.exchange.response_relay import rate_lines
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, PhaseTimeout, pause
@@ -73,7 +75,8 @@ async def session(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> bool
     if io.settings.forwarded is not None:
         add_forwarded(io.settings.forwarded, exchange, head)
     id_line = REQUEST_ID_NAME + exchange.request_id + b"\r\n"
-    head_bytes = accept_handshake(head, id_line + exchange.request_id_line)
+    lines = id_line + exchange.request_id_line + rate_lines(exchange)
+    head_bytes = accept_handshake(head, lines)
     exchange.status, exchange.stream, exchange.relayed = 101, True, True
     speech_session = _Session(io, exchange)
     speech_session.down.out += head_bytes
@@ -110,6 +113,7 @@ class _Session:
         route = exchange.route
         assert route is not None
         need = exchange.requirements = inspect_session(route, first, RequestFacts(b"", head.hints))
+        reserve(exchange, need, io.services.fleet, len(first), io.loop.now)
         pin_to_voice_owner(io.services.balancer.voices, route.traffic, need)
         if io.services.fleet.has_ranks:
             pin_to_rank(need, head.hints, b"")

@@ -64,7 +64,7 @@ def affinity_keys_of(config: Config) -> AffinityKeyReader:
     """As a configuration says. Where model traffic needs a key, that is the same for all, so it
     names no session."""
     headers = config.routing.session_headers
-    if config.server.api_key:
+    if config.server.api_key or config.keys:
         headers = tuple(name for name in headers if name not in _KEY_HEADERS)
     return affinity_key_reader(headers, config.routing.session_body_keys)
 

@@ -144,7 +144,8 @@ Parse = Callable[[bytes], RequestHead]
 
 
 class RequestHeadCache:
-    """`parse_request_head` with a cache; `secure`: the forwarded headers are those of TLS."""
+    """`parse_request_head` with a cache; `secure`: the forwarded headers are those of TLS. `read`:
+    further fields, in lower case, of which heads with one template have the same values."""
 
     def __init__(
         self,
@@ -152,11 +153,12 @@ class RequestHeadCache:
         *,
         secure: bool = False,
         proxy_id: bytes = b"",
+        read: frozenset[bytes] = frozenset(),
     ) -> None:
         self._forwarded = forwarded
         self._secure = secure
         self._proxy_id = proxy_id
-        self._read = READ_FIELDS - _ANY_VALUE
+        self._read = (READ_FIELDS | read) - _ANY_VALUE
         self._ids = frozenset(REQUEST_ID_FIELDS)
         if forwarded is not None:
             self._read |= forwarded.read_fields()

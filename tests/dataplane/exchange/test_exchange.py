@@ -4,7 +4,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 KEPT = {
     "started_at", "head_at", "body_at", "client", "method", "target", "route", "idempotency_key",
     "request_id", "policy", "version", "worker_seen", "stream", "bytes_in", "ended_at",
-    "last_rank", "spare_leg",
+    "last_rank", "caller", "reserved", "request_bucket", "token_bucket", "spare_leg",
 }  # fmt: skip
 # What the end of an exchange clears.
 CLEARED = {

@@ -1,0 +1,74 @@
+"""Callers' keys as JSON and as metrics: names, limits and usage.
+
+Invariant: neither a key nor its hash is in any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import Metric
+
+from omni_proxy.admin_api.services import Services
+from omni_proxy.api_keys.caller import REASONS
+from omni_proxy.telemetry.prometheus import counters, gauges
+
+UNKNOWN = ""  # the name of those without a right key
+UNKNOWN_REASON = "invalid_api_key"
+_TOKENS = {"input": "input_tokens", "output": "output_tokens"}
+
+
+def key_records(services: Services) -> list[dict[str, object]]:
+    usage = services.key_usage()
+    return [
+        {
+            "name": entry.name,
+            "models": list(entry.models),
+            "max_inflight": entry.max_inflight,
+            "requests_per_minute": entry.requests_per_minute,
+            "tokens_per_minute": entry.tokens_per_minute,
+            "priority": entry.priority,
+            **_usage(usage.get(entry.name, {})),
+        }
+        for entry in services.config_store.config.keys
+    ]
+
+
+def refused_without_key(services: Services) -> int:
+    return services.key_usage().get(UNKNOWN, {}).get(f"refused_{REASONS[0]}", 0)
+
+
+def _usage(counts: dict[str, int]) -> dict[str, object]:
+    used: dict[str, object] = {
+        name: counts.get(name, 0)
+        for name in ("in_flight", "requests", "input_tokens", "output_tokens")
+    }
+    used["refused"] = {reason: counts.get(f"refused_{reason}", 0) for reason in REASONS}
+    return used
+
+
+def key_metrics(services: Services) -> Iterator[Metric]:
+    names = [entry.name for entry in services.config_store.config.keys]
+    usage = services.key_usage()
+    counts = [(name, usage.get(name, {})) for name in names]
+
+    def of(what: str) -> list[tuple[tuple[str], float]]:
+        return [((name,), each.get(what, 0)) for name, each in counts]
+
+    yield from gauges(
+        "key_requests_in_flight", "Model requests in flight of a caller", ("key",), of("in_flight")
+    )
+    yield from counters("key_requests", "Requests of a caller", ("key",), of("requests"))
+    tokens = [
+        ((name, kind), each.get(cell, 0)) for name, each in counts for kind, cell in _TOKENS.items()
+    ]
+    text = "Tokens of a caller, guessed where responses report none"
+    yield from counters("key_tokens", text, ("key", "kind"), tokens)
+    refused: list[tuple[tuple[str, str], float]] = [
+        ((name, reason), each.get(f"refused_{reason}", 0))
+        for name, each in counts
+        for reason in REASONS
+    ]
+    refused.append(((UNKNOWN, UNKNOWN_REASON), refused_without_key(services)))
+    text = "Refused requests of a caller; without a right key the caller is empty"
+    yield from counters("key_refused", text, ("key", "reason"), refused)

@@ -1,0 +1,105 @@
+"""All callers of model routes, by their keys.
+
+Invariant: while `guarded`, a request without a right key belongs to nobody, also in the moment
+before the first keys have been read. A caller keeps its counts as long as its name is configured.
+Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from hmac import compare_digest
+from typing import Final
+
+from omni_proxy.api_keys.caller import REFUSED, ApiCaller, LocalRows, SlotRows
+from omni_proxy.api_keys.key_table import KeyTable, presented_key
+from omni_proxy.config.api_keys import CallerKey
+from omni_proxy.config.schema import Config
+from omni_proxy.wire.errors import HttpError
+
+KEY_FIELDS: Final = frozenset((b"authorization", b"x-api-key"))
+_KEY_LINES: Final = re.compile(rb"\r\n(?i:(authorization)|x-api-key)[ \t]*:[ \t]*([^\r\n]*)")
+UNKNOWN_SLOT: Final = 0  # counts requests without a right key; names have the slots above it
+
+
+class Callers:
+    """`[server] api_key` and `[[keys]]`. `keyed`: there are some of the latter."""
+
+    def __init__(self) -> None:
+        self.guarded = self.keyed = False
+        self._server_key = b""
+        self._table: KeyTable[CallerKey] = KeyTable()
+        self._by_name: dict[str, ApiCaller] = {}
+        self._rows: SlotRows = LocalRows()
+        self._unknown = self._rows.own(UNKNOWN_SLOT)
+        self._own_slots: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[ApiCaller]:
+        return iter(self._by_name.values())
+
+    def configure(self, config: Config) -> None:
+        """The keys themselves come by `follow`."""
+        self._server_key = config.server.api_key.encode()
+        self.keyed = bool(config.keys)
+        self.guarded = self.keyed or bool(self._server_key)
+
+    def follow(self, table: KeyTable[CallerKey], slots: Mapping[str, int], rows: SlotRows) -> None:
+        """`slots`: of each name, in `rows`."""
+        before, self._by_name = self._by_name, {}
+        for entry in table.entries:
+            slot = slots[entry.name]
+            caller = before.get(entry.name)
+            if caller is None or caller.slot != slot or rows is not self._rows:
+                caller = ApiCaller(entry, slot, rows)
+            else:
+                caller.configure(entry, rows)
+            self._by_name[entry.name] = caller
+        self._table, self._rows = table, rows
+        self._unknown = rows.own(UNKNOWN_SLOT)
+
+    def follow_alone(self, table: KeyTable[CallerKey]) -> None:
+        """As `follow`, with counts of this process alone."""
+        slots = self._own_slots
+        for entry in table.entries:
+            slots.setdefault(entry.name, UNKNOWN_SLOT + 1 + len(slots))
+        self.follow(table, slots, self._rows)
+
+    def find(self, key: bytes) -> ApiCaller | None:
+        """The caller with this key; None for `[server] api_key`, which may do everything. Raises
+        HttpError 401."""
+        if self._server_key and compare_digest(key, self._server_key):
+            return None
+        entry = self._table.find(key)
+        if entry is None:
+            self._unknown[REFUSED] += 1
+            raise HttpError(
+                401, "an API key is needed: Authorization: Bearer <key>", "invalid_api_key"
+            ).with_headers(("www-authenticate", "Bearer"))
+        return self._by_name[entry.name]
+
+
+def key_in(lines: bytes) -> bytes:
+    """The key that a head's lines present, b"" for none. `lines` begin with the request line."""
+    authorization = x_api_key = b""
+    for bearer, value in _KEY_LINES.findall(lines):
+        if bearer:
+            authorization = authorization or value
+        else:
+            x_api_key = x_api_key or value
+    return presented_key(authorization, x_api_key)
+
+
+def without_key_lines(lines: bytes) -> bytes:
+    """A head's lines, or a part of them, without those that may hold a key of ours."""
+    return _KEY_LINES.sub(b"", lines)
+
+
+def may_use(caller: ApiCaller, model: str | None, fleet_models: frozenset[str]) -> bool:
+    """Whether it may ask for this model. For a request that names none, all that the fleet has must
+    be allowed, as any of them may serve it; `fleet_models`: empty where that is not known."""
+    if not caller.models:
+        return True
+    if model:
+        return model in caller.models
+    return bool(fleet_models) and fleet_models <= caller.models

@@ -1,0 +1,156 @@
+"""The limits of a caller's key on one exchange: begun at its head, reserved once its body is known,
+ended by `exchange_io.finalize`.
+
+Invariant: `Exchange.caller` is set for a request with a key of `[[keys]]`, and `reserved` is
+REFUSED until it counts; what counts is ended exactly once. From `begin` on the key is no part of
+the head's lines, so no worker gets it. Nothing here waits: above a limit the reply is 429 at once.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from omni_proxy.api_keys.caller import ApiCaller, Reason
+from omni_proxy.api_keys.callers import key_in, may_use, without_key_lines
+from omni_proxy.api_keys.token_usage import (
+    BYTES_PER_TOKEN,
+    estimate_prompt,
+    max_tokens_in,
+)
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.settings import Settings
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.inspect.response_usage import tokens_in
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.request import RequestHead
+
+REFUSED: Final = -1
+_EXPLAINED: Final = {
+    "max_inflight": "requests in flight",
+    "requests_per_minute": "requests in a minute",
+    "tokens_per_minute": "tokens in a minute",
+}
+
+
+def begin(settings: Settings, exchange: Exchange, head: RequestHead, now: float) -> None:
+    """Find the caller, and count the request. Raises HttpError 401 and 429."""
+    callers = settings.callers
+    try:
+        caller = callers.find(key_in(head.lines))
+        if callers.keyed:
+            head.lines = without_key_lines(head.lines)
+        if caller is not None:
+            exchange.caller, exchange.reserved = caller, REFUSED
+            if caller.is_in_debt(now):
+                raise _refusal(caller, "tokens_per_minute", 1, now)
+            reason = caller.begin(now)
+            if reason is not None:
+                raise _refusal(caller, reason, 0, now)
+            exchange.reserved, exchange.request_bucket = 0, caller.requests.bucket
+    except HttpError as error:
+        error.close = bool(head.length)  # its body has not been read
+        raise
+
+
+def reserve(exchange: Exchange, need: Requirements, fleet: Fleet, size: int, now: float) -> None:
+    """Check the model, and reserve tokens for a body of so many bytes. Raises HttpError 403 and
+    429."""
+    caller = exchange.caller
+    if caller is None:
+        return
+    if caller.models and not may_use(caller, need.model, _models_of(fleet)):
+        caller.count_refused("model")
+        raise _model_refusal(caller, need.model)
+    if not caller.entry.tokens_per_minute:
+        return
+    tokens = estimate_prompt(size) + max_tokens_in(exchange.body)
+    reserved = caller.reserve(tokens, now)
+    if reserved is None:
+        error = _refusal(caller, "tokens_per_minute", tokens, now)
+        caller.cancel(exchange.request_bucket, now)
+        exchange.reserved = REFUSED
+        raise error
+    exchange.reserved, exchange.token_bucket = reserved, caller.tokens.bucket
+
+
+def begin_whole(
+    exchange: Exchange, caller: ApiCaller, need: Requirements, body: bytes, now: float
+) -> bool:
+    """`begin` and `reserve` for the fast path, whose caller is known and whose body is whole. False
+    if it may not go on there: then nothing counts, and the coroutine finds out why."""
+    exchange.reserved = REFUSED
+    if caller.models and need.model not in caller.models:
+        return False
+    if caller.begin(now) is not None:
+        return False
+    exchange.request_bucket = caller.requests.bucket
+    if not caller.entry.tokens_per_minute:
+        exchange.reserved = 0
+        return True
+    reserved = caller.reserve(estimate_prompt(len(body)) + max_tokens_in(body), now)
+    if reserved is None:
+        caller.cancel(exchange.request_bucket, now)
+        return False
+    exchange.reserved, exchange.token_bucket = reserved, caller.tokens.bucket
+    return True
+
+
+def cancel(exchange: Exchange, now: float) -> None:
+    """It did not begin after all: nothing of it counts."""
+    caller, reserved = exchange.caller, exchange.reserved
+    if caller is None or reserved == REFUSED:
+        return
+    exchange.reserved = REFUSED
+    if reserved:
+        caller.tokens.settle(reserved, exchange.token_bucket, 0, now)
+    caller.cancel(exchange.request_bucket, now)
+
+
+def end(exchange: Exchange, caller: ApiCaller) -> None:
+    """What it took replaces what was reserved, and it is in flight no more."""
+    reserved = exchange.reserved
+    if reserved != REFUSED:
+        exchange.reserved = REFUSED
+        bucket = exchange.token_bucket if reserved else 0
+        caller.settle(reserved, bucket, _tokens_of(exchange), exchange.ended_at)
+        caller.end()
+
+
+def _tokens_of(exchange: Exchange) -> tuple[int, int]:
+    """Of the prompt and of the completion. Without a usage in the response they are guessed: by the
+    request's size, and by the chunks of a stream or the bytes of another response."""
+    tail = exchange.last_chunk
+    usage = tokens_in(tail) if tail else {}
+    if usage:
+        return usage.get("input", 0), usage.get("output", 0)
+    if not exchange.relayed or not 0 < exchange.status < 400:
+        return 0, 0  # no worker has computed anything for it
+    if exchange.stream:
+        return estimate_prompt(exchange.bytes_in), exchange.chunks
+    return estimate_prompt(exchange.bytes_in), exchange.bytes_out // BYTES_PER_TOKEN
+
+
+def _models_of(fleet: Fleet) -> frozenset[str]:
+    """Empty if a worker may serve a model that is not known."""
+    if not all(worker.model for worker in fleet.workers):
+        return frozenset()
+    return frozenset(fleet.models)
+
+
+def _model_refusal(caller: ApiCaller, model: str | None) -> HttpError:
+    allowed = ", ".join(caller.entry.models)
+    asked = f"the model {model!r}" if model else "a request that names no model"
+    return HttpError(
+        403, f"this API key does not allow {asked}, only {allowed}", "model_not_allowed",
+        type="permission_error",
+    )  # fmt: skip
+
+
+def _refusal(caller: ApiCaller, reason: Reason, tokens: int, now: float) -> HttpError:
+    caller.count_refused(reason)
+    limit = getattr(caller.entry, reason)
+    return HttpError(
+        429, f"this API key allows {limit} {_EXPLAINED[reason]}", "rate_limit_exceeded",
+        type="rate_limit_error", reason=reason,
+    ).with_headers(("retry-after", str(caller.retry_after(reason, tokens, now))))  # fmt: skip

@@ -1,0 +1,169 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.api_keys.rate_window import WINDOW_CELLS, RateWindow
+
+# Steps of a client: seconds since the one before, and how much it asks for.
+STEPS = st.lists(
+    st.tuples(
+        st.floats(0, 90).map(lambda secs: round(secs, 3)) | st.just(0.0) | st.just(0.5),
+        st.integers(1, 12),
+    ),
+    max_size=60,
+)
+START = 1000.0
+
+
+def window():
+    return RateWindow([0] * WINDOW_CELLS)
+
+
+def shared(count):
+    rows = [[0] * WINDOW_CELLS for _ in range(count)]
+    windows = [RateWindow(row) for row in rows]
+    for index, each in enumerate(windows):
+        each.share_with([row for at, row in enumerate(rows) if at != index], lambda: None)
+    return windows
+
+
+class Log:
+    """The naive model: every amount with its time."""
+
+    def __init__(self):
+        self.entries = []
+
+    def within(self, secs, now):
+        return sum(amount for at, amount in self.entries if at >= now - secs)
+
+
+def play(steps, limit, choose):
+    """`choose(i)`: the window that step `i` uses."""
+    log, now = Log(), START
+    for index, (pause, amount) in enumerate(steps):
+        now += pause
+        if choose(index).take(amount, limit, now):
+            log.entries.append((now, amount))
+            assert log.within(60, now) <= limit
+        else:
+            assert log.within(60.5, now) + amount > limit
+    return log
+
+
+@given(STEPS, st.integers(1, 30))
+def test_no_60_seconds_have_more_than_the_limit_and_none_is_refused_without_need(steps, limit):
+    one = window()
+    play(steps, limit, lambda _index: one)
+
+
+@given(STEPS, st.integers(1, 30), st.integers(2, 3))
+def test_processes_that_share_a_window_keep_its_limit_together(steps, limit, count):
+    windows = shared(count)
+    play(steps, limit, lambda index: windows[index * 7 % 5 % count])
+
+
+@given(STEPS, st.integers(1, 30))
+def test_what_is_used_is_what_the_log_has_of_the_last_minute(steps, limit):
+    one = window()
+    log = play(steps, limit, lambda _index: one)
+    now = START + sum(pause for pause, _ in steps)
+    assert log.within(60, now) <= one.used(now) <= log.within(60.5, now)
+
+
+@given(STEPS, st.integers(12, 30))
+def test_the_wait_that_is_told_is_enough_and_at_most_a_second_too_long(steps, limit):
+    one = window()
+    play(steps, limit, lambda _index: one)
+    now = START + sum(pause for pause, _ in steps)
+    if one.take(12, limit, now):
+        return
+    wait = one.wait_secs(12, limit, now)
+    assert one.used(now + wait) + 12 <= limit
+    if wait > 1:
+        other = window()
+        play(steps, limit, lambda _index: other)
+        assert other.used(now + wait - 1.01) + 12 > limit
+
+
+def test_a_client_that_asks_all_the_time_gets_its_rate_within_two_percent():
+    one, got = window(), 0
+    for tick in range(60 * 60 * 10):  # an hour, ten requests a second
+        got += one.take(1, 100, START + tick / 10)
+    assert 0.98 * 100 * 60 <= got <= 100 * 61
+
+
+def test_a_burst_of_the_whole_limit_is_free_again_after_a_minute_and_not_before():
+    one = window()
+    assert [one.take(1, 5, START + 0.1) for _ in range(6)] == [True] * 5 + [False]
+    assert not one.take(1, 5, START + 60.1)
+    assert one.wait_secs(1, 5, START + 0.1) == 61
+    assert one.take(1, 5, START + 60.6)
+
+
+def test_less_than_was_taken_gives_room_back_at_once():
+    one = window()
+    assert one.take(10, 10, START)
+    one.settle(10, one.bucket, 3, START + 5)
+    assert one.used(START + 5) == 3
+    assert one.take(7, 10, START + 5)
+
+
+def test_more_than_was_taken_is_a_debt_that_later_requests_wait_for():
+    one = window()
+    assert one.take(2, 10, START)
+    bucket = one.bucket
+    one.settle(2, bucket, 25, START + 30)
+    assert one.used(START + 30) == 25
+    assert not one.take(1, 10, START + 89)
+    assert one.take(1, 10, START + 91)
+
+
+def test_room_of_a_bucket_that_is_over_is_not_given_back_twice():
+    one = window()
+    assert one.take(10, 10, START)
+    bucket = one.bucket
+    one.settle(10, bucket, 0, START + 200)
+    assert one.used(START + 200) == 0
+    assert one.take(10, 10, START + 200)
+    assert not one.take(1, 10, START + 200)
+
+
+def test_a_process_that_takes_a_row_over_goes_on_with_its_counts():
+    row = [0] * WINDOW_CELLS
+    assert RateWindow(row).take(4, 5, START)
+    again = RateWindow(row)
+    assert not again.take(2, 5, START + 1)
+    assert again.take(1, 5, START + 1)
+
+
+def test_a_row_that_has_not_moved_for_long_counts_no_more():
+    first, second = shared(2)
+    assert first.take(5, 5, START)
+    assert not second.take(1, 5, START + 59)
+    assert second.take(5, 5, START + 61)
+    assert second.take(5, 5, START + 500)
+    assert second.used(START + 500) == 5
+
+
+def test_of_two_that_count_in_one_moment_neither_passes_the_limit():
+    rows = [[0] * WINDOW_CELLS for _ in range(2)]
+    first, second = RateWindow(rows[0]), RateWindow(rows[1])
+    second.share_with([rows[0]], lambda: None)
+    taken = []
+    first.take(0, 9, START)  # the bucket of now
+
+    def meanwhile():  # the other process counts between this one's write and its look
+        if not taken:
+            taken.append(second.take(3, 4, START))
+
+    first.share_with([rows[1]], meanwhile)
+    taken.append(first.take(3, 4, START))
+    assert taken.count(True) <= 1
+    assert sum(window.used(START) for window in (first,)) <= 4
+
+
+def test_a_process_whose_clock_was_read_long_ago_counts_in_the_newest_bucket():
+    first, second = shared(2)
+    assert first.take(2, 5, START + 30)
+    assert second.take(2, 5, START)  # its turn of the event loop began half a minute ago
+    assert first.used(START + 30) == 4
+    assert not first.take(2, 5, START + 89)

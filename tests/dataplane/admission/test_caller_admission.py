@@ -1,0 +1,286 @@
+"""Keys of callers on both paths of an exchange: who is let in, what a worker gets, what counts."""
+
+import contextlib
+import re
+from hashlib import sha256
+
+import pytest
+
+from omni_proxy.wire.chunked import encode_chunk
+from tests.dataplane.both_drivers import (
+    WHOLE,
+    chat_request,
+    run_fast_and_slow,
+    worker_sockets,
+)
+
+KEYS = (b"key-a", b"key-b")
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.fixture
+def listeners(tmp_path):
+    with contextlib.ExitStack() as stack:
+        sockets = worker_sockets(tmp_path, "a")
+        yield {name: stack.enter_context(each) for name, each in sockets.items()}
+
+
+def keys(*limits, more=""):
+    tables = [
+        f'[[keys]]\nname = "team-{key[-1:].decode()}"\nkey_sha256 = "{sha256(key).hexdigest()}"\n'
+        + limit
+        for key, limit in zip(KEYS, limits, strict=False)
+    ]
+    return more + "\n" + "\n".join(tables)
+
+
+def bearer(key):
+    return b"Authorization: Bearer " + key
+
+
+def request(key=KEYS[0], body=b'{"messages": []}'):
+    return chat_request(body=body, fields=(bearer(key),))
+
+
+def statuses(client):
+    return [int(each) for each in re.findall(rb"HTTP/1\.1 (\d+)", client.came)]
+
+
+def callers(world):
+    return {caller.name: caller for caller in world.dataplane.settings.callers}
+
+
+def play(listeners, script, config, *, began=0, handed_over=0):
+    return run_fast_and_slow(
+        listeners, script, config, began=began, handed_over=handed_over, warm=0
+    )
+
+
+def warmed(world, client, sent=None):
+    """Six requests and responses like those that follow."""
+    for _ in range(6):
+        world.ask(client, sent or request())
+        world.answer(WHOLE)
+    world.began = world.handed_over = 0
+
+
+def sent_to_workers(world):
+    return b"".join(end.came for end in world.lines).lower()
+
+
+def test_requests_with_a_key_take_the_fast_path_and_no_worker_gets_the_key(listeners):
+    def script(world, client):
+        warmed(world, client)
+        for _ in range(4):
+            world.ask(client, request())
+            world.answer(WHOLE)
+        assert statuses(client) == [200] * 10
+        for secret in (b"key-a", b"authorization", b"x-api-key"):
+            assert secret not in sent_to_workers(world)
+        assert callers(world)["team-a"].in_flight == 0
+
+    world = play(listeners, script, keys("", ""), began=4)
+    assert [line["key"] for line in world.log] == ["team-a"] * 10
+    assert "key-a" not in str(world.log)
+
+
+@pytest.mark.parametrize(
+    "field", [b"Authorization: Bearer wrong", b"x-api-key: wrong", b"accept: a/b"]
+)
+def test_a_request_without_a_right_key_is_refused_on_both_paths(listeners, field):
+    def script(world, client):
+        warmed(world, client)
+        for _ in range(3):
+            world.ask(client, chat_request(body=b"{}", fields=(field,)))
+        assert statuses(client)[6:] == [401]  # its body is not read, so the connection ends
+        assert b"www-authenticate: Bearer" in client.came
+        assert not any(caller.in_flight for caller in callers(world).values())
+
+    play(listeners, script, keys(""))
+
+
+def test_both_fields_of_a_request_are_withheld_from_workers(listeners):
+    def script(world, client):
+        fields = (b"X-Api-Key: key-b", b"accept: a/b", bearer(b"key-a"), b"x-other: 1")
+        warmed(world, client, chat_request(fields=fields))
+        world.ask(client, chat_request(fields=fields))
+        world.answer(WHOLE)
+        assert statuses(client) == [200] * 7
+        assert b"key-" not in sent_to_workers(world)
+        assert sent_to_workers(world).count(b"accept: a/b\r\n") == 7
+        assert sent_to_workers(world).count(b"x-other: 1\r\n") == 7
+
+    play(listeners, script, keys("", ""), began=1)
+
+
+def test_the_server_key_may_do_everything_and_counts_for_nobody(listeners):
+    limits = 'requests_per_minute = 1\nmodels = ["m"]\n'
+
+    def script(world, client):
+        warmed(world, client, request(b"server"))
+        for _ in range(3):
+            world.ask(client, request(b"server"))
+            world.answer(WHOLE)
+        assert statuses(client) == [200] * 9
+        assert b"x-ratelimit" not in client.came
+
+    play(listeners, script, keys(limits, more="api_key = 'server'"), began=3)
+
+
+def test_with_the_server_key_alone_requests_take_the_fast_path_too(listeners):
+    def script(world, client):
+        warmed(world, client, request(b"server"))
+        for _ in range(3):
+            world.ask(client, request(b"server"))
+            world.answer(WHOLE)
+        world.ask(client, request(b"other"))
+        assert statuses(client) == [200] * 9 + [401]
+        assert b"bearer server" in sent_to_workers(world)  # as before there were [[keys]]
+
+    play(listeners, script, "api_key = 'server'", began=3)
+
+
+def test_requests_above_the_rate_get_429_until_the_minute_is_over(listeners):
+    def script(world, client):
+        warmed(world, client)
+        for _ in range(4):
+            world.ask(client, request())
+            world.answer(WHOLE)
+        assert statuses(client) == [200] * 8 + [429]
+        last = client.came[client.came.rindex(b"HTTP/1.1 429") :]
+        assert re.search(rb"retry-after: 6[01]\r\n", last)
+        assert b"x-ratelimit-limit-requests: 8\r\n" in last
+        assert b"x-ratelimit-remaining-requests: 0\r\n" in last
+        assert b'"reason":"requests_per_minute"' in last
+        left = re.findall(rb"x-ratelimit-remaining-requests: (\d+)", client.came)
+        assert left == [b"%d" % max(0, n) for n in range(7, -2, -1)]
+        world.wait(59)
+        again = world.connect_client()
+        world.ask(again, request())
+        assert statuses(again) == [429]
+        world.wait(2)
+        again = world.connect_client()
+        world.ask(again, request())
+        world.answer(WHOLE)
+        assert statuses(again) == [200]
+
+    play(listeners, script, keys("requests_per_minute = 8\n"), began=2)
+
+
+def test_requests_in_flight_above_the_limit_get_429_at_once(listeners):
+    def script(world, client):
+        others = [world.connect_client() for _ in range(3)]
+        world.ask(client, request())
+        for other in others:
+            world.ask(other, request())
+        assert [statuses(other) for other in others] == [[], [429], [429]]
+        assert b"retry-after: 1\r\n" in others[1].came
+        assert callers(world)["team-a"].in_flight == 2
+        stranger = world.connect_client()
+        world.ask(stranger, request(b"key-b"))  # another caller's limit
+        for _ in range(3):
+            world.answer(WHOLE)
+        assert statuses(client) == statuses(others[0]) == statuses(stranger) == [200]
+        assert callers(world)["team-a"].in_flight == 0
+        world.ask(client, request())
+        world.answer(WHOLE)
+        assert statuses(client) == [200, 200]
+
+    config = keys("max_inflight = 2\n", "max_inflight = 2\n", more="queue_size = 9")
+    play(listeners, script, config, began={0, 1, 2})
+
+
+def test_a_client_that_leaves_gives_its_slot_back(listeners):
+    def script(world, client):
+        world.ask(client, request())
+        assert callers(world)["team-a"].in_flight == 1
+        client.leave()
+        world.turn()
+        assert callers(world)["team-a"].in_flight == 0
+
+    play(listeners, script, keys("max_inflight = 1\n"))
+
+
+MODEL = b'{"model": "%b", "messages": []}'
+
+
+def test_a_model_that_the_key_does_not_allow_is_403(listeners):
+    def script(world, client):
+        warmed(world, client, request(body=MODEL % b"m"))
+        for model in (b"m", b"n"):
+            world.ask(client, request(body=MODEL % model))
+            world.answer(WHOLE)
+        world.ask(client, request())  # which names none, where any worker might serve it
+        assert statuses(client) == [200] * 7 + [403] * 2
+        assert client.came.count(b"model_not_allowed") == 2
+        assert callers(world)["team-a"].in_flight == 0
+
+    play(listeners, script, keys('models = ["m", "alias"]\n'), began=1)
+
+
+USAGE = b'{"choices": [], "usage": {"prompt_tokens": 30, "completion_tokens": 40}}'
+SETTLED = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+    len(USAGE),
+    USAGE,
+)
+
+
+def test_the_usage_of_a_response_replaces_what_was_reserved(listeners):
+    body = b'{"max_tokens": 90, "messages": []}'  # 9 for its bytes, and 90
+
+    def script(world, client):
+        world.ask(client, request(body=body))
+        assert callers(world)["team-a"].tokens.used(world.clock()) == 99
+        world.answer(SETTLED)
+        assert callers(world)["team-a"].tokens.used(world.clock()) == 70
+        assert b"x-ratelimit-remaining-tokens: 1\r\n" in client.came
+        world.ask(client, request(body=body))
+        assert statuses(client) == [200, 429]
+        assert b"x-ratelimit-limit-tokens: 100\r\n" in client.came
+        assert b'"reason":"tokens_per_minute"' in client.came
+
+    play(listeners, script, keys("tokens_per_minute = 100\n"), began={0, 1})
+
+
+def test_more_tokens_than_the_limit_are_a_debt_that_the_next_request_waits_for(listeners):
+    def script(world, client):
+        world.ask(client, request())
+        world.answer(SETTLED)
+        world.ask(client, request())
+        assert statuses(client) == [200, 429]
+        world.wait(61)
+        again = world.connect_client()
+        world.ask(again, request())
+        world.answer(SETTLED)
+        assert statuses(again) == [200]
+
+    play(listeners, script, keys("tokens_per_minute = 50\n"), began={0, 1})
+
+
+def test_a_stream_without_a_usage_counts_its_chunks(listeners):
+    body = b'{"messages": [], "stream": true}'  # 8 tokens by its bytes
+
+    def script(world, client):
+        world.ask(client, request(body=body))
+        events = [encode_chunk(b"data: %d\n\n" % n) for n in range(3)]
+        world.answer(STREAM_HEAD, *events, b"0\r\n\r\n")
+        for _ in range(4):
+            world.more()
+        used = callers(world)["team-a"].tokens.used(world.clock())
+        assert 8 + 3 <= used <= 8 + 4
+
+    play(listeners, script, keys("tokens_per_minute = 100\n"), began=0)
+
+
+def test_a_request_that_no_worker_has_computed_costs_no_tokens(listeners):
+    broken = b"HTTP/1.1 500 No\r\ncontent-length: 1\r\n\r\nx"
+
+    def script(world, client):
+        world.ask(client, request())
+        world.answer(broken)
+        assert statuses(client) == [500]
+        assert callers(world)["team-a"].tokens.used(world.clock()) == 0
+
+    play(listeners, script, keys("tokens_per_minute = 100\n"), began=0)
