@@ -155,7 +155,8 @@ def accepts(words):
             | "weights"
             | "completion"
             | "init"
-            | "schema",
+            | "schema"
+            | "keys",
             *rest,
         ]:
             importlib.import_module(COMMANDS[words[0]]).parser().parse_args(rest)

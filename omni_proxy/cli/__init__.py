@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "completion": "omni_proxy.cli.completion",
     "explain": "omni_proxy.cli.explain",
     "init": "omni_proxy.cli.config_file.init",
+    "keys": "omni_proxy.cli.config_file.keys",
     "launch": "omni_proxy.cli.launch",
     "launch-router": "omni_proxy.cli.launch:main_router",
     "logs": "omni_proxy.cli.logs",

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from omni_proxy.admin_ops.routes import check_routes
 from omni_proxy.api_keys.resolve import KeyReader, resolve
 from omni_proxy.cli.flags.arguments import check_parser
+from omni_proxy.config.api_keys import KeySource
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.config.problem import Problem, format_path
+from omni_proxy.config.problem import Path, Problem, format_path
 from omni_proxy.config.schema import Config
 from omni_proxy.routing.policies.plugins import check_policy
 from omni_proxy.runtime_config.config_store import read_file
@@ -47,19 +48,23 @@ def main(argv: Sequence[str]) -> int:
 def check_keys(config: Config, file: str) -> list[str]:
     """The variables with keys that are not set here, where the proxy may not run. Raises
     ConfigError for files with keys that can't be used."""
-    entries = config.admin.keys
     reader = KeyReader(os.environ, read_key_file)
-    _, findings = resolve(entries, ("admin", "keys"), reader)
-    unset = {
-        f"admin.keys[{index}].key_env": entry.key_env
-        for index, entry in enumerate(entries)
-        if entry.key_env and not os.environ.get(entry.key_env)
-    }
-    problems = [
-        Problem(place, None, reason, hint, file)
-        for path, reason, hint in findings
-        if (place := format_path(path)) not in unset
-    ]
+    problems: list[Problem] = []
+    unset: dict[str, str] = {}
+    lists: tuple[tuple[Path, Sequence[KeySource]], ...] = (
+        (("keys",), config.keys),
+        (("admin", "keys"), config.admin.keys),
+    )
+    for path, entries in lists:
+        for index, entry in enumerate(entries):
+            if entry.key_env and not os.environ.get(entry.key_env):
+                unset[format_path((*path, index, "key_env"))] = entry.key_env
+        _, findings = resolve(entries, path, reader)
+        problems += [
+            Problem(where, None, reason, hint, file)
+            for place, reason, hint in findings
+            if (where := format_path(place)) not in unset
+        ]
     if problems:
         raise ConfigError(problems, file)
     return [f"{place}: {name} is not set here; the start needs it" for place, name in unset.items()]

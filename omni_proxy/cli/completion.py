@@ -60,7 +60,7 @@ def pages() -> list[Page]:
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     # Imported here: no other command must wait for all of them.
     from omni_proxy.cli import explain, logs, status, weights, workers
-    from omni_proxy.cli.config_file import init, schema
+    from omni_proxy.cli.config_file import init, keys, schema
     from omni_proxy.cli.flags import arguments
     from omni_proxy.cli.flags.engines import ENGINES
     from omni_proxy.cli.simulate import arguments as simulate
@@ -72,6 +72,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield "init", init.parser()
     yield "check", arguments.check_parser()
     yield "schema", schema.parser()
+    yield "keys", keys.parser()
     yield "status", status.parser()
     yield "top", top.parser()
     yield "workers", workers.parser()

@@ -58,17 +58,6 @@ def check_keys(config: Config, file: str) -> None:
     resolve_keys(config.admin.keys, ("admin", "keys"), file)
 
 
-def check_keys_elsewhere(config: Config, file: str) -> list[str]:
-    """As `check_keys`, where the program itself will run with another environment: the variables
-    with keys that are not set here, which is no error."""
-    named: list[KeySource] = [*config.keys, *config.admin.keys]
-    unset = [each.key_env for each in named if each.key_env and not os.environ.get(each.key_env)]
-    resolve_keys([e for e in config.keys if e.key_env not in unset], ("keys",), file)
-    admin_keys = [each for each in config.admin.keys if each.key_env not in unset]
-    resolve_keys(admin_keys, ("admin", "keys"), file)
-    return unset
-
-
 class KeySources(Generic[Entry]):
     """`path` of the list in the configuration, and `select`, which takes it from there."""
 
