@@ -88,9 +88,9 @@ class JsonText:
         """The text with `edits`; `text`: as they stand in front of a body that has none of them,
         where that is known. Raises HttpError 400: a changed key that is there twice."""
         body, start = self._body, self._start
+        if self._lacks(edits) and self._members is None:
+            return _with_added(body, start, text or _added(edits, ()))
         if not self._is_parsed:
-            if self._lacks(edits):
-                return _with_added(body, start, text or _added(edits, ()))
             self._parse()
         if self._values is not None and self._members is None:
             changed = self._with_values(self._values, edits)
@@ -113,24 +113,25 @@ class JsonText:
     def _with_values(self, values: Mapping[str, msgspec.Raw], edits: Edits) -> bytes | None:
         """The text with `edits`, where the name of each key that has another value from now on is
         in it once: it is that key's then. None for anything else."""
-        body, at, parts = self._body, self._start + 1, list[bytes]()
-        places = []
+        body, first, places = self._body, self._start + 1, []
         for name in edits.keys() & values.keys():
-            quoted, edit = _quoted(name), edits[name]
+            quoted, value, edit = _quoted(name), values[name], edits[name]
             place = body.find(quoted)
             is_single = place >= 0 and body.find(quoted, place + 1) < 0
             if self._escapes or not is_single or not isinstance(edit, bytes):
                 return None
-            value_at = _end(_TO_VALUE, body, place + len(quoted))
-            places.append((value_at, value_at + len(values[name]), edit))
+            if bytes(value) != edit:
+                value_at = _end(_TO_VALUE, body, place + len(quoted))
+                places.append((value_at, value_at + len(value), edit))
+        added = _added(edits, values)
+        parts = [body[:first], added, b"," if added and values else b""]
         if len(places) > 1:
             places.sort()
         for value_at, end, text in places:
-            parts += body[at:value_at], text
-            at = end
-        added = _added(edits, values)
-        comma = b"," if added and values else b""
-        return b"".join((body[: self._start + 1], added, comma, *parts, body[at:]))
+            parts += body[first:value_at], text
+            first = end
+        parts.append(body[first:])
+        return b"".join(parts)
 
 
 @lru_cache(maxsize=256)
@@ -158,9 +159,10 @@ def _added(edits: Edits, there: Container[str]) -> bytes:
     """The text of keys that were not there."""
     members = []
     for name, edit in edits.items():
-        if edit is not None and name not in there:
-            text = edit if isinstance(edit, bytes) else splice(b"{}", edit)
-            members.append(b"%b:%b" % (_quoted(name), text))
+        if edit is None or name in there:
+            continue
+        text = edit if isinstance(edit, bytes) else splice(b"{}", edit)
+        members.append(b"%b:%b" % (_quoted(name), text))
     return b",".join(members)
 
 

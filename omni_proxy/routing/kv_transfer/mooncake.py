@@ -7,7 +7,6 @@ The decode engine is told the bootstrap server of the prefill engine and that en
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -48,9 +47,8 @@ def mooncake_legs(
 
 
 def _uuid(number: int) -> str:
-    digits = f"{number:032x}"
-    ends = (0, 8, 12, 16, 20, 32)
-    return "-".join(digits[a:b] for a, b in pairwise(ends))
+    text = f"{number:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
 def bootstrap_address(url: str, port: int) -> str:
