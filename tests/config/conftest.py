@@ -115,6 +115,8 @@ WORKERS = st.builds(
     kv_connector=st.sampled_from(["", "sglang", "mooncake"]),
     ranks=st.sampled_from([0, 1, 8, "auto"]),
     loras=st.sampled_from([(), ("l", "k"), "auto"]),
+    kv_events=st.sampled_from(["auto", "tcp://10.0.0.1:5557"]),
+    kv_replay=st.sampled_from(["", "tcp://*:5558"]),
 )
 GROUPS = st.builds(
     LaunchEntry,
@@ -123,6 +125,7 @@ GROUPS = st.builds(
     replicas=st.integers(0, 3),
     base_port=st.integers(1, 60000).map(lambda port: port - port % 3 + 3),
     base_bootstrap_port=st.integers(1, 60000),
+    kv_events=st.sampled_from(["off", "auto"]),
     capabilities=CAPABLE,
     env=st.dictionaries(NAMES, WORDS, max_size=2),
 )
