@@ -20,14 +20,15 @@ FEW = 2
 UNARY, STREAM = "unary c=32", "stream 17k/s"
 
 
-def side(policy: str, workers: int, *, metrics: bool = True) -> Side:
-    """The proxy with this policy over the first so many workers."""
+def side(policy: str, workers: int, *, metrics: bool = True, rules: str = "") -> Side:
+    """The proxy with this policy over the first so many workers; `rules`: of cache_aware."""
     counted = "" if metrics else ", metrics off"
-    name = f"{policy}, {workers} workers{counted}"
+    name = f"{policy}, {workers} workers{counted}" + (f", {rules}" if rules else "")
 
     def changed(text: str) -> str:
         text = text.replace('policy = "least_request"', f'policy = "{policy}"')
-        return text.replace("[server]", f"[server]\nmetrics = {str(metrics).lower()}")
+        text = text.replace("[server]", f"[server]\nmetrics = {str(metrics).lower()}")
+        return text.replace("[[workers]]", f"[routing.cache_aware]\n{rules}\n[[workers]]", 1)
 
     inner = reconfigured(proxy(OMNI_PROXY, name), name, changed)
     return replace(inner, most=workers)
@@ -36,6 +37,16 @@ def side(policy: str, workers: int, *, metrics: bool = True) -> Side:
 Pair = tuple[str, Side, Side]
 PAIRS: dict[str, Pair] = {
     "cache": (UNARY, side("cache_aware", FEW), side("round_robin", FEW)),
+    "feedback": (
+        UNARY,
+        side("cache_aware", FEW),
+        side("cache_aware", FEW, rules="feedback = false"),
+    ),
+    "cost": (
+        UNARY,
+        side("cache_aware", FEW, rules='score = "cost"'),
+        side("cache_aware", FEW),
+    ),
     "many": (UNARY, side("round_robin", MANY), side("round_robin", FEW)),
     "many-cache": (UNARY, side("cache_aware", MANY), side("cache_aware", FEW)),
     "metrics": (UNARY, side("least_request", 8), side("least_request", 8, metrics=False)),
