@@ -9,6 +9,7 @@ IMPURE = {"trio", "quart", "quart_trio", "hypercorn", "httpx", "torch", "time", 
 SHARED = (
     "self_exec",
     "hypercorn_connection",
+    "url_rules",
     "watchdog",
     "origins",
     "backoff",

@@ -36,12 +36,14 @@ from omni_proxy.admin_api.serializers.worker_records import WorkerRecords, reaso
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
 from omni_proxy.upstream_http.client import incoming_hops
+from omni_proxy.url_rules import match_only
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 from omni_proxy.wire.forwarded import HOP_FIELD, PROXY_FIELD
 
 
 def create_app(services: Services) -> QuartTrio:
     app = QuartTrio(__name__, static_folder=None)
+    match_only(app)
     app.config["RESPONSE_TIMEOUT"] = None  # Quart's default of 60 s would cut a long response
     app.config["MAX_CONTENT_LENGTH"] = None  # the data plane limits the body
     app.url_map.merge_slashes = False  # a worker id has "//", and a redirect would lose the body

@@ -33,6 +33,7 @@ from omni_proxy.replica.api.vllm import (
     weight_transfer_routes,
 )
 from omni_proxy.replica.api.vllm.control_routes import EngineCalls
+from omni_proxy.url_rules import match_only
 
 if TYPE_CHECKING:
     from omni_proxy.replica.pipeline.client import Client
@@ -61,6 +62,7 @@ def create_app(client: Client, **options: Unpack[AppOptions]) -> QuartTrio:
 
 def build_app(context: RouteContext) -> QuartTrio:
     app = QuartTrio("sglang-omni", static_folder=None)
+    match_only(app)
     app.config["RESPONSE_TIMEOUT"] = (
         None  # Quart's default of 60 s would silently cut long responses
     )
