@@ -366,3 +366,24 @@ def test_a_proxy_that_drains_ends_the_pair_first(listeners, connector):
     world = run_pairs(listeners, script, connector, began=1, handed_over=1)
     assert world.clients[0].end in ("closed", "left")
     assert PREFILL
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_the_loads_that_engines_report_are_taken_from_both_legs(listeners, connector):
+    def fields(waiting):
+        named = b'{"named_metrics": {"num_requests_waiting": %d.0}}' % waiting
+        return b"endpoint-load-metrics: JSON %b\r\n" % named
+
+    def script(world, client):
+        for waiting in range(4):
+            world.ask(client, chat_request())
+            world.prefill(answer(PREFILL, fields=fields(waiting)))
+            world.decode(answer(fields=fields(10 + waiting)))
+
+    config = "[routing]\noverload_waiting = 100\n"
+    world = run_pairs(listeners, script, connector, config, began=4, handed_over=0)
+    waiting = [worker.engine_load.report.waiting for worker in world.fleet.workers]
+    assert waiting == [2.0, 3.0, 12.0, 13.0]
+    assert b"endpoint-load" not in world.clients[0].came
+    asked = b"".join(end.came for end in world.lines)
+    assert asked.count(b"endpoint-load-metrics-format: JSON\r\n") == asked.count(b"POST ")
