@@ -94,6 +94,9 @@ class TargetChecks(Protocol):
     def error_for(self, need: Requirements) -> HttpError:
         """Why nobody can."""
 
+    def held_worker(self, need: Requirements) -> Worker | None:
+        """The worker that its session waits for; None where it does not wait."""
+
 
 def choose_target(need: Requirements, checks: TargetChecks, tried: Collection[Worker] = ()) -> bool:
     """Set `need.model` to the model of the target for this attempt; whether it is another one than
@@ -105,11 +108,12 @@ def choose_target(need: Requirements, checks: TargetChecks, tried: Collection[Wo
     assert alias is not None
     split, before = alias.split, alias.target
     available = _available(need, checks, tried)
-    if not available:
-        raise _no_target_error(need, checks)
-    alias.target = _preferred(alias, available)
-    if alias.target < 0:
-        alias.target = split.choose(available)
+    target = _waiting_target(need, checks, available)
+    if target < 0:
+        if not available:
+            raise _no_target_error(need, checks)
+        target = _preferred(alias, available)
+    alias.target = target if target >= 0 else split.choose(available)
     need.model = split.models[alias.target]
     return alias.target != before
 
@@ -136,6 +140,10 @@ def explain_target(need: Requirements, checks: TargetChecks) -> TargetExplanatio
     split = alias.split
     available = _available(need, checks)
     shown = [index in available for index in range(len(split.models))]
+    waiting = _waiting_target(need, checks, available)
+    if waiting >= 0:
+        need.model = split.models[waiting]
+        return TargetExplanation(split, need.model, "its session waits for a worker there", shown)
     if not available:
         return TargetExplanation(split, None, _no_target_error(need, checks).message, shown)
     alias.target = _preferred(alias, available)
@@ -184,6 +192,17 @@ def _available(
         return able
     through = list(_of_targets(need, lambda each: checks.has_tried_all(each, tried)))
     return [index for index in able if not through[index]] or able
+
+
+def _waiting_target(need: Requirements, checks: TargetChecks, available: Sequence[int]) -> int:
+    """The target that can't take the request now because its session waits for a worker there; -1
+    where there is none."""
+    alias = need.alias
+    assert alias is not None
+    if not alias.session or len(available) == len(alias.split.models):
+        return -1
+    held = list(_of_targets(need, lambda each: checks.held_worker(each) is not None))
+    return next((n for n, is_held in enumerate(held) if is_held and n not in available), -1)
 
 
 def _preferred(alias: AliasRequirement, available: Sequence[int]) -> int:

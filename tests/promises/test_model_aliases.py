@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
+from tests.dataplane.loop_script import until
 from tests.promises.clients import post
 from tests.promises.dataplane_fixture import run_dataplane
 from tests.promises.fakes import answering, counted, fake_workers, refusing_url
@@ -246,3 +247,21 @@ async def test_each_item_of_a_speech_batch_gets_the_target():
         answer = await ask(client, body, path="/v1/audio/speech/batch")
         assert answer.status == 200
         assert big.requests[0][1] == body.replace(b"alias", b"big")
+
+
+async def test_a_session_waits_at_its_target_while_that_ones_worker_is_updated():
+    more = "[server]\nqueue_size = 5\n[routing]\nsticky_sessions = true\n"
+    more += "[weight_sync]\nwhile_updating = 'hold'\n"
+    async with two_models(more=more) as ((big, small), opened, client):
+        sessions = (f"x-session-id: s{number}" for number in range(100))
+        while not small.requests:
+            mine = next(sessions)
+            await ask(client, chat(), mine)
+        others = len(big.requests)
+        worker_of_small = opened.fleet.find(small.url)
+        opened.fleet.cordon(worker_of_small, "updating")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, client, chat(), mine)
+            await until(lambda: opened.door.queue.waiting == 1)
+            opened.fleet.uncordon(worker_of_small, "updating")
+        assert (len(big.requests), models_of(small)) == (others, {"small": 2})

@@ -4,9 +4,10 @@ from omni_proxy.routing.pick import eligible_workers, no_worker_error
 
 
 class RegularWorkers:
-    def __init__(self, fleet, owner=""):
+    def __init__(self, fleet, owner="", *, held=()):
         self._fleet = fleet
         self._owner = owner
+        self._held = held  # workers that a session waits for
 
     def can_take(self, need):
         return bool(eligible_workers(self._fleet, need, self._owner))
@@ -17,3 +18,6 @@ class RegularWorkers:
 
     def error_for(self, need):
         return no_worker_error(self._fleet, need, self._owner)
+
+    def held_worker(self, need):
+        return next((each for each in self._held if each.serves(need.model)), None)

@@ -127,6 +127,29 @@ def test_a_target_whose_workers_are_full_or_lack_a_capability_is_out_for_that_re
     assert need.model == "small"
 
 
+def test_a_session_that_waits_for_its_worker_keeps_its_target(fleet):
+    aliases, (small,) = aliases_of(), workers(fleet, "s1")
+    needs = [request(aliases, f"s{number}") for number in range(60)]
+    fleet.cordon(small, "updating")
+    for need in needs:
+        choose_target(need, RegularWorkers(fleet, held=[small]))
+    assert {need.model for need in needs} == {"small"}
+    fleet.uncordon(small, "updating")
+    for need in needs:
+        assert not choose_target(need, RegularWorkers(fleet))
+    fleet.cordon(small, "updating")
+    for need in needs:  # nobody waits, such as where updates refuse requests
+        choose_target(need, RegularWorkers(fleet))
+    assert {need.model for need in needs} == {"big"}
+
+
+def test_an_explanation_says_that_a_session_waits_at_its_target(fleet):
+    aliases, (small,) = aliases_of(), workers(fleet, "s1")
+    fleet.cordon(small, "updating")
+    found = explain_target(request(aliases, "one"), RegularWorkers(fleet, held=[small]))
+    assert (found.target, found.reason) == ("small", "its session waits for a worker there")
+
+
 def test_a_session_stays_at_its_target_and_returns_to_it(fleet):
     aliases = aliases_of()
     home = {}
