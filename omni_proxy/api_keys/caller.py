@@ -25,10 +25,6 @@ REQUEST_WINDOW: Final = REFUSED + len(REASONS)
 TOKEN_WINDOW: Final = REQUEST_WINDOW + WINDOW_CELLS
 SLOT_CELLS: Final = TOKEN_WINDOW + WINDOW_CELLS
 
-_RATE_LINES: Final = (
-    b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %d\r\nx-ratelimit-reset-%b: %d\r\n"
-)
-
 
 class SlotRows(Protocol):
     """Where the cells of slots are; see `LocalRows`."""
@@ -65,8 +61,8 @@ class ApiCaller:
     """`slot`: of its cells. All times are of the event loop's clock in seconds."""
 
     __slots__ = (
-        "_cells", "_fence", "_others", "_tries", "entry", "models", "name", "priority",
-        "requests", "slot", "tokens",
+        "_cells", "_fence", "_others", "_request_lines", "_token_lines", "_tries", "entry",
+        "has_rates", "models", "name", "priority", "requests", "slot", "tokens",
     )  # fmt: skip
 
     def __init__(self, entry: CallerKey, slot: int, rows: SlotRows) -> None:
@@ -82,6 +78,9 @@ class ApiCaller:
         self.entry = entry
         self.models = frozenset(entry.models)  # empty: all
         self.priority = entry.priority
+        self.has_rates = bool(entry.requests_per_minute or entry.tokens_per_minute)
+        self._request_lines = _rate_lines("requests", entry.requests_per_minute)
+        self._token_lines = _rate_lines("tokens", entry.tokens_per_minute)
         self._others = rows.others(self.slot)
         self._fence, self._tries = rows.fence, rows.tries
         for window in (self.requests, self.tokens):
@@ -110,6 +109,11 @@ class ApiCaller:
 
     def _enter(self, most: int) -> bool:
         cells = self._cells
+        if not self._others:
+            if cells[IN_FLIGHT] >= most:
+                return False
+            cells[IN_FLIGHT] += 1
+            return True
         for _ in range(self._tries):
             if self.in_flight >= most:
                 return False
@@ -142,17 +146,15 @@ class ApiCaller:
         limit = self.entry.tokens_per_minute
         return bool(limit) and self.tokens.used(now) >= limit
 
-    def settle(self, reserved: int, bucket: int, used: tuple[int, int], now: float) -> None:
-        """`used`: tokens of the prompt and of the completion."""
+    def end(self, reserved: int, bucket: int, used: tuple[int, int], now: float) -> None:
+        """It is in flight no more: the last call for a request. `used`: tokens of the prompt and of
+        the completion, in place of those that were reserved in this bucket of `tokens`."""
         cells = self._cells
         cells[INPUT_TOKENS] += used[0]
         cells[OUTPUT_TOKENS] += used[1]
         if self.entry.tokens_per_minute:
             self.tokens.settle(reserved, bucket, used[0] + used[1], now)
-
-    def end(self) -> None:
-        """It is in flight no more. The last call for a request."""
-        self._cells[IN_FLIGHT] -= 1
+        cells[IN_FLIGHT] -= 1
 
     def count_refused(self, reason: Reason) -> None:
         self._cells[REFUSED + REASONS.index(reason)] += 1
@@ -161,9 +163,9 @@ class ApiCaller:
         """Header lines that tell of its rates, b"" without any. Resets are in whole seconds."""
         lines, entry = b"", self.entry
         if entry.requests_per_minute:
-            lines = _rate_lines(b"requests", entry.requests_per_minute, self.requests, now)
+            lines = self._request_lines % self.requests.state(entry.requests_per_minute, now)
         if entry.tokens_per_minute:
-            lines += _rate_lines(b"tokens", entry.tokens_per_minute, self.tokens, now)
+            lines += self._token_lines % self.tokens.state(entry.tokens_per_minute, now)
         return lines
 
     def retry_after(self, reason: Reason, tokens: int, now: float) -> int:
@@ -178,11 +180,12 @@ class ApiCaller:
         return 1
 
 
-def _rate_lines(noun: bytes, limit: int, window: RateWindow, now: float) -> bytes:
-    left = limit - window.used(now)
-    return _RATE_LINES % (
-        noun, limit, noun, max(0, left), noun, window.reset_secs(now),
-    )  # fmt: skip
+def _rate_lines(noun: str, limit: int) -> bytes:
+    """What is left and when all of it is are to be filled in."""
+    return (
+        f"x-ratelimit-limit-{noun}: {limit}\r\n"
+        f"x-ratelimit-remaining-{noun}: %d\r\nx-ratelimit-reset-{noun}: %d\r\n"
+    ).encode()
 
 
 def slot_totals(rows: Iterable[Cells]) -> dict[str, int]:

@@ -106,7 +106,15 @@ class RateWindow:
         number = int(now * PER_SEC)
         if number > self._number:
             self._advance(number)
-        return self._total()
+        return self._total() if self._others else self._own
+
+    def state(self, limit: int, now: float) -> tuple[int, int]:
+        """What is left of `limit`, and the whole seconds until all of it is free again."""
+        left = limit - self.used(now)
+        number = self._number
+        if self._cells[self._at + number % RING]:  # nearly always: it has just been taken
+            return max(0, left), ceil((number + WINDOW) / PER_SEC - now)
+        return max(0, left), self.reset_secs(now)
 
     def wait_secs(self, amount: int, limit: int, now: float) -> int:
         """Whole seconds, at least one, until `amount` fits if nothing else is taken meanwhile."""

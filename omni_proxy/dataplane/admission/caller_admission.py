@@ -112,9 +112,7 @@ def end(exchange: Exchange, caller: ApiCaller) -> None:
     reserved = exchange.reserved
     if reserved != REFUSED:
         exchange.reserved = REFUSED
-        bucket = exchange.token_bucket if reserved else 0
-        caller.settle(reserved, bucket, _tokens_of(exchange), exchange.ended_at)
-        caller.end()
+        caller.end(reserved, exchange.token_bucket, _tokens_of(exchange), exchange.ended_at)
 
 
 def _tokens_of(exchange: Exchange) -> tuple[int, int]:

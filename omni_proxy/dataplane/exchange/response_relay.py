@@ -303,7 +303,7 @@ def diagnostic_fields(exchange: Exchange) -> tuple[bytes, ...]:
     worker = exchange.worker or exchange.last_worker
     worker_line = worker.route_line if worker is not None else b""
     if exchange.failed_attempts is None:
-        if exchange.caller is None:
+        if exchange.caller is None or not exchange.caller.has_rates:
             return worker_line, REQUEST_ID_NAME, exchange.request_id, _FIRST_ATTEMPT
         rates = rate_lines(exchange)
         return worker_line, REQUEST_ID_NAME, exchange.request_id, _FIRST_ATTEMPT, rates

@@ -6,6 +6,7 @@ import trio
 
 from omni_proxy.admin_api.routes.models_routes import ALL_LISTS_BYTES, LIST_BYTES, MAX_CARDS, merge
 from omni_proxy.admin_api.serializers.worker_records import worker_record
+from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import HealthConfig
 from omni_proxy.routing.model_aliases import ModelAliases
@@ -254,3 +255,23 @@ async def test_an_alias_is_listed_only_while_a_target_is_served(replies):
     replies[A] = cards({"id": "m1"})
     _, body = await listed(api)
     assert [card["id"] for card in body["data"]] == ["m1", "alias"]
+
+
+async def test_the_key_of_a_caller_lists_its_models_and_reaches_no_worker(replies):
+    caller = CallerKey(name="team-a", key_sha256="00" * 32, models=("n", "other"))
+    found = {"find_caller": lambda key: caller if key == b"team-key" else None}
+    api = build_api(entry(A), keys=(caller,), services=found)
+    api.healthy(A)
+    for headers, names in (
+        ({"Authorization": "Bearer team-key"}, ["n"]),
+        ({"X-Api-Key": "team-key"}, ["n"]),
+        ({}, ["m", "n"]),
+    ):
+        replies[A] = cards({"id": "m"}, {"id": "n"})
+        _, told = await listed(api, **headers)
+        assert [card["id"] for card in told["data"]] == names
+    replies[A] = cards({"id": "m"}, {"id": "n"})
+    answer = await api.client().get("/v1/models/m", headers={"X-Api-Key": "team-key"})
+    assert answer.status_code == 404
+    for asked in replies["asked"]:
+        assert not {"authorization", "x-api-key"} & set(asked.headers)

@@ -1,0 +1,32 @@
+from omni_proxy.config.api_keys import CallerKey
+from tests.admin_api.api_fixture import A, build_api, entry
+
+USED = {
+    "in_flight": 2, "requests": 7, "input_tokens": 30, "output_tokens": 40,
+    "refused_max_inflight": 1, "refused_requests_per_minute": 0, "refused_tokens_per_minute": 0,
+    "refused_model": 3,
+}  # fmt: skip
+
+
+async def test_callers_are_shown_with_limits_and_usage_but_no_hash():
+    digest = "ab" * 32
+    caller = CallerKey(name="team-a", key_sha256=digest, models=("m",), requests_per_minute=60)
+    usage = {"team-a": USED, "": dict.fromkeys(USED, 0) | {"refused_max_inflight": 4}}
+    api = build_api(entry(A), keys=(caller,), services={"key_usage": lambda: usage})
+    answer = await api.client().get("/keys")
+    told = await answer.get_json()
+    (shown,) = told["keys"]
+    assert (shown["name"], shown["models"], shown["requests_per_minute"]) == ("team-a", ["m"], 60)
+    assert (shown["in_flight"], shown["requests"], shown["input_tokens"]) == (2, 7, 30)
+    assert shown["refused"]["model"] == 3
+    assert (told["refused_without_key"], told["error"]) == (4, None)
+    metrics = (await (await api.client().get("/metrics")).get_data()).decode()
+    assert 'omni_proxy_key_refused_total{key="team-a",reason="model"} 3.0' in metrics
+    assert 'omni_proxy_key_refused_total{key="",reason="invalid_api_key"} 4.0' in metrics
+    assert 'omni_proxy_key_tokens_total{key="team-a",kind="output"} 40.0' in metrics
+    assert digest not in str(told) + metrics
+
+
+async def test_callers_are_shown_with_the_admin_key_only():
+    api = build_api(entry(A), key="s3cret")
+    assert (await api.client().get("/keys")).status_code == 401
