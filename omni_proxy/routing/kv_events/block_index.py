@@ -44,6 +44,7 @@ class BlockIndex:
         self._sizes: dict[str, int] = {}  # tokens of a block, by holder
         self._counts: dict[str, int] = {}
         self._exact: set[str] = set()
+        self._holed: set[str] = set()  # that may hold a block and not the one before it
         self._live = 0
         self._dead = 0  # forgotten, still on blocks
         self._sweeping = 0
@@ -62,25 +63,33 @@ class BlockIndex:
                 self._store(holder, values)
             elif op == ChangeOp.REMOVE:
                 self._remove(holder, values)
-            elif op == ChangeOp.BLOCK_SIZE:
-                self._sizes[holder] = values[0]
-                self.membership += 1
-            elif op == ChangeOp.EXACT:
-                self._exact.add(holder)
-                self._admit(holder)
-                self.membership += 1
-            elif op == ChangeOp.INEXACT:
-                self._exact.discard(holder)
-                self.membership += 1
+            elif op == ChangeOp.RESET:
+                self._reset(holder)
             elif op == ChangeOp.FORGET:
                 self.forget(holder)
             else:
-                self._reset(holder)
+                self._note(op, holder, values)
+
+    def _note(self, op: ChangeOp, holder: str, values: Sequence[int]) -> None:
+        """What is to know of its blocks, beside their keys."""
+        self.membership += 1
+        if op == ChangeOp.BLOCK_SIZE:
+            self._sizes[holder] = values[0]
+        elif op == ChangeOp.EXACT:
+            self._exact.add(holder)
+            self._admit(holder)
+        elif op == ChangeOp.INEXACT:
+            self._exact.discard(holder)
+        elif op == ChangeOp.HOLES:
+            self._holed.add(holder)
+        else:
+            self._holed.discard(holder)
 
     def forget(self, holder: str) -> None:
         """It left the fleet."""
         self._reset(holder)
         self._exact.discard(holder)
+        self._holed.discard(holder)
         self._sizes.pop(holder, None)
         self.membership += 1
 
@@ -122,26 +131,42 @@ class BlockIndex:
 
     # What policies ask.
 
-    def match(self, keys: Iterable[int], among: int, now: float) -> tuple[int, int]:
+    def match(self, keys: Sequence[int], among: int, now: float) -> tuple[int, int]:
         """How many leading blocks of a prompt some holder in the mask `among` has, and the mask of
-        all that have so many; 0 and 0 if none has the first. Changes nothing."""
-        parts = self._parts
+        all that have so many; 0 and 0 if none has the first. Changes nothing.
+
+        Where nobody has holes, who has a block has all before it, and few blocks are looked at."""
         among &= self._live
+        if self._holed:
+            return self._match_each(keys, among, now)
+        low, low_mask, high = 0, 0, len(keys)
+        at = high  # most prompts are known whole, or nearly so
+        while low < high:
+            mask = self._holders(keys[at - 1], now) & among
+            if mask:
+                low, low_mask = at, mask
+            else:
+                high = at - 1
+            at = (low + high + 1) >> 1
+        return low, low_mask
+
+    def _match_each(self, keys: Sequence[int], among: int, now: float) -> tuple[int, int]:
         depth = held = 0
-        predictions = self._predictions()
         for key in keys:
-            mask = parts[key & _LOW].get(key, 0)
-            if predictions and among & ~mask:
-                for predicted in predictions:
-                    guess = predicted.get(key)
-                    if guess is not None and guess.until > now:
-                        mask |= guess.bit
-            among &= mask
+            among &= self._holders(key, now)
             if not among:
                 break
             held = among
             depth += 1
         return depth, held
+
+    def _holders(self, key: int, now: float) -> int:
+        mask = self._parts[key & _LOW].get(key, 0)
+        for predicted in (self._predicted, self._predicted_before):
+            guess = predicted.get(key) if predicted else None
+            if guess is not None and guess.until > now:
+                mask |= guess.bit
+        return mask
 
     def depths(self, keys: Sequence[int], among: int, now: float) -> dict[str, int]:
         """How many leading blocks each holder in the mask has, those with none left out."""

@@ -23,6 +23,8 @@ class ChangeOp(IntEnum):
     INEXACT = 4
     BLOCK_SIZE = 5
     FORGET = 6  # the worker is not followed any more
+    HOLES = 7  # some block is held, and the one before it is not
+    NO_HOLES = 8
 
 
 class HeldChange(NamedTuple):

@@ -19,6 +19,7 @@ from typing import Final
 
 from omni_proxy.fleet.worker import KvMode
 from omni_proxy.routing.kv_events.block_keys import extend_keys, root_key
+from omni_proxy.routing.kv_events.engine_blocks import MEDIA, EngineBlocks, NameReused
 from omni_proxy.routing.kv_events.event_payload import (
     ClearedEvent,
     DecodedBatch,
@@ -29,8 +30,6 @@ from omni_proxy.routing.kv_events.event_payload import (
 )
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
 
-# Where the engine can use a block without computing or fetching it over a network.
-MEDIA: Final = ("", "GPU", "CPU", "CPU_TIER1", "CPU_TIER2", "CPU_PINNED")
 MAX_HELD_BATCHES: Final = 10_000  # that came during a replay
 MAX_HELD_BYTES: Final = 64 * 1024 * 1024
 MAX_REPLAYS: Final = 3  # in a row, without a batch that followed
@@ -38,9 +37,6 @@ FLUSH_SETTLE_SECS: Final = 1.0  # events this long after a flush may have left t
 RETRY_SECS: Final = 5.0  # after a replay that got no answer, doubling
 MAX_RETRY_SECS: Final = 60.0
 _DIGESTS: Final = 256  # of the last batches, by which one that comes twice is known
-# A block is one integer, its key and a bit for each of MEDIA that has it: half of a pair's memory.
-_MEDIA_BITS: Final = 8
-_MEDIA_MASK: Final = (1 << _MEDIA_BITS) - 1
 
 
 class _Replay:
@@ -68,7 +64,7 @@ class PublisherState:
         self.batches = 0
         self.undecodable = 0
         self.undecodable_reason = ""
-        self.blocks: dict[int, int] = {}  # keys and media by the engine's names, oldest first
+        self.blocks = EngineBlocks()
         self.block_size = 0
         self._replays = replays
         self._next = 0  # the number of the next batch
@@ -84,6 +80,7 @@ class PublisherState:
         self._groups: set[int] = set()
         self._rank: int | None = None
         self._ignored_until = 0.0  # events before it may have left the engine before a flush
+        self._has_holes = False  # as reported
         self._clear_due = False  # after a flush: its event has not come
         self._retry_at: float | None = None
         self._retry_secs = RETRY_SECS
@@ -103,8 +100,8 @@ class PublisherState:
         """Everything that is believed, as changes that say nothing new to who has it already."""
         size = [HeldChange(ChangeOp.BLOCK_SIZE, [self.block_size])] if self.block_size else []
         mode = HeldChange(ChangeOp.EXACT if self.mode == "exact" else ChangeOp.INEXACT, [])
-        keys = [block >> _MEDIA_BITS for block in self.blocks.values()]
-        return [*size, HeldChange(ChangeOp.STORE, keys), mode]
+        holes = HeldChange(ChangeOp.HOLES if self.blocks.has_holes else ChangeOp.NO_HOLES, [])
+        return [*size, holes, HeldChange(ChangeOp.STORE, self.blocks.keys()), mode]
 
     # What arrives.
 
@@ -221,8 +218,7 @@ class PublisherState:
 
     def drop_oldest(self, count: int) -> None:
         """Forget the blocks that were stored first: there is no room for more."""
-        oldest = list(islice(self.blocks, count))
-        self._removed([self.blocks.pop(name) >> _MEDIA_BITS for name in oldest])
+        self._forget_blocks(list(islice(self.blocks, count)))
 
     # The order of batches.
 
@@ -354,15 +350,20 @@ class PublisherState:
             self._groups.add(event.group)
         before = root_key(event.block_size)
         if event.parent is not None:
-            parent = self.blocks.get(event.parent)
+            parent = self.blocks.key_of(event.parent)
             if parent is None:
                 return  # behind a block that no plain request can use
-            before = parent >> _MEDIA_BITS
+            before = parent
         tokens = event.tokens[: event.plain * event.block_size]
         keys = extend_keys(before, tokens, event.block_size)
-        new = self._note_blocks(event.hashes, keys, 1 << MEDIA.index(event.medium))
+        try:
+            new = self.blocks.store(event, keys)
+        except NameReused:
+            self._not_understood(1, "BlockStored: a hash that named other tokens")
+            return
         if new:
             self._change(ChangeOp.STORE, new)
+            self._note_holes()
 
     def _set_block_size(self, size: int) -> bool:
         if self.blocks:
@@ -372,45 +373,26 @@ class PublisherState:
         self._changes.append(HeldChange(ChangeOp.BLOCK_SIZE, [size]))
         return True
 
-    def _note_blocks(self, names: Sequence[int], keys: Iterable[int], medium: int) -> list[int]:
-        """The keys that are new. There may be fewer keys than names."""
-        new: list[int] = []
-        for key, name in zip(keys, names, strict=False):
-            known = self.blocks.get(name)
-            if known is None:
-                new.append(key)
-                self.blocks[name] = key << _MEDIA_BITS | medium
-            elif known >> _MEDIA_BITS != key:
-                self._not_understood(1, "BlockStored: a hash that named other tokens")
-                return []
-            elif not known & medium:
-                self.blocks[name] = known | medium
-        return new
-
     def _remove(self, event: RemovedEvent) -> None:
         if event.medium not in MEDIA:
             return
         if event.group is not None and self._groups and event.group not in self._groups:
             return
-        medium = 1 << MEDIA.index(event.medium) if event.medium else -1
-        gone: list[int] = []
-        for name in event.hashes:
-            known = self.blocks.get(name)
-            if known is None:
-                continue
-            # One that was stored without a medium is gone with any.
-            media = known & _MEDIA_MASK & ~medium & ~1
-            key = known >> _MEDIA_BITS
-            if media:
-                self.blocks[name] = key << _MEDIA_BITS | media
-            else:
-                gone.append(key)
-                del self.blocks[name]
-        self._removed(gone)
+        self._forget_blocks(self.blocks.leave_medium(event.hashes, event.medium))
 
-    def _removed(self, keys: list[int]) -> None:
+    def _forget_blocks(self, names: Iterable[int]) -> None:
+        keys = self.blocks.remove(names)
         if keys:
+            if self.blocks.has_holes:  # it must be known before the blocks are gone
+                self._note_holes()
             self._change(ChangeOp.REMOVE, keys)
+            self._note_holes()
+
+    def _note_holes(self) -> None:
+        holes = self.blocks.has_holes
+        if holes != self._has_holes:
+            self._has_holes = holes
+            self._changes.append(HeldChange(ChangeOp.HOLES if holes else ChangeOp.NO_HOLES, []))
 
     def _change(self, op: ChangeOp, keys: Sequence[int]) -> None:
         if self._changes and self._changes[-1].op is op:
@@ -421,7 +403,8 @@ class PublisherState:
     # What is believed.
 
     def _clear_blocks(self) -> None:
-        self.blocks = {}
+        self.blocks.clear()
+        self._note_holes()
         self._changes.append(HeldChange(ChangeOp.RESET, []))
 
     def _forget(self) -> None:

@@ -47,6 +47,7 @@ class _Found(NamedTuple):
     length: int
     matched: int
     holders: tuple[Worker, ...]
+    block_size: int = 0
     inferred: bool = False
 
 
@@ -85,7 +86,9 @@ class EventAware(CacheAware):
             return super().pick(candidates, requirements)
         choice, found = self._choose_known(candidates, requirements, prompt)
         self._count_choice(choice, candidates, found.length)
-        self._sent(choice.worker, requirements, prompt)
+        rest = found.length - found.matched
+        has_all = rest < found.block_size and choice.worker in found.holders
+        self._sent(choice.worker, requirements, prompt, has_all=has_all)
         return choice.worker
 
     def preview_pick(
@@ -187,7 +190,7 @@ class EventAware(CacheAware):
             depth, held = blocks.match(prompt.keys.get(block_size, ()), mask, self._now)
             if depth * block_size > best.matched:
                 holders = tuple(known.by_url[url] for url in blocks.named(held))
-                best = _Found(prompt.tokens, depth * block_size, holders)
+                best = _Found(prompt.tokens, depth * block_size, holders, block_size)
         if not known.rest:
             return best
         text, cached = super().cached_prefix(known.rest, requirements)
@@ -210,10 +213,15 @@ class EventAware(CacheAware):
             ).items()
         }
 
-    def _sent(self, worker: Worker, requirements: Requirements, prompt: _Prompt) -> None:
-        """The worker gets the prompt, and soon has its blocks."""
+    def _sent(
+        self, worker: Worker, requirements: Requirements, prompt: _Prompt, *, has_all: bool = False
+    ) -> None:
+        """The worker gets the prompt, and soon has its blocks, unless it has them."""
         blocks = self._blocks
-        if blocks is not None and (keys := prompt.keys.get(blocks.block_size(worker.url))):
+        if blocks is None:
+            return
+        keys = prompt.keys.get(blocks.block_size(worker.url))
+        if keys and not has_all:
             blocks.predict(worker.url, keys, self._now)
         if prompt.known.rest:
             super().record_pick(worker, requirements)

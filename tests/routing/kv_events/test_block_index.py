@@ -51,7 +51,7 @@ def test_the_depth_of_each_holder_is_its_leading_blocks():
     held(PROMPT[:32], holder="b", index=index)
     assert depths(index) == {"a": 4, "b": 2}
     assert depths(index, [99, *PROMPT[1:]]) == {}
-    depth, mask = index.match(block_keys(PROMPT, SIZE), index.mask_of(("a", "b")), 0.0)
+    depth, mask = index.match(list(block_keys(PROMPT, SIZE)), index.mask_of(("a", "b")), 0.0)
     assert (depth, index.named(mask)) == (4, ["a"])
     assert depths(index, among=("b",)) == {"b": 2}
     assert index.blocks == 4
@@ -60,7 +60,7 @@ def test_the_depth_of_each_holder_is_its_leading_blocks():
 def test_a_block_in_the_middle_that_is_gone_ends_the_match():
     index = held(PROMPT)
     keys = list(block_keys(PROMPT, SIZE))
-    index.apply("a", [HeldChange(ChangeOp.REMOVE, [keys[1]])])
+    index.apply("a", [HeldChange(ChangeOp.HOLES, []), HeldChange(ChangeOp.REMOVE, [keys[1]])])
     assert depths(index) == {"a": 1}
     assert (index.blocks, index.count("a")) == (3, 3)
 
@@ -136,7 +136,8 @@ def test_the_index_holds_what_a_naive_model_holds(steps, asked):
                 index.apply(holder, [HeldChange(ChangeOp.STORE, keys)])
                 model.held.setdefault(holder, set()).update(blocks)
             case "remove":
-                index.apply(holder, [HeldChange(ChangeOp.REMOVE, keys[-1:])])
+                holes = HeldChange(ChangeOp.HOLES, [])
+                index.apply(holder, [holes, HeldChange(ChangeOp.REMOVE, keys[-1:])])
                 model.held.get(holder, set()).discard(tokens[: len(keys) * 2])
             case "reset":
                 index.apply(holder, [HeldChange(ChangeOp.RESET, [])])
