@@ -28,6 +28,7 @@ _KEYS: Final = b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%b,"ri
 # Keys whose list of prompts makes a batch, by path; a list of numbers is one prompt.
 _BATCH_KEYS: Final = {"/generate": ("input_ids", "text"), "/v1/completions": ("prompt",)}
 _CHAT: Final = "/v1/chat/completions"
+_MAX_COUNT_CHARS: Final = 64
 MAX_CHOICES: Final = 16384  # of a chat; each makes the lists of both bodies longer
 
 
@@ -54,13 +55,22 @@ def batch_size(path: str, body: JsonText) -> int | None:
         if prompts and (key == "text" or not _is_number(prompts[0])):
             return len(prompts)
     text = body.value("n") if path == _CHAT else b""
-    choices = read_value(msgspec.Raw(text)) if text else None
-    if not isinstance(choices, int) or choices <= 1:
+    choices = _count(read_value(msgspec.Raw(text))) if text else 1
+    if choices <= 1:
         return None
     if choices > MAX_CHOICES:
         message = f"n is {choices}; a chat has at most {MAX_CHOICES} choices"
         raise HttpError(400, message, "invalid_request")
     return choices
+
+
+def _count(value: object) -> int:
+    """As the engine reads an integer: 2.0 and "2" are one, too. 1 for whatever it refuses."""
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value) if len(value) <= _MAX_COUNT_CHARS else MAX_CHOICES + 1
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) else 1
 
 
 def _is_number(raw: msgspec.Raw) -> bool:

@@ -131,3 +131,18 @@ def test_a_chat_with_more_choices_than_any_engine_makes_is_refused():
     with pytest.raises(HttpError) as refused:
         batch_size(CHAT, text_of({"n": 10**12}))
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("n", "size"),
+    [(b"2", 2), (b"2.0", 2), (b'"3"', 3), (b'" 3 "', 3), (b"2.5", None), (b'"two"', None),
+     (b"true", None), (b"null", None), (b"[2]", None), (b"1.0", None), (b"-2", None)],
+)  # fmt: skip
+def test_the_number_of_choices_is_read_as_the_engine_reads_it(n, size):
+    assert batch_size(CHAT, JsonText(b'{"n": %b}' % n)) == size
+
+
+@pytest.mark.parametrize("n", [b"1e300", b'"%b"' % (b"9" * 5000)], ids=["float", "digits"])
+def test_a_number_of_choices_without_end_is_refused(n):
+    with pytest.raises(HttpError, match="at most"):
+        batch_size(CHAT, JsonText(b'{"n": %b}' % n))
