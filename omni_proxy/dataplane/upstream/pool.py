@@ -216,6 +216,7 @@ class UpstreamPools:
         self._loop = loop
         self._asks_for_load = False
         self._pools: dict[Worker, UpstreamPool] = {}  # of workers, and of ranks
+        self._members: Collection[Worker] | None = None  # None: no change of the fleet yet
         # The admin API tells its listeners apart by the Host, which only the proxy can write.
         self.admin_api = AdminApiPool(loop, admin_socket, "front")
         self.admin_listener = AdminApiPool(loop, admin_socket, ADMIN_HOST)
@@ -232,7 +233,10 @@ class UpstreamPools:
                 if self._asks_for_load:
                     pool.asks_for_load = True
                     pool.host_line += LOAD_FORMAT_LINE
-            self._pools[worker] = pool
+            if self._members is None or worker.worker in self._members:
+                self._pools[worker] = pool
+            else:  # a request goes on at a worker that was removed: nothing is kept for the next
+                pool.closed = True
         return pool
 
     def ask_for_load(self, asks: bool) -> None:
@@ -244,6 +248,7 @@ class UpstreamPools:
             self._pools.clear()
 
     def on_fleet_change(self, workers: Collection[Worker]) -> None:
+        self._members = workers
         for worker in list(self._pools):
             if worker not in workers:  # pools of ranks are made anew when they are needed
                 self._pools.pop(worker).close()

@@ -1,7 +1,8 @@
 import pytest
 
-from omni_proxy.dataplane.upstream.pool import IDLE_SECS, UpstreamPool
+from omni_proxy.dataplane.upstream.pool import IDLE_SECS, UpstreamPool, UpstreamPools
 from tests.dataplane.loop_script import Scripted, until
+from tests.fleet.entries import entry, fleet_of
 
 
 @pytest.fixture
@@ -86,3 +87,17 @@ async def test_a_closed_pool_keeps_nothing(wires, lane, task):
 
 async def test_the_host_line_names_the_worker(lane):
     assert lane.host_line == b"host: worker:1\r\n"
+
+
+async def test_a_worker_that_was_removed_gets_no_pool_that_is_kept(loop, wires, task):
+    stays, leaves = fleet_of(entry("a"), entry("b")).workers
+    pools = UpstreamPools(loop, "/nowhere")
+    pools.on_fleet_change({stays})
+    assert pools.of(stays) is pools.of(stays)
+    late = pools.of(leaves)  # of a request that is tried again there
+    conn, _ = wires.conn(task)
+    late.release(conn)
+    assert conn.closed
+    assert pools.of(leaves) is not late
+    pools.on_fleet_change({stays, leaves})
+    assert pools.of(leaves) is pools.of(leaves)
