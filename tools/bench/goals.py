@@ -9,7 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from tools.bench import connection_memory, policies, process_scaling, report, request_memory
+from tools.bench import (
+    connection_memory,
+    policies,
+    process_scaling,
+    report,
+    request_memory,
+    two_legs,
+)
 from tools.bench.admin_latency import front_waits
 from tools.bench.header_fields import new_field
 from tools.bench.load_run import LOADS, QUICK, LegError, Load, fake_worker
@@ -79,6 +86,7 @@ def measure_goals(how: Measuring) -> Found:
     parts: dict[str, Callable[[Measuring, Found], None]] = {
         "CPU and latency beside peers": _paired,
         "TLS": _tls,
+        "requests in two legs": _two_legs,
         "500 workers": _many_workers,
         "memory per connection": _memory,
         "memory of waiting requests": _waiting,
@@ -190,6 +198,19 @@ def _tls(how: Measuring, found: Found) -> None:
         found.rows.append(
             Row(f"{TITLES[load]}, TLS, by HAProxy", report.spread(ratios, 2), "", "<= 1.5")
         )
+
+
+def _two_legs(how: Measuring, found: Found) -> None:
+    sides = two_legs.sides(how.ours(), with_router=False)
+    loads = measure(sides, _loads(["unary c=32"]), how.rounds, how.secs)
+    found.loads |= {f"{load}, two legs": rounds for load, rounds in loads.items()}
+    found.faults += report.faults(loads)
+    plain = sides[0].name
+    for rounds in loads.values():
+        for side, connector in zip(sides[1:], two_legs.CONNECTORS, strict=True):
+            what = f"CPU per small POST in two legs, {connector}, by a plain one"
+            ratios = report.ratios(rounds, side.name, plain)
+            found.rows.append(_ratio_row(what, ratios, two_legs.GOAL))
 
 
 def _many_workers(how: Measuring, found: Found) -> None:
