@@ -85,5 +85,5 @@ run(socket.socket(fileno=int(sys.argv[1])), {live})
 
 
 def light(live="_serve"):
-    """What starts a nest without torch in it."""
+    """What starts a fork server without torch in it."""
     return lambda number: [sys.executable, "-c", LIGHT.format(live=live), str(number)]

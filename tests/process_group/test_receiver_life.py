@@ -186,7 +186,7 @@ def test_a_parent_needs_no_torch_and_its_children_end_with_it(trainer, tmp_path)
         expected = tensor_digest("w", "torch.float32", [8], path.read_bytes())
         assert told == f"{expected} []\n"
         children = [int(word) for word in parent.stdout.readline().split()]
-        assert len(children) == 2  # the nest, and the one in the group
+        assert len(children) == 2  # the fork server, and the one in the group
         parent.kill()
     wait_until(lambda: not [child for child in children if os.path.exists(f"/proc/{child}")])
     trainer.tell("destroy", group="g")

@@ -31,14 +31,14 @@ DTYPES = (
 )  # fmt: skip
 
 
-class _Nest:
+class _ForkServer:
     """The process with torch in it, which forks whenever it is sent a socket; it ends with ours."""
 
     def __init__(self):
         self._lock = threading.Lock()
         self._process = None
 
-    def hatch(self, connection):
+    def serve(self, connection):
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
@@ -91,7 +91,7 @@ class _Process:
         return bool(poll.poll(None if within_secs is None else within_secs * 1000))
 
 
-_forkserver = _Nest()
+_forkserver = _ForkServer()
 
 
 class Trainer:
@@ -101,7 +101,7 @@ class Trainer:
         self.awaited = 0
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = _forkserver.hatch(theirs)
+            self.process = _forkserver.serve(theirs)
         with ours:
             self._lines = ours.makefile("rw")
 

@@ -16,7 +16,7 @@ from functools import cache
 
 import trio
 
-from tests.promises.trainer_forkserver import Nest
+from tests.promises.trainer_forkserver import TrainerForkServer
 
 
 class Trainer:
@@ -75,7 +75,7 @@ class Trainers:
     """Child processes that are kept from test to test."""
 
     def __init__(self):
-        self._forkserver = Nest(__name__)
+        self._forkserver = TrainerForkServer(__name__)
         self._all = []
 
     def one(self):

@@ -25,7 +25,7 @@ IMPORTED = (
 )
 
 
-class Nest:
+class TrainerForkServer:
     """The process that has imported everything. It ends when this one does, its forks later."""
 
     def __init__(self, module: str) -> None:
@@ -80,7 +80,7 @@ class Forked:
         return bool(poll.poll(None if within_secs is None else within_secs * 1000))
 
 
-def hatch(control: socket.socket, module: str) -> None:
+def serve(control: socket.socket, module: str) -> None:
     """Forks for each connection that comes."""
     for name in IMPORTED:
         importlib.import_module(name)
@@ -105,4 +105,4 @@ def hatch(control: socket.socket, module: str) -> None:
 
 
 if __name__ == "__main__":
-    hatch(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
