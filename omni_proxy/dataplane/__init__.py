@@ -1,7 +1,7 @@
-"""The door: our own HTTP/1.1 relay on raw sockets, and the one hot path of the program.
+"""The data plane: an HTTP/1.1 relay on raw sockets, the hot path of the program.
 
-One trio task, the pump, owns every socket here and resumes one plain coroutine per client
-connection. Invariant: nothing in this room awaits trio but `Pump.run` and `clocks.run`; each
-exchange's accounts are settled in its own `finally`; no byte reaches a worker that `wire` has not
-judged.
+One trio task, the event loop, owns every socket here and resumes a plain coroutine for each client
+connection. Invariant: nothing in this package awaits trio but `EventLoop.run`, the sweeps of
+`timeouts` and the watch of `certificates`; what an exchange holds is given back in its own
+`finally`; no byte reaches a worker that `wire` has not validated.
 """

@@ -91,8 +91,8 @@ def _gather_nothing(_: Worker | None) -> None:
 
 
 class RecentWindow:
-    """The door's meters count into `second` and `sums`, and note some of the ends: of good ones
-    `completed_left` more in this second.
+    """The data plane's meters count into `second` and `sums`, and note some of the ends: of good
+    ones `completed_left` more in this second.
 
     `single_chunk_counts`: what `second` still lacks, by its place in FINE. `gather(worker)` brings
     into `sums` what the meters hold back of that worker, of all for None.

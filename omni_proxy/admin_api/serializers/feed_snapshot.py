@@ -156,7 +156,7 @@ def _point(point: Point) -> dict[str, object]:
 
 
 def _ends(ends: list[FinishedExchange], offset: float) -> list[dict[str, object]]:
-    """`offset`: what makes Unix time of the pump's clock."""
+    """`offset`: what makes Unix time of the event loop's clock."""
     return [
         {
             "at": _iso(end.at + offset),
