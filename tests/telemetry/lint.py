@@ -17,7 +17,7 @@ TYPES = ("gauge", "counter", "histogram", "summary")
 LABELS = {
     "route", "model", "worker", "status", "end", "cause", "state", "reason", "type", "origin",
     "version", "policy", "branch", "result", "operation", "outcome", "source", "log", "task", "le",
-    "door", "process", "rank", "gen_ai_operation_name", "gen_ai_request_model",
+    "door", "process", "rank", "key", "gen_ai_operation_name", "gen_ai_request_model",
 }  # fmt: skip
 
 
