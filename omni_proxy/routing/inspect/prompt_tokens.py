@@ -34,14 +34,23 @@ _elsewhere = attrgetter("messages", "text", "system", "lora_path", "cache_salt",
 
 def prompt_tokens(requirements: Requirements) -> list[int] | None:
     """None where the request is not a single prompt of plain tokens."""
+    raw = spelled_tokens(requirements)
+    return None if raw is None else read_tokens(raw)
+
+
+def spelled_tokens(requirements: Requirements) -> msgspec.Raw | None:
+    """The value of the body that may be such a prompt, undecoded."""
     fields = requirements.body_fields
     if fields is None or type(fields) is NonStandardBodyFields:
         return None
     raw = _only_list(fields)
     if raw is None or requirements.large_body_class or requirements.mask & _MEDIA:
         return None
-    if any(map(is_given, _elsewhere(fields))):
-        return None
+    return None if any(map(is_given, _elsewhere(fields))) else raw
+
+
+def read_tokens(raw: msgspec.Raw) -> list[int] | None:
+    """None for anything but integers, or one list of them."""
     try:
         tokens = _decode_ids(raw)
     except (msgspec.DecodeError, RecursionError):

@@ -13,15 +13,20 @@ Source: features.md 7.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+import msgspec
 
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.prompt_tokens import prompt_tokens
+from omni_proxy.routing.inspect.prompt_tokens import read_tokens, spelled_tokens
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.kv_events.block_keys import block_keys
 from omni_proxy.routing.policies.cache_aware import CacheAware, CacheChoice
+
+RECENT: Final = 64  # prompts
+RECENT_END: Final = 64  # bytes of its end that a prompt is looked for by; then all are compared
 
 
 class _Group(NamedTuple):
@@ -51,6 +56,14 @@ class _Found(NamedTuple):
     inferred: bool = False
 
 
+class _Recent(NamedTuple):
+    """A prompt as a body spelled it, its length in tokens, and its keys as in `_Prompt`."""
+
+    raw: msgspec.Raw
+    length: int
+    keys: dict[int, list[int]]
+
+
 class _Prompt(NamedTuple):
     """`keys`: of its blocks, by their size."""
 
@@ -65,13 +78,14 @@ _NONE = _Known((), -1, (), {}, ())
 class EventAware(CacheAware):
     """`blocks`: what the engines of this fleet have reported, from `use_blocks` on."""
 
-    __slots__ = ("_blocks", "_by_events", "_known")
+    __slots__ = ("_blocks", "_by_events", "_known", "_recent")
 
     def __init__(self, routing: RoutingConfig, now: float) -> None:
         super().__init__(routing, now)
         self._blocks: BlockIndex | None = None
         self._by_events = routing.cache_aware.source == "events"
         self._known = _NONE
+        self._recent: dict[bytes, _Recent] = {}
 
     def use_blocks(self, blocks: BlockIndex) -> None:
         self._blocks, self._known = blocks, _NONE
@@ -157,15 +171,26 @@ class EventAware(CacheAware):
         model = requirements.model
         if model is not None and any(model in worker.adapters for worker in candidates):
             return None
-        tokens = prompt_tokens(requirements)
-        if tokens is None:
+        raw = spelled_tokens(requirements)
+        if raw is None:
             return None
-        keys = {
-            group.block_size: list(block_keys(tokens, group.block_size))
-            for group in known.groups
-            if group.block_size
-        }
-        return _Prompt(len(tokens), keys, known)
+        sizes = {group.block_size for group in known.groups if group.block_size}
+        length, keys = self._keys_of(raw, sizes)
+        return _Prompt(length, keys, known) if length else None
+
+    def _keys_of(self, raw: msgspec.Raw, sizes: set[int]) -> tuple[int, dict[int, list[int]]]:
+        """How many tokens the prompt has, 0 for none, and its keys. Samples of one prompt come one
+        after another: what was read of the last prompts is kept."""
+        end = bytes(memoryview(raw)[-RECENT_END:])
+        recent = self._recent.get(end)
+        if recent is not None and recent.raw == raw and recent.keys.keys() >= sizes:
+            return recent.length, recent.keys
+        tokens = read_tokens(raw) or []
+        keys = {size: list(block_keys(tokens, size)) for size in sizes}
+        if len(self._recent) >= RECENT:
+            del self._recent[next(iter(self._recent))]
+        self._recent[end] = _Recent(raw.copy(), len(tokens), keys)
+        return len(tokens), keys
 
     def _choose_known(
         self, candidates: Sequence[Worker], requirements: Requirements, prompt: _Prompt

@@ -10,6 +10,7 @@ from omni_proxy.routing.kv_events.block_index import PREDICTED_SECS, BlockIndex
 from omni_proxy.routing.kv_events.block_keys import block_keys
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
 from omni_proxy.routing.policies import build_policy
+from omni_proxy.routing.policies.event_aware import RECENT
 from tests.routing.policies.chats import chat, workers
 
 SIZE = 4
@@ -103,6 +104,23 @@ def test_workers_may_have_blocks_of_different_sizes(index):
     assert policy.preview_pick(fleet, tokens(PROMPT))[0] is fleet[0]
     exact(index, fleet[1], [*PROMPT, *PROMPT])
     assert policy.preview_pick(fleet, tokens(PROMPT[:36]))[0] is fleet[1]
+
+
+def test_a_prompt_with_the_end_of_an_earlier_one_is_another_prompt(index):
+    policy, fleet = policy_of(index), workers(0, 0)
+    for worker, prompt in zip(fleet, (PROMPT, [77, *PROMPT[1:]]), strict=True):
+        exact(index, worker, prompt)
+    for _ in range(2):
+        assert policy.pick(fleet, tokens(PROMPT)) is fleet[0]
+        assert policy.pick(fleet, tokens([77, *PROMPT[1:]])) is fleet[1]
+
+
+def test_only_some_prompts_are_kept_as_they_were_read(index):
+    policy, fleet = policy_of(index), workers(0)
+    exact(index, fleet[0], PROMPT)
+    for first in range(2 * RECENT):
+        policy.pick(fleet, tokens([first] * 50))
+    assert len(policy._recent) == RECENT
 
 
 def test_texts_go_by_the_tree(index):
