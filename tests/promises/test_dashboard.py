@@ -404,3 +404,13 @@ async def test_a_key_that_may_only_read_sees_all_and_is_told_what_it_may_not(pag
         await shows(page, "body", "'viewer' has the role read")
         await shows(page, row(fleet[0]), "takes requests")
         assert await page.tell("document.querySelector('#locked').hidden")
+
+
+async def test_callers_are_shown_where_there_are_any(page, tmp_path):
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    keys = f'[[keys]]\nname = "team-a"\nmax_inflight = 5\nkey_sha256 = "{digest}"\n'
+    async with workers("a") as fleet, dashboard(page, tmp_path, fleet, more=keys) as running:
+        for key in (KEY, "wrong"):
+            headers = {"Authorization": f"Bearer {key}"}
+            await running.client.post("/v1/chat/completions", json={}, headers=headers)
+        await shows(page, "#callers", "team-a", "0 of 5", "1")
