@@ -62,7 +62,7 @@ class ApiCaller:
 
     __slots__ = (
         "_cells", "_fence", "_others", "_request_lines", "_token_lines", "_tries", "entry",
-        "has_rates", "models", "name", "priority", "requests", "slot", "tokens",
+        "has_rates", "is_limited", "models", "name", "priority", "requests", "slot", "tokens",
     )  # fmt: skip
 
     def __init__(self, entry: CallerKey, slot: int, rows: SlotRows) -> None:
@@ -79,6 +79,7 @@ class ApiCaller:
         self.models = frozenset(entry.models)  # empty: all
         self.priority = entry.priority
         self.has_rates = bool(entry.requests_per_minute or entry.tokens_per_minute)
+        self.is_limited = bool(entry.max_inflight or entry.requests_per_minute)
         self._request_lines = _rate_lines("requests", entry.requests_per_minute)
         self._token_lines = _rate_lines("tokens", entry.tokens_per_minute)
         self._others = rows.others(self.slot)
@@ -95,6 +96,10 @@ class ApiCaller:
         """Count a request as in flight and as one of this minute; else why that may not be, and
         nothing is counted."""
         entry, cells = self.entry, self._cells
+        if not self.is_limited:
+            cells[IN_FLIGHT] += 1
+            cells[REQUESTS] += 1
+            return None
         most = entry.max_inflight
         if most and not self._enter(most):
             return "max_inflight"

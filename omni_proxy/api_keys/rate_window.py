@@ -110,8 +110,11 @@ class RateWindow:
 
     def state(self, limit: int, now: float) -> tuple[int, int]:
         """What is left of `limit`, and the whole seconds until all of it is free again."""
-        left = limit - self.used(now)
+        number = int(now * PER_SEC)
+        if number > self._number:
+            self._advance(number)
         number = self._number
+        left = limit - (self._total() if self._others else self._own)
         if self._cells[self._at + number % RING]:  # nearly always: it has just been taken
             return max(0, left), ceil((number + WINDOW) / PER_SEC - now)
         return max(0, left), self.reset_secs(now)

@@ -108,25 +108,23 @@ def cancel(exchange: Exchange, now: float) -> None:
 
 
 def end(exchange: Exchange, caller: ApiCaller) -> None:
-    """What it took replaces what was reserved, and it is in flight no more."""
+    """What it took replaces what was reserved, and it is in flight no more. Without a usage in the
+    response its tokens are guessed: by the request's size, and by the chunks of a stream or the
+    bytes of another response."""
     reserved = exchange.reserved
-    if reserved != REFUSED:
-        exchange.reserved = REFUSED
-        caller.end(reserved, exchange.token_bucket, _tokens_of(exchange), exchange.ended_at)
-
-
-def _tokens_of(exchange: Exchange) -> tuple[int, int]:
-    """Of the prompt and of the completion. Without a usage in the response they are guessed: by the
-    request's size, and by the chunks of a stream or the bytes of another response."""
+    if reserved == REFUSED:
+        return
+    exchange.reserved = REFUSED
     tail = exchange.last_chunk
-    usage = tokens_in(tail) if tail else {}
+    usage = tokens_in(tail) if tail else None
     if usage:
-        return usage.get("input", 0), usage.get("output", 0)
-    if not exchange.relayed or not 0 < exchange.status < 400:
-        return 0, 0  # no worker has computed anything for it
-    if exchange.stream:
-        return estimate_prompt(exchange.bytes_in), exchange.chunks
-    return estimate_prompt(exchange.bytes_in), exchange.bytes_out // BYTES_PER_TOKEN
+        used = usage.get("input", 0), usage.get("output", 0)
+    elif not exchange.relayed or not 0 < exchange.status < 400:
+        used = 0, 0  # no worker has computed anything for it
+    else:
+        completion = exchange.chunks if exchange.stream else exchange.bytes_out // BYTES_PER_TOKEN
+        used = estimate_prompt(exchange.bytes_in), completion
+    caller.end(reserved, exchange.token_bucket, used, exchange.ended_at)
 
 
 def _models_of(fleet: Fleet) -> frozenset[str]:
