@@ -15,6 +15,7 @@ import random
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from omni_proxy import __version__
 from omni_proxy.admin_api.app import create_app
 from omni_proxy.admin_api.hypercorn_server import serve
 from omni_proxy.admin_api.services import KvEventFacts, Services
+from omni_proxy.admin_ops.operation import Operation
+from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
@@ -57,6 +60,7 @@ from omni_proxy.system.files import private_runtime_dir
 from omni_proxy.telemetry.instruments import Instruments
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.logs import configure
+from omni_proxy.telemetry.operation_spans import encode_operation_span
 from omni_proxy.watchdog import Watchdog
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.state_journal import JournalFile, folder_for
@@ -155,6 +159,7 @@ class Server:
         )
         folder = folder_for(config_store.state_file, config, os.environ)
         self.weight_operations = WeightOperations(fleet, config_store, JournalFile(folder))
+        self.weight_operations.history.on_end = self._trace_operation
         self.prober.tolerates_failures = self.weight_operations.is_updating
         self.leaving = False
         self.supervisors: list[Supervisor] = []
@@ -210,6 +215,7 @@ class Server:
         return [
             *(Supervisor(name, _run_log(log)) for name, log in self.logs.items()),
             self.admin_api,
+            Supervisor("spans", lambda status: self.instruments.spans.run(task_status=status)),
             Supervisor("weights", lambda status: self.weight_operations.run(task_status=status)),
             Supervisor("prober", lambda status: self.prober.run(task_status=status)),
             Supervisor("launcher", lambda status: self.launcher.run(task_status=status)),
@@ -329,6 +335,9 @@ class Server:
         access_log, route_log = self.logs["access_log"], self.logs["route_log"]
         self.data_plane.recorders.access_log = access_log if access_log.on else None
         self.data_plane.recorders.route_log = route_log if route_log.on else None
+        endpoint = new.observe.otlp_endpoint
+        self.instruments.spans.retarget(endpoint)
+        self.data_plane.recorders.spans = self.instruments.spans if endpoint else None
         self.data_plane.recorders.meters = self.instruments.metrics if server.metrics else None
         if new.routing.load_poll_secs != old.routing.load_poll_secs:
             self.engine_pages.restart(self.load_reader)
@@ -336,6 +345,11 @@ class Server:
 
     def _load_poll_secs(self) -> float:
         return self.config_store.config.routing.load_poll_secs
+
+    def _trace_operation(self, operation: Operation, response: AdminResponse, secs: float) -> None:
+        span = encode_operation_span(operation, response, secs, time.time_ns())
+        if span is not None:
+            self.instruments.spans.write(span)
 
     async def _handle_signals(self, root_scope: trio.CancelScope) -> None:
         async with trio.open_nursery() as nursery:

@@ -108,6 +108,7 @@ class Operation:
     targets: tuple[str, ...] = ()
     was: dict[str, frozenset[str]] = field(default_factory=dict)
     answers: dict[str, WorkerResult] = field(default_factory=dict)
+    trace_parent: str = ""  # of its request, as it came
 
     def enter(self, step: Step, at: float) -> None:
         """Only forward: a step may be left out, none is taken twice. Raises ValueError."""

@@ -30,6 +30,7 @@ COMMANDS: Final = {
     "simulate": "omni_proxy.cli.simulate.command",
     "status": "omni_proxy.cli.status",
     "top": "omni_proxy.cli.top.command",
+    "trace": "omni_proxy.cli.trace",
     "weights": "omni_proxy.cli.weights",
     "workers": "omni_proxy.cli.workers",
 }

@@ -14,6 +14,7 @@ from omni_proxy.config.problem import Path, Problem, format_path
 from omni_proxy.config.schema import Config
 from omni_proxy.routing.policies.plugins import check_policy
 from omni_proxy.runtime_config.config_store import read_file
+from omni_proxy.runtime_config.extras import check_extras
 from omni_proxy.runtime_config.key_sources import read_key_file
 from omni_proxy.system.tls_contexts import check_tls_files
 from omni_proxy.upstream_http.resolver import reject_own_addresses
@@ -26,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
         check_tls_files(config, str(arguments.file))
         check_routes(config, str(arguments.file))
         check_policy(config, str(arguments.file))
+        check_extras(config, str(arguments.file))
         reject_own_addresses(config, (), str(arguments.file))
         notes = check_keys(config, str(arguments.file))
     except ConfigError as refusal:

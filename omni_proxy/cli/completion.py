@@ -59,7 +59,7 @@ def pages() -> list[Page]:
 
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     # Imported here: no other command must wait for all of them.
-    from omni_proxy.cli import explain, logs, status, weights, workers
+    from omni_proxy.cli import explain, logs, status, trace, weights, workers
     from omni_proxy.cli.config_file import init, keys, schema
     from omni_proxy.cli.flags import arguments
     from omni_proxy.cli.flags.engines import ENGINES
@@ -78,6 +78,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield "workers", workers.parser()
     yield "explain", explain.parser()
     yield "logs", logs.parser()
+    yield "trace", trace.parser()
     yield "weights", weights.parser()
     yield "simulate", simulate.parser()
     yield "launch", arguments.launch_parser(tuple(ENGINES))

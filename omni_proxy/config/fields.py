@@ -28,6 +28,7 @@ _HOST_NAME: Final = re.compile(r"[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
 _ORIGIN: Final = re.compile(
     r"(?!https?://[^/]*:(?:80|443)\Z)[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?"
 )
+_COLLECTOR: Final = re.compile(r"https?://[^\s/?#@]+(?:/[^\s?#]*)?")
 _UNITS: Final = {
     "": 1,
     "b": 1,
@@ -153,6 +154,19 @@ def read_listen(value: object) -> object:
         raise ValueError(f'"{value}" is neither "host:port" nor "unix:PATH"')
     read_address(host[1])
     return value.strip()
+
+
+def read_otlp_endpoint(value: object) -> object:
+    """The base URL of an OTLP collector, without a closing slash; empty is none."""
+    if not isinstance(value, str) or not value:
+        return value
+    if not _COLLECTOR.fullmatch(value):
+        raise ValueError(
+            f'"{value}" is no URL of a collector; write one such as "http://collector:4318"'
+        )
+    if value.rstrip("/").endswith("/v1/traces"):
+        raise ValueError(f'"{value}" has a path that is added by itself', "drop /v1/traces")
+    return value.rstrip("/")
 
 
 def read_mode(value: object) -> object:

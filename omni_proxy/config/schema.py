@@ -34,6 +34,7 @@ Host = Annotated[str, Meta(min_length=1, extra={"read": fields.read_host})]
 Address = Annotated[str, Meta(min_length=1, extra={"read": fields.read_address})]
 Listen = Annotated[str, Meta(extra={"read": fields.read_listen})]
 WebOrigin = Annotated[str, Meta(min_length=1, extra={"read": fields.read_origin})]
+OtlpEndpoint = Annotated[str, Meta(extra={"read": fields.read_otlp_endpoint})]
 HostName = Annotated[str, Meta(min_length=1, extra={"read": fields.read_host_name})]
 HeaderToRead = Annotated[
     str, Meta(min_length=1, max_length=64, extra={"read": fields.read_header_name})
@@ -360,6 +361,15 @@ class AdminConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     keys: tuple[AdminKey, ...] = ()
 
 
+class ObserveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # Traces: spans are sent there by OTLP over HTTP, to its /v1/traces; needs the extra `otel`.
+    # Empty: none are made.
+    otlp_endpoint: OtlpEndpoint = ""
+    # Share of the traces that begin here and are sent; the decision of a client that sends a
+    # traceparent holds.
+    trace_sampling: Annotated[float, Meta(ge=0, le=1)] = 1.0
+
+
 class WeightSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # Members of the trainer's process group: every worker by a plain broadcast (off), every worker
     # with its own ranks (coordinate), the proxy for all of them (receive), or either (both).
@@ -492,6 +502,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     routing: RoutingConfig = RoutingConfig()
     health: HealthConfig = HealthConfig()
     admin: AdminConfig = AdminConfig()
+    observe: ObserveConfig = ObserveConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     workers: tuple[WorkerEntry, ...] = ()
     launch: tuple[LaunchEntry, ...] = ()

@@ -17,6 +17,7 @@ from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
+from omni_proxy.dataplane.tracing.request_trace import Tracing
 from omni_proxy.routing.policies.cache_feedback import learns_from_answers
 from omni_proxy.routing.routes import configured_routes
 from omni_proxy.wire.cors import Cors
@@ -96,7 +97,11 @@ class Settings:
         self.access_log_is_json = server.log_format == "json"
         # The last chunk of a response is kept where token counts are read in it.
         self.counts_usage = server.metrics and server.usage_metrics
-        self.keeps_last_chunk = self.counts_usage or learns_from_answers(config.routing)
+        observe = config.observe
+        self.tracing = Tracing(observe.trace_sampling) if observe.otlp_endpoint else None
+        self.keeps_last_chunk = (
+            self.counts_usage or learns_from_answers(config.routing) or self.tracing is not None
+        )
         self._renew_fast_path_cache()
 
     def follow_keys(
@@ -124,6 +129,7 @@ class Settings:
             has_ranks=self._has_ranks,
             has_pools=self._has_pools,
             callers=self.callers if self.callers.guarded else None,
+            is_traced=self.tracing is not None,
         )
 
     def _forward(self, headers: ForwardedHeaders) -> None:

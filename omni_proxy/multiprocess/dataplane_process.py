@@ -164,6 +164,7 @@ class DataPlaneProcess:
         self._loads = LoadCollector(fleet.loads, shared_ids, self._send_loads)
         self._meters = MetricsDelta(fleet)
         self._access_lines, self._route_lines = _LineBuffer(), _LineBuffer()
+        self._span_lines = _LineBuffer()
         self._max_lag_secs = 0.0
         self._watchdog = Watchdog()
         self.take(first)
@@ -239,6 +240,8 @@ class DataPlaneProcess:
             dataplane.apply_without_listeners(config)
         dataplane.recorders.access_log = self._access_lines if server.access_log != OFF else None
         dataplane.recorders.route_log = self._route_lines if server.route_log != OFF else None
+        traced = config.observe.otlp_endpoint
+        dataplane.recorders.spans = self._span_lines if traced else None
         dataplane.recorders.meters = self._meters if server.metrics else None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -266,20 +269,18 @@ class DataPlaneProcess:
 
     async def _send_lines(self) -> None:
         while True:
-            off = (
-                self.dataplane.recorders.access_log is None
-                and self.dataplane.recorders.route_log is None
-            )
+            recorders = self.dataplane.recorders
+            off = recorders.access_log is recorders.route_log is recorders.spans is None
             await trio.sleep(SEND_STATS_SECS if off else SEND_LINES_SECS)
             self._send_line_batch()
 
     def _send_line_batch(self) -> None:
         if self._channel.waiting_bytes > MAX_UNSENT_BYTES:
             return  # lines that still fit are kept
-        access, route = self._access_lines, self._route_lines
-        if access.lines or route.lines:
+        access, route, spans = self._access_lines, self._route_lines, self._span_lines
+        if access.lines or route.lines or spans.lines:
             dropped, access.dropped, route.dropped = access.dropped + route.dropped, 0, 0
-            self._channel.send(LogLinesEvent(access.take(), route.take(), dropped))
+            self._channel.send(LogLinesEvent(access.take(), route.take(), spans.take(), dropped))
 
     async def _send_reports(self) -> None:
         stats_at = trio.current_time()

@@ -192,10 +192,12 @@ class AbortedEvent(Struct, frozen=True, tag=True):
 
 
 class LogLinesEvent(Struct, frozen=True, tag=True):
-    """For the access log and the route log; `dropped`: how many lines did not fit."""
+    """For the access log, the route log and the exporter of spans; `dropped`: how many lines did
+    not fit."""
 
     access: list[bytes]
     route: list[bytes]
+    spans: list[bytes]
     dropped: int
 
 

@@ -225,13 +225,8 @@ class ReportHandler:
 
     def on_event(self, handle: ProcessHandle, message: ProcessEvent) -> None:
         match message:
-            case LogLinesEvent(access, route, dropped):
-                logs = self.instruments.logs
-                for line in access:
-                    logs["access_log"].write(line)
-                for line in route:
-                    logs["route_log"].write(line)
-                logs["access_log"].dropped += dropped
+            case LogLinesEvent():
+                self._write_lines(message)
             case MetricsEvent():
                 meters, recent = self.instruments.metrics, self.instruments.recent
                 merge_metrics(message, meters, recent, self.worker_ids.find)
@@ -250,6 +245,17 @@ class ReportHandler:
                 worker = self.worker_ids.find(message.serial)
                 if worker is not None:
                     self._on_worker_event(worker, handle, message)
+
+    def _write_lines(self, message: LogLinesEvent) -> None:
+        logs = self.instruments.logs
+        for sink, lines in (
+            (logs["access_log"], message.access),
+            (logs["route_log"], message.route),
+            (self.instruments.spans, message.spans),
+        ):
+            for line in lines:
+                sink.write(line)
+        logs["access_log"].dropped += message.dropped
 
     def _on_worker_event(
         self,

@@ -34,6 +34,7 @@ from omni_proxy.config.state import SavedState, SavedVoices
 from omni_proxy.fleet.health_state import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.policies.plugins import check_policy
+from omni_proxy.runtime_config.extras import check_extras
 from omni_proxy.runtime_config.key_sources import check_keys
 from omni_proxy.runtime_config.membership_lock import MembershipLock
 from omni_proxy.runtime_config.state_file import StateFile, load_state, state_path
@@ -98,6 +99,7 @@ class ConfigStore:
         check_keys(self.config, str(self.file or ""))
         check_routes(self.config, str(self.file or ""))
         check_policy(self.config, str(self.file or ""))
+        check_extras(self.config, str(self.file or ""))
         reject_own_addresses(self.config, startup.given_urls, str(self.file or ""))
         self.state_file = state_path(startup, self.config)
         self.state = load_state(self.state_file)
@@ -152,6 +154,7 @@ class ConfigStore:
                 await trio.to_thread.run_sync(check_keys, new, str(self.file or ""))
                 check_routes(new, str(self.file or ""))
                 await trio.to_thread.run_sync(check_policy, new, str(self.file or ""))
+                await trio.to_thread.run_sync(check_extras, new, str(self.file or ""))
                 urls = self.startup.given_urls
                 await trio.to_thread.run_sync(reject_own_addresses, new, urls, str(self.file or ""))
             except ConfigError as error:

@@ -22,6 +22,7 @@ from omni_proxy.telemetry.histogram import SHORT, Histogram, quantile
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
+from omni_proxy.telemetry.span_exporter import SpanExporter
 
 PARTS: Final = 5  # so each worker is looked at every five seconds
 LEAST_SECS: Final = 15.0
@@ -100,6 +101,7 @@ class Instruments:
         self.stall_detector = EngineStallDetector(fleet, self.metrics, self.recent)
         self.ticker = Ticker(self._on_second)
         self.logs = logs
+        self.spans = SpanExporter()
         self._load = load
 
     def _on_second(self, at: float) -> None:

@@ -102,6 +102,7 @@ def test_the_shown_tables_have_every_key():
         "routing",
         "health",
         "admin",
+        "observe",
         "weight_sync",
         "workers",
         "launch",

@@ -230,6 +230,10 @@ def _itself(services: Services) -> Iterator[Metric]:
     ]
     text = "Lines of a log that were not written"
     yield from counters("log_lines_lost", text, ("log", "reason"), lost)
+    spans = services.instruments.spans
+    counts = [("exported", spans.exported), ("failed", spans.failed), ("dropped", spans.dropped)]
+    text = "Spans for the trace collector; dropped: all those of one request"
+    yield from counters("spans", text, ("result",), [((name,), count) for name, count in counts])
     restarts = [((str(row["name"]),), _number(row, "restarts")) for row in services.supervisors()]
     yield from counters(
         "task_restarts", "Restarts of a service beside the data plane", ("task",), restarts

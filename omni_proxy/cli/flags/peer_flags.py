@@ -228,7 +228,8 @@ _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
         ("--control-plane-", "--jwt-", "--tenant-", "--trust-tenant-header"),
     ),
     (
-        "no spans are sent; traceparent is passed on, and [server] access_log has each request",
+        "spans are sent by OTLP over HTTP where [observe] otlp_endpoint of a configuration file "
+        "says so",
         ("--enable-trace", "--otlp-"),
     ),
     (

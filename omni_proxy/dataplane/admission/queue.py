@@ -301,6 +301,8 @@ class Queue:
             ) from None
         finally:
             exchange.queued_secs += io.loop.now - started_at
+            if exchange.trace is not None:
+                exchange.trace.add_wait(started_at, io.loop.now)
             if not waiter.admitted:
                 self._remove(waiter)
 

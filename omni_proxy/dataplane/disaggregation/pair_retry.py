@@ -73,6 +73,8 @@ class PairRetry:
     def _note(self, failed: PairFailed) -> None:
         """Whose failure it is."""
         exchange, services = self._exchange, self._io.services
+        if exchange.trace is not None:
+            exchange.trace.end_attempt(failed.worker, self._io.loop.now, failed.kind)
         exchange.failed_attempts = [
             *(exchange.failed_attempts or ()), (failed.worker, failed.kind),
         ]  # fmt: skip

@@ -58,6 +58,7 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
         "phase": exchange.phase,
         "error": exchange.error or None,
         "request_id": _id_text(exchange) or None,
+        **_trace_fields(exchange),
         "model": need.asked_model if need else None,
         "target_model": need.target_model if need else None,
         "stream": exchange.stream,
@@ -108,6 +109,11 @@ def _legs_fields(exchange: Exchange, worker: Worker | None) -> dict[str, object]
     }
 
 
+def _trace_fields(exchange: Exchange) -> dict[str, object]:
+    trace = exchange.trace
+    return {"trace_id": trace.trace_id.decode()} if trace is not None and trace.sampled else {}
+
+
 def _rank_index(exchange: Exchange) -> int | None:
     """The data-parallel rank of the last attempt; None where its worker has none."""
     target = exchange.sent_to
@@ -146,6 +152,7 @@ def route_record(exchange: Exchange, worker: Worker) -> dict[str, object]:
         "timestamp": datetime.now(UTC).isoformat(),
         "event": finished if completed else broken,
         "request_id": _id_text(exchange),
+        **_trace_fields(exchange),
         "method": exchange.method,
         "path": exchange.target.partition("?")[0],
         "model": need.asked_model if need else None,

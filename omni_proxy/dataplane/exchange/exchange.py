@@ -12,6 +12,7 @@ from random import getrandbits
 from typing import Final, Protocol
 
 from omni_proxy.api_keys.caller import ApiCaller
+from omni_proxy.dataplane.tracing.request_trace import RequestTrace
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 from omni_proxy.fleet.worker import Worker
@@ -34,7 +35,7 @@ class Exchange:
         "policy", "queued_secs", "rank", "relayed", "request_bucket", "request_id",
         "request_id_line", "requirements", "reserved", "response_head_at", "route", "sent_at",
         "single_chunk", "spare_leg", "started_at", "status", "stream", "target", "token_bucket",
-        "version", "worker", "worker_seen",
+        "trace", "version", "worker", "worker_seen",
     )  # fmt: skip
 
     def __init__(self, started_at: float, client: str) -> None:
@@ -56,6 +57,7 @@ class Exchange:
         self.cors = b""  # header lines that let a page of another origin read the response
         self.request_id_line = b""  # the header line with the request id, where one is configured
         self.idempotency_key = False
+        self.trace: RequestTrace | None = None  # where traces are sent
         self.route: Route | None = None
         self.requirements: Requirements | None = None
         self.policy = ""
@@ -203,6 +205,7 @@ class Recorders:
 
     def __init__(self) -> None:
         self.access_log: LineSink | None = None
+        self.spans: LineSink | None = None
         self.route_log: LineSink | None = None
         self.meters: RequestObserver | None = None
 

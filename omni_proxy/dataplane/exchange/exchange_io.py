@@ -20,6 +20,7 @@ from omni_proxy.dataplane.loop.io_task import IoTask
 from omni_proxy.dataplane.loop.stream import HUNG_UP, PEER_CLOSED, Stream
 from omni_proxy.dataplane.loop.task import Readable
 from omni_proxy.dataplane.services import ExchangeServices
+from omni_proxy.dataplane.tracing.span_records import encode_spans
 from omni_proxy.dataplane.upstream.cache_report import settle_prediction
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED
@@ -168,6 +169,7 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
         (exchange.legs is not None and not exchange.legs.begun)
         or exchange.last_chunk
         or exchange.caller is not None
+        or exchange.trace is not None
         or (need is not None and need.prediction is not None)
     ):
         _settle_rarer(services, exchange)
@@ -191,10 +193,13 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
 
 
 def _settle_rarer(services: ExchangeServices, exchange: Exchange) -> None:
-    """What only some exchanges have: another leg, a caller, and a policy or metrics that read the
-    answer."""
+    """What only some exchanges have: another leg, a trace, a caller, and a policy or metrics that
+    read the answer."""
     if exchange.legs is not None:
         services.balancer.release_prefill(exchange.legs)
+    trace, spans = exchange.trace, services.recorders.spans
+    if trace is not None and trace.sampled and spans is not None:
+        spans.write(encode_spans(exchange, trace, services.loop.clock()))
     if exchange.caller is not None:
         end_call(exchange, exchange.caller)
     need = exchange.requirements

@@ -99,6 +99,8 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
         return _respond_by_admin_api(io, exchange, head)
     exchange.route = route
     exchange.idempotency_key = head.idempotency_key
+    tracing = settings.tracing
+    exchange.trace = tracing.begin_from_head(head.lines) if tracing is not None else None
     if settings.callers.guarded:
         begin_call(settings, exchange, head, io.loop.now)
     if route.websocket:

@@ -29,6 +29,7 @@ from omni_proxy.dataplane.exchange.response_relay import diagnostic_fields
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
+from omni_proxy.dataplane.tracing.request_trace import trace_parts
 from omni_proxy.dataplane.upstream.attempt import (
     CACHED_LENGTHS,
     LENGTHS,
@@ -189,6 +190,10 @@ class FastPath:
             head_id = lines[template.id_index] if template.id_index > 0 else cached.head.request_id
             exchange.request_id = head_id or id_from_body(need)
             set_requirements(io, exchange, need, lines, body)
+            tracing = io.settings.tracing
+            exchange.trace = (
+                tracing.begin_from_parts(lines, cached.trace_index) if tracing is not None else None
+            )
             exchange.policy = balancer.policy.name
             target = worker = balancer.acquire(exchange)
             if not is_plain:
@@ -204,6 +209,8 @@ class FastPath:
             return False
         io.upstream = self.waiting_on = upstream
         self._pool = pool
+        if exchange.trace is not None:
+            trace_parts(exchange.trace, lines, cached.trace_index, target, io.loop.now)
         request = encode_request(pool.host_line, lines, length_line, body)
         start_waiting(io, exchange, io.settings.limits.response_head)
         upstream.write_soon(request)
@@ -287,7 +294,9 @@ class FastPath:
             io.upstream = None
         finally:
             finalize(io.services, exchange, "relay")
-        exchange.requirements = exchange.last_worker = None  # it may lie here for long
+        exchange.requirements = exchange.last_worker = exchange.trace = (
+            None  # it may lie here for long
+        )
         exchange.last_chunk = b""
         self._spare = exchange
         io.await_next_request()

@@ -28,12 +28,13 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.lru import LruCache
 from omni_proxy.wire.head_caching.request_heads import TEMPLATES
 from omni_proxy.wire.request import RANK_HINT, HeadTemplate, RequestHead
+from omni_proxy.wire.trace_context import traceparent_index
 
 
 class CachedRequest:
     """`head` of such a request, without the fields that vary; `source`: the cache it is from."""
 
-    __slots__ = ("caller", "decode", "head", "route", "source", "template")
+    __slots__ = ("caller", "decode", "head", "route", "source", "template", "trace_index")
 
     def __init__(
         self, head: RequestHead, template: HeadTemplate, route: Route, source: FastPathCache
@@ -44,6 +45,10 @@ class CachedRequest:
         )
         self.caller: ApiCaller | None = None
         self.template = template
+        # Of the value of traceparent among the parts of a head.
+        self.trace_index = traceparent_index(
+            [(same, after is not None) for same, _, _, after in template.steps]
+        )
         self.route = route
         self.source = source
         # Raises HttpError for a body that can't take the fast path.
@@ -57,6 +62,16 @@ def decode_unless_ranked(body: bytes) -> BodyFields:
     return decode_body(body)
 
 
+def has_fixed_traceparent(template: HeadTemplate) -> bool:
+    """Whether it forwards a traceparent whose value does not vary."""
+    texts = [template.first, *(after for *_, after in template.steps if after is not None)]
+    lines = [line for text in texts for line in text.lower().split(b"\r\n")[1:]]
+    # The last line of a text ends where a value that varies begins.
+    open_ends = [text.lower().rpartition(b"\r\n")[2] for text in texts[:-1]]
+    named = [line for line in lines if line.startswith(b"traceparent:")]
+    return len(named) > len([line for line in open_ends if line.startswith(b"traceparent:")])
+
+
 class _Never:
     """In the place of a CachedRequest: such requests always run in the coroutine."""
 
@@ -68,7 +83,8 @@ class FastPathCache:
     """Cached requests of all connections, under one configuration. Of the fleet: `has_ranks`; then
     requests that may name a data-parallel rank are not among them. `has_pools`: some of them may be
     served in two legs. `callers`: where requests need a key; then a template holds it, so that all
-    requests of one have the same."""
+    requests of one have the same. `is_traced`: workers get a trace
+    context."""
 
     def __init__(
         self,
@@ -77,9 +93,11 @@ class FastPathCache:
         has_ranks: bool = False,
         has_pools: bool = False,
         callers: Callers | None = None,
+        is_traced: bool = False,
     ) -> None:
         self.has_ranks = has_ranks
         self.has_pools = has_pools
+        self.is_traced = is_traced
         self._callers = callers
         self._routes = routes
         self._by_template: LruCache[HeadTemplate, CachedRequest | _Never] = LruCache(TEMPLATES)
@@ -112,6 +130,8 @@ class FastPathCache:
         special = hinted or head.origin or head.upgrade or head.expects_continue or head.http_1_0
         if special or not head.keep_alive or not has_json_body(route, head):
             return None
+        if self.is_traced and has_fixed_traceparent(template):
+            return None  # there is no place to write another one
         cached = CachedRequest(head, template, route, self)
         return self._authorized(cached, key_in(head.lines)) if self._callers else cached
 

@@ -263,6 +263,7 @@ class Balancer:
             leg.recycle(0.0)
             leg.ended_at = 0.0
         leg.route, leg.requirements = exchange.route, exchange.requirements
+        leg.trace = exchange.trace
         leg.worker = worker = note_rank(leg, target)
         leg.version = worker.version
         leg.attempts = 1

@@ -202,6 +202,7 @@ async def _send(
 ) -> ResponseStart:
     secs = inf if pool.is_admin else io.response_head_secs
     body_stream = io.body_stream
+    exchange.sent_at = io.loop.now
     request = _encode(exchange, head, pool, body_stream)
     start_waiting(io, exchange, secs)
     if body_stream is None and len(request) == 1:
@@ -224,6 +225,8 @@ def _encode(
         lines = lines_for_rank(exchange, head)
     if worker is not None and worker.api_key_env:
         lines = with_key(worker, lines)
+    if exchange.trace is not None:
+        lines = exchange.trace.lines_for_attempt(lines, exchange.sent_to, exchange.sent_at)
     if body_stream is not None:
         return [body_stream.start_stream(lines + host_line)]
     if not (body or head.length or head.method in (b"POST", b"PUT", b"PATCH")):

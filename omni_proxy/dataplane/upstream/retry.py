@@ -106,6 +106,8 @@ class RetryState:
     def _note(self, worker: Worker, result: str) -> None:
         exchange = self._exchange
         exchange.failed_attempts = [*(exchange.failed_attempts or ()), (worker, result)]
+        if exchange.trace is not None:
+            exchange.trace.end_attempt(worker, self._io.loop.now, result)
 
     def _release(self, worker: Worker) -> None:
         self._tried.add(worker)

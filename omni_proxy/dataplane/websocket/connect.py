@@ -78,6 +78,8 @@ async def _open(
         exchange.sent_at = io.loop.now
         io.phase = "wait"
         lines = with_key(worker, lines_for_rank(exchange, head))
+        if exchange.trace is not None:
+            lines = exchange.trace.lines_for_attempt(lines, exchange.sent_to, io.loop.now)
         await io.write(upstream, encode_handshake(lines, pool.host_line, nonce))
         status, rest = await _read_status(io, upstream, nonce)
     except OSError as error:

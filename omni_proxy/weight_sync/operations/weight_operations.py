@@ -12,7 +12,7 @@ Keys are documented in docs/http.md (GET /weights/status).
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
@@ -63,6 +63,10 @@ from omni_proxy.wire.errors import HttpError
 HISTORY_LENGTH: Final = 50
 
 
+def _ignore(operation: Operation, response: AdminResponse, secs: float) -> None:
+    """Without traces."""
+
+
 class OperationHistory:
     """The last operations, newest last, and counters over all of them by path."""
 
@@ -70,12 +74,15 @@ class OperationHistory:
         self.rows: deque[dict[str, object]] = deque(maxlen=HISTORY_LENGTH)
         self.ended: Counter[tuple[str, bool]] = Counter()  # by path and success
         self.spent_secs: dict[str, float] = {}  # by path, from request to end
+        # Called with each operation that is over, its response, and the seconds that it took.
+        self.on_end: Callable[[Operation, AdminResponse, float], None] = _ignore
 
     def record(self, operation: Operation, response: AdminResponse) -> None:
         now = trio.current_time()
         path = operation.route.path
         self.ended[path, response.ok] += 1
         self.spent_secs[path] = self.spent_secs.get(path, 0.0) + now - operation.requested_at
+        self.on_end(operation, response, now - operation.requested_at)
         self.rows.append(
             {
                 "id": operation.id,
@@ -219,7 +226,7 @@ class WeightOperations:
             return await self._sync_step(call)
         self.sync.check_conflict(call.route)
         _check_rank_clash(call, self._targets(call))
-        operation = self._new_operation(call.route, call.caller)
+        operation = self._operation_for(call)
 
         async def perform() -> AdminResponse:
             workers = self._targets(call)  # again, because the fleet may have changed since
@@ -253,7 +260,7 @@ class WeightOperations:
             self.sync.after_step(call)
 
     async def _queue_sync_step(self, call: AdminCall) -> AdminResponse:
-        operation = self._new_operation(call.route, call.caller)
+        operation = self._operation_for(call)
 
         async def perform() -> AdminResponse:
             self.rollouts.check_conflict(call.route)
@@ -289,7 +296,7 @@ class WeightOperations:
         if call.route.one_engine:
             response = as_one(call.route.path, response, results)
         response = AdminResponse(response.status, {**response.body, **more})
-        operation = self._new_operation(call.route, call.caller, requested_at=started_at)
+        operation = self._operation_for(call, requested_at=started_at)
         operation.targets = tuple(worker.url for worker in workers)
         for result in results:
             operation.on_result(result)
@@ -384,6 +391,11 @@ class WeightOperations:
     ) -> Operation:
         now = trio.current_time() if requested_at is None else requested_at
         return Operation(uuid4().hex, route, caller, now)
+
+    def _operation_for(self, call: AdminCall, requested_at: float | None = None) -> Operation:
+        operation = self._new_operation(call.route, call.caller, requested_at)
+        operation.trace_parent = call.headers.get("traceparent", "")
+        return operation
 
     def _clear_pauses(self, workers: list[Worker]) -> bool:
         """The engines generate again. Return whether one of them was paused."""

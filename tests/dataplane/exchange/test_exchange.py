@@ -8,7 +8,7 @@ KEPT = {
 }  # fmt: skip
 # What the end of an exchange clears.
 CLEARED = {
-    "requirements", "last_worker", "rank", "last_chunk", "admitted", "held_bytes",
+    "requirements", "last_worker", "rank", "last_chunk", "admitted", "held_bytes", "trace",
 }  # fmt: skip
 # What the fast path never sets: an exchange that needs one of these goes on in the coroutine.
 NEVER_SET = {

@@ -1,0 +1,166 @@
+"""Sends span records to an OpenTelemetry collector, by OTLP over HTTP.
+
+Invariant: `write` neither waits nor raises; encoding and sending happen in a thread, with the
+OpenTelemetry SDK, which is imported there at the first export. Spans that can't be sent in time are
+dropped and counted: a collector that is away costs spans, never a request. The SDK's own variables
+hold, such as OTEL_EXPORTER_OTLP_HEADERS and OTEL_RESOURCE_ATTRIBUTES.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import trio
+
+from omni_proxy import __version__
+from omni_proxy.dataplane.tracing.span_records import SpanRecord
+
+if TYPE_CHECKING:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import ReadableSpan
+
+_log = logging.getLogger(__name__)
+
+PATH: Final = "/v1/traces"
+QUEUE_BYTES: Final = 8 * 1024 * 1024
+BATCH: Final = 512  # requests
+GATHER_SECS: Final = 1.0
+SEND_SECS: Final = 10.0  # of one batch, with the SDK's retries
+LAST_SEND_SECS: Final = 2.0
+COMPLAIN_SECS: Final = 60.0
+_decode = msgspec.json.Decoder(list[SpanRecord]).decode
+
+
+class SpanExporter:
+    """Records go in by `write`, each the spans of a request; `run` sends them to the endpoint,
+    which may change at any time."""
+
+    def __init__(self) -> None:
+        self.exported = 0  # spans
+        self.failed = 0  # spans that the collector did not take
+        self.dropped = 0  # records that did not fit into the queue
+        self._endpoint = ""
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._filled = trio.Event()
+        self._full = trio.Event()
+        self._complained_at = float("-inf")
+        self._sender: _Sender | None = None
+
+    def retarget(self, endpoint: str) -> None:
+        """Base URL of a collector; "" sends nothing."""
+        self._endpoint = endpoint
+        if not endpoint:
+            self._take(len(self._queue))
+
+    def write(self, record: bytes) -> None:
+        """Take the spans of one request, as `encode_spans` has them."""
+        if not self._endpoint:
+            return
+        if self._queued_bytes + len(record) > QUEUE_BYTES:
+            self.dropped += 1
+            return
+        self._queue.append(record)
+        self._queued_bytes += len(record)
+        self._filled.set()
+        if len(self._queue) >= BATCH:
+            self._full.set()
+
+    def status(self) -> dict[str, object]:
+        return {
+            "endpoint": self._endpoint,
+            "exported": self.exported,
+            "failed": self.failed,
+            "dropped": self.dropped,
+        }
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Send until cancelled, then what waits, once."""
+        task_status.started()
+        try:
+            while True:
+                await self._filled.wait()
+                with trio.move_on_after(GATHER_SECS):
+                    await self._full.wait()
+                await self._send_batch()
+        finally:
+            with trio.move_on_after(LAST_SEND_SECS, shield=True):
+                while self._queue:
+                    await self._send_batch()
+
+    def _take(self, count: int) -> list[bytes]:
+        records = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
+        self._queued_bytes -= sum(map(len, records))
+        if not self._queue:
+            self._filled = trio.Event()
+        if len(self._queue) < BATCH:
+            self._full = trio.Event()
+        return records
+
+    async def _send_batch(self) -> None:
+        records, endpoint = self._take(BATCH), self._endpoint
+        if not records:
+            await trio.lowlevel.checkpoint()
+            return
+        sender = self._sender
+        if sender is None or sender.endpoint != endpoint:
+            sender = self._sender = _Sender(endpoint)
+        sent, failed = await trio.to_thread.run_sync(sender.send, records, abandon_on_cancel=True)
+        self.exported += sent
+        self.failed += failed
+        now = trio.current_time()
+        if failed and now - self._complained_at >= COMPLAIN_SECS:
+            self._complained_at = now
+            _log.warning("spans_not_sent endpoint=%s failed=%d", endpoint, self.failed)
+
+
+class _Sender:
+    """Blocking: to be called in a thread, one call at a time."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self._exporter: OTLPSpanExporter | None = None
+
+    def send(self, records: Sequence[bytes]) -> tuple[int, int]:
+        """How many spans were sent, and how many were not."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        if self._exporter is None:
+            # Its lines would come with each batch; ours come once a minute.
+            logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+            self._exporter = OTLPSpanExporter(endpoint=self.endpoint + PATH, timeout=SEND_SECS)
+        spans = [_sdk_span(span) for record in records for span in _decode(record)]
+        if self._exporter.export(spans) is SpanExportResult.SUCCESS:
+            return len(spans), 0
+        return 0, len(spans)
+
+
+def _sdk_span(record: SpanRecord) -> ReadableSpan:
+    from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+    from opentelemetry.trace.status import Status, StatusCode
+
+    def context(span_id: str, *, remote: bool) -> SpanContext:
+        flags = TraceFlags(TraceFlags.SAMPLED)
+        return SpanContext(int(record.trace_id, 16), int(span_id, 16), remote, flags)
+
+    is_server = record.kind == "server"
+    return ReadableSpan(
+        record.name,
+        context=context(record.span_id, remote=False),
+        parent=context(record.parent_id, remote=is_server) if record.parent_id else None,
+        resource=Resource.create({SERVICE_NAME: "omni-proxy", SERVICE_VERSION: __version__}),
+        attributes=record.attributes,
+        kind=SpanKind[record.kind.upper()],
+        status=Status(StatusCode.ERROR, record.error) if record.error else Status(StatusCode.UNSET),
+        start_time=record.started_ns,
+        end_time=record.ended_ns,
+        instrumentation_scope=InstrumentationScope("omni_proxy", __version__),
+    )

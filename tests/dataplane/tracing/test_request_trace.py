@@ -1,0 +1,94 @@
+import pytest
+
+from omni_proxy.dataplane.tracing.request_trace import (
+    MAX_SPANS,
+    UNSAMPLED,
+    RequestTrace,
+    Tracing,
+    trace_parts,
+)
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.wire.trace_context import TraceParent, parse_traceparent
+from tests.fleet.entries import NOW, entry
+
+TRACE, SPAN = b"4bf92f3577b34da6a3ce929d0e0e4736", b"00f067aa0ba902b7"
+A, B = Worker(entry("a"), NOW), Worker(entry("b"), NOW)
+
+
+@pytest.mark.parametrize("sampling", [0.0, 1.0])
+def test_the_clients_decision_is_stronger_than_the_share(sampling):
+    tracing = Tracing(sampling)
+    begun = tracing.begin(TraceParent(TRACE, SPAN, True))
+    assert (begun.trace_id, begun.parent_id, begun.sampled) == (TRACE, SPAN, True)
+    assert tracing.begin(TraceParent(TRACE, SPAN, False)) is UNSAMPLED
+
+
+def test_a_trace_that_begins_here_is_sampled_by_the_share():
+    assert Tracing(0.0).begin(None) is UNSAMPLED
+    one, two = Tracing(1.0).begin(None), Tracing(1.0).begin(None)
+    assert (len(one.trace_id), one.parent_id) == (32, b"")
+    assert one.trace_id != two.trace_id
+
+
+def test_each_attempt_has_a_span_of_its_own():
+    trace = RequestTrace(TRACE, SPAN)
+    first = parse_traceparent(trace.begin_attempt(A, 1.0))
+    trace.end_attempt(A, 2.0, "503")
+    second = parse_traceparent(trace.begin_attempt(B, 3.0))
+    assert first.trace_id == second.trace_id == TRACE
+    assert [span.span_id for span in trace.attempts] == [first.span_id, second.span_id]
+    assert trace.span_id not in (first.span_id, second.span_id, SPAN)
+    assert [(s.started_at, s.ended_at, s.error) for s in trace.attempts] == [
+        (1.0, 2.0, "503"),
+        (3.0, 0.0, ""),
+    ]
+
+
+def test_a_request_that_is_sent_again_to_the_same_worker_ends_its_span():
+    trace = RequestTrace(TRACE)
+    trace.begin_attempt(A, 1.0)
+    trace.begin_attempt(A, 2.0)
+    assert [(s.ended_at, s.error) for s in trace.attempts] == [(2.0, "stale_connection"), (0.0, "")]
+
+
+def test_the_spans_of_one_request_are_bounded():
+    trace = RequestTrace(TRACE)
+    for number in range(MAX_SPANS + 9):
+        value = trace.begin_attempt(A, float(number))
+        trace.add_wait(0.0, 1.0)
+    assert (len(trace.attempts), len(trace.waits)) == (MAX_SPANS, MAX_SPANS)
+    assert parse_traceparent(value) == TraceParent(TRACE, trace.span_id, True)
+
+
+LINES = b"POST / HTTP/1.1\r\n"
+
+
+def test_an_unsampled_request_gets_the_flag_and_keeps_a_context_that_it_has():
+    sent = UNSAMPLED.lines_for_attempt(LINES, A, 1.0)
+    own = parse_traceparent(sent.removeprefix(LINES + b"traceparent: ").rstrip())
+    assert own.sampled is False
+    given = LINES + b"traceparent: 00-%b-%b-00\r\n" % (TRACE, SPAN)
+    assert UNSAMPLED.lines_for_attempt(given, A, 1.0) == given
+    assert UNSAMPLED.attempts == []
+
+
+@pytest.mark.parametrize("trace", [RequestTrace(TRACE), UNSAMPLED], ids=["sampled", "unsampled"])
+@pytest.mark.parametrize("value", [None, b"00-%b-%b-00" % (TRACE, SPAN), b"nonsense"])
+def test_a_head_in_parts_gets_what_a_whole_head_gets(trace, value):
+    parts, index, whole = [LINES], -1, LINES
+    if value is not None:
+        parts, index = [LINES + b"traceparent: ", value, b"\r\n"], 1
+        whole = b"%btraceparent: %b\r\n" % (LINES, value)
+    trace_parts(trace, parts, index, A, 1.0)
+
+    def ids(lines):
+        found = parse_traceparent(lines.partition(b"traceparent: ")[2].rstrip())
+        return found.sampled, found.trace_id if found.sampled or value else None
+
+    joined = b"".join(parts)
+    expected = trace.lines_for_attempt(whole, A, 1.0)
+    assert joined.count(b"traceparent") == expected.count(b"traceparent") == 1
+    if value == b"nonsense" and not trace.sampled:  # ids of their own, each
+        assert ids(joined)[0] is ids(expected)[0] is False
+    else:
+        assert ids(joined) == ids(expected)
