@@ -32,6 +32,7 @@ SPELLED = {
     "server.cors_allow_origins": st.sampled_from([(), ("*",), ("https://a.test", "tauri://b:1")]),
     "admin.allowed_hosts": st.sampled_from([(), ("a",), ("proxy.internal", "b_c")]),
     "server.request_id_headers": st.sampled_from([(), ("x-session-id",), ("X-A", "x-b")]),
+    "observe.otlp_endpoint": st.sampled_from(["", "http://c:4318", "https://c/otlp"]),
     "server.request_id_header": st.sampled_from(["", "x-request-id", "X-Trace"]),
     "weight_sync.on_failure": st.just("quarantine"),  # the others need a mode
     "routing.policy": st.sampled_from([*POLICIES, "package.module:Class"]),
