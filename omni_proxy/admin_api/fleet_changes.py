@@ -29,8 +29,9 @@ from omni_proxy.config.overlay import (
     with_defaults,
     with_deleted,
 )
-from omni_proxy.config.schema import Config, KvConnector
+from omni_proxy.config.schema import Config
 from omni_proxy.config.url import dial_address, normalize_url, split_rank
+from omni_proxy.config.value_types import KvConnector
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import Call, call_worker

@@ -27,7 +27,8 @@ from omni_proxy.cli.flags.kv_endpoints import PortsOverlapError, ports_apart, pu
 from omni_proxy.cli.flags.peer_flags import router_flags_in
 from omni_proxy.cli.serve import routed, router_startup, start
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.config.schema import CAPABILITIES, LaunchEntry
+from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.config.value_types import CAPABILITIES
 from omni_proxy.launch.replica_process import visible_gpus
 
 LAST_PORT: Final = 65535

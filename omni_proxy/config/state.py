@@ -12,7 +12,8 @@ import tomli_w
 from msgspec import Struct
 
 from omni_proxy.config.parse import config_error, decode_text, parse_tables
-from omni_proxy.config.schema import (
+from omni_proxy.config.validate import Finding, walk
+from omni_proxy.config.value_types import (
     CAPABILITIES,
     BootstrapPort,
     Capabilities,
@@ -25,7 +26,6 @@ from omni_proxy.config.schema import (
     Weight,
     WorkerRanks,
 )
-from omni_proxy.config.validate import Finding, walk
 
 _HEAD: Final = """\
 # Written by omni-proxy: workers and switches that were set over HTTP.

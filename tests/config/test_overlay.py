@@ -13,8 +13,9 @@ from omni_proxy.config.overlay import (
     with_pending_delete,
 )
 from omni_proxy.config.parse import parse
-from omni_proxy.config.schema import CAPABILITIES, Config, WorkerEntry
+from omni_proxy.config.schema import Config, WorkerEntry
 from omni_proxy.config.state import SavedVoices
+from omni_proxy.config.value_types import CAPABILITIES
 
 A, B, C, D = (f"http://{name}" for name in "abcd")
 FILE = parse(f'[[workers]]\nurl = "{A}"\nmodel = "m"\n[[workers]]\nurl = "{B}"')
