@@ -19,7 +19,7 @@ import msgspec
 
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.parse import parse
-from omni_proxy.config.schema import CAPABILITIES
+from omni_proxy.config.value_types import CAPABILITIES
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.body_fields import decode_body
 from omni_proxy.routing.inspect.requirements import Requirements
