@@ -294,9 +294,7 @@ class FastPath:
             io.upstream = None
         finally:
             finalize(io.services, exchange, "relay")
-        exchange.requirements = exchange.last_worker = exchange.trace = (
-            None  # it may lie here for long
-        )
+        exchange.requirements = exchange.last_worker = None  # it may lie here for long
         exchange.last_chunk = b""
         self._spare = exchange
         io.await_next_request()
