@@ -20,6 +20,7 @@ from quart import request
 
 from omni_proxy.admin_api.responses import bad_request, if_match, raise_on_mismatch, warn
 from omni_proxy.admin_api.services import Services
+from omni_proxy.config.fields import KvConnector
 from omni_proxy.config.overlay import (
     SavedState,
     StateWorker,
@@ -31,7 +32,6 @@ from omni_proxy.config.overlay import (
 )
 from omni_proxy.config.schema import Config
 from omni_proxy.config.url import dial_address, normalize_url, split_rank
-from omni_proxy.config.value_types import KvConnector
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import Call, call_worker

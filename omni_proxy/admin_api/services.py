@@ -15,9 +15,9 @@ import trio
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.config.api_keys import CallerKey
+from omni_proxy.config.fields import KvConnector
 from omni_proxy.config.flags import Dialect
 from omni_proxy.config.schema import AdminKey
-from omni_proxy.config.value_types import KvConnector
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker

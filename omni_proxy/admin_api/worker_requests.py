@@ -16,9 +16,8 @@ from typing import Final, get_args
 
 from omni_proxy.admin_api.fleet_changes import gateway_id
 from omni_proxy.admin_api.responses import bad_request
-from omni_proxy.config.fields import read_kv_events, read_kv_replay
+from omni_proxy.config.fields import CAPABILITIES, KvConnector, Role, read_kv_events, read_kv_replay
 from omni_proxy.config.url import normalize_url
-from omni_proxy.config.value_types import CAPABILITIES, KvConnector, Role
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker

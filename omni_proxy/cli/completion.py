@@ -59,10 +59,12 @@ def pages() -> list[Page]:
 
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     # Imported here: no other command must wait for all of them.
-    from omni_proxy.cli import explain, logs, status, trace, weights, workers
+    from omni_proxy.cli import explain, status, weights, workers
     from omni_proxy.cli.config_file import init, keys, schema
     from omni_proxy.cli.flags import arguments
     from omni_proxy.cli.flags.engines import ENGINES
+    from omni_proxy.cli.logs import command as logs
+    from omni_proxy.cli.logs import trace
     from omni_proxy.cli.simulate import arguments as simulate
     from omni_proxy.cli.top import command as top
     from omni_proxy.replica import command as replica

@@ -26,9 +26,9 @@ from omni_proxy.cli.flags.engines import (
 from omni_proxy.cli.flags.kv_endpoints import PortsOverlapError, ports_apart, publishes
 from omni_proxy.cli.flags.peer_flags import router_flags_in
 from omni_proxy.cli.serve import routed, router_startup, start
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import LaunchEntry
-from omni_proxy.config.value_types import CAPABILITIES
 from omni_proxy.launch.replica_process import visible_gpus
 
 LAST_PORT: Final = 65535

@@ -16,11 +16,11 @@ from typing import Final
 from omni_proxy.cli.flags.arguments import router_parser, serve_parser, short_help
 from omni_proxy.cli.flags.peer_flags import overrides, warnings
 from omni_proxy.cli.frozen_binary import lead_process_group
+from omni_proxy.config.fields import RetryCause
 from omni_proxy.config.flags import Dialect, Startup, parse_worker_urls, ranks_in_urls
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.pool_flags import PoolFlags, connector_of, pool_workers
 from omni_proxy.config.schema import LaunchEntry
-from omni_proxy.config.value_types import RetryCause
 
 # As sglang-router has it.
 DEFAULTS: Final[dict[str, object]] = {

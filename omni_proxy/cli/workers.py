@@ -41,7 +41,7 @@ from omni_proxy.cli.screen.text_table import (
     render_table,
     strip_noise,
 )
-from omni_proxy.config.value_types import CAPABILITIES, KvConnector, Role
+from omni_proxy.config.fields import CAPABILITIES, KvConnector, Role
 
 REFUSED: Final = 1
 # A reply may wait for a weight update, for a probe, or for the end of a drain.

@@ -1,11 +1,9 @@
-"""Readers for values with a spelling of their own: sizes, probe endpoints, places, worker URLs.
+"""The types of the schema's keys, and readers for values with a spelling of their own.
 
-Each takes the value as TOML gave it, returns the value that the schema stores, and raises
-ValueError with a reason. The schema names them in `Meta(extra={"read": …})`; `walk` calls them.
+A reader takes the value as TOML gave it, returns the value that the schema stores, and raises
+ValueError with a reason. A type names it in `Meta(extra={"read": …})`; `walk` calls it.
 
-The names that `[routing] policy` takes: the built-in policies, installed ones, and a class.
-
-`POLICIES` is the one list of the built-in names: the parser, `--help`, shell completion and the
+`POLICIES` is the one list of the built-in policies: the parser, `--help`, shell completion and the
 tests of the documentation read it. Invariant: a built-in name always means the built-in policy;
 an installed package can't replace it. Nothing is imported here: `routing.policies.plugins` loads.
 """
@@ -14,7 +12,9 @@ import re
 from fractions import Fraction
 from importlib.metadata import entry_points
 from ipaddress import AddressValueError, IPv6Address
-from typing import Final
+from typing import Annotated, Final, Literal, TypeAlias, get_args
+
+from msgspec import Meta
 
 from omni_proxy.config.problem import did_you_mean
 from omni_proxy.config.url import normalize_url, refused_address
@@ -234,3 +234,56 @@ def read_policy(value: object) -> object:
 def read_optional_policy(value: object) -> object:
     """As `read_policy`; empty for the policy of all requests."""
     return read_policy(value) if value else value
+
+
+# What a worker may be able to do, in the order in which the contract lists it.
+Capability = Literal[
+    "chat", "speech", "streaming", "image_input", "audio_input", "video_input", "audio_output"
+]  # fmt: skip
+CAPABILITIES: Final[tuple[Capability, ...]] = get_args(Capability)
+
+# Above 30 years a duration is a slip of the unit; the bound also refuses TOML's inf and nan.
+Duration = Annotated[float, Meta(ge=0, le=1_000_000_000)]
+Interval = Annotated[float, Meta(gt=0, le=1_000_000_000)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=2**53)]
+Size = Annotated[int, Meta(ge=1, le=2**53, extra={"read": read_size})]
+Weight = Annotated[int, Meta(ge=1, le=1_000_000)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Name = Annotated[str, Meta(min_length=1)]
+Endpoint = Annotated[str, Meta(extra={"read": read_endpoint})]
+WorkerUrl = Annotated[str, Meta(extra={"read": read_worker_url})]
+OptionalWorkerUrl = Annotated[str, Meta(extra={"read": read_optional_url})]
+Host = Annotated[str, Meta(min_length=1, extra={"read": read_host})]
+Address = Annotated[str, Meta(min_length=1, extra={"read": read_address})]
+Listen = Annotated[str, Meta(extra={"read": read_listen})]
+WebOrigin = Annotated[str, Meta(min_length=1, extra={"read": read_origin})]
+OtlpEndpoint = Annotated[str, Meta(extra={"read": read_otlp_endpoint})]
+HostName = Annotated[str, Meta(min_length=1, extra={"read": read_host_name})]
+HeaderToRead = Annotated[str, Meta(min_length=1, max_length=64, extra={"read": read_header_name})]
+HeaderName = Annotated[str, Meta(max_length=64, extra={"read": read_header_name})]
+SessionHeader = Annotated[str, Meta(min_length=1, extra={"read": read_session_header})]
+BodyKey = Annotated[str, Meta(min_length=1, extra={"read": read_body_key})]
+Mode = Annotated[str, Meta(extra={"read": read_mode})]
+NetworkUrl = Annotated[str, Meta(extra={"read": read_network_url})]
+
+PolicyName = Annotated[str, Meta(extra={"read": read_policy})]
+PoolPolicyName = Annotated[str, Meta(extra={"read": read_optional_policy})]
+Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
+OverloadStatus = Literal[429, 503]
+RetryCause = Literal[
+    "connect_failure", "reset_before_response", "408", "429", "500", "502", "503", "504"
+]
+Capabilities: TypeAlias = Annotated[tuple[Capability, ...], Meta(min_length=1)]
+
+
+# What a worker does of a request: the whole, the prompt alone, or all that follows the prompt.
+Role = Literal["regular", "prefill", "decode"]
+KvConnector = Literal["sglang", "nixl", "mooncake"]
+DEFAULT_BOOTSTRAP_PORT: Final = 8998  # SGLang's and vLLM's default
+BootstrapPort = Annotated[int, Meta(ge=0, le=65535)]
+Ranks: TypeAlias = Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"]
+WorkerRanks: TypeAlias = Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"]  # 0: routing.ranks
+Loras: TypeAlias = tuple[Name, ...] | Literal["auto"]
+KvEvents = Annotated[str, Meta(extra={"read": read_kv_events})]
+KvReplay = Annotated[str, Meta(extra={"read": read_kv_replay})]

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import structs
 
+from omni_proxy.config.fields import CAPABILITIES, Capability, KvConnector
 from omni_proxy.config.schema import Config, LaunchEntry, WorkerEntry
 from omni_proxy.config.state import (
     FLAG_FINGERPRINT,
@@ -21,7 +22,6 @@ from omni_proxy.config.state import (
     read_state,
     render_state,
 )
-from omni_proxy.config.value_types import CAPABILITIES, Capability, KvConnector
 
 __all__ = [
     "Origin",

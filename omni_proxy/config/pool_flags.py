@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from omni_proxy.config.fields import KvConnector
 from omni_proxy.config.flags import flag_error
 from omni_proxy.config.problem import did_you_mean, to_toml_literal
 from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.config.url import normalize_url
-from omni_proxy.config.value_types import KvConnector
 
 CONNECTORS: Final[dict[str, KvConnector]] = {
     "sglang": "sglang", "nixl": "nixl", "mooncake": "mooncake",

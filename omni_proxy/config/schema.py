@@ -9,8 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from omni_proxy.config.api_keys import CallerKey, KeySource
-from omni_proxy.config.url import normalize_url
-from omni_proxy.config.value_types import (
+from omni_proxy.config.fields import (
     CAPABILITIES,
     DEFAULT_BOOTSTRAP_PORT,
     Address,
@@ -49,6 +48,7 @@ from omni_proxy.config.value_types import (
     WorkerRanks,
     WorkerUrl,
 )
+from omni_proxy.config.url import normalize_url
 
 
 class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,9 +11,7 @@ import msgspec
 import tomli_w
 from msgspec import Struct
 
-from omni_proxy.config.parse import config_error, decode_text, parse_tables
-from omni_proxy.config.validate import Finding, walk
-from omni_proxy.config.value_types import (
+from omni_proxy.config.fields import (
     CAPABILITIES,
     BootstrapPort,
     Capabilities,
@@ -26,6 +24,8 @@ from omni_proxy.config.value_types import (
     Weight,
     WorkerRanks,
 )
+from omni_proxy.config.parse import config_error, decode_text, parse_tables
+from omni_proxy.config.validate import Finding, walk
 
 _HEAD: Final = """\
 # Written by omni-proxy: workers and switches that were set over HTTP.

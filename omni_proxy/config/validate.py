@@ -15,9 +15,9 @@ from typing import Any, Final, TypeAlias
 from msgspec import NODEFAULT, Struct, inspect
 
 from omni_proxy.config.api_keys import source_findings, unknown_key_hint
+from omni_proxy.config.fields import DEFAULT_BOOTSTRAP_PORT
 from omni_proxy.config.problem import Path, did_you_mean, format_path, to_toml_literal
 from omni_proxy.config.schema import LaunchEntry
-from omni_proxy.config.value_types import DEFAULT_BOOTSTRAP_PORT
 
 # Where, why, and what may help.
 Finding: TypeAlias = tuple[Path, str, str]

@@ -18,9 +18,9 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from msgspec import Struct
 
+from omni_proxy.config.fields import CAPABILITIES, Role
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.url import dial_address, display_id, worker_id
-from omni_proxy.config.value_types import CAPABILITIES, Role
 from omni_proxy.fleet.health_state import Health, HealthMachine
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 from omni_proxy.wire.load_report import EngineLoad

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Final
 
+from omni_proxy.config.fields import Role
 from omni_proxy.config.overlay import WorkerSpec
-from omni_proxy.config.value_types import Role
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet

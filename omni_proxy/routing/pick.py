@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from msgspec import structs
 
-from omni_proxy.config.value_types import Role
+from omni_proxy.config.fields import Role
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker, capability_names

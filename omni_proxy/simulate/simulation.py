@@ -14,9 +14,9 @@ from math import inf
 from random import Random
 from typing import Final, cast
 
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.schema import Config
-from omni_proxy.config.value_types import CAPABILITIES
 from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
 from omni_proxy.dataplane.admission.update_gate import UpdateGate, reasons_to_hold_sessions

@@ -11,7 +11,7 @@ import msgspec
 from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.dataplane.tracing.span_records import Attribute, SpanRecord
-from omni_proxy.wire.trace_context import parse_traceparent
+from omni_proxy.dataplane.tracing.trace_context import parse_traceparent
 
 
 def encode_operation_span(

@@ -14,10 +14,10 @@ import trio
 from omni_proxy.admin_api.app import create_app
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops.abort_requests import AbortFindings
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import desired_workers
 from omni_proxy.config.schema import AdminConfig, Config, RoutingConfig, WorkerEntry
 from omni_proxy.config.state import SavedState
-from omni_proxy.config.value_types import CAPABILITIES
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies

@@ -1,7 +1,7 @@
 import pytest
 
 from omni_proxy.admin_api.worker_requests import parse_add, parse_patch, parse_put
-from omni_proxy.config.value_types import CAPABILITIES
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.wire.errors import HttpError
 
 URL = "http://127.0.0.1:1"

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from omni_proxy.config.api_keys import CallerKey
-from omni_proxy.config.fields import POLICIES
+from omni_proxy.config.fields import CAPABILITIES, POLICIES
 from omni_proxy.config.schema import (
     AdminKey,
     AliasTarget,
@@ -16,7 +16,6 @@ from omni_proxy.config.schema import (
     RouteEntry,
     WorkerEntry,
 )
-from omni_proxy.config.value_types import CAPABILITIES
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_ #\"'\\\n[]{}é", max_size=12)
 NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)

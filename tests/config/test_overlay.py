@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import (
     SavedState,
     WorkerSpec,
@@ -15,7 +16,6 @@ from omni_proxy.config.overlay import (
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config, WorkerEntry
 from omni_proxy.config.state import SavedVoices
-from omni_proxy.config.value_types import CAPABILITIES
 
 A, B, C, D = (f"http://{name}" for name in "abcd")
 FILE = parse(f'[[workers]]\nurl = "{A}"\nmodel = "m"\n[[workers]]\nurl = "{B}"')

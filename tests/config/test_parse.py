@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.config import fields
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import Config
-from omni_proxy.config.value_types import CAPABILITIES
 
 WORKER = '[[workers]]\nurl = "http://a"\n'
 LAUNCH = '[[launch]]\ncommand = ["run"]\n'

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import with_deleted, with_override
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import Config
@@ -12,7 +13,6 @@ from omni_proxy.config.state import (
     read_state,
     render_state,
 )
-from omni_proxy.config.value_types import CAPABILITIES
 
 URLS = st.integers(1, 9).map(lambda port: f"http://h:{port}")
 CAPABLE = st.sets(st.sampled_from(CAPABILITIES), min_size=1).map(tuple)

@@ -20,9 +20,9 @@ from wsproto.events import (
     TextMessage,
 )
 
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.parse import parse
-from omni_proxy.config.value_types import CAPABILITIES
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.fleet.registry import Fleet
 

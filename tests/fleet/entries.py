@@ -2,8 +2,8 @@
 
 from datetime import UTC, datetime
 
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import WorkerSpec
-from omni_proxy.config.value_types import CAPABILITIES
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 

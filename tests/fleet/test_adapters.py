@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.config.value_types import CAPABILITIES
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.fleet.worker import apply_state, shown_adapters, worker_state
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.pick import eligible_workers, ineligibility_reasons, no_worker_error

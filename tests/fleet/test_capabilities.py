@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.value_types import CAPABILITIES
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.fleet.worker import (
     ALL_CAPABILITIES,
     CAPABILITY_BITS,

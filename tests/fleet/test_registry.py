@@ -1,7 +1,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from omni_proxy.config.value_types import CAPABILITIES
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.fleet.health_state import Health, Thresholds
 from omni_proxy.fleet.registry import CANDIDATE_LISTS, Fleet
 from omni_proxy.fleet.worker import capability_mask

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from types import SimpleNamespace
 
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.schema import Config, HealthConfig
-from omni_proxy.config.value_types import CAPABILITIES
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.health.prober import Prober
 

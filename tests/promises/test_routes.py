@@ -3,7 +3,7 @@ import json
 import pytest
 import trio
 
-from omni_proxy.config.value_types import CAPABILITIES
+from omni_proxy.config.fields import CAPABILITIES
 from tests.promises.clients import CHAT, STREAMED, client_of, post
 from tests.promises.dataplane_fixture import run_dataplane
 from tests.promises.fakes import answering, counted, fake_workers

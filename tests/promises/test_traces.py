@@ -7,7 +7,7 @@ import trio
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from omni_proxy.cli import main
-from omni_proxy.wire.trace_context import parse_traceparent
+from omni_proxy.dataplane.tracing.trace_context import parse_traceparent
 from tests.promises.clients import post
 from tests.promises.dataplane_fixture import Lines, dataplane_before
 from tests.promises.disaggregated_engines import fleet_of

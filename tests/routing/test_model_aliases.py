@@ -2,8 +2,8 @@ from collections import Counter
 
 import pytest
 
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.parse import parse
-from omni_proxy.config.value_types import CAPABILITIES
 from omni_proxy.fleet.worker import CAPABILITY_BITS
 from omni_proxy.routing.inspect.body_fields import BodyFields, adapter_of_body
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES

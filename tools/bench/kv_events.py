@@ -17,9 +17,9 @@ from time import process_time
 
 import msgspec
 
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.parse import parse
-from omni_proxy.config.value_types import CAPABILITIES
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.body_fields import decode_body
 from omni_proxy.routing.inspect.requirements import Requirements

@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from statistics import median, quantiles
 from time import perf_counter
 
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.schema import CacheAwareConfig as Rules
 from omni_proxy.config.schema import RoutingConfig
-from omni_proxy.config.value_types import CAPABILITIES
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.body_fields import body_fields_of
 from omni_proxy.routing.inspect.requirements import Requirements

@@ -17,7 +17,7 @@ from omni_proxy.admin_api.worker_requests import (
     SMG_SPEC,
 )
 from omni_proxy.api_keys.caller import REASONS
-from omni_proxy.config.value_types import CAPABILITIES, KvConnector, Role
+from omni_proxy.config.fields import CAPABILITIES, KvConnector, Role
 from omni_proxy.fleet.health_state import Health
 
 Schema = dict[str, object]

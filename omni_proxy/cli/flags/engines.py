@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
 
-from omni_proxy.config.value_types import CAPABILITIES, Capability
+from omni_proxy.config.fields import CAPABILITIES, Capability
 
 ROLE_ENGINES: Final = ("replica", "sglang")  # which can be started with a role
 OWN_MODELS: Final = ("tiny", "smollm2-135m")

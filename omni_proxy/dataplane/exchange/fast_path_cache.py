@@ -12,6 +12,7 @@ import msgspec
 
 from omni_proxy.api_keys.caller import ApiCaller
 from omni_proxy.api_keys.callers import Callers, key_in, without_key_lines
+from omni_proxy.dataplane.tracing.trace_context import traceparent_index
 from omni_proxy.routing.inspect.body_fields import BodyFields, decode_body
 from omni_proxy.routing.inspect.requirements import has_json_body
 from omni_proxy.routing.rank_pinning import may_name_rank
@@ -28,7 +29,6 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.lru import LruCache
 from omni_proxy.wire.head_caching.request_heads import TEMPLATES
 from omni_proxy.wire.request import RANK_HINT, HeadTemplate, RequestHead
-from omni_proxy.wire.trace_context import traceparent_index
 
 
 class CachedRequest:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from random import getrandbits, random
 from typing import Final
 
-from omni_proxy.fleet.worker import Worker
-from omni_proxy.wire.trace_context import (
+from omni_proxy.dataplane.tracing.trace_context import (
     TraceParent,
     format_traceparent,
     parse_traceparent,
     read_traceparent,
     with_traceparent,
 )
+from omni_proxy.fleet.worker import Worker
 
 MAX_SPANS: Final = 64  # of one request; further attempts are sent, and not recorded
 

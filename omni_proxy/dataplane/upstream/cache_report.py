@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omni_proxy.config.value_types import Role
+from omni_proxy.config.fields import Role
 from omni_proxy.routing.cache_prediction import CachePrediction, note_first_byte
 from omni_proxy.routing.inspect.response_usage import read_cached_tokens
 

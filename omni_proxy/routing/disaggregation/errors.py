@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from omni_proxy.config.value_types import Role
+from omni_proxy.config.fields import Role
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.partners import pinned

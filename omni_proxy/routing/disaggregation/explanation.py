@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from omni_proxy.config.fields import Role
 from omni_proxy.config.schema import DisaggregationConfig
-from omni_proxy.config.value_types import Role
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.errors import of_leg

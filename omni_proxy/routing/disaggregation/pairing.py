@@ -17,8 +17,8 @@ from typing import Final, Protocol
 
 import msgspec
 
+from omni_proxy.config.fields import Role
 from omni_proxy.config.schema import DisaggregationConfig
-from omni_proxy.config.value_types import Role
 from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.registry import CANDIDATE_LISTS, Fleet
 from omni_proxy.fleet.worker import Worker

@@ -13,8 +13,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from omni_proxy.config.fields import Role
 from omni_proxy.config.schema import DisaggregationConfig, RoutingConfig
-from omni_proxy.config.value_types import Role
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.prefix_text import LIMIT, TOKENS
 from omni_proxy.routing.inspect.requirements import Requirements

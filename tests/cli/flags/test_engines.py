@@ -9,7 +9,7 @@ from omni_proxy.cli.flags.engines import (
     engine_for,
     model_name,
 )
-from omni_proxy.config.value_types import CAPABILITIES
+from omni_proxy.config.fields import CAPABILITIES
 
 PLACE = ("--host", "{host}", "--port", "{port}")
 

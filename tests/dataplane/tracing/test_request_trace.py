@@ -7,8 +7,8 @@ from omni_proxy.dataplane.tracing.request_trace import (
     Tracing,
     trace_parts,
 )
+from omni_proxy.dataplane.tracing.trace_context import TraceParent, parse_traceparent
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.wire.trace_context import TraceParent, parse_traceparent
 from tests.fleet.entries import NOW, entry
 
 TRACE, SPAN = b"4bf92f3577b34da6a3ce929d0e0e4736", b"00f067aa0ba902b7"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.value_types import CAPABILITIES
+from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.routing.inspect.requirements import MAX_MODEL_CHARS, RequestFacts, inspect_request
 from omni_proxy.routing.routes import Pinning, match_route
 from omni_proxy.wire.errors import HttpError

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.wire.trace_context import (
+from omni_proxy.dataplane.tracing.trace_context import (
     TraceParent,
     format_traceparent,
     parse_traceparent,

@@ -1,0 +1,1 @@
+"""The commands that read the logs of a proxy: `logs` and `trace`."""
