@@ -152,6 +152,7 @@ def accepts(words):
             | "workers"
             | "explain"
             | "logs"
+            | "trace"
             | "weights"
             | "completion"
             | "init"

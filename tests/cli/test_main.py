@@ -280,7 +280,7 @@ def test_the_help_does_not_name_what_the_program_starts_of_itself(word, capsys):
     ("word", "told"),
     [
         ("stat", "did you mean status?"),
-        ("wokers", "did you mean workers?"),
+        ("wokers", "did you mean workers"),
         ("proxy.toml", "--config proxy.toml"),
         ("xyzzy", "commands: check, completion"),
     ],

@@ -31,7 +31,7 @@ ELSEWHERE = {
     "tools/trainer": "tests/promises/test_sync_forms.py",
     "python -m tools.bench": "tests/tools/test_bench.py",
 }
-TALKING = ("status", "top", "workers", "explain", "logs")
+TALKING = ("status", "top", "workers", "explain", "logs", "trace")
 
 
 def shown(page):
