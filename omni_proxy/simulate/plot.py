@@ -1,4 +1,4 @@
-"""The figures of several runs as one SVG: bars, with the names of the policies as text.
+"""Figures as one SVG: bars with names and values as text, such as those of several policies.
 
 PURE. No script and no font of its own; readable on a light and on a dark page.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import Final
+from typing import Final, TypeAlias
 
 from omni_proxy.simulate.report import Run
+
+Bar: TypeAlias = tuple[str, float, str]  # its name, its value, and the value as text
 
 WIDTH: Final = 900
 NAME_WIDTH: Final = 260
@@ -35,19 +37,31 @@ _PARTS: Final[tuple[tuple[str, Callable[[Run], float], str], ...]] = (
 
 
 def svg(title: str, note: str, runs: Sequence[Run]) -> str:
+    """The figures of runs, one bar for each in each part."""
+    parts = []
+    for name, read, form in _PARTS:
+        values = [read(run) for run in runs]
+        rows = [
+            (name_of(run), value, form.format(value))
+            for run, value in zip(runs, values, strict=True)
+        ]
+        parts.append((name, rows))
+    return bars(title, note, parts)
+
+
+def bars(title: str, note: str, parts: Sequence[tuple[str, Sequence[Bar]]]) -> str:
     """A whole file. The longest bar of each part has the full width."""
     lines, y = [], TOP
-    for part, read, form in _PARTS:
-        values = [read(run) for run in runs]
-        longest = max(values, default=0.0) or 1.0
+    for part, rows in parts:
+        longest = max((value for _, value, _ in rows), default=0.0) or 1.0
         lines.append(f'<text class="part" x="20" y="{y}">{escape(part)}</text>')
-        for run, value in zip(runs, values, strict=True):
+        for name, value, shown in rows:
             y += ROW
             length = max(1.0, BAR_WIDTH * value / longest)
             lines.append(
-                f'<text class="name" x="{NAME_WIDTH}" y="{y}">{escape(name_of(run))}</text>'
+                f'<text class="name" x="{NAME_WIDTH}" y="{y}">{escape(name)}</text>'
                 f'<rect x="{NAME_WIDTH + 12}" y="{y - 12}" width="{length:.1f}" height="15"/>'
-                f'<text x="{NAME_WIDTH + 20 + length:.1f}" y="{y}">{form.format(value)}</text>'
+                f'<text x="{NAME_WIDTH + 20 + length:.1f}" y="{y}">{escape(shown)}</text>'
             )
         y += GAP
     return "\n".join(

@@ -58,12 +58,13 @@ def summarize(
         hit_rate=round(sum(engine.found_blocks for engine in engines) / seen, 6) if seen else 0.0,
         imbalance=round(max(sent) * len(sent) / sum(sent), 4) if any(sent) else 1.0,
         goodput_rps=goodput,
-        ttft_ms=_spread(outcomes.first_token_secs),
-        total_ms=_spread(outcomes.total_secs),
+        ttft_ms=spread_ms(outcomes.first_token_secs),
+        total_ms=spread_ms(outcomes.total_secs),
     )
 
 
-def _spread(secs: Sequence[float]) -> dict[str, float]:
+def spread_ms(secs: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles of times in seconds, in milliseconds; 0 without any."""
     ordered = sorted(secs)
     mean = sum(ordered) / len(ordered) if ordered else 0.0
     spread = {"mean": round(mean * 1000, 3)}

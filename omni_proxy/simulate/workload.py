@@ -148,7 +148,7 @@ class FactsCounter:
 
 
 # Made workloads. Each is a function of the number of requests, of workers (the arrival rate grows
-# with it) and of a source of chance.
+# with it; it need not be whole) and of a source of chance.
 
 RATE_PER_WORKER: Final = 2.0  # requests a second, for prompts of about two thousand tokens
 
@@ -170,7 +170,7 @@ def _names(number: int, names: Iterable[int]) -> tuple[int, ...]:
     return tuple(next(iterator) for _ in range(number))
 
 
-def uniform(requests: int, workers: int, random: Random) -> Workload:
+def uniform(requests: int, workers: float, random: Random) -> Workload:
     """Prompts that share nothing, at a steady rate."""
     arrivals = _arrivals(random, RATE_PER_WORKER * workers)
     return OpenLoop(
@@ -181,7 +181,7 @@ def uniform(requests: int, workers: int, random: Random) -> Workload:
     )
 
 
-def bursts(requests: int, workers: int, random: Random) -> Workload:
+def bursts(requests: int, workers: float, random: Random) -> Workload:
     """As uniform, but ten times the mean rate for a second of each ten, and none in the others."""
     arrivals = _arrivals(random, RATE_PER_WORKER * workers * 10)
     return OpenLoop(
@@ -198,7 +198,7 @@ def bursts(requests: int, workers: int, random: Random) -> Workload:
     )
 
 
-def shared(requests: int, workers: int, random: Random) -> Workload:
+def shared(requests: int, workers: float, random: Random) -> Workload:
     """Sixty-four system prompts of 2,048 tokens, some much more frequent than others, with a short
     question behind."""
     names = count(1)
@@ -227,7 +227,7 @@ class _Chat:
     output: int
 
 
-def _conversations(chat: _Chat, requests: int, workers: int, random: Random) -> Workload:
+def _conversations(chat: _Chat, requests: int, workers: float, random: Random) -> Workload:
     names = count(1)
     system_blocks = _names(chat.system // BLOCK_TOKENS, names)
     arrivals = _arrivals(random, RATE_PER_WORKER * workers / (sum(chat.turns) / 2))
@@ -256,13 +256,13 @@ def _conversations(chat: _Chat, requests: int, workers: int, random: Random) -> 
     return Conversations(openings, rest, names)
 
 
-def chats(requests: int, workers: int, random: Random) -> Workload:
+def chats(requests: int, workers: float, random: Random) -> Workload:
     """People who chat: one to nine turns, with about 20 s to read and write between them."""
     chat = _Chat((1, 9), think_secs=20.0, system=256, first=320, later=96, output=256)
     return _conversations(chat, requests, workers, random)
 
 
-def agents(requests: int, workers: int, random: Random) -> Workload:
+def agents(requests: int, workers: float, random: Random) -> Workload:
     """Agents with tools: a long common prompt, ten to thirty short turns with long tool results,
     and about a second between them."""
     chat = _Chat((10, 30), think_secs=1.0, system=4096, first=512, later=640, output=96)
@@ -272,7 +272,7 @@ def agents(requests: int, workers: int, random: Random) -> Workload:
 GROUP: Final = 8  # answers to one prompt
 
 
-def rollouts(requests: int, workers: int, random: Random) -> Workload:
+def rollouts(requests: int, workers: float, random: Random) -> Workload:
     """Reinforcement learning: every minute a batch comes at once, eight requests with each prompt,
     and long answers."""
     names = count(1)

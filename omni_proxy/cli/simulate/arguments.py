@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
+from omni_proxy.cli.flags.numbers import not_negative, positive, whole
 from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.simulate.engine import EngineSpec
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"repeatable: {EXPECTED}; W counts from 0",
     )  # fmt: skip
     result.add_argument(
-        "--deadline-ms", type=_positive, metavar="N",
+        "--deadline-ms", type=positive, metavar="N",
         help="count the requests that end within it, per second",
     )  # fmt: skip
     result.add_argument("--json", action="store_true", help="print one JSON object")
@@ -66,11 +66,11 @@ def _add_source(result: argparse.ArgumentParser) -> None:
         "--route-log", type=Path, metavar="FILE", help="requests of a route log of this proxy"
     )
     result.add_argument(
-        "--requests", type=_whole(1, MAX_REQUESTS), metavar="N",
+        "--requests", type=whole(1, MAX_REQUESTS), metavar="N",
         help=f"the first N of a trace, or how many to make (default all, or {REQUESTS})",
     )  # fmt: skip
     result.add_argument(
-        "--seed", type=_whole(0, 2**63), default=0, metavar="N", help="of all chance (default 0)"
+        "--seed", type=whole(0, 2**63), default=0, metavar="N", help="of all chance (default 0)"
     )
 
 
@@ -84,7 +84,7 @@ def _add_proxy(result: argparse.ArgumentParser) -> None:
         help=f"default: the one of --config, else {', '.join(POLICIES)}",
     )  # fmt: skip
     result.add_argument(
-        "--workers", type=_whole(1, MAX_WORKERS), metavar="N",
+        "--workers", type=whole(1, MAX_WORKERS), metavar="N",
         help=f"default: those of --config, else {WORKERS}",
     )  # fmt: skip
     result.add_argument(
@@ -96,14 +96,14 @@ def _add_proxy(result: argparse.ArgumentParser) -> None:
 def _add_engine(result: argparse.ArgumentParser) -> None:
     engine = result.add_argument_group("engines")
     for name, kind, default, text in (
-        ("prefill-tokens-per-sec", _positive, DEFAULT_ENGINE.prefill_tokens_per_sec, "of prompts"),
+        ("prefill-tokens-per-sec", positive, DEFAULT_ENGINE.prefill_tokens_per_sec, "of prompts"),
         (
-            "prefill-overhead-ms", _not_negative, DEFAULT_ENGINE.prefill_overhead_ms,
+            "prefill-overhead-ms", not_negative, DEFAULT_ENGINE.prefill_overhead_ms,
             "of each prompt, besides its tokens",
         ),
-        ("decode-step-ms", _not_negative, DEFAULT_ENGINE.decode_step_ms, "a step of the batch"),
+        ("decode-step-ms", not_negative, DEFAULT_ENGINE.decode_step_ms, "a step of the batch"),
         (
-            "decode-step-ms-per-request", _not_negative, DEFAULT_ENGINE.decode_step_ms_per_request,
+            "decode-step-ms-per-request", not_negative, DEFAULT_ENGINE.decode_step_ms_per_request,
             "more for each request in it",
         ),
     ):  # fmt: skip
@@ -111,15 +111,15 @@ def _add_engine(result: argparse.ArgumentParser) -> None:
             f"--{name}", type=kind, metavar="X", help=f"{text} (default {default:g})"
         )
     engine.add_argument(
-        "--max-batch", type=_whole(1, 1_000_000), metavar="N",
+        "--max-batch", type=whole(1, 1_000_000), metavar="N",
         help=f"requests that run at a time on a worker (default {DEFAULT_ENGINE.max_batch})",
     )  # fmt: skip
     engine.add_argument(
-        "--kv-tokens", type=_whole(0, 2**53), metavar="N",
+        "--kv-tokens", type=whole(0, 2**53), metavar="N",
         help=f"KV memory of a worker; 0: no bound (default {DEFAULT_ENGINE.kv_tokens})",
     )  # fmt: skip
     engine.add_argument(
-        "--slots", type=_whole(0, 100_000), metavar="N",
+        "--slots", type=whole(0, 100_000), metavar="N",
         help="N slots keep one text each, as in llama.cpp; 0: blocks, as in vLLM and SGLang "
         "(default 0)",
     )  # fmt: skip
@@ -127,37 +127,3 @@ def _add_engine(result: argparse.ArgumentParser) -> None:
         "--calibrate", metavar="URL",
         help="measure a running worker and use its speed; alone: print it as flags",
     )  # fmt: skip
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            _refuse(f"{text!r}: expected a whole number from {low} to {high}")
-        return value
-
-    return whole
-
-
-def _positive(text: str) -> float:
-    value = _not_negative(text)
-    if not value:
-        _refuse(f"{text!r}: expected a number above 0")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e15:
-        _refuse(f"{text!r}: expected a number, 0 or more")
-    return value
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(reason)
