@@ -16,6 +16,7 @@ BROKEN_PIPE: Final = 141  # 128 + SIGPIPE
 INTERRUPTED: Final = 130  # 128 + SIGINT
 # Command name to module, and the function if it is not `main`.
 COMMANDS: Final = {
+    "bench": "omni_proxy.cli.bench.command",
     "check": "omni_proxy.cli.check",
     "completion": "omni_proxy.cli.completion",
     "explain": "omni_proxy.cli.explain",

@@ -60,6 +60,7 @@ def pages() -> list[Page]:
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     # Imported here: no other command must wait for all of them.
     from omni_proxy.cli import explain, status, weights, workers
+    from omni_proxy.cli.bench import arguments as bench
     from omni_proxy.cli.config_file import init, keys, schema
     from omni_proxy.cli.flags import arguments
     from omni_proxy.cli.flags.engines import ENGINES
@@ -83,6 +84,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield "trace", trace.parser()
     yield "weights", weights.parser()
     yield "simulate", simulate.parser()
+    yield "bench", bench.parser()
     yield "launch", arguments.launch_parser(tuple(ENGINES))
     yield "launch-router", arguments.router_parser()
     yield "replica", replica.serve_parser()

@@ -282,7 +282,7 @@ def test_the_help_does_not_name_what_the_program_starts_of_itself(word, capsys):
         ("stat", "did you mean status?"),
         ("wokers", "did you mean workers"),
         ("proxy.toml", "--config proxy.toml"),
-        ("xyzzy", "commands: check, completion"),
+        ("xyzzy", "commands: bench, check"),
     ],
 )
 def test_what_is_no_command_is_distinguished_from_those_that_are(refused, word, told):

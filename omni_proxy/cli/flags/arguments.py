@@ -27,6 +27,7 @@ commands:
   omni-proxy launch ...      start replicas and the proxy in front of them
   omni-proxy launch-router   as sglang-router's launch_router: --worker-urls URL ...
   omni-proxy simulate ...    compare policies on a trace or a workload, in virtual time
+  omni-proxy bench URL       measure a running fleet as its users see it
 
 commands for a running proxy (--url URL or --config FILE):
   omni-proxy status          one screen: slow workers, those out of rotation, the last reload

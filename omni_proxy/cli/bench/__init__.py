@@ -1,0 +1,1 @@
+"""`omni-proxy bench`: a running server measured as its clients see it."""

@@ -1,0 +1,197 @@
+"""`omni-proxy bench URL`: measure a running server as its users see it.
+
+Exit status 0: done; 1: every request failed; 2: bad arguments, or the server can't be reached; 130:
+Ctrl-C, with what was known by then. Only the result goes to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import httpx
+import trio
+from rich.console import Console
+
+from omni_proxy.cli import INTERRUPTED, USAGE_ERROR
+from omni_proxy.cli.bench.arguments import (
+    DEFAULT_RATE,
+    DEFAULT_WORKLOAD,
+    REQUESTS,
+    contradiction,
+    parser,
+)
+from omni_proxy.cli.bench.load import LoadGenerator, LoadPlan
+from omni_proxy.cli.bench.measurements import BenchFigures, LoadMeasurements
+from omni_proxy.cli.bench.prompts import PromptTexts
+from omni_proxy.cli.bench.report import draw, print_figures
+from omni_proxy.cli.bench.target import BenchTarget, TargetError, find_model, target_of
+from omni_proxy.cli.client.tls_options import ClientCertError, client_cert_of
+from omni_proxy.cli.screen.text_table import printable
+from omni_proxy.simulate.traces import TraceError, read_trace
+from omni_proxy.simulate.workload import RATE_PER_WORKER, WORKLOADS, Workload
+
+ALL_FAILED: Final = 1
+TERMINAL_SECS, LINES_SECS = 0.5, 10.0  # between two lines of progress
+
+
+@dataclass(slots=True)
+class _Result:
+    model: str = ""
+    figures: BenchFigures | None = None
+    refused: str | None = None
+    interrupted: bool = False
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(argv)
+    if wrong := contradiction(arguments):
+        parser().error(wrong)
+    try:
+        target = target_of(arguments.url, arguments.api_key_env, client_cert_of(arguments))
+        client = target.create_client()
+        workload, requests = _workload(arguments)
+    except (TargetError, ClientCertError, TraceError) as error:
+        return _refuse(str(error))
+    result = trio.run(_run, arguments, target, client, workload, requests)
+    if result.refused is not None:
+        return _refuse(result.refused)
+    if result.figures is None:  # interrupted before the first request
+        return INTERRUPTED
+    status = _show(arguments, target, result, requests)
+    if result.interrupted:
+        return INTERRUPTED
+    if not result.figures.completed:
+        return ALL_FAILED
+    return status
+
+
+def _refuse(text: str) -> int:
+    print(f"omni-proxy bench: {printable(text)}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _workload(arguments: argparse.Namespace) -> tuple[Workload, int]:
+    """The workload and the number of its requests. Raises TraceError."""
+    if arguments.trace is not None:
+        trace = read_trace(arguments.trace, arguments.requests)
+        return trace, len(trace.requests)
+    number = arguments.requests or REQUESTS
+    workers = (arguments.rate or DEFAULT_RATE) / RATE_PER_WORKER
+    make = WORKLOADS[arguments.workload or DEFAULT_WORKLOAD]
+    return make(number, workers, Random(f"{arguments.seed} workload")), number
+
+
+async def _run(
+    arguments: argparse.Namespace,
+    target: BenchTarget,
+    client: httpx.AsyncClient,
+    workload: Workload,
+    requests: int,
+) -> _Result:
+    result = _Result()
+    with trio.open_signal_receiver(signal.SIGINT) as signals:
+        async with trio.open_nursery() as nursery, client:
+
+            async def watch_interrupt() -> None:
+                async for _ in signals:
+                    result.interrupted = True
+                    nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch_interrupt)
+            try:
+                result.model = await find_model(client, target, arguments.model)
+            except TargetError as error:
+                result.refused = str(error)
+            else:
+                print(
+                    f"omni-proxy bench: {requests} requests load {target.base}; Ctrl-C ends it",
+                    file=sys.stderr,
+                )
+                plan = _plan(arguments, workload, result.model)
+                measured = LoadMeasurements(trio.current_time())
+                nursery.start_soon(_show_progress, measured, requests)
+                try:
+                    await LoadGenerator(client, target.base, plan, measured).run()
+                finally:
+                    _end_progress()
+                    stopped_at = trio.current_time() if result.interrupted else None
+                    result.figures = measured.figures(arguments.deadline_ms, stopped_at)
+            nursery.cancel_scope.cancel()
+    return result
+
+
+def _plan(arguments: argparse.Namespace, workload: Workload, model: str) -> LoadPlan:
+    timed = arguments.rate or arguments.speed
+    bound = arguments.concurrency
+    return LoadPlan(
+        workload=workload,
+        texts=PromptTexts(arguments.seed),
+        model=model,
+        chat=arguments.endpoint == "chat",
+        speed=arguments.speed or 1.0,
+        users=None if timed else bound,
+        places=bound if timed else None,
+        max_tokens=arguments.max_tokens,
+        ignore_eos=arguments.ignore_eos,
+        timeout_secs=arguments.timeout_secs,
+    )
+
+
+async def _show_progress(measured: LoadMeasurements, requests: int) -> None:
+    terminal = sys.stderr.isatty()
+    while True:
+        await trio.sleep(TERMINAL_SECS if terminal else LINES_SECS)
+        text = (
+            f"{measured.ended} of {requests} requests ended, {measured.errors.total()} failed, "
+            f"{measured.started - measured.ended} in flight"
+        )
+        shown = f"\r\x1b[K{text}" if terminal else f"{text}\n"
+        print(shown, end="", file=sys.stderr, flush=True)
+
+
+def _end_progress() -> None:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _show(
+    arguments: argparse.Namespace, target: BenchTarget, result: _Result, requests: int
+) -> int:
+    figures = result.figures
+    assert figures is not None
+    source = str(arguments.trace or arguments.workload or DEFAULT_WORKLOAD)
+    heading = f"{target.base}, model {result.model}, {source}, seed {arguments.seed}"
+    if arguments.json:
+        head = {
+            "url": target.base,
+            "model": result.model,
+            "source": source,
+            "seed": arguments.seed,
+            "interrupted": result.interrupted,
+            "planned": requests,
+        }
+        print(json.dumps({**head, **asdict(figures)}, indent=2))
+    else:
+        print_figures(Console(highlight=False), heading, figures)
+        not_sent = requests - figures.requests - figures.unfinished
+        if not_sent and not result.interrupted:
+            print(f"{not_sent} not sent: turns of chats in which a request had failed")
+    if arguments.plot is not None:
+        return _write_plot(arguments.plot, draw(heading, figures))
+    return 0
+
+
+def _write_plot(path: Path, picture: str) -> int:
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        return _refuse(f"--plot {path}: {error.strerror}")
+    return 0

@@ -1,0 +1,165 @@
+"""Sends the requests of a workload to a server and measures each answer as its bytes arrive.
+
+Invariant: without `users`, a request is sent at its arrival time whatever becomes of the others,
+unless `places` bounds those in flight. A chat's next turn has the server's own answer in it; a chat
+whose request failed ends. Every request that ends is measured once; those that are cancelled stay
+unfinished. It must not repeat a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+import trio
+
+from omni_proxy.cli.bench.event_stream import EventStreamError, EventStreamReader, read_chunk
+from omni_proxy.cli.bench.measurements import LoadMeasurements, RequestTimes
+from omni_proxy.cli.bench.prompts import PromptTexts
+from omni_proxy.simulate.workload import Request, Workload
+
+Messages = list[dict[str, str]]
+EVENT_STREAM: Final = "text/event-stream"
+_EXAMPLE_BYTES: Final = 300  # of an error's body
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What is sent, and when."""
+
+    workload: Workload
+    texts: PromptTexts
+    model: str
+    chat: bool  # /v1/chat/completions, else /v1/completions
+    speed: float  # of the workload's clock, by the real one
+    users: int | None  # this many at a time, each sends when the last one ended; no arrival times
+    places: int | None  # most requests in flight, with arrival times
+    max_tokens: int | None
+    ignore_eos: bool
+    timeout_secs: float
+
+
+class _FailedError(Exception):
+    def __init__(self, kind: str, example: str) -> None:
+        super().__init__(example)
+        self.kind = kind
+
+
+class LoadGenerator:
+    """One run of a plan."""
+
+    def __init__(
+        self, client: httpx.AsyncClient, base: str, plan: LoadPlan, measured: LoadMeasurements
+    ) -> None:
+        self._client = client
+        self._url = f"{base}/v1/chat/completions" if plan.chat else f"{base}/v1/completions"
+        self._plan = plan
+        self._measured = measured
+        self._started_at = measured.started_at
+        self._places = None if plan.places is None else trio.Semaphore(plan.places)
+
+    async def run(self) -> None:
+        """Until the last answer has ended."""
+        async with trio.open_nursery() as nursery:
+            if self._plan.users is not None:
+                openings = iter(self._plan.workload.requests)
+                for _ in range(self._plan.users):
+                    nursery.start_soon(self._serve_user, openings)
+                return
+            for request in self._plan.workload.requests:
+                await trio.sleep_until(self._due(request))
+                nursery.start_soon(self._converse, request)
+
+    async def _serve_user(self, openings: Iterator[Request]) -> None:
+        for request in openings:
+            await self._converse(request)
+
+    def _due(self, request: Request) -> float:
+        return self._started_at + request.at / self._plan.speed
+
+    async def _converse(self, request: Request) -> None:
+        """A request and, in a chat, those that follow it."""
+        plan = self._plan
+        messages: Messages = [{"role": "user", "content": plan.texts.prompt(request)}]
+        while True:
+            await trio.lowlevel.checkpoint()  # whatever a client library does
+            answer = await self._send(request, messages)
+            now = (trio.current_time() - self._started_at) * plan.speed
+            following = next(iter(plan.workload.next_after(request, now)), None)
+            if answer is None or following is None:
+                return
+            if plan.users is None:
+                await trio.sleep_until(self._due(following))
+            new_tokens = following.input_tokens - request.input_tokens - request.output_tokens
+            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "user", "content": plan.texts.words(new_tokens)})
+            request = following
+
+    async def _send(self, request: Request, messages: Messages) -> str | None:
+        """The answer, None if it failed."""
+        if self._places is None:
+            return await self._measure(request, messages)
+        async with self._places:
+            return await self._measure(request, messages)
+
+    async def _measure(self, request: Request, messages: Messages) -> str | None:
+        body = self._body(request, messages)
+        times = RequestTimes(trio.current_time())
+        late = 0.0 if self._plan.users is not None else times.sent_at - self._due(request)
+        self._measured.begin(late)
+        try:
+            with trio.fail_after(self._plan.timeout_secs):
+                await self._exchange(body, times)
+        except trio.TooSlowError:
+            kind, example = "timeout", f"not complete after {self._plan.timeout_secs:g} s"
+        except _FailedError as error:
+            kind, example = error.kind, str(error)
+        except EventStreamError as error:
+            kind, example = "stream", str(error)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            kind, example = "connect", str(error) or type(error).__name__
+        except httpx.HTTPError as error:
+            kind, example = "connection lost", str(error) or type(error).__name__
+        else:
+            self._measured.complete(times)
+            return "".join(times.text)
+        self._measured.fail(kind, example, trio.current_time())
+        return None
+
+    def _body(self, request: Request, messages: Messages) -> dict[str, object]:
+        plan = self._plan
+        most = request.output_tokens
+        body: dict[str, object] = {
+            "model": plan.model,
+            "max_tokens": most if plan.max_tokens is None else min(most, plan.max_tokens),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if plan.ignore_eos:
+            body["ignore_eos"] = True
+        if plan.chat:
+            body["messages"] = messages
+        else:
+            body["prompt"] = "\n".join(message["content"] for message in messages)
+        return body
+
+    async def _exchange(self, body: dict[str, object], times: RequestTimes) -> None:
+        """Raises httpx.HTTPError, EventStreamError, _FailedError."""
+        headers = {"accept": EVENT_STREAM, "accept-encoding": "identity"}
+        async with self._client.stream("POST", self._url, json=body, headers=headers) as response:
+            if response.status_code != 200:
+                await response.aread()
+                text = response.text[:_EXAMPLE_BYTES]
+                raise _FailedError(f"status {response.status_code}", text)
+            if not response.headers.get("content-type", "").startswith(EVENT_STREAM):
+                raise _FailedError("stream", "the answer is no event stream")
+            events = EventStreamReader()
+            async for chunk in response.aiter_bytes():
+                now = trio.current_time()
+                for data in events.feed(chunk):
+                    times.add(read_chunk(data), now)
+        times.ended_at = trio.current_time()
+        if not times.finished:
+            raise _FailedError("stream", "it ended without finish_reason and [DONE]")

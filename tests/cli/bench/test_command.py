@@ -1,0 +1,194 @@
+"""`omni-proxy bench` against a server on a real socket."""
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+
+from omni_proxy.cli import main
+from tests.cli.admin_server import Quiet, served
+
+WAIT_SECS = 20
+
+
+def event(**fields):
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def stream(words=3, prompt_tokens=10):
+    """A chat answer, cut in the middle of its events."""
+    raw = b": keep-alive\n\n" + event(choices=[{"delta": {"role": "assistant", "content": ""}}])
+    for _ in range(words):
+        raw += event(choices=[{"delta": {"content": "w "}}])
+    raw += event(choices=[{"delta": {}, "finish_reason": "length"}])
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": words}
+    raw += event(choices=[], usage=usage) + b"data: [DONE]\n\n"
+    return [raw[place : place + 50] for place in range(0, len(raw), 50)]
+
+
+@pytest.fixture
+def engine():
+    """`answer(number)` gives status and pieces; a callable piece is called in between."""
+
+    class Engine(Quiet):
+        asked, answer, lock = [], None, threading.Lock()
+
+        def do_GET(self):
+            self.reply(200, [json.dumps({"data": [{"id": "tiny"}]}).encode()])
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            with self.lock:
+                self.asked.append((self.path, body, self.headers.get("authorization")))
+                number = len(self.asked)
+            self.reply(*Engine.answer(number))
+
+        def reply(self, status, pieces):
+            self.send_response(status)
+            self.send_header("content-type", "text/event-stream" if status == 200 else "text/plain")
+            self.end_headers()
+            for piece in pieces:
+                if callable(piece):
+                    piece()
+                else:
+                    self.wfile.write(piece)
+                    self.wfile.flush()
+
+    Engine.answer = lambda number: (200, stream())
+    with served(Engine) as Engine.url:
+        yield Engine
+
+
+def found(capsys, *args):
+    status = main(["bench", *args, "--json"])
+    shown = capsys.readouterr()
+    return status, json.loads(shown.out), shown.err
+
+
+QUICK = ("--workload", "uniform", "--requests", "10", "--concurrency", "4", "--max-tokens", "3")
+
+
+def test_known_answers_give_known_counts(engine, capsys):
+    cut = stream()[:3]
+    bad = {2: (503, [b"busy"]), 5: (503, [b"busy"]), 7: (200, cut)}
+    engine.answer = lambda number: bad.get(number, (200, stream()))
+    status, result, err = found(capsys, f"{engine.url}/v1/", *QUICK, "--deadline-ms", "60000")
+    assert status == 0
+    assert "10 requests load" in err
+    assert (result["url"], result["model"]) == (engine.url, "tiny")
+    assert (result["requests"], result["completed"], result["failed"]) == (10, 7, 3)
+    assert result["errors"] == {"status 503": 2, "stream": 1}
+    assert result["error_examples"]["status 503"] == "busy"
+    assert (result["input_tokens"], result["output_tokens"]) == (70, 21)
+    assert result["goodput"]["share"] == 0.7
+    assert result["total_ms"]["p99"] >= result["first_token_ms"]["p50"] > 0
+    for path, body, key in engine.asked:
+        assert (path, key) == ("/v1/chat/completions", None)
+        assert (body["model"], body["stream"]) == ("tiny", True)
+        assert body["stream_options"] == {"include_usage": True}
+        assert body["max_tokens"] <= 3
+
+
+def test_the_next_turn_of_a_chat_has_the_answer_to_the_one_before_it(engine, capsys):
+    status, result, _ = found(
+        capsys, engine.url, "--workload", "chats", "--requests", "6", "--concurrency", "1"
+    )
+    assert (status, result["completed"]) == (0, 6)
+    talks = [body["messages"] for _, body, _ in engine.asked]
+    later = [talk for talk in talks if len(talk) > 1]
+    assert later
+    for talk in later:
+        assert talk[-2] == {"role": "assistant", "content": "w w w "}
+        assert talk[:-2] in talks
+
+
+def test_a_trace_is_sent_at_its_times_with_a_key(engine, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("BENCH_KEY", "hush")
+    trace = tmp_path / "short.csv"
+    lines = [f"2024-05-10 00:00:0{second}.0,{20 + second},5" for second in range(3)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    engine.answer = lambda number: (200, [event(choices=[{"text": "a", "finish_reason": "stop"}])])
+    status, result, _ = found(
+        capsys, engine.url, "--trace", str(trace), "--speed", "100", "--concurrency", "1",
+        "--endpoint", "completions", "--api-key-env", "BENCH_KEY", "--model", "other",
+    )  # fmt: skip
+    assert (status, result["completed"], result["without_usage"]) == (0, 3, 3)
+    assert [len(body["prompt"].split()) for _, body, _ in engine.asked] == [20, 21, 22]
+    assert {(path, key) for path, _, key in engine.asked} == {("/v1/completions", "Bearer hush")}
+    assert {body["model"] for _, body, _ in engine.asked} == {"other"}
+
+
+def test_ctrl_c_prints_what_is_known(engine, capsys):
+    release = threading.Event()
+
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        release.wait(WAIT_SECS)
+
+    engine.answer = lambda number: (200, [interrupt] if number == 3 else stream())
+    words = ("--requests", "10", "--concurrency", "1")
+    try:
+        status, result, _ = found(capsys, engine.url, "--workload", "uniform", *words)
+    finally:
+        release.set()
+    assert status == 130
+    assert (result["interrupted"], result["completed"], result["unfinished"]) == (True, 2, 1)
+    assert result["failed"] == 0
+
+
+def test_the_status_is_1_if_every_request_failed_and_the_table_says_why(engine, capsys):
+    engine.answer = lambda number: (401, [b"no \x1b[31mkey"])
+    assert main(["bench", engine.url, *QUICK]) == 1
+    out = capsys.readouterr().out
+    assert "0 of 10 requests completed" in out
+    assert "10 failed: status 401: no \\x1b[31mkey" in out
+
+
+def test_a_table_and_a_picture_are_made(engine, capsys, tmp_path):
+    picture = tmp_path / "found.svg"
+    assert main(["bench", engine.url, *QUICK, "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    for name in ("time to first token", "time between tokens", "total time", "sent late", "p99"):
+        assert name in out
+    assert picture.read_text().startswith("<svg ")
+    assert "Time to first token, ms" in picture.read_text()
+    assert main(["bench", engine.url, *QUICK, "--plot", str(tmp_path / "no" / "x.svg")]) == 2
+    shown = capsys.readouterr()
+    assert "10 of 10 requests completed" in shown.out
+    assert "--plot" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["http://127.0.0.1:1"], "can't be reached"),
+        (["127.0.0.1:80"], "expected http://"),
+        (["http://a:b@127.0.0.1"], "--api-key-env"),
+        (["http://127.0.0.1:1", "--api-key-env", "NO_SUCH_NAME_HERE"], "holds no key"),
+        (["http://127.0.0.1:1", "--trace", "/no/such.csv"], "such.csv"),
+        (["http://127.0.0.1:1", "--ca", "/no/such.pem"], "--ca"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_a_reason(capsys, words, reason):
+    assert main(["bench", *words]) == 2
+    shown = capsys.readouterr()
+    assert reason in shown.err
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--trace", "x.csv", "--rate", "2"], "--speed scales"),
+        (["--speed", "2"], "--speed is for --trace"),
+        (["--requests", "0"], "whole number"),
+        (["--rate", "1e9"], "at most"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_a_usage_error(capsys, words, reason):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "http://127.0.0.1:1", *words])
+    assert stopped.value.code == 2
+    assert reason in capsys.readouterr().err

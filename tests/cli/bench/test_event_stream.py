@@ -1,0 +1,106 @@
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_proxy.cli.bench import event_stream
+from omni_proxy.cli.bench.event_stream import (
+    AnswerChunk,
+    EventStreamError,
+    EventStreamReader,
+    TokenUsage,
+    read_chunk,
+)
+
+ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])
+LINES = st.sampled_from(
+    [b"", b"", b"data: a", b"data:b", b"data", b"data:  c\xc3\xa9\xe2\x80\xa8d", b": keep-alive",
+     b":", b"event: x", b"id: 1", b"retry: 5", b"database: no"]
+)  # fmt: skip
+
+
+def naive(raw):
+    """The events of a whole stream."""
+    text = raw.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    found = []
+    *blocks, _ = text.split(b"\n\n")
+    for block in blocks:
+        data = [line[5:] for line in block.split(b"\n") if line == b"data" or line[:5] == b"data:"]
+        if data:
+            found.append(b"\n".join(line.removeprefix(b" ") for line in data))
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.booleans(),
+    st.lists(st.tuples(LINES, ENDS), max_size=12),
+    st.lists(st.integers(0, 120), max_size=12),
+)
+def test_a_stream_has_the_same_events_however_it_is_split(marked, lines, cuts):
+    raw = b"\xef\xbb\xbf" * marked + b"".join(line + end for line, end in lines)
+    places = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
+    stream = EventStreamReader()
+    found = []
+    for start, end in pairwise(places):
+        found += stream.feed(raw[start:end])
+    assert found == naive(raw)
+
+
+def test_an_event_comes_with_the_byte_that_ends_it():
+    stream = EventStreamReader()
+    assert stream.feed(b"data: 1\r\n\r") == [b"1"]
+    assert stream.feed(b"\ndata: 2\n") == []
+    assert stream.feed(b"\n") == [b"2"]
+
+
+def test_an_event_without_end_is_refused_and_comments_are_not_counted(monkeypatch):
+    monkeypatch.setattr(event_stream, "MAX_EVENT_BYTES", 20)
+    stream = EventStreamReader()
+    for _ in range(10):
+        assert stream.feed(b": keep-alive\n") == []
+    with pytest.raises(EventStreamError, match="more than 20 bytes"):
+        stream.feed(b"data: " + b"x" * 20)
+
+
+def chunk(**choice):
+    return json.dumps({"choices": [choice]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"[DONE]", AnswerChunk(finished=True)),
+        (b"", AnswerChunk()),
+        (b"{}", AnswerChunk()),
+        (chunk(delta={"role": "assistant", "content": ""}), AnswerChunk()),
+        (chunk(delta={"content": "hi"}), AnswerChunk("hi", True)),
+        (chunk(delta={"reasoning_content": "hm"}), AnswerChunk("hm", True)),
+        (chunk(delta={"tool_calls": [{"index": 0}]}), AnswerChunk("", True)),
+        (chunk(text="a", finish_reason="stop"), AnswerChunk("a", True, True)),
+        (chunk(delta={}, finish_reason="length"), AnswerChunk(finished=True)),
+        (b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}',
+         AnswerChunk(usage=TokenUsage(3, 2))),
+        (b'{"usage":{"prompt_tokens":3,"completion_tokens":2,'
+         b'"prompt_tokens_details":{"cached_tokens":1}}}', AnswerChunk(usage=TokenUsage(3, 2, 1))),
+        (b'{"usage":{"prompt_tokens":"x"}}', AnswerChunk()),
+    ],
+)  # fmt: skip
+def test_what_a_chunk_of_openai_holds(data, expected):
+    assert read_chunk(data) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"{", "not JSON"),
+        (b"[]", "no JSON object"),
+        (b'{"error":{"message":"too long"}}', "too long"),
+        (b'{"error":"gone"}', "gone"),
+    ],
+)
+def test_a_chunk_that_is_an_error_is_refused(data, reason):
+    with pytest.raises(EventStreamError, match=reason):
+        read_chunk(data)
