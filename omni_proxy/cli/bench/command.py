@@ -180,6 +180,8 @@ def _show(
         }
         print(json.dumps({**head, **asdict(figures)}, indent=2))
     else:
+        if result.interrupted:
+            heading += ", interrupted"
         print_figures(Console(highlight=False), heading, figures)
         not_sent = requests - figures.requests - figures.unfinished
         if not_sent and not result.interrupted:

@@ -14,6 +14,7 @@ import msgspec
 
 DONE: Final = b"[DONE]"
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
+MAX_TOKENS: Final = 2**53  # that a server is believed to have counted in one request
 _BOM: Final = b"\xef\xbb\xbf"
 # Fields of a chat delta that hold what the model generated.
 _GENERATED: Final = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")
@@ -100,7 +101,7 @@ def read_chunk(data: bytes) -> AnswerChunk:
         return AnswerChunk(finished=bool(data.strip()))
     try:
         event = _decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise EventStreamError("an event is not JSON") from None
     if not isinstance(event, dict):
         raise EventStreamError("an event is no JSON object")
@@ -127,9 +128,14 @@ def _message(error: object) -> str:
 def _usage(found: object) -> TokenUsage | None:
     if not isinstance(found, dict):
         return None
-    prompt, answer = found.get("prompt_tokens"), found.get("completion_tokens")
-    if not isinstance(prompt, int) or not isinstance(answer, int):
+    prompt, answer = _count(found, "prompt_tokens"), _count(found, "completion_tokens")
+    if prompt is None or answer is None:
         return None
     details = found.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return TokenUsage(prompt, answer, cached if isinstance(cached, int) else None)
+    cached = _count(details, "cached_tokens") if isinstance(details, dict) else None
+    return TokenUsage(prompt, answer, cached)
+
+
+def _count(found: dict[str, object], name: str) -> int | None:
+    value = found.get(name)
+    return value if type(value) is int and 0 <= value <= MAX_TOKENS else None

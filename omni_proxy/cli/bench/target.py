@@ -47,6 +47,8 @@ def target_of(url: str, key_env: str | None, client_cert: ClientCert) -> BenchTa
         raise TargetError(f"{url}: {error}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise TargetError(f"{url}: expected http://HOST:PORT or https://HOST:PORT")
+    if not 0 < (parsed.port or 1) < 65536:
+        raise TargetError(f"{url}: expected a port from 1 to 65535")
     if parsed.query or parsed.fragment or parsed.userinfo:
         raise TargetError(f"{url}: expected no user, query or fragment; a key: --api-key-env NAME")
     key = "" if key_env is None else os.environ.get(key_env, "").strip()
@@ -71,7 +73,7 @@ async def find_model(client: httpx.AsyncClient, target: BenchTarget, wanted: str
         raise TargetError(f"{url}: status {response.status_code}; give a key: --api-key-env NAME")
     try:
         return str(response.json()["data"][0]["id"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise TargetError(
             f"{url}: status {response.status_code} and no list of models; give --model NAME"
         ) from None

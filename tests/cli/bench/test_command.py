@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from functools import partial
 
 import pytest
 
@@ -120,6 +121,25 @@ def test_a_trace_is_sent_at_its_times_with_a_key(engine, capsys, tmp_path, monke
     assert {body["model"] for _, body, _ in engine.asked} == {"other"}
 
 
+def test_a_first_token_after_the_deadline_is_no_goodput(engine, capsys):
+    engine.answer = lambda number: (200, [partial(threading.Event().wait, 0.02), *stream()])
+    status, result, _ = found(capsys, engine.url, *QUICK, "--deadline-ms", "10")
+    assert (status, result["completed"]) == (0, 10)
+    assert result["goodput"] == {"deadline_ms": 10, "share": 0, "requests_per_sec": 0}
+
+
+def test_an_answer_that_does_not_end_is_a_timeout(engine, capsys):
+    release = threading.Event()
+    hold = partial(release.wait, WAIT_SECS)
+    engine.answer = lambda number: (200, [*stream()[:3], hold])
+    try:
+        status, result, _ = found(capsys, engine.url, *QUICK, "--timeout-secs", "0.05")
+    finally:
+        release.set()
+    assert (status, result["errors"]) == (1, {"timeout": 10})
+    assert result["total_ms"] is None
+
+
 def test_ctrl_c_prints_what_is_known(engine, capsys):
     release = threading.Event()
 
@@ -165,6 +185,7 @@ def test_a_table_and_a_picture_are_made(engine, capsys, tmp_path):
     [
         (["http://127.0.0.1:1"], "can't be reached"),
         (["127.0.0.1:80"], "expected http://"),
+        (["http://127.0.0.1:99999"], "port from 1"),
         (["http://a:b@127.0.0.1"], "--api-key-env"),
         (["http://127.0.0.1:1", "--api-key-env", "NO_SUCH_NAME_HERE"], "holds no key"),
         (["http://127.0.0.1:1", "--trace", "/no/such.csv"], "such.csv"),

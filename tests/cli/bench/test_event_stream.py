@@ -86,6 +86,7 @@ def chunk(**choice):
         (b'{"usage":{"prompt_tokens":3,"completion_tokens":2,'
          b'"prompt_tokens_details":{"cached_tokens":1}}}', AnswerChunk(usage=TokenUsage(3, 2, 1))),
         (b'{"usage":{"prompt_tokens":"x"}}', AnswerChunk()),
+        (b'{"usage":{"prompt_tokens":-1,"completion_tokens":2}}', AnswerChunk()),
     ],
 )  # fmt: skip
 def test_what_a_chunk_of_openai_holds(data, expected):
@@ -96,6 +97,7 @@ def test_what_a_chunk_of_openai_holds(data, expected):
     ("data", "reason"),
     [
         (b"{", "not JSON"),
+        pytest.param(b"[" * 100_000, "not JSON", id="deep"),
         (b"[]", "no JSON object"),
         (b'{"error":{"message":"too long"}}', "too long"),
         (b'{"error":"gone"}', "gone"),
