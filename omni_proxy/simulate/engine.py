@@ -49,6 +49,18 @@ class ResponseListener(Protocol):
     def on_failed(self, error: str, *, refused: bool = False) -> None: ...
 
 
+class CachePublisher(Protocol):
+    """Who is told what enters and leaves the block cache."""
+
+    def stored(self, request: Request, place: int) -> None: ...
+    def removed(self, block: int) -> None: ...
+    def cleared(self) -> None: ...
+    def publish(self) -> None:
+        """A step has ended."""
+
+    def die(self) -> None: ...
+
+
 # schedule(at, callback, number): the callback gets the number, by which a late one is recognised.
 Schedule = Callable[[float, Callable[[int], None], int], None]
 
@@ -87,7 +99,8 @@ class _Block:
 class BlockCache:
     """The KV memory: blocks of prompts by id, and what requests use for themselves. In tokens."""
 
-    def __init__(self, kv_tokens: int) -> None:
+    def __init__(self, kv_tokens: int, publisher: CachePublisher | None = None) -> None:
+        self._publisher = publisher
         self.free: float = kv_tokens or inf
         self._kv_tokens = kv_tokens
         self._blocks: dict[int, _Block] = {}
@@ -147,6 +160,8 @@ class BlockCache:
             job.private -= tokens
             if block is None:
                 self._blocks[name] = _Block(tokens)
+                if self._publisher is not None:
+                    self._publisher.stored(request, place)
                 continue
             self.free += tokens  # another request has computed the same one meanwhile
             block.users += 1
@@ -167,20 +182,32 @@ class BlockCache:
 
     def clear(self) -> None:
         """Forget all blocks that no request uses."""
+        if self._publisher is not None and len(self._idle) == len(self._blocks):
+            self._publisher.cleared()
         while self._idle:
             self._evict_one()
 
     def _evict_one(self) -> None:
         name, block = self._idle.popitem(last=False)
         del self._blocks[name]
+        if self._publisher is not None:
+            self._publisher.removed(name)
         self._idle_tokens -= block.tokens
         self.free += block.tokens
 
 
 class Engine:
-    """One worker's engine. `found_blocks` of `seen_blocks` were in its cache at admission."""
+    """One worker's engine. `found_blocks` of `seen_blocks` were in its cache at admission.
+    `publisher`: of its KV events; one with slots has none."""
 
-    def __init__(self, spec: EngineSpec, schedule: Schedule, *, started_at: float = 0.0) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        schedule: Schedule,
+        *,
+        started_at: float = 0.0,
+        publisher: CachePublisher | None = None,
+    ) -> None:
         self.spec = spec
         self.alive = True
         self.factor = 1.0  # every step takes so many times as long
@@ -188,7 +215,8 @@ class Engine:
         self.seen_blocks = 0
         self.requests = 0  # that were sent to it
         self._schedule = schedule
-        self._cache = _cache_of(spec)
+        self._publisher = publisher
+        self._cache = _cache_of(spec, publisher)
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._decoding: list[tuple[int, int, Job]] = []  # by the step of the last token
@@ -245,7 +273,9 @@ class Engine:
         self._prefilling.clear()
         self._waiting.clear()
         self._begun = 0
-        self._cache = _cache_of(self.spec)
+        self._cache = _cache_of(self.spec, None)
+        if self._publisher is not None:
+            self._publisher.die()
         for job in jobs:
             job.listener.on_failed("the worker died")
 
@@ -267,6 +297,11 @@ class Engine:
     def evict(self) -> None:
         """Drop every cached block that no request uses."""
         self._cache.clear()
+        self._publish()
+
+    def _publish(self) -> None:
+        if self._publisher is not None:
+            self._publisher.publish()
 
     def _has_place(self) -> bool:
         return len(self._prefilling) + len(self._decoding) < self.spec.max_batch
@@ -279,6 +314,7 @@ class Engine:
 
     def _begin(self, now: float) -> None:
         self._admit()
+        self._publish()
         spec, decoding = self.spec, len(self._decoding)
         self._began_at = now
         self._chunk = min(CHUNK_TOKENS, sum(job.prefill for job in self._prefilling))
@@ -334,8 +370,10 @@ class Engine:
         self._begin(now)
 
 
-def _cache_of(spec: EngineSpec) -> BlockCache | SlotCache:
-    return SlotCache(spec.slots, spec.kv_tokens) if spec.slots else BlockCache(spec.kv_tokens)
+def _cache_of(spec: EngineSpec, publisher: CachePublisher | None) -> BlockCache | SlotCache:
+    if spec.slots:
+        return SlotCache(spec.slots, spec.kv_tokens)
+    return BlockCache(spec.kv_tokens, publisher)
 
 
 def _order(entry: tuple[int, int, Job]) -> int:

@@ -1,6 +1,8 @@
-"""What goes wrong in a simulation: workers that die, slow down, join, or lose their cache.
+"""What goes wrong in a simulation: workers that die, slow down, join, or lose their cache, and KV
+events that never arrive.
 
-Spelling: `die:W@SECS`, `slow:W@SECSxFACTOR`, `join@SECS`, `evict:W@SECS`; W counts from 0.
+Spelling: `die:W@SECS`, `slow:W@SECSxFACTOR`, `join@SECS`, `evict:W@SECS`, `lose_events:SHARE`; W
+counts from 0, SHARE is from 0 to 1 and holds for the whole run.
 """
 
 from __future__ import annotations
@@ -9,23 +11,26 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Kind = Literal["die", "slow", "join", "evict"]
+Kind = Literal["die", "slow", "join", "evict", "lose_events"]
 
 _NUMBER: Final = r"(\d+(?:\.\d+)?)"
 _DIE_OR_EVICT: Final = re.compile(rf"(die|evict):(\d+)@{_NUMBER}")
 _SLOW: Final = re.compile(rf"slow:(\d+)@{_NUMBER}x{_NUMBER}")
 _JOIN: Final = re.compile(rf"join@{_NUMBER}")
-EXPECTED: Final = "die:W@SECS, slow:W@SECSxFACTOR, join@SECS or evict:W@SECS"
+_LOSE: Final = re.compile(rf"lose_events:{_NUMBER}")
+EXPECTED: Final = "die:W@SECS, slow:W@SECSxFACTOR, join@SECS, evict:W@SECS or lose_events:SHARE"
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`worker`: its place among the workers, -1 for one that joins."""
+    """`worker`: its place among the workers, -1 for one that joins. `share`: of batches of KV
+    events."""
 
     kind: Kind
     at: float
     worker: int = -1
     factor: float = 1.0
+    share: float = 0.0
 
 
 def parse_fault(text: str) -> Fault:
@@ -39,6 +44,8 @@ def parse_fault(text: str) -> Fault:
         return Fault("slow", float(found[2]), int(found[1]), float(found[3]))
     if found := _JOIN.fullmatch(text):
         return Fault("join", float(found[1]))
-    if text.startswith("lose_events:"):
-        raise ValueError("lose_events has no effect: no policy reads events of the engines' caches")
+    if found := _LOSE.fullmatch(text):
+        if float(found[1]) > 1:
+            raise ValueError("the share of lose_events must be from 0 to 1")
+        return Fault("lose_events", 0.0, share=float(found[1]))
     raise ValueError(f"expected {EXPECTED}")

@@ -41,11 +41,13 @@ from omni_proxy.routing.cache_prediction import note_first_byte
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.inspect.requirements import requirements_of_json
+from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.policies import build_policy
 from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.routing.routes import Route, match_route
 from omni_proxy.simulate.engine import Engine, EngineSpec
 from omni_proxy.simulate.faults import Fault
+from omni_proxy.simulate.kv_feed import KvFeed, Loss, reads_events, token_prompt
 from omni_proxy.simulate.virtual_time import VirtualLoop, VirtualTime, VirtualTimers
 from omni_proxy.simulate.workload import BYTES_PER_TOKEN, FactsCounter, Request, Workload
 from omni_proxy.wire.errors import HttpError
@@ -137,7 +139,7 @@ class SimulatedExchange(ExchangeIO):
         assert route is not None
         if not services.inflight.admit(exchange):
             await services.queue.wait_for_slot(self, exchange, unread=True)
-        body = exchange.body = _body(self.request, self.number)
+        body = exchange.body = self.simulation.body_of(self.request, self.number)
         need = exchange.requirements = requirements_of_json(route, body)
         exchange.stream, exchange.bytes_in = need.stream, len(body)
         if services.balancer.policy.needs_affinity_key:
@@ -229,12 +231,17 @@ class Simulation:
         self.outcomes = Outcomes()
         self.facts = FactsCounter()
         self.engines: dict[str, Engine] = {}
+        self.feeds: dict[str, KvFeed] = {}  # of KV events, where the policy reads them
+        self.blocks = BlockIndex()
         self.route = _route()
         self._config = config
         self._workload = scenario.workload
         self._spec = scenario.engine
         self._random = Random(f"{seed} probes")
         self._members = list(workers)
+        self._reads_events = reads_events(config.routing)
+        share = max((each.share for each in scenario.faults), default=0.0)
+        self._loss = Loss(share, Random(f"{seed} lost events"))
         self._active = 0  # requests that have come or will come, and have not ended
         self._loop = VirtualLoop(self.time)
         self._fleet = Fleet()
@@ -251,6 +258,8 @@ class Simulation:
             self._schedule_probe(member)
             self._schedule_poll(member)
         for fault in scenario.faults:
+            if fault.kind == "lose_events":
+                continue
             self.time.schedule(fault.at, self._apply, fault)
 
     def run(self) -> Outcomes:
@@ -273,6 +282,16 @@ class Simulation:
             self._loop.close()
         return self.outcomes
 
+    def body_of(self, request: Request, number: int) -> bytes:
+        """A request of the completions API: prompts share leading bytes exactly where they share
+        leading blocks. `number` is the request's own."""
+        if self._reads_events:
+            prompt = token_prompt(request, number)
+        else:
+            prompt = b'"%b"' % _text(request, number).encode()
+        model = f'"model":"{request.model}",'.encode() if request.model else b""
+        return b'{%b"stream":true,"prompt":%b}' % (model, prompt)
+
     def on_end(self, io: SimulatedExchange, exchange: Exchange, first_at: float) -> None:
         """Record what the client saw."""
         outcomes, now = self.outcomes, self.time.now
@@ -292,6 +311,7 @@ class Simulation:
         loop, fleet, config = self._loop, self._fleet, self._config
         settings, recorders = Settings(config, ""), Recorders()
         policy = build_policy(config.routing, random.randrange, 0.0)
+        policy.use_blocks(self.blocks)
         if isinstance(policy, Sticky):
             policy.hold_for(
                 reasons_to_hold_sessions(config), lambda worker: fleet.find(worker.url) is worker
@@ -312,7 +332,18 @@ class Simulation:
         )  # fmt: skip
 
     def _add_engine(self, worker: WorkerSpec) -> None:
-        self.engines[worker.url] = Engine(self._spec, self.time.schedule, started_at=self.time.now)
+        feed: KvFeed | None = None
+        if self._reads_events and not self._spec.slots and self._publishes(worker):
+            feed = self.feeds[worker.url] = KvFeed(
+                worker.url, self.time, self.blocks, self._loss, replays=_has_replays(worker)
+            )
+        self.engines[worker.url] = Engine(
+            self._spec, self.time.schedule, started_at=self.time.now, publisher=feed
+        )
+
+    def _publishes(self, worker: WorkerSpec) -> bool:
+        """Every engine does, unless the configuration names the workers that do."""
+        return worker.kv_events != "off" or all(each.kv_events == "off" for each in self._members)
 
     def _start(self, request: Request) -> None:
         self.facts.add(request)
@@ -321,6 +352,8 @@ class Simulation:
 
     def _maintain(self, _: object) -> None:
         self.services.balancer.policy.maintain(self.time.now)
+        for feed in self.feeds.values():
+            feed.tick()
         self.time.schedule(self.time.now + MAINTAIN_SECS, self._maintain, None)
 
     def _probe(self, worker: Worker) -> None:
@@ -386,25 +419,25 @@ class Simulation:
             self._schedule_poll(worker)
 
 
-def _body(request: Request, number: int) -> bytes:
-    """A request of the completions API: text that shares leading bytes exactly where the prompt
-    shares leading blocks."""
+def _text(request: Request, number: int) -> str:
     size = request.block_tokens * BYTES_PER_TOKEN
     if request.blocks:
-        text = "".join(f"{block:0{HEX}x}" * (size // HEX) for block in request.blocks)[
+        return "".join(f"{block:0{HEX}x}" * (size // HEX) for block in request.blocks)[
             : request.input_tokens * BYTES_PER_TOKEN
         ]
-    else:
-        wanted = request.input_tokens * BYTES_PER_TOKEN
-        text = (f"{number:0{HEX}x}" * (wanted // HEX + 1))[:wanted]
-    model = f'"model":"{request.model}",' if request.model else ""
-    return f'{{{model}"stream":true,"prompt":"{text}"}}'.encode()
+    wanted = request.input_tokens * BYTES_PER_TOKEN
+    return (f"{number:0{HEX}x}" * (wanted // HEX + 1))[:wanted]
 
 
 def _route() -> Route:
     route = match_route("POST", PATH)
     assert route is not None
     return route
+
+
+def _has_replays(worker: WorkerSpec) -> bool:
+    """Only an endpoint that is named alone has no replay socket beside it."""
+    return worker.kv_events in ("off", "auto") or bool(worker.kv_replay)
 
 
 def simulated_worker(place: int, like: WorkerSpec | None = None) -> WorkerSpec:

@@ -13,6 +13,7 @@ from omni_proxy.simulate.faults import Fault, parse_fault
         ("slow:0@10x0.5", Fault("slow", 10.0, 0, 0.5)),
         ("join@60", Fault("join", 60.0)),
         ("evict:1@30", Fault("evict", 30.0, 1)),
+        ("lose_events:0.1", Fault("lose_events", 0.0, share=0.1)),
     ],
 )
 def test_a_fault(text, fault):
@@ -26,7 +27,8 @@ def test_a_fault(text, fault):
         ("explode:1@3", "expected die:W@SECS"),
         ("slow:0@10x0", "above 0"),
         ("join:2@3", "expected"),
-        ("lose_events:0.1", "no policy reads events"),
+        ("lose_events:1.1", "from 0 to 1"),
+        ("lose_events:x", "or lose_events:SHARE"),
     ],
 )
 def test_a_fault_that_is_refused(text, reason):

@@ -32,6 +32,7 @@ from omni_proxy.routing.policies.plugins import check_policy
 from omni_proxy.simulate.calibrate import CalibrationError, measure
 from omni_proxy.simulate.engine import EngineSpec
 from omni_proxy.simulate.faults import Fault, parse_fault
+from omni_proxy.simulate.kv_feed import reads_events
 from omni_proxy.simulate.plot import svg
 from omni_proxy.simulate.report import Run, as_json, summarize, table
 from omni_proxy.simulate.simulation import Scenario, Simulation, simulated_worker
@@ -100,6 +101,13 @@ def _plan(arguments: argparse.Namespace, spec: EngineSpec) -> _Plan:
             runs.append((policy, settings, _with(tables, file, policy, settings)))
     workers = _workers(arguments, config)
     faults = [_fault(text, len(workers)) for text in arguments.fault]
+    if any(each.kind == "lose_events" for each in faults) and not any(
+        reads_events(each.routing) for _, _, each in runs
+    ):
+        raise _InputError(
+            "--fault lose_events has no effect: no run reads KV events; "
+            'it needs cache_aware with [routing.cache_aware] source = "events"'
+        )
     workload = _workload(arguments, len(workers))
     return _Plan(runs, workers, workload, spec, faults, arguments.seed, arguments.deadline_ms)
 

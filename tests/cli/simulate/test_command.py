@@ -99,12 +99,21 @@ def test_a_trace_is_replayed(capsys, tmp_path):
     assert result["runs"][0]["hit_rate"] == pytest.approx(3 / 8)
 
 
+def test_sources_are_swept_with_lost_events(capsys):
+    result = found(
+        capsys, *SMALL, "--policies", "cache_aware", "--fault", "lose_events:0.5",
+        "--sweep", "routing.cache_aware.source=inferred,events",
+    )  # fmt: skip
+    assert [each["completed"] for each in result["runs"]] == [60, 60]
+
+
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
         (("--trace", "missing.jsonl"), "missing.jsonl: No such file"),
         ((*SMALL, "--fault", "die:3@1"), "--fault die:3@1: there are workers 0 to 2"),
         ((*SMALL, "--fault", "burn:3@1"), "expected die:W@SECS"),
+        ((*SMALL, "--fault", "lose_events:0.1"), "has no effect: no run reads KV events"),
         ((*SMALL, "--sweep", "routing.nothing=1"), "routing.nothing"),
         ((*SMALL, "--sweep", "routing.policy.x=1"), "no table of the configuration"),
         ((*SMALL, "--sweep", "x"), "expected KEY=A,B"),

@@ -1,0 +1,200 @@
+"""KV events of modelled engines, as the proxy gets them: losses, replays, trust and the index.
+
+    BlockCache --rows--> KvFeed: a batch for each step --DELAY_SECS--> PublisherState --> BlockIndex
+
+Batches are MessagePack as an engine publishes it and are read by the proxy's own code; only the
+sockets and the process beside the proxy are not there. Prompts are token ids, equal exactly where
+blocks are: few for each block, with blanks behind them, so that a body is as long as a real one
+and quickly read. Invariant: a feed has no chance but that of `random`, no real time, no I/O.
+Source: real-engines.md 4 (vLLM publishes a batch for a step and keeps 10,000 for replays).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
+from random import Random
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+from omni_proxy.config.schema import RoutingConfig
+from omni_proxy.routing.kv_events.block_index import BlockIndex
+from omni_proxy.routing.kv_events.publisher_state import PublisherState
+from omni_proxy.simulate.virtual_time import VirtualTime
+from omni_proxy.simulate.workload import BYTES_PER_TOKEN, Request
+
+DELAY_SECS: Final = 0.002  # from an engine to the proxy's index, or from the proxy to an engine
+REPLAYED_BATCHES: Final = 10_000  # the newest; older ones can't be asked for
+_WORD: Final = (1 << 64) - 1
+# A block is spelled with so many tokens, whatever it has: the digits of an id of 64 bits, each an
+# id of three digits, which is 4 bytes of a body and one byte of MessagePack.
+SPELLED_TOKENS: Final = 16
+_AS_JSON: Final = str.maketrans({f"{digit:x}": f"{100 + digit}," for digit in range(16)})
+_AS_MSGPACK: Final = bytes.maketrans(b"0123456789abcdef", bytes(range(100, 116)))
+
+T = TypeVar("T")
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+def reads_events(routing: RoutingConfig) -> bool:
+    """Whether some choice of this configuration can depend on KV events."""
+    return routing.policy == "cache_aware" and routing.cache_aware.source == "events"
+
+
+class StoredRow(NamedTuple):
+    """Blocks that an engine has computed, one behind the other. `parent`: the one before them, None
+    at the beginning of a prompt."""
+
+    blocks: list[int]
+    parent: int | None
+
+
+class Loss(NamedTuple):
+    """Batches that never arrive. `share` from 0 to 1."""
+
+    share: float
+    random: Random
+
+
+class _Batch(NamedTuple):
+    """A list is of blocks that are gone, None says that all are."""
+
+    number: int
+    at: float
+    rows: list[StoredRow | list[int] | None]
+
+
+class KvFeed:
+    """One engine's publisher, and the proxy's subscription. `replays`: it has a replay socket."""
+
+    def __init__(
+        self, url: str, time: VirtualTime, index: BlockIndex, loss: Loss, *, replays: bool
+    ) -> None:
+        self.state = PublisherState(replays=replays)
+        self.lost = 0  # batches
+        self._url = url
+        self._time = time
+        self._index = index
+        self._loss = loss
+        self._rows: list[StoredRow | list[int] | None] = []
+        self._kept: deque[_Batch] = deque(maxlen=REPLAYED_BATCHES if replays else 0)
+        self._next = 0
+        self._alive = True
+        self.state.connected(time.now)
+        self._hand_over()
+
+    # What the engine calls.
+
+    def stored(self, request: Request, place: int) -> None:
+        """A block of the prompt is computed. What is left of it at the end of the prompt is
+        published, too, as engines do, whose blocks are smaller, unless it is very short."""
+        if request.block_size(place) >= SPELLED_TOKENS:
+            block, parent = request.blocks[place], request.blocks[place - 1] if place else None
+            last = self._rows[-1] if self._rows else None
+            if isinstance(last, StoredRow) and last.blocks[-1] == parent:
+                last.blocks.append(block)
+            else:
+                self._rows.append(StoredRow([block], parent))
+
+    def removed(self, block: int) -> None:
+        if self._rows and isinstance(self._rows[-1], list):
+            self._rows[-1].append(block)
+        else:
+            self._rows.append([block])
+
+    def cleared(self) -> None:
+        """Its cache is empty."""
+        self._rows.append(None)
+
+    def publish(self) -> None:
+        """The end of a step: what changed in it is one batch."""
+        if not self._rows:
+            return
+        batch = _Batch(self._next, self._time.now, self._rows)
+        self._rows = []
+        self._next += 1
+        self._kept.append(batch)
+        if self._loss.share and self._loss.random.random() < self._loss.share:
+            self.lost += 1
+            return
+        self._later(self._receive, batch)
+
+    def die(self) -> None:
+        """The engine is gone, and with it the connection."""
+        self._alive = False
+        self._rows.clear()
+        self._later(self._disconnected, None)
+
+    # What the proxy gets.
+
+    def tick(self) -> None:
+        self.state.tick(self._time.now)
+        self._hand_over()
+
+    def _later(self, call: Callable[[T], None], argument: T) -> None:
+        self._time.schedule(self._time.now + DELAY_SECS, call, argument)
+
+    def _receive(self, batch: _Batch) -> None:
+        self.state.receive(batch.number, _payload(batch), self._time.now)
+        self._hand_over()
+
+    def _disconnected(self, _: None) -> None:
+        self.state.disconnected()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """To the index, and to the engine what is asked for."""
+        if changes := self.state.take_changes():
+            self._index.apply(self._url, changes)
+        if self.state.ask is not None:
+            start, self.state.ask = self.state.ask, None
+            self._later(self._asked, start)
+
+    def _asked(self, start: int) -> None:
+        """At the engine. Replays go over a connection that loses nothing."""
+        if self._alive:
+            self._later(self._replayed, [batch for batch in self._kept if batch.number >= start])
+
+    def _replayed(self, batches: list[_Batch]) -> None:
+        if not self.state.is_replaying:
+            return
+        for batch in batches:
+            self.state.replayed(batch.number, _payload(batch), self._time.now)
+        self.state.replay_ended(self._time.now)
+        self._hand_over()
+
+
+def token_prompt(request: Request, number: int) -> bytes:
+    """The prompt as JSON, a list of ids. `number` makes one without blocks different from all
+    others."""
+    width = request.block_tokens * BYTES_PER_TOKEN
+    blocks = request.blocks or (_WORD - number,) * (
+        -(-request.input_tokens // request.block_tokens)
+    )
+    text = b"".join(_spelled(block)[0].ljust(width)[:width] for block in blocks)
+    return b"[%b]" % text[: request.input_tokens * BYTES_PER_TOKEN].rstrip(b", ")
+
+
+@lru_cache(1 << 16)
+def _spelled(block: int) -> tuple[bytes, bytes]:
+    """The tokens of a block: as JSON with a comma behind each, and as MessagePack."""
+    digits = f"{block & _WORD:0{SPELLED_TOKENS}x}"
+    return digits.translate(_AS_JSON).encode(), digits.encode().translate(_AS_MSGPACK)
+
+
+def _payload(batch: _Batch) -> bytes:
+    return _encode([batch.at, [_event(row) for row in batch.rows]])
+
+
+def _event(row: StoredRow | list[int] | None) -> list[object]:
+    if row is None:
+        return ["AllBlocksCleared"]
+    if isinstance(row, list):
+        return ["BlockRemoved", [block & _WORD for block in row], "GPU"]
+    ids = b"".join(_spelled(block)[1] for block in row.blocks)
+    tokens = msgspec.Raw(b"\xdd" + len(ids).to_bytes(4, "big") + ids)  # each is one byte
+    names = [block & _WORD for block in row.blocks]
+    parent = None if row.parent is None else row.parent & _WORD
+    return ["BlockStored", names, parent, tokens, SPELLED_TOKENS, None, "GPU"]
