@@ -5,6 +5,7 @@ import resource
 import signal
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import pytest
 import trio
 
 from tests.ports import free_port
@@ -15,6 +16,9 @@ SPARE = 12
 CROWD = 3 * SPARE
 PAUSED = "accept_paused"
 RARELY = PROBES.replace("0.2", "600")
+
+# Forks of the fork server do not have the limits of the process that asks for them.
+pytestmark = pytest.mark.usefixtures("own_interpreters")
 
 
 @asynccontextmanager
