@@ -216,6 +216,7 @@ KEY_ROW_CELLS: Final = KEY_SLOTS * SLOT_CELLS
 KEY_ROW_BYTES: Final = -(-KEY_ROW_CELLS * KEY_CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
 MAX_TRIES: Final = 8
+_ZERO: Final = bytes(KEY_CELL_BYTES)
 
 Row = memoryview  # of signed 64-bit integers
 
@@ -269,10 +270,11 @@ class KeyCounters:
                 cells[at] = 0
 
     def drop_in_flight(self, index: int, slots: Iterable[int]) -> None:
-        """The process with this index has exited."""
+        """The process with this index has exited. Without a mapping, which takes a descriptor:
+        there may be none left."""
         if index <= self.highest:
             for slot in slots:
-                self._cells(index, slot)[IN_FLIGHT] = 0
+                os.pwrite(self.descriptor, _ZERO, _offset(index, slot) + IN_FLIGHT * KEY_CELL_BYTES)
 
     def _indexes(self) -> range:
         return range(self.highest + 1)
@@ -280,9 +282,20 @@ class KeyCounters:
     def _cells(self, index: int, slot: int) -> Row:
         row = self._rows.get(index)
         if row is None:
-            memory = mmap.mmap(self.descriptor, KEY_ROW_BYTES, offset=index * KEY_ROW_BYTES)
+            try:
+                memory = mmap.mmap(self.descriptor, KEY_ROW_BYTES, offset=index * KEY_ROW_BYTES)
+            except OSError:  # a mapping takes a descriptor: a copy of the cells will do
+                if index == self.index:
+                    raise
+                copy = os.pread(self.descriptor, SLOT_CELLS * KEY_CELL_BYTES, _offset(index, slot))
+                return memoryview(bytearray(copy)).cast("q")
             row = self._rows[index] = memoryview(memory).cast("q")
         return row[slot * SLOT_CELLS : (slot + 1) * SLOT_CELLS]
+
+
+def _offset(index: int, slot: int) -> int:
+    """Where a slot of the process with this index begins, in bytes."""
+    return index * KEY_ROW_BYTES + slot * SLOT_CELLS * KEY_CELL_BYTES
 
 
 class KeySlots:
