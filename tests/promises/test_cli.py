@@ -108,6 +108,10 @@ async def _drained(place, worker):
     assert (status, out) == (0, f"{worker.url}: drained, 0 in flight\n")
 
 
+def is_logged(file):
+    return file.exists() and "POST /v1/chat/completions" in file.read_text()
+
+
 async def test_explain_shows_the_pick_and_logs_shows_the_worker(place):
     body = json.dumps(chat()).encode()
     status, out, _ = await ask("explain", *place.at, stdin=body)
@@ -116,7 +120,7 @@ async def test_explain_shows_the_pick_and_logs_shows_the_worker(place):
     status, _, err = await ask("explain", "--path", "/nowhere", *place.at, stdin=body)
     assert (status, "is no model route" in err) == (1, True)
     await place.ask()
-    await place.until("/live", lambda _: place.access.exists() and place.access.stat().st_size)
+    await place.until("/live", lambda _: is_logged(place.access))
     for where in (place.at, ("--config", place.file)):
         status, out, _ = await ask("logs", *where)
         assert status == 0

@@ -75,6 +75,7 @@ def test_a_part_that_cannot_be_measured_is_reported_and_the_others_run(
     for part in (
         "_paired",
         "_tls",
+        "_two_legs",
         "_many_workers",
         "_memory",
         "_waiting",
@@ -85,7 +86,7 @@ def test_a_part_that_cannot_be_measured_is_reported_and_the_others_run(
     monkeypatch.setattr(goals, "_front", lambda how, found: found.rows.append(goals.Row("w", "9")))
     found = goals.measure_goals(goals.Measuring("door --port {port}", "door", 1, 1.0))
     assert [row.found for row in found.rows] == [
-        *["not measured: it gave no answer"] * 6,
+        *["not measured: it gave no answer"] * 7,
         "9",
         "not measured: it gave no answer",
     ]
