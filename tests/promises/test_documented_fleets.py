@@ -28,6 +28,8 @@ pytestmark = pytest.mark.skipif(
     reason="curl, or a package of the replica, is not installed",
 )
 ELSEWHERE = {
+    "omni-proxy replica --model tiny --port 31000 --kv-events 'tcp://*:5557' --kv-replay 'tcp://*:5558'": "tests/promises/test_kv_event_replica.py",
+    "curl http://127.0.0.1:31000/kv_event_sources": "tests/promises/test_kv_event_replica.py",
     # It would fetch a gigabyte: what it installs is what these tests run with.
     "pip install '.[replica]'": "tests/test_docs.py",
     # Minutes, for 538 MB and a machine of its own: its parts are tested.
