@@ -53,6 +53,9 @@ HOLDS_THE_GIL = """act():
         began = time.monotonic()
         re.match("(a|aa)+$", "a" * length + "b")
         if time.monotonic() - began > 1.8:
+            ended = time.process_time()
+            while time.process_time() - ended < 0.2:  # so that the other thread finds it here
+                pass
             return
 """
 

@@ -109,7 +109,7 @@ async def _drained(place, worker):
 
 
 def is_logged(file):
-    return file.exists() and "POST /v1/chat/completions" in file.read_text()
+    return file.exists() and '"/v1/chat/completions"' in file.read_text()
 
 
 async def test_explain_shows_the_pick_and_logs_shows_the_worker(place):
