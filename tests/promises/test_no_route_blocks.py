@@ -20,7 +20,7 @@ from tests.admin_api.api_fixture import A, build_api, entry
 from tests.promises.fakes import Call, counted
 from tests.promises.fleet_program import PATIENCE_SECS, program
 
-MOST_TURN_MS = 150  # of CPU time, which neighbours in the same caches make longer
+MOST_TURN_MS = 100
 ASKED_SECS = 30.0
 ASKED_HANGING_SECS = 4.0  # who waits for a worker that hangs is left then
 AT_ONCE = 6
