@@ -22,7 +22,7 @@ from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.prefix_text import prefix_text
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.cache_cost import PromptCost, cheapest, prompt_tokens
+from omni_proxy.routing.policies.cache_cost import PromptCost, cheapest, count_prompt_tokens
 from omni_proxy.routing.policies.cache_feedback import CacheFeedback, PromptText
 from omni_proxy.routing.policies.least_request import CandidateWeights, least, load_word
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
@@ -247,7 +247,7 @@ class CacheAware(Policy):
         held = {
             worker: depth - text.start for worker, depth in depths.items() if depth > text.start
         }
-        tokens = prompt_tokens(text.length, requirements)
+        tokens = count_prompt_tokens(text.length, requirements)
         return PromptCost(tokens, held, self._feedback.reports, self._rules)
 
     def _shortest_queue(

@@ -24,7 +24,7 @@ EXACT: Final = 64
 BYTES_PER_TOKEN: Final = 4  # of UTF-8 text, in the mean of English and code
 
 
-def prompt_tokens(length: int, requirements: Requirements) -> int:
+def count_prompt_tokens(length: int, requirements: Requirements) -> int:
     """Of a prompt whose text has `length` bytes, cut at `LIMIT`."""
     if length >= LIMIT - 1 and requirements.body_fields is not None:
         length = max(length, prompt_bytes(requirements.body_fields))

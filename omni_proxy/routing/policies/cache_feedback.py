@@ -20,7 +20,7 @@ from omni_proxy.routing.cache_prediction import (
 )
 from omni_proxy.routing.inspect.prefix_text import LIMIT, has_one_prompt
 from omni_proxy.routing.inspect.requirements import AUDIO, IMAGE, VIDEO, Requirements
-from omni_proxy.routing.policies.cache_cost import prompt_tokens, uncached_tokens
+from omni_proxy.routing.policies.cache_cost import count_prompt_tokens, uncached_tokens
 from omni_proxy.routing.prefix_tree import PrefixTree
 
 # Engines reuse whole blocks, of 1 to 128 tokens, and compute a prompt's last token always. What is
@@ -70,7 +70,7 @@ class CacheFeedback:
         uncached = 0
         if counts_cost:
             held = max(0, inserted.held - text.start) if inserted is not None else 0
-            uncached = uncached_tokens(prompt_tokens(text.length, requirements), held)
+            uncached = uncached_tokens(count_prompt_tokens(text.length, requirements), held)
         elif reports.silent > SILENT and number % SILENT:
             return
         if requirements.mask & MEDIA or not has_one_prompt(requirements.body_fields):

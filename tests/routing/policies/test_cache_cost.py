@@ -9,7 +9,7 @@ from omni_proxy.routing.cache_prediction import CacheReports, note_first_byte
 from omni_proxy.routing.inspect.body_fields import body_fields_of
 from omni_proxy.routing.inspect.prefix_text import LIMIT
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.cache_cost import EXACT, PromptCost, cheapest, prompt_tokens
+from omni_proxy.routing.policies.cache_cost import EXACT, PromptCost, cheapest, count_prompt_tokens
 from tests.routing.policies.chats import branch_of, cache_aware, chat, workers
 
 TEXT = "t" * 4000  # a thousand tokens
@@ -95,9 +95,12 @@ def test_the_backlog_is_counted_without_feedback_and_goes_when_the_score_changes
 
 def test_all_of_a_prompt_counts_where_its_text_is_cut():
     long = chat("t" * 3 * LIMIT)
-    assert 3 * LIMIT // 4 <= prompt_tokens(LIMIT - 1, long) < 3 * LIMIT // 4 + 50
-    assert prompt_tokens(400, long) == 100
-    assert prompt_tokens(LIMIT - 1, Requirements(0, body_fields=body_fields_of({}))) == LIMIT // 4
+    assert 3 * LIMIT // 4 <= count_prompt_tokens(LIMIT - 1, long) < 3 * LIMIT // 4 + 50
+    assert count_prompt_tokens(400, long) == 100
+    assert (
+        count_prompt_tokens(LIMIT - 1, Requirements(0, body_fields=body_fields_of({})))
+        == LIMIT // 4
+    )
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 3)])
