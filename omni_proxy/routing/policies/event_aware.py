@@ -4,8 +4,9 @@
     anything else                                             -> by the tree, as `cache_aware`
 
 What is inferred of workers that publish nothing stands beside what is known of the others: the
-larger share of the prompt wins. Invariants: with `source = "inferred"` every choice is that of
-`cache_aware`; a worker that is trusted is never believed to have a block that it did not report,
+larger share of the prompt wins. Where all are known and none has enough, the shortest queue is
+taken, as there are no trees to compare. Invariants: with `source = "inferred"` every choice is that
+of `cache_aware`; a worker that is trusted is never believed to have a block that it did not report,
 but for what was sent to it a moment ago; a preview changes nothing.
 Source: features.md 7.
 """
@@ -204,6 +205,9 @@ class EventAware(CacheAware):
             if rules.spill == "chosen" and self._spills(choice.worker, candidates):
                 choice = self._shortest_queue(candidates, "spilled", choice)
             return choice, found
+        if not prompt.known.rest:  # nobody's part of the tree says what a cache has
+            choice = self._shortest_queue(candidates, "least_loaded")
+            return choice._replace(matched=found.matched), found
         return self._without_match(candidates, found.length, found.matched), found
 
     def _find(self, prompt: _Prompt, requirements: Requirements) -> _Found:

@@ -168,3 +168,28 @@ def test_the_cached_share_of_a_text_is_that_of_its_tokens(index):
     exact(index, fleet[1])
     text, cached = policy.cached_prefix(fleet, tokens(PROMPT))
     assert cached == {fleet[0]: (len(text) - 1) // 2}
+
+
+@pytest.mark.parametrize(("busy", "chosen"), [((3, 1), 1), ((0, 1), 0)])
+def test_without_a_match_the_shortest_queue_is_taken_where_every_cache_is_known(
+    index, busy, chosen
+):
+    policy, fleet = policy_of(index), workers(*busy)
+    for worker in fleet:
+        exact(index, worker, [9] * 8)
+    policy.record_pick(fleet[1 - chosen], chat("a" * 100))
+    policy.record_pick(fleet[chosen], chat("b" * 5000))  # a larger tree, of which it may have lost
+    worker, words = policy.preview_pick(fleet, tokens(PROMPT))
+    assert worker is fleet[chosen]
+    assert "the shortest queue is taken" in words
+    policy.pick(fleet, tokens(PROMPT))
+    assert policy.stats()["picks"] == {"least_loaded": 1}
+
+
+def test_without_a_match_trees_are_compared_where_a_cache_is_not_known(index):
+    policy, fleet = policy_of(index), workers(0, 1)
+    exact(index, fleet[0])
+    assert policy.pick(fleet, tokens([7] * 400)) is fleet[0]
+    assert policy.preview_pick(fleet, tokens(PROMPT))[0] is fleet[1]
+    exact(index, fleet[1])
+    assert policy.preview_pick(fleet, tokens(PROMPT))[0] is fleet[0]
