@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import trio
+
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops.selector import Selector, SelectorError, parse_selector
@@ -59,6 +61,7 @@ class SelectorResolver:
         results = await broadcast(alive, Call("GET", "/server_info", timeout_secs=secs))
         reported = {}
         for outcome in results:
+            await trio.lowlevel.checkpoint()  # a response may take milliseconds to parse
             info = outcome.json() if outcome.ok else None
             if isinstance(info, dict):
                 reported[outcome.worker.url] = _engine_facts(info)

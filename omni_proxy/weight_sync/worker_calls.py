@@ -25,7 +25,11 @@ from omni_proxy.weight_sync.protocol.checksum_agreement import Verdict, compare_
 
 MAX_RESPONSE_BYTES = 64 * 1024 * 1024  # a weights checker names every tensor
 JSON_TYPE: Final = {"content-type": "application/json"}
+LARGE_BYTES: Final = 64 * 1024
 OnResult = Callable[[WorkerResult], None]
+
+# The event loop has a turn between two large responses, which may arrive at the same time.
+_parsing_large = trio.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ async def request_worker(worker: Worker, call: Call) -> WorkerResult:
 
     A worker that does not have the route is called in the dialect of the other kind of engine.
     """
-    result = await _request(worker, call)
+    result = await call_once(worker, call)
     if result.status not in ROUTE_ABSENT:
         return result
     requests = translate(EngineCall(call.method, call.target, call.body))
@@ -96,7 +100,7 @@ async def request_worker(worker: Worker, call: Call) -> WorkerResult:
         renamed = replace(
             call, method=request.method, target=request.target, body=request.body, headers=headers
         )
-        retried = await _request(worker, renamed)
+        retried = await call_once(worker, renamed)
         if number == 0 and retried.status in ROUTE_ABSENT:
             return result  # it has neither
         secs += retried.secs
@@ -106,9 +110,14 @@ async def request_worker(worker: Worker, call: Call) -> WorkerResult:
     return retried
 
 
-async def _request(worker: Worker, call: Call) -> WorkerResult:
+async def call_once(worker: Worker, call: Call) -> WorkerResult:
+    """The same in this dialect only: a refusal is that of this call."""
     outcome = await call_worker(worker, call)
-    body = parsed(outcome.body)
+    if len(outcome.body) < LARGE_BYTES:
+        body = parsed(outcome.body)
+    else:
+        async with _parsing_large:
+            body = parsed(outcome.body)
     return WorkerResult(worker.url, outcome.status, body, outcome.error, outcome.secs)
 
 

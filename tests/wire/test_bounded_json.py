@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -48,6 +49,21 @@ def test_one_long_string_is_one_value():
 def test_what_is_no_json_is_a_value_error(raw):
     with pytest.raises(ValueError, match=r"."):
         read_json(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [
+        (b'["\\ud800", "\\ud83d\\ude00"]', ["?", "\U0001f600"]),
+        (b'{"a": Infinity}', {"a": math.inf}),
+        ('"\u00e4"'.encode("utf-16"), "\u00e4"),
+        (b"1" * 30, int("1" * 30)),
+        (b"1e400", math.inf),
+    ],
+)
+def test_what_only_lenient_parsers_read_is_read_and_can_be_written(raw, value):
+    assert read_json(raw) == value
+    to_json(value)
 
 
 def test_what_is_nested_as_deeply_as_can_be_read_can_be_written_within_more():

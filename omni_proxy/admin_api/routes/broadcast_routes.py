@@ -84,9 +84,11 @@ class BroadcastRoutes:
         """Add the top-level keys to refusals, wherever they were raised."""
         if response.status_code < 400 or request.path not in TOPPED:
             return response
-        payload = json.loads(await response.get_data())
-        error = payload.get("error", {})
-        if "success" not in payload:
+        raw = await response.get_data(as_text=False)
+        # The results of all workers may be in it: they are not decoded, only found.
+        if "success" not in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]):
+            payload = json.loads(raw)
+            error = payload.get("error", {})
             message = error.get("message") or str(payload.get("detail"))
             top = {"success": False, "message": message, "status": "error"}
             response.set_data(msgspec.json.encode({**top, **payload}))

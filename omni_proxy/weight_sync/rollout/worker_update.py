@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from omni_proxy.admin_ops.results import WorkerResult, label_reported, parsed, version_of
+from omni_proxy.admin_ops.results import WorkerResult, label_reported, version_of
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 from omni_proxy.upstream_http.engine_calls import flush_cache, generate_token
 from omni_proxy.weight_sync.delivery.deliver import DISK, DeliveryOptions, VersionDeliverer
 from omni_proxy.weight_sync.protocol.checksum_agreement import (
@@ -33,6 +33,7 @@ from omni_proxy.weight_sync.store.version_store import UnknownVersion
 from omni_proxy.weight_sync.worker_calls import (
     JSON_TYPE,
     LABEL_SECS,
+    call_once,
     read_labels,
     request_checksums,
 )
@@ -202,21 +203,14 @@ async def _root_path(worker: Worker, headers: Mapping[str, str]) -> str:
 
 
 async def _get(worker: Worker, path: str, headers: Mapping[str, str]) -> WorkerResult:
-    return await _request(worker, Call("GET", path, headers=headers, timeout_secs=LABEL_SECS))
+    return await call_once(worker, Call("GET", path, headers=headers, timeout_secs=LABEL_SECS))
 
 
 async def _post(
     worker: Worker, path: str, body: Mapping[str, Any], settings: UpdateSettings
 ) -> WorkerResult:
     headers, raw = {**settings.headers, **JSON_TYPE}, json.dumps(body).encode()
-    return await _request(worker, Call("POST", path, raw, headers, timeout_secs=settings.secs))
-
-
-async def _request(worker: Worker, call: Call) -> WorkerResult:
-    """In this dialect only: a refusal must be that of this call."""
-    outcome = await call_worker(worker, call)
-    body = parsed(outcome.body)
-    return WorkerResult(worker.url, outcome.status, body, outcome.error, outcome.secs)
+    return await call_once(worker, Call("POST", path, raw, headers, timeout_secs=settings.secs))
 
 
 def _label(result: WorkerResult, path: str) -> str:
