@@ -21,7 +21,7 @@ from omni_proxy.admin_api.routes.dashboard_routes import DashboardRoutes, FeedRo
 from omni_proxy.admin_api.routes.engine_routes import EngineRoutes
 from omni_proxy.admin_api.routes.health_routes import ConfigRoutes, FleetHealthRoutes
 from omni_proxy.admin_api.routes.key_routes import KeyRoutes
-from omni_proxy.admin_api.routes.metrics_routes import MetricsRoutes
+from omni_proxy.admin_api.routes.metrics_routes import HistoryRoutes, MetricsRoutes
 from omni_proxy.admin_api.routes.models_routes import ExplainRoutes, MergedModelRoutes
 from omni_proxy.admin_api.routes.rl_routes import RlRoutes
 from omni_proxy.admin_api.routes.sglang_routes import SessionRoutes, SglangRoutes
@@ -64,6 +64,7 @@ def create_app(services: Services) -> QuartTrio:
         FeedRoutes(services),
         KeyRoutes(services),
         MetricsRoutes(services),
+        HistoryRoutes(services),
         ConfigRoutes(services.config_store),
         MergedModelRoutes(services),
         SglangRoutes(services),

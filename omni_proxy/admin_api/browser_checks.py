@@ -26,8 +26,8 @@ READING: Final = frozenset(
         "/workers", "/workers/<path:name>", "/list_workers", "/v1/models",
         "/v1/models/<path:model>", "/server_info",
         "/get_server_info", "/get_model_info", "/model_info", "/get_loads", "/v1/loads",
-        "/metrics", "/engine_metrics", "/feed", "/keys", "/config", "/dashboard", "/openapi.json",
-        "/weights", "/weights/versions", "/weights/rollout", "/v1/rl/workers",
+        "/metrics", "/engine_metrics", "/feed", "/history", "/keys", "/config", "/dashboard",
+        "/openapi.json", "/weights", "/weights/versions", "/weights/rollout", "/v1/rl/workers",
         "/v1/rl/workers/<path:name>", "/is_paused", "/is_sleeping", "/get_world_size",
         "/weight_info",
     )

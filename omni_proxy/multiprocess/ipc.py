@@ -215,7 +215,7 @@ class SeriesDelta(Struct, frozen=True, array_like=True):
     serial: int
     ends: list[tuple[str | None, int, str, int]]
     spreads: tuple[HistogramDelta, HistogramDelta, HistogramDelta]  # total, first, between
-    sums: tuple[int, int, int]  # bytes in, bytes out, chunks
+    sums: tuple[int, ...]  # as `metrics_delta.SUMS` names them
     tokens: list[tuple[str | None, str, int]]
 
 

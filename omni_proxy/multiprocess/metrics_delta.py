@@ -25,6 +25,7 @@ from omni_proxy.telemetry.metrics import LEGS, Metrics, RoutePhases, RouteSeries
 from omni_proxy.telemetry.recent_window import FinishedExchange, RecentWindow, WindowCounts
 
 WHOLE_PROCESS = -1
+SUMS = ("bytes_in", "bytes_out", "chunks", "cached_tokens", "prompt_tokens")
 PHASES = ("queue", "connect", "head", "overhead", "longest_gap")
 
 FindWorker = Callable[[int], Worker | None]
@@ -156,7 +157,7 @@ def _series_delta(route: str, worker: Worker | None, cell: RouteSeries) -> Serie
             _histogram_delta(cell.first),
             _histogram_delta(cell.between),
         ),
-        sums=(cell.bytes_in, cell.bytes_out, cell.chunks),
+        sums=tuple(getattr(cell, name) for name in SUMS),
         tokens=[(*key, count) for key, count in cell.tokens.items()],
     )
 
@@ -185,9 +186,8 @@ def _merge_series(delta: SeriesDelta, meters: Metrics, worker: Worker | None) ->
         (cell.total, cell.first, cell.between), delta.spreads, strict=True
     ):
         _merge_histogram(histogram, spread)
-    cell.bytes_in += delta.sums[0]
-    cell.bytes_out += delta.sums[1]
-    cell.chunks += delta.sums[2]
+    for name, count in zip(SUMS, delta.sums, strict=True):
+        setattr(cell, name, getattr(cell, name) + count)
     for model, kind, count in delta.tokens:
         cell.tokens[model, kind] += count
 

@@ -120,14 +120,14 @@ class LateHistogram(Histogram):
         super().clear()
 
 
-def quantile(counts: Sequence[int], share: float) -> float | None:
-    """Of values counted by their index in FINE; None without values."""
+def quantile(counts: Sequence[int], share: float, bounds: tuple[float, ...] = FINE) -> float | None:
+    """Of values counted by their index in `bounds`; None without values."""
     target = sum(counts) * share
     below = 0
     for index, count in enumerate(counts):
         if count and below + count >= target:
-            low = FINE[index - 1] if index else 0.0
-            high = FINE[min(index, len(FINE) - 1)]
+            low = bounds[index - 1] if index else 0.0
+            high = bounds[min(index, len(bounds) - 1)]
             return low + (high - low) * (target - below) / count
         below += count
     return None

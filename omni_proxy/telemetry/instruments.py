@@ -19,6 +19,7 @@ import trio
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import FAILED, ROUTED, SUCCEEDED, Worker, counter_offset
 from omni_proxy.telemetry.histogram import SHORT, Histogram, quantile
+from omni_proxy.telemetry.history.sampling import HistorySampler
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
@@ -99,13 +100,17 @@ class Instruments:
         self.recent = RecentWindow()
         self.metrics = Metrics(fleet, self.recent)
         self.stall_detector = EngineStallDetector(fleet, self.metrics, self.recent)
-        self.ticker = Ticker(self._on_second)
+        self.history_sampler = HistorySampler(fleet, self.metrics, self.recent)
+        self.history = self.history_sampler.history
+        self.ticker = Ticker(self._on_second, self.history_sampler.step)
         self.logs = logs
         self.spans = SpanExporter()
         self._load = load
 
     def _on_second(self, at: float) -> None:
-        self.recent.tick(at, *self._load())
+        in_flight, waiting = self._load()
+        second = self.recent.tick(at, in_flight, waiting)
+        self.history_sampler.end_second(at, second, in_flight, waiting)
         self.stall_detector.tick(at)
 
 
@@ -114,12 +119,16 @@ STEPS: Final = 20  # in a second
 
 
 class Ticker:
-    """Calls `on_second(unix_time)` once a second; `lag` has the delay of each step."""
+    """Calls `on_step(unix_time)` STEPS times a second and `on_second(unix_time)` after the last of
+    them; `lag` has the delay of each step."""
 
-    def __init__(self, on_second: Callable[[float], None]) -> None:
+    def __init__(
+        self, on_second: Callable[[float], None], on_step: Callable[[float], None]
+    ) -> None:
         self.lag = Histogram(SHORT)
         self.worst_secs = 0.0  # the longest delay of the last second
         self._on_second = on_second
+        self._on_step = on_step
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         task_status.started()
@@ -131,5 +140,6 @@ class Ticker:
                 late = trio.current_time() - due
                 self.lag.observe(late)
                 worst = max(worst, late)
+                self._on_step(time.time())
             self.worst_secs = worst
             self._on_second(time.time())

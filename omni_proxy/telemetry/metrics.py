@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.response_usage import tokens_in
+from omni_proxy.routing.inspect.response_usage import read_cached_tokens, tokens_in
 from omni_proxy.telemetry.histogram import (
     BETWEEN_CHUNKS,
     COARSE,
@@ -97,7 +97,9 @@ class SingleChunkCounts:
 class RouteSeries(SingleChunkCounts):
     """One route on one worker; no worker if none was tried."""
 
-    __slots__ = ("between", "chunks", "ends", "first", "tokens", "total")
+    __slots__ = (
+        "between", "cached_tokens", "chunks", "ends", "first", "prompt_tokens", "tokens", "total",
+    )  # fmt: skip
 
     def __init__(self, phases: RoutePhases) -> None:
         super().__init__(phases)
@@ -107,6 +109,8 @@ class RouteSeries(SingleChunkCounts):
         self.between = LateHistogram(BETWEEN_CHUNKS)
         self.chunks = 0
         self.tokens: Counter[tuple[str | None, str]] = Counter()  # model, type
+        # Of answers that report both: how many tokens of their prompts were cached, and all.
+        self.cached_tokens = self.prompt_tokens = 0
 
     def gather(self, recent: WindowCounts) -> None:
         """Distribute single-chunk responses to the histograms, and to the worker's slot. Cheap per
@@ -241,8 +245,11 @@ class Metrics:
 
     def count_gaps(self, worker: Worker) -> int:
         """The count over its streams, running ones included."""
-        cells = (cells[worker] for cells in self._series.values() if worker in cells)
-        return sum(sum(cell.between.counts) for cell in cells)
+        return sum(sum(cell.between.counts) for cell in self.cells_of(worker))
+
+    def cells_of(self, worker: Worker) -> list[RouteSeries]:
+        """Its series of all routes; gather it first."""
+        return [cells[worker] for cells in self._series.values() if worker in cells]
 
     def phases_for(self, route: str) -> RoutePhases:
         return self._phases.setdefault(route, RoutePhases())
@@ -402,6 +409,10 @@ class Metrics:
         if exchange.last_chunk:
             for kind, count in tokens_in(exchange.last_chunk).items():
                 cell.tokens[model, kind] += count
+            cached = read_cached_tokens(exchange.last_chunk)
+            if cached is not None:
+                cell.cached_tokens += cached[0]
+                cell.prompt_tokens += cached[1]
 
     def _ejected(self, worker: Worker) -> None:
         self.ejections[worker] += 1

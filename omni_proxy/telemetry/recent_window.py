@@ -149,8 +149,8 @@ class RecentWindow:
         self.single_chunk_counts = [0] * len(self.single_chunk_counts)
         return second
 
-    def tick(self, at: float, in_flight: int, waiting: int) -> None:
-        """A second has ended, at the Unix time `at`."""
+    def tick(self, at: float, in_flight: int, waiting: int) -> WindowCounts:
+        """A second has ended, at the Unix time `at`; what it had."""
         self._began = self._began or at - 1
         second, self.second = self.current_second(), WindowCounts()
         self.completed_left = ENDS_PER_SECOND
@@ -158,6 +158,7 @@ class RecentWindow:
             Point(int(at), second.requests, second.errors, *_firsts(second), in_flight, waiting)
         )
         self._mark(at)
+        return second
 
     def _mark(self, at: float) -> None:
         """Keep a copy of each worker's counts every ten seconds, of a tenth of them per tick."""

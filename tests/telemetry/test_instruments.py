@@ -21,7 +21,7 @@ from tests.telemetry.ends import CHAT, ended
 
 async def test_it_beats_once_a_second(autojump_clock, nursery):
     beats = []
-    ticker = Ticker(lambda at: beats.append((trio.current_time(), at)))
+    ticker = Ticker(lambda at: beats.append((trio.current_time(), at)), lambda _: None)
     await nursery.start(ticker.run)
     began = trio.current_time()
     await trio.sleep(10.1)
@@ -33,7 +33,7 @@ async def test_it_beats_once_a_second(autojump_clock, nursery):
 
 async def test_the_ticker_measures_a_blocked_loop(mock_clock, nursery):
     beats = []
-    ticker = Ticker(beats.append)
+    ticker = Ticker(beats.append, lambda _: None)
     await nursery.start(ticker.run)
     await wait_all_tasks_blocked()
     mock_clock.jump(1.0)  # as if a task had run for so long

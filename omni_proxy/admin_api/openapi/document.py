@@ -37,6 +37,7 @@ from omni_proxy.admin_ops.routes import (
     AdminRoute,
 )
 from omni_proxy.config.schema import AdminConfig
+from omni_proxy.telemetry.history.rings import SERIES, STEPS
 from omni_proxy.wire.errors import to_json
 
 TOKEN: Final[Schema] = {"type": "string", "pattern": "^[ -~]+$", "minLength": 1}
@@ -80,6 +81,12 @@ WAIT: Final = Parameter(
     "timeout_secs",
     {"type": "number", "exclusiveMinimum": 0, "maximum": 7200},
     "how long to wait for it to get healthy",
+)
+HISTORY: Final = (
+    Parameter("secs", {"type": "integer", "enum": sorted(STEPS)}, "how far back"),
+    Parameter("series", {"type": "string", "enum": list(SERIES)}, "with commas; all by default"),
+    Parameter("worker", TOKEN, "of this worker, in place of the fleet"),
+    Parameter("by", {"const": "worker"}, "each worker on its own"),
 )
 
 _POOL: Final = {200: "Pool", 503: "Pool"}
@@ -149,6 +156,10 @@ def _program() -> Iterator[RouteDoc]:
         (503,),
         query=(once_flag,),
     )
+    yield RouteDoc(
+        "get", "/history", "what was counted in the last hours, in steps",
+        {200: "History"}, (400, 404), query=HISTORY,
+    )  # fmt: skip
     yield RouteDoc("get", "/dashboard", "the dashboard", {200: HTML, 304: ""})
     yield RouteDoc("get", "/openapi.json", "this description", {200: "Fields"})
     yield RouteDoc("get", "/config", "the running configuration", {200: "Configuration"})

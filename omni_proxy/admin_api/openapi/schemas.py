@@ -237,6 +237,12 @@ _OUTCOME: Final = shape(
     error={"type": "object", "properties": {"message": TEXT}, "required": ["message"]},
 )
 
+_SERIES: Final[Schema] = {
+    "type": "object",
+    "additionalProperties": listed(_NUMBER_OR_NULL),
+    "description": "Values by the name of the series, oldest first; null where nothing is known.",
+}
+
 SCHEMAS: Final[dict[str, Schema]] = {
     "Error": _error(),
     "Worker": _worker(),
@@ -367,6 +373,14 @@ SCHEMAS: Final[dict[str, Schema]] = {
         results={"type": "object", "additionalProperties": _RESULT}, failed=listed(OBJECT),
         total=COUNT, succeeded=COUNT,
     ),
+    "History": {
+        **shape(
+            ("worker", "series", "workers"), secs=COUNT, step_secs=COUNT, metrics=FLAG,
+            worker=TEXT, series=_SERIES,
+            workers=listed(shape(id=TEXT, url=TEXT, series=_SERIES)), **{"from": COUNT},
+        ),
+        "description": "`from`: Unix time of the first value.",
+    },
     "Anything": ANY,
     "Fields": OBJECT,
 }  # fmt: skip

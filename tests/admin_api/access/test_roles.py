@@ -17,7 +17,8 @@ REACHED = 299
 CLOSED = [route for route in TABLE if needs_key(route.method.upper(), route.path, AdminConfig())]
 # By itself, what a table would say of each closed route; written once more, by hand.
 READ = {
-    "/status", "/config", "/feed", "/keys", "/metrics", "/engine_metrics", "/v1/loads", "/weights",
+    "/status", "/config", "/feed", "/history", "/keys", "/metrics", "/engine_metrics",
+    "/v1/loads", "/weights",
     "/weights/versions", "/model_info", "/weight_info", "/is_paused", "/is_sleeping",
     "/get_world_size", "/v1/rl/workers", "/v1/rl/workers/{worker_id}", "/explain",
 }  # fmt: skip

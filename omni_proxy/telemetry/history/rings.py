@@ -1,0 +1,249 @@
+"""Series of the last 15 minutes, hour and six hours, of the fleet and of each worker.
+
+Invariant: bounded memory: POINTS points of each range for the fleet and for MOST_WORKERS workers,
+whatever happens. Pure: the time is an argument, in Unix seconds. What was counted belongs to the
+point in which it was read. A point without a sample has no value (None), never a zero.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import isnan, nan
+from typing import Final, NamedTuple
+
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.telemetry.histogram import BETWEEN_CHUNKS, FINE, quantile
+
+POINTS: Final = 180
+# Seconds of a point, by the seconds of the whole range.
+STEPS: Final = {900: 5, 3600: 20, 21600: 120}
+MOST_WORKERS: Final = 512  # some 24 KiB for each
+SERIES: Final = (
+    "requests_per_sec", "errors_per_sec", "in_flight", "waiting", "input_tokens_per_sec",
+    "output_tokens_per_sec", "first_p50_ms", "first_p95_ms", "between_p50_ms", "between_p95_ms",
+    "cache_hit_ratio",
+)  # fmt: skip
+_COUNTED: Final = (
+    "requests", "errors", "input_tokens", "output_tokens", "prompt_tokens", "cached_tokens",
+)  # fmt: skip
+
+
+class WorkerTotals(NamedTuple):
+    """Counted since some moment; they only rise.
+
+    `prompt_tokens`: of answers that report how many of them were cached. `firsts`: first chunks by
+    bucket of FINE; `gaps`: times between chunks by bucket of BETWEEN_CHUNKS; both empty for none.
+    """
+
+    requests: int = 0
+    errors: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    firsts: Sequence[int] = ()
+    gaps: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class _Bin:
+    """What a point has so far. `secs`: the time that its counts are of."""
+
+    requests: int = 0
+    errors: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    secs: float = 0.0
+    in_flight: int = 0  # the sum over `samples`
+    samples: int = 0
+    waiting: float | None = None  # the highest
+    firsts: dict[int, int] = field(default_factory=dict)  # by bucket
+    gaps: dict[int, int] = field(default_factory=dict)
+
+    def add(self, other: _Bin) -> None:
+        for name in _COUNTED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.secs += other.secs
+        self.in_flight += other.in_flight
+        self.samples += other.samples
+        if other.waiting is not None:
+            self.waiting = max(self.waiting or 0.0, other.waiting)
+        for sums, increase in ((self.firsts, other.firsts), (self.gaps, other.gaps)):
+            for bucket, count in increase.items():
+                sums[bucket] = sums.get(bucket, 0) + count
+
+    def values(self) -> tuple[float, ...]:
+        """In the order of SERIES; nan for what is not known."""
+        input_rate, output_rate = self.input_tokens, self.output_tokens
+        return (
+            _share(self.requests, self.secs),
+            _share(self.errors, self.secs),
+            _share(self.in_flight, self.samples),
+            nan if self.waiting is None else self.waiting,
+            _share(input_rate, self.secs),
+            _share(output_rate, self.secs),
+            _quantile_ms(self.firsts, FINE, 0.5),
+            _quantile_ms(self.firsts, FINE, 0.95),
+            _quantile_ms(self.gaps, BETWEEN_CHUNKS, 0.5),
+            _quantile_ms(self.gaps, BETWEEN_CHUNKS, 0.95),
+            _share(self.cached_tokens, self.prompt_tokens),
+        )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else nan
+
+
+def _quantile_ms(sparse: dict[int, int], bounds: tuple[float, ...], share: float) -> float:
+    if not sparse:
+        return nan
+    counts = [0] * (len(bounds) + 1)
+    for bucket, count in sparse.items():
+        counts[bucket] = count
+    secs = quantile(counts, share, bounds)
+    return nan if secs is None else secs * 1000
+
+
+class _Ring:
+    """Points of one range; `slot` is the number of the running one since 1970."""
+
+    __slots__ = ("_columns", "_now", "_step", "slot")
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._columns = tuple(array("f", [nan]) * POINTS for _ in SERIES)
+        self._now = _Bin()
+        self.slot = -1
+
+    def add(self, at: float, counts: _Bin) -> None:
+        self._move(int(at // self._step))
+        self._now.add(counts)
+
+    def read(self, name: str, at: float) -> list[float | None]:
+        """POINTS values, the last one of the point that `at` is in."""
+        column = SERIES.index(name)
+        newest = int(at // self._step)
+        values = self._columns[column]
+        running = self._now.values()[column] if self._now.samples else nan
+        found = []
+        for slot in range(newest - POINTS + 1, newest + 1):
+            value = nan
+            if slot == self.slot:
+                value = running
+            elif self.slot - POINTS < slot < self.slot:
+                value = values[slot % POINTS]
+            found.append(None if isnan(value) else float(f"{value:.4g}"))
+        return found
+
+    def _move(self, slot: int) -> None:
+        """To a later point. A clock that was set back begins anew: its past is in the future."""
+        if slot == self.slot:
+            return
+        if self.slot < slot < self.slot + POINTS:
+            row = self._now.values() if self._now.samples else (nan,) * len(SERIES)
+            for column, value in zip(self._columns, row, strict=True):
+                column[self.slot % POINTS] = value
+                for missed in range(self.slot + 1, slot):
+                    column[missed % POINTS] = nan
+        else:
+            for column in self._columns:
+                column[:] = array("f", [nan]) * POINTS
+        self.slot, self._now = slot, _Bin()
+
+
+class Track:
+    """All ranges of one worker, or of the fleet."""
+
+    __slots__ = ("_before", "_last_at", "_rings")
+
+    def __init__(self) -> None:
+        self._rings = {secs: _Ring(step) for secs, step in STEPS.items()}
+        self._before: WorkerTotals | None = None
+        self._last_at = 0.0
+
+    def sample(
+        self, at: float, totals: WorkerTotals, in_flight: int, waiting: float | None = None
+    ) -> _Bin:
+        """What was counted since the last sample, which is in the series then. The first sample
+        counts nothing: its totals may be of any time."""
+        before, self._before = self._before, totals
+        secs, self._last_at = at - self._last_at, at
+        counts = _Bin(in_flight=in_flight, samples=1, waiting=waiting)
+        if before is not None and secs > 0:
+            counts.secs = secs
+            for name in _COUNTED:
+                # WorkerTotals that fell began anew.
+                setattr(counts, name, max(0, getattr(totals, name) - getattr(before, name)))
+            counts.firsts = dict(_increase(before.firsts, totals.firsts))
+            counts.gaps = dict(_increase(before.gaps, totals.gaps))
+        self.add(at, counts)
+        return counts
+
+    def add(self, at: float, counts: _Bin) -> None:
+        for ring in self._rings.values():
+            ring.add(at, counts)
+
+    def read(self, secs: int, name: str, at: float) -> list[float | None]:
+        """`secs` is a key of STEPS, `name` one of SERIES."""
+        return self._rings[secs].read(name, at)
+
+
+def _increase(before: Sequence[int], now: Sequence[int]) -> Iterator[tuple[int, int]]:
+    if before and before == now:
+        return
+    past = before or (0,) * len(now)
+    for bucket, (then, count) in enumerate(zip(past, now, strict=True)):
+        if count > then:
+            yield bucket, count - then
+
+
+class History:
+    """`sample_worker` some seconds apart, `end_second` once a second."""
+
+    def __init__(self) -> None:
+        self.fleet = Track()
+        self.workers: dict[Worker, Track] = {}
+
+    def end_second(
+        self, at: float, counts: tuple[int, int, Sequence[int]], in_flight: int, waiting: int
+    ) -> None:
+        """`counts`: requests and errors of the fleet in this second, and its first chunks by bucket
+        of FINE. A request in two legs is one request of the fleet and one of each worker."""
+        requests, errors, firsts = counts
+        second = _Bin(
+            requests, errors, secs=1.0, in_flight=in_flight, samples=1, waiting=float(waiting)
+        )
+        second.firsts = {bucket: count for bucket, count in enumerate(firsts) if count}
+        self.fleet.add(at, second)
+
+    def sample_worker(
+        self, at: float, worker: Worker, totals: WorkerTotals, waiting: float | None
+    ) -> None:
+        track = self.workers.get(worker)
+        if track is None:
+            if len(self.workers) >= MOST_WORKERS:
+                return
+            track = self.workers[worker] = Track()
+        counts = track.sample(at, totals, worker.in_flight, waiting)
+        # What `end_second` can't know: it is counted by worker only.
+        rest = _Bin(
+            input_tokens=counts.input_tokens, output_tokens=counts.output_tokens,
+            prompt_tokens=counts.prompt_tokens, cached_tokens=counts.cached_tokens,
+        )  # fmt: skip
+        rest.gaps = counts.gaps
+        self.fleet.add(at, rest)
+
+    def keep(self, workers: Collection[Worker]) -> None:
+        """Forget all others."""
+        for worker in self.workers.keys() - workers:
+            del self.workers[worker]
+
+
+def start_of(secs: int, at: float) -> int:
+    """The Unix time of the first point of that range."""
+    step = STEPS[secs]
+    return (int(at // step) - POINTS + 1) * step

@@ -1,0 +1,69 @@
+"""Reads the counters of the fleet into its history, from the ticker.
+
+Invariant: requests pay nothing for it. Each step of the ticker reads a hundredth of the workers, so
+each of them is read every five seconds and the event loop never waits for all of them.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from operator import add
+from typing import Final
+
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.telemetry.history.rings import History, WorkerTotals
+from omni_proxy.telemetry.metrics import Metrics
+from omni_proxy.telemetry.recent_window import RecentWindow, WindowCounts
+
+PARTS: Final = 100
+
+
+class HistorySampler:
+    """`step` gets the Unix time, 20 times a second; `end_second` also what that second had."""
+
+    def __init__(self, fleet: Fleet, metrics: Metrics, recent: RecentWindow) -> None:
+        self.history = History()
+        self._fleet = fleet
+        self._metrics = metrics
+        self._recent = recent
+        self._part = 0
+
+    def end_second(self, at: float, second: WindowCounts, in_flight: int, waiting: int) -> None:
+        counts = (second.requests, second.errors, second.firsts)
+        self.history.end_second(at, counts, in_flight, waiting)
+
+    def step(self, at: float) -> None:
+        workers = self._fleet.workers
+        self._part = (self._part + 1) % PARTS
+        for worker in islice(workers, self._part, None, PARTS):
+            self.history.sample_worker(at, worker, self._totals(worker), self._waiting(worker))
+        if self._part == 0:
+            self.history.keep(set(workers))
+
+    def _totals(self, worker: Worker) -> WorkerTotals:
+        self._recent.gather(worker)
+        recent = self._recent.sums.get(worker)
+        cells = self._metrics.cells_of(worker)
+        gaps: list[int] = []
+        for cell in cells:
+            counts = cell.between.counts
+            gaps = list(map(add, gaps, counts)) if gaps else counts.copy()
+        tokens = [item for cell in cells for item in cell.tokens.items()]
+        return WorkerTotals(
+            requests=recent.requests if recent is not None else 0,
+            errors=recent.errors if recent is not None else 0,
+            input_tokens=sum(count for (_, kind), count in tokens if kind == "input"),
+            output_tokens=sum(count for (_, kind), count in tokens if kind == "output"),
+            prompt_tokens=sum(cell.prompt_tokens for cell in cells),
+            cached_tokens=sum(cell.cached_tokens for cell in cells),
+            firsts=recent.firsts.copy() if recent is not None else (),
+            gaps=gaps,
+        )
+
+    def _waiting(self, worker: Worker) -> float | None:
+        """In the queue of its engine, as that says."""
+        load = worker.engine_load
+        if load is None or self._fleet.loads.is_stale(load):
+            return None
+        return load.report.waiting

@@ -1,0 +1,67 @@
+import time
+
+import pytest
+
+from omni_proxy.telemetry.history.rings import POINTS, SERIES
+from tests.admin_api.api_fixture import A, B, build_api, entry
+from tests.telemetry.ends import ended
+
+
+def work(api):
+    now = time.time()
+    worker = api.worker(A)
+    for second in range(-200, 0):
+        api.instruments.history_sampler.step(now + second)
+        api.instruments._on_second(now + second)
+        api.instruments.metrics.record(ended(worker), worker)
+
+
+async def history(api, query=""):
+    answer = await api.client().get(f"/history{query}")
+    assert answer.status_code == 200
+    return await answer.get_json()
+
+
+async def test_the_fleet_of_the_last_15_minutes_by_default(api):
+    work(api)
+    told = await history(api)
+    assert (told["secs"], told["step_secs"], told["metrics"]) == (900, 5, True)
+    assert list(told["series"]) == list(SERIES)
+    assert {len(values) for values in told["series"].values()} == {POINTS}
+    assert max(filter(None, told["series"]["requests_per_sec"])) == pytest.approx(1)
+    assert told["from"] + POINTS * 5 == pytest.approx(time.time(), abs=6)
+
+
+async def test_one_worker_and_one_series_of_a_longer_range(api):
+    work(api)
+    told = await history(api, f"?secs=21600&series=first_p50_ms,in_flight&worker={B}")
+    assert (told["step_secs"], told["worker"]) == (120, B)
+    assert list(told["series"]) == ["first_p50_ms", "in_flight"]
+    assert set(told["series"]["first_p50_ms"]) == {None}
+
+
+async def test_each_worker_on_its_own(api):
+    work(api)
+    a, b = (await history(api, "?by=worker&series=first_p50_ms"))["workers"]
+    assert (a["url"], b["url"]) == (A, B)
+    assert any(a["series"]["first_p50_ms"])
+    assert not any(b["series"]["first_p50_ms"])
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "text"),
+    [
+        ("secs=901", 400, "900, 3600, 21600"),
+        ("series=first", 400, "first_p50_ms"),
+        ("by=model", 400, "by must be worker"),
+        ("worker=http://c:1", 404, "not found"),
+    ],
+)
+async def test_what_it_does_not_know_is_refused_by_name(api, query, status, text):
+    answer = await api.client().get(f"/history?{query}")
+    assert answer.status_code == status
+    assert text in (await answer.get_json())["error"]["message"]
+
+
+async def test_it_needs_the_key():
+    assert (await build_api(entry(A), key="k").client().get("/history")).status_code == 401

@@ -1,0 +1,151 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.telemetry.histogram import BETWEEN_CHUNKS, FINE
+from omni_proxy.telemetry.history import rings
+from omni_proxy.telemetry.history.rings import (
+    MOST_WORKERS,
+    POINTS,
+    STEPS,
+    History,
+    Track,
+    WorkerTotals,
+    start_of,
+)
+from tests.fleet.entries import entry, fleet_of
+
+START = 1_800_000_000.0
+NOTHING = [None] * POINTS
+
+
+def firsts(**counts):
+    """Counts by the number of a bucket: `at_3=2`."""
+    made = [0] * (len(FINE) + 1)
+    for name, count in counts.items():
+        made[int(name.removeprefix("at_"))] = count
+    return made
+
+
+def test_rates_are_counts_by_the_seconds_between_two_samples():
+    track = Track()
+    track.sample(START, WorkerTotals(requests=100), 0)
+    track.sample(START + 5, WorkerTotals(requests=110, errors=5, output_tokens=50), 4)
+    at = START + 5
+    assert track.read(900, "requests_per_sec", at)[-1] == 2
+    assert track.read(900, "errors_per_sec", at)[-1] == 1
+    assert track.read(900, "output_tokens_per_sec", at)[-1] == 10
+    assert track.read(900, "in_flight", at)[-1] == 4
+
+
+def test_the_first_sample_counts_nothing_since_its_totals_may_be_of_any_time():
+    track = Track()
+    track.sample(START, WorkerTotals(requests=1000), 2)
+    assert track.read(900, "requests_per_sec", START) == NOTHING
+    assert track.read(900, "in_flight", START)[-1] == 2
+
+
+def test_totals_that_fell_began_anew():
+    track = Track()
+    for at, count in ((0, 10), (5, 3), (10, 8)):
+        track.sample(START + at, WorkerTotals(requests=count), 0)
+    assert track.read(900, "requests_per_sec", START + 10)[-3:] == [None, 0, 1]
+
+
+def test_quantiles_are_of_what_came_in_the_step_alone():
+    track = Track()
+    track.sample(START, WorkerTotals(firsts=firsts(at_5=1000)), 0)
+    track.sample(START + 5, WorkerTotals(firsts=firsts(at_5=1000, at_40=10)), 0)
+    p50 = track.read(900, "first_p50_ms", START + 5)[-1]
+    assert FINE[39] * 1000 <= p50 <= FINE[40] * 1000
+
+
+def test_times_between_chunks_have_bounds_of_their_own():
+    track = Track()
+    gaps = [0] * (len(BETWEEN_CHUNKS) + 1)
+    track.sample(START, WorkerTotals(gaps=gaps.copy()), 0)
+    gaps[2] = 8
+    track.sample(START + 5, WorkerTotals(gaps=gaps), 0)
+    assert 25 <= track.read(900, "between_p95_ms", START + 5)[-1] <= 50
+
+
+def test_the_share_that_was_cached_is_of_the_prompts_that_report_it():
+    track = Track()
+    track.sample(START, WorkerTotals(), 0)
+    track.sample(START + 5, WorkerTotals(prompt_tokens=200, cached_tokens=50, input_tokens=900), 0)
+    assert track.read(900, "cache_hit_ratio", START + 5)[-1] == 0.25
+
+
+def test_a_longer_range_has_the_sum_of_its_shorter_steps():
+    track = Track()
+    at = START - START % STEPS[3600]
+    for second in range(0, 45, 5):
+        track.sample(at + second, WorkerTotals(requests=second * 3), second)
+    assert track.read(3600, "requests_per_sec", at + 40)[-3:] == [3, 3, 3]
+    assert track.read(3600, "in_flight", at + 40)[-3:] == [7.5, 27.5, 40]
+
+
+def test_a_step_without_a_sample_has_no_value():
+    track = Track()
+    track.sample(START, WorkerTotals(), 1)
+    track.sample(START + 15, WorkerTotals(requests=30), 1)
+    assert track.read(900, "requests_per_sec", START + 20)[-5:] == [None, None, None, 2, None]
+
+
+def test_what_is_older_than_the_range_is_gone():
+    track = Track()
+    track.sample(START, WorkerTotals(), 7)
+    assert track.read(900, "in_flight", START + 895)[0] == 7
+    assert track.read(900, "in_flight", START + 900) == NOTHING
+    track.sample(START + 2000, WorkerTotals(), 1)
+    assert track.read(900, "in_flight", START + 2000) == [*NOTHING[1:], 1]
+    assert 7 in track.read(3600, "in_flight", START + 2000)
+
+
+def test_a_clock_that_is_set_back_begins_anew():
+    track = Track()
+    track.sample(START, WorkerTotals(), 7)
+    track.sample(START - 500, WorkerTotals(), 3)
+    assert track.read(900, "in_flight", START - 500) == [*NOTHING[1:], 3]
+
+
+def test_the_fleet_has_seconds_and_what_only_workers_count():
+    (worker,) = fleet_of(entry("a")).workers
+    history = History()
+    history.sample_worker(START, worker, WorkerTotals(), None)
+    history.end_second(START, (4, 1, firsts(at_3=4)), 9, 2)
+    history.sample_worker(START + 1, worker, WorkerTotals(requests=4, output_tokens=80), None)
+    at = START + 1
+    assert history.fleet.read(900, "requests_per_sec", at)[-1] == 4
+    assert history.fleet.read(900, "output_tokens_per_sec", at)[-1] == 80
+    assert history.fleet.read(900, "waiting", at)[-1] == 2
+    assert history.fleet.read(900, "in_flight", at)[-1] == 9
+
+
+def test_only_so_many_workers_are_kept_and_none_that_went(monkeypatch):
+    monkeypatch.setattr(rings, "MOST_WORKERS", 2)
+    a, b, c = fleet_of(*map(entry, "abc")).workers
+    history = History()
+    for worker in (a, b, c):
+        history.sample_worker(START, worker, WorkerTotals(), None)
+    assert set(history.workers) == {a, b}
+    history.keep({b, c})
+    history.sample_worker(START, c, WorkerTotals(), None)
+    assert set(history.workers) == {b, c}
+    assert MOST_WORKERS * 24 * 1024 < 16 * 1024 * 1024
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 50)), max_size=30))
+def test_a_ring_is_what_a_dict_of_all_steps_would_be(samples):
+    track, model, at = Track(), {}, START
+    for wait, in_flight in samples:
+        at += wait
+        track.sample(at, WorkerTotals(), in_flight)
+        model.setdefault(at // 5, []).append(in_flight)
+    newest = int(at // 5)
+    expected = [
+        float(f"{sum(found) / len(found):.4g}") if (found := model.get(slot)) else None
+        for slot in range(newest - POINTS + 1, newest + 1)
+    ]
+    assert track.read(900, "in_flight", at) == pytest.approx(expected)
+    assert start_of(900, at) == (newest - POINTS + 1) * 5
