@@ -226,13 +226,16 @@ class Metrics:
     def record_prefill(self, exchange: Exchange, worker: Worker) -> None:
         """A prefill leg ended well: it counts in the last minute of its worker, and not as a
         request of the fleet's."""
-        times, secs = self.legs["prefill"], exchange.ended_at - exchange.started_at
-        times.counts[bisect_left(DURATION, secs)] += 1
-        times.sum += secs
+        times, started = self.legs["prefill"], exchange.started_at
+        head_at, ended = exchange.response_head_at, exchange.ended_at
+        index = bisect_left(FINE, head_at - started)
+        at = COARSE[index] if head_at == ended else bisect_left(DURATION, ended - started)
+        times.counts[at] += 1
+        times.sum += ended - started
         sums = self._recent.sums
         slot = sums.get(worker) or sums.setdefault(worker, WindowCounts())
         slot.requests += 1
-        slot.firsts[bisect_left(FINE, exchange.response_head_at - exchange.started_at)] += 1
+        slot.firsts[index] += 1
 
     def _count_legs(self, exchange: Exchange, legs: TwoLegs) -> None:
         self.transfer_failures += legs.transfer_failures

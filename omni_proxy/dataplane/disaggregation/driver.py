@@ -94,11 +94,12 @@ async def respond_in_two_legs(
 
 
 class SentPair(msgspec.Struct, gc=False):
-    """Legs that the fast path has sent. `decode`: None while prefill's answer is waited for.
-    `transfer_due`: as in the driver. `error`: was thrown in meanwhile."""
+    """Legs that the fast path has sent. `json`: of the body, if it was read. `decode`: None while
+    prefill's answer is waited for. `transfer_due`: as in the driver. `error`: was thrown in
+    meanwhile."""
 
     leg: PrefillLeg
-    json: JsonText
+    json: JsonText | None
     decode: SentRequest | None
     transfer_due: float
     error: BaseException | None

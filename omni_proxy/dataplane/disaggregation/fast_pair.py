@@ -43,7 +43,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.json_splice import JsonText
 from omni_proxy.routing.kv_transfer import nixl
 from omni_proxy.routing.kv_transfer.mooncake import bootstrap_address, mooncake_legs
-from omni_proxy.routing.kv_transfer.sglang import sglang_legs
+from omni_proxy.routing.kv_transfer.sglang import plain_chat, sglang_legs
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
 
@@ -92,7 +92,7 @@ class FastPairPath(FastPath):
     def continuation(self, exchange: Exchange) -> Response:
         leg, json = self._leg, self._json
         self._leg = self._json = None
-        if leg is None or json is None:
+        if leg is None:
             return super().continuation(exchange)
         head, error = self._head(exchange), self.error
         sent = SentPair(leg, json, self._sent(), self._transfer_due, error)
@@ -121,8 +121,7 @@ class FastPairPath(FastPath):
         if exchange.trace is not None:
             trace_parts(exchange.trace, lines, self.cached.trace_index, worker, self.loop.now)
         try:
-            self._json = json = JsonText(body, is_checked=True)  # its fields were read
-            bodies = self._bodies(exchange, legs, prefill, json)
+            bodies = self._bodies(legs, prefill, body)
         except HttpError:
             return False
         if bodies is None or not io.services.inflight.try_to_hold(exchange, 2 * len(body)):
@@ -140,15 +139,20 @@ class FastPairPath(FastPath):
         return self._send_decode(exchange, pool, for_decode)
 
     def _bodies(
-        self, exchange: Exchange, legs: TwoLegs, prefill: Worker, json: JsonText
+        self, legs: TwoLegs, prefill: Worker, body: bytes
     ) -> tuple[bytes, bytes | None] | None:
         """Of both legs; decode's is None while it waits for prefill. None: the driver knows. Raises
         HttpError 400."""
-        services = self._io.services
+        services, port = self._io.services, prefill.bootstrap_port
+        random_below = services.random_below
         if legs.connector == "sglang":
-            made = sglang_legs(
-                self._path, json, prefill.url, prefill.bootstrap_port, services.random_below
-            )
+            plain = plain_chat(self._path, body, prefill.url, port, random_below)
+            if plain is not None:
+                legs.rid, both = plain
+                return both, both
+        self._json = json = JsonText(body, is_checked=True)  # its fields were read
+        if legs.connector == "sglang":
+            made = sglang_legs(self._path, json, prefill.url, port, random_below)
             if made.client_rid or made.merges_logprobs:
                 return None
             legs.rid = made.rid

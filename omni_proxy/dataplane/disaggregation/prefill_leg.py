@@ -119,11 +119,18 @@ class PrefillLeg(SideTask):
     def __init__(self, io: ExchangeIO, legs: TwoLegs, waiter: Steppable, *, keeps: bool) -> None:
         super().__init__(io.services)
         self._coro = self.upstream = None
+        self.failure: PairFailed | None = None
+        self.kept = b""
+        self.is_stream = False
+        self.on_end: Callable[[PrefillLeg], None] = ignore_end
+        self._cancelled = False
+        self._pool: UpstreamPool | None = None  # of the connection that it uses without a coroutine
+        self._sent: SentRequest | None = None  # on that, where a coroutine has to go on
         self.renew(io, legs, waiter, keeps=keeps)
 
     def renew(self, io: ExchangeIO, legs: TwoLegs, waiter: Steppable, *, keeps: bool) -> None:
-        """Make it as new, for another request. Only for one that `send_directly` began and that
-        never had a coroutine."""
+        """Make it as new, for another request. Only for one that has `ended_directly`: what such a
+        leg leaves as it was is left alone."""
         exchange = legs.prefill
         assert exchange is not None
         assert exchange.worker is not None
@@ -135,16 +142,9 @@ class PrefillLeg(SideTask):
         self._prediction = prediction_of_leg(exchange) if legs.connector == "nixl" else None
         self._sent_bytes = io.exchange.bytes_in if io.exchange is not None else 0
         exchange.requirements = None  # the body is changed already
-        self.failure: PairFailed | None = None
-        self.kept = b""
-        self.is_stream = False
-        self.on_end: Callable[[PrefillLeg], None] = ignore_end
         self.deadline = io.deadline
         self._keeps = keeps
-        self._cancelled = False
         self.ended_directly = False  # with an ordinary answer, and without a coroutine
-        self._pool: UpstreamPool | None = None  # of the connection that it uses without a coroutine
-        self._sent: SentRequest | None = None  # on that, where a coroutine has to go on
         legs.begun = True
 
     def send(self, head: RequestHead, body: bytes) -> None:
@@ -199,16 +199,20 @@ class PrefillLeg(SideTask):
         status = pool.response_template.status
         if body is None or status >= 400:
             return False
-        exchange = self.exchange
-        exchange.status = status
-        exchange.response_head_at = self.loop.now
+        exchange, loop = self.exchange, self.loop
+        exchange.status, exchange.outcome, exchange.body = status, "completed", b""
+        exchange.response_head_at = exchange.ended_at = loop.now
         if self._keeps:
             self.kept = body
         self._pool = self.upstream = None
-        self.ended_directly = True
+        self.ended_directly = self.readable = True
+        loop.side_tasks -= 1
         pool.release(stream)
-        self.finish()
-        self.loop.remove_task(self)
+        self._release(SUCCEEDED)
+        waiter = self.waiter
+        if waiter is not None and waiter.waiting_on is self:
+            loop.wake(waiter)
+        loop.remove_task(self)
         return True
 
     def close_coroutine(self) -> None:
@@ -283,7 +287,7 @@ class PrefillLeg(SideTask):
             super().cancel()
 
     def ended(self) -> None:
-        services, exchange, worker = self.services, self.exchange, self.worker
+        exchange = self.exchange
         exchange.ended_at = self.loop.now
         exchange.body = b""
         failure = None if self._cancelled else self.failure
@@ -294,14 +298,20 @@ class PrefillLeg(SideTask):
             exchange.end("cut_by_proxy", "proxy")
         else:
             exchange.end("completed", "")
-            if services.recorders.meters is not None:
-                services.recorders.meters.record_prefill(exchange, worker)
+        self._release(SUCCEEDED if exchange.outcome == "completed" else FAILED)
+
+    def _release(self, result: int) -> None:
+        """Count it, and give back what it holds; `on_end` is called last."""
+        services, exchange, worker = self.services, self.exchange, self.worker
+        if result == SUCCEEDED:
+            recorders = services.recorders
+            if recorders.meters is not None:
+                recorders.meters.record_prefill(exchange, worker)
             if self._prediction is not None and self.kept:
-                learn_from(services.recorders, self._prediction, self.kept, self._sent_bytes)
+                learn_from(recorders, self._prediction, self.kept, self._sent_bytes)
             if worker.health.failed_requests:
                 services.fleet.observe_success(worker, exchange.half_open_id)
-        succeeded = exchange.outcome == "completed"
-        services.balancer.release(exchange, worker, SUCCEEDED if succeeded else FAILED)
+        services.balancer.release(exchange, worker, result)
         if services.queue.waiting:
             services.queue.serve()
         self.on_end(self)

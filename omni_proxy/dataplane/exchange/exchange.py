@@ -11,6 +11,8 @@ from __future__ import annotations
 from random import getrandbits
 from typing import Final, Protocol
 
+import msgspec
+
 from omni_proxy.api_keys.caller import ApiCaller
 from omni_proxy.dataplane.tracing.request_trace import RequestTrace
 from omni_proxy.fleet.dp_rank import DpRank
@@ -132,20 +134,17 @@ class Exchange:
         return self.relayed and worker.version.differs_from(self.version)
 
 
-class TwoLegs:
+class TwoLegs(msgspec.Struct, gc=False, eq=False):
     """The other leg of an exchange whose own worker is a decode worker."""
 
-    __slots__ = ("begun", "connector", "fallback", "prefill", "rid", "transfer_failures")
-
-    def __init__(self, connector: str, prefill: Exchange | None, fallback: str = "") -> None:
-        self.connector = connector
-        # The present or last prefill leg, as an exchange of its own; None while the decode worker
-        # computes the prompt itself, then `fallback` says why.
-        self.prefill = prefill
-        self.fallback = fallback
-        self.begun = False  # the leg runs, and will release its worker by itself
-        self.rid = ""  # what SGLang's engines call the request
-        self.transfer_failures = 0  # of the KV cache
+    connector: str
+    # The present or last prefill leg, as an exchange of its own; None while the decode worker
+    # computes the prompt itself, then `fallback` says why.
+    prefill: Exchange | None
+    fallback: str = ""
+    begun: bool = False  # the leg runs, and will release its worker by itself
+    rid: str = ""  # what SGLang's engines call the request
+    transfer_failures: int = 0  # of the KV cache
 
 
 def new_request_id() -> bytes:

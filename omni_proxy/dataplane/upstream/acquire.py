@@ -27,6 +27,7 @@ from omni_proxy.routing.disaggregation.pairing import (
     could_take,
     is_eligible,
     pick_placement,
+    pick_usual_pair,
 )
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.affinity_key import AffinityKeyReader
@@ -237,6 +238,16 @@ class Balancer:
     ) -> Worker:
         """Counts both workers as in flight and begins the prefill leg. Raises HttpError."""
         fleet = self._fleet
+        if not (tried or fleet.has_ranks or fleet.has_inflight_limits):
+            pair = pick_usual_pair(self._pairing, need, self.pools)
+            if pair is not None:
+                worker, prefill = pair
+                worker.in_flight += 1
+                prefill.in_flight += 1
+                leg = self._begin_prefill(exchange, prefill)
+                exchange.legs = TwoLegs(worker.kv_connector, leg)
+                exchange.last_rank = None
+                return worker
         policies = self._policies
         if policies.regular is not self.policy:
             policies = self._policies = Policies(self.policy, self.pools)
@@ -246,10 +257,11 @@ class Balancer:
                 break
         else:
             raise no_pair_error(fleet, need, self.voices.owner)
-        target, prefill, exchange.legs = placement.worker, placement.prefill, None
+        target, exchange.legs = placement.worker, None
         connector = target.worker.kv_connector
-        if prefill is not None:
-            exchange.legs = TwoLegs(connector, self._begin_prefill(exchange, prefill))
+        if placement.prefill is not None:
+            leg = self._begin_prefill(exchange, placement.prefill)
+            exchange.legs = TwoLegs(connector, leg)
         elif need.legs.connectors and target.worker.role == "decode":
             exchange.legs = TwoLegs(connector, None, placement.reason)
         return note_rank(exchange, target)
@@ -259,12 +271,16 @@ class Balancer:
         leg, exchange.spare_leg = exchange.spare_leg, None
         if leg is None:
             leg = Exchange(0.0, exchange.client)
-        else:
-            leg.recycle(0.0)
-            leg.ended_at = 0.0
+        else:  # which has ended well: what such a leg never sets is as new
+            leg.started_at = leg.sent_at = leg.response_head_at = leg.ended_at = 0.0
+            leg.status, leg.outcome = 0, ""
         leg.route, leg.requirements = exchange.route, exchange.requirements
         leg.trace = exchange.trace
-        leg.worker = worker = note_rank(leg, target)
+        if isinstance(target, DpRank):
+            worker = note_rank(leg, target)
+        else:
+            worker, leg.last_rank = target, None
+        leg.worker = worker
         leg.version = worker.version
         leg.attempts = 1
         if worker.in_flight > worker.peak_in_flight:

@@ -30,7 +30,7 @@ Edit: TypeAlias = "bytes | Mapping[str, Edit] | None"
 Edits = Mapping[str, Edit]
 
 _BOM: Final = b"\xef\xbb\xbf"  # of UTF-8; Python's reader skips it
-_ESCAPE: Final = b"\\u"  # how a letter of a name may be written
+ESCAPED_LETTER: Final = b"\\u00"  # how a letter of a name may begin, names being ASCII
 _TO_VALUE: Final = re.compile(rb"[ \t\r\n]*+:[ \t\r\n]*+")
 _TO_KEY: Final = re.compile(rb"[ \t\r\n]*+,?[ \t\r\n]*+")
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -57,7 +57,8 @@ class JsonText:
         HttpError 400."""
         self._body = body
         self._start = object_at(body)
-        self._escapes = _ESCAPE in body  # of which a name may consist
+        # Of which a name may consist. `in` would raise and clear an error first, `find` does not.
+        self._escapes = body.find(ESCAPED_LETTER) >= 0
         self._members = members
         self._values: dict[str, msgspec.Raw] | None = None
         self._is_parsed = members is not None
@@ -73,7 +74,7 @@ class JsonText:
     def value(self, name: str) -> bytes:
         """The text of a key's value, b"" if it is absent; the last one if it is there twice."""
         if not self._is_parsed:
-            if not self._escapes and _quoted(name) not in self._body:
+            if not self._escapes and self._body.find(_quoted(name)) < 0:
                 return b""
             self._parse()
         if self._values is not None:
@@ -106,7 +107,7 @@ class JsonText:
             return False
         body = self._body
         for name in edits:  # noqa: SIM110  a generator would cost a frame for each
-            if _quoted(name) in body:
+            if body.find(_quoted(name)) >= 0:
                 return False
         return True
 

@@ -16,14 +16,17 @@ from urllib.parse import urlsplit
 import msgspec
 
 from omni_proxy.routing.inspect.body_fields import is_list, is_truthy, read_elements, read_value
-from omni_proxy.routing.inspect.json_splice import Edits, JsonText
+from omni_proxy.routing.inspect.json_splice import ESCAPED_LETTER, Edits, JsonText
 from omni_proxy.routing.policies.policy import RandomBelow
 from omni_proxy.wire.errors import HttpError
 
 ROOMS: Final = 2**63  # rooms are 0 to ROOMS - 1
 RID_BITS: Final = 128
 RID_CHARS: Final = RID_BITS // 4
-_BOTH: Final = 2**RID_BITS * ROOMS
+_ROOM_BITS: Final = 63
+_ROOM_MASK: Final = ROOMS - 1
+# One less than there are: a bound of one bit more would throw every other draw away.
+_BOTH: Final = 2 ** (RID_BITS + _ROOM_BITS) - 1
 _KEYS: Final = b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%b,"rid":%b'
 # Keys whose list of prompts makes a batch, by path; a list of numbers is one prompt.
 _BATCH_KEYS: Final = {"/generate": ("input_ids", "text"), "/v1/completions": ("prompt",)}
@@ -77,6 +80,37 @@ def _is_number(raw: msgspec.Raw) -> bool:
     return memoryview(raw)[0] in b"-0123456789"
 
 
+def plain_chat(
+    path: str, body: bytes, prefill_url: str, port: int | None, random_below: RandomBelow
+) -> tuple[str, bytes] | None:
+    """`rid` and the body of both legs, of a chat whose text shows that it has no key that matters;
+    None for any other, which is for `sglang_legs`. `body`: known to be JSON."""
+    if (
+        path != _CHAT
+        or not body.startswith(b'{"')
+        or body.find(b'"n"') >= 0
+        or body.find(b'"rid"') >= 0
+        or body.find(b'"bootstrap_') >= 0
+        or body.find(ESCAPED_LETTER) >= 0
+    ):
+        return None
+    number = random_below(_BOTH)
+    rid = f"{number >> _ROOM_BITS:0{RID_CHARS}x}"
+    beginning = _beginning(prefill_url, port)
+    return rid, b'%b%d,"rid":"%b",%b' % (beginning, number & _ROOM_MASK, rid.encode(), body[1:])
+
+
+@lru_cache(maxsize=4096)
+def _beginning(prefill_url: str, port: int | None) -> bytes:
+    """Of a body of `plain_chat`, up to the room."""
+    host, shown_port = _json_text(bootstrap_host(prefill_url)), _port_text(port)
+    return b'{"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":' % (host, shown_port)
+
+
+def _port_text(port: int | None) -> bytes:
+    return b"null" if port is None else b"%d" % port
+
+
 def sglang_legs(
     path: str, body: JsonText, prefill_url: str, port: int | None, random_below: RandomBelow
 ) -> SglangLegs:
@@ -84,11 +118,11 @@ def sglang_legs(
     for a key that is there twice, and as `batch_size`."""
     size = batch_size(path, body)
     number = random_below(_BOTH)  # one draw costs half of two
-    host, rid = bootstrap_host(prefill_url), f"{number // ROOMS:0{RID_CHARS}x}"
-    hosts, ports = _json_text(host), b"null" if port is None else b"%d" % port
+    host, rid = bootstrap_host(prefill_url), f"{number >> _ROOM_BITS:0{RID_CHARS}x}"
+    hosts, ports = _json_text(host), _port_text(port)
     rids = b'"%b"' % rid.encode()
     if size is None:
-        rooms = b"%d" % (number % ROOMS)
+        rooms = b"%d" % (number & _ROOM_MASK)
     else:
         hosts, ports = _repeated(hosts, size), _repeated(ports, size)
         rooms = b"[%b]" % b",".join(b"%d" % random_below(ROOMS) for _ in range(size))

@@ -4,7 +4,12 @@ from hypothesis import strategies as st
 
 from omni_proxy.routing.disaggregation.errors import held_for_update
 from omni_proxy.routing.disaggregation.explanation import explain_placement
-from omni_proxy.routing.disaggregation.pairing import all_tried, could_take, is_eligible
+from omni_proxy.routing.disaggregation.pairing import (
+    all_tried,
+    could_take,
+    is_eligible,
+    pick_usual_pair,
+)
 from omni_proxy.routing.routes import (
     BOTH_ENGINES,
     DECODE_ALONE,
@@ -358,6 +363,25 @@ def test_what_is_picked_is_what_the_verdicts_allow(rows, need, fallback, data):
         assert not each.max_inflight or not each.in_flight
     if not all_tried(chooser.pairing, need, pools, tried):
         assert not tried & {placement.worker, prefill}
+
+
+@given(worlds, needs, st.sampled_from([0, 100]))
+def test_a_usual_pair_is_the_one_that_is_picked(rows, need, bound):
+    fleet = world(rows)
+    one, other = (Chooser(fleet, pools_of(min_uncached_tokens=bound)) for _ in range(2))
+    for chooser in (one, other):
+        try:
+            chooser.place(need)
+        except HttpError:
+            return
+    pair = pick_usual_pair(one.pairing, need, one.pools)
+    if pair is None:
+        assert bound or one.pairing.usual_pools(need) is None or not one.pairing.pools(need).paired
+        return
+    placement = other.place(need)
+    assert pair == (placement.worker, placement.prefill)
+    fleet.cordon(pair[0], "updating")
+    assert pick_usual_pair(one.pairing, need, one.pools) is None
 
 
 @given(worlds, needs, st.sampled_from(["decode", "refuse"]))
