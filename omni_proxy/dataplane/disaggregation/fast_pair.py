@@ -65,7 +65,7 @@ class FastPairPath(FastPath):
         self.loop: EventLoop = io.loop
         self._leg: PrefillLeg | None = None  # of the present exchange, once it is sent
         self._path = cached.head.log_words[2]
-        self._json: JsonText | None = None  # the client's body
+        self._json: JsonText | None = None  # the client's body, if it was read
         self._lines = b""  # of its head
         self._transfer_due = 0.0
         self._spare_leg: PrefillLeg | None = None  # of the last request, to be used again
@@ -148,7 +148,7 @@ class FastPairPath(FastPath):
         if legs.connector == "sglang":
             plain = plain_chat(self._path, body, prefill.url, port, random_below)
             if plain is not None:
-                legs.rid, both = plain
+                self._json, (legs.rid, both) = None, plain  # not that of the last request
                 return both, both
         self._json = json = JsonText(body, is_checked=True)  # its fields were read
         if legs.connector == "sglang":

@@ -121,6 +121,20 @@ def test_bodies_are_changed_by_the_same_rules(listeners, connector, body):
     assert len(world.log) == 8
 
 
+def test_a_retry_has_the_body_of_its_own_request(listeners):
+    """Also behind one that was read for more than its fields."""
+
+    def script(world, client):
+        world.serve(client, chat_request(body=b'{"messages": [], "user": "0", "n": 2}'))
+        world.ask(client, chat_request(body=b'{"messages": [], "user": "1"}'))
+        world.decode(None)  # it closes the connection
+        finish(world)
+
+    world = run_pairs(listeners, script, began=2, handed_over=1)
+    sent = [body.get("user") for end in world.lines for body in bodies(end)]
+    assert [sent.count(user) for user in "01"] == [2, 4]
+
+
 ENCODED = [
     (),
     (b"accept-encoding: gzip",),
