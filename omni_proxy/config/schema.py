@@ -160,7 +160,7 @@ class CacheAwareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     balance_rel_threshold: Annotated[float, Meta(ge=1, le=1_000_000)] = 1.0001
     # Seconds between evictions.
     eviction_interval_secs: Interval = 60.0
-    # In bytes of UTF-8, for the whole fleet; a text that many workers hold counts once.
+    # In bytes that are kept of texts, for the whole fleet; what many workers hold counts once.
     max_tree_size: AtLeastOne = 16 * 1024 * 1024
     # The choice if no match is good enough.
     fallback: Literal["smallest_tree", "least_loaded"] = "smallest_tree"

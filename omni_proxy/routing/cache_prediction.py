@@ -77,15 +77,18 @@ class CacheReports:
 
 
 class CachePrediction(Struct):
-    """`text`: where the prompt is in the tree; None if it can't be learned from. Its first `start`
-    bytes are no text. `before`: what was used at this number or later may have been on its way to
-    the worker when the prompt was sent. `former`: one of another policy, for the other leg."""
+    """`text`: where the prompt is in the tree; None if it can't be learned from. It has `length`
+    bytes, behind `start` that are no text; `held` of them the worker is believed to have. `before`:
+    what was used at this number or later may have been on its way to the worker when the prompt was
+    sent. `former`: one of another policy, for the other leg."""
 
     learner: CacheLearner
     worker: Worker  # or a rank
     reports: CacheReports
     text: InsertedText | None
     start: int
+    length: int
+    held: int
     number: int
     before: int
     uncached: int = 0

@@ -6,6 +6,7 @@ import pytest
 
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.parse import parse
+from omni_proxy.routing.tree_key import HASH_BYTES, key_length
 from omni_proxy.simulate.engine import EngineSpec
 from omni_proxy.simulate.faults import Fault
 from omni_proxy.simulate.report import summarize
@@ -151,8 +152,10 @@ def test_engines_report_what_they_had_cached_and_the_policy_learns_from_it(feedb
     policy = found.services.balancer.policy
     assert policy.stats()["corrections"] == corrections
     (held,) = policy.stats()["tree_size_by_worker"].values()
-    branch = 4 * 512 * 2  # of the first two, beside the third
-    assert held - branch * (not corrections) == pytest.approx(4 * 512 * 4, abs=40)
+    blocks_in_key = [key_length(4 * 512 * count) for count in range(6)]
+    third = blocks_in_key[4]
+    branch = blocks_in_key[5] - blocks_in_key[3]  # of the first two, beside the third
+    assert held - branch * (not corrections) == pytest.approx(third, abs=2 * HASH_BYTES)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """What the prefix tree costs: `python -m tools.bench.prefix_tree [--characters N]`.
 
 The tree is filled with prompts as chat services see them (some system prompts, many tails of a
-few hundred characters), then its memory, a match with the insert that follows, whole picks of the
-policy above it, and upkeep are measured. No figure is judged.
+few hundred characters), then its memory, a key with its match and the insert that follows, whole
+picks of the policy above it, and upkeep are measured; then its memory with long prompts. No figure
+is judged.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from omni_proxy.routing.inspect.body_fields import body_fields_of
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.cache_aware import CacheAware
 from omni_proxy.routing.prefix_tree import PrefixTree
+from omni_proxy.routing.tree_key import tree_key
 
 WORKERS = ("http://a", "http://b", "http://c", "http://d")
 SYSTEM_PROMPTS = 64
 SYSTEM_CHARS = 1500
 LONG_CHARS = 8192
+LONG_PROMPT = 48_000
+LONG_TREE = 4 * 1024 * 1024
 PICKS = 2000
 SEED = 11
 
@@ -49,12 +53,15 @@ def prompts(chance: random.Random) -> Iterator[bytes]:
         yield (chance.choice(systems) + tail).encode()
 
 
-def filled(characters: int, max_size: int) -> PrefixTree[str]:
+def filled(characters: int) -> PrefixTree[str]:
+    """With prompts whose tails have so many characters."""
     chance = random.Random(SEED)
-    tree: PrefixTree[str] = PrefixTree(max_size)
+    tree: PrefixTree[str] = PrefixTree(characters * 2)
     source = prompts(chance)
-    while tree.size < characters:
-        tree.insert(next(source), chance.choice(WORKERS))
+    while characters > 0:
+        text = next(source)
+        tree.insert(tree_key(text), chance.choice(WORKERS))
+        characters -= len(text) - SYSTEM_CHARS
     return tree
 
 
@@ -65,12 +72,13 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def picks(tree: PrefixTree[str], texts: list[bytes]) -> list[float]:
-    """Seconds of a match and the insert that follows it, per text."""
+    """Seconds of a key, its match and the insert that follows it, per text."""
 
     def one(text: bytes) -> None:
-        _, held = tree.match(text)
+        key = tree_key(text)
+        _, held = tree.match(key)
         names = tree.named(held)
-        tree.insert(text, names[0] if names else WORKERS[0])
+        tree.insert(key, names[0] if names else WORKERS[0])
 
     return [timed(lambda text=text: one(text)) for text in texts]  # type: ignore[misc]
 
@@ -151,21 +159,41 @@ def slices(tree: PrefixTree[str], *, evict: bool) -> list[float]:
     return spent
 
 
+def report_long_prompts() -> None:
+    """Unlike each other, as many as fit."""
+    chance = random.Random(SEED + 3)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    tree: PrefixTree[str] = PrefixTree(LONG_TREE)
+    count = 0
+    while tree.size < LONG_TREE:
+        tree.insert(tree_key(chance.randbytes(LONG_PROMPT)), chance.choice(WORKERS))
+        count += 1
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    print(
+        f"{count} unlike prompts of {LONG_PROMPT} bytes: {tree.size / count:.0f} bytes each in a "
+        f"tree, {held / count:.0f} in memory"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.prefix_tree")
     parser.add_argument("--characters", type=int, default=10_000_000)
     asked = parser.parse_args().characters
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    tree = filled(asked, asked * 2)
+    tree = filled(asked)
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     print(
-        f"{tree.size} characters in {tree.nodes} nodes, {held / tree.size:.2f} bytes per character"
+        f"{asked} characters in {tree.size} bytes and {tree.nodes} nodes, "
+        f"{held / asked:.2f} bytes of memory per character"
     )
     report_picks(tree)
     report_upkeep(tree)
     report_policy(asked)
+    report_long_prompts()
 
 
 if __name__ == "__main__":

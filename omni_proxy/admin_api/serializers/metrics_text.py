@@ -108,7 +108,7 @@ def _policy(name: str, stats: Mapping[str, object]) -> Iterator[Metric]:
     picks = [((branch,), count) for branch, count in _table(stats, "picks").items()]
     text = "Which rule of the policy chose the worker"
     yield from counters("policy_picks", text, ("branch",), picks)
-    yield one("prefix_tree_bytes", "Text in the prefix tree", _number(stats, "tree_size"))
+    yield one("prefix_tree_bytes", "Kept of texts in the prefix tree", _number(stats, "tree_size"))
     yield one("prefix_tree_limit_bytes", "max_tree_size", _number(stats, "max_tree_size"))
     yield one("prefix_tree_nodes", "Nodes of that tree", _number(stats, "tree_nodes"))
     matched = _number(stats, "matched_ratio")

@@ -14,7 +14,7 @@ candidates, checks of all are reused for a share of the picks. Source: routers.m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from heapq import nsmallest
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from omni_proxy.routing.policies.least_request import CandidateWeights, least, l
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
 from omni_proxy.routing.policies.slow_start import SlowStart
 from omni_proxy.routing.prefix_tree import PrefixTree
+from omni_proxy.routing.tree_key import tree_key
 
 EXACT = 64
 # One pick more for so many candidates goes by the same verdict on the balance of their loads, and
@@ -56,7 +57,7 @@ class CacheChoice(NamedTuple):
     cost: PromptCost | None = None
 
 
-_NO_TEXT = PromptText(b"", 0)
+_NO_TEXT = PromptText(b"", 0, b"")
 
 
 class CacheAware(Policy):
@@ -126,8 +127,8 @@ class CacheAware(Policy):
         self, candidates: Sequence[Worker], requirements: Requirements
     ) -> dict[str, object]:
         text = _text(candidates, requirements)
-        depths = self._tree.depths(text.whole)
-        matched = {worker.url: max(0, depths.get(worker, 0) - text.start) for worker in candidates}
+        depths = self._tree.depths(text.key)
+        matched = {worker.url: text.matching(depths.get(worker, 0)) for worker in candidates}
         reports = self._feedback.facts(candidates)
         costs: dict[str, object] = {}
         if self._rules.score == "cost" and text.whole:
@@ -147,10 +148,7 @@ class CacheAware(Policy):
         if not text.whole:
             return b"", {}
         mark = text.start - 1  # which begins the text and does not count
-        depths = self._tree.depths(text.whole)
-        return text.whole[mark:], {
-            worker: depth - text.start for worker, depth in depths.items() if depth > text.start
-        }
+        return text.whole[mark:], _held(text, self._tree.depths(text.key))
 
     def record_pick(self, worker: Worker, requirements: Requirements) -> None:
         text = _text((worker,), requirements)
@@ -214,21 +212,20 @@ class CacheAware(Policy):
             return self._shortest_queue(candidates, "imbalanced")
         if rules.score == "cost":
             return self._by_cost(candidates, text, requirements)
-        length, holders = self._tree.match(text.whole, self._mask_of(candidates))
-        matched = max(0, length - text.start)
+        depth, holders = self._tree.match(text.key, self._mask_of(candidates))
+        matched = text.matching(depth)
         if matched > rules.cache_threshold * text.length:
             choice = self._among_holders(matched, self._tree.named(holders))
             if rules.spill == "chosen" and self._spills(choice.worker, candidates):
                 return self._shortest_queue(candidates, "spilled", choice)
             return choice
-        return self._without_match(candidates, text.length, matched)
+        return self._without_match(candidates, len(text.key), matched)
 
-    def _without_match(
-        self, candidates: Sequence[Worker], length: int, matched: int
-    ) -> CacheChoice:
+    def _without_match(self, candidates: Sequence[Worker], more: int, matched: int) -> CacheChoice:
+        """`more`: bytes that the tree of the chosen one gets."""
         if self._rules.fallback == "least_loaded":
             return self._shortest_queue(candidates, "least_loaded")._replace(matched=matched)
-        return self._smallest_tree(candidates, length)._replace(matched=matched)
+        return self._smallest_tree(candidates, more)._replace(matched=matched)
 
     def _by_cost(
         self, candidates: Sequence[Worker], text: PromptText, requirements: Requirements
@@ -243,10 +240,7 @@ class CacheAware(Policy):
     def _cost(
         self, candidates: Sequence[Worker], text: PromptText, requirements: Requirements
     ) -> PromptCost:
-        depths = self._tree.depths(text.whole, self._mask_of(candidates))
-        held = {
-            worker: depth - text.start for worker, depth in depths.items() if depth > text.start
-        }
+        held = _held(text, self._tree.depths(text.key, self._mask_of(candidates)))
         tokens = count_prompt_tokens(text.length, requirements)
         return PromptCost(tokens, held, self._feedback.reports, self._rules)
 
@@ -265,13 +259,13 @@ class CacheAware(Policy):
             worker, ties = holders[self._turn % len(holders)], len(holders)
         return CacheChoice(worker, "matched", ties, matched, tuple(holders))
 
-    def _smallest_tree(self, candidates: Sequence[Worker], length: int) -> CacheChoice:
+    def _smallest_tree(self, candidates: Sequence[Worker], more: int) -> CacheChoice:
         of, small = self._small
         if of is candidates and small:
             return CacheChoice(small[-1], "smallest_tree", 0)
         sizes = self._sizes(candidates)
         spared = self._slow_start.spared(candidates, sizes)
-        ranked = _small_alike(candidates, sizes, spared, length)
+        ranked = _small_alike(candidates, sizes, spared, more)
         if self._feedback.is_small_by_eviction(candidates[min(ranked)[2]], candidates):
             ranked = _ranks(candidates, sizes, spared)
         best = min(ranked)[:2]
@@ -406,4 +400,11 @@ def _text(candidates: Sequence[Worker], requirements: Requirements) -> PromptTex
     model = requirements.model if candidates[0].serves(requirements.model) else ""
     name = (model or "").encode("utf-8", "surrogatepass")
     # The mark does not count: all texts of a kind share it.
-    return PromptText(name + text, len(name) + 1)
+    whole = name + text
+    return PromptText(whole, len(name) + 1, tree_key(whole))
+
+
+def _held(text: PromptText, depths: Mapping[Worker, int]) -> dict[Worker, int]:
+    """Bytes of the text, without those that hold none."""
+    matching = ((worker, text.matching(depth)) for worker, depth in depths.items())
+    return {worker: length for worker, length in matching if length}

@@ -22,6 +22,7 @@ from omni_proxy.routing.inspect.prefix_text import LIMIT, has_one_prompt
 from omni_proxy.routing.inspect.requirements import AUDIO, IMAGE, VIDEO, Requirements
 from omni_proxy.routing.policies.cache_cost import count_prompt_tokens, uncached_tokens
 from omni_proxy.routing.prefix_tree import PrefixTree
+from omni_proxy.routing.tree_key import key_length, text_length
 
 # Engines reuse whole blocks, of 1 to 128 tokens, and compute a prompt's last token always. What is
 # missing beyond a block and half of what was reported has been evicted: bytes become tokens by
@@ -35,12 +36,19 @@ MEDIA = IMAGE | AUDIO | VIDEO
 
 
 class PromptText(NamedTuple):
-    whole: bytes  # as in the tree: the model's name, then the prefix text, which begins with a mark
+    whole: bytes  # the model's name, then the prefix text, which begins with a mark
     start: int  # where the text itself begins
+    key: bytes  # of the whole, as in the tree
 
     @property
     def length(self) -> int:
         return len(self.whole) - self.start
+
+    def matching(self, depth: int) -> int:
+        """How many bytes of the text match where so many of its key do. The end of a text that is
+        no whole block counts with the last one."""
+        whole = len(self.whole) if depth >= len(self.key) else text_length(depth)
+        return max(0, whole - self.start)
 
 
 class CacheFeedback:
@@ -60,16 +68,16 @@ class CacheFeedback:
         rules = self.rules
         counts_cost = rules.score == "cost"
         if not rules.feedback and not counts_cost:
-            self._tree.insert(text.whole, worker)
+            self._tree.insert(text.key, worker)
             return
         self._number = number = self._number + 1
-        inserted = self._tree.insert(text.whole, worker, number)
+        inserted = self._tree.insert(text.key, worker, number)
+        held = text.matching(inserted.held) if inserted is not None else 0
         reports = self.reports.get(worker)
         if reports is None:
             reports = self.reports[worker] = CacheReports()
         uncached = 0
         if counts_cost:
-            held = max(0, inserted.held - text.start) if inserted is not None else 0
             uncached = uncached_tokens(count_prompt_tokens(text.length, requirements), held)
         elif reports.silent > SILENT and number % SILENT:
             return
@@ -80,8 +88,9 @@ class CacheFeedback:
             former = without_those_of(self, former)
         before = reports.oldest_unanswered(number)
         prediction = CachePrediction(
-            self, worker, reports, inserted, text.start, number, before, uncached, False, former
-        )
+            self, worker, reports, inserted, text.start, text.length, held, number, before,
+            uncached, former=former,
+        )  # fmt: skip
         requirements.prediction = prediction
         reports.unanswered.append(prediction)
         reports.backlog += uncached
@@ -91,14 +100,14 @@ class CacheFeedback:
         text, reports, start = prediction.text, prediction.reports, prediction.start
         if text is None:
             return None
-        length = text.length - start
+        length = prediction.length
         if length >= LIMIT - 1:  # beside the mark: the text was cut, and the request is longer
             length = max(length, sent)
-        predicted = (text.held - start) * prompt // length if text.held > start else 0
+        predicted = prediction.held * prompt // length
         reports.note(predicted, cached)
         most = cached + cached // 2 + BLOCK_TOKENS
         if predicted > most and self.rules.feedback and reports.misses < MISSES:
-            kept = start + most * length // prompt
+            kept = key_length(start + most * length // prompt)
             self._tree.forget_below(text, prediction.worker, kept, prediction.before)
             reports.corrections += 1
             self.corrections += 1

@@ -89,9 +89,9 @@ def test_a_miss_is_routed_to_the_smallest_tree():
     assert policy.pick(fleet, chat("something else")) is fleet[1]
 
 
-@pytest.mark.parametrize(("larger", "chosen"), [(1212, 0), (1213, 1)])
+@pytest.mark.parametrize(("larger", "chosen"), [(613, 0), (614, 1)])
 def test_trees_that_are_small_alike_leave_it_to_the_queues(larger, chosen):
-    policy, fleet = holding((larger, 800), (0, 1))
+    policy, fleet = holding((larger, 400), (0, 1))
     assert policy.pick(fleet, chat("0" * 12)) is fleet[chosen]
 
 
@@ -101,7 +101,7 @@ def test_of_small_trees_with_equal_queues_the_smallest_is_taken():
 
 
 sizes_and_loads = st.lists(
-    st.tuples(st.sampled_from((0, 300, 450, 600, 700, 719, 720, 900, 2000)), st.integers(0, 3)),
+    st.tuples(st.sampled_from((0, 300, 450, 600, 700, 719, 720, 900, 1020)), st.integers(0, 3)),
     min_size=1, max_size=6,
 )  # fmt: skip
 
@@ -109,7 +109,7 @@ sizes_and_loads = st.lists(
 @given(sizes_and_loads, st.integers(1, 400))
 def test_the_least_full_of_the_small_trees_is_taken_and_of_those_the_smallest(of, length):
     policy, fleet = holding(*zip(*of, strict=True))
-    bound = min(size for size, _ in of) * 1.5 + length
+    bound = min(size for size, _ in of) * 1.5 + length + 1
     ranks = [(load, size) if size <= bound else (9, 0) for size, load in of]
     assert ranks[fleet.index(policy.pick(fleet, chat("0" * length)))] == min(ranks)
 

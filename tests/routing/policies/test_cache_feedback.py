@@ -16,8 +16,9 @@ from omni_proxy.routing.policies.cache_feedback import BLOCK_TOKENS, MISSES, lea
 from tests.example_counts import examples
 from tests.routing.policies.chats import cache_aware, chat, workers
 
-SHARED, TOKENS = "s" * 4000, 2000  # a prefix, and the tokens of a prompt of 8,000 bytes
-FIRST, SECOND = SHARED + "a" * 4000, SHARED + "b" * 4000
+HALF = 4095  # bytes, and one for the role: whole blocks of the tree
+SHARED, TOKENS = "s" * HALF, 2000  # a prefix, and the tokens of a prompt that is twice as long
+FIRST, SECOND = SHARED + "a" * HALF, SHARED + "b" * HALF
 
 
 def sent(policy, worker, request):
@@ -47,8 +48,8 @@ def test_what_was_evicted_is_forgotten_with_the_branches_and_the_prompt_stays():
     policy, worker = reusing()
     answered(policy, worker, chat(FIRST), 0)
     assert answered(policy, worker, chat(SECOND), 0) == 1000  # the shared half was predicted
-    assert held(policy, worker, SECOND) == 8000
-    assert held(policy, worker, FIRST) == 4000  # what it shares with the prompt just sent
+    assert held(policy, worker, SECOND) == 2 * HALF
+    assert held(policy, worker, FIRST) == HALF  # what it shares with the prompt just sent
     assert policy.stats()["corrections"] == 1
 
 
@@ -58,7 +59,7 @@ def test_a_branch_above_the_reported_length_stays():
     answered(policy, worker, chat(FIRST), 0)
     answered(policy, worker, chat(SECOND), 200)  # 800 bytes, and 512 more are not judged
     assert held(policy, worker, "s" * 400 + "x" * 7600) == 8000
-    assert held(policy, worker, FIRST) == 4000
+    assert held(policy, worker, FIRST) == HALF
 
 
 @pytest.mark.parametrize("cached", [1000, 1000 - BLOCK_TOKENS, 700])
@@ -66,7 +67,7 @@ def test_blocks_and_the_density_of_text_are_no_eviction(cached):
     policy, worker = reusing()
     answered(policy, worker, chat(FIRST), 0)
     answered(policy, worker, chat(SECOND), cached)
-    assert held(policy, worker, FIRST) == 8000
+    assert held(policy, worker, FIRST) == 2 * HALF
     assert not policy.stats()["corrections"]
 
 
@@ -77,8 +78,8 @@ def test_a_worker_that_evicts_gets_no_request_for_its_small_tree_beyond_its_shar
     policy, fleet = cache_aware(warmup_share=0.0), workers(0, 0)
     for worker in fleet:
         answered(policy, worker, chat("known"), 1, 1)
-        for end in "abcd":
-            answered(policy, worker, chat(SHARED + end * 9000), 4000)
+        for end in "abcdef":
+            answered(policy, worker, chat(SHARED + end * 20_000), 4000)
     answered(policy, fleet[0], chat(SHARED), 0)
     sizes = policy.stats()["tree_size_by_worker"]
     assert sizes[fleet[0].url] * 2 < sizes[fleet[1].url]
@@ -92,17 +93,17 @@ def test_only_the_worker_that_answered_is_corrected():
         answered(policy, worker, chat("known"), 1, 1)
         answered(policy, worker, chat(FIRST), 0)
     answered(policy, one, chat(SECOND), 0)
-    assert (held(policy, one, FIRST), held(policy, other, FIRST)) == (4000, 8000)
+    assert (held(policy, one, FIRST), held(policy, other, FIRST)) == (HALF, 2 * HALF)
 
 
 def test_a_prompt_that_was_on_its_way_is_no_eviction():
     policy, worker = reusing()
     waiting = sent(policy, worker, chat(FIRST))
     assert answered(policy, worker, chat(SECOND), 0) == 1000
-    assert held(policy, worker, FIRST) == 8000
+    assert held(policy, worker, FIRST) == 2 * HALF
     note_first_byte(waiting)
-    answered(policy, worker, chat(SHARED + "c" * 4000), 0)
-    assert held(policy, worker, FIRST) == 4000
+    answered(policy, worker, chat(SHARED + "c" * HALF), 0)
+    assert held(policy, worker, FIRST) == HALF
 
 
 def test_a_prompt_that_came_later_is_no_eviction():
@@ -111,7 +112,7 @@ def test_a_prompt_that_came_later_is_no_eviction():
     first = sent(policy, worker, chat(SECOND))
     sent(policy, worker, chat(FIRST))
     policy._feedback.learn(first, 0, TOKENS, 0)
-    assert held(policy, worker, FIRST) == 8000
+    assert held(policy, worker, FIRST) == 2 * HALF
 
 
 def test_a_worker_that_always_reports_0_is_left_alone_after_some_answers():
@@ -120,10 +121,10 @@ def test_a_worker_that_always_reports_0_is_left_alone_after_some_answers():
         answered(policy, worker, chat(SHARED + f"{number:02}" * 2000), 0)
     assert policy.stats()["corrections"] == MISSES - 1
     last, before = (SHARED + f"{MISSES + more:02}" * 2000 for more in (1, 0))
-    assert held(policy, worker, last) == held(policy, worker, before) == 8000
+    assert held(policy, worker, last) == held(policy, worker, before) == HALF + 4000
     answered(policy, worker, chat(SHARED), 500)  # it has a cache after all
-    answered(policy, worker, chat(SHARED + "c" * 4000), 0)
-    assert held(policy, worker, last) == 4000
+    answered(policy, worker, chat(SHARED + "c" * HALF), 0)
+    assert held(policy, worker, last) == HALF
 
 
 @pytest.mark.parametrize(
