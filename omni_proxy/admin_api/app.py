@@ -5,6 +5,7 @@ Must not hold state that outlives it: a restart of the service makes a new appli
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from msgspec.structs import replace
@@ -35,6 +36,7 @@ from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords, reasons
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
+from omni_proxy.config.state import DisabledBy
 from omni_proxy.upstream_http.client import incoming_hops
 from omni_proxy.url_rules import match_only
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
@@ -50,7 +52,10 @@ def create_app(services: Services) -> QuartTrio:
     keys = KeyCheck(services.config_store, services.find_admin_key)
     pauses = partial(_visible_pauses, services, keys)
     notes = WorkerNotes(services.fleet, gateway_ids=services.dialect == "sglang")
-    records = WorkerRecords(services, notes, lambda: reasons(services, pauses()), pauses)
+    disabled_by = partial(_visible_disablers, services, keys)
+    records = WorkerRecords(
+        services, notes, lambda: reasons(services, pauses(), disabled_by()), pauses, disabled_by
+    )
     selectors = SelectorResolver(services, records)
     AuditLog(services.write_audit, keys.changes_something, keys.holder_name).mount(app)
     app.before_request(keys.before_request)
@@ -61,7 +66,7 @@ def create_app(services: Services) -> QuartTrio:
         FleetHealthRoutes(services, keys, records),
         WorkerRoutes(services, records, notes, drains := DrainRoutes(services, records)),
         drains,
-        FeedRoutes(services),
+        FeedRoutes(services, keys),
         KeyRoutes(services),
         MetricsRoutes(services),
         HistoryRoutes(services),
@@ -90,6 +95,14 @@ def _visible_pauses(services: Services, keys: KeyCheck) -> dict[str, PauseRecord
     if not pauses or (has_request_context() and keys.presented()):
         return pauses
     return {url: replace(pause, by="") for url, pause in pauses.items()}
+
+
+def _visible_disablers(services: Services, keys: KeyCheck) -> Mapping[str, DisabledBy]:
+    """As `_visible_pauses`, of who disabled workers."""
+    records = services.config_store.state.disabled_by
+    if not records or (has_request_context() and keys.presented()):
+        return records
+    return {url: DisabledBy(at=record.at) for url, record in records.items()}
 
 
 def _forward_hops(app: QuartTrio, proxy_id: str) -> None:

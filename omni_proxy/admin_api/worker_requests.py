@@ -23,16 +23,20 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 
 MAX_PORT: Final = 65535
+MAX_COUNT: Final = 2**53
+MAX_WEIGHT: Final = 1_000_000  # as the key `weight` takes
 MAX_RANKS: Final = 1024  # as the key `ranks` takes
 # The role of a worker, and what its partner needs of it.
 ROLE_KEYS = frozenset(("role", "kv_connector", "bootstrap_port"))
+BALANCE_KEYS = frozenset(("weight", "max_inflight"))
 OMNI_ADD = (
     frozenset(
         ("url", "worker_url", "model", "capabilities", "ranks", "loras", "kv_events", "kv_replay")
     )
     | ROLE_KEYS
+    | BALANCE_KEYS
 )
-OMNI_SWITCH = frozenset(("disabled", "is_dead", "capabilities", "model")) | ROLE_KEYS
+OMNI_SWITCH = frozenset(("disabled", "is_dead", "capabilities", "model")) | ROLE_KEYS | BALANCE_KEYS
 SMG_PATCH = frozenset(("priority", "cost", "labels", "api_key", "health"))
 SMG_SPEC = SMG_PATCH | {
     "bootstrap_host", "chat_template", "connection_mode", "disable_health_check",
@@ -50,7 +54,8 @@ HONOURED = frozenset(
 @dataclass(frozen=True, slots=True)
 class WorkerBody:
     """A validated body. `settings` holds, if given, model ("" = none), capabilities, disabled,
-    role, kv_connector, bootstrap_port (0 = unknown), ranks, loras, kv_events and kv_replay."""
+    role, kv_connector, bootstrap_port (0 = unknown), ranks, loras, kv_events, kv_replay, weight and
+    max_inflight (0 = no bound)."""
 
     settings: dict[str, object]
     is_dead: bool | None
@@ -109,6 +114,7 @@ def _parse(
     if model is not None:
         settings["model"] = model
     settings.update(_role_settings(body))
+    settings.update(_balance_settings(body))
     return WorkerBody(
         settings, flags["is_dead"], _remarks(body), sorted(spec - HONOURED - {"url"}), in_background
     )
@@ -171,6 +177,14 @@ def _role_settings(body: Mapping[str, object]) -> dict[str, object]:
         if name in body:
             settings[name] = _endpoint(name, body[name], read)
     return settings
+
+
+def _balance_settings(body: Mapping[str, object]) -> dict[str, object]:
+    for name, least, most in (("weight", 1, MAX_WEIGHT), ("max_inflight", 0, MAX_COUNT)):
+        value = body.get(name, least)
+        if not _is_count(value) or not isinstance(value, int) or not least <= value <= most:
+            raise bad_request(f"{name} must be a whole number, {least} to {most}")
+    return {name: body[name] for name in BALANCE_KEYS if name in body}
 
 
 def _one_of(name: str, value: object, choices: Sequence[str]) -> str:

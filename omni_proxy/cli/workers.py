@@ -61,6 +61,7 @@ COMMANDS: Final = {
     "enable": "send them requests again",
     "drain": "send workers no new requests, and let those in flight end",
     "revive": "clear their failures and probe them now",
+    "set": "change their weight, or how many requests each may have in flight",
 }
 _EPILOG: Final = """\
 A worker is named by its URL, by HOST:PORT, or by any unique part of these.
@@ -68,6 +69,7 @@ A worker is named by its URL, by HOST:PORT, or by any unique part of these.
 examples:
   omni-proxy workers
   omni-proxy workers add http://10.0.0.7:8000 --model qwen3-omni
+  omni-proxy workers set 10.0.0.7:8000 --weight 2 --max-inflight 64
   omni-proxy workers drain 10.0.0.7:8000 --wait && omni-proxy workers remove 10.0.0.7:8000
 """
 
@@ -110,6 +112,13 @@ def _add_command_flags(subparser: argparse.ArgumentParser, name: str) -> None:
         )  # fmt: skip
         subparser.add_argument(
             "--bootstrap-port", metavar="PORT", type=int, help="of a prefill worker"
+        )
+    if name in ("add", "set"):
+        subparser.add_argument(
+            "--weight", metavar="N", type=int, help="share of requests; one of 2 gets twice as many"
+        )
+        subparser.add_argument(
+            "--max-inflight", metavar="N", type=int, help="requests in flight; 0: no bound"
         )
     if name == "remove":
         subparser.add_argument("--drain", action="store_true", help="wait until none is in flight")
@@ -158,6 +167,16 @@ def _change_one(proxy: AdminClient, arguments: argparse.Namespace, worker_name: 
         return _print_result(_add(proxy, arguments, worker_name), "added", arguments)
     record = find_worker(fetch_workers(proxy), worker_name)
     name = arguments.command
+    if name == "set":
+        settings = {
+            key: getattr(arguments, key)
+            for key in ("weight", "max_inflight")
+            if getattr(arguments, key) is not None
+        }
+        if not settings:
+            raise ChangeRefused("nothing to set: give --weight or --max-inflight")
+        reply = require_accepted(proxy.send("PUT", worker_path(record["id"]), settings))
+        return _print_result(reply.body, "changed", arguments)
     change = "remove, drained" if name == "remove" and arguments.drain else name
     body = change_worker(proxy, change, record["id"], getattr(arguments, "timeout_secs", None))
     if name == "drain":
@@ -172,7 +191,7 @@ def _add(proxy: AdminClient, arguments: argparse.Namespace, url: str) -> JsonObj
     if arguments.capabilities is not None:
         names = arguments.capabilities.replace(",", " ").split()
         body["capabilities"] = names
-    for key in ("role", "kv_connector", "bootstrap_port"):
+    for key in ("role", "kv_connector", "bootstrap_port", "weight", "max_inflight"):
         if getattr(arguments, key) is not None:
             body[key] = getattr(arguments, key)
     return require_accepted(proxy.send("POST", "/workers", body)).body
@@ -247,6 +266,12 @@ def _models(record: JsonObject) -> str:
     return f"{record.get('model') or 'any'}{more}"
 
 
+def _by(record: JsonObject) -> str:
+    """Who disabled it, as far as the proxy knows and tells."""
+    who = (record.get("disabled_by") or {}).get("by")
+    return f", by {printable(who)}" if who else ""
+
+
 def describe_state(record: JsonObject) -> str:
     """Whether the worker of a GET /workers record takes requests, and if not why."""
     if draining := record.get("draining"):
@@ -258,10 +283,10 @@ def describe_state(record: JsonObject) -> str:
             if secs_left > 0 and draining.get("state") == "draining"
             else ""
         )
-        return f"{printable(draining.get('state'))}, {in_flight} in flight{until}"
+        return f"{printable(draining.get('state'))}, {in_flight} in flight{until}{_by(record)}"
     health = printable(record.get("health_state"))
     if record.get("disabled"):
-        return f"disabled, {health}"
+        return f"disabled, {health}{_by(record)}"
     if record.get("paused") and record.get("routable"):
         return f"PAUSED, {health}: {RESUME_COMMAND}"
     if record.get("why") and not record.get("trial"):

@@ -16,6 +16,7 @@ from omni_proxy.config.fields import CAPABILITIES, Capability, KvConnector
 from omni_proxy.config.schema import Config, LaunchEntry, WorkerEntry
 from omni_proxy.config.state import (
     FLAG_FINGERPRINT,
+    DisabledBy,
     SavedState,
     StateWorker,
     WorkerOverride,
@@ -24,6 +25,7 @@ from omni_proxy.config.state import (
 )
 
 __all__ = [
+    "DisabledBy",
     "Origin",
     "SavedState",
     "StateWorker",
@@ -37,6 +39,7 @@ __all__ = [
     "with_added",
     "with_defaults",
     "with_deleted",
+    "with_disabled_by",
     "with_override",
     "with_pending_delete",
 ]
@@ -115,6 +118,11 @@ def prune_state(
             if fingerprints.get(url) == digest
         },
         leaving=tuple(url for url in state.leaving if url in {*fingerprints, *_added(state)}),
+        disabled_by={
+            url: record
+            for url, record in state.disabled_by.items()
+            if url in fingerprints or url in _added(state)
+        },
     )
 
 
@@ -145,7 +153,8 @@ def with_override(state: SavedState, url: str, **fields: Any) -> SavedState:
     not leave any more."""
     if fields.get("disabled") is False:
         leaving = tuple(other for other in state.leaving if other != url)
-        state = structs.replace(state, leaving=leaving)
+        records = {other: who for other, who in state.disabled_by.items() if other != url}
+        state = structs.replace(state, leaving=leaving, disabled_by=records)
     if "model" in fields:
         fields["model"] = fields["model"] or ""
     if "capabilities" in fields:
@@ -160,6 +169,11 @@ def with_override(state: SavedState, url: str, **fields: Any) -> SavedState:
         )
     switch = structs.replace(state.switches.get(url, WorkerOverride()), **fields)
     return structs.replace(state, switches={**state.switches, url: switch})
+
+
+def with_disabled_by(state: SavedState, url: str, record: DisabledBy) -> SavedState:
+    """Note who disabled it; the first one stays until it is enabled."""
+    return structs.replace(state, disabled_by={url: record} | state.disabled_by)
 
 
 def with_pending_delete(state: SavedState, url: str) -> SavedState:
@@ -264,6 +278,7 @@ def _without(state: SavedState, url: str) -> SavedState:
         switches={other: switch for other, switch in state.switches.items() if other != url},
         tombstones={other: digest for other, digest in state.tombstones.items() if other != url},
         leaving=tuple(other for other in state.leaving if other != url),
+        disabled_by={other: who for other, who in state.disabled_by.items() if other != url},
     )
 
 

@@ -1,8 +1,9 @@
 """The saved state: what was changed over HTTP, as TOML text. The program never writes FILE.
 
-Five parts: added workers, overrides (`switches`) of workers that another source names, tombstones
-for such workers that were deleted, workers to be deleted once they are drained (`leaving`), and the
-uploaded voices. Parsed as strictly as FILE: a text with a problem is refused as a whole.
+Six parts: added workers, overrides (`switches`) of workers that another source names, tombstones
+for such workers that were deleted, workers to be deleted once they are drained (`leaving`), who
+disabled a worker (`disabled_by`), and the uploaded voices. Parsed as strictly as FILE: a
+text with a problem is refused as a whole.
 """
 
 from typing import Any, Final, Literal
@@ -76,6 +77,13 @@ class SavedVoices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     names: tuple[str, ...] | None = None
 
 
+class DisabledBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who disabled or drained a worker, as far as the request said, and when (ISO 8601)."""
+
+    by: str = ""
+    at: str = ""
+
+
 class SavedState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: tuple[StateWorker, ...] = ()
     switches: dict[str, WorkerOverride] = {}
@@ -83,6 +91,7 @@ class SavedState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tombstones: dict[str, str] = {}
     voices: SavedVoices = SavedVoices()
     leaving: tuple[str, ...] = ()  # URLs of workers to be deleted once they are drained
+    disabled_by: dict[str, DisabledBy] = {}  # of workers that HTTP disabled, by URL
 
 
 def read_state(text: str | bytes, file: str) -> SavedState:

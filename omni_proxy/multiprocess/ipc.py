@@ -29,6 +29,7 @@ from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import WorkerState
+from omni_proxy.telemetry.recent_window import FinishedExchange
 
 LENGTH_BYTES: Final = 4
 
@@ -229,10 +230,10 @@ class WindowDelta(Struct, frozen=True, array_like=True):
 
 
 class RecentEndDelta(Struct, frozen=True, array_like=True):
-    """A recently ended exchange: `end` has the fields of `recent_window.End`, in their order."""
+    """A recently ended exchange."""
 
     trouble: bool
-    end: tuple[Any, ...]
+    end: FinishedExchange
 
 
 class MetricsEvent(Struct, frozen=True, tag=True):

@@ -22,7 +22,7 @@ from omni_proxy.multiprocess.ipc import (
 from omni_proxy.multiprocess.replicated_fleet import shared_ids
 from omni_proxy.telemetry.histogram import DURATION, Histogram, LateHistogram
 from omni_proxy.telemetry.metrics import LEGS, Metrics, RoutePhases, RouteSeries
-from omni_proxy.telemetry.recent_window import FinishedExchange, RecentWindow, WindowCounts
+from omni_proxy.telemetry.recent_window import RecentWindow, WindowCounts
 
 WHOLE_PROCESS = -1
 SUMS = ("bytes_in", "bytes_out", "chunks", "cached_tokens", "prompt_tokens")
@@ -102,8 +102,8 @@ class RecentDelta(RecentWindow):
         ]
 
     def end_deltas(self) -> list[RecentEndDelta]:
-        well = [RecentEndDelta(False, tuple(end)) for end in self._ends]
-        return well + [RecentEndDelta(True, tuple(end)) for end in self._troubles]
+        well = [RecentEndDelta(False, end) for end in self._ends]
+        return well + [RecentEndDelta(True, end) for end in self._troubles]
 
 
 def merge_metrics(
@@ -216,7 +216,7 @@ def _merge_recent(event: MetricsEvent, recent: RecentWindow, find: FindWorker) -
     for slot in event.slots:
         _merge_window(slot, recent, find)
     for noted in event.ends:
-        recent.add_finished(FinishedExchange(*noted.end), failed=noted.trouble)
+        recent.add_finished(noted.end, failed=noted.trouble)
 
 
 def _merge_window(delta: WindowDelta, recent: RecentWindow, find: FindWorker) -> None:

@@ -14,6 +14,7 @@ from itertools import islice
 from operator import add, sub
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.histogram import FINE, quantile
 
@@ -66,6 +67,29 @@ class WorkerWindow(NamedTuple):
     first_p99_ms: float | None
 
 
+class RequestSteps(NamedTuple):
+    """What an exchange went through; times in seconds, from its first byte where they are ends."""
+
+    prefill: str = ""  # the worker of its prefill leg, if it had one
+    prefill_secs: float | None = None
+    fallback: str = ""  # why there was no prefill leg
+    tried: tuple[tuple[str, str], ...] = ()  # each attempt's worker and result, if one failed
+    queued_secs: float = 0.0
+    sent_secs: float | None = None  # it left for the worker
+    head_secs: float | None = None  # the head of the response came
+    longest_gap: float = 0.0
+    policy: str = ""
+    caller: str = ""  # the name of its key in [[keys]]
+    client: str = ""
+    trace_id: str = ""  # if its spans are sent
+    stream: bool = False
+    bytes_in: int = 0
+    bytes_out: int = 0
+    chunks: int = 0
+    rank: str = ""  # the data-parallel rank, where the worker has ranks
+    weight_version: str = ""
+
+
 class FinishedExchange(NamedTuple):
     """A finished exchange. `at` is a time of `time.monotonic`."""
 
@@ -83,7 +107,7 @@ class FinishedExchange(NamedTuple):
     total_secs: float
     request_id: str
     target_model: str | None = None  # of an alias, which is `model`
-    prefill: str = ""  # the worker of its prefill leg, if it had one
+    steps: RequestSteps = RequestSteps()
 
 
 def _gather_nothing(_: Worker | None) -> None:
@@ -235,14 +259,39 @@ def _end_of(exchange: Exchange, worker: Worker | None) -> FinishedExchange:
         exchange.ended_at - exchange.started_at,
         exchange.request_id[:TEXT_CHARS].decode("latin-1"),
         target[:TEXT_CHARS] if target else target,
-        _prefill_of(exchange),
+        _steps_of(exchange),
     )
 
 
-def _prefill_of(exchange: Exchange) -> str:
-    leg = exchange.legs.prefill if exchange.legs is not None else None
-    target = leg.sent_to if leg is not None else None
-    return target.worker.url if target is not None else ""
+def _steps_of(exchange: Exchange) -> RequestSteps:
+    legs, trace, target = exchange.legs, exchange.trace, exchange.sent_to
+    leg = legs.prefill if legs is not None else None
+    prefill = leg.sent_to if leg is not None else None
+    tried = exchange.attempt_results() if exchange.failed_attempts else []
+    return RequestSteps(
+        prefill=prefill.worker.url if prefill is not None else "",
+        prefill_secs=leg.ended_at - leg.started_at if leg is not None and leg.ended_at else None,
+        fallback=legs.fallback if legs is not None else "",
+        tried=tuple((worker.url, result) for worker, result in tried),
+        queued_secs=exchange.queued_secs,
+        sent_secs=_since(exchange, exchange.sent_at),
+        head_secs=_since(exchange, exchange.response_head_at),
+        longest_gap=exchange.longest_gap,
+        policy=exchange.policy,
+        caller=exchange.caller.name if exchange.caller is not None else "",
+        client=exchange.client,
+        trace_id=trace.trace_id.decode() if trace is not None and trace.sampled else "",
+        stream=exchange.stream,
+        bytes_in=exchange.bytes_in,
+        bytes_out=exchange.bytes_out,
+        chunks=exchange.chunks,
+        rank=str(target.index) if isinstance(target, DpRank) else "",
+        weight_version=(exchange.version.label or "")[:TEXT_CHARS],
+    )
+
+
+def _since(exchange: Exchange, at: float) -> float | None:
+    return at - exchange.started_at if at else None
 
 
 def _firsts(slot: WindowCounts) -> tuple[float | None, float | None]:

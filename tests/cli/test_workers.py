@@ -34,6 +34,21 @@ def run(fleet, *words):
     return main(["workers", *words, "--url", fleet.url])
 
 
+def test_weight_and_bound_are_set_and_nothing_else(fleet, capsys):
+    fleet.says[ONE] = (200, {"status": "ok", "worker": record(A, weight=2)})
+    assert run(fleet, "set", "10.0.0.1:8000", "--weight", "2", "--max-inflight", "0") == 0
+    assert fleet.asked[-1][:2] == (ONE, {"weight": 2, "max_inflight": 0})
+    assert capsys.readouterr().out.startswith(f"changed {A}")
+    assert run(fleet, "set", "10.0.0.1:8000") == 1
+    assert "--weight or --max-inflight" in capsys.readouterr().err
+
+
+def test_who_disabled_a_worker_is_said():
+    who = {"by": "ops (curl from 10.0.0.9)", "at": None}
+    shown = describe_state(record(A, disabled=True, disabled_by=who))
+    assert shown == "disabled, healthy, by ops (curl from 10.0.0.9)"
+
+
 @pytest.mark.parametrize(
     ("named", "url"),
     [

@@ -7,6 +7,7 @@ from omni_proxy.config.overlay import with_deleted, with_override
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import (
+    DisabledBy,
     SavedState,
     StateWorker,
     WorkerOverride,
@@ -38,6 +39,7 @@ STATES = st.builds(
     switches=st.dictionaries(URLS, SWITCHES, max_size=3),
     tombstones=st.dictionaries(URLS, st.just("0123456789abcdef"), max_size=3),
     leaving=st.lists(URLS, unique=True, max_size=3).map(tuple),
+    disabled_by=st.dictionaries(URLS, st.builds(DisabledBy, by=st.text(max_size=9)), max_size=2),
 )
 
 

@@ -31,7 +31,7 @@ def exchanges(fleet):
     yield ended(b, status=502, outcome="upstream_error", model="m"), b
     tried = [(a, "connect_failure"), (b, "503")]
     yield ended(b, failed_attempts=tried, attempts=3, queued_secs=0.3, connect_secs=0.1), b
-    usage = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 4}}'
+    usage = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 4, "cached_tokens": 2}}'
     yield ended(a, last_chunk=usage), a
     yield refused(), None
     for secs in (0.1, 30.0):
@@ -46,6 +46,7 @@ def shown(meters, recent):
             cell.ends, cell.total.counts, cell.first.counts, cell.between.counts,
             round(cell.total.sum, 6), round(cell.first.sum, 6),
             cell.bytes_in, cell.bytes_out, cell.chunks, dict(cell.tokens),
+            cell.cached_tokens, cell.prompt_tokens,
         )
         for (route, worker), cell in meters.series.items()
     }  # fmt: skip
@@ -58,7 +59,7 @@ def shown(meters, recent):
     slots = {names[worker]: slot.requests for worker, slot in recent.sums.items()}
     so_far = recent.current_second()
     second = (so_far.requests, so_far.errors, so_far.firsts)
-    return cells, phases, tries, meters.retries, slots, second, len(recent.ends())
+    return cells, phases, tries, meters.retries, slots, second, recent.ends()
 
 
 def overhead_aside(shown):

@@ -9,8 +9,10 @@ from collections.abc import Iterable
 from typing import Final, get_args
 
 from omni_proxy.admin_api.worker_requests import (
+    MAX_COUNT,
     MAX_PORT,
     MAX_RANKS,
+    MAX_WEIGHT,
     ROLE_KEYS,
     SMG_PATCH,
     SMG_PREFIXES,
@@ -110,6 +112,7 @@ def _worker() -> Schema:
         health=ANY,
         draining=OBJECT_OR_NULL,
         paused=OBJECT_OR_NULL,
+        disabled_by={"anyOf": [shape(by=TEXT_OR_NULL, at=TEXT_OR_NULL), {"type": "null"}]},
         prefix_cache=OBJECT_OR_NULL,
         cost=NUMBER,
         labels=OBJECT,
@@ -185,6 +188,10 @@ _SPEC: Final[dict[str, Schema]] = {
     "bootstrap_port": {"type": ["integer", "null"], "minimum": 1, "maximum": MAX_PORT},
     "connection_mode": _HTTP,
     "url": TEXT,
+}
+_BALANCE: Final[dict[str, Schema]] = {
+    "weight": {"type": "integer", "minimum": 1, "maximum": MAX_WEIGHT},
+    "max_inflight": {**COUNT, "maximum": MAX_COUNT},
 }
 _SOME: Final[Schema] = {"type": "array", "minItems": 1}
 _BEGINNINGS: Final = {"patternProperties": {f"^({'|'.join(SMG_PREFIXES)})": ANY}}
@@ -278,6 +285,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "NewWorker": {
         **body(
             **_SPEC,
+            **_BALANCE,
             worker_url=TEXT,
             ranks=or_auto({"type": "integer", "minimum": 1, "maximum": MAX_RANKS}),
             loras=or_auto(listed({"type": "string", "minLength": 1})),
@@ -287,7 +295,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
         **_BEGINNINGS,
     },
     "Switches": {
-        **body(1, **_SPEC, disabled=FLAG, is_dead=FLAG),
+        **body(1, **_SPEC, **_BALANCE, disabled=FLAG, is_dead=FLAG),
         **_BEGINNINGS,
         "description": "A `url` must be the worker's own.",
     },

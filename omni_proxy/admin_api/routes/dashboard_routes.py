@@ -16,6 +16,7 @@ import base64
 import hashlib
 import re
 from abc import abstractmethod
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from types import TracebackType
@@ -25,6 +26,8 @@ import trio
 from quart import Quart, Response, request
 from quart.wrappers.response import ResponseBody
 
+from omni_proxy.admin_api.access import KeyCheck
+from omni_proxy.admin_api.roles import ALL
 from omni_proxy.admin_api.serializers.feed_snapshot import Snapshots
 from omni_proxy.admin_api.services import Services
 from omni_proxy.wire.errors import HttpError
@@ -128,8 +131,15 @@ class Body(ResponseBody):
 
 
 class _Events(Body):
-    def __init__(self, stream_slots: Places, services: Services, snapshots: Snapshots) -> None:
+    def __init__(
+        self,
+        stream_slots: Places,
+        services: Services,
+        snapshots: Snapshots,
+        reader: Mapping[str, object],
+    ) -> None:
         super().__init__(stream_slots)
+        self._reader = reader
         self._services = services
         self._snapshots = snapshots
         self._seen = 0  # the newest second that was sent to this reader
@@ -142,13 +152,14 @@ class _Events(Body):
             if self._services.data_plane.draining:
                 raise StopAsyncIteration
         self._due = trio.current_time() + PERIOD_SECS
-        snapshot, self._seen = self._snapshots.with_history(self._seen)
+        snapshot, self._seen = self._snapshots.with_history(self._seen, self._reader)
         return b"%bdata: %b\n\n" % (RETRY if begins else b"", snapshot)
 
 
 class FeedRoutes:
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, keys: KeyCheck) -> None:
         self._services = services
+        self._keys = keys
         self._snapshots = Snapshots(services)
         self._places = Places(READERS, "too_many_readers")
 
@@ -156,11 +167,15 @@ class FeedRoutes:
         app.add_url_rule("/feed", "feed", self.feed)
 
     async def feed(self) -> Response:
+        holder = self._keys.holder()
+        # Without a key: that of a proxy that asks for none.
+        role = holder.role if holder is not None else ALL
+        reader = {"reader": {"name": holder.name if holder is not None else None, "role": role}}
         if request.args.get("once", "").lower() in ("true", "1", "yes"):
-            return Response(self._snapshots.now(), content_type="application/json")
+            return Response(self._snapshots.now(reader), content_type="application/json")
         self._places.refuse_past_bound()
         response = Response(b"", content_type="text/event-stream")
         response.headers.remove("Content-Length")
         response.headers["Cache-Control"] = "no-store"
-        response.response = _Events(self._places, self._services, self._snapshots)
+        response.response = _Events(self._places, self._services, self._snapshots, reader)
         return response

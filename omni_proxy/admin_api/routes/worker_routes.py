@@ -30,6 +30,7 @@ from omni_proxy.admin_api.fleet_changes import (
     with_gateway_code,
 )
 from omni_proxy.admin_api.responses import bad_request, etag, json_object, json_response
+from omni_proxy.admin_api.routes.broadcast_routes import caller
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import (
@@ -39,7 +40,14 @@ from omni_proxy.admin_api.worker_requests import (
     parse_patch,
     parse_put,
 )
-from omni_proxy.config.overlay import SavedState, WorkerSpec, with_override, with_pending_delete
+from omni_proxy.config.overlay import (
+    DisabledBy,
+    SavedState,
+    WorkerSpec,
+    with_disabled_by,
+    with_override,
+    with_pending_delete,
+)
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.worker_drain import DRAINED, DRAINING, WorkerDrain
@@ -91,8 +99,11 @@ class DrainRoutes:
         return await self._begin(worker, self._secs(request.args.get("timeout_secs")), remove=True)
 
     async def _begin(self, worker: Worker, secs: float, *, remove: bool) -> WorkerDrain:
+        record = who_disables()
+
         def edit(state: SavedState, _: Config) -> SavedState:
             self._changes.find(worker.url)
+            state = with_disabled_by(state, worker.url, record)
             if remove:
                 return with_pending_delete(state, worker.url)
             return with_override(state, worker.url, disabled=True)
@@ -111,6 +122,11 @@ class DrainRoutes:
         if isinstance(value, bool) or not isfinite(secs) or not 0 <= secs <= LONGEST_SECS:
             raise bad_request("timeout_secs must be a number of seconds, 0 for no deadline")
         return secs
+
+
+def who_disables() -> DisabledBy:
+    """Of the current request."""
+    return DisabledBy(by=caller(), at=datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def asked_to_drain() -> bool:
@@ -266,8 +282,12 @@ class WorkerRoutes:
         return self._services.dialect == "sglang" and "wait" not in preferences
 
     def _switching(self, worker: Worker, switches: Mapping[str, object]) -> Edit:
+        record = who_disables()
+
         def edit(state: SavedState, _: Config) -> SavedState:
             self._changes.find(worker.url)
+            if switches.get("disabled"):
+                state = with_disabled_by(state, worker.url, record)
             return with_override(state, worker.url, **switches) if switches else state
 
         return edit

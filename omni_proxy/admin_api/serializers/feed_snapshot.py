@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Final
 
 import trio
 
 from omni_proxy import __version__
 from omni_proxy.admin_api.serializers.key_records import key_records
 from omni_proxy.admin_api.serializers.readiness import unready
-from omni_proxy.admin_api.serializers.worker_records import Why, reasons
+from omni_proxy.admin_api.serializers.worker_records import Why, disabled_by_record, reasons
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker, shown_adapters
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
-from omni_proxy.telemetry.recent_window import FinishedExchange, Point
+from omni_proxy.telemetry.recent_window import FinishedExchange, Point, RequestSteps
 from omni_proxy.wire.errors import to_json
 
 FRESH_SECS = 0.5
+_NO_READER: Final[Mapping[str, object]] = {}
 
 
 class Snapshots:
@@ -31,15 +34,21 @@ class Snapshots:
         self._made_at = float("-inf")
         self._made = b""
 
-    def now(self) -> bytes:
+    def now(self, reader: Mapping[str, object] = _NO_READER) -> bytes:
         """One JSON object, made at this moment, with all the history there is."""
         self._made_at = float("-inf")
-        return self.with_history(0)[0]
+        return self.with_history(0, reader)[0]
 
-    def with_history(self, after: int) -> tuple[bytes, int]:
-        """One JSON object with the points after that second of Unix time; the newest of them."""
+    def with_history(
+        self, after: int, reader: Mapping[str, object] = _NO_READER
+    ) -> tuple[bytes, int]:
+        """One JSON object with the points after that second of Unix time; the newest of them.
+
+        `reader`: keys of this reader alone.
+        """
         points = list(self._services.instruments.recent.since(after))
-        head = b'{"history":' + to_json([_point(point) for point in points]) + b","
+        own = {**reader, "history": [_point(point) for point in points]}
+        head = to_json(own)[:-1] + b","
         return head + self._whole()[1:], points[-1].at if points else after
 
     def _whole(self) -> bytes:
@@ -54,7 +63,8 @@ class Snapshots:
         leaving = plane.draining or services.leaving()
         reason = unready(services)
         pauses = services.weight_operations.journal.pauses()
-        reason_of = reasons(services, pauses)
+        disabled_by = config_store.state.disabled_by
+        reason_of = reasons(services, pauses, disabled_by)
         launch = services.launcher.status() if services.launcher else []
         launches = {row["url"]: row for row in launch}
         loop_lag_ms = round(instruments.ticker.worst_secs * 1000, 2)
@@ -81,6 +91,7 @@ class Snapshots:
                 {
                     **self._row(worker, now, reason_of),
                     "launch": launches.get(worker.url),
+                    "disabled_by": disabled_by_record(worker, disabled_by),
                     "paused": pauses[worker.url].to_dict() if worker.url in pauses else None,
                 }
                 for worker in services.fleet.workers
@@ -159,12 +170,13 @@ def _ends(ends: list[FinishedExchange], offset: float) -> list[dict[str, object]
     """`offset`: what makes Unix time of the event loop's clock."""
     return [
         {
+            **{name: value for name, value in _steps_of(end.steps).items() if value},
             "at": _iso(end.at + offset),
             "route": end.route,
             "model": end.model,
             "target_model": end.target_model,
             "worker": end.worker or None,
-            "prefill": end.prefill or None,
+            "prefill": end.steps.prefill or None,
             "status": end.status,
             "end": end.end,
             "ended_by": end.ended_by,
@@ -177,6 +189,33 @@ def _ends(ends: list[FinishedExchange], offset: float) -> list[dict[str, object]
         }
         for end in ends
     ]
+
+
+def _steps_of(steps: RequestSteps) -> dict[str, object]:
+    """What a request went through, each where it is known."""
+    return {
+        "tried": [{"worker": worker, "outcome": outcome} for worker, outcome in steps.tried],
+        "queue_ms": _ms(steps.queued_secs),
+        "sent_ms": _ms(steps.sent_secs),
+        "head_ms": _ms(steps.head_secs),
+        "longest_gap_ms": _ms(steps.longest_gap),
+        "prefill_ms": _ms(steps.prefill_secs),
+        "fallback": steps.fallback,
+        "policy": steps.policy,
+        "key": steps.caller,
+        "client": steps.client,
+        "trace_id": steps.trace_id,
+        "stream": steps.stream,
+        "bytes_in": steps.bytes_in,
+        "bytes_out": steps.bytes_out,
+        "chunks": steps.chunks,
+        "rank": steps.rank,
+        "weight_version": steps.weight_version,
+    }
+
+
+def _ms(secs: float | None) -> float | None:
+    return round(secs * 1000, 1) if secs else None
 
 
 def _iso(at: float) -> str:

@@ -10,10 +10,12 @@ an operator has to act on first, with the command that ends it if there is one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from omni_proxy.admin_api.serializers.readiness import HOW_TO_CONTINUE
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
+from omni_proxy.config.state import DisabledBy
 from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import (
@@ -26,13 +28,18 @@ from omni_proxy.weight_sync.protocol.journal import PauseRecord
 
 RESOLVE = "`omni-proxy weights resolve` brings it back once its weights are verified"
 Why = Callable[[Worker], str | None]
+_NOBODY: Final[Mapping[str, DisabledBy]] = {}
 UNUSED_CACHE_TOKENS = 4096  # predicted, and none of them reported
 
 
-def reasons(services: Services, pauses: Mapping[str, PauseRecord]) -> Why:
+def reasons(
+    services: Services,
+    pauses: Mapping[str, PauseRecord],
+    disabled_by: Mapping[str, DisabledBy] = _NOBODY,
+) -> Why:
     """A function of the current reasons, to call for each worker.
 
-    `pauses`: from the state journal, reduced to what the caller may see.
+    `pauses`, `disabled_by`: reduced to what the caller may see.
     """
     launch = services.launcher.status() if services.launcher else []
     launches = {str(launch_row["url"]): launch_row for launch_row in launch}
@@ -43,7 +50,7 @@ def reasons(services: Services, pauses: Mapping[str, PauseRecord]) -> Why:
         launch_row = launches.get(worker.url)
         return (
             _declared_dead(worker)
-            or _disabled(worker, services.drains.secs_left)
+            or _disabled(worker, services.drains.secs_left, disabled_by)
             or (
                 launch_row is not None
                 and LAUNCH_CORDON in worker.cordon_reasons
@@ -61,12 +68,17 @@ def _declared_dead(worker: Worker) -> str:
     return "dead: declared so by an operator" if worker.health.declared_dead else ""
 
 
-def _disabled(worker: Worker, secs_left: Callable[[Worker], float | None]) -> str:
+def _disabled(
+    worker: Worker,
+    secs_left: Callable[[Worker], float | None],
+    disabled_by: Mapping[str, DisabledBy],
+) -> str:
     state = worker.health.state
     if not worker.disabled or state in (Health.DEAD, Health.UNHEALTHY):
         return ""
     if not worker.in_flight:
-        return "disabled by an operator"
+        record = disabled_by.get(worker.url)
+        return f"disabled by {record.by if record and record.by else 'an operator'}"
     secs = secs_left(worker)
     until = f", {secs:.0f} s left" if secs else ""
     return f"draining: {worker.in_flight} in flight{until}"
@@ -101,6 +113,7 @@ def _cordoned(
 
 
 Pauses = Callable[[], Mapping[str, PauseRecord]]  # by worker URL
+Disablers = Callable[[], Mapping[str, DisabledBy]]  # the same
 GATEWAY_STATUS = {
     Health.UNKNOWN: "pending",
     Health.HEALTHY: "ready",
@@ -134,6 +147,14 @@ def prefix_cache_record(counts: tuple[int, int] | None) -> dict[str, object] | N
         "reported_tokens": reported,
         "note": "it always reports 0 cached tokens: is its prefix cache on?" if unused else None,
     }
+
+
+def disabled_by_record(
+    worker: Worker, records: Mapping[str, DisabledBy]
+) -> dict[str, str | None] | None:
+    """Who disabled or drained it, and when; None if it is not, or if the file has it so."""
+    record = records.get(worker.url) if worker.disabled else None
+    return {"by": record.by or None, "at": record.at or None} if record is not None else None
 
 
 def worker_record(worker: Worker) -> dict[str, object]:
@@ -208,8 +229,10 @@ class WorkerRecords:
         notes: WorkerNotes,
         reasons: Callable[[], Why],
         pauses: Pauses,
+        disabled_by: Disablers,
     ) -> None:
         self._fleet = services.fleet
+        self._disabled_by = disabled_by
         self._drains = services.drains
         self._data_plane = services.data_plane
         self._metrics = services.instruments.metrics
@@ -240,6 +263,7 @@ class WorkerRecords:
             "id": self._notes.public_id(worker),
             "why": reason(worker),
             "paused": pause.to_dict() if pause is not None else None,
+            "disabled_by": disabled_by_record(worker, self._disabled_by()),
             "draining": self._drains.get_record(worker),
             "model_id": worker.model,
             "worker_type": worker.role,

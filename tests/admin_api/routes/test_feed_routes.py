@@ -72,6 +72,32 @@ async def test_a_silent_worker_with_requests_is_reported(api):
     assert b["silent_secs"] is None
 
 
+async def test_a_reader_is_told_its_own_role_and_the_others_theirs():
+    api = build_api(entry(A), key="k")
+    key = {"Authorization": "Bearer k"}
+    told = await (await api.client().get("/feed?once=true", headers=key)).get_json()
+    assert told["reader"] == {"name": "api_key", "role": "all"}
+    open_to_all = await snapshot(build_api(entry(A)))
+    assert open_to_all["reader"] == {"name": None, "role": "all"}
+
+
+async def test_the_steps_of_a_request_are_told_where_they_are_known(api):
+    a, b = api.worker(A), api.worker(B)
+    failed = [(b, "connect_failure")]
+    exchange = ended(
+        a, failed_attempts=failed, attempts=2, queued_secs=0.3, policy="random", client="10.0.0.9"
+    )
+    api.instruments.metrics.record(exchange, a)
+    api.instruments.metrics.record(ended(a), a)
+    plain, retried = sorted((await snapshot(api))["recent_ends"], key=lambda end: end["attempts"])
+    assert [each["outcome"] for each in retried["tried"]] == ["connect_failure", "200"]
+    assert [each["worker"] for each in retried["tried"]] == [B, A]
+    assert retried["queue_ms"] == pytest.approx(300)
+    assert (retried["policy"], retried["client"], retried["chunks"]) == ("random", "10.0.0.9", 10)
+    assert (retried["head_ms"], retried["longest_gap_ms"]) == (pytest.approx(100), 400)
+    assert plain.keys().isdisjoint(("tried", "queue_ms", "trace_id", "key"))
+
+
 async def test_nothing_of_it_is_shown_without_the_key():
     api = build_api(entry(A), key="k")
     for path in ("/feed", "/feed?once=true", "/metrics"):

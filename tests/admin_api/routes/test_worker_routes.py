@@ -282,6 +282,49 @@ async def test_switches_take_effect_and_health_stays(api):
     assert api.prober.probed == []
 
 
+async def test_weight_and_bound_are_set_with_a_new_worker_and_later(api):
+    added = {"url": C, "weight": 3, "max_inflight": 8}
+    _, body, _ = await call(api, "POST", "/workers", added)
+    assert (body["worker"]["weight"], body["worker"]["max_inflight"]) == (3, 8)
+    _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"weight": 2, "max_inflight": 4})
+    assert (body["worker"]["weight"], body["worker"]["max_inflight"]) == (2, 4)
+    _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"max_inflight": 0})
+    assert (body["worker"]["weight"], body["worker"]["max_inflight"]) == (2, 0)
+    for bad in ({"weight": 0}, {"weight": True}, {"max_inflight": -1}, {"max_inflight": None}):
+        status, said = await message(api, "PUT", f"/workers/{ID_A}", bad)
+        assert (status, "must be a whole number" in said) == (400, True)
+
+
+async def test_who_disabled_a_worker_is_kept_until_it_is_enabled(api):
+    api.healthy(A, B)
+    first = {"User-Agent": "operator-3"}
+    _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"disabled": True}, **first)
+    record = body["worker"]
+    assert record["disabled_by"]["by"] == "operator-3"
+    assert record["disabled_by"]["at"]
+    assert record["why"] == "disabled by operator-3"
+    _, body, _ = await call(api, "POST", f"/workers/{ID_A}/drain", {}, **{"User-Agent": "other"})
+    assert body["worker"]["disabled_by"]["by"] == "operator-3"
+    _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"disabled": False})
+    assert body["worker"]["disabled_by"] is None
+    assert api.config_store.state.disabled_by == {}
+    await call(api, "POST", f"/workers/{ID_A}/drain", {}, **first)
+    assert api.config_store.state.disabled_by[A].by == "operator-3"
+    await call(api, "DELETE", f"/workers/{ID_A}")
+    assert api.config_store.state.disabled_by == {}
+
+
+async def test_only_with_the_key_it_is_said_who_disabled_a_worker():
+    api = build_api(entry(A), key="k")
+    api.healthy(A)
+    key = {"Authorization": "Bearer k", "User-Agent": "operator-3"}
+    await call(api, "PUT", f"/workers/{ID_A}", {"disabled": True}, **key)
+    for headers, who in ((key, "operator-3"), ({}, None)):
+        _, record, _ = await call(api, "GET", f"/workers/{ID_A}", **headers)
+        assert record["disabled_by"]["by"] == who
+        assert record["why"] == f"disabled by {who or 'an operator'}"
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
