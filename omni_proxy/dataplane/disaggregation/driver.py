@@ -181,6 +181,7 @@ class TwoLegDriver:
         if sent.decode is None:
             if sent.error is not None:
                 raise sent.error
+            await self._requests.read(self._io)
             return await self._after_prefill(legs, leg)
         head = self._requests.decode_head(legs.connector, is_read=False)
         return await self._answer(head, leg if legs.connector != "nixl" else None, sent.decode)
@@ -215,9 +216,9 @@ class TwoLegDriver:
         await wait_for(self._io, leg)
         if leg.failure is not None:
             raise leg.failure
-        edits = take_params(legs, leg)
+        params = take_params(legs, leg)
         self._check_versions()
-        return await self._decode(edits, None)
+        return await self._decode(nixl.decode_edits(params), None)
 
     async def _by_mooncake(self, legs: TwoLegs, body: JsonText, prefill: Worker) -> ResponseStart:
         assert legs.prefill is not None
@@ -440,13 +441,13 @@ class TwoLegDriver:
             self._leg = None
 
 
-def take_params(legs: TwoLegs, leg: PrefillLeg) -> Edits:
-    """NIXL's changes for the decode engine, of prefill's whole answer."""
+def take_params(legs: TwoLegs, leg: PrefillLeg) -> bytes | None:
+    """What NIXL's decode engine gets of prefill's whole answer; None for nothing."""
     params = nixl.read_params(leg.kept)
     if params is None:
         legs.fallback = "no_params"
     leg.kept = b""
-    return nixl.decode_edits(params)
+    return params
 
 
 def free_late_leg(rid: str, leg: PrefillLeg) -> None:

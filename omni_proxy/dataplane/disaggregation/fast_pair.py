@@ -12,6 +12,7 @@ Contract: as for `exchange.fast_path`; a leg that has begun is never sent again 
 from __future__ import annotations
 
 from functools import partial
+from typing import Final, TypeAlias
 
 from omni_proxy.dataplane.disaggregation.driver import (
     SentPair,
@@ -19,10 +20,7 @@ from omni_proxy.dataplane.disaggregation.driver import (
     respond_in_two_legs,
     take_params,
 )
-from omni_proxy.dataplane.disaggregation.leg_requests import (
-    lines_for_engines,
-    without_encoding,
-)
+from omni_proxy.dataplane.disaggregation.leg_requests import EngineLines
 from omni_proxy.dataplane.disaggregation.prefill_leg import (
     Interrupt,
     PrefillLeg,
@@ -40,10 +38,17 @@ from omni_proxy.dataplane.tracing.request_trace import trace_parts
 from omni_proxy.dataplane.upstream.attempt import encode_request, length_lines, start_waiting
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.body_fields import BodyFields, decode_body
 from omni_proxy.routing.inspect.json_splice import JsonText
 from omni_proxy.routing.kv_transfer import nixl
-from omni_proxy.routing.kv_transfer.mooncake import bootstrap_address, mooncake_legs
-from omni_proxy.routing.kv_transfer.sglang import plain_chat, sglang_legs
+from omni_proxy.routing.kv_transfer.mooncake import bootstrap_address, transfer_params
+from omni_proxy.routing.kv_transfer.plain_chat import (
+    chat_with_params,
+    decode_chat,
+    one_token_chat,
+    sglang_chat,
+)
+from omni_proxy.routing.kv_transfer.sglang import sglang_legs
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
 
@@ -55,10 +60,17 @@ def fast_path_for(io: ExchangeIO, cached: CachedRequest) -> FastPath:
     return FastPairPath(io, cached) if in_legs else FastPath(io, cached)
 
 
+_BLANK: Final = b"\r\n\r\n"
+_Bodies: TypeAlias = tuple[bytes, bytes | None]
+
+
 class FastPairPath(FastPath):
     """`loop` as for `Interruptible`."""
 
-    __slots__ = ("_json", "_leg", "_lines", "_path", "_spare_leg", "_transfer_due", "loop")
+    __slots__ = (
+        "_engine_lines", "_json", "_leg", "_lines", "_path", "_random_below", "_spare_leg",
+        "_transfer_due", "loop",
+    )  # fmt: skip
 
     def __init__(self, io: ExchangeIO, cached: CachedRequest) -> None:
         super().__init__(io, cached)
@@ -67,6 +79,8 @@ class FastPairPath(FastPath):
         self._path = cached.head.log_words[2]
         self._json: JsonText | None = None  # the client's body, if it was read
         self._lines = b""  # of its head
+        self._engine_lines: EngineLines | None = None  # made for the first pair of vLLM's
+        self._random_below = io.services.random_below
         self._transfer_due = 0.0
         self._spare_leg: PrefillLeg | None = None  # of the last request, to be used again
 
@@ -120,64 +134,82 @@ class FastPairPath(FastPath):
             return False
         if exchange.trace is not None:
             trace_parts(exchange.trace, lines, self.cached.trace_index, worker, self.loop.now)
+        self._json = None  # not that of the last request
         try:
-            bodies = self._bodies(legs, prefill, body)
+            bodies = (
+                self._sglang_bodies(legs, prefill, body)
+                if legs.connector == "sglang"
+                else self._vllm_bodies(legs, prefill, body, need.body_fields)
+            )
         except HttpError:
             return False
         if bodies is None or not io.services.inflight.try_to_hold(exchange, 2 * len(body)):
             return False
-        text = b"".join(lines)
-        if legs.connector != "sglang":
-            text = lines_for_engines(legs.connector, text, exchange.request_id)
-        self._lines = text
+        if legs.connector == "sglang":
+            self._lines = text = b"".join(lines)
+        else:
+            text = self._vllm_lines(lines, exchange.request_id, is_read=waits)
         for_prefill, for_decode = bodies
-        self._send_prefill(legs, prefill_pool, for_prefill)
+        self._send_prefill(legs, prefill_pool, text, for_prefill)
         if for_decode is None:
             io.set_timeout("prefill", io.settings.limits.total)
             self.waiting_on = self._leg
             return True
         return self._send_decode(exchange, pool, for_decode)
 
-    def _bodies(
-        self, legs: TwoLegs, prefill: Worker, body: bytes
-    ) -> tuple[bytes, bytes | None] | None:
-        """Of both legs; decode's is None while it waits for prefill. None: the driver knows. Raises
-        HttpError 400."""
-        services, port = self._io.services, prefill.bootstrap_port
-        random_below = services.random_below
-        if legs.connector == "sglang":
-            plain = plain_chat(self._path, body, prefill.url, port, random_below)
-            if plain is not None:
-                self._json, (legs.rid, both) = None, plain  # not that of the last request
-                return both, both
-        self._json = json = JsonText(body, is_checked=True)  # its fields were read
-        if legs.connector == "sglang":
-            made = sglang_legs(self._path, json, prefill.url, port, random_below)
-            if made.client_rid or made.merges_logprobs:
-                return None
-            legs.rid = made.rid
-            both = json.splice(made.prefill, made.text)
-            return both, both
-        if legs.connector == "nixl":
-            return json.splice(nixl.prefill_edits(self._path, json)), None
-        engine_id = services.engine_ids.find(prefill)
-        if engine_id is None:
-            return None
-        address = bootstrap_address(prefill.url, prefill.bootstrap_port or 0)
-        edits = mooncake_legs(self._path, json, address, engine_id, services.random_below)
-        return json.splice(edits.prefill), json.splice(edits.decode)
+    def _vllm_lines(self, parts: list[bytes], request_id: bytes, *, is_read: bool) -> bytes:
+        """For the prefill leg; decode's are kept."""
+        made = self._engine_lines
+        if made is None:
+            made = self._engine_lines = EngineLines(self.cached.template)
+        self._lines = lines = made.with_id(parts, request_id)
+        return made.of_read(parts, lines) if is_read else lines
 
-    def _send_prefill(self, legs: TwoLegs, pool: UpstreamPool, body: bytes) -> None:
+    def _sglang_bodies(self, legs: TwoLegs, prefill: Worker, body: bytes) -> _Bodies | None:
+        """Of both legs, None where the driver knows. Raises HttpError 400."""
+        path, port, random_below = self._path, prefill.bootstrap_port, self._random_below
+        plain = sglang_chat(path, body, prefill.url, port, random_below)
+        if plain is not None:
+            legs.rid, both = plain
+            return both, both
+        self._json = json = JsonText(body, is_checked=True)  # its fields were read
+        made = sglang_legs(path, json, prefill.url, port, random_below)
+        if made.client_rid or made.merges_logprobs:
+            return None
+        legs.rid = made.rid
+        both = json.splice(made.prefill, made.text)
+        return both, both
+
+    def _vllm_bodies(
+        self, legs: TwoLegs, prefill: Worker, body: bytes, fields: BodyFields | None
+    ) -> _Bodies | None:
+        """The same; decode's is None while it waits for prefill."""
+        params, own_params = nixl.REMOTE_DECODE, None
+        if legs.connector == "mooncake":
+            engine_id = self._io.services.engine_ids.find(prefill)
+            if engine_id is None:
+                return None
+            address = bootstrap_address(prefill.url, prefill.bootstrap_port or 0)
+            params, own_params = transfer_params(address, engine_id, self._random_below)
+        plain = one_token_chat(self._path, body, fields, params)
+        if plain is not None:
+            return plain, None if own_params is None else chat_with_params(body, own_params)
+        cached = self.cached
+        if cached.decode is decode_body:
+            cached.decode = decode_chat  # for the next request
+        self._json = json = JsonText(body, is_checked=True)
+        made = json.splice(nixl.prefill_edits(self._path, json, params))
+        return made, None if own_params is None else json.splice(nixl.decode_edits(own_params))
+
+    def _send_prefill(self, legs: TwoLegs, pool: UpstreamPool, lines: bytes, body: bytes) -> None:
         """There is an idle connection."""
-        io, waits, lines = self._io, legs.connector == "nixl", self._lines
+        io, waits = self._io, legs.connector == "nixl"
         leg, self._spare_leg = self._spare_leg, None
         if leg is None:
             leg = PrefillLeg(io, legs, self, keeps=waits)
         else:
             leg.renew(io, legs, self, keeps=waits)
-        if waits:
-            lines = without_encoding(lines)
-        else:
+        if not waits:
             leg.connections, leg.on_end = "idle", self._leg_ended
         self._leg, self._transfer_due = leg, 0.0
         leg.send_directly(pool, self.cached.head, lines, body)
@@ -194,13 +226,16 @@ class FastPairPath(FastPath):
     def _send_after_prefill(self, leg: PrefillLeg) -> bool:
         """NIXL: decode's leg, with what prefill answered; False where the driver has to send it."""
         exchange, json = self._io.exchange, self._json
-        if exchange is None or json is None or exchange.legs is None or exchange.worker is None:
+        if exchange is None or exchange.legs is None or exchange.worker is None:
             return False
         pool = self._io.services.pools.of(exchange.worker)
         if not pool.idle or self._has_new_weights(exchange, leg):
             return False
-        # A key that is there twice was refused when the body was changed for prefill.
-        body = json.splice(take_params(exchange.legs, leg))
+        params = take_params(exchange.legs, leg)
+        if json is None:
+            body = chat_with_params(self._request.partition(_BLANK)[2], params)
+        else:  # a key that is there twice was refused when the body was changed for prefill
+            body = json.splice(nixl.decode_edits(params))
         return self._send_decode(exchange, pool, body)
 
     def _send_decode(self, exchange: Exchange, pool: UpstreamPool, body: bytes) -> bool:

@@ -21,8 +21,9 @@ from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, JsonMember, wa
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.rank_pinning import BODY_KEY, BODY_ONLY_PATHS, OLD_BODY_KEY
 from omni_proxy.wire.forwarded import field_value
-from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_field, drop_fields
+from omni_proxy.wire.request import RANK_HINT, HeadTemplate, RequestHead, drop_field, drop_fields
 
+_ID: Final = b"x-request-id"
 _ENCODING: Final = b"accept-encoding"  # an answer that is read must be plain
 PREFILL_RANK: Final = "disagg_prefill_dp_rank"  # for SGLang's decode engine
 
@@ -127,14 +128,53 @@ def with_prefill_rank(edits: Edits, rank: DpRank | None) -> Edits:
 
 def lines_for_engines(connector: str, lines: bytes, request_id: bytes) -> bytes:
     """vLLM's engines get one request id on both legs: the client's, or else ours."""
-    if connector == "sglang" or field_value(lines, b"x-request-id"):
+    if connector == "sglang" or field_value(lines, _ID):
         return lines
-    return b"%bx-request-id: %b\r\n" % (lines, request_id)
+    return lines + _id_line(request_id)
+
+
+def _id_line(request_id: bytes) -> bytes:
+    return b"x-request-id: %b\r\n" % request_id
 
 
 def without_encoding(lines: bytes) -> bytes:
     """Of a request whose answer is read."""
     return drop_field(lines, _ENCODING)
+
+
+class EngineLines:
+    """As `lines_for_engines` and `without_encoding`, of heads with one template. Its methods change
+    `parts`, those of one head, and are called in this order."""
+
+    __slots__ = ("_changes", "_has_id")
+
+    def __init__(self, template: HeadTemplate) -> None:
+        texts = [template.first, *(after for *_, after in template.steps if after is not None)]
+        self._has_id = bool(field_value(b"-".join(texts), _ID))  # a value that varies is not empty
+        ends = [text.lower().rpartition(b"\r\n")[2] for text in texts[:-1]]
+        varies = any(end.startswith(_ENCODING + b":") for end in ends)
+        # The parts that are others without the field; None where that is not known.
+        self._changes: list[tuple[int, bytes]] | None = None if varies else [
+            (2 * number, changed)
+            for number, text in enumerate(texts)
+            if (changed := without_encoding(text)) != text
+        ]  # fmt: skip
+
+    def with_id(self, parts: list[bytes], request_id: bytes) -> bytes:
+        """The lines for both legs."""
+        if not self._has_id:
+            parts.append(_id_line(request_id))
+        return b"".join(parts)
+
+    def of_read(self, parts: list[bytes], lines: bytes) -> bytes:
+        """`lines` of `parts`, where the answer is read."""
+        if self._changes is None:
+            return without_encoding(lines)
+        if not self._changes:
+            return lines
+        for at, changed in self._changes:
+            parts[at] = changed
+        return b"".join(parts)
 
 
 async def _read_json(io: ExchangeIO, body: bytes) -> JsonText:

@@ -21,7 +21,7 @@ ABSENT: Final = msgspec.Raw()
 NULL: Final = msgspec.Raw(b"null")
 MAX_REQUEST_ID_CHARS: Final = 256  # a longer one is not used
 MAX_RIDS = 10_000
-_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # What Python's reader takes beside JSON, and valid JSON of the same standing: an array can stand
 # nowhere but where these can, neither behind a backslash nor beside other characters of a number.
 _CONSTANTS: Final = (
@@ -101,7 +101,7 @@ def decode_body(body: bytes) -> BodyFields:
     """Raises HttpError 400."""
     try:
         payload = _decode(body)
-    except _MALFORMED:
+    except MALFORMED:
         return _decode_oddly(body)
     if not body.isascii():  # what was skipped was not looked at
         try:
@@ -121,7 +121,7 @@ def _decode_oddly(body: bytes) -> BodyFields:
         plain = plain.replace(constant, array)
     try:
         texts = _decode_pieces(plain)
-    except _MALFORMED:
+    except MALFORMED:
         raise _no_object(plain) from None
     spelled = {name: getattr(texts, name) for name in _FIELDS if name not in _TYPED}
     kind = BodyFields if plain is text else NonStandardBodyFields
@@ -134,7 +134,7 @@ def _decode_oddly(body: bytes) -> BodyFields:
 def _no_object(body: bytes) -> HttpError:
     try:
         _skip(body)
-    except _MALFORMED:
+    except MALFORMED:
         return invalid_json()
     return HttpError(400, "JSON request body must be an object", "invalid_json")
 
@@ -176,7 +176,7 @@ def read_value(raw: msgspec.Raw) -> Any:
     """None if it can't be read, for example because it is nested too deeply."""
     try:
         return _decode_any(raw)
-    except _MALFORMED:
+    except MALFORMED:
         pass
     try:  # lone surrogates
         return json.loads(bytes(raw).decode("utf-8", "surrogatepass"))
@@ -228,7 +228,7 @@ def read_elements(raw: msgspec.Raw) -> list[msgspec.Raw]:
     """Of a list; none of anything else."""
     try:
         return _decode_list(raw) if is_list(raw) else []
-    except _MALFORMED:
+    except MALFORMED:
         return []
 
 
@@ -252,14 +252,14 @@ class ObjectListReader(Generic[Fields]):
             return
         try:
             match = self._all(raw)
-        except _MALFORMED:
+        except MALFORMED:
             for element in read_elements(raw):
                 if not starts_with(element, b"{"):
                     continue
                 if len(element) < self._least:
                     yield self._none
                     continue
-                with suppress(*_MALFORMED):  # nested as deeply as can just be skipped
+                with suppress(*MALFORMED):  # nested as deeply as can just be skipped
                     yield self._one(element)
         else:
             yield from match
@@ -271,7 +271,7 @@ def adapter_of_body(body: bytes) -> str:
         return ""
     try:
         return read_adapter(_decode_adapter(body).lora_path)
-    except _MALFORMED:
+    except MALFORMED:
         return ""
 
 

@@ -7,6 +7,7 @@ The decode engine is told the bootstrap server of the prefill engine and that en
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -20,6 +21,9 @@ from omni_proxy.routing.policies.policy import RandomBelow
 QUERY: Final = "/query"
 MAX_ENGINES: Final = 4096  # known at a time
 MAX_QUERY_BYTES: Final = 1024 * 1024
+# One less than there are: a bound of one bit more would throw every other draw away.
+_MOST_DRAWN: Final = 2**128 - 1
+_REMOTE_DECODE: Final = b'{"do_remote_decode":true,"do_remote_prefill":false,'
 
 
 class MooncakeLegs(msgspec.Struct, frozen=True):
@@ -34,23 +38,29 @@ def mooncake_legs(
 ) -> MooncakeLegs:
     """`address`: of the prefill engine's bootstrap server, with `http://`. Raises HttpError 400 for
     a key that is there twice."""
-    transfer_id = f"xfer-{_uuid(random_below(2**128))}"
-    prefill = {
-        "do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id,
-    }  # fmt: skip
-    decode = {
-        "do_remote_decode": False, "do_remote_prefill": True, "remote_bootstrap_addr": address,
-        "remote_engine_id": engine_id, "transfer_id": transfer_id,
-    }  # fmt: skip
-    edits = nixl.prefill_edits(path, body, msgspec.json.encode(prefill))
-    return MooncakeLegs(edits, nixl.decode_edits(msgspec.json.encode(decode)))
+    prefill, decode = transfer_params(address, engine_id, random_below)
+    return MooncakeLegs(nixl.prefill_edits(path, body, prefill), nixl.decode_edits(decode))
 
 
-def _uuid(number: int) -> str:
-    text = f"{number:032x}"
-    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+def transfer_params(address: str, engine_id: str, random_below: RandomBelow) -> tuple[bytes, bytes]:
+    """`kv_transfer_params` of the prefill and the decode leg; the arguments as above."""
+    uuid = b"%032x" % random_below(_MOST_DRAWN)
+    transfer_id = b'"transfer_id":"xfer-%b-%b-%b-%b-%b"}' % (
+        uuid[:8], uuid[8:12], uuid[12:16], uuid[16:20], uuid[20:],
+    )  # fmt: skip
+    return _REMOTE_DECODE + transfer_id, _remote_prefill(address, engine_id) + transfer_id
 
 
+@lru_cache(maxsize=MAX_ENGINES)
+def _remote_prefill(address: str, engine_id: str) -> bytes:
+    encode = msgspec.json.encode
+    return b"%b%b," % (
+        b'{"do_remote_decode":false,"do_remote_prefill":true,"remote_bootstrap_addr":',
+        b'%b,"remote_engine_id":%b' % (encode(address), encode(engine_id)),
+    )
+
+
+@lru_cache(maxsize=MAX_ENGINES)
 def bootstrap_address(url: str, port: int) -> str:
     return f"http://{bootstrap_host(url)}:{port}"
 

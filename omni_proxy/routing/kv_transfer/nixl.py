@@ -8,8 +8,12 @@ features.md 2.2, 2.7.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
+from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText
 from omni_proxy.wire.errors import HttpError
 
@@ -18,6 +22,13 @@ REMOTE_DECODE: Final = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
+
+
+class _Answer(msgspec.Struct, gc=False):
+    kv_transfer_params: msgspec.Raw = ABSENT
+
+
+_decode_answer: Callable[[bytes], _Answer] = msgspec.json.Decoder(_Answer).decode
 _OPTIONAL_LIMIT: Final = "max_completion_tokens"
 
 
@@ -46,7 +57,10 @@ def decode_edits(params: bytes | None) -> Edits:
 def read_params(answer: bytes) -> bytes | None:
     """The object in a prefill engine's whole answer."""
     try:
-        value = JsonText(answer.strip()).value(PARAMS)
-    except HttpError:
-        return None
+        value = bytes(_decode_answer(answer).kv_transfer_params)
+    except MALFORMED:
+        try:
+            value = JsonText(answer.strip()).value(PARAMS)
+        except HttpError:
+            return None
     return value if value.startswith(b"{") and value.strip() != b"{}" else None

@@ -16,21 +16,21 @@ from urllib.parse import urlsplit
 import msgspec
 
 from omni_proxy.routing.inspect.body_fields import is_list, is_truthy, read_elements, read_value
-from omni_proxy.routing.inspect.json_splice import ESCAPED_LETTER, Edits, JsonText
+from omni_proxy.routing.inspect.json_splice import Edits, JsonText
 from omni_proxy.routing.policies.policy import RandomBelow
 from omni_proxy.wire.errors import HttpError
 
 ROOMS: Final = 2**63  # rooms are 0 to ROOMS - 1
 RID_BITS: Final = 128
 RID_CHARS: Final = RID_BITS // 4
-_ROOM_BITS: Final = 63
+ROOM_BITS: Final = 63
 _ROOM_MASK: Final = ROOMS - 1
 # One less than there are: a bound of one bit more would throw every other draw away.
-_BOTH: Final = 2 ** (RID_BITS + _ROOM_BITS) - 1
+MOST_DRAWN: Final = 2 ** (RID_BITS + ROOM_BITS) - 1
 _KEYS: Final = b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%b,"rid":%b'
 # Keys whose list of prompts makes a batch, by path; a list of numbers is one prompt.
 _BATCH_KEYS: Final = {"/generate": ("input_ids", "text"), "/v1/completions": ("prompt",)}
-_CHAT: Final = "/v1/chat/completions"
+CHAT: Final = "/v1/chat/completions"
 _MAX_COUNT_CHARS: Final = 64
 MAX_CHOICES: Final = 16384  # of a chat; each makes the lists of both bodies longer
 
@@ -57,7 +57,7 @@ def batch_size(path: str, body: JsonText) -> int | None:
         prompts = read_elements(msgspec.Raw(text)) if text.startswith(b"[") else ()
         if prompts and (key == "text" or not _is_number(prompts[0])):
             return len(prompts)
-    text = body.value("n") if path == _CHAT else b""
+    text = body.value("n") if path == CHAT else b""
     choices = _count(read_value(msgspec.Raw(text))) if text else 1
     if choices <= 1:
         return None
@@ -80,34 +80,11 @@ def _is_number(raw: msgspec.Raw) -> bool:
     return memoryview(raw)[0] in b"-0123456789"
 
 
-def plain_chat(
-    path: str, body: bytes, prefill_url: str, port: int | None, random_below: RandomBelow
-) -> tuple[str, bytes] | None:
-    """`rid` and the body of both legs, of a chat whose text shows that it has no key that matters;
-    None for any other, which is for `sglang_legs`. `body`: known to be JSON."""
-    if (
-        path != _CHAT
-        or not body.startswith(b'{"')
-        or body.find(b'"n"') >= 0
-        or body.find(b'"rid"') >= 0
-        or body.find(b'"bootstrap_') >= 0
-        or body.find(ESCAPED_LETTER) >= 0
-    ):
-        return None
-    number = random_below(_BOTH)
-    rid = f"{number >> _ROOM_BITS:0{RID_CHARS}x}"
-    beginning = _beginning(prefill_url, port)
-    return rid, b'%b%d,"rid":"%b",%b' % (beginning, number & _ROOM_MASK, rid.encode(), body[1:])
+def rid_text(number: int) -> str:
+    return f"{number:0{RID_CHARS}x}"
 
 
-@lru_cache(maxsize=4096)
-def _beginning(prefill_url: str, port: int | None) -> bytes:
-    """Of a body of `plain_chat`, up to the room."""
-    host, shown_port = _json_text(bootstrap_host(prefill_url)), _port_text(port)
-    return b'{"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":' % (host, shown_port)
-
-
-def _port_text(port: int | None) -> bytes:
+def port_text(port: int | None) -> bytes:
     return b"null" if port is None else b"%d" % port
 
 
@@ -117,16 +94,16 @@ def sglang_legs(
     """`port`: of the prefill engine's bootstrap server, None while unknown. Raises HttpError 400
     for a key that is there twice, and as `batch_size`."""
     size = batch_size(path, body)
-    number = random_below(_BOTH)  # one draw costs half of two
-    host, rid = bootstrap_host(prefill_url), f"{number >> _ROOM_BITS:0{RID_CHARS}x}"
-    hosts, ports = _json_text(host), _port_text(port)
+    number = random_below(MOST_DRAWN)  # one draw costs half of two
+    host, rid = bootstrap_host(prefill_url), rid_text(number >> ROOM_BITS)
+    hosts, ports = json_text(host), port_text(port)
     rids = b'"%b"' % rid.encode()
     if size is None:
         rooms = b"%d" % (number & _ROOM_MASK)
     else:
         hosts, ports = _repeated(hosts, size), _repeated(ports, size)
         rooms = b"[%b]" % b",".join(b"%d" % random_below(ROOMS) for _ in range(size))
-        if path != _CHAT:  # choices of a chat share its one id
+        if path != CHAT:  # choices of a chat share its one id
             rids = b"[%b]" % b",".join(b'"%b_%d"' % (rid.encode(), n) for n in range(size))
     edits = {
         "bootstrap_host": hosts, "bootstrap_port": ports, "bootstrap_room": rooms, "rid": rids,
@@ -139,7 +116,7 @@ def sglang_legs(
 
 
 @lru_cache(maxsize=4096)
-def _json_text(text: str) -> bytes:
+def json_text(text: str) -> bytes:
     return msgspec.json.encode(text)
 
 

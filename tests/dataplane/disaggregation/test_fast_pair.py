@@ -153,6 +153,27 @@ def test_head_lines_are_changed_by_the_same_rules(listeners, connector, fields):
     run_pairs(listeners, script, connector, began={3, 5}, handed_over=0)
 
 
+VARYING = [
+    (b"accept-encoding: gzip;q=0.%d", b"x-a: %d"),
+    (b"Accept-Encoding: gzip", b"x-a: %d", b"ACCEPT-ENCODING: br"),
+    (b"x-a: %d", b"accept-encoding: gzip", b"X-Request-Id: mine-%d"),
+    (b"x-request-id: mine", b"x-a: %d", b"x-accept-encoding: gzip"),
+    (b"X-Correlation-Id: of-%d", b"x-accept-encoding: %d"),
+    (b"x-request-id: ", b"x-a: %d"),
+]
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("fields", VARYING, ids=str)
+def test_head_lines_whose_values_vary_are_changed_by_the_same_rules(listeners, connector, fields):
+    def script(world, client):
+        for number in range(6):
+            filled = tuple(field.replace(b"%d", b"%d" % number) for field in fields)
+            world.serve(client, chat_request(fields=filled))
+
+    run_pairs(listeners, script, connector, began={0, 1, 2, 3, 4, 5, 6}, handed_over=0)
+
+
 ANSWERS = {
     "parts": PARTS,
     "rest": (answer()[:-1], answer()[-1:]),

@@ -11,7 +11,6 @@ from omni_proxy.routing.kv_transfer.sglang import (
     abort_body,
     batch_size,
     bootstrap_host,
-    plain_chat,
     sglang_legs,
 )
 from omni_proxy.wire.errors import HttpError
@@ -81,52 +80,6 @@ def test_both_legs_get_the_clients_body_and_one_room(body, seed, port):
     assert 0 <= prefill["bootstrap_room"] < 2**63
     assert prefill["rid"] == legs.rid
     assert len(legs.rid) == 32
-
-
-@given(
-    bodies | st.fixed_dictionaries({"n": st.integers(0, 3), "messages": values}),
-    st.booleans(),
-    st.none() | st.integers(1, 65535),
-)
-def test_a_plain_chat_is_changed_as_any_other(body, is_ascii, port):
-    text = json.dumps(body, ensure_ascii=is_ascii).encode("utf-8", "replace")
-    url, json_text = "http://h:1", JsonText(text)
-    legs = sglang_legs(CHAT, json_text, url, port, Random(7).randrange)
-    plain = plain_chat(CHAT, text, url, port, Random(7).randrange)
-    if body.keys() & {"n", *SPLICED} or not body:
-        assert plain is None
-    elif plain is not None:
-        assert plain == (legs.rid, json_text.splice(legs.prefill, legs.text))
-    assert plain_chat(GENERATE, text, url, port, Random(7).randrange) is None
-
-
-NOT_PLAIN = [
-    b' {"messages": []}',
-    b'\xef\xbb\xbf{"messages": []}',
-    '{"messages": []}'.encode("utf-16"),
-    b"{}",
-    b'{"n": 2}',
-    b'{"\\u006e": 2}',
-    b'{"r\\u0069d": "mine"}',
-    b'{"bootstrap_room": 1}',
-    b'{"messages": [{"content": "n", "name": "rid"}]}',
-]
-
-
-@pytest.mark.parametrize("body", NOT_PLAIN)
-def test_no_chat_is_plain_that_may_have_a_key_that_matters(body):
-    assert plain_chat(CHAT, body, "http://h:1", 7, Random(7).randrange) is None
-
-
-def test_a_plain_chat_gets_its_keys_in_front():
-    made = plain_chat(CHAT, b'{ "a": 1}', "http://h:1", None, lambda bound: bound - 1)
-    assert made is None
-    rid, body = plain_chat(CHAT, b'{"a": 1}', "http://h:1", None, lambda bound: bound - 1)
-    assert rid == "f" * 32
-    assert body == (
-        b'{"bootstrap_host":"h","bootstrap_port":null,"bootstrap_room":9223372036854775806,'
-        b'"rid":"ffffffffffffffffffffffffffffffff","a": 1}'
-    )
 
 
 @given(st.integers(1, 5), st.integers(0, 2**32))

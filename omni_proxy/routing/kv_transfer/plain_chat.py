@@ -1,0 +1,152 @@
+"""The bodies of both legs of a plain chat, made without a parse of their own.
+
+Most bodies have none of the keys that a protocol changes, or these in the simplest form, which
+shows in the fields that were read to route the request and in the text. Invariant: what is made
+here is what the edits of `sglang`, `nixl` and `mooncake` make; None wherever that is not certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from operator import attrgetter
+from typing import Final
+
+import msgspec
+
+from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED, BodyFields, decode_body
+from omni_proxy.routing.inspect.json_splice import ESCAPED_LETTER
+from omni_proxy.routing.kv_transfer.sglang import (
+    CHAT,
+    MOST_DRAWN,
+    ROOM_BITS,
+    ROOMS,
+    bootstrap_host,
+    json_text,
+    port_text,
+    rid_text,
+)
+from omni_proxy.routing.policies.policy import RandomBelow
+
+_ROOM_MASK: Final = ROOMS - 1
+_FIRST: Final = b'{"'  # no blank, no byte-order mark, no other encoding; and some member
+_ONE: Final = b"1"
+_MAX_TOKENS: Final = b'"max_tokens"'
+_OPTIONAL_LIMIT: Final = b'"max_completion_tokens"'
+_STREAM: Final = b'"stream"'
+
+
+class ChatFields(BodyFields, gc=False):
+    """Also the keys that vLLM's protocols change."""
+
+    max_tokens: msgspec.Raw = ABSENT
+    max_completion_tokens: msgspec.Raw = ABSENT
+    min_tokens: msgspec.Raw = ABSENT
+    min_completion_tokens: msgspec.Raw = ABSENT
+    stream_options: msgspec.Raw = ABSENT
+    kv_transfer_params: msgspec.Raw = ABSENT
+
+
+_decode: Callable[[bytes], ChatFields] = msgspec.json.Decoder(ChatFields).decode
+# Keys that are removed, or that have a place of their own in the body.
+_removed = attrgetter("min_tokens", "min_completion_tokens", "stream_options", "kv_transfer_params")
+_NONE_REMOVED: Final = (ABSENT,) * 4
+
+
+def decode_chat(body: bytes) -> BodyFields:
+    """As `decode_body`; the fields are `ChatFields` unless the body is odd. Raises HttpError
+    400."""
+    try:
+        fields = _decode(body)
+        if not body.isascii():  # what was skipped was not looked at
+            body.decode()
+    except MALFORMED:
+        return decode_body(body)
+    return fields
+
+
+def sglang_chat(
+    path: str, body: bytes, prefill_url: str, port: int | None, random_below: RandomBelow
+) -> tuple[str, bytes] | None:
+    """`rid`, and the body of both legs. `body`: known to be JSON; `port`: as for `sglang_legs`."""
+    if (
+        path != CHAT
+        or not body.startswith(_FIRST)
+        or body.find(b'"n"') >= 0
+        or body.find(b'"rid"') >= 0
+        or body.find(b'"bootstrap_') >= 0
+        or body.find(ESCAPED_LETTER) >= 0
+    ):
+        return None
+    number = random_below(MOST_DRAWN)
+    rid = rid_text(number >> ROOM_BITS)
+    beginning = _beginning(prefill_url, port)
+    return rid, b'%b%d,"rid":"%b",%b' % (beginning, number & _ROOM_MASK, rid.encode(), body[1:])
+
+
+@lru_cache(maxsize=4096)
+def _beginning(prefill_url: str, port: int | None) -> bytes:
+    """Of a body of `sglang_chat`, up to the room."""
+    host, shown_port = json_text(bootstrap_host(prefill_url)), port_text(port)
+    return b'{"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":' % (host, shown_port)
+
+
+def one_token_chat(
+    path: str, body: bytes, fields: BodyFields | None, params: bytes
+) -> bytes | None:
+    """The body of vLLM's prefill leg. `fields`: of this body."""
+    if (
+        path != CHAT
+        or type(fields) is not ChatFields
+        or not body.startswith(_FIRST)
+        or _removed(fields) != _NONE_REMOVED
+        or body.find(ESCAPED_LETTER) >= 0
+    ):
+        return None
+    added, places = b"", list[tuple[int, int, bytes]]()
+    if fields.stream is None:
+        if body.find(_STREAM) >= 0:
+            return None  # null, or a key within another value
+        added = b'"stream":false,'
+    elif fields.stream:
+        places.append((_value_at(body, _STREAM, b"true"), 4, b"false"))
+    elif _value_at(body, _STREAM, b"false") < 0:
+        return None
+    if not fields.max_tokens:
+        added += b'"max_tokens":1,'
+    else:
+        value = bytes(fields.max_tokens)
+        places.append((_value_at(body, _MAX_TOKENS, value), len(value), _ONE))
+    if fields.max_completion_tokens:
+        value = bytes(fields.max_completion_tokens)
+        places.append((_value_at(body, _OPTIONAL_LIMIT, value), len(value), _ONE))
+    return _replaced(body, b'{"kv_transfer_params":%b,%b' % (params, added), places)
+
+
+def _replaced(body: bytes, beginning: bytes, places: list[tuple[int, int, bytes]]) -> bytes | None:
+    """`body` with another beginning and other values at these places; None for a place below 0."""
+    if len(places) > 1:
+        places.sort()
+    parts, start = [beginning], 1
+    for at, size, text in places:
+        if at < 0:
+            return None
+        parts += body[start:at], text
+        start = at + size
+    parts.append(body[start:])
+    return b"".join(parts)
+
+
+def _value_at(body: bytes, quoted: bytes, value: bytes) -> int:
+    """Where the value of a key of the outermost object is, whose name stands in the text once; -1
+    if it does not."""
+    at = body.find(quoted)
+    end = at + len(quoted)
+    if at < 0 or body.find(quoted, end) >= 0:
+        return -1
+    return body.find(value, end)  # there is nothing but a colon and blanks before
+
+
+def chat_with_params(body: bytes, params: bytes | None) -> bytes:
+    """The body of vLLM's decode leg, for one of `one_token_chat`."""
+    return body if params is None else b'{"kv_transfer_params":%b,%b' % (params, body[1:])

@@ -1,0 +1,164 @@
+"""Whatever `plain_chat` makes is what the edits of the protocols make."""
+
+import json
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.routing.inspect.body_fields import BodyFields, decode_body
+from omni_proxy.routing.inspect.json_splice import JsonText
+from omni_proxy.routing.kv_transfer import nixl
+from omni_proxy.routing.kv_transfer.plain_chat import (
+    chat_with_params,
+    decode_chat,
+    one_token_chat,
+    sglang_chat,
+)
+from omni_proxy.routing.kv_transfer.sglang import sglang_legs
+from omni_proxy.wire.errors import HttpError
+
+GENERATE, CHAT = "/generate", "/v1/chat/completions"
+SPLICED = {"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"}
+URL = "http://h:1"
+names = st.sampled_from(
+    ["messages", "stream", "max_tokens", "max_completion_tokens", "n", "rid", "x"]
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 9) | st.text(max_size=3) | names,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=2),
+    max_leaves=4,
+)
+bodies = st.dictionaries(
+    names | st.sampled_from([*sorted(SPLICED), "model", "stream_options", "min_tokens"]), values
+)
+spaces = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " :\t")])
+
+
+@given(
+    bodies,
+    st.booleans(),
+    st.none() | st.integers(1, 65535),
+)
+def test_a_plain_chat_is_changed_as_any_other(body, is_ascii, port):
+    text = json.dumps(body, ensure_ascii=is_ascii).encode("utf-8", "replace")
+    json_text = JsonText(text)
+    legs = sglang_legs(CHAT, json_text, URL, port, Random(7).randrange)
+    plain = sglang_chat(CHAT, text, URL, port, Random(7).randrange)
+    if body.keys() & {"n", *SPLICED} or not body:
+        assert plain is None
+    elif plain is not None:
+        assert plain == (legs.rid, json_text.splice(legs.prefill, legs.text))
+    assert sglang_chat(GENERATE, text, URL, port, Random(7).randrange) is None
+
+
+NOT_PLAIN = [
+    b' {"messages": []}',
+    b'\xef\xbb\xbf{"messages": []}',
+    '{"messages": []}'.encode("utf-16"),
+    b"{}",
+    b'{"n": 2}',
+    b'{"\\u006e": 2}',
+    b'{"r\\u0069d": "mine"}',
+    b'{"bootstrap_room": 1}',
+    b'{"messages": [{"content": "n", "name": "rid"}]}',
+]
+
+
+@pytest.mark.parametrize("body", NOT_PLAIN)
+def test_no_chat_is_plain_that_may_have_a_key_that_matters(body):
+    assert sglang_chat(CHAT, body, URL, 7, Random(7).randrange) is None
+
+
+def test_a_plain_chat_gets_its_keys_in_front():
+    rid, body = sglang_chat(CHAT, b'{"a": 1}', URL, None, lambda bound: bound - 1)
+    assert rid == "f" * 32
+    assert body == (
+        b'{"bootstrap_host":"h","bootstrap_port":null,"bootstrap_room":9223372036854775806,'
+        b'"rid":"ffffffffffffffffffffffffffffffff","a": 1}'
+    )
+
+
+def fields_of(text):
+    try:
+        return decode_chat(text)
+    except HttpError:
+        return None
+
+
+@given(bodies, spaces, st.booleans())
+def test_a_body_of_one_token_is_that_of_the_edits(body, separators, is_ascii):
+    text = json.dumps(body, ensure_ascii=is_ascii, separators=separators).encode("utf-8", "replace")
+    params = b'{"do_remote_decode":true}'
+    made, fields = None, fields_of(text)
+    if fields is not None:
+        made = one_token_chat(CHAT, text, fields, params)
+        assert one_token_chat("/v1/completions", text, fields, params) is None
+    if made is None:
+        return
+    json_text = JsonText(text)
+    assert made == json_text.splice(nixl.prefill_edits(CHAT, json_text, params))
+    for own in (None, b'{"remote_port":1}'):
+        assert chat_with_params(text, own) == json_text.splice(nixl.decode_edits(own))
+
+
+PLAIN = [
+    b'{"messages":[]}',
+    b'{"messages":[],"max_tokens":64,"stream":false}',
+    b'{"stream" : true , "messages":[], "max_tokens" :  64}',
+    b'{"max_completion_tokens":7,"max_tokens":64,"messages":[{"content":"tokens"}]}',
+    '{"messages":[{"content":"h\u00e4"}],"max_tokens":1}'.encode(),
+    b'{"max_tokens":null,"messages":[{"content":"\\u4f60"}]}',
+]
+
+
+@pytest.mark.parametrize("body", PLAIN)
+def test_usual_bodies_are_plain(body):
+    fields = decode_chat(body)
+    made = one_token_chat(CHAT, body, fields, nixl.REMOTE_DECODE)
+    assert made is not None
+    assert json.loads(made)["max_tokens"] == 1
+    assert json.loads(made)["stream"] is False
+    text = JsonText(body)
+    assert made == text.splice(nixl.prefill_edits(CHAT, text))
+
+
+NOT_ONE_TOKEN = [
+    b'{"max_tokens":1,"max_tokens":2}',
+    b'{"max_tokens":1,"m\\u0061x_tokens":2}',
+    b'{"max_tokens":1,"x":{"max_tokens":2}}',
+    b'{"max_tokens":1,"x":"max_tokens"}',
+    b'{"stream":true,"stream":false}',
+    b'{"stream":null}',
+    b'{"stream":1}',
+    b'{"stream_options":{}}',
+    b'{"min_tokens":1}',
+    b'{"min_completion_tokens":1}',
+    b'{"kv_transfer_params":{}}',
+    b'{"x":NaN}',
+    b' {"x":1}',
+    b"{}",
+    '{"x":1}'.encode("utf-16"),
+    b'{"x":"\xff\xfe"}',
+]
+
+
+@pytest.mark.parametrize("body", NOT_ONE_TOKEN)
+def test_a_body_that_may_mean_something_else_is_not_plain(body):
+    fields = fields_of(body)
+    assert fields is None or one_token_chat(CHAT, body, fields, nixl.REMOTE_DECODE) is None
+
+
+def test_fields_that_were_read_without_the_limits_are_not_enough():
+    body = b'{"max_tokens":3}'
+    assert one_token_chat(CHAT, body, decode_body(body), nixl.REMOTE_DECODE) is None
+    assert one_token_chat(CHAT, body, None, nixl.REMOTE_DECODE) is None
+
+
+@given(bodies, st.booleans())
+def test_the_fields_are_those_of_any_body(body, is_ascii):
+    text = json.dumps(body, ensure_ascii=is_ascii).encode("utf-8", "replace")
+    expected, found = decode_body(text), decode_chat(text)
+    shown = BodyFields.__struct_fields__
+    assert [getattr(found, name) for name in shown] == [getattr(expected, name) for name in shown]
