@@ -131,15 +131,15 @@ class EnginePages:
         fleet.watch_members(self.follow_settings)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        try:
-            async with trio.open_nursery() as nursery:
-                self._nursery = nursery
-                for worker in self._fleet.workers:
-                    self._ask_all(worker)
-                task_status.started()
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            for worker in self._fleet.workers:
+                self._ask_all(worker)
+            task_status.started()
+            try:
                 await trio.sleep_forever()
-        finally:
-            self._nursery = None
+            finally:  # in the body: a nursery whose tasks have ended is closed before it exits
+                self._nursery = None
 
     def follow_settings(self) -> None:
         """Ask about each worker that a reader wants now, and about which it was never asked."""

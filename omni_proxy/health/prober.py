@@ -107,15 +107,15 @@ class Prober:
         fleet.watch_health(self._resume_probes)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        try:
-            async with trio.open_nursery() as nursery:
-                self._nursery = nursery
-                self._follow_fleet()
-                task_status.started()
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            self._follow_fleet()
+            task_status.started()
+            try:
                 await trio.sleep_forever()
-        finally:
-            self._nursery = None
-            self._loops.clear()
+            finally:  # in the body: a nursery whose tasks have ended is closed before it exits
+                self._nursery = None
+                self._loops.clear()
 
     async def probe_once(self, worker: Worker) -> None:
         """Wait for a probe that counts in the worker's current epoch; start one if none runs.

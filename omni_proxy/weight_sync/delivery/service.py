@@ -74,11 +74,13 @@ class VersionService:
                     nursery.start_soon(self.proxy_rank.warm_up)
                 self.catch_up.start_all()
                 task_status.started()
-                if self.is_enabled:
-                    await self.store_service.run_in_thread(recovery.remove_stale_folders)
-                await trio.sleep_forever()
+                try:
+                    if self.is_enabled:
+                        await self.store_service.run_in_thread(recovery.remove_stale_folders)
+                    await trio.sleep_forever()
+                finally:  # in the body: a nursery whose tasks have ended is closed before it exits
+                    self._nursery = self.catch_up.nursery = self.prefetch.nursery = None
         finally:
-            self._nursery = self.catch_up.nursery = self.prefetch.nursery = None
             await self.proxy_rank.close()
 
     def status(self) -> dict[str, object]:

@@ -178,9 +178,11 @@ class WeightOperations:
                 nursery.start_soon(self.journal.follow_restarts)
                 nursery.start_soon(self.rollouts.run)
                 task_status.started()
-                await trio.sleep_forever()
+                try:
+                    await trio.sleep_forever()
+                finally:  # in the body: a nursery whose tasks have ended is closed before it exits
+                    self._calls.nursery = self._probe.nursery = None
         finally:
-            self._calls.nursery = self._probe.nursery = None
             self.sync.stop()
 
     async def submit(self, call: AdminCall) -> AdminResponse:

@@ -3,8 +3,10 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from omni_proxy.config.schema import AdminConfig, RoutingConfig, WeightSyncConfig
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.weight_sync.protocol.journal import Journal
 from tests.admin_api.api_fixture import NOW, A, B
+from tests.fleet.entries import heal
 from tests.idle import wait_until_idle
 from tests.weight_sync.operation_fixture import (
     LOST,
@@ -443,3 +445,29 @@ async def test_lone_surrogates_in_worker_messages_stop_nothing(api, engines, fol
     assert (response.status, cordon_reasons_of(api)) == (502, [[], ["uncertain"]])
     assert read_journal(folder).uncertain[B].endswith("half ?")
     assert api_with(folder).operations.journal.published.epoch == 1
+
+
+@pytest.mark.parametrize("steps", [1, 2] * 8)  # the order within a step is random
+async def test_a_worker_that_becomes_healthy_while_the_operations_end_does_no_harm(
+    engines, folder, steps
+):
+    """The tasks of a nursery have ended a step before the task that waits for them runs."""
+    api, ending = api_with(folder), trio.Event()
+    worker = api.worker(A)
+
+    async def recover_later():
+        with trio.CancelScope(shield=True):
+            await ending.wait()
+            for _ in range(steps):
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            heal(api.fleet, worker)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(recover_later)
+        await nursery.start(api.operations.run)
+        api.fleet.process_exited(worker, "it was killed", NOW)
+        api.fleet.revive(worker, NOW)
+        await wait_until_idle()
+        nursery.cancel_scope.cancel()
+        ending.set()
+    assert worker.health.state is Health.HEALTHY
