@@ -67,9 +67,12 @@ async def test_all_other_bytes_are_the_clients(connector):
         for name, (path, asked) in record_legs.CASES[connector].items():
             known = {key: f'"{key}" :  {json.dumps(value)}' for key, value in asked.items()}
             inner = " ,\n".join([*known.values(), *odd]).encode()
+            for engine in both.values():
+                engine.bodies.clear()
             async with client_of(url.removeprefix("http://")) as client:
                 await client.send(post(b"\t{ %b\n}" % inner, path=path))
                 assert (await client.answer()).status == 200
+            await trio.to_thread.run_sync(record_legs.await_both, both)
             prefill, decode = (both[role].raw[-1] for role in ("prefill", "decode"))
             assert inner in decode, name
             if connector == "sglang":
