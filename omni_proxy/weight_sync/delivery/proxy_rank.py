@@ -275,9 +275,12 @@ class ProxyRank:
             raise GroupError("complete without prepare: nothing is armed")
         try:
             received: Received = await self._threads.run("receive", pending.wait, secs)
-        except GroupError:
+        except GroupError as error:
             await self.discard()
-            raise
+            message = str(error).rstrip(".")
+            raise GroupError(
+                f"{message}. Nothing was changed: the proxy keeps no part of the version"
+            ) from error
         finally:
             self._pending = None
         if self._draft is not draft:
