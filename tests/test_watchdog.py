@@ -29,6 +29,7 @@ from omni_proxy.watchdog import Watchdog
 def {act}
 
 async def main():
+    global dog
     dog = Watchdog()
     async with trio.open_nursery() as nursery:
         await nursery.start(dog.run)
@@ -53,9 +54,9 @@ HOLDS_THE_GIL = """act():
         began = time.monotonic()
         re.match("(a|aa)+$", "a" * length + "b")
         if time.monotonic() - began > 1.8:
-            ended = time.process_time()
-            while time.process_time() - ended < 0.2:  # so that the other thread finds it here
-                pass
+            until = time.process_time() + 20
+            while not dog.stalls and time.process_time() < until:
+                pass  # until the other thread has found it here
             return
 """
 

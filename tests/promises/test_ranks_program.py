@@ -169,7 +169,7 @@ async def test_a_killed_process_leaves_nothing_counted_at_a_rank(tmp_path):
                 nursery.start_soon(one)
                 told = await running.get_json("/status")
                 busy = [row for row in told["data_plane"]["processes"] if row["in_flight"]]
-            os.kill(busy[0]["pid"], signal.SIGKILL)
+            await kill(busy[0]["pid"])
             await running.until("/status", lambda told: serving(told, 2))
             await running.until("/workers", holds_what_is_left)
             left = (await running.get_json("/workers"))["workers"][0]["in_flight"]
@@ -177,6 +177,16 @@ async def test_a_killed_process_leaves_nothing_counted_at_a_rank(tmp_path):
             nursery.cancel_scope.cancel()
         await running.until("/workers", lambda told: at_ranks(told) == 0)
         engine.gate.set()
+
+
+async def kill(pid):
+    """Return when the kernel has closed its sockets, or it may still be given a connection."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        await trio.lowlevel.wait_readable(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def at_ranks(told):
