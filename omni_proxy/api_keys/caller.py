@@ -2,13 +2,15 @@
 
 An `ApiCaller` lives as long as its name is configured: a reload loses no count. Its counts are
 cells of one slot, which data-plane processes share (see `rate_window`): each process writes its
-own, and counts before it looks. Invariant: over all processes no more requests are in flight than
-the key allows, no more begin in any 60 s, and each that was admitted is ended once. Pure.
+own, and counts before it looks. What no other process decides by is counted in attributes, and
+stands in the cells after `publish`. Invariant: over all processes no more requests are in flight
+than the key allows, no more begin in any 60 s, and each that was admitted is ended once. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import Final, Literal, Protocol
 
 from omni_proxy.api_keys.rate_window import WINDOW_CELLS, Cells, RateWindow, no_fence
@@ -61,13 +63,17 @@ class ApiCaller:
     """`slot`: of its cells. All times are of the event loop's clock in seconds."""
 
     __slots__ = (
-        "_cells", "_fence", "_others", "_request_lines", "_token_lines", "_tries", "entry",
-        "has_rates", "is_limited", "models", "name", "priority", "requests", "slot", "tokens",
+        "_at_once", "_cells", "_fence", "_lines", "_lines_until", "_most", "_others",
+        "_published", "_request_rate", "_tries", "ended", "entry", "has_rates", "input_tokens",
+        "is_unlimited", "models", "name", "output_tokens", "priority", "requests", "running",
+        "slot", "token_rate", "tokens",
     )  # fmt: skip
 
     def __init__(self, entry: CallerKey, slot: int, rows: SlotRows) -> None:
         self.name = entry.name
         self.slot = slot
+        self.running = self._published = 0  # in flight here, and what of it is in the cells
+        self.ended = self.input_tokens = self.output_tokens = 0  # not in the cells yet
         self._cells = cells = rows.own(slot)
         self.requests = RateWindow(cells, REQUEST_WINDOW)
         self.tokens = RateWindow(cells, TOKEN_WINDOW)
@@ -78,100 +84,148 @@ class ApiCaller:
         self.entry = entry
         self.models = frozenset(entry.models)  # empty: all
         self.priority = entry.priority
-        self.has_rates = bool(entry.requests_per_minute or entry.tokens_per_minute)
-        self.is_limited = bool(entry.max_inflight or entry.requests_per_minute)
-        self._request_lines = _rate_lines("requests", entry.requests_per_minute)
-        self._token_lines = _rate_lines("tokens", entry.tokens_per_minute)
+        # Of `entry`; 0: none.
+        self._most, self._request_rate = entry.max_inflight, entry.requests_per_minute
+        self.token_rate = entry.tokens_per_minute
+        self.has_rates = bool(self._request_rate or self.token_rate)
+        # Nothing that it asks for can be refused, and no process looks at its cells.
+        self.is_unlimited = not (self._most or self.has_rates or self.models)
+        self._lines, self._lines_until = b"", -inf
         self._others = rows.others(self.slot)
         self._fence, self._tries = rows.fence, rows.tries
         for window in (self.requests, self.tokens):
             window.share_with(self._others, rows.fence, rows.tries)
+        self._at_once = bool(self._most and self._others)
+        self.publish()
+
+    def retire(self) -> None:
+        """Its name is configured no more: what is in flight still ends in the cells."""
+        self._at_once, self.is_unlimited = True, False
+        self.publish()
+
+    def publish(self) -> None:
+        """Bring the cells up to date."""
+        cells = self._cells
+        if self.running != self._published:
+            cells[IN_FLIGHT] += self.running - self._published
+            self._published = self.running
+        if self.ended:
+            cells[REQUESTS] += self.ended
+            self.ended = 0
+        if self.input_tokens or self.output_tokens:
+            cells[INPUT_TOKENS] += self.input_tokens
+            cells[OUTPUT_TOKENS] += self.output_tokens
+            self.input_tokens = self.output_tokens = 0
 
     @property
     def in_flight(self) -> int:
         """Over all processes."""
-        return self._cells[IN_FLIGHT] + sum([cells[IN_FLIGHT] for cells in self._others])
+        return self.running + sum([cells[IN_FLIGHT] for cells in self._others])
 
     def begin(self, now: float) -> Reason | None:
         """Count a request as in flight and as one of this minute; else why that may not be, and
-        nothing is counted."""
-        entry, cells = self.entry, self._cells
-        if not self.is_limited:
-            cells[IN_FLIGHT] += 1
-            cells[REQUESTS] += 1
-            return None
-        most = entry.max_inflight
-        if most and not self._enter(most):
+        nothing is counted. Where it `is_unlimited`, that is one more `running`."""
+        most = self._most
+        if most and self._others:
+            if not self._enter(most):
+                return "max_inflight"
+        elif most and self.running >= most:
             return "max_inflight"
-        if not most:
-            cells[IN_FLIGHT] += 1
-        rate = entry.requests_per_minute
-        if rate and not self.requests.take(1, rate, now):
-            cells[IN_FLIGHT] -= 1
+        else:
+            self.running += 1
+        if self._request_rate and not self.requests.take(1, self._request_rate, now):
+            self._leave()
             return "requests_per_minute"
-        cells[REQUESTS] += 1
         return None
 
     def _enter(self, most: int) -> bool:
-        cells = self._cells
-        if not self._others:
-            if cells[IN_FLIGHT] >= most:
-                return False
-            cells[IN_FLIGHT] += 1
-            return True
+        """In flight beside those of other processes."""
         for _ in range(self._tries):
             if self.in_flight >= most:
                 return False
-            cells[IN_FLIGHT] += 1
+            self.running += 1
+            self.publish()
             self._fence()
             if self.in_flight <= most:
                 return True
-            cells[IN_FLIGHT] -= 1
+            self._leave()
         return False
+
+    def _leave(self) -> None:
+        self.running -= 1
+        if self._at_once:
+            self.publish()
 
     def cancel(self, bucket: int, now: float) -> None:
         """What `begin` counted in this bucket of `requests` counts no more: the request did not
         begin after all."""
-        self._cells[IN_FLIGHT] -= 1
-        self._cells[REQUESTS] -= 1
-        if self.entry.requests_per_minute:
+        self._leave()
+        self._lines_until = -inf
+        if self._request_rate:
             self.requests.settle(1, bucket, 0, now)
 
     def reserve(self, tokens: int, now: float) -> int | None:
         """How many tokens are reserved, None where they may not be. An estimate above the limit
         takes all of it: whether so many come is not known yet."""
-        limit = self.entry.tokens_per_minute
+        limit = self.token_rate
         if not limit:
             return 0
-        tokens = min(tokens, limit)
+        if tokens > limit:
+            tokens = limit
         return tokens if self.tokens.take(tokens, limit, now) else None
 
     def is_in_debt(self, now: float) -> bool:
         """Whether not one token is left."""
-        limit = self.entry.tokens_per_minute
+        limit = self.token_rate
         return bool(limit) and self.tokens.used(now) >= limit
 
-    def end(self, reserved: int, bucket: int, used: tuple[int, int], now: float) -> None:
-        """It is in flight no more: the last call for a request. `used`: tokens of the prompt and of
-        the completion, in place of those that were reserved in this bucket of `tokens`."""
-        cells = self._cells
-        cells[INPUT_TOKENS] += used[0]
-        cells[OUTPUT_TOKENS] += used[1]
-        if self.entry.tokens_per_minute:
-            self.tokens.settle(reserved, bucket, used[0] + used[1], now)
-        cells[IN_FLIGHT] -= 1
+    def end(self, reserved: int, bucket: int, prompt: int, completion: int, now: float) -> None:
+        """It is in flight no more: the last call for a request. Tokens of the prompt and of the
+        completion replace those that were reserved in this bucket of `tokens`."""
+        self.running -= 1
+        self.ended += 1
+        self.input_tokens += prompt
+        self.output_tokens += completion
+        if self.token_rate:
+            used = prompt + completion
+            self.tokens.settle(reserved, bucket, used, now)
+            if not used:  # so its bucket may be empty again
+                self._lines_until = -inf
+        if self._at_once:
+            self.publish()
 
     def count_refused(self, reason: Reason) -> None:
         self._cells[REFUSED + REASONS.index(reason)] += 1
 
     def rate_lines(self, now: float) -> bytes:
-        """Header lines that tell of its rates, b"" without any. Resets are in whole seconds."""
-        lines, entry = b"", self.entry
-        if entry.requests_per_minute:
-            lines = self._request_lines % self.requests.state(entry.requests_per_minute, now)
-        if entry.tokens_per_minute:
-            lines += self._token_lines % self.tokens.state(entry.tokens_per_minute, now)
-        return lines
+        """Header lines that tell of its rates, b"" without any. Resets are in whole seconds, so the
+        lines are the same for a while but for what is left."""
+        if now >= self._lines_until:
+            self._lines, self._lines_until = self._lines_at(now)
+        rate, limit = self._request_rate, self.token_rate
+        requests, tokens = self.requests.total, self.tokens.total  # up to date: see `_lines_at`
+        if self._others:
+            requests, tokens = self.requests.used(now), self.tokens.used(now)
+        # No `max`: with it this takes half as long again.
+        requests = rate - requests if requests < rate else 0
+        tokens = limit - tokens if tokens < limit else 0
+        if rate and limit:
+            return self._lines % (requests, tokens)
+        return self._lines % (requests if rate else tokens) if self.has_rates else b""
+
+    def _lines_at(self, now: float) -> tuple[bytes, float]:
+        """With places for what is left, and until when they hold; so long both windows are in the
+        same bucket."""
+        lines, until = b"", inf
+        for noun, limit, window in (
+            ("requests", self._request_rate, self.requests),
+            ("tokens", self.token_rate, self.tokens),
+        ):
+            if limit:
+                reset, holds_until = window.reset_state(now)
+                lines += _rate_lines(noun, limit, reset)
+                until = min(until, holds_until)
+        return lines, until
 
     def retry_after(self, reason: Reason, tokens: int, now: float) -> int:
         """Whole seconds until a refused request may fit."""
@@ -185,11 +239,11 @@ class ApiCaller:
         return 1
 
 
-def _rate_lines(noun: str, limit: int) -> bytes:
-    """What is left and when all of it is are to be filled in."""
+def _rate_lines(noun: str, limit: int, reset: int) -> bytes:
+    """What is left is to be filled in."""
     return (
         f"x-ratelimit-limit-{noun}: {limit}\r\n"
-        f"x-ratelimit-remaining-{noun}: %d\r\nx-ratelimit-reset-{noun}: %d\r\n"
+        f"x-ratelimit-remaining-{noun}: %d\r\nx-ratelimit-reset-{noun}: {reset}\r\n"
     ).encode()
 
 

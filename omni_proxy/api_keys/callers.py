@@ -55,6 +55,9 @@ class Callers:
             else:
                 caller.configure(entry, rows)
             self._by_name[entry.name] = caller
+        for caller in before.values():
+            if self._by_name.get(caller.name) is not caller:
+                caller.retire()
         self._table, self._rows = table, rows
         self._unknown = rows.own(UNKNOWN_SLOT)
 
@@ -64,6 +67,11 @@ class Callers:
         for entry in table.entries:
             slots.setdefault(entry.name, UNKNOWN_SLOT + 1 + len(slots))
         self.follow(table, slots, self._rows)
+
+    def publish(self) -> None:
+        """Bring the cells of all up to date."""
+        for caller in self._by_name.values():
+            caller.publish()
 
     def find(self, key: bytes) -> ApiCaller | None:
         """The caller with this key; None for `[server] api_key`, which may do everything. Raises

@@ -36,15 +36,20 @@ def no_fence() -> None:
 class RateWindow:
     """`cells`: `WINDOW_CELLS` of this process, from index `at` on. They may hold earlier counts."""
 
-    __slots__ = ("_at", "_cells", "_closed", "_fence", "_number", "_others", "_own", "_tries")
+    __slots__ = (
+        "_at", "_cells", "_closed", "_ends_at", "_fence", "_others", "_place", "_tries", "bucket",
+        "total",
+    )  # fmt: skip
 
     def __init__(self, cells: Cells, at: int = 0) -> None:
         self._cells = cells
         self._at = at + 1  # of the ring
         self._others: Sequence[Cells] = ()
         self._fence: Callable[[], None] = no_fence
-        self._number = cells[at]  # of the newest bucket
-        self._own = self._sum(cells, self._number)
+        self.bucket = cells[at]  # the number of the bucket that counts now
+        self._place = self._at + self.bucket % RING  # of its cell
+        self._ends_at = 0.0  # its end, or earlier
+        self.total = self._sum(cells, self.bucket)  # of this process, in the present window
         self._tries = 1
         self._closed = 0  # of other processes, before the FRESH buckets
 
@@ -60,69 +65,63 @@ class RateWindow:
 
     def take(self, amount: int, limit: int, now: float) -> bool:
         """Count `amount`, unless that would be above the limit. `bucket` is then where."""
-        number = int(now * PER_SEC)
-        if number > self._number:
-            self._advance(number)
-        if not self._others:
-            if self._own + amount > limit:
-                return False
-            self._add(amount)
-            return True
-        return self._take_shared(amount, limit)
+        if now >= self._ends_at:
+            self._follow(now)
+        if self._others:
+            return self._take_shared(amount, limit)
+        total = self.total + amount
+        if total > limit:
+            return False
+        self.total = total
+        self._cells[self._place] += amount
+        return True
 
     def _take_shared(self, amount: int, limit: int) -> bool:
         for _ in range(self._tries):
             newest = self._newest()
-            if newest > self._number:
+            if newest > self.bucket:
                 self._advance(newest)
             if self._total() + amount > limit:
                 return False
             self._add(amount)
             self._fence()
-            late = self._newest() >= self._number + FRESH
+            late = self._newest() >= self.bucket + FRESH
             if not late and self._total() <= limit:
                 return True
             self._add(-amount)
         return False
 
-    @property
-    def bucket(self) -> int:
-        """The number of the bucket that counts now."""
-        return self._number
-
     def settle(self, taken: int, bucket: int, actual: int, now: float) -> None:
         """`taken` in `bucket` turned out to be `actual`: less goes back to where it was taken, more
         is counted now, above the limit if need be."""
-        number = int(now * PER_SEC)
-        if number > self._number:
-            self._advance(number)
-        if actual >= taken:
-            self._add(actual - taken)
-        elif bucket > self._number - WINDOW:
-            self._cells[self._at + bucket % RING] -= taken - actual
-            self._own -= taken - actual
+        if now >= self._ends_at:
+            self._follow(now)
+        more = actual - taken
+        if more >= 0:
+            self.total += more
+            self._cells[self._place] += more
+        elif bucket > self.bucket - WINDOW:
+            self.total += more
+            self._cells[self._at + bucket % RING] += more
 
     def used(self, now: float) -> int:
-        number = int(now * PER_SEC)
-        if number > self._number:
-            self._advance(number)
-        return self._total() if self._others else self._own
+        if now >= self._ends_at:
+            self._follow(now)
+        return self._total() if self._others else self.total
 
-    def state(self, limit: int, now: float) -> tuple[int, int]:
-        """What is left of `limit`, and the whole seconds until all of it is free again."""
-        number = int(now * PER_SEC)
-        if number > self._number:
-            self._advance(number)
-        number = self._number
-        left = limit - (self._total() if self._others else self._own)
-        if self._cells[self._at + number % RING]:  # nearly always: it has just been taken
-            return max(0, left), ceil((number + WINDOW) / PER_SEC - now)
-        return max(0, left), self.reset_secs(now)
+    def reset_state(self, now: float) -> tuple[int, float]:
+        """The whole seconds until all of it is free again, and until when that stays so: `now`
+        where that is not known, as others may take something."""
+        reset = self.reset_secs(now)
+        if self._others or not self._cells[self._place]:
+            return reset, now
+        free_at = (self.bucket + WINDOW) / PER_SEC
+        return reset, min(self._ends_at, free_at - reset + 1)
 
     def wait_secs(self, amount: int, limit: int, now: float) -> int:
         """Whole seconds, at least one, until `amount` fits if nothing else is taken meanwhile."""
         excess = self.used(now) + amount - limit
-        number = self._number
+        number = self.bucket
         for oldest in range(number - WINDOW + 1, number + 1):
             if excess <= 0:
                 number = oldest - 1
@@ -133,7 +132,7 @@ class RateWindow:
     def reset_secs(self, now: float) -> int:
         """Whole seconds until all of it is free again."""
         self.used(now)
-        for newest in range(self._number, self._number - WINDOW, -1):
+        for newest in range(self.bucket, self.bucket - WINDOW, -1):
             if self._count_at(newest):
                 return max(0, ceil((newest + WINDOW) / PER_SEC - now))
         return 0
@@ -148,8 +147,8 @@ class RateWindow:
         )
 
     def _add(self, amount: int) -> None:
-        self._own += amount
-        self._cells[self._at + self._number % RING] += amount
+        self.total += amount
+        self._cells[self._place] += amount
 
     def _newest(self) -> int:
         """The newest bucket of any other process."""
@@ -157,27 +156,34 @@ class RateWindow:
         return max([cells[at] for cells in self._others])
 
     def _total(self) -> int:
-        at, total, first = self._at, self._own + self._closed, self._number - FRESH + 1
+        at, total, first = self._at, self.total + self._closed, self.bucket - FRESH + 1
         for cells in self._others:
             for number in range(first, cells[at - 1] + 1):
                 total += cells[at + number % RING]
         return total
 
     def _sum_closed(self) -> int:
-        return sum([self._sum(cells, self._number - FRESH) for cells in self._others])
+        return sum([self._sum(cells, self.bucket - FRESH) for cells in self._others])
 
     def _sum(self, cells: Cells, last: int) -> int:
         """Of one process, in the present window up to bucket `last`."""
         at, newest = self._at, cells[self._at - 1]
-        first = max(0, self._number - WINDOW + 1, newest - RING + 1)
+        first = max(0, self.bucket - WINDOW + 1, newest - RING + 1)
         last = min(last, newest)
         return sum([cells[at + each % RING] for each in range(first, last + 1)])
+
+    def _follow(self, now: float) -> None:
+        number = int(now * PER_SEC)
+        if number > self.bucket:
+            self._advance(number)
+        self._ends_at = (self.bucket + 1) / PER_SEC
 
     def _advance(self, number: int) -> None:
         """The buckets up to `number` begin, empty."""
         cells, at = self._cells, self._at
-        for each in range(max(self._number + 1, number - RING + 1), number + 1):
+        for each in range(max(self.bucket + 1, number - RING + 1), number + 1):
             cells[at + each % RING] = 0
-        self._number = cells[at - 1] = number
-        self._own = self._sum(cells, number)
+        self.bucket = cells[at - 1] = number
+        self._place = at + number % RING
+        self.total = self._sum(cells, number)
         self._closed = self._sum_closed()

@@ -235,6 +235,7 @@ class DataPlane:
                 nursery.start_soon(self.listeners.certificates.run)
                 task_status.started()
         finally:
+            self.settings.callers.publish()
             self.listeners.close()
             self.pools.close()
             self.loop.flush()
@@ -311,4 +312,5 @@ class DataPlane:
         self.policy.maintain(self.loop.now)
         self.balancer.pools.maintain(self.loop.now)
         self.pools.sweep()
+        self.settings.callers.publish()
         self.listeners.retry_accepting()

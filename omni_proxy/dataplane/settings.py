@@ -95,13 +95,12 @@ class Settings:
         self.cors = Cors(server.cors_allow_origins, readable_fields)
         self.half_close_aborts = server.half_close == "abort"
         self.access_log_is_json = server.log_format == "json"
-        # The last chunk of a response is kept where token counts are read in it.
+        # The last chunk of each response is kept where token counts are read in it; of some it is
+        # anyway, see `Exchange.reads_usage`.
         self.counts_usage = server.metrics and server.usage_metrics
         observe = config.observe
         self.tracing = Tracing(observe.trace_sampling) if observe.otlp_endpoint else None
-        self.keeps_last_chunk = (
-            self.counts_usage or learns_from_answers(config.routing) or self.tracing is not None
-        )
+        self.keeps_last_chunk = self.counts_usage or learns_from_answers(config.routing)
         self._renew_fast_path_cache()
 
     def follow_keys(

@@ -174,6 +174,7 @@ class ProcessManager:
         """What each caller has taken, by its name; "" is those without a right key."""
         if self._key_counters is None:
             return {}
+        self.dataplane.settings.callers.publish()
         slots = {"": UNKNOWN_SLOT, **self._key_slots.by_name}
         return {name: self._key_counters.totals(slot) for name, slot in slots.items()}
 

@@ -8,6 +8,7 @@ from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.multiprocess.shared_counters import KeyCounters, KeySlots
 
 KEY = CallerKey(name="a", key_sha256="00" * 32, max_inflight=2, requests_per_minute=10)
+OPEN = CallerKey(name="a", key_sha256="00" * 32)
 NOW = 1000.0
 
 
@@ -27,10 +28,42 @@ def test_processes_share_the_limits_of_a_caller(counters):
     callers = [ApiCaller(KEY, 1, each) for each in counters]
     assert [caller.begin(NOW) for caller in callers] == [None, None, "max_inflight"]
     assert {caller.in_flight for caller in callers} == {2}
-    assert counters[0].totals(1)["requests"] == 2
-    callers[0].end(0, 0, (3, 4), NOW)
+    callers[0].end(0, 0, 3, 4, NOW)
     assert callers[2].begin(NOW) is None
-    assert counters[0].totals(1)["input_tokens"] == 3
+    totals = counters[0].totals(1)
+    assert (totals["requests"], totals["input_tokens"], totals["in_flight"]) == (1, 3, 2)
+
+
+def test_what_no_process_decides_by_is_shared_when_it_is_published(counters):
+    callers = [ApiCaller(OPEN, 1, each) for each in counters]
+    for caller in callers:
+        assert caller.begin(NOW) is None
+    callers[0].end(0, 0, 3, 4, NOW)
+    assert not any(counters[0].totals(1).values())
+    for _ in range(2):
+        for caller in callers:
+            caller.publish()
+    totals = counters[0].totals(1)
+    assert (totals["requests"], totals["output_tokens"], totals["in_flight"]) == (1, 4, 2)
+
+
+def test_a_limit_that_comes_later_holds_over_what_is_in_flight_already(counters):
+    callers = [ApiCaller(OPEN, 1, each) for each in counters]
+    for caller in callers[:2]:
+        assert caller.begin(NOW) is None
+    for caller, rows in zip(callers, counters, strict=True):
+        caller.configure(KEY, rows)
+    assert {caller.begin(NOW) for caller in callers} == {"max_inflight"}
+
+
+def test_requests_of_a_name_that_is_gone_end_in_its_cells(counters):
+    caller = ApiCaller(OPEN, 1, counters[1])
+    assert caller.begin(NOW) is None
+    caller.retire()
+    assert counters[0].in_flight(1) == 1
+    assert not caller.is_unlimited
+    caller.end(0, 0, 3, 4, NOW)
+    assert counters[0].in_flight(1) == 0
 
 
 def test_what_a_process_had_in_flight_ends_with_it_and_its_rate_stays(counters):

@@ -22,6 +22,7 @@ what is measured:
   front               how long GET /workers takes beside 32 busy clients
   processes           requests a second of two door processes, beside one
   legs                a request over prefill and decode workers, beside a plain one
+  features            metrics, callers' keys and traces: each beside the same without it
   goals               all of it in one run, with the goals beside the figures
   profile             where the proxy's time goes (profile unary, profile stream)
 
@@ -37,7 +38,17 @@ def _arguments() -> argparse.Namespace:
         epilog=WHAT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    kinds = [*CPU_BENCHES, "memory", "fields", "front", "processes", "legs", "goals", "profile"]
+    kinds = [
+        *CPU_BENCHES,
+        "memory",
+        "fields",
+        "front",
+        "processes",
+        "legs",
+        "features",
+        "goals",
+        "profile",
+    ]
     parser.add_argument("what", choices=kinds)
     parser.add_argument(
         "profiled", nargs="?", choices=list(measurements.PROFILED), help="of profile; unary"
@@ -91,6 +102,7 @@ KINDS = {
     "front": measurements.front,
     "processes": measurements.processes,
     "legs": measurements.legs,
+    "features": measurements.features,
     "goals": measurements.goals,
     "profile": measurements.profile,
 }

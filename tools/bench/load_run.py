@@ -19,7 +19,10 @@ WORKERS = 8
 WARM_MS = 700  # a stream's first events and an interpreter's warming are not what is measured
 READY_SECS = 30.0
 READY_ANSWERS = 2 * WORKERS
+# Of a trace that is to be sampled: so what the first span needs is loaded before the load comes.
+SAMPLED = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 FIRST = b'{"model":"bench","messages":[{"role":"user","content":"#bench first 0 0#"}]}'
+KEY = "bench"  # what the load presents; see load.c
 LAST_WORDS = 8  # lines
 REST_SECS = 0.4
 REST_SHARE = 0.1  # of one core: probes go on
@@ -148,9 +151,12 @@ def _refusal(port: int) -> str:
     """Why a first request does not get its answer; empty when it does."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
     try:
-        connection.request(
-            "POST", "/v1/chat/completions", FIRST, {"content-type": "application/json"}
-        )
+        fields = {
+            "content-type": "application/json",
+            "authorization": f"Bearer {KEY}",
+            "traceparent": SAMPLED,
+        }
+        connection.request("POST", "/v1/chat/completions", FIRST, fields)
         answer = connection.getresponse()
         right = answer.status == 200 and b"chatcmpl-first" in answer.read()
         return "" if right else f"status {answer.status}"

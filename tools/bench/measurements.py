@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from tools.bench import connection_memory, process_scaling, report, request_memory, two_legs
+from tools.bench import features as request_features
 from tools.bench import goals as promises
 from tools.bench.admin_latency import front_waits
 from tools.bench.header_fields import new_field
@@ -87,18 +88,31 @@ def paired(arguments: argparse.Namespace) -> int:
 
 def legs(arguments: argparse.Namespace) -> int:
     """Requests in two legs beside plain ones."""
-    facts = report.machine()
     sides = two_legs.sides(_ours(arguments), with_router=two_legs.ROUTER in arguments.peer)
+    return _by_the_first(arguments, sides, f" (goal: at most {two_legs.GOAL})")
+
+
+def features(arguments: argparse.Namespace) -> int:
+    """Metrics, keys and traces, on beside off."""
+    with request_features.running_collector() as collector:
+        return _by_the_first(arguments, request_features.sides(_ours(arguments), collector))
+
+
+def _by_the_first(arguments: argparse.Namespace, sides: Sequence[Side], goal: str = "") -> int:
+    """Small POSTs through each side, and its cost by that of the first."""
+    facts = report.machine()
     unary = [load for load in LOADS if load.name == PROFILED["unary"]]
     loads = measure(sides, unary, arguments.rounds, arguments.secs)
     plain = sides[0].name
     _tell(facts)
-    print(f"\nCPU by that of {plain}, ratios within a round (goal: at most {two_legs.GOAL}):")
+    print(f"\nCPU by that of {plain}, ratios within a round{goal}:")
     for rounds in loads.values():
         for side in sides:
             cost = report.spread(report.costs(rounds, side.name))
-            ratio = report.spread(report.ratios(rounds, side.name, plain), 2)
+            ratio = report.spread(report.ratios(rounds, side.name, plain), 3)
             print(f"  {side.name:<40} {cost} us  {ratio}")
+    if arguments.json:
+        _write(arguments.json, facts, loads, (None, [side.name for side in sides]))
     return _faulty(report.faults(loads))
 
 

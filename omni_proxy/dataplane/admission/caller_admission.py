@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from omni_proxy.api_keys.caller import ApiCaller, Reason
 from omni_proxy.api_keys.callers import key_in, may_use, without_key_lines
 from omni_proxy.api_keys.token_usage import (
@@ -21,7 +23,12 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.inspect.response_usage import tokens_in
+from omni_proxy.routing.inspect.response_usage import (
+    OPENED_USAGE,
+    USAGE,
+    counts_in,
+    decode_usual,
+)
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 
@@ -62,7 +69,7 @@ def reserve(exchange: Exchange, need: Requirements, fleet: Fleet, size: int, now
     if caller.models and not may_use(caller, need.model, _models_of(fleet)):
         caller.count_refused("model")
         raise _model_refusal(caller, need.model)
-    if not caller.entry.tokens_per_minute:
+    if not caller.token_rate:
         return
     tokens = estimate_prompt(size) + max_tokens_in(exchange.body)
     reserved = caller.reserve(tokens, now)
@@ -74,25 +81,30 @@ def reserve(exchange: Exchange, need: Requirements, fleet: Fleet, size: int, now
     exchange.reserved, exchange.token_bucket = reserved, caller.tokens.bucket
 
 
-def begin_whole(
-    exchange: Exchange, caller: ApiCaller, need: Requirements, body: bytes, now: float
-) -> bool:
+def begin_whole(exchange: Exchange, caller: ApiCaller, need: Requirements, body: bytes) -> bool:
     """`begin` and `reserve` for the fast path, whose caller is known and whose body is whole. False
     if it may not go on there: then nothing counts, and the coroutine finds out why."""
-    exchange.reserved = REFUSED
+    if caller.is_unlimited:
+        caller.running += 1
+        exchange.reserved = 0
+        return True
+    now = exchange.started_at
     if caller.models and need.model not in caller.models:
         return False
     if caller.begin(now) is not None:
         return False
-    exchange.request_bucket = caller.requests.bucket
-    if not caller.entry.tokens_per_minute:
-        exchange.reserved = 0
+    exchange.reserved, exchange.request_bucket = 0, caller.requests.bucket
+    limit = caller.token_rate
+    if not limit:
         return True
-    reserved = caller.reserve(estimate_prompt(len(body)) + max_tokens_in(body), now)
-    if reserved is None:
-        caller.cancel(exchange.request_bucket, now)
+    # As `reserve`, in one frame.
+    tokens = -(-len(body) // BYTES_PER_TOKEN) + max_tokens_in(body)
+    if tokens > limit:
+        tokens = limit
+    if not caller.tokens.take(tokens, limit, now):
+        cancel(exchange, now)
         return False
-    exchange.reserved, exchange.token_bucket = reserved, caller.tokens.bucket
+    exchange.reserved, exchange.token_bucket = tokens, caller.tokens.bucket
     return True
 
 
@@ -108,23 +120,45 @@ def cancel(exchange: Exchange, now: float) -> None:
 
 
 def end(exchange: Exchange, caller: ApiCaller) -> None:
-    """What it took replaces what was reserved, and it is in flight no more. Without a usage in the
-    response its tokens are guessed: by the request's size, and by the chunks of a stream or the
-    bytes of another response."""
+    """What it took replaces what was reserved, and it is in flight no more."""
     reserved = exchange.reserved
     if reserved == REFUSED:
         return
     exchange.reserved = REFUSED
-    tail = exchange.last_chunk
-    usage = tokens_in(tail) if tail else None
-    if usage:
-        used = usage.get("input", 0), usage.get("output", 0)
-    elif not exchange.relayed or not 0 < exchange.status < 400:
-        used = 0, 0  # no worker has computed anything for it
-    else:
-        completion = exchange.chunks if exchange.stream else exchange.bytes_out // BYTES_PER_TOKEN
-        used = estimate_prompt(exchange.bytes_in), completion
-    caller.end(reserved, exchange.token_bucket, used, exchange.ended_at)
+    prompt, completion = counts_in(exchange.last_chunk)
+    if prompt is None or completion is None:
+        prompt, completion = _guess_used(exchange, prompt, completion)
+    caller.end(reserved, exchange.token_bucket, prompt, completion, exchange.ended_at)
+
+
+def end_whole(exchange: Exchange, caller: ApiCaller, body: bytes) -> None:
+    """`end` for the fast path, whose exchange counts and whose response is whole. Where that tells
+    its tokens as most do: else `end` is still to be called, and reads `last_chunk`."""
+    try:
+        usage = decode_usual(OPENED_USAGE + body.rpartition(USAGE)[2]).usage
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        exchange.last_chunk = body
+        return
+    reserved, exchange.reserved = exchange.reserved, REFUSED
+    if caller.is_unlimited:  # as below
+        caller.running -= 1
+        caller.ended += 1
+        caller.input_tokens += usage.prompt_tokens
+        caller.output_tokens += usage.completion_tokens
+        return
+    bucket, prompt, completion = exchange.token_bucket, usage.prompt_tokens, usage.completion_tokens
+    caller.end(reserved, bucket, prompt, completion, exchange.response_head_at)
+
+
+def _guess_used(exchange: Exchange, prompt: int | None, completion: int | None) -> tuple[int, int]:
+    """Without a usage in the response tokens are guessed: by the request's size, and by the chunks
+    of a stream or the bytes of another response."""
+    if prompt is not None or completion is not None:
+        return prompt or 0, completion or 0
+    if not exchange.relayed or not 0 < exchange.status < 400:
+        return 0, 0  # no worker has computed anything for it
+    guessed = exchange.chunks if exchange.stream else exchange.bytes_out // BYTES_PER_TOKEN
+    return estimate_prompt(exchange.bytes_in), guessed
 
 
 def _models_of(fleet: Fleet) -> frozenset[str]:

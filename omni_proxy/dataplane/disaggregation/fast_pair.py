@@ -34,7 +34,6 @@ from omni_proxy.dataplane.exchange.fast_path_cache import CachedRequest
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
-from omni_proxy.dataplane.tracing.request_trace import trace_parts
 from omni_proxy.dataplane.upstream.attempt import encode_request, length_lines, start_waiting
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.worker import Worker
@@ -132,8 +131,6 @@ class FastPairPath(FastPath):
         pool, prefill_pool = pools.of(worker), pools.of(prefill)
         if not prefill_pool.idle or not (waits or pool.idle):
             return False
-        if exchange.trace is not None:
-            trace_parts(exchange.trace, lines, self.cached.trace_index, worker, self.loop.now)
         self._json = None  # not that of the last request
         try:
             bodies = (

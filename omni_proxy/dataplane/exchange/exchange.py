@@ -129,6 +129,10 @@ class Exchange:
         rank = self.last_rank
         return rank if rank is not None and rank.worker is self.last_worker else self.last_worker
 
+    def reads_usage(self) -> bool:
+        """Whether its caller or its trace is told the tokens of the response."""
+        return self.caller is not None or (self.trace is not None and self.trace.sampled)
+
     def spans_versions(self, worker: Worker) -> bool:
         """Whether its response began with other weights than it ended with."""
         return self.relayed and worker.version.differs_from(self.version)

@@ -168,8 +168,8 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
     if (
         (exchange.legs is not None and not exchange.legs.begun)
         or exchange.last_chunk
-        or exchange.caller is not None
-        or exchange.trace is not None
+        or exchange.reserved >= 0
+        or (exchange.trace is not None and exchange.trace.sampled)
         or (need is not None and need.prediction is not None)
     ):
         _settle_rarer(services, exchange)

@@ -14,9 +14,9 @@ from typing import Final
 
 import msgspec
 
-from omni_proxy.api_keys.caller import ApiCaller
 from omni_proxy.dataplane.admission.caller_admission import begin_whole as begin_call
 from omni_proxy.dataplane.admission.caller_admission import cancel as cancel_call
+from omni_proxy.dataplane.admission.caller_admission import end_whole as end_call
 from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO, finalize
 from omni_proxy.dataplane.exchange.exchange_steps import (
@@ -179,12 +179,11 @@ class FastPath:
             exchange = self._spare or self._new_exchange()
             exchange.recycle(io.loop.now)
             exchange.bytes_in = size
-            admitted = (
-                services.inflight.admit(exchange, len(chunk))
-                if cached.caller is None
-                else self._admit_call(cached.caller, exchange, need, body, len(chunk))
-            )
-            if not admitted:
+            caller = cached.caller
+            if caller is not None and not begin_call(exchange, caller, need, body):
+                return False
+            if not services.inflight.admit(exchange, len(chunk)):
+                cancel_call(exchange, io.loop.now)
                 return False
             io.exchange, self._spare, self._request = exchange, None, chunk
             head_id = lines[template.id_index] if template.id_index > 0 else cached.head.request_id
@@ -209,7 +208,7 @@ class FastPath:
             return False
         io.upstream = self.waiting_on = upstream
         self._pool = pool
-        if exchange.trace is not None:
+        if exchange.trace is not None and exchange.trace.sampled:
             trace_parts(exchange.trace, lines, cached.trace_index, target, io.loop.now)
         request = encode_request(pool.host_line, lines, length_line, body)
         start_waiting(io, exchange, io.settings.limits.response_head)
@@ -224,18 +223,6 @@ class FastPath:
         if exchange.rank is not None:
             body = b"".join(body_for_rank(route.path, need, exchange.rank, body))
         return body
-
-    def _admit_call(
-        self, caller: ApiCaller, exchange: Exchange, need: Requirements, body: bytes, size: int
-    ) -> bool:
-        """Count it for its caller, and as `inflight.admit`; False where a limit is reached."""
-        now = self._io.loop.now
-        if not begin_call(exchange, caller, need, body, now):
-            return False
-        if self._io.services.inflight.admit(exchange, size):
-            return True
-        cancel_call(exchange, now)
-        return False
 
     def _send_legs(self, exchange: Exchange, lines: list[bytes], body: bytes) -> bool:
         """As `_send`, of a request in two legs."""
@@ -279,13 +266,13 @@ class FastPath:
                 length_line, body,
             ])
         )  # fmt: skip
-        exchange.status = template.status
-        exchange.chunks = 1
-        exchange.bytes_out = size
+        exchange.status, exchange.chunks, exchange.bytes_out = template.status, 1, size
         exchange.relayed, exchange.single_chunk = True, sent_at_once
         exchange.outcome = "completed"
-        if io.settings.keeps_last_chunk or exchange.caller is not None:
+        if io.settings.keeps_last_chunk or (exchange.trace is not None and exchange.trace.sampled):
             exchange.last_chunk = body
+        if exchange.caller is not None:
+            end_call(exchange, exchange.caller, body)
         self._pool, self._request = None, b""
         self.waiting_on = client
         io.exchange = None

@@ -99,7 +99,7 @@ def _first_chunk(io: ExchangeIO, exchange: Exchange, chunk: bytes) -> None:
     _body_begins(io, exchange)
     exchange.chunks = 1
     exchange.bytes_out = len(chunk)
-    if io.settings.keeps_last_chunk or exchange.caller is not None:
+    if io.settings.keeps_last_chunk or exchange.reads_usage():
         exchange.last_chunk = chunk
 
 
@@ -146,7 +146,7 @@ def _relay_chunks(
     idle, deadline, keeps_last_chunk = (
         io.settings.limits.idle,
         io.deadline,
-        io.settings.keeps_last_chunk or exchange.caller is not None,
+        io.settings.keeps_last_chunk or exchange.reads_usage(),
     )
     gaps = _gap_recorder(io, exchange)
     late, before, longest = gaps.late, exchange.first_at, 0.0

@@ -110,19 +110,37 @@ class Tracing:
         return self.begin(read_traceparent(lines))
 
     def begin_from_parts(self, parts: list[bytes], index: int) -> RequestTrace:
-        """Of a head in parts; `index`: where the value of its traceparent is, -1 for none."""
-        return self.begin(parse_traceparent(parts[index]) if index >= 0 else None)
+        """Of a head in parts; `index`: where the value of its traceparent is, -1 for none. They get
+        what a worker is told of a request that is not sampled; else see `trace_parts`."""
+        if index < 0:
+            if random() < self._sampling:
+                return RequestTrace(new_trace_id())
+            parts.append(_UNSAMPLED_LINE % getrandbits(64))
+            return UNSAMPLED
+        parent = parse_traceparent(parts[index])
+        trace = self.begin(parent)
+        if parent is None and not trace.sampled:
+            parts[index] = _unsampled_value()
+        return trace
 
 
 def trace_parts(
     trace: RequestTrace, parts: list[bytes], index: int, target: Worker, now: float
 ) -> None:
-    """As `lines_for_attempt`, of a head in parts; an index as above."""
+    """As `lines_for_attempt`, of a head in parts and a request that is sampled; an index as
+    above."""
+    value = trace.begin_attempt(target, now)
     if index < 0:
-        parts.append(b"traceparent: %b\r\n" % trace.begin_attempt(target, now))
-    elif trace.sampled or parse_traceparent(parts[index]) is None:
-        parts[index] = trace.begin_attempt(target, now)
+        parts.append(b"traceparent: %b\r\n" % value)
+    else:
+        parts[index] = value
+
+
+# One half of the id of a trace that nobody records is of the process, and so is its span: half as
+# many random digits cost half as much.
+_UNSAMPLED: Final = b"00-%016x%%016x-%016x-00" % (getrandbits(64) or 1, getrandbits(64) or 1)
+_UNSAMPLED_LINE: Final = b"traceparent: " + _UNSAMPLED + b"\r\n"
 
 
 def _unsampled_value() -> bytes:
-    return b"00-%032x-%016x-00" % (getrandbits(128), getrandbits(64) or 1)
+    return _UNSAMPLED % getrandbits(64)

@@ -4,15 +4,20 @@ Cached tokens are `cached_tokens` of `usage` (OpenAI's APIs) or of `meta_info` (
 `cache_read_input_tokens` (Anthropic), which counts beside `input_tokens` and not in it. Invariant:
 linear in the bytes; a count that is null, absent or no integer is not there. For cached tokens
 nothing is decoded: a quote inside a JSON string is escaped, so no text of a model reads as a key.
+The end of a body, from a member of its outermost object on, is a JSON object again once a brace
+stands before it: so a usage is read without decoding what comes before.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Final
+from typing import Annotated, Final
+
+import msgspec
 
 TAIL_BYTES: Final = 8192  # the counts come at the end, behind the text
+SHORT: Final = 512  # decoding so many bytes costs less than looking for their end
 _COUNT: Final = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*([0-9]{1,15})(?![0-9.eE])")
 _CACHED: Final = b'"cached_tokens"'
 _READ: Final = b'"cache_read_input_tokens"'
@@ -25,28 +30,85 @@ NAMES: Final = {
     "output": ("completion_tokens", "output_tokens"),
 }
 _LARGEST: Final = 2**53
+USAGE: Final = b'"usage"'
+OPENED_USAGE: Final = b"{" + USAGE
 _decoder = json.JSONDecoder()
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+
+
+class _Counts(msgspec.Struct, gc=False):
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    input_tokens: Count | None = None
+    output_tokens: Count | None = None
+
+
+class _End(msgspec.Struct, gc=False):
+    usage: _Counts | None
+
+
+_decode_end = msgspec.json.Decoder(_End).decode
+
+
+class _UsualCounts(msgspec.Struct, gc=False):
+    prompt_tokens: Count
+    completion_tokens: Count
+
+
+class _UsualEnd(msgspec.Struct, gc=False):
+    usage: _UsualCounts
+
+
+# Of OPENED_USAGE and what follows the last USAGE of a body: for code that can't afford `counts_in`.
+# Raises msgspec.DecodeError, ValueError or RecursionError for what is not written as usual.
+decode_usual: Final = msgspec.json.Decoder(_UsualEnd).decode
+
+
+def counts_in(body: bytes) -> tuple[int | None, int | None]:
+    """Tokens of the prompt and of the completion, as a response reports that ends with `body`."""
+    end = body
+    if len(body) > SHORT or not body.startswith(b"{"):
+        at = body.rfind(USAGE, -TAIL_BYTES)
+        if at < 0:
+            return None, None
+        end = b"{" + body[at:].partition(b"\n\n")[0]  # an event ends there
+    try:
+        usage = _decode_end(end).usage
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return _counts_anywhere(body)
+    if usage is None:
+        return None, None
+    prompt, completion = usage.prompt_tokens, usage.completion_tokens
+    return (
+        usage.input_tokens if prompt is None else prompt,
+        usage.output_tokens if completion is None else completion,
+    )
+
+
+def _counts_anywhere(body: bytes) -> tuple[int | None, int | None]:
+    """As `counts_in`, by what stands behind the last such key, wherever in the body that is."""
+    at = body.rfind(USAGE, -TAIL_BYTES)
+    if at < 0:
+        return None, None
+    text = body[at + len(USAGE) :].decode("utf-8", "replace").lstrip(": \t\r\n")
+    try:
+        usage, _ = _decoder.raw_decode(text)
+    except (ValueError, RecursionError):
+        return None, None
+    if not isinstance(usage, dict):
+        return None, None
+    prompt, completion = (
+        next((usage[name] for name in names if _is_count(usage.get(name))), None)
+        for names in NAMES.values()
+    )
+    return prompt, completion
 
 
 def tokens_in(body: bytes) -> dict[str, int]:
     """`input` and `output`, those that a response reports that ends with `body`."""
-    tail = body[-TAIL_BYTES:]
-    start = tail.rfind(b'"usage"')
-    if start < 0:
-        return {}
-    text = tail[start + len(b'"usage"') :].decode("utf-8", "replace").lstrip(": \t\r\n")
-    try:
-        usage, _ = _decoder.raw_decode(text)
-    except (ValueError, RecursionError):
-        return {}
-    if not isinstance(usage, dict):
-        return {}
-    token_counts = {}
-    for kind, names in NAMES.items():
-        counts = [usage[name] for name in names if _is_count(usage.get(name))]
-        if counts:
-            token_counts[kind] = counts[0]
-    return token_counts
+    counts = zip(NAMES, counts_in(body), strict=True)
+    return {kind: count for kind, count in counts if count is not None}
 
 
 def _is_count(value: object) -> bool:

@@ -284,3 +284,41 @@ def test_a_request_that_no_worker_has_computed_costs_no_tokens(listeners):
         assert callers(world)["team-a"].tokens.used(world.clock()) == 0
 
     play(listeners, script, keys("tokens_per_minute = 100\n"), began=0)
+
+
+def whole(body):
+    return WHOLE.replace(b": 2\r\n\r\n{}", b": %d\r\n\r\n%b" % (len(body), body))
+
+
+@pytest.mark.parametrize(
+    ("response", "used"),
+    [
+        (USAGE, (30, 40)),
+        (USAGE[:-1] + b', "metadata": {"weight_version": "3"}}', (30, 40)),
+        (b'{"usage": {"input_tokens": 5, "output_tokens": 6}, "a": 1}', (5, 6)),
+        (b'{"data": [], "usage": {"prompt_tokens": 5, "total_tokens": 5}}', (5, 0)),
+        (b'{"usage": {"prompt_tokens": -1, "completion_tokens": 2}}', (0, 2)),
+        (b'{"x": "no usage at all, 40 bytes, 10 tokens"}  ', (4, 11)),
+        (b'{"usage": null, "x": "the same, with a null"}  ', (4, 11)),
+    ],
+)
+@pytest.mark.parametrize("limit", ["", "tokens_per_minute = 1000\n"])
+def test_tokens_are_counted_however_a_response_tells_them(listeners, response, used, limit):
+    def script(world, client):
+        warmed(world, client)
+        caller = callers(world)["team-a"]
+        caller.publish()
+        before = caller.in_flight, caller.tokens.used(world.clock())
+        for _ in range(2):
+            world.ask(client, request())
+            world.answer(whole(response))
+        assert statuses(client) == [200] * 8
+        assert (caller.ended, caller.input_tokens, caller.output_tokens) == (
+            2, 2 * used[0], 2 * used[1],
+        )  # fmt: skip
+        settled = 2 * sum(used) if limit else 0
+        assert (caller.in_flight, caller.tokens.used(world.clock())) == (
+            before[0], before[1] + settled,
+        )  # fmt: skip
+
+    play(listeners, script, keys(limit), began={1, 2})

@@ -79,7 +79,10 @@ def test_a_head_in_parts_gets_what_a_whole_head_gets(trace, value):
     if value is not None:
         parts, index = [LINES + b"traceparent: ", value, b"\r\n"], 1
         whole = b"%btraceparent: %b\r\n" % (LINES, value)
-    trace_parts(trace, parts, index, A, 1.0)
+    if trace.sampled:
+        trace_parts(trace, parts, index, A, 1.0)
+    else:
+        assert Tracing(0.0).begin_from_parts(parts, index) is UNSAMPLED
 
     def ids(lines):
         found = parse_traceparent(lines.partition(b"traceparent: ")[2].rstrip())
@@ -92,3 +95,17 @@ def test_a_head_in_parts_gets_what_a_whole_head_gets(trace, value):
         assert ids(joined)[0] is ids(expected)[0] is False
     else:
         assert ids(joined) == ids(expected)
+
+
+def test_requests_that_are_not_sampled_have_trace_ids_of_their_own():
+    heads = [[LINES] for _ in range(100)]
+    for parts in heads:
+        Tracing(0.0).begin_from_parts(parts, -1)
+    assert len({b"".join(parts) for parts in heads}) == 100
+
+
+def test_a_sampled_head_in_parts_gets_its_context_with_its_attempt():
+    parts = [LINES + b"traceparent: ", b"00-%b-%b-01" % (TRACE, SPAN), b"\r\n"]
+    given = list(parts)
+    trace = Tracing(0.0).begin_from_parts(parts, 1)
+    assert (trace.sampled, trace.trace_id, parts) == (True, TRACE, given)

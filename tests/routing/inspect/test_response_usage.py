@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.inspect.response_usage import TAIL_BYTES, read_cached_tokens
+from omni_proxy.routing.inspect.response_usage import (
+    TAIL_BYTES,
+    counts_in,
+    read_cached_tokens,
+)
 
 COUNTS = st.integers(0, 10**9)
 DETAILS = {
@@ -81,3 +85,45 @@ def test_no_text_of_a_model_reads_as_a_count(text, cached, prompt):
 @given(st.binary())
 def test_any_bytes_are_read_without_an_error(data):
     read_cached_tokens(data + b'"cached_tokens":' + data)
+
+
+USAGE_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 2**60),
+    st.floats(allow_nan=False),
+    st.text(max_size=3),
+)
+USAGE_NAMES = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens", "other")
+BEFORE = st.text(max_size=20) | st.just("x" * 600)  # short ones are decoded whole
+
+
+def naive_counts(usage):
+    """What is a count, by its first name that is one."""
+    if not isinstance(usage, dict):
+        return None, None
+
+    def first(*names):
+        counts = [usage.get(name) for name in names]
+        return next((n for n in counts if type(n) is int and 0 <= n <= 2**53), None)
+
+    return first("prompt_tokens", "input_tokens"), first("completion_tokens", "output_tokens")
+
+
+@given(
+    st.dictionaries(st.sampled_from(USAGE_NAMES), USAGE_VALUES) | USAGE_VALUES,
+    BEFORE,
+    st.dictionaries(st.text(max_size=3).map("x".__add__), USAGE_VALUES, max_size=2),
+    st.sampled_from([(b"", b""), (b"data: ", b"\n\ndata: [DONE]\n\n"), (b"[", b"]")]),
+    st.sampled_from([None, 1]),
+)
+def test_counts_are_those_of_the_usage_whatever_stands_around_it(
+    usage, before, after, around, indent
+):
+    value = {"text": before, "usage": usage, **after}
+    text = json.dumps(value, indent=indent).encode()
+    assert counts_in(around[0] + text + around[1]) == naive_counts(usage)
+
+
+def test_a_usage_inside_another_member_counts_where_there_is_no_other():
+    assert counts_in(b'{"response": {"usage": {"input_tokens": 1, "output_tokens": 2}}}') == (1, 2)
