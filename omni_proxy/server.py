@@ -33,6 +33,7 @@ from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
+from omni_proxy.discovery_watch.discovery import Discovery
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -139,6 +140,7 @@ class Server:
         self.launcher = Launcher(fleet, config_store, self.prober)
         self.outlier_removal = OutlierRemoval(fleet, config_store)
         self.drains, self.adapter_list = WorkerDrains(fleet, config_store), AdapterList(fleet)
+        self.discovery = Discovery(fleet, config_store, random.random)
         self.engine_pages = self._build_engine_pages(fleet)
         voices = config_store.state.voices
         self.data_plane.voices.restore(voices.owner, voices.names)
@@ -185,6 +187,7 @@ class Server:
             instruments=self.instruments,
             kv_events=KvEventFacts(self.event_follower.counts, self.data_plane.kv_blocks),
             drains=self.drains,
+            discovery=self.discovery,
             supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
             leaving=lambda: self.leaving,
             find_admin_key=lambda key: self.admin_keys.table.find(key),
@@ -225,6 +228,7 @@ class Server:
                 old_name="ejector",
             ),
             Supervisor("drains", lambda status: self.drains.run(task_status=status)),
+            Supervisor("discovery", lambda status: self.discovery.run(task_status=status)),
             Supervisor("engine_pages", lambda status: self.engine_pages.run(task_status=status)),
             Supervisor("kv_events", lambda status: self.event_follower.run(task_status=status)),
             Supervisor("voice_list", lambda status: self.voice_list.run(task_status=status)),

@@ -38,6 +38,7 @@ ALLOWED = {
     "omni_proxy.replica.pipeline.stage_process._read": ENDS,
     "omni_proxy.runtime_config.reloader.run": "trio's `receive` is a checkpoint",
     "omni_proxy.runtime_config.config_store.change": "acquiring the lock is a checkpoint",
+    "omni_proxy.runtime_config.config_store.follow_found": "acquiring the lock is a checkpoint",
     "omni_proxy.kv_events.event_follower._receive": ENDS,
     "omni_proxy.launch.startup_progress.wait_until_ready": "`wait_change` waits for an event",
     "omni_proxy.weight_sync.sync.endpoint._admit_owner": "`wait_idle` waits for an event",

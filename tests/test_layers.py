@@ -4,7 +4,10 @@ import sys
 
 from tests.tree import PACKAGE, ROOT, imports, name_of, parsed, sources
 
-PURE = ("config", "wire", "api_keys", "fleet", "routing", "admin_ops", "weight_sync/protocol")
+PURE = (
+    "config", "wire", "api_keys", "fleet", "routing", "admin_ops", "discovery",
+    "weight_sync/protocol",
+)  # fmt: skip
 IMPURE = {"trio", "quart", "quart_trio", "hypercorn", "httpx", "torch", "time", "random", "socket"}
 SHARED = (
     "self_exec",
@@ -16,8 +19,8 @@ SHARED = (
 )  # by the proxy and the replica
 # From the bottom to the top: a package imports only from packages before it.
 LAYERS = (
-    *SHARED, "wire", "config", "api_keys", "process_group", "fleet", "system", "routing", "admin_ops",
-    "upstream_http", "runtime_config", "dataplane", "telemetry", "health", "launch",
+    *SHARED, "wire", "config", "api_keys", "process_group", "fleet", "system", "routing", "admin_ops", "discovery",
+    "upstream_http", "runtime_config", "dataplane", "telemetry", "health", "launch", "discovery_watch",
     "weight_sync", "multiprocess", "kv_events", "admin_api", "supervisor", "server", "replica", "simulate",
     "cli", "compat", "__main__",
 )  # fmt: skip

@@ -48,6 +48,14 @@ from omni_proxy.config.fields import (
 )
 from omni_proxy.config.flags import FLAGS
 from omni_proxy.config.problem import to_toml_literal
+from omni_proxy.config.tables import discover
+from omni_proxy.config.tables.discover import (
+    read_api_server,
+    read_dns_name,
+    read_dns_server,
+    read_label,
+    read_selector,
+)
 from tools import configuration_schema
 
 ROOT: Final = Path(__file__).parent.parent
@@ -76,6 +84,11 @@ READ_AS: Final = {
     read_key_sha256: "64 hex digits, or empty",
     read_kv_events: '`"tcp://host:port"`, `"auto"` or `"off"`',
     read_kv_replay: "`tcp://host:port`, or empty",
+    read_selector: "a label selector",
+    read_label: "the key of a label, or empty",
+    read_api_server: "a base URL, or empty",
+    read_dns_name: "a DNS name, or empty",
+    read_dns_server: "host:port, or empty",
     read_mode: 'a file mode in octal, such as "0660"',
 }
 HEAD: Final = """# Configuration
@@ -147,9 +160,9 @@ def json_schema() -> str:
 def _comments() -> tuple[dict[str, str], dict[str, str]]:
     """Of the example, by dotted key; of the schema, by "Struct.key"."""
     why = _schema_comments(inspect.getsource(schema))
-    return _example_comments(EXAMPLE.read_text()), why | _schema_comments(
-        inspect.getsource(api_keys)
-    )
+    for module in (api_keys, discover):
+        why |= _schema_comments(inspect.getsource(module))
+    return _example_comments(EXAMPLE.read_text()), why
 
 
 def _tables(struct: type, path: str = "") -> Iterator[tuple[str, type, bool]]:
@@ -246,9 +259,9 @@ def _takes(struct: type, key: types.Field) -> str:
             unit = "seconds" if key.name.endswith("_secs") else "a number"
             kind = "a whole number" if isinstance(key.type, types.IntType) else unit
             return kind + _range(key.type)
-        case types.UnionType(types=(of_values, types.LiteralType())):
-            kind = _takes_list(struct, key.name, of_values)
-            return kind + ', or `"auto"`'
+        case types.UnionType(types=(of_values, other)):
+            named = ", or a name" if isinstance(other, types.StrType) else ', or `"auto"`'
+            return _takes_list(struct, key.name, of_values) + named
         case types.VarTupleType():
             return _takes_list(struct, key.name, key.type)
         case types.DictType():

@@ -18,6 +18,7 @@ from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.fields import KvConnector
 from omni_proxy.config.flags import Dialect
 from omni_proxy.config.schema import AdminKey
+from omni_proxy.discovery.source_status import SourceReport
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
@@ -76,6 +77,21 @@ class KvEventFacts(NamedTuple):
     blocks: BlockIndex
 
 
+class DiscoveryView(Protocol):
+    def reports(self) -> list[SourceReport]: ...
+    def reason(self, worker: Worker) -> str: ...
+
+
+class _NoDiscovery:
+    """Without [[discover]]."""
+
+    def reports(self) -> list[SourceReport]:
+        return []
+
+    def reason(self, worker: Worker) -> str:
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """`leaving` is true from the start of a shutdown on, while the data plane still accepts."""
@@ -90,6 +106,7 @@ class Services:
     instruments: Instruments
     drains: WorkerDrains
     kv_events: KvEventFacts = field(default_factory=lambda: KvEventFacts({}, BlockIndex()))
+    discovery: DiscoveryView = field(default_factory=_NoDiscovery)
     leaving: Callable[[], bool] = lambda: False
     find_admin_key: Callable[[bytes], AdminKey | None] = lambda _: None  # of [[admin.keys]]
     find_caller: Callable[[bytes], CallerKey | None] = lambda _: None  # of [[keys]]

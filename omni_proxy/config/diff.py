@@ -17,6 +17,7 @@ _SECRET: Final = re.compile(r"(?:key|token|secret|password)$", re.IGNORECASE)
 # Lists of tables, and the key that identifies their entries.
 _LISTS: Final = {
     "workers": "url", "launch": "name", "routes": "path", "control_routes": "path", "keys": "name",
+    "discover": "name",
 }  # fmt: skip
 
 

@@ -26,11 +26,14 @@ from omni_proxy.config.state import (
 
 __all__ = [
     "DisabledBy",
+    "Discovered",
+    "FoundWorker",
     "Origin",
     "SavedState",
     "StateWorker",
     "WorkerOverride",
     "WorkerSpec",
+    "bind_to_found",
     "desired_workers",
     "prune_state",
     "read_state",
@@ -44,7 +47,20 @@ __all__ = [
     "with_pending_delete",
 ]
 
-Origin = Literal["file", "launch", "flag", "api"]
+Origin = Literal["file", "launch", "flag", "api", "discover"]
+MAX_ABSENT: Final = 1024  # switches and tombstones of found workers that are not there now
+_FOUND: Final = "found:"  # before the identity in a tombstone
+
+
+@dataclass(frozen=True, slots=True)
+class Discovered:
+    """Where a worker was found. Two workers with the same URL and another `uid` are two, one after
+    the other."""
+
+    source: str  # the name of its [[discover]]
+    uid: str  # of the pod; in DNS the URL
+    namespace: str = ""
+    pod: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +84,71 @@ class WorkerSpec:
     loras: tuple[str, ...] | Literal["auto"] = ()
     kv_events: str = "off"
     kv_replay: str = ""
+    discovered: Discovered | None = None  # of origin "discover"
+
+
+class FoundWorker:
+    """A worker as discovery found it, before anything was changed over HTTP. Its spec is kept: with
+    thousands of them, making all anew at each change would stall the event loop."""
+
+    __slots__ = ("_defaults", "_spec", "discovered", "entry")
+
+    def __init__(self, entry: WorkerEntry, discovered: Discovered) -> None:
+        self.entry = entry
+        self.discovered = discovered
+        self._defaults: tuple[object, ...] = ()
+        self._spec: WorkerSpec | None = None
+
+    def is_as(self, other: "FoundWorker") -> bool:
+        return self.entry == other.entry and self.discovered == other.discovered
+
+    def spec(self, config: Config) -> WorkerSpec:
+        """With the defaults of `config`."""
+        defaults = (config.routing.model, config.routing.ranks)
+        if self._spec is None or self._defaults != defaults:
+            spec = _desired(self.entry, "discover", self.entry)
+            self._spec = with_defaults(replace(spec, discovered=self.discovered), config)
+            self._defaults = defaults
+        return self._spec
 
 
 def desired_workers(
-    config: Config, flag_workers: Sequence[str | WorkerEntry], state: SavedState
+    config: Config,
+    flag_workers: Sequence[str | WorkerEntry],
+    state: SavedState,
+    found: Sequence[FoundWorker] = (),
 ) -> tuple[WorkerSpec, ...]:
-    """FILE's order first, then launch, flags, and workers added over HTTP."""
+    """FILE's order first, then launch, flags, workers added over HTTP, and found ones: these change
+    nothing of a worker that any other source names."""
     workers: dict[str, WorkerSpec] = {}
+    named: set[str] = set()
     for entry, origin, fingerprint in _named(config, flag_workers):
+        named.add(entry.url)
         if entry.url not in workers and not _buried(state, entry.url, fingerprint):
-            switched = _switched(entry, state.switches.get(entry.url, WorkerOverride()))
+            switched = _switched(entry, _switch_of(state, entry.url, None))
             workers[entry.url] = _desired(switched, origin, entry)
     for added in state.workers:
         other = workers.get(added.url)
         workers[added.url] = _desired(added, other.origin if other else "api", other)
-    return tuple(with_defaults(worker, config) for worker in workers.values())
+    specs = {url: with_defaults(worker, config) for url, worker in workers.items()}
+    for each in found:
+        url = each.entry.url
+        if url in specs or url in named:  # a deleted one stays deleted
+            continue
+        touched = url in state.switches or url in state.tombstones
+        worker = _changed_over_http(each, state) if touched else each
+        if worker is not None:
+            specs[url] = worker.spec(config)
+    return tuple(specs.values())
+
+
+def _changed_over_http(found: FoundWorker, state: SavedState) -> FoundWorker | None:
+    """None for a worker that was deleted."""
+    url, uid = found.entry.url, found.discovered.uid
+    if state.tombstones.get(url) == _FOUND + uid:
+        return None
+    entry = _switched(found.entry, _switch_of(state, url, uid))
+    return FoundWorker(entry, found.discovered)
 
 
 def with_defaults(worker: WorkerSpec, config: Config) -> WorkerSpec:
@@ -102,28 +168,71 @@ def spec_of(worker: StateWorker, origin: Origin) -> WorkerSpec:
 
 
 def prune_state(
-    state: SavedState, config: Config, flag_workers: Sequence[str | WorkerEntry] = ()
+    state: SavedState,
+    config: Config,
+    flag_workers: Sequence[str | WorkerEntry] = (),
+    found: Sequence[FoundWorker] = (),
 ) -> SavedState:
     """Without what lost its object: tombstones over entries that changed or went away, switches
-    on workers that nothing names."""
+    on workers that nothing names. What belongs to a found worker stays while that is not there: it
+    may return; it goes with [[discover]], or once another worker has the URL."""
     fingerprints: dict[str, str] = {}
     for entry, _, fingerprint in _named(config, flag_workers):
         fingerprints.setdefault(entry.url, fingerprint)
+    uids = {worker.entry.url: worker.discovered.uid for worker in reversed(found)}
+
+    def may_return(url: str, uid: str) -> bool:
+        return bool(config.discover) and url not in fingerprints and uids.get(url, uid) == uid
+
+    switches = {
+        url: switch
+        for url, switch in state.switches.items()
+        if (url in fingerprints if switch.found is None else may_return(url, switch.found))
+    }
+    tombstones = {
+        url: digest
+        for url, digest in state.tombstones.items()
+        if fingerprints.get(url) == digest
+        or (digest.startswith(_FOUND) and may_return(url, digest.removeprefix(_FOUND)))
+    }
+    absent = [url for url, switch in switches.items() if switch.found and url not in uids]
+    for url in absent[:-MAX_ABSENT]:
+        del switches[url]
+    absent = [url for url, mark in tombstones.items() if mark[:6] == _FOUND and url not in uids]
+    for url in absent[:-MAX_ABSENT]:
+        del tombstones[url]
+    kept = {*fingerprints, *_added(state), *(url for url in switches if switches[url].found)}
     return structs.replace(
         state,
-        switches={url: switch for url, switch in state.switches.items() if url in fingerprints},
-        tombstones={
-            url: digest
-            for url, digest in state.tombstones.items()
-            if fingerprints.get(url) == digest
-        },
-        leaving=tuple(url for url in state.leaving if url in {*fingerprints, *_added(state)}),
-        disabled_by={
-            url: record
-            for url, record in state.disabled_by.items()
-            if url in fingerprints or url in _added(state)
-        },
+        switches=switches,
+        tombstones=tombstones,
+        leaving=tuple(url for url in state.leaving if url in kept),
+        disabled_by={url: record for url, record in state.disabled_by.items() if url in kept},
     )
+
+
+def bind_to_found(
+    state: SavedState, desired: Iterable[WorkerSpec], found: Sequence[FoundWorker]
+) -> SavedState:
+    """After an edit: what was changed of a found worker holds for that one alone, whatever has its
+    URL later. `desired`: the workers before the edit."""
+    of_discovery = {spec.url for spec in desired if spec.discovered is not None}
+    uids = {
+        worker.entry.url: worker.discovered.uid
+        for worker in reversed(found)
+        if worker.entry.url in of_discovery
+    }
+    switches = {
+        url: structs.replace(switch, found=uids[url])
+        if url in uids and switch.found is None
+        else switch
+        for url, switch in state.switches.items()
+    }
+    tombstones = {
+        url: _FOUND + uids[url] if url in uids and digest == FLAG_FINGERPRINT else digest
+        for url, digest in state.tombstones.items()
+    }
+    return structs.replace(state, switches=switches, tombstones=tombstones)
 
 
 def with_added(state: SavedState, entry: WorkerSpec) -> SavedState:
@@ -237,8 +346,17 @@ def _buried(state: SavedState, url: str, fingerprint: str) -> bool:
     return digest is not None and fingerprint in {digest, FLAG_FINGERPRINT}
 
 
-def _switched(entry: WorkerEntry, switch: WorkerOverride) -> WorkerEntry:
+def _switch_of(state: SavedState, url: str, uid: str | None) -> WorkerOverride | None:
+    """What HTTP changed of the worker with this URL; `uid` of a found one, else None."""
+    switch = state.switches.get(url)
+    return switch if switch is not None and switch.found == uid else None
+
+
+def _switched(entry: WorkerEntry, switch: WorkerOverride | None) -> WorkerEntry:
+    if switch is None:
+        return entry
     touched = {key: value for key, value in structs.asdict(switch).items() if value is not None}
+    touched.pop("found", None)
     return structs.replace(entry, **touched)
 
 

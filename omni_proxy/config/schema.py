@@ -48,6 +48,7 @@ from omni_proxy.config.fields import (
     WorkerRanks,
     WorkerUrl,
 )
+from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.config.url import normalize_url
 
 
@@ -490,6 +491,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     workers: tuple[WorkerEntry, ...] = ()
     launch: tuple[LaunchEntry, ...] = ()
+    discover: tuple[DiscoverEntry, ...] = ()
     routes: tuple[RouteEntry, ...] = ()
     control_routes: tuple[ControlRouteEntry, ...] = ()
     keys: tuple[CallerKey, ...] = ()

@@ -68,6 +68,8 @@ class WorkerOverride(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     role: Literal["regular", "prefill", "decode"] | None = None
     kv_connector: Literal["sglang", "nixl", "mooncake"] | None = None
     bootstrap_port: BootstrapPort | None = None
+    # The identity of the worker, where discovery found it; None: it is named.
+    found: str | None = None
 
 
 class SavedVoices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +89,8 @@ class DisabledBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class SavedState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: tuple[StateWorker, ...] = ()
     switches: dict[str, WorkerOverride] = {}
-    # URL -> fingerprint of the entry that named it when it was deleted.
+    # URL -> fingerprint of the entry that named it when it was deleted, or identity of the worker
+    # that discovery had found there.
     tombstones: dict[str, str] = {}
     voices: SavedVoices = SavedVoices()
     leaving: tuple[str, ...] = ()  # URLs of workers to be deleted once they are drained

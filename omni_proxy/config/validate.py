@@ -18,6 +18,7 @@ from omni_proxy.config.api_keys import source_findings, unknown_key_hint
 from omni_proxy.config.fields import DEFAULT_BOOTSTRAP_PORT
 from omni_proxy.config.problem import Path, did_you_mean, format_path, to_toml_literal
 from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.config.tables.discover import discover_findings
 
 # Where, why, and what may help.
 Finding: TypeAlias = tuple[Path, str, str]
@@ -45,6 +46,8 @@ class _Walker:
                 return self.read(value, only, path)
             case inspect.UnionType(types=(of_values, inspect.LiteralType(values=words))):
                 return self._or_word(value, of_values, words, path)
+            case inspect.UnionType(types=(number, text)):
+                return self.read(value, text if isinstance(value, str) else number, path)
             case inspect.StructType():
                 return self._struct(value, kind, path)
             case inspect.DictType():
@@ -211,6 +214,7 @@ def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
         yield from _duplicates(_alias_targets(alias, index), "target")
     yield from _aliases_of_aliases(aliases)
     yield from source_findings(tables.get("keys", []), ("keys",))
+    yield from discover_findings(tables.get("discover", []), ("discover",))
 
 
 def _role_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:

@@ -112,7 +112,7 @@ class Fleet:
         changed: list[Worker] = []
         for entry in entries:
             worker = before.get(entry.url)
-            if worker is None:
+            if worker is None or worker.is_other_than(entry):
                 worker = self._make(entry, now)
                 added.append(worker)
             elif not worker.matches(entry):
@@ -121,7 +121,7 @@ class Fleet:
                 worker.configure(entry)
                 changed.append(worker)
             after[entry.url] = worker
-        removed = tuple(worker for url, worker in before.items() if url not in after)
+        removed = tuple(each for url, each in before.items() if after.get(url) is not each)
         reordered = list(before) != list(after)
         self._by_url = after
         self.had_workers |= bool(after)

@@ -113,6 +113,7 @@ class Worker(_RequestFields):
         "cordon_reasons",
         "disabled",
         "disabled_changed_at",
+        "discovered",
         "display_id",
         "dp_ranks",
         "engine_load",
@@ -180,6 +181,7 @@ class Worker(_RequestFields):
         self.weight = spec.weight
         self.max_inflight = spec.max_inflight
         self.origin = spec.origin
+        self.discovered = spec.discovered
         self.api_key_env = spec.api_key_env
         self.tls_ca = spec.tls_ca
         self.tls_verify = spec.tls_verify
@@ -207,6 +209,12 @@ class Worker(_RequestFields):
         """Whether this is its model, or one of its adapters."""
         return model is not None and (model == self.model or model in self.adapters)
 
+    def is_other_than(self, spec: WorkerSpec) -> bool:
+        """Whether discovery found another server under the same URL: nothing of this one, neither
+        health nor caches, says anything of that one."""
+        found, now = self.discovered, spec.discovered
+        return found is not None and now is not None and found.uid != now.uid
+
     def matches(self, spec: WorkerSpec) -> bool:
         """Whether `configure(spec)` would change nothing."""
         return (
@@ -216,6 +224,7 @@ class Worker(_RequestFields):
             and self.weight == spec.weight
             and self.max_inflight == spec.max_inflight
             and self.origin == spec.origin
+            and self.discovered == spec.discovered
             and self.api_key_env == spec.api_key_env
             and self.tls_ca == spec.tls_ca
             and self.tls_verify == spec.tls_verify

@@ -26,7 +26,13 @@ from msgspec.structs import replace
 from omni_proxy.admin_ops.routes import check_routes
 from omni_proxy.config.diff import diff
 from omni_proxy.config.flags import Startup
-from omni_proxy.config.overlay import desired_workers, prune_state
+from omni_proxy.config.overlay import (
+    FoundWorker,
+    WorkerSpec,
+    bind_to_found,
+    desired_workers,
+    prune_state,
+)
 from omni_proxy.config.parse import ConfigError, Problem, parse
 from omni_proxy.config.problem import did_you_mean
 from omni_proxy.config.schema import Config
@@ -109,6 +115,7 @@ class ConfigStore:
         self.reloads: Counter[tuple[str, str]] = Counter()  # outcome, source
         self.operation_lock = trio.Lock()  # acquired before `_lock`, never while it is held
         self.membership_lock = MembershipLock()
+        self._found: tuple[FoundWorker, ...] = ()  # by discovery
         self._deferred: Config | None = (
             None  # FILE with a change that waits for the membership lock
         )
@@ -160,7 +167,7 @@ class ConfigStore:
             except ConfigError as error:
                 return self._refuse(source, error)
             new = self._without_deferred(new)
-            state = prune_state(self.state, new, self.startup.flag_workers)
+            state = self._pruned(self.state, new)
             changed = await self._change(source, new, state)
             self._report_deferred()
             return changed
@@ -171,7 +178,7 @@ class ConfigStore:
         async with self._lock:
             new, self._deferred = self._deferred, None
             if new is not None and not self.membership_lock.held:
-                state = prune_state(self.state, new, self.startup.flag_workers)
+                state = self._pruned(self.state, new)
                 await self._change("file", new, state)
             self._report_deferred()
 
@@ -188,14 +195,45 @@ class ConfigStore:
             async with self._exclusive(at_once=at_once):
                 if not self._matches(if_match):
                     return ChangeResult("precondition_failed", self.revision)
-                state = prune_state(
-                    edit(self.state, self.config), self.config, self.startup.flag_workers
-                )
+                state = self._pruned(self._edited(edit), self.config)
                 if not self.membership_lock.held or not self._changes_membership(
                     self.config, state
                 ):
                     return await self._change("api", self.config, state)
             await self.membership_lock.wait_released_within(deadline - trio.current_time())
+
+    async def follow_found(self, found: Callable[[], tuple[FoundWorker, ...]]) -> None:
+        """Take over the workers that discovery has found, as `found` says when it is the turn of
+        this change. They are no configuration, so `revision` stays."""
+        while True:
+            async with self._exclusive():
+                if not self.membership_lock.held:
+                    self._found = found()
+                    self.state = self._pruned(self.state, self.config)
+                    desired = self._desired(self.config, self.state)
+                    self.fleet.apply(desired, datetime.now(UTC))
+                    await self._state_writer.save(self.state_file, self.state)
+                    break
+            await self.membership_lock.wait_released()
+        await self.fleet.await_replicated()
+
+    def _desired(self, config: Config, state: SavedState) -> tuple[WorkerSpec, ...]:
+        return desired_workers(config, self.startup.flag_workers, state, self._found_by(config))
+
+    def _pruned(self, state: SavedState, config: Config) -> SavedState:
+        return prune_state(state, config, self.startup.flag_workers, self._found_by(config))
+
+    def _edited(self, edit: Edit) -> SavedState:
+        """The saved state after an edit that came over HTTP."""
+        state = edit(self.state, self.config)
+        if not self._found or state is self.state:
+            return state
+        return bind_to_found(state, self._desired(self.config, self.state), self._found)
+
+    def _found_by(self, config: Config) -> tuple[FoundWorker, ...]:
+        """What is found by the sources that `config` has."""
+        names = {entry.name for entry in config.discover}
+        return tuple(worker for worker in self._found if worker.discovered.source in names)
 
     async def save_voices(self, voices: SavedVoices) -> None:
         """Save the uploaded voices. They are no configuration, so `revision` stays."""
@@ -223,23 +261,24 @@ class ConfigStore:
 
     def _without_deferred(self, new: Config) -> Config:
         """`new` without the changes that wait for the membership lock; keeps those to apply."""
-        state = prune_state(self.state, new, self.startup.flag_workers)
+        state = self._pruned(self.state, new)
         changes_membership = new.launch != self.config.launch or self._changes_membership(
             new, state
         )
         self._deferred = new if self.membership_lock.held and changes_membership else None
         if self._deferred is None:
             return new
-        return replace(new, workers=self.config.workers, launch=self.config.launch)
+        same = self.config
+        return replace(new, workers=same.workers, launch=same.launch, discover=same.discover)
 
     def _changes_membership(self, config: Config, state: SavedState) -> bool:
-        desired = desired_workers(config, self.startup.flag_workers, state)
+        desired = self._desired(config, state)
         return {spec.url for spec in desired} != {worker.url for worker in self.fleet.workers}
 
     def _report_deferred(self) -> None:
         if self._deferred is not None:
             reason = self.membership_lock.reason()
-            waits = f"[[workers]] and [[launch]] wait for the end of a sync: {reason}"
+            waits = f"[[workers]], [[launch]] and [[discover]] wait for the end of a sync: {reason}"
             self.last_reload = {**self.last_reload, "waits": waits}
             _log.info("config_deferred reason=%s", self.membership_lock.reason())
         else:
@@ -280,7 +319,7 @@ class ConfigStore:
         self.fleet.thresholds = thresholds_of(
             new, probe_failures_only=self.startup.dialect != "omni"
         )
-        desired = desired_workers(new, self.startup.flag_workers, state)
+        desired = self._desired(new, state)
         self._attempt(partial(self.fleet.apply, desired, datetime.now(UTC)))
         for commit in commits:
             self._attempt(commit)

@@ -16,6 +16,7 @@ from omni_proxy.config.schema import (
     RouteEntry,
     WorkerEntry,
 )
+from omni_proxy.config.tables.discover import DiscoverEntry
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_ #\"'\\\n[]{}é", max_size=12)
 NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)
@@ -64,6 +65,30 @@ SPELLED = {
             priority=st.integers(-3, 3),
         ),
         unique_by=lambda key: key.name,
+        max_size=3,
+    ).map(tuple),
+    "discover": st.lists(
+        st.builds(
+            DiscoverEntry,
+            name=NAMES,
+            namespace=NAMES,
+            selector=st.sampled_from(["app=a", "tier in (a, b),!draft", ""]),
+            port=st.integers(1, 65535) | NAMES,
+            role=st.sampled_from(["", "prefill"]),
+            model_label=st.sampled_from(["", "omni.dev/model"]),
+            api_server=st.sampled_from(["", "https://k8s.internal:6443"]),
+            token_file=WORDS,
+            capabilities=st.sets(st.sampled_from(CAPABILITIES), min_size=1).map(tuple),
+        )
+        | st.builds(
+            DiscoverEntry,
+            name=NAMES,
+            kind=st.just("dns"),
+            dns_name=st.sampled_from(["_http._tcp.a.svc", "engines.internal"]),
+            dns_server=st.sampled_from(["", "127.0.0.1:53"]),
+            refresh_secs=st.floats(0.5, 60),
+        ),
+        unique_by=lambda entry: entry.name,
         max_size=3,
     ).map(tuple),
     "health.endpoint": st.just("/health") | NAMES.map(lambda name: f"/{name}"),

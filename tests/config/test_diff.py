@@ -10,6 +10,7 @@ from omni_proxy.config.schema import Config
 
 LISTS = {
     "workers": "url", "launch": "name", "routes": "path", "control_routes": "path", "keys": "name",
+    "discover": "name",
 }  # fmt: skip
 NOTHING = {"added": [], "removed": [], "changed": {}}
 
@@ -106,6 +107,7 @@ def test_the_shown_tables_have_every_key():
         "weight_sync",
         "workers",
         "launch",
+        "discover",
         "routes",
         "control_routes",
         "keys",

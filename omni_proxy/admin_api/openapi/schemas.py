@@ -114,6 +114,7 @@ def _worker() -> Schema:
         paused=OBJECT_OR_NULL,
         disabled_by={"anyOf": [shape(by=TEXT_OR_NULL, at=TEXT_OR_NULL), {"type": "null"}]},
         prefix_cache=OBJECT_OR_NULL,
+        discovered=OBJECT_OR_NULL,
         cost=NUMBER,
         labels=OBJECT,
         role=ROLE,
@@ -271,6 +272,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
         state_error=TEXT_OR_NULL, last_reload=OBJECT, supervisors=listed(OBJECT),
         watchdog=OBJECT, data_plane=OBJECT, door=OBJECT, fleet=shape(**COUNTED),
         launch=listed(OBJECT),
+        discovery=listed(OBJECT),
     ),
     "Workers": {
         "allOf": [

@@ -14,6 +14,7 @@ from quart import Quart, Response
 from omni_proxy import __version__
 from omni_proxy.admin_api.access import KeyCheck
 from omni_proxy.admin_api.responses import etag, if_match, json_response, raise_on_mismatch
+from omni_proxy.admin_api.serializers.discovery_report import discovery_rows
 from omni_proxy.admin_api.serializers.readiness import describe_reason, is_opening, unready
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
@@ -112,6 +113,7 @@ class FleetHealthRoutes:
                 "door": data_plane,  # the old name
                 "fleet": services.fleet.count_by_state(),
                 "launch": services.launcher.status() if services.launcher else [],
+                "discovery": discovery_rows(services),
             }
         )
 

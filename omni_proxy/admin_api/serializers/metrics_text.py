@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from omni_proxy import __version__
+from omni_proxy.admin_api.serializers.discovery_report import discovery_metrics
 from omni_proxy.admin_api.serializers.key_records import key_metrics
 from omni_proxy.admin_api.serializers.readiness import unready
 from omni_proxy.admin_api.services import Services
@@ -43,6 +44,7 @@ def of_program(services: Services) -> Iterator[Metric]:
     yield from _pool_policies(services.data_plane.pool_stats())
     yield from _sessions(services)
     yield from _kv_events(services)
+    yield from discovery_metrics(services)
     yield from key_metrics(services)
     yield from _weights(services)
     yield from _itself(services)

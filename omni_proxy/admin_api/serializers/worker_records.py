@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from omni_proxy.admin_api.serializers.discovery_report import discovered_record
 from omni_proxy.admin_api.serializers.readiness import HOW_TO_CONTINUE
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
@@ -56,6 +57,7 @@ def reasons(
                 and LAUNCH_CORDON in worker.cordon_reasons
                 and _launching(launch_row)
             )
+            or services.discovery.reason(worker)
             or _unhealthy(worker)
             or _cordoned(worker, services.weight_operations.journal.uncertain, pauses)
             or "half-open: one request at a time until one succeeds"
@@ -185,6 +187,7 @@ def worker_record(worker: Worker) -> dict[str, object]:
         "last_error": health.last_error,
         "last_checked_at": checked.isoformat() if checked else None,
         "origin": worker.origin,
+        "discovered": discovered_record(worker),
         "weight": worker.weight,
         "max_inflight": worker.max_inflight,
         "in_flight": worker.in_flight,

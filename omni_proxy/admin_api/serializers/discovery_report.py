@@ -1,0 +1,99 @@
+"""The sources of `[[discover]]`: their rows at GET /status, and their metrics.
+
+Must not change anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from prometheus_client import Metric
+
+from omni_proxy.admin_api.services import Services
+from omni_proxy.discovery.source_status import SourceReport
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.telemetry.prometheus import counters, gauges
+
+MAX_PROBLEMS: Final = 20  # shown, of all pods that can't be used
+
+
+def discovery_rows(services: Services) -> list[dict[str, object]]:
+    """`state`: starting (nothing heard yet), synced, failing (never heard), or stale (it fails, and
+    the workers are those of the last list). `ignored`: what was found and can't be used, and why.
+    """
+    now = datetime.now(UTC)
+    return [_row(report, now) for report in services.discovery.reports()]
+
+
+def _row(report: SourceReport, now: datetime) -> dict[str, object]:
+    status = report.status
+    heard = status.heard_at
+    return {
+        "name": status.name,
+        "kind": status.kind,
+        "state": status.state,
+        "last_list": status.listed_at.isoformat() if status.listed_at else None,
+        "last_event": heard.isoformat() if heard else None,
+        "age_secs": round((now - heard).total_seconds(), 3) if heard else None,
+        "error": status.error or None,
+        "failing_since": status.failing_since.isoformat() if status.failing_since else None,
+        "failures": status.failures,
+        "lists": status.lists,
+        "events": dict(status.events),
+        "workers": report.workers,
+        "ignored": dict(list(report.problems.items())[:MAX_PROBLEMS]),
+    }
+
+
+def discovered_record(worker: Worker) -> dict[str, object] | None:
+    """Where the worker was found; None for one that a source names."""
+    found = worker.discovered
+    if found is None:
+        return None
+    return {
+        "source": found.source,
+        "uid": found.uid,
+        "namespace": found.namespace or None,
+        "pod": found.pod or None,
+    }
+
+
+def discovery_metrics(services: Services) -> Iterator[Metric]:
+    """No sample without [[discover]]."""
+    reports = services.discovery.reports()
+    now = datetime.now(UTC)
+    source = ("source",)
+
+    def of(values: Sequence[float]) -> list[tuple[tuple[str], float]]:
+        pairs = zip(reports, values, strict=True)
+        return [((report.status.name,), value) for report, value in pairs]
+
+    text = "1 while what was heard last of the source holds, 0 while asking it fails"
+    up = of([report.status.state == "synced" for report in reports])
+    yield from gauges("discovery_up", text, source, up)
+    heard = [(report.status.name, report.status.heard_at) for report in reports]
+    ages = [((name,), (now - at).total_seconds()) for name, at in heard if at is not None]
+    text = "Time since the source was heard last: a list, an event, a bookmark, an answer"
+    yield from gauges("discovery_age_seconds", text, source, ages)
+    workers = [
+        ((report.status.name, standing), count)
+        for report in reports
+        for standing, count in report.workers.items()
+    ]
+    text = "Workers that were found, by what discovery lets them do"
+    yield from gauges("discovery_workers", text, ("source", "standing"), workers)
+    ignored = of([len(report.problems) for report in reports])
+    yield from gauges("discovery_ignored", "What was found and can't be used", source, ignored)
+    lists = of([report.status.lists for report in reports])
+    yield from counters("discovery_lists", "Whole lists and answers read", source, lists)
+    failures = of([report.status.failures for report in reports])
+    yield from counters("discovery_failures", "Failed attempts to ask", source, failures)
+    events = [
+        ((report.status.name, kind), count)
+        for report in reports
+        for kind, count in report.status.events.items()
+    ]
+    text = "Events of watches"
+    yield from counters("discovery_events", text, ("source", "type"), events)

@@ -1,0 +1,173 @@
+"""`[[discover]]`: where workers are found that FILE does not name.
+
+Invariant: what `discover_findings` accepts is complete for its kind, and no bearer token of it ever
+crosses a network in clear text. Values only; `discovery_watch` asks the sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from ipaddress import ip_address
+from typing import Annotated, Any, Final, Literal, TypeAlias
+from urllib.parse import urlsplit
+
+from msgspec import Meta, Struct
+
+from omni_proxy.config.fields import CAPABILITIES, Capabilities, Interval, Name, Port, read_listen
+from omni_proxy.config.problem import Path, format_path
+from omni_proxy.config.tables.label_selector import is_label_key, parse_selector
+from omni_proxy.config.url import normalize_url
+
+MAX_DNS_NAME: Final = 253
+SRV_MARK: Final = "_"  # the names of SRV records begin with it (RFC 2782), and no host name does
+
+
+def read_selector(value: object) -> object:
+    if isinstance(value, str):
+        parse_selector(value)
+    return value
+
+
+def read_label(value: object) -> object:
+    """The key of a label, or empty."""
+    if isinstance(value, str) and value and not is_label_key(value):
+        raise ValueError(f'"{value}" is no key of a label; "app.kubernetes.io/name" is one')
+    return value
+
+
+def read_api_server(value: object) -> object:
+    """A base URL, normalized; empty is the cluster that the proxy runs in."""
+    if not isinstance(value, str) or not value:
+        return value
+    return normalize_url(value, allow_unix=False)
+
+
+def read_dns_name(value: object) -> object:
+    if not isinstance(value, str) or not value:
+        return value
+    labels = value.rstrip(".").split(".")
+    printable = value.isascii() and value.isprintable() and not set(value) & set(" /:@[]")
+    if not printable or len(value) > MAX_DNS_NAME or not all(0 < len(e) < 64 for e in labels):
+        raise ValueError(f'"{value}" is no DNS name; write it without scheme and port')
+    return value
+
+
+def read_dns_server(value: object) -> object:
+    """`host:port`; empty is that of resolv.conf."""
+    if isinstance(value, str) and value[:5].lower() == "unix:":
+        raise ValueError(f'"{value}" is no "host:port"')
+    return read_listen(value)
+
+
+LabelSelector = Annotated[str, Meta(extra={"read": read_selector})]
+LabelKey = Annotated[str, Meta(extra={"read": read_label})]
+ApiServer = Annotated[str, Meta(extra={"read": read_api_server})]
+DnsName = Annotated[str, Meta(extra={"read": read_dns_name})]
+DnsServer = Annotated[str, Meta(extra={"read": read_dns_server})]
+PodPort: TypeAlias = Port | Name
+
+
+class DiscoverEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers that are found: pods of Kubernetes, or addresses in DNS."""
+
+    # In logs, metrics and GET /status.
+    name: Name = "pods"
+    kind: Literal["kubernetes", "dns"] = "kubernetes"
+    # Of the pods; empty: the proxy's own, "*": all.
+    namespace: str = ""
+    # Label selector of the pods, as for kubectl.
+    selector: LabelSelector = "app=sglang"
+    # Where each worker listens, a number or the name of a port of the pod; the annotation
+    # omni-proxy.dev/port is stronger.
+    port: PodPort = 30000
+    # Empty: as the worker's /server_info reports. The label is stronger.
+    role: Literal["", "regular", "prefill", "decode"] = ""
+    # The pod's label with its role.
+    role_label: LabelKey = ""
+    # Empty: as for a worker. The label is stronger.
+    model: str = ""
+    # The pod's label with its model.
+    model_label: LabelKey = ""
+    # As for a worker.
+    kv_connector: Literal["", "sglang", "nixl", "mooncake"] = ""
+    # URL of the API server; empty: the cluster's own, with the pod's service account.
+    api_server: ApiServer = ""
+    # Bearer token for it; read again for each request.
+    token_file: str = ""
+    # CAs of an https api_server; empty: the system's.
+    ca_file: str = ""
+    # PEM files of a certificate for it.
+    client_cert: str = ""
+    client_key: str = ""
+    # An SRV name, which begins with "_", or a host name with `port`.
+    dns_name: DnsName = ""
+    # "host:port"; empty: as resolv.conf says.
+    dns_server: DnsServer = ""
+    # It is asked again after this, or after the TTL if that is shorter.
+    refresh_secs: Interval = 10.0
+    capabilities: Capabilities = CAPABILITIES
+
+    @property
+    def is_srv(self) -> bool:
+        return self.dns_name.startswith(SRV_MARK)
+
+
+_OF_PODS: Final = (
+    "namespace", "selector", "role_label", "model_label", "api_server", "token_file", "ca_file",
+    "client_cert", "client_key",
+)  # fmt: skip
+_OF_DNS: Final = ("dns_name", "dns_server")
+_DEFAULTS: Final = DiscoverEntry()
+Finding: TypeAlias = tuple[Path, str, str]
+
+
+def discover_findings(entries: Sequence[Mapping[str, Any]], path: Path) -> Iterator[Finding]:
+    """Rules between the keys of the tables at `path`. For `validate.check_rules`."""
+    first: dict[str, Path] = {}
+    for index, entry in enumerate(entries):
+        place = (*path, index)
+        name = entry.get("name", _DEFAULTS.name)
+        if name in first:
+            hint = f"{format_path(first[name])} has it already"
+            yield (*place, "name"), f"duplicate name {name}", hint
+        first.setdefault(name, (*place, "name"))
+        of_dns = entry.get("kind") == "dns"
+        for key in _OF_PODS if of_dns else _OF_DNS:
+            if entry.get(key, getattr(_DEFAULTS, key)) != getattr(_DEFAULTS, key):
+                kind = "kubernetes" if of_dns else "dns"
+                yield (*place, key), f'is for kind = "{kind}" only', "drop it"
+        yield from _dns_findings(entry, place) if of_dns else _pod_findings(entry, place)
+
+
+def _dns_findings(entry: Mapping[str, Any], place: Path) -> Iterator[Finding]:
+    name = entry.get("dns_name", "")
+    if not name:
+        yield (*place, "dns_name"), "is missing", "name SRV records or a host"
+    elif not name.startswith(SRV_MARK) and isinstance(entry.get("port"), str):
+        yield (*place, "port"), "must be a number: only pods name their ports", ""
+
+
+def _pod_findings(entry: Mapping[str, Any], place: Path) -> Iterator[Finding]:
+    server = entry.get("api_server", "")
+    if server and not entry.get("namespace"):
+        reason = "is needed with api_server: only in its own cluster the proxy knows its own"
+        yield (*place, "namespace"), reason, 'name it, or "*" for all'
+    for key, other in (("client_cert", "client_key"), ("client_key", "client_cert")):
+        if entry.get(key) and not entry.get(other):
+            yield (*place, key), f"needs {other}, too", ""
+    if not server.startswith("http://"):
+        return
+    for key in ("ca_file", "client_cert"):
+        if entry.get(key):
+            yield (*place, key), "is for an https api_server only", "write its URL with https://"
+    if entry.get("token_file") and not _is_loopback(server):
+        reason = "would be sent in clear text: over http:// it goes to loopback addresses only"
+        yield (*place, "token_file"), reason, "write the URL of api_server with https://"
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,1 @@
+"""What sources of `[[discover]]` say, turned into workers: pods, DNS answers. PURE."""

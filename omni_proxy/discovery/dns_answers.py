@@ -1,0 +1,99 @@
+"""Answers of DNS as workers: addresses with ports, of SRV records or of a host.
+
+Invariant: no failure ever takes a worker away; an answer without addresses, or that the name does
+not exist, does so when it has come `EMPTY_ANSWERS` times in a row. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+from math import gcd
+from typing import Final
+
+from omni_proxy.config.overlay import Discovered, FoundWorker
+from omni_proxy.config.schema import WorkerEntry
+from omni_proxy.config.tables.discover import DiscoverEntry
+from omni_proxy.config.url import normalize_url
+from omni_proxy.discovery.members import Sighting, SourceMember, SourceMembers
+
+EMPTY_ANSWERS: Final = 3
+LEAST_TTL_SECS: Final = 1.0  # a TTL of 0 must not become a busy loop
+MAX_WEIGHT: Final = 1_000_000
+ABSENT: Final = "its address is no longer in DNS"
+
+
+@dataclass(frozen=True, slots=True)
+class DnsAddress:
+    ip: str
+    port: int
+    weight: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SrvRecord:
+    priority: int
+    weight: int
+    port: int
+    target: str
+
+
+def preferred(records: Iterable[SrvRecord]) -> list[SrvRecord]:
+    """Those of the lowest priority, which RFC 2782 has clients use, with weights in lowest terms; a
+    target of "." is a service that is not there."""
+    listed = [record for record in records if record.target not in ("", ".")]
+    lowest = min((record.priority for record in listed), default=0)
+    chosen = [record for record in listed if record.priority == lowest]
+    common = reduce(gcd, (record.weight for record in chosen), 0) or 1
+    return [
+        SrvRecord(each.priority, max(1, each.weight // common), each.port, each.target)
+        for each in sorted(chosen, key=lambda record: (record.target, record.port))
+    ]
+
+
+class DnsState:
+    """The workers of one source."""
+
+    def __init__(self, entry: DiscoverEntry) -> None:
+        self.members = SourceMembers()
+        self.problems: dict[str, str] = {}  # by address
+        self._entry = entry
+        self._empty = 0  # answers in a row
+
+    def answered(self, addresses: Iterable[DnsAddress], now: float) -> list[SourceMember]:
+        """The members that are changed."""
+        self.problems.clear()
+        sightings: dict[str, list[Sighting]] = {}
+        for address in addresses:
+            found = self._found(address)
+            if found is not None:
+                sightings[found.entry.url] = [Sighting(found, ready=True)]
+        self._empty = 0 if sightings or self.problems else self._empty + 1
+        if not sightings and self._empty < EMPTY_ANSWERS:
+            return []
+        return self.members.replace(sightings, ABSENT, now)
+
+    def delay_secs(self, ttl_secs: float) -> float:
+        """Until the next question."""
+        refresh = self._entry.refresh_secs
+        return min(refresh, max(ttl_secs, LEAST_TTL_SECS))
+
+    def _found(self, address: DnsAddress) -> FoundWorker | None:
+        entry = self._entry
+        host = f"[{address.ip}]" if ":" in address.ip else address.ip
+        try:
+            url = normalize_url(f"http://{host}:{address.port}", allow_unix=False)
+        except ValueError as error:
+            self.problems[f"{host}:{address.port}"] = str(error)
+            return None
+        worker = WorkerEntry(
+            url=url,
+            model=entry.model,
+            capabilities=entry.capabilities,
+            role=entry.role,
+            kv_connector=entry.kv_connector,
+            bootstrap_port=0,
+            weight=min(address.weight, MAX_WEIGHT),
+        )
+        return FoundWorker(worker, Discovered(entry.name, url))

@@ -1,0 +1,206 @@
+"""Pods of Kubernetes as workers: what of a pod counts, and the pods of one source by uid.
+
+Invariant: after `replace` and any events the members are those of the pods that match, have not
+ended and are not being deleted; the order of events of one pod decides, and nothing else. What a
+pod says wrongly excludes that pod alone, with a reason. Pure: no I/O, times are handed in.
+Source: Kubernetes API v1 `Pod`; features.md 9.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, cast, get_args
+
+from omni_proxy.config.fields import KvConnector, Role
+from omni_proxy.config.overlay import Discovered, FoundWorker
+from omni_proxy.config.schema import WorkerEntry
+from omni_proxy.config.tables.discover import DiscoverEntry
+from omni_proxy.config.tables.label_selector import matches, parse_selector
+from omni_proxy.config.url import normalize_url
+from omni_proxy.discovery.members import Sighting, SourceMember, SourceMembers
+
+EventType: TypeAlias = Literal["ADDED", "MODIFIED", "DELETED"]
+PREFIX: Final = "omni-proxy.dev/"
+# The first that a pod has; then those of other routers.
+PORTS: Final = (PREFIX + "port", "smg.ai/worker-ports")
+BOOTSTRAP_PORTS: Final = (
+    PREFIX + "bootstrap-port", "sglang.ai/bootstrap-port", "vllm.ai/bootstrap-port",
+)  # fmt: skip
+CONNECTORS: Final = (PREFIX + "kv-connector", "smg.ai/kv-connector")
+ENDED: Final = ("Succeeded", "Failed")
+GONE: Final = "its pod is gone"
+DELETING: Final = "its pod is being deleted"
+HAS_ENDED: Final = "its pod has ended"
+UNSELECTED: Final = "the labels of its pod do not match any more"
+NOT_READY: Final = "its pod is not ready"
+MAX_PORT: Final = 65535
+MAX_PROBLEMS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """What counts of a pod. `reason`: why a worker of it that is not in `sightings`, or not ready,
+    gets no requests; `problem`: why it has none at all although it matches."""
+
+    uid: str
+    name: str
+    sightings: tuple[Sighting, ...] = ()
+    reason: str = GONE
+    problem: str = ""
+
+
+class PodReader:
+    """Reads pods by the rules of one `[[discover]]`."""
+
+    def __init__(self, entry: DiscoverEntry) -> None:
+        self._entry = entry
+        self._selector = parse_selector(entry.selector)
+
+    def read(self, pod: Mapping[str, object]) -> Pod | None:
+        """None for an object without a uid."""
+        metadata, status = _table(pod, "metadata"), _table(pod, "status")
+        uid, namespace, name = (_text(metadata, key) for key in ("uid", "namespace", "name"))
+        if not uid:
+            return None
+        title = f"{namespace}/{name}"
+        if metadata.get("deletionTimestamp") is not None:
+            return Pod(uid, title, reason=DELETING)
+        if _text(status, "phase") in ENDED:
+            return Pod(uid, title, reason=HAS_ENDED)
+        if not matches(self._selector, _texts(metadata, "labels")):
+            return Pod(uid, title, reason=UNSELECTED)
+        if not _text(status, "podIP"):
+            return Pod(uid, title, reason=NOT_READY)
+        discovered = Discovered(self._entry.name, uid, namespace, name)
+        ready = _is_ready(status)
+        try:
+            found = [FoundWorker(entry, discovered) for entry in self._workers(pod)]
+        except ValueError as error:
+            return Pod(uid, title, reason=str(error), problem=str(error))
+        return Pod(uid, title, tuple(Sighting(each, ready) for each in found), NOT_READY)
+
+    def _workers(self, pod: Mapping[str, object]) -> Iterator[WorkerEntry]:
+        """Raises ValueError for what can't be a worker."""
+        entry, metadata = self._entry, _table(pod, "metadata")
+        labels, annotations = _texts(metadata, "labels"), _texts(metadata, "annotations")
+        role = annotations.get(PREFIX + "role") or labels.get(entry.role_label) or entry.role
+        if role and role not in get_args(Role):
+            raise ValueError(f'"{role}" is no role: {", ".join(get_args(Role))}')
+        connector = _first(annotations, CONNECTORS) or entry.kv_connector
+        if connector and connector not in get_args(KvConnector):
+            names = ", ".join(get_args(KvConnector))
+            raise ValueError(f'"{connector}" is no KV connector: {names}')
+        bootstrap = _first(annotations, BOOTSTRAP_PORTS)
+        address = _text(_table(pod, "status"), "podIP")
+        host = f"[{address}]" if ":" in address else address
+        for port in self._ports(pod, annotations):
+            yield WorkerEntry(
+                url=normalize_url(f"http://{host}:{port}", allow_unix=False),
+                model=annotations.get(PREFIX + "model")
+                or labels.get(entry.model_label)
+                or entry.model,
+                capabilities=entry.capabilities,
+                role=cast("Role", role),
+                kv_connector=cast("KvConnector", connector),
+                bootstrap_port=_port(bootstrap) if bootstrap and role in ("", "prefill") else 0,
+            )
+
+    def _ports(self, pod: Mapping[str, object], annotations: Mapping[str, str]) -> list[int]:
+        """Each once. Raises ValueError."""
+        given = _first(annotations, PORTS) or str(self._entry.port)
+        names = [name.strip() for name in given.split(",")]
+        ports = [_port(name) if name.isdecimal() else _named_port(pod, name) for name in names]
+        return list(dict.fromkeys(ports))
+
+
+class PodState:
+    """The pods of one source. Each method returns the members that it changed."""
+
+    def __init__(self, entry: DiscoverEntry) -> None:
+        self.members = SourceMembers()
+        self.problems: dict[str, str] = {}  # by name of the pod
+        self._reader = PodReader(entry)
+        self._problem_of: dict[str, str] = {}  # by uid: the name under which it has one
+
+    def read(self, pod: Mapping[str, object]) -> Pod | None:
+        """Changes nothing: for lists that are read in slices."""
+        return self._reader.read(pod)
+
+    def replace(self, pods: Iterable[Pod], now: float) -> list[SourceMember]:
+        """The whole list."""
+        self.problems.clear()
+        self._problem_of.clear()
+        listed = {pod.uid: pod for pod in pods}
+        changed = []
+        for pod in listed.values():
+            changed += self._put(pod, now)
+        gone = {member.uid for member in self.members} - listed.keys()
+        for uid in sorted(gone):
+            changed += self.members.put(uid, (), GONE, now)
+        return changed
+
+    def apply(self, kind: EventType, pod: Mapping[str, object], now: float) -> list[SourceMember]:
+        """One event of a watch."""
+        read = self._reader.read(pod)
+        if read is None:
+            return []
+        if kind == "DELETED":  # also where only its labels have changed
+            read = Pod(read.uid, read.name, reason=read.reason if not read.sightings else GONE)
+        return self._put(read, now)
+
+    def _put(self, pod: Pod, now: float) -> list[SourceMember]:
+        self.problems.pop(self._problem_of.pop(pod.uid, ""), None)
+        if pod.problem and len(self.problems) < MAX_PROBLEMS:
+            self.problems[pod.name] = pod.problem
+            self._problem_of[pod.uid] = pod.name
+        return self.members.put(pod.uid, pod.sightings, pod.reason, now)
+
+
+def _is_ready(status: Mapping[str, object]) -> bool:
+    conditions = status.get("conditions")
+    return any(
+        isinstance(condition, dict)
+        and condition.get("type") == "Ready"
+        and condition.get("status") == "True"
+        for condition in (conditions if isinstance(conditions, list) else ())
+    )
+
+
+def _named_port(pod: Mapping[str, object], name: str) -> int:
+    """Of a container, or of one that runs beside it. Raises ValueError."""
+    spec = _table(pod, "spec")
+    for key in ("containers", "initContainers"):
+        containers = spec.get(key)
+        for container in containers if isinstance(containers, list) else ():
+            ports = container.get("ports") if isinstance(container, dict) else None
+            for port in ports if isinstance(ports, list) else ():
+                if isinstance(port, dict) and port.get("name") == name:
+                    return _port(str(port.get("containerPort")))
+    raise ValueError(f'no container has a port named "{name}"')
+
+
+def _port(text: str) -> int:
+    """Raises ValueError."""
+    if re.fullmatch("[0-9]{1,5}", text) and 1 <= int(text) <= MAX_PORT:
+        return int(text)
+    raise ValueError(f'"{text[:40]}" is no port')
+
+
+def _first(annotations: Mapping[str, str], names: Iterable[str]) -> str:
+    return next((annotations[name] for name in names if annotations.get(name)), "")
+
+
+def _table(value: Mapping[str, object], key: str) -> Mapping[str, object]:
+    inner = value.get(key)
+    return inner if isinstance(inner, dict) else {}
+
+
+def _texts(value: Mapping[str, object], key: str) -> Mapping[str, str]:
+    return {name: text for name, text in _table(value, key).items() if isinstance(text, str)}
+
+
+def _text(value: Mapping[str, object], key: str) -> str:
+    text = value.get(key)
+    return text if isinstance(text, str) else ""

@@ -1,0 +1,187 @@
+"""One GET request to a Kubernetes API server, on a connection of its own, read as it comes.
+
+Invariant: the certificate of an https server is always verified, no redirect is followed, no proxy
+variable is read, and every wait has a limit. Each read is a checkpoint of at most `READ_BYTES`.
+What goes wrong is an `ApiError`; a body that was cut is one, too.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+import httptools
+import trio
+
+from omni_proxy import __version__
+from omni_proxy.system.tls_contexts import tls_error_text
+
+READ_BYTES: Final = 65536
+CONNECT_SECS: Final = 5.0
+HEAD_SECS: Final = 10.0
+MAX_HEAD_BYTES: Final = 65536
+
+
+class ApiError(Exception):
+    """`status`: of the server's answer, where there is one."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ApiSilence(ApiError):
+    """Nothing came for the time that was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiEndpoint:
+    """Where the API server is, and how it is spoken to."""
+
+    url: str  # normalized
+    context: ssl.SSLContext | None = None  # of https
+    token: str = ""
+
+
+class _Parser:
+    """Callbacks of httptools."""
+
+    def __init__(self) -> None:
+        self.head_complete = False
+        self.complete = False
+        self.has_length = False  # or is chunked
+        self.body = bytearray()
+        self.head_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.head_bytes += len(name) + len(value)
+        self.has_length |= name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        self.head_complete = True
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+
+class ApiResponse:
+    """The response to one request; the caller closes it."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream = stream
+        self._callbacks = _Parser()
+        self._parser = httptools.HttpResponseParser(self._callbacks)
+        self.status = 0
+
+    async def read_head(self) -> None:
+        """Raises ApiError."""
+        with trio.move_on_after(HEAD_SECS) as scope:
+            while not self._callbacks.head_complete:
+                await self._read()
+        if scope.cancelled_caught:
+            raise ApiError(f"no answer within {HEAD_SECS:g} s")
+        self.status = self._parser.get_status_code()
+
+    async def read(self, silence_secs: float) -> bytes:
+        """The next piece of the body, b"" at its end. Raises ApiError, ApiSilence."""
+        with trio.move_on_after(silence_secs) as scope:
+            while not self._callbacks.body and not self._callbacks.complete:
+                await self._read()
+        if scope.cancelled_caught:
+            raise ApiSilence(f"nothing came for {silence_secs:g} s")
+        piece = bytes(self._callbacks.body)
+        self._callbacks.body.clear()
+        return piece
+
+    async def close(self) -> None:
+        await trio.aclose_forcefully(self._stream)
+
+    async def _read(self) -> None:
+        try:
+            data = await self._stream.receive_some(READ_BYTES)
+        except (trio.BrokenResourceError, OSError, ssl.SSLError) as error:
+            raise ApiError(f"the connection broke: {_reason(error)}") from None
+        if not data:
+            self._end()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise ApiError(f"not HTTP: {error}") from None
+        if not self._callbacks.head_complete and self._callbacks.head_bytes > MAX_HEAD_BYTES:
+            raise ApiError(f"a response head of more than {MAX_HEAD_BYTES} bytes")
+
+    def _end(self) -> None:
+        """The server closed the connection, which is the end of a body without a length."""
+        if not self._callbacks.head_complete or self._callbacks.has_length:
+            raise ApiError("the connection was closed")
+        self._callbacks.complete = True
+
+
+async def get(endpoint: ApiEndpoint, target: str, headers: Mapping[str, str]) -> ApiResponse:
+    """Send the request and read the head of the response. Raises ApiError."""
+    parts = urlsplit(endpoint.url)
+    host = parts.hostname or ""
+    stream = await _connect(host, parts.port or (443 if endpoint.context else 80), endpoint.context)
+    try:
+        fields = {
+            "Host": parts.netloc,
+            "User-Agent": f"omni-proxy/{__version__}",
+            "Accept": "application/json",
+            "Accept-Encoding": "identity",
+            "Connection": "close",
+            **({"Authorization": f"Bearer {endpoint.token}"} if endpoint.token else {}),
+            **headers,
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        try:
+            with trio.fail_after(HEAD_SECS):
+                await stream.send_all(f"GET {target} HTTP/1.1\r\n{head}\r\n".encode("ascii"))
+        except (trio.BrokenResourceError, trio.TooSlowError, OSError, UnicodeError) as error:
+            raise ApiError(f"the request could not be sent: {_reason(error)}") from None
+        response = ApiResponse(stream)
+        await response.read_head()
+    except BaseException:
+        with trio.CancelScope(shield=True):
+            await trio.aclose_forcefully(stream)
+        raise
+    return response
+
+
+async def _connect(host: str, port: int, context: ssl.SSLContext | None) -> trio.abc.Stream:
+    stream: trio.abc.Stream | None = None
+    try:
+        with trio.fail_after(CONNECT_SECS):
+            stream = await trio.open_tcp_stream(host, port)
+            if context is not None:
+                secure = trio.SSLStream(
+                    stream, context, server_hostname=host, https_compatible=True
+                )
+                stream = secure
+                await secure.do_handshake()
+            return stream
+    except trio.TooSlowError:
+        failure = ApiError(f"no connection to {host}:{port} within {CONNECT_SECS:g} s")
+    except (OSError, trio.BrokenResourceError, UnicodeError) as error:
+        failure = ApiError(f"no connection to {host}:{port}: {_reason(error)}")
+    if stream is not None:
+        with trio.CancelScope(shield=True):
+            await trio.aclose_forcefully(stream)
+    raise failure
+
+
+def _reason(error: BaseException) -> str:
+    """OpenSSL's reason, or that of the system."""
+    cause = error.__cause__
+    while isinstance(cause, BaseExceptionGroup):  # one for each address of the host
+        cause = cause.exceptions[-1]
+    inner = cause if isinstance(cause, ssl.SSLError | OSError) else error
+    if isinstance(inner, ssl.SSLError):
+        return tls_error_text(inner)
+    return getattr(inner, "strerror", None) or str(inner) or type(inner).__name__

@@ -1,0 +1,239 @@
+"""Discovery: one watcher for each `[[discover]]`, and what their workers may do in the fleet.
+
+Invariant: what stops a worker's new requests holds at once, by a cordon, and never waits for a
+lock; joining and leaving the fleet goes through the configuration store, as each change of it does.
+Only workers that discovery itself brought are ever touched, and a worker leaves when its requests
+have ended, at the latest after `drain_timeout_secs`. The watchers' tasks belong to `run`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from omni_proxy.config.overlay import FoundWorker
+from omni_proxy.config.schema import Config
+from omni_proxy.config.tables.discover import DiscoverEntry
+from omni_proxy.discovery.members import SourceMember, SourceMembers, Standing, combine
+from omni_proxy.discovery.source_status import SourceReport, count_standings
+from omni_proxy.discovery_watch.cluster_access import ClusterAccess
+from omni_proxy.discovery_watch.dns_watcher import DnsWatcher
+from omni_proxy.discovery_watch.pod_watcher import PodWatcher
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.runtime_config.config_store import ConfigStore
+
+_log = logging.getLogger(__name__)
+
+CORDON: Final = "discovery"
+GONE: Final = "it is no longer found"
+APPLY_PAUSE_SECS: Final = 0.1  # changes of the fleet are collected for so long
+DRAIN_POLL_SECS: Final = 0.05
+MAX_NEW: Final = 16  # workers that join in one step: each costs time, and all of it is one turn
+
+Access = Callable[[DiscoverEntry], ClusterAccess]
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    entry: DiscoverEntry
+    watcher: PodWatcher | DnsWatcher
+    scope: trio.CancelScope
+
+    @property
+    def members(self) -> SourceMembers:
+        return self.watcher.state.members
+
+
+class Discovery:
+    """`jitter` returns a number from 0 to 1; `access` is replaced in tests."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config_store: ConfigStore,
+        jitter: Callable[[], float],
+        access: Access = ClusterAccess,
+    ) -> None:
+        self._fleet = fleet
+        self._config_store = config_store
+        self._jitter = jitter
+        self._access = access
+        self._sources: dict[str, _Source] = {}  # in the order of FILE
+        self._nursery: trio.Nursery | None = None
+        self._changed = trio.Event()
+        self._leaving = trio.Event()
+        self._joined: set[tuple[str, str]] = set()  # uid and URL
+        config_store.subscribe(self._follow_config)
+        fleet.watch_members(self._cordon_all)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                for source in self._sources.values():  # after a restart
+                    self._start(source)
+                self._follow_entries(self._config_store.config.discover)
+                nursery.start_soon(self._end_drains)
+                task_status.started()
+                await self._apply_changes()
+        finally:
+            self._nursery = None
+
+    def reports(self) -> list[SourceReport]:
+        return [
+            SourceReport(
+                source.watcher.status,
+                count_standings(source.members),
+                dict(source.watcher.state.problems),
+            )
+            for source in self._sources.values()
+        ]
+
+    def reason(self, worker: Worker) -> str:
+        """Why discovery keeps new requests from the worker; "" where it does not."""
+        if CORDON not in worker.cordon_reasons:
+            return ""
+        member = self._member(worker)
+        return (member.reason if member is not None else "") or GONE
+
+    def _follow_config(self, old: Config, new: Config) -> None:
+        if self._nursery is not None and old.discover != new.discover:
+            self._follow_entries(new.discover)
+
+    def _follow_entries(self, entries: tuple[DiscoverEntry, ...]) -> None:
+        """A watcher for each; one whose entry changed takes over the workers of the one before."""
+        before, self._sources = self._sources, {}
+        for entry in entries:
+            known = before.pop(entry.name, None)
+            if known is not None and known.entry == entry:
+                self._sources[entry.name] = known
+                continue
+            source = _Source(entry, self._watcher(entry), trio.CancelScope())
+            if known is not None:
+                known.scope.cancel()
+                source.watcher.state.members = known.members
+            self._sources[entry.name] = source
+            self._start(source)
+        for source in before.values():
+            source.scope.cancel()
+        self._changed.set()
+
+    def _watcher(self, entry: DiscoverEntry) -> PodWatcher | DnsWatcher:
+        def on_change(changed: list[SourceMember]) -> None:
+            self._note(entry.name, changed)
+
+        if entry.kind == "dns":
+            return DnsWatcher(entry, on_change)
+        return PodWatcher(entry, self._access(entry), on_change, self._jitter)
+
+    def _start(self, source: _Source) -> None:
+        assert self._nursery is not None
+        source.scope = trio.CancelScope()
+
+        async def run() -> None:
+            with source.scope:
+                await source.watcher.run()
+
+        self._nursery.start_soon(run)
+
+    def _note(self, name: str, changed: list[SourceMember]) -> None:
+        """Of a source: cordons at once, and has the rest done soon."""
+        for member in changed:
+            self._log_change(name, member)
+            worker = self._fleet.find(member.url)
+            if worker is not None and self._member(worker) is member:
+                self._cordon(worker, member)
+            if member.standing is Standing.LEAVING:
+                self._leaving.set()
+        if changed:
+            self._changed.set()
+
+    def _log_change(self, name: str, member: SourceMember) -> None:
+        pod = member.found.discovered.pod
+        where = f"source={name}" + (f" pod={pod}" if pod else "")
+        if member.standing is Standing.OPEN:
+            known = self._fleet.find(member.url) is not None
+            _log.info("worker_%s worker=%s %s", "ready" if known else "found", member.url, where)
+        else:
+            standing = member.standing.value
+            _log.info(
+                "worker_%s worker=%s %s reason=%s", standing, member.url, where, member.reason
+            )
+
+    def _member(self, worker: Worker) -> SourceMember | None:
+        """What the worker's source says of it."""
+        found = worker.discovered
+        source = self._sources.get(found.source) if found is not None else None
+        return source.members.get(found.uid, worker.url) if source and found else None
+
+    def _cordon(self, worker: Worker, member: SourceMember | None) -> None:
+        held = member is None or member.standing is not Standing.OPEN
+        if held and CORDON not in worker.cordon_reasons:
+            self._fleet.cordon(worker, CORDON)
+        elif not held and CORDON in worker.cordon_reasons:
+            self._fleet.uncordon(worker, CORDON)
+
+    def _cordon_all(self) -> None:
+        """After a change of the fleet: a worker may have become another source's, or FILE's."""
+        for worker in self._fleet.workers:
+            if worker.discovered is not None:
+                self._cordon(worker, self._member(worker))
+            elif CORDON in worker.cordon_reasons:
+                self._fleet.uncordon(worker, CORDON)
+
+    async def _apply_changes(self) -> None:
+        """Bring what is found into the fleet, step by step."""
+        while True:
+            await self._changed.wait()
+            self._changed = trio.Event()
+            await self._config_store.follow_found(self._next_found)
+            await trio.sleep(APPLY_PAUSE_SECS)
+
+    def _next_found(self) -> tuple[FoundWorker, ...]:
+        """All that is found, with at most MAX_NEW that were not in the fleet before."""
+        found = combine(source.members for source in self._sources.values())
+        room, chosen = MAX_NEW, []
+        for worker in found:
+            if (worker.discovered.uid, worker.entry.url) not in self._joined:
+                if not room:
+                    self._changed.set()
+                    continue
+                room -= 1
+            chosen.append(worker)
+        self._joined = {(worker.discovered.uid, worker.entry.url) for worker in chosen}
+        return tuple(chosen)
+
+    async def _end_drains(self) -> None:
+        """Forget workers that have left, once they are idle or their time is over."""
+        while True:
+            self._leaving = trio.Event()
+            while leaving := [
+                (source, member)
+                for source in self._sources.values()
+                for member in source.members.leaving()
+            ]:
+                await self._fleet.await_replicated()  # until then a process could still send to it
+                for source, member in leaving:
+                    self._end_drain(source, member)
+                await trio.sleep(DRAIN_POLL_SECS)
+            await self._leaving.wait()
+
+    def _end_drain(self, source: _Source, member: SourceMember) -> None:
+        worker = self._fleet.find(member.url)
+        if member.standing is not Standing.LEAVING:
+            return  # it came back meanwhile
+        if worker is not None and self._member(worker) is member and worker.in_flight:
+            if (
+                trio.current_time()
+                < member.since + self._config_store.config.server.drain_timeout_secs
+            ):
+                return
+            in_flight = worker.in_flight
+            _log.warning("worker_drain_overdue worker=%s in_flight=%d", worker.url, in_flight)
+        source.members.forget(member)
+        self._changed.set()

@@ -1,0 +1,79 @@
+import pytest
+
+from omni_proxy.config.parse import parse
+from omni_proxy.discovery.dns_answers import (
+    EMPTY_ANSWERS,
+    DnsAddress,
+    DnsState,
+    SrvRecord,
+    preferred,
+)
+from omni_proxy.discovery.members import Standing
+
+ONE, TWO = DnsAddress("10.0.0.1", 80), DnsAddress("fd00::1", 81, 3)
+
+
+def state(more: str = "") -> DnsState:
+    return DnsState(parse(f'[[discover]]\nkind = "dns"\ndns_name = "h"\n{more}').discover[0])
+
+
+def urls(dns: DnsState) -> dict[str, Standing]:
+    return {member.url: member.standing for member in dns.members}
+
+
+def test_each_address_is_a_worker():
+    dns = state('model = "m"')
+    dns.answered([ONE, TWO], 0)
+    assert urls(dns) == {"http://10.0.0.1:80": Standing.OPEN, "http://[fd00::1]:81": Standing.OPEN}
+    assert [(each.found.entry.model, each.found.entry.weight) for each in dns.members] == [
+        ("m", 1),
+        ("m", 3),
+    ]
+
+
+def test_an_address_that_is_no_longer_there_leaves():
+    dns = state()
+    dns.answered([ONE, TWO], 0)
+    (member,) = dns.answered([TWO], 1)
+    assert (member.url, member.standing) == ("http://10.0.0.1:80", Standing.LEAVING)
+
+
+def test_only_the_third_empty_answer_in_a_row_takes_the_workers_away():
+    dns = state()
+    dns.answered([ONE], 0)
+    for turn in range(EMPTY_ANSWERS - 1):
+        assert dns.answered([], turn) == []
+    dns.answered([ONE], 5)
+    for turn in range(EMPTY_ANSWERS - 1):
+        assert dns.answered([], turn) == []
+    assert len(dns.answered([], 9)) == 1
+    assert urls(dns) == {"http://10.0.0.1:80": Standing.LEAVING}
+
+
+def test_a_refused_address_is_named_and_takes_nothing_away():
+    dns = state()
+    dns.answered([ONE], 0)
+    for turn in range(EMPTY_ANSWERS + 1):
+        dns.answered([DnsAddress("169.254.169.254", 80)], turn)
+    assert urls(dns) == {"http://10.0.0.1:80": Standing.OPEN}
+    assert "link-local" in dns.problems["169.254.169.254:80"]
+
+
+@pytest.mark.parametrize(
+    ("refresh", "ttl", "delay"),
+    [(10, 3, 3), (10, 0, 1), (10, 60, 10), (0.2, 5, 0.2), (0.2, 0, 0.2)],
+)
+def test_the_ttl_is_bounded_from_both_sides(refresh, ttl, delay):
+    assert state(f"refresh_secs = {refresh}").delay_secs(ttl) == delay
+
+
+def test_the_lowest_priority_counts_and_weights_are_in_lowest_terms():
+    records = [
+        SrvRecord(10, 60, 80, "b."), SrvRecord(10, 30, 80, "a."), SrvRecord(20, 1, 80, "c."),
+        SrvRecord(0, 0, 0, "."),
+    ]  # fmt: skip
+    assert [(each.target, each.weight) for each in preferred(records)] == [("a.", 1), ("b.", 2)]
+    assert [
+        each.weight for each in preferred([SrvRecord(0, 0, 1, "a."), SrvRecord(0, 0, 1, "b.")])
+    ] == [1, 1]
+    assert preferred([SrvRecord(0, 0, 0, ".")]) == []

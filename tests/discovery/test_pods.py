@@ -1,0 +1,221 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.config.parse import parse
+from omni_proxy.discovery.members import Standing
+from omni_proxy.discovery.pods import DELETING, GONE, HAS_ENDED, NOT_READY, UNSELECTED, PodState
+from tests.discovery_watch.api_server import pod
+
+TABLE = '[[discover]]\napi_server = "https://k"\nnamespace = "*"\n'
+
+
+def entry(more: str = ""):
+    return parse(TABLE + more).discover[0]
+
+
+def state(more: str = "") -> PodState:
+    return PodState(entry(more))
+
+
+def only(state: PodState):
+    (member,) = state.members
+    return member
+
+
+def read(thing: dict, more: str = ""):
+    read = state(more).read(thing)
+    assert read is not None
+    return [sighting.found.entry for sighting in read.sightings], read
+
+
+def with_status(thing: dict, **status: object) -> dict:
+    return {**thing, "status": {**thing["status"], **status}}
+
+
+def with_metadata(thing: dict, **metadata: object) -> dict:
+    return {**thing, "metadata": {**thing["metadata"], **metadata}}
+
+
+def test_a_pod_is_a_worker_at_its_address():
+    (worker,), found = read(pod("a", ip="10.1.2.3"), 'model = "m"\nrole = "decode"')
+    assert (worker.url, worker.model, worker.role) == ("http://10.1.2.3:30000", "m", "decode")
+    assert (found.uid, found.name) == ("uid-a", "default/a")
+    (worker,), _ = read(pod("a", ip="fd00::1"))
+    assert worker.url == "http://[fd00::1]:30000"
+
+
+@pytest.mark.parametrize(
+    ("annotations", "more", "ports"),
+    [
+        ({}, "port = 81", [81]),
+        ({}, 'port = "http"', [30000]),
+        ({"omni-proxy.dev/port": "82"}, 'port = "nowhere"', [82]),
+        ({"omni-proxy.dev/port": "http"}, "", [30000]),
+        ({"smg.ai/worker-ports": "83, 84,83"}, "", [83, 84]),
+        ({"smg.ai/worker-ports": "83", "omni-proxy.dev/port": "85"}, "", [85]),
+    ],
+)
+def test_the_annotation_names_the_ports_before_the_table_does(annotations, more, ports):
+    workers, _ = read(pod("a", annotations=annotations), more)
+    assert [worker.url for worker in workers] == [f"http://127.0.0.1:{port}" for port in ports]
+
+
+def test_a_side_container_may_have_the_named_port():
+    thing = pod("a")
+    thing["spec"] = {
+        "containers": [{}, 7],
+        "initContainers": [{"ports": [{"name": "http", "containerPort": 9}]}],
+    }
+    (worker,), _ = read(thing, 'port = "http"')
+    assert worker.url.endswith(":9")
+
+
+def test_labels_and_annotations_say_role_model_and_how_kv_caches_pass():
+    more = 'role_label = "role"\nmodel_label = "model"\nmodel = "other"\nkv_connector = "nixl"'
+    labels = {"role": "prefill", "model": "qwen"}
+    annotations = {"sglang.ai/bootstrap-port": "9001"}
+    (worker,), _ = read(pod("a", labels=labels, annotations=annotations), more)
+    assert (worker.role, worker.model) == ("prefill", "qwen")
+    assert (worker.bootstrap_port, worker.kv_connector) == (9001, "nixl")
+    annotations = {
+        "omni-proxy.dev/role": "decode", "omni-proxy.dev/model": "org/qwen", "smg.ai/kv-connector": "mooncake",
+    }  # fmt: skip
+    (worker,), _ = read(pod("a", labels=labels, annotations=annotations), more)
+    assert (worker.role, worker.model, worker.kv_connector) == ("decode", "org/qwen", "mooncake")
+    (worker,), _ = read(pod("a"), more)
+    assert (worker.role, worker.model, worker.bootstrap_port) == ("", "other", 0)
+
+
+@pytest.mark.parametrize(
+    ("annotations", "ip", "reason"),
+    [
+        ({"omni-proxy.dev/port": "0"}, "10.0.0.1", '"0" is no port'),
+        ({"omni-proxy.dev/port": "grpc"}, "10.0.0.1", 'no container has a port named "grpc"'),
+        ({"omni-proxy.dev/role": "boss"}, "10.0.0.1", '"boss" is no role'),
+        ({"omni-proxy.dev/kv-connector": "x"}, "10.0.0.1", '"x" is no KV connector'),
+        ({"vllm.ai/bootstrap-port": "x"}, "10.0.0.1", '"x" is no port'),
+        ({}, "169.254.169.254", "link-local address"),
+    ],
+)
+def test_a_pod_that_can_not_be_used_is_named_with_its_reason(annotations, ip, reason):
+    pods = state()
+    pods.apply("ADDED", pod("a", ip=ip, annotations=annotations), 0)
+    assert list(pods.members) == []
+    assert reason in pods.problems["default/a"]
+    pods.apply("MODIFIED", pod("a"), 1)
+    assert (len(list(pods.members)), pods.problems) == (1, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda it: with_metadata(it, deletionTimestamp="2026-01-01T00:00:00Z"), DELETING),
+        (lambda it: with_metadata(it, labels={"app": "vllm"}), UNSELECTED),
+        (lambda it: with_status(it, phase="Succeeded"), HAS_ENDED),
+        (lambda it: with_status(it, phase="Failed"), HAS_ENDED),
+        (lambda it: with_status(it, podIP=""), NOT_READY),
+    ],
+)
+def test_a_worker_leaves_with_what_ends_its_pod(change, reason):
+    pods = state()
+    pods.apply("ADDED", pod("a"), 0)
+    (member,) = pods.apply("MODIFIED", change(pod("a")), 1)
+    assert (member.standing, member.reason) == (Standing.LEAVING, reason)
+
+
+def test_a_pod_that_is_not_ready_keeps_its_worker_without_new_requests():
+    pods = state()
+    pods.apply("ADDED", pod("a", ready=False), 0)
+    assert only(pods).standing is Standing.PENDING
+    pods.apply("MODIFIED", pod("a"), 1)
+    (member,) = pods.apply("MODIFIED", pod("a", ready=False), 2)
+    assert (member.standing, member.reason) == (Standing.NOT_READY, NOT_READY)
+
+
+def test_a_deleted_pod_leaves_whatever_its_last_object_says():
+    pods = state()
+    pods.apply("ADDED", pod("a"), 0)
+    (member,) = pods.apply("DELETED", pod("a"), 1)
+    assert (member.standing, member.reason) == (Standing.LEAVING, GONE)
+
+
+def test_a_new_pod_of_the_same_name_and_address_is_another_worker():
+    pods = state()
+    pods.apply("ADDED", pod("a", "one"), 0)
+    pods.apply("DELETED", pod("a", "one"), 1)
+    pods.apply("ADDED", pod("a", "two"), 2)
+    assert {member.uid: member.standing for member in pods.members} == {
+        "one": Standing.LEAVING, "two": Standing.OPEN,
+    }  # fmt: skip
+
+
+def test_another_address_of_a_pod_is_another_worker():
+    pods = state()
+    pods.apply("ADDED", pod("a", ip="10.0.0.1"), 0)
+    pods.apply("MODIFIED", pod("a", ip="10.0.0.2"), 1)
+    assert {member.url: member.standing.value for member in pods.members} == {
+        "http://10.0.0.1:30000": "leaving", "http://10.0.0.2:30000": "open",
+    }  # fmt: skip
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
+        ["metadata", "status", "uid", "labels", "conditions", "podIP", "type", "spec", "containers", "ports"]
+    ), inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(thing=st.dictionaries(st.sampled_from(["metadata", "status", "spec"]), JUNK))
+def test_no_object_breaks_the_reader(thing):
+    pods = state('port = "http"')
+    pods.apply("ADDED", thing, 0)
+    thing["metadata"] = {
+        "uid": "u",
+        "name": 3,
+        "labels": {"app": "sglang", "x": 1},
+        "annotations": thing.get("spec"),
+    }
+    pods.apply("MODIFIED", thing, 1)
+
+
+UIDS = st.sampled_from("abc")
+EVENT = st.tuples(
+    st.sampled_from(["ADDED", "MODIFIED", "DELETED"]),
+    UIDS,
+    st.booleans(),
+    st.sampled_from(["sglang", "x"]),
+)
+LISTED = st.dictionaries(
+    UIDS, st.tuples(st.booleans(), st.sampled_from(["sglang", "x"])), max_size=3
+)
+
+
+@given(steps=st.lists(EVENT | LISTED, max_size=10))
+def test_what_stays_is_what_a_list_of_the_same_moment_would_have(steps):
+    """However it came to be: by events or by lists."""
+    pods, cluster = state(), {}
+
+    def thing(uid, ready, app):
+        return pod(uid, uid, ip=f"10.0.0.{ord(uid)}", ready=ready, labels={"app": app})
+
+    for now, step in enumerate(steps):
+        if isinstance(step, dict):
+            cluster = dict(step)
+            pods.replace([pods.read(thing(uid, *each)) for uid, each in cluster.items()], now)
+        else:
+            kind, uid, ready, app = step
+            pods.apply(kind, thing(uid, ready, app), now)
+            cluster.pop(uid, None)
+            if kind != "DELETED":
+                cluster[uid] = ready, app
+        fresh = state()
+        fresh.replace([fresh.read(thing(uid, *each)) for uid, each in cluster.items()], now)
+        stays = {
+            member.uid: member.standing is Standing.OPEN
+            for member in pods.members
+            if member.standing is not Standing.LEAVING
+        }
+        assert stays == {member.uid: member.standing is Standing.OPEN for member in fresh.members}

@@ -1,0 +1,283 @@
+"""What the sources say, in the fleet: joining, leaving, locks, reloads."""
+
+import pytest
+import trio
+
+from omni_proxy.config.flags import Startup
+from omni_proxy.config.overlay import with_deleted, with_override
+from omni_proxy.discovery_watch import discovery as module
+from omni_proxy.discovery_watch.discovery import CORDON, Discovery
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.runtime_config.config_store import ConfigStore
+from tests.discovery_watch.api_server import ApiServer, pod
+from tests.fleet.entries import heal
+
+A, B = "http://10.0.0.1:30000", "http://10.0.0.2:30000"
+
+
+@pytest.fixture(autouse=True)
+def quick_clocks(monkeypatch):
+    monkeypatch.setattr(module, "APPLY_PAUSE_SECS", 0)
+    monkeypatch.setattr(module, "DRAIN_POLL_SECS", 0.005)
+
+
+@pytest.fixture
+async def api(nursery):
+    made = ApiServer()
+    await nursery.start(made.serve)
+    return made
+
+
+class Running:
+    """A store, a fleet and the discovery of one configuration file."""
+
+    def __init__(self, file, api):
+        self.file, self.api = file, api
+        self.write()
+        self.fleet = Fleet()
+        self.store = ConfigStore(Startup(file, {}, (), ""), self.fleet)
+        self.discovery = Discovery(self.fleet, self.store, lambda: 0.0)
+        self.store.start()
+
+    def write(self, *, named="", server="", tables=None):
+        table = self.table() if tables is None else tables
+        workers = "".join(f'[[workers]]\nurl = "{url}"\n' for url in named.split())
+        self.file.write_text(f'[server]\nstate_file = "off"\n{server}\n{workers}{table}')
+
+    def table(self, name="pods", more=""):
+        return f'[[discover]]\nname = "{name}"\napi_server = "{self.api.url}"\nnamespace = "*"\n{more}\n'
+
+    async def reload(self, **how):
+        self.write(**how)
+        result = await self.store.reload("file")
+        assert result.error is None, result.error
+
+    @property
+    def urls(self):
+        return [worker.url for worker in self.fleet.workers]
+
+    def open(self):
+        """Workers to which discovery lets requests go."""
+        return [worker.url for worker in self.fleet.workers if CORDON not in worker.cordon_reasons]
+
+    async def until(self, holds):
+        with trio.fail_after(20):
+            while not holds():  # noqa: ASYNC110  other tasks watch
+                await trio.sleep(0.002)
+
+    async def until_open(self, *urls):
+        await self.until(lambda: self.open() == list(urls))
+
+    def worker(self, url=A):
+        worker = self.fleet.find(url)
+        assert worker is not None
+        return worker
+
+
+@pytest.fixture
+async def running(tmp_path, api, nursery):
+    made = Running(tmp_path / "proxy.toml", api)
+    await nursery.start(made.discovery.run)
+    return made
+
+
+@pytest.fixture
+async def two(running, api):
+    api.put(pod("a", ip="10.0.0.1"))
+    api.put(pod("b", ip="10.0.0.2"))
+    await running.until_open(A, B)
+    return running
+
+
+async def test_a_found_worker_is_probed_before_it_gets_requests(two):
+    worker = two.worker()
+    assert (worker.origin, worker.routable) == ("discover", False)
+    heal(two.fleet, worker)
+    assert worker.routable
+
+
+async def test_a_pod_that_is_not_ready_is_kept_and_gets_nothing(two, api):
+    worker = two.worker()
+    api.ready("uid-a", False)
+    await two.until_open(B)
+    assert (two.urls, two.discovery.reason(worker)) == ([A, B], "its pod is not ready")
+    api.ready("uid-a", True)
+    await two.until_open(A, B)
+    assert (two.worker() is worker, two.discovery.reason(worker)) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (lambda api: api.begin_deletion("uid-a"), "its pod is being deleted"),
+        (lambda api: api.label("uid-a", app="other"), "its pod is gone"),
+        (lambda api: api.delete("uid-a"), "its pod is gone"),
+    ],
+)
+async def test_a_worker_leaves_when_its_last_request_has_ended(two, api, event, reason):
+    worker = two.worker()
+    worker.in_flight = 1
+    event(api)
+    await two.until_open(B)
+    assert (two.urls, two.discovery.reason(worker)) == ([A, B], reason)
+    worker.in_flight = 0
+    await two.until(lambda: two.urls == [B])
+
+
+async def test_requests_that_do_not_end_hold_a_leaving_worker_for_the_drain_timeout(two, api):
+    await two.reload(server="drain_timeout_secs = 0.05")
+    worker = two.worker()
+    worker.in_flight = 1
+    api.delete("uid-a")
+    await two.until(lambda: two.urls == [B])
+
+
+async def test_a_pod_whose_label_is_changed_back_goes_on(two, api):
+    worker = two.worker()
+    worker.in_flight = 1
+    api.label("uid-a", app="other")
+    await two.until_open(B)
+    api.label("uid-a", app="sglang")
+    await two.until_open(A, B)
+    worker.in_flight = 0
+    await trio.testing.wait_all_tasks_blocked(0.02)
+    assert two.worker() is worker
+
+
+async def test_another_pod_at_the_same_address_is_another_worker(two, api):
+    worker = two.worker()
+    heal(two.fleet, worker)
+    worker.in_flight = 1  # and goes on there, while the other one begins
+    api.delete("uid-a")
+    api.put(pod("a", "other", ip="10.0.0.1"))
+    await two.until(lambda: two.worker() is not worker)
+    assert (two.worker().discovered.uid, two.worker().routable) == ("other", False)
+    assert two.worker().in_flight == 0
+    await two.until_open(B, A)
+
+
+async def test_what_stops_requests_waits_for_no_lock_and_joining_does(two, api):
+    async with two.store.operation_lock:
+        api.delete("uid-a")
+        api.put(pod("c", ip="10.0.0.3"))
+        await two.until_open(B)
+        await trio.testing.wait_all_tasks_blocked(0.02)
+        assert two.urls == [A, B]
+    await two.until(lambda: two.urls == [B, "http://10.0.0.3:30000"])
+
+
+async def test_the_fleet_stays_as_it_is_while_a_sync_counts_on_it(two, api):
+    two.store.membership_lock.acquire(lambda: "a sync")
+    api.delete("uid-a")
+    await two.until_open(B)
+    await trio.testing.wait_all_tasks_blocked(0.02)
+    assert two.urls == [A, B]
+    await two.store.release_membership()
+    await two.until(lambda: two.urls == [B])
+
+
+async def test_a_worker_of_file_is_never_touched(running, api):
+    await running.reload(named=A)
+    worker = running.worker()
+    api.put(pod("a", ip="10.0.0.1"))
+    api.put(pod("b", ip="10.0.0.2"))
+    await running.until(lambda: B in running.urls)
+    api.begin_deletion("uid-a")
+    api.delete("uid-b")
+    await running.until(lambda: running.urls == [A])
+    assert (running.worker() is worker, worker.origin, worker.cordon_reasons) == (
+        True,
+        "file",
+        set(),
+    )
+
+
+async def test_a_worker_that_file_names_later_is_files_from_then_on(two, api):
+    worker = two.worker()
+    api.ready("uid-a", False)
+    await two.until_open(B)
+    await two.reload(named=A)
+    assert (two.worker() is worker, worker.origin, worker.discovered) == (True, "file", None)
+    assert worker.cordon_reasons == set()
+    api.delete("uid-a")
+    api.delete("uid-b")
+    await two.until(lambda: two.urls == [A])
+    await two.reload()
+    assert two.urls == []
+
+
+async def test_a_table_that_is_added_or_removed_counts_at_once(two, api):
+    api.put(pod("c", ip="10.0.0.3", labels={"app": "vllm"}))
+    both = two.table() + two.table("more", 'selector = "app=vllm"')
+    await two.reload(tables=both)
+    await two.until_open(A, B, "http://10.0.0.3:30000")
+    await two.reload(tables=two.table("more", 'selector = "app=vllm"'))
+    assert two.urls == ["http://10.0.0.3:30000"]
+    await two.until(lambda: api.watches == 1)
+    await two.reload(tables="")
+    assert (two.urls, two.discovery.reports()) == ([], [])
+
+
+async def test_a_change_of_a_table_keeps_the_workers_that_it_still_finds(two, api):
+    worker = two.worker()
+    api.label("uid-b", tier="x")
+    await two.reload(tables=two.table(more='selector = "app=sglang,tier!=x"\nmodel = "m"'))
+    await two.until_open(A)
+    await two.until(lambda: worker.model == "m")
+    await two.until(lambda: two.urls == [A])
+    assert two.worker() is worker
+
+
+async def test_two_tables_may_find_the_same_pod(two, api):
+    worker = two.worker()
+    await two.reload(tables=two.table() + two.table("more", 'selector = "tier=x"'))
+    api.label("uid-a", tier="x")
+    await two.until(lambda: len(list(two.discovery.reports())) == 2)
+    await two.until(lambda: two.discovery.reports()[1].workers["open"] == 1)
+    assert worker.discovered.source == "pods"
+    api.label("uid-a", app="other")
+    await two.until(lambda: worker.discovered.source == "more")
+    await two.until(lambda: A in two.open())
+    assert two.worker() is worker
+
+
+async def test_what_an_operator_has_set_outlives_what_happens_to_the_pod(two, api):
+    await two.store.change(lambda state, _: with_override(state, A, disabled=True, weight=3))
+    api.ready("uid-a", False)
+    await two.until_open(B)
+    api.ready("uid-a", True)
+    await two.until_open(A, B)
+    assert (two.worker().disabled, two.worker().weight) == (True, 3)
+    api.label("uid-a", app="other")
+    await two.until(lambda: two.urls == [B])
+    api.label("uid-a", app="sglang")
+    await two.until(lambda: A in two.urls)
+    assert two.worker().disabled
+    api.delete("uid-a")
+    api.put(pod("a", "other", ip="10.0.0.1"))
+    await two.until(lambda: A in two.urls and two.worker().discovered.uid == "other")
+    assert (two.worker().disabled, two.store.state.switches) == (False, {})
+
+
+async def test_a_worker_that_was_deleted_over_http_stays_away_until_another_pod_comes(two, api):
+    await two.store.change(lambda state, config: with_deleted(state, config, A))
+    assert two.urls == [B]
+    api.ready("uid-a", False)
+    api.ready("uid-a", True)
+    api.put(pod("c", ip="10.0.0.3"))
+    await two.until(lambda: len(two.urls) == 2)
+    assert A not in two.urls
+    api.delete("uid-a")
+    api.put(pod("a", "other", ip="10.0.0.1"))
+    await two.until(lambda: A in two.urls)
+
+
+async def test_a_large_fleet_joins_in_steps(running, api, monkeypatch):
+    monkeypatch.setattr(module, "MAX_NEW", 4)
+    steps = []
+    running.fleet.watch_members(lambda: steps.append(len(running.urls)))
+    for number in range(10):
+        api.put(pod(f"p{number}", ip=f"10.0.1.{number}"))
+    await running.until(lambda: len(running.urls) == 10)
+    await running.until(lambda: running.discovery.reports()[0].workers["open"] == 10)
+    assert all(after - before <= 4 for before, after in zip([0, *steps], steps, strict=False))

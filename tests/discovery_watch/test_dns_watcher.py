@@ -1,0 +1,145 @@
+import dns.rcode
+import pytest
+import trio
+
+from omni_proxy.config.parse import parse
+from omni_proxy.discovery_watch.dns_watcher import DnsWatcher
+from tests.discovery_watch.dns_server import DnsServer
+
+SRV = "_http._tcp.engines.test"
+
+
+@pytest.fixture
+async def server(nursery):
+    made = DnsServer()
+    await nursery.start(made.serve)
+    return made
+
+
+class Watched:
+    """A watcher that runs, and what it has found so far."""
+
+    def __init__(self, server, name, more=""):
+        text = f'[[discover]]\nkind = "dns"\ndns_name = "{name}"\nrefresh_secs = 0.05\n'
+        entry = parse(f'{text}dns_server = "{server.address}"\n{more}').discover[0]
+        self.watcher = DnsWatcher(entry, lambda changed: None)
+        self.server = server
+
+    def found(self):
+        return {
+            member.url.removeprefix("http://"): member.standing.value
+            for member in self.watcher.state.members
+        }
+
+    async def until(self, wanted):
+        with trio.fail_after(20):
+            while self.found() != wanted:  # noqa: ASYNC110  another task watches
+                await trio.sleep(0.01)
+
+    async def asked_again(self, times=1):
+        """Until that many rounds have ended since now."""
+        status = self.watcher.status
+        target = status.lists + status.failures + times
+        with trio.fail_after(20):
+            while status.lists + status.failures < target:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+
+
+@pytest.fixture
+def watching(server, nursery):
+    def start(name, more=""):
+        watched = Watched(server, name, more)
+        nursery.start_soon(watched.watcher.run)
+        return watched
+
+    return start
+
+
+async def test_a_host_is_a_worker_for_each_of_its_addresses(server, watching):
+    server.put("engines.test", "A", "10.0.0.1", "10.0.0.2")
+    watched = watching("engines.test", "port = 8000")
+    await watched.until({"10.0.0.1:8000": "open", "10.0.0.2:8000": "open"})
+    server.put("engines.test", "A", "10.0.0.2")
+    await watched.until({"10.0.0.1:8000": "leaving", "10.0.0.2:8000": "open"})
+
+
+async def test_addresses_of_ipv6_are_used_where_there_are_none_of_ipv4(server, watching):
+    server.put("six.test", "AAAA", "fd00::1")
+    server.put("both.test", "A", "10.0.0.1")
+    server.put("both.test", "AAAA", "fd00::1")
+    await watching("six.test").until({"[fd00::1]:30000": "open"})
+    both = watching("both.test")
+    await both.until({"10.0.0.1:30000": "open"})
+    assert ("both.test", "AAAA") not in server.questions
+
+
+async def test_srv_records_name_hosts_and_ports(server, watching):
+    server.put(SRV, "SRV", "0 50 8001 a.test.", "0 50 8002 b.test.", "9 1 8003 c.test.")
+    server.put("a.test", "A", "10.0.0.1")
+    server.additional.append(("b.test", 1, "10.0.0.2"))
+    watched = watching(SRV)
+    await watched.until({"10.0.0.1:8001": "open", "10.0.0.2:8002": "open"})
+    assert ("b.test", "A") not in server.questions  # its address came along
+
+
+async def test_a_target_that_can_not_be_resolved_keeps_its_address(server, watching):
+    server.put(SRV, "SRV", "0 1 8001 a.test.", "0 1 8002 b.test.")
+    server.put("a.test", "A", "10.0.0.1")
+    server.put("b.test", "A", "10.0.0.2")
+    watched = watching(SRV)
+    await watched.until({"10.0.0.1:8001": "open", "10.0.0.2:8002": "open"})
+    server.rcodes["a.test"] = dns.rcode.SERVFAIL
+    server.put("b.test", "A", "10.0.0.3")
+    await watched.until(
+        {"10.0.0.1:8001": "open", "10.0.0.2:8002": "leaving", "10.0.0.3:8002": "open"}
+    )
+
+
+@pytest.mark.parametrize("rcode", [dns.rcode.SERVFAIL, dns.rcode.REFUSED])
+async def test_a_failure_keeps_the_last_answer_however_long_it_lasts(server, watching, rcode):
+    server.put("engines.test", "A", "10.0.0.1")
+    watched = watching("engines.test")
+    await watched.until({"10.0.0.1:30000": "open"})
+    server.rcodes["engines.test"] = rcode
+    await watched.asked_again(5)
+    assert watched.found() == {"10.0.0.1:30000": "open"}
+    assert (watched.watcher.status.state, watched.watcher.status.error[:14]) == (
+        "stale",
+        "engines.test A",
+    )
+    server.rcodes.clear()
+    await watched.asked_again(2)
+    assert (watched.watcher.status.state, watched.watcher.status.error) == ("synced", "")
+
+
+@pytest.mark.parametrize(
+    "vanish", [dict.clear, lambda zone: zone.update({("engines.test", "A"): (1, [])})]
+)
+async def test_three_times_no_address_in_a_row_empties_it(server, watching, vanish):
+    server.put("engines.test", "A", "10.0.0.1")
+    watched = watching("engines.test")
+    await watched.until({"10.0.0.1:30000": "open"})
+    vanish(server.zone)
+    await watched.asked_again(1)
+    assert watched.found() == {"10.0.0.1:30000": "open"}
+    await watched.until({"10.0.0.1:30000": "leaving"})
+
+
+async def test_a_long_answer_comes_over_tcp(server, watching):
+    server.truncated = True
+    server.put("engines.test", "A", *(f"10.0.1.{n}" for n in range(200)))
+    watched = watching("engines.test")
+    await watched.until({f"10.0.1.{n}:30000": "open" for n in range(200)})
+
+
+async def test_no_server_at_all_is_a_failure(server, watching):
+    text = '[[discover]]\nkind = "dns"\ndns_name = "h"\ndns_server = "no-such-host.invalid:53"\n'
+    watcher = DnsWatcher(parse(text).discover[0], lambda changed: None)
+    with trio.move_on_after(20) as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watcher.run)
+            while not watcher.status.error:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+    assert not scope.cancelled_caught
+    assert watcher.status.state == "failing"

@@ -1,0 +1,293 @@
+"""The watcher of pods against an API server of the tests, which fails in each way that a real one does."""
+
+import json
+import logging
+
+import pytest
+import trio
+
+from omni_proxy.config.parse import parse
+from omni_proxy.discovery_watch import pod_watcher
+from omni_proxy.discovery_watch.cluster_access import ClusterAccess
+from omni_proxy.discovery_watch.pod_watcher import PodWatcher
+from tests.discovery_watch.api_server import ApiServer, pod
+
+
+@pytest.fixture
+async def api(nursery):
+    made = ApiServer()
+    await nursery.start(made.serve)
+    return made
+
+
+class Watched:
+    """A watcher that runs; by pod, its standing."""
+
+    def __init__(self, url, more="", namespace="default"):
+        text = f'[[discover]]\napi_server = "{url}"\nnamespace = "{namespace}"\n{more}'
+        entry = parse(text).discover[0]
+        self.watcher = PodWatcher(entry, ClusterAccess(entry), self._note, lambda: 0.0)
+        self.changes = []
+
+    def _note(self, changed):
+        self.changes += [(member.found.discovered.pod, member.standing.value) for member in changed]
+
+    @property
+    def status(self):
+        return self.watcher.status
+
+    def found(self):
+        return {
+            member.found.discovered.pod: member.standing.value
+            for member in self.watcher.state.members
+        }
+
+    async def until(self, **wanted):
+        await self.until_holds(lambda: self.found() == wanted)
+
+    async def until_holds(self, holds):
+        with trio.fail_after(20):
+            while not holds():  # noqa: ASYNC110  another task watches
+                await trio.sleep(0.005)
+
+
+@pytest.fixture
+def watching(api, nursery):
+    def start(more="", namespace="default"):
+        watched = Watched(api.url, more, namespace)
+        nursery.start_soon(watched.watcher.run)
+        return watched
+
+    return start
+
+
+async def test_a_list_and_then_events_make_the_workers(api, watching):
+    api.put(pod("a"))
+    api.put(pod("b", labels={"app": "vllm"}))
+    watched = watching()
+    await watched.until(a="open")
+    api.put(pod("c", ready=False))
+    await watched.until(a="open", c="pending")
+    api.ready("uid-c", True)
+    api.ready("uid-a", False)
+    await watched.until(a="not_ready", c="open")
+    api.begin_deletion("uid-c")
+    api.label("uid-a", app="vllm")
+    await watched.until(a="leaving", c="leaving")
+    assert (api.lists(), watched.status.state) == (1, "synced")
+    path, query, _ = api.requests[-1]
+    assert path == "/api/v1/namespaces/default/pods"
+    assert (query["watch"], query["allowWatchBookmarks"], query["labelSelector"]) == (
+        "1",
+        "true",
+        "app=sglang",
+    )
+
+
+async def test_all_namespaces_are_watched_where_the_table_says_so(api, watching):
+    api.put(pod("a", namespace="one"))
+    api.put(pod("b", namespace="two"))
+    watched = watching(namespace="*")
+    await watched.until(a="open", b="open")
+    assert {path for path, _, _ in api.requests} == {"/api/v1/pods"}
+
+
+async def test_a_long_list_comes_in_pages(api, watching, monkeypatch):
+    monkeypatch.setattr(pod_watcher, "PAGE_PODS", 10)
+    for number in range(25):
+        api.put(pod(f"p{number}", ip=f"10.0.0.{number}"))
+    watched = watching()
+    await watched.until_holds(lambda: len(watched.found()) == 25)
+    assert api.lists() == 3
+
+
+async def test_a_page_that_is_gone_leads_to_a_list_from_the_beginning(api, watching, monkeypatch):
+    monkeypatch.setattr(pod_watcher, "PAGE_PODS", 10)
+    api.faults.page_gone = True
+    for number in range(25):
+        api.put(pod(f"p{number}", ip=f"10.0.0.{number}"))
+    watched = watching()
+    await watched.until_holds(lambda: len(watched.found()) == 25)
+    assert watched.status.failures == 0
+
+
+async def test_a_server_without_pages_is_read_all_the_same(api, watching, monkeypatch):
+    monkeypatch.setattr(pod_watcher, "PAGE_PODS", 10)
+    api.faults.ignore_limit = True
+    for number in range(25):
+        api.put(pod(f"p{number}", ip=f"10.0.0.{number}"))
+    watched = watching()
+    await watched.until_holds(lambda: len(watched.found()) == 25)
+    assert api.lists() == 1
+
+
+async def test_a_watch_that_was_cut_goes_on_where_it_was(api, watching):
+    api.put(pod("a"))
+    watched = watching()
+    await watched.until(a="open")
+    await watched.until_holds(lambda: api.watches)
+    api.cut_watches()
+    api.put(pod("b"))
+    await watched.until(a="open", b="open")
+    assert api.lists() == 1
+    assert watched.changes == [("a", "open"), ("b", "open")]
+    assert watched.status.state == "synced"
+
+
+async def test_half_an_event_is_no_event(api, watching):
+    api.put(pod("a"))
+    watched = watching()
+    await watched.until(a="open")
+    await watched.until_holds(lambda: api.watches)
+    line = json.dumps({"type": "DELETED", "object": pod("a")}).encode()
+    await api.say(line[:200])
+    api.cut_watches()
+    api.put(pod("b"))
+    await watched.until(a="open", b="open")
+
+
+@pytest.mark.parametrize("how", ["event", "answer"])
+async def test_a_version_that_is_too_old_leads_to_a_new_list(api, watching, how):
+    api.put(pod("a"))
+    watched = watching()
+    await watched.until(a="open")
+    await watched.until_holds(lambda: api.watches)
+    if how == "event":
+        await api.expire_watches()
+    else:
+        api.faults.deaf_watches = True
+        api.put(pod("c"))
+        api.delete("uid-c")
+        api.forget_history()
+        api.faults.deaf_watches = False
+        api.cut_watches()
+    await watched.until_holds(lambda: api.lists() == 2)
+    api.put(pod("b"))
+    await watched.until(a="open", b="open")
+    assert watched.status.failures <= 1
+
+
+async def test_a_new_list_retires_what_was_deleted_meanwhile(api, watching):
+    for name in ("a", "b"):
+        api.put(pod(name, ip="10.0.0.1" if name == "a" else "10.0.0.2"))
+    watched = watching()
+    await watched.until(a="open", b="open")
+    await watched.until_holds(lambda: api.watches)
+    api.faults.deaf_watches = True
+    api.delete("uid-a")
+    api.put(pod("a", "other", ip="10.0.0.1"))
+    await api.expire_watches()
+    await watched.until_holds(lambda: len(list(watched.watcher.state.members)) == 3)
+    assert {member.uid: member.standing.value for member in watched.watcher.state.members} == {
+        "uid-a": "leaving", "other": "open", "uid-b": "open",
+    }  # fmt: skip
+
+
+async def test_a_bookmark_moves_the_version_on(api, watching):
+    api.put(pod("a"))
+    watched = watching()
+    await watched.until(a="open")
+    await watched.until_holds(lambda: api.watches)
+    for _ in range(3):
+        api.put(pod("x", labels={"app": "other"}))
+    await api.bookmark()
+    await watched.until_holds(lambda: watched.status.events["BOOKMARK"])
+    api.cut_watches()
+    await watched.until_holds(lambda: sum("watch" in query for _, query, _ in api.requests) == 2)
+    assert api.requests[-1][1]["resourceVersion"] == str(api.version)
+
+
+async def test_a_silent_watch_is_begun_anew(api, watching):
+    api.put(pod("a"))
+    watched = watching()
+    watched.watcher.silence_secs = 0.05
+    await watched.until(a="open")
+    await watched.until_holds(lambda: api.watches)
+    api.faults.deaf_watches = True
+    api.put(pod("b"))
+    await watched.until_holds(lambda: sum("watch" in query for _, query, _ in api.requests) > 2)
+    api.faults.deaf_watches = False
+    await watched.until(a="open", b="open")
+    assert (api.lists(), watched.status.failures) == (1, 0)
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
+async def test_a_refusal_keeps_the_last_list_and_is_named(api, watching, status, caplog):
+    api.put(pod("a"))
+    watched = watching()
+    await watched.until(a="open")
+    await watched.until_holds(lambda: api.watches)
+    api.faults.status = status
+    api.cut_watches()
+    api.delete("uid-a")
+    with caplog.at_level(logging.WARNING):
+        await watched.until_holds(
+            lambda: f"status {status}: pods is refused" in watched.status.error
+        )
+    assert (watched.found(), watched.status.state) == ({"a": "open"}, "stale")
+    assert "discovery_failed source=pods" in caplog.text
+    api.faults.status = 0
+    await watched.until(a="leaving")
+    assert (watched.status.state, watched.status.error) == ("synced", "")
+
+
+async def test_a_server_that_allows_lists_but_no_watch_is_listed_again_and_again(api, watching):
+    api.faults.watch_status = 403
+    api.put(pod("a"))
+    watched = watching()
+    await watched.until(a="open")
+    api.delete("uid-a")
+    await watched.until(a="leaving")
+    assert api.lists() > 1
+
+
+async def test_pauses_between_failures_grow(api, watching, monkeypatch):
+    pauses = []
+    sleep = trio.sleep
+
+    async def noted(secs):
+        pauses.append(secs)
+        await sleep(0)
+
+    monkeypatch.setattr(pod_watcher.trio, "sleep", noted)
+    api.faults.status = 503
+    watching()
+    with trio.fail_after(20):
+        while len(pauses) < 12:
+            await sleep(0.005)
+    assert pauses[:4] == [0.1, 0.2, 0.4, 0.8]
+    assert pauses[-1] == pod_watcher.LONGEST_PAUSE_SECS / 2
+
+
+async def test_a_list_that_was_cut_changes_nothing(api, watching):
+    api.faults.cut_list = 150
+    api.put(pod("a"))
+    watched = watching()
+    await watched.until_holds(lambda: watched.status.error)
+    assert (watched.found(), watched.status.state) == ({}, "failing")
+    api.faults.cut_list = 0
+    await watched.until(a="open")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{}\n", b"[]\n", b"no json\n", b'{"type": "ADDED", "object": 7}\n', b"[" * 100_000 + b"\n"],
+)
+async def test_what_is_no_event_leads_to_a_new_list(api, watching, line):
+    api.put(pod("a"))
+    watched = watching()
+    await watched.until(a="open")
+    await watched.until_holds(lambda: api.watches)
+    await api.say(line)
+    await watched.until_holds(lambda: api.lists() == 2)
+    assert watched.found() == {"a": "open"}
+
+
+async def test_a_server_that_is_not_there_is_asked_until_it_is(nursery):
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
+    await listener.aclose()
+    watched = Watched(url)
+    nursery.start_soon(watched.watcher.run)
+    await watched.until_holds(lambda: "Connection refused" in watched.status.error)
+    assert watched.status.state == "failing"

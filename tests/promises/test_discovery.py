@@ -1,0 +1,218 @@
+"""Workers that are found: the real program before an API server and a DNS server of the tests."""
+
+from urllib.parse import quote
+
+import dns.rcode
+import pytest
+import trio
+
+from tests.discovery_watch.api_server import ApiServer, pod
+from tests.discovery_watch.dns_server import DnsServer
+from tests.promises.fleet_program import PROBES, program, put, record, routable, urls, workers
+
+SERVER = "[server]\nport = 0\n"
+
+
+@pytest.fixture
+async def api(nursery):
+    made = ApiServer()
+    await nursery.start(made.serve)
+    return made
+
+
+@pytest.fixture
+async def engines():
+    async with workers("one", "two", "three") as made:
+        yield made
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "proxy.toml"
+
+
+def table(api, more="") -> str:
+    return f'[[discover]]\napi_server = "{api.url}"\nnamespace = "default"\n{more}\n'
+
+
+def pod_of(engine, uid="", **settings) -> dict:
+    """A pod with this worker in it."""
+    return pod(engine.name, uid, port=int(engine.url.rpartition(":")[2]), **settings)
+
+
+async def ask(running, times: int) -> None:
+    for _ in range(times):
+        assert (await running.ask()).status_code == 200
+
+
+async def not_routable(running, engine) -> dict:
+    told = await running.until("/workers", lambda told: engine.url not in routable(told))
+    return record(told, engine)
+
+
+async def test_pods_join_and_leave_while_requests_go_on(api, engines, file):
+    one, two, three = engines
+    put(file, SERVER + PROBES + table(api))
+    for engine in (one, two):
+        api.put(pod_of(engine))
+    async with program("--config", file) as running:
+        told = await running.until_routable(one, two)
+        found = record(told, one)
+        assert found["origin"] == "discover"
+        assert found["discovered"] == {
+            "source": "pods", "uid": "uid-one", "namespace": "default", "pod": "one",
+        }  # fmt: skip
+        one.gate = trio.Event()
+        streamed = []
+        async with trio.open_nursery() as nursery:
+
+            async def stream():
+                streamed.append(await running.ask(stream=True))
+
+            nursery.start_soon(stream)
+            nursery.start_soon(stream)
+            with trio.fail_after(20):
+                await one.halfway.wait()
+            api.begin_deletion("uid-one")  # its probes succeed all the same
+            told = await not_routable(running, one)
+            assert (told["why"], told["health_state"]) == ("its pod is being deleted", "healthy")
+            before = one.requests
+            await ask(running, 20)
+            assert one.requests == before
+            one.gate.set()
+        assert all(b"[DONE]" in answer.content for answer in streamed)
+        await running.until("/workers", lambda told: urls(told) == [two.url])
+
+        api.put(pod_of(three, ready=False))
+        api.ready("uid-three", True)
+        await running.until_routable(two, three)
+        api.ready("uid-two", False)
+        assert (await not_routable(running, two))["why"] == "its pod is not ready"
+        before = two.requests
+        await ask(running, 10)
+        assert two.requests == before
+        api.ready("uid-two", True)
+        await running.until_routable(two, three)
+        api.label("uid-two", app="other")
+        await running.until("/workers", lambda told: urls(told) == [three.url])
+        api.delete("uid-three")
+        api.put(pod_of(three, "reborn"))
+        told = await running.until(
+            "/workers",
+            lambda told: [each["discovered"]["uid"] for each in told["workers"]] == ["reborn"],
+        )
+        assert record(told, three)["routed_requests"] == 0
+        await running.until_routable(three)
+
+
+async def test_an_api_server_that_fails_takes_nothing_away(api, engines, file):
+    one, two, _ = engines
+    put(file, SERVER + PROBES + table(api))
+    api.put(pod_of(one))
+    async with program("--config", file) as running:
+        await running.until_routable(one)
+        (row,) = (await running.get_json("/status"))["discovery"]
+        assert (row["name"], row["state"], row["error"]) == ("pods", "synced", None)
+        api.faults.status = 403
+        api.delete("uid-one")
+        api.put(pod_of(two))
+        api.cut_watches()
+
+        def stale(told):
+            (row,) = told["discovery"]
+            return row["state"] == "stale" and "403" in row["error"]
+
+        # What was sent before the cut has been read.
+        await running.until("/status", stale)
+        assert urls(await running.get_json("/workers")) in (
+            [one.url],
+            [one.url, two.url],
+            [two.url],
+        )
+        metrics = (await running.client.get("/metrics")).text
+        assert 'omni_proxy_discovery_up{source="pods"} 0.0' in metrics
+        assert "discovery_failed source=pods" in running.log
+        api.faults.status = 0
+        await running.until_routable(two)
+
+
+async def test_what_http_changed_of_a_found_worker_survives_a_restart(api, engines, file):
+    one, two, three = engines
+    put(file, SERVER + PROBES + table(api))
+    for engine in engines:
+        api.put(pod_of(engine))
+
+    def place(engine):
+        return f"/workers/{quote(engine.url, safe='')}"
+
+    async with program("--config", file) as running:
+        await running.until_routable(*engines)
+        assert (await running.client.put(place(one), json={"disabled": True})).status_code == 200
+        assert (await running.client.delete(place(two))).status_code == 200
+    async with program("--config", file) as running:
+        told = await running.until_routable(three)
+        assert {*urls(told)} == {one.url, three.url}
+        assert (record(told, one)["disabled"], record(told, one)["origin"]) == (True, "discover")
+        added = await running.client.post("/workers", json={"url": two.url})
+        assert added.status_code == 200
+        told = await running.until_routable(two, three)
+        assert record(told, two)["origin"] == "api"
+
+
+async def test_every_process_stops_at_once(api, engines, file):
+    one, two, _ = engines
+    put(file, "[server]\nport = 0\nprocesses = 2\n" + PROBES + table(api))
+    for engine in (one, two):
+        api.put(pod_of(engine))
+    async with program("--config", file) as running:
+        await running.until_routable(one, two)
+        api.begin_deletion("uid-one")
+        await running.until("/workers", lambda told: urls(told) == [two.url])
+        before = one.requests
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(ask, running, 4)
+        assert one.requests == before
+        assert api.watches == 1
+
+
+async def test_addresses_in_dns_are_workers(nursery, engines, file):
+    one, two, _ = engines
+    server = DnsServer()
+    await nursery.start(server.serve)
+    name = "_http._tcp.engines.test"
+
+    def records(*these):
+        ports = [engine.url.rpartition(":")[2] for engine in these]
+        server.put(name, "SRV", *(f"0 1 {port} host.test." for port in ports))
+
+    records(one, two)
+    server.put("host.test", "A", "127.0.0.1")
+    put(
+        file,
+        f'{SERVER}{PROBES}[[discover]]\nkind = "dns"\ndns_name = "{name}"\n'
+        f'dns_server = "{server.address}"\nrefresh_secs = 0.1\n',
+    )
+    async with program("--config", file) as running:
+        told = await running.until_routable(one, two)
+        assert record(told, one)["discovered"]["uid"] == one.url
+        records(two)
+        await running.until("/workers", lambda told: urls(told) == [two.url])
+        server.rcodes[name] = dns.rcode.SERVFAIL
+        await running.until("/status", lambda told: told["discovery"][0]["state"] == "stale")
+        await ask(running, 5)
+
+
+async def test_a_table_comes_and_goes_with_the_file(api, engines, file):
+    one, two, _ = engines
+    named = f'[[workers]]\nurl = "{one.url}"\n'
+    put(file, SERVER + PROBES + named)
+    api.put(pod_of(one))
+    api.put(pod_of(two))
+    async with program("--config", file) as running:
+        await running.until_routable(one)
+        put(file, SERVER + PROBES + named + table(api))
+        told = await running.until_routable(one, two)
+        assert (record(told, one)["origin"], record(told, two)["origin"]) == ("file", "discover")
+        put(file, SERVER + PROBES + named)
+        await running.until_routable(one)
