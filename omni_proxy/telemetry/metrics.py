@@ -233,7 +233,10 @@ class Metrics:
         times.counts[at] += 1
         times.sum += ended - started
         sums = self._recent.sums
-        slot = sums.get(worker) or sums.setdefault(worker, WindowCounts())
+        try:
+            slot = sums[worker]
+        except KeyError:
+            slot = sums[worker] = WindowCounts()
         slot.requests += 1
         slot.firsts[index] += 1
 

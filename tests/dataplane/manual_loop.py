@@ -96,7 +96,7 @@ class ManualLoop:
             end.close()
         for task in list(self.dataplane.loop.tasks):
             task.close_coroutine()
-        for lane in self.dataplane.pools._pools.values():
+        for lane in self.dataplane.pools.known.values():
             lane.close()
         self.dataplane.loop.flush()
         self.dataplane.loop._epoll.close()

@@ -153,7 +153,7 @@ async def test_a_new_connection_resumes_the_session_of_an_old_one():
     kept = SecureWorker(OK, host="localhost")
     async with dataplane_to(kept) as opened:
         assert (await asked(opened)).status == 200
-        [lane] = opened.door.pools._pools.values()
+        [lane] = opened.door.pools.known.values()
         lane.idle.pop().close()
         assert (await asked(opened)).status == 200
     assert kept.resumed == [False, True]
@@ -169,7 +169,7 @@ async def test_a_late_session_ticket_closes_no_idle_connection():
     worker = SecureWorker(rekeying)
     async with dataplane_to(worker) as opened:
         assert (await asked(opened)).status == 200
-        [lane] = opened.door.pools._pools.values()
+        [lane] = opened.door.pools.known.values()
         [conn] = lane.idle
         conn.readable = True
         lane._drop(conn)  # as for an event with nothing of HTTP in it
@@ -243,7 +243,7 @@ async def test_files_that_were_replaced_count_for_the_next_connection(tmp_path):
         trusted.write_bytes(AUTHORITY.read_bytes())
         assert (await asked(opened)).status == 200
         trusted.write_text("nonsense")  # what it said before stays
-        [lane] = opened.door.pools._pools.values()
+        [lane] = opened.door.pools.known.values()
         lane.idle.pop().close()
         assert (await asked(opened)).status == 200
 

@@ -67,8 +67,8 @@ class FastPairPath(FastPath):
     """`loop` as for `Interruptible`."""
 
     __slots__ = (
-        "_engine_lines", "_json", "_leg", "_lines", "_path", "_random_below", "_spare_leg",
-        "_transfer_due", "loop",
+        "_after_prefill", "_engine_lines", "_json", "_leg", "_lines", "_path", "_random_below",
+        "_spare_leg", "_transfer_due", "loop",
     )  # fmt: skip
 
     def __init__(self, io: ExchangeIO, cached: CachedRequest) -> None:
@@ -80,21 +80,17 @@ class FastPairPath(FastPath):
         self._lines = b""  # of its head
         self._engine_lines: EngineLines | None = None  # made for the first pair of vLLM's
         self._random_below = io.services.random_below
+        self._after_prefill = _AfterPrefill(self)
         self._transfer_due = 0.0
         self._spare_leg: PrefillLeg | None = None  # of the last request, to be used again
 
-    def step(self) -> None:
-        """Also: the prefill leg that decode's has waited for is over."""
+    def go_on_after_prefill(self) -> None:
+        """The leg that decode's has waited for is over."""
         io, leg = self._io, self._leg
-        if leg is None or io.upstream is not None:
-            super().step()
-            return
-        if self.client.task is not self:
+        if leg is None or self.client.task is not self:
             return  # woken after `stop`
         try:
-            if not leg.readable:
-                self.waiting_on = leg
-            elif leg.failure is not None or not self._send_after_prefill(leg):
+            if leg.failure is not None or not self._send_after_prefill(leg):
                 io.step()
         except Exception as failure:  # as in the class above
             io.step(failure)
@@ -123,12 +119,18 @@ class FastPairPath(FastPath):
         prefill = legs.prefill.worker if legs is not None and legs.prefill is not None else None
         if legs is None or need is None or worker is None or prefill is None:
             return False
-        if need.alias is not None or worker.api_key_env or prefill.api_key_env:
-            return False
-        if exchange.trace is not None and exchange.trace.sampled:
+        trace = exchange.trace
+        if (
+            need.alias is not None
+            or worker.api_key_env
+            or prefill.api_key_env
+            or (trace is not None and trace.sampled)
+        ):
             return False
         pools, waits = io.services.pools, legs.connector == "nixl"
-        pool, prefill_pool = pools.of(worker), pools.of(prefill)
+        known = pools.known
+        pool = known.get(worker) or pools.of(worker)
+        prefill_pool = known.get(prefill) or pools.of(prefill)
         if not prefill_pool.idle or not (waits or pool.idle):
             return False
         self._json = None  # not that of the last request
@@ -147,12 +149,22 @@ class FastPairPath(FastPath):
         else:
             text = self._vllm_lines(lines, exchange.request_id, is_read=waits)
         for_prefill, for_decode = bodies
-        self._send_prefill(legs, prefill_pool, text, for_prefill)
+        length_line = length_lines(len(for_prefill))[1]
+        leg, self._spare_leg = self._spare_leg, None
+        if leg is None:
+            leg = PrefillLeg(io, legs, self._after_prefill, keeps=waits)
+        else:
+            leg.renew(io, legs, self._after_prefill, keeps=waits)
+        self._leg, self._transfer_due = leg, 0.0
+        leg.send_directly(prefill_pool, self.cached.head, text, length_line, for_prefill)
         if for_decode is None:
             io.set_timeout("prefill", io.settings.limits.total)
-            self.waiting_on = self._leg
+            self.waiting_on, self._after_prefill.waiting_on = None, leg
             return True
-        return self._send_decode(exchange, pool, for_decode)
+        leg.on_end = self._leg_ended
+        same = for_decode is for_prefill
+        length_line = length_line if same else length_lines(len(for_decode))[1]
+        return self._send_decode(exchange, pool, length_line, for_decode)
 
     def _vllm_lines(self, parts: list[bytes], request_id: bytes, *, is_read: bool) -> bytes:
         """For the prefill leg; decode's are kept."""
@@ -198,19 +210,6 @@ class FastPairPath(FastPath):
         made = json.splice(nixl.prefill_edits(self._path, json, params))
         return made, None if own_params is None else json.splice(nixl.decode_edits(own_params))
 
-    def _send_prefill(self, legs: TwoLegs, pool: UpstreamPool, lines: bytes, body: bytes) -> None:
-        """There is an idle connection."""
-        io, waits = self._io, legs.connector == "nixl"
-        leg, self._spare_leg = self._spare_leg, None
-        if leg is None:
-            leg = PrefillLeg(io, legs, self, keeps=waits)
-        else:
-            leg.renew(io, legs, self, keeps=waits)
-        if not waits:
-            leg.connections, leg.on_end = "idle", self._leg_ended
-        self._leg, self._transfer_due = leg, 0.0
-        leg.send_directly(pool, self.cached.head, lines, body)
-
     def _leg_ended(self, leg: PrefillLeg) -> None:
         """In the leg's own step, while decode's answer is waited for."""
         if self._leg is not leg:
@@ -226,40 +225,38 @@ class FastPairPath(FastPath):
         if exchange is None or exchange.legs is None or exchange.worker is None:
             return False
         pool = self._io.services.pools.of(exchange.worker)
-        if not pool.idle or self._has_new_weights(exchange, leg):
+        worker = exchange.worker
+        if not pool.idle or worker.version is not exchange.version:
+            return False
+        if leg.worker.version is not leg.exchange.version:
             return False
         params = take_params(exchange.legs, leg)
         if json is None:
             body = chat_with_params(self._request.partition(_BLANK)[2], params)
         else:  # a key that is there twice was refused when the body was changed for prefill
             body = json.splice(nixl.decode_edits(params))
-        return self._send_decode(exchange, pool, body)
+        return self._send_decode(exchange, pool, length_lines(len(body))[1], body)
 
-    def _send_decode(self, exchange: Exchange, pool: UpstreamPool, body: bytes) -> bool:
+    def _send_decode(
+        self, exchange: Exchange, pool: UpstreamPool, length_line: bytes, body: bytes
+    ) -> bool:
         """There is an idle connection."""
-        io, upstream = self._io, pool.reuse(self)
-        assert upstream is not None
+        io, upstream = self._io, pool.idle.pop()
+        upstream.task = self
         io.upstream = self.waiting_on = upstream
         self._pool = pool
-        request = encode_request(pool.host_line, [self._lines], length_lines(len(body))[1], body)
+        request = encode_request(pool.host_line, [self._lines], length_line, body)
         start_waiting(io, exchange, io.settings.limits.response_head)
         upstream.write_soon(request)
         return not upstream.readable
 
-    def _has_new_weights(self, exchange: Exchange, leg: PrefillLeg) -> bool:
-        worker = exchange.worker
-        assert worker is not None
-        return (
-            worker.version is not exchange.version or leg.worker.version is not leg.exchange.version
-        )
-
     def _relay(
         self, exchange: Exchange, upstream: Stream, chunk: bytes, *, sent_at_once: bool = True
     ) -> bool:
-        leg, legs, pool = self._leg, exchange.legs, self._pool
-        if leg is None or legs is None or pool is None:
+        leg, legs, pool, worker = self._leg, exchange.legs, self._pool, exchange.worker
+        if leg is None or legs is None or pool is None or worker is None:
             return super()._relay(exchange, upstream, chunk)
-        if self._has_new_weights(exchange, leg):
+        if worker.version is not exchange.version or leg.worker.version is not leg.exchange.version:
             return False
         if pool.response_template.status >= 400:
             pool.response_template = NOT_CACHED  # what it is now is noted in the next step
@@ -283,6 +280,19 @@ class FastPairPath(FastPath):
     def _keep(self, leg: PrefillLeg) -> None:
         """To be used again, if it has ended as most do."""
         if leg.ended_directly:
-            leg.waiter, self._spare_leg = None, leg
+            self._spare_leg = leg
             if self._spare is not None:
                 self._spare.spare_leg = leg.exchange
+
+
+class _AfterPrefill:
+    """Waits for a prefill leg, where decode's request has to."""
+
+    __slots__ = ("_of", "waiting_on")
+
+    def __init__(self, of: FastPairPath) -> None:
+        self.waiting_on: object = None
+        self._of = of
+
+    def step(self) -> None:
+        self._of.go_on_after_prefill()

@@ -33,7 +33,6 @@ from omni_proxy.dataplane.upstream.attempt import (
     AttemptFailed,
     SentRequest,
     encode_request,
-    length_lines,
     run_attempt,
     usual_body,
 )
@@ -41,6 +40,7 @@ from omni_proxy.dataplane.upstream.cache_report import learn_from, prediction_of
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.dataplane.upstream.retry import counts_as_failed
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
+from omni_proxy.routing.cache_prediction import CachePrediction
 from omni_proxy.routing.kv_transfer.transfer_errors import names_transfer
 from omni_proxy.wire.errors import HttpError, UpstreamError
 from omni_proxy.wire.request import RequestHead
@@ -126,6 +126,8 @@ class PrefillLeg(SideTask):
         self._cancelled = False
         self._pool: UpstreamPool | None = None  # of the connection that it uses without a coroutine
         self._sent: SentRequest | None = None  # on that, where a coroutine has to go on
+        self._prediction: CachePrediction | None = None
+        self._sent_bytes = 0
         self.renew(io, legs, waiter, keeps=keeps)
 
     def renew(self, io: ExchangeIO, legs: TwoLegs, waiter: Steppable, *, keeps: bool) -> None:
@@ -138,9 +140,11 @@ class PrefillLeg(SideTask):
         self.exchange: Exchange = exchange
         self.worker: Worker = exchange.worker
         exchange.started_at = self.loop.now
-        # NIXL's prefill engine alone says what it had cached.
-        self._prediction = prediction_of_leg(exchange) if legs.connector == "nixl" else None
-        self._sent_bytes = io.exchange.bytes_in if io.exchange is not None else 0
+        self.connections = "idle"
+        if legs.connector == "nixl":  # whose prefill engine alone says what it had cached
+            self.connections = "redialled"
+            self._prediction = prediction_of_leg(exchange)
+            self._sent_bytes = io.exchange.bytes_in if io.exchange is not None else 0
         exchange.requirements = None  # the body is changed already
         self.deadline = io.deadline
         self._keeps = keeps
@@ -154,12 +158,12 @@ class PrefillLeg(SideTask):
         self.start()
 
     def send_directly(
-        self, pool: UpstreamPool, head: RequestHead, lines: bytes, body: bytes
+        self, pool: UpstreamPool, head: RequestHead, lines: bytes, length_line: bytes, body: bytes
     ) -> None:
         """Begin without a coroutine, on an idle connection, of which the pool has one. `lines`:
         those of `head`, which need not have them."""
-        exchange, loop, stream = self.exchange, self.loop, pool.reuse(self)
-        assert stream is not None
+        exchange, loop, stream = self.exchange, self.loop, pool.idle.pop()
+        stream.task = self
         self._head, self._lines, self._pool = head, lines, pool
         exchange.body = body
         self.upstream = self.waiting_on = stream
@@ -169,7 +173,7 @@ class PrefillLeg(SideTask):
         exchange.sent_at = now = loop.now
         self.phase, due = "wait", now + self.settings.limits.prefill_head
         self.phase_deadline = due if due < self.deadline else self.deadline  # noqa: FURB136
-        stream.write_soon(encode_request(pool.host_line, [lines], length_lines(len(body))[1], body))
+        stream.write_soon(encode_request(pool.host_line, [lines], length_line, body))
 
     def step(self, error: BaseException | None = None) -> None:
         """Without a coroutine: an event of its connection, or a time-out. What is not ordinary is
@@ -307,8 +311,10 @@ class PrefillLeg(SideTask):
             recorders = services.recorders
             if recorders.meters is not None:
                 recorders.meters.record_prefill(exchange, worker)
-            if self._prediction is not None and self.kept:
-                learn_from(recorders, self._prediction, self.kept, self._sent_bytes)
+            if self._prediction is not None:
+                if self.kept:
+                    learn_from(recorders, self._prediction, self.kept, self._sent_bytes)
+                self._prediction = None
             if worker.health.failed_requests:
                 services.fleet.observe_success(worker, exchange.half_open_id)
         services.balancer.release(exchange, worker, result)

@@ -215,7 +215,7 @@ class UpstreamPools:
     def __init__(self, loop: EventLoop, admin_socket: str) -> None:
         self._loop = loop
         self._asks_for_load = False
-        self._pools: dict[Worker, UpstreamPool] = {}  # of workers, and of ranks
+        self.known: dict[Worker, UpstreamPool] = {}  # of workers, and of ranks; read by `of`
         self._members: Collection[Worker] | None = None  # None: no change of the fleet yet
         # The admin API tells its listeners apart by the Host, which only the proxy can write.
         self.admin_api = AdminApiPool(loop, admin_socket, "front")
@@ -224,7 +224,7 @@ class UpstreamPools:
 
     def of(self, worker: Worker) -> UpstreamPool:
         """`worker`: or a rank."""
-        pool = self._pools.get(worker)
+        pool = self.known.get(worker)
         if pool is None:
             if isinstance(worker, DpRank):
                 pool = RankPool(worker, self.of(worker.worker))
@@ -234,7 +234,7 @@ class UpstreamPools:
                     pool.asks_for_load = True
                     pool.host_line += LOAD_FORMAT_LINE
             if self._members is None or worker.worker in self._members:
-                self._pools[worker] = pool
+                self.known[worker] = pool
             else:  # a request goes on at a worker that was removed: nothing is kept for the next
                 pool.closed = True
         return pool
@@ -243,25 +243,25 @@ class UpstreamPools:
         """Whether requests ask for the load of the engine, see `load_header`."""
         if asks != self._asks_for_load:
             self._asks_for_load = asks
-            for pool in self._pools.values():
+            for pool in self.known.values():
                 pool.close()
-            self._pools.clear()
+            self.known.clear()
 
     def on_fleet_change(self, workers: Collection[Worker]) -> None:
         self._members = workers
-        for worker in list(self._pools):
+        for worker in list(self.known):
             if worker not in workers:  # pools of ranks are made anew when they are needed
-                self._pools.pop(worker).close()
+                self.known.pop(worker).close()
             else:
                 self.on_worker_change(worker)
 
     def on_worker_change(self, worker: Worker) -> None:
-        pool = self._pools.get(worker)
+        pool = self.known.get(worker)
         if pool is not None and not pool.suits(worker):
             pool.close()
-            del self._pools[worker]
+            del self.known[worker]
             for rank in worker.dp_ranks:
-                self._pools.pop(rank, None)
+                self.known.pop(rank, None)
 
     def sweep(self) -> None:
         for pool in self._all():
@@ -272,7 +272,7 @@ class UpstreamPools:
             pool.close()
 
     def _all(self) -> list[UpstreamPool]:
-        return [self.admin_api, self.admin_listener, self.metrics_listener, *self._pools.values()]
+        return [self.admin_api, self.admin_listener, self.metrics_listener, *self.known.values()]
 
 
 def pool_for(loop: EventLoop, worker: Worker) -> UpstreamPool:

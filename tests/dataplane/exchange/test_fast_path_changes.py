@@ -105,7 +105,7 @@ def test_an_idle_client_keeps_nothing_of_a_worker_that_is_gone(listeners):
         others = [world.connect_client(warm=3) for _ in range(3)]
         send_request(world, client)
         world.answer(WHOLE)
-        conns = [conn for lane in world.dataplane.pools._pools.values() for conn in lane.idle]
+        conns = [conn for lane in world.dataplane.pools.known.values() for conn in lane.idle]
         world.remove(0)
         world.remove(0)
         world.turn()
@@ -131,7 +131,7 @@ def test_a_connection_that_can_not_be_given_back_costs_no_count(listeners, monke
     with World(listeners, "[server]\nlog_format = 'json'\n").at_work() as world:
         client = world.connect_client(warm=6)
         send_request(world, client)
-        (lane,) = [lane for lane in world.dataplane.pools._pools.values() if not lane.idle]
+        (lane,) = [lane for lane in world.dataplane.pools.known.values() if not lane.idle]
         with monkeypatch.context() as patch:
             patch.setattr(type(lane), "release", lambda lane, conn: 1 / 0)
             world.answer(WHOLE)
