@@ -292,7 +292,10 @@ def _tokens(raw: msgspec.Raw, limit: int) -> bytes:
             for element in read_elements(raw)[: limit // 4]
             if _is_number(element)
         ]
-    return array("I", (number & 0xFFFFFFFF for number in ids)).tobytes()
+    try:
+        return array("I", ids).tobytes()
+    except OverflowError:  # none of them is a token's
+        return array("I", (number & 0xFFFFFFFF for number in ids)).tobytes()
 
 
 def _utf8(text: str, limit: int) -> bytes:

@@ -8,7 +8,7 @@ another build.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 
 def root_key(block_size: int) -> int:
@@ -16,15 +16,14 @@ def root_key(block_size: int) -> int:
     return hash((0x6B76_6576_656E_7473, block_size))
 
 
-def extend_keys(key: int, tokens: Sequence[int], block_size: int) -> Iterator[int]:
+def extend_keys(key: int, tokens: Sequence[int], block_size: int) -> list[int]:
     """The keys of the whole blocks of `tokens`, which follow the block with `key`; tokens beyond
     the last whole block have none."""
     # Tuples of `block_size` tokens each, made and hashed without a step of Python for each.
-    for content in map(hash, zip(*[iter(tokens)] * block_size, strict=False)):
-        key = hash((key, content))
-        yield key
+    contents = map(hash, zip(*[iter(tokens)] * block_size, strict=False))
+    return [key := hash((key, content)) for content in contents]
 
 
-def block_keys(tokens: Sequence[int], block_size: int) -> Iterator[int]:
+def block_keys(tokens: Sequence[int], block_size: int) -> list[int]:
     """The keys of a prompt's whole blocks, the first one first."""
     return extend_keys(root_key(block_size), tokens, block_size)

@@ -187,7 +187,7 @@ class EventAware(CacheAware):
         if recent is not None and recent.raw == raw and recent.keys.keys() >= sizes:
             return recent.length, recent.keys
         tokens = read_tokens(raw) or []
-        keys = {size: list(block_keys(tokens, size)) for size in sizes}
+        keys = {size: block_keys(tokens, size) for size in sizes}
         if len(self._recent) >= RECENT:
             del self._recent[next(iter(self._recent))]
         self._recent[end] = _Recent(raw.copy(), len(tokens), keys)
