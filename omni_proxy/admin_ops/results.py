@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
-from omni_proxy.wire.bounded_json import TooManyValues, read_json
+from omni_proxy.wire.bounded_json import TooManyValues, read_json, without_lone_surrogates
 from omni_proxy.wire.errors import HttpError
 
 FAILED = "one or more workers failed admin request"
@@ -127,7 +127,7 @@ def refused(refusal: HttpError) -> AdminResponse:
 def parsed(raw: bytes) -> object:
     """A body as JSON, else as text; of one with too many values for either, the beginning."""
     try:
-        return read_json(raw, MAX_ANSWER_VALUES) if raw else ""
+        return without_lone_surrogates(raw, read_json(raw, MAX_ANSWER_VALUES)) if raw else ""
     except TooManyValues:
         return raw[:MAX_TEXT_BYTES].decode("utf-8", "replace")
     except (ValueError, RecursionError):

@@ -2,8 +2,7 @@
 
 Invariant: a text with more values than the limit is refused before one of them is created. A limit
 in bytes is not enough: 4 MB can be one string or a million objects. Parsing holds the GIL, so a
-thread would not help. Whatever was read can be written: JSON can spell half a character (a lone
-surrogate), which UTF-8 can not, and it is read as a question mark.
+thread would not help.
 """
 
 from __future__ import annotations
@@ -19,6 +18,18 @@ SPARE_LEVELS: Final = 50  # what was read is written again, inside other values
 
 class TooManyValues(ValueError):
     """It was not read."""
+
+
+def without_lone_surrogates(raw: bytes, value: object) -> object:
+    """`value`, which was read from `raw`, with question marks for what JSON can spell and UTF-8 can
+    not."""
+    if b"\\u" not in raw:
+        return value
+    try:
+        msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
 
 
 def max_value_count(raw: bytes) -> int:
@@ -44,8 +55,4 @@ def _loads(raw: bytes, levels: int) -> object:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError:
         pass
-    # Several times as slow, but it accepts NaN, other encodings and half characters.
-    value = json.loads(raw)
-    if b"\\u" not in raw:
-        return value
-    return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return json.loads(raw)  # several times as slow, but it accepts NaN and other encodings

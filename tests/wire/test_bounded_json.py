@@ -11,6 +11,7 @@ from omni_proxy.wire.bounded_json import (
     TooManyValues,
     max_value_count,
     read_json,
+    without_lone_surrogates,
 )
 from omni_proxy.wire.errors import to_json
 
@@ -54,7 +55,7 @@ def test_what_is_no_json_is_a_value_error(raw):
 @pytest.mark.parametrize(
     ("raw", "value"),
     [
-        (b'["\\ud800", "\\ud83d\\ude00"]', ["?", "\U0001f600"]),
+        (b'["\\ud800", "\\ud83d\\ude00"]', ["\ud800", "\U0001f600"]),
         (b'{"a": Infinity}', {"a": math.inf}),
         ('"\u00e4"'.encode("utf-16"), "\u00e4"),
         (b"1" * 30, int("1" * 30)),
@@ -64,6 +65,19 @@ def test_what_is_no_json_is_a_value_error(raw):
 def test_what_only_lenient_parsers_read_is_read_and_can_be_written(raw, value):
     assert read_json(raw) == value
     to_json(value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [
+        (b'["\\ud800", "\\ud83d\\ude00"]', ["?", "\U0001f600"]),
+        (b'["\\ud83d\\ude00"]', ["\U0001f600"]),
+        (b"[NaN, 1]", [None, 1]),
+    ],
+)
+def test_half_characters_become_question_marks_where_all_is_written_again(raw, value):
+    written = json.loads(to_json(without_lone_surrogates(raw, read_json(raw))))
+    assert written == value
 
 
 def test_what_is_nested_as_deeply_as_can_be_read_can_be_written_within_more():
