@@ -15,8 +15,8 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_can_be_read_by_its_shell_and_stops_at_the_first_failure(script):
-    told = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
-    assert (told.returncode, told.stderr) == (0, "")
+    reported = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+    assert (reported.returncode, reported.stderr) == (0, "")
     assert "set -euo pipefail" in script.read_text()
 
 

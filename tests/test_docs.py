@@ -195,10 +195,10 @@ def test_the_pipelines_that_are_shown_load_and_show_every_key():
     assert {s.name: (s.factory, s.next, s.stream_to, s.route, s.terminal) for s in read.stages} == {
         s.name: (s.factory, s.next, s.stream_to, s.route, s.terminal) for s in built.stages
     }
-    told = set(apart) | {key for stage in apart["stages"] for key in stage}
-    told |= set(re.findall(r"`(\w+)`", REPLICA))
+    reported = set(apart) | {key for stage in apart["stages"] for key in stage}
+    reported |= set(re.findall(r"`(\w+)`", REPLICA))
     keys = {*type(read).__dataclass_fields__, *type(read.stages[0]).__dataclass_fields__}
-    assert keys - told == set()
+    assert keys - reported == set()
 
 
 def test_documented_default_parameters_are_the_defaults():
@@ -259,10 +259,10 @@ def test_every_route_of_the_replica_is_documented_and_every_documented_one_is_se
         path = rule.rule.replace("<path:name>", "{id}")
         path = re.sub("<(request_id|response_id|name)>", r"{\1}", path)
         served |= {(method, path) for method in rule.methods - {"HEAD", "OPTIONS"}}
-    told = set(re.findall(r"`(GET|POST|DELETE) (/[^`\s]*)`", REPLICA))
-    assert told - served == set()
+    reported = set(re.findall(r"`(GET|POST|DELETE) (/[^`\s]*)`", REPLICA))
+    assert reported - served == set()
     # New weights have a page of their own.
-    unsaid = {path for _, path in served - told if "weight" not in path}
+    unsaid = {path for _, path in served - reported if "weight" not in path}
     assert unsaid <= {"/favicon.ico", "/docs/oauth2-redirect"}
 
 

@@ -62,6 +62,21 @@ def test_no_identifier_and_no_file_has_another_word():
     assert {path: names for path, names in found.items() if names} == {}
 
 
+def test_no_identifier_of_tests_has_the_words_that_it_had_most():
+    """`Doorkeeper` is the paper's name of a part of TinyLFU."""
+    others = {"told", "said", "door", "doors"}
+    assert others <= banned()
+    found = {
+        name_of(path): {
+            name
+            for name in {*identifiers(path), path.stem}
+            if words_of(name.replace("Doorkeeper", "")) & others
+        }
+        for path in sources(ROOT / "tests")
+    }
+    assert {path: names for path, names in found.items() if names} == {}
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_no_page_has_another_word(path):
     text = GLOSSARY if path.name == "glossary.md" else path.read_text()

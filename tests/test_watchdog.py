@@ -97,8 +97,8 @@ def test_a_process_that_was_stopped_has_not_stalled():
 async def test_the_status_of_a_quiet_loop_is_json_without_a_stall(nursery):
     dog = Watchdog()
     await nursery.start(dog.run)
-    told = json.loads(json.dumps(dog.status()))
-    assert (told["stalls"], told["last_stall_at"], told["last_stall_secs"]) == (0, None, None)
+    body = json.loads(json.dumps(dog.status()))
+    assert (body["stalls"], body["last_stall_at"], body["last_stall_secs"]) == (0, None, None)
 
 
 async def test_its_thread_ends_with_it():
@@ -127,11 +127,11 @@ async def test_only_what_the_loop_itself_computed_counts_as_a_long_turn(nursery,
 
 def test_a_stall_is_reported_once_until_the_next_beat():
     timer = StallTimer(0.0, 0.0)
-    told = [timer.update(now / 4, 0.0, 0) for now in range(1, 13)]
-    assert told == [False] * 3 + [True] + [False] * 8
+    reported = [timer.update(now / 4, 0.0, 0) for now in range(1, 13)]
+    assert reported == [False] * 3 + [True] + [False] * 8
     assert not timer.update(3.25, 0.0, 1)
-    told = [timer.update(3.25 + now / 4, 0.0, 1) for now in range(1, 5)]
-    assert told == [False, False, False, True]
+    reported = [timer.update(3.25 + now / 4, 0.0, 1) for now in range(1, 5)]
+    assert reported == [False, False, False, True]
 
 
 def test_what_the_loop_waits_for_a_cpu_is_no_stall():
@@ -188,12 +188,12 @@ def test_a_timer_is_never_longer_than_its_time_nor_ended_by_anything_but_a_beat(
         waiting = elapsed * (1 - share) * waits
         waited += waiting
         was_reported = timer.reported
-        told = timer.update(now, cpu, beats, waited)
+        reported = timer.update(now, cpu, beats, waited)
         quiet = [] if beat else [*quiet, (elapsed - waiting, elapsed * share)]
         counted = sum(min(e, max(2 * CHECK_SECS, c)) for e, c in quiet)
         assert timer.secs == pytest.approx(counted, abs=1e-3)
         assert timer.secs <= sum(e for e, _ in quiet) + 1e-3
-        assert told == (not beat and not was_reported and timer.secs >= STALL_SECS)
+        assert reported == (not beat and not was_reported and timer.secs >= STALL_SECS)
 
 
 async def test_what_the_start_takes_is_no_long_turn(nursery, monkeypatch):

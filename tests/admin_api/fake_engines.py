@@ -22,12 +22,12 @@ class Engines:
     async def answer(self, request):
         self.requests.append(request)
         base = str(request.url.copy_with(raw_path=b"/")).rstrip("/")
-        said = self.replies.get((base, request.url.path), (404, b"{}"))
-        if isinstance(said, list):
-            said = said.pop(0) if len(said) > 1 else said[0]
-        if isinstance(said, Exception):
-            raise said
-        status, raw = said
+        response = self.replies.get((base, request.url.path), (404, b"{}"))
+        if isinstance(response, list):
+            response = response.pop(0) if len(response) > 1 else response[0]
+        if isinstance(response, Exception):
+            raise response
+        status, raw = response
 
         async def pieces():
             yield raw

@@ -29,10 +29,10 @@ def test_a_long_path_is_compared_with_none():
 
 async def test_a_404_names_the_path_that_was_meant():
     client = build_api().client()
-    told = await (await client.post("/v1/chat/completion")).get_json()
-    assert told["error"]["message"] == (
+    body = await (await client.post("/v1/chat/completion")).get_json()
+    assert body["error"]["message"] == (
         "Not Found: POST /v1/chat/completion; did you mean /v1/chat/completions?"
     )
-    assert (told["error"]["code"], told["detail"]) == ("not_found", "Not Found")
-    told = await (await client.get("/favicon.ico")).get_json()
-    assert told["error"]["message"] == "Not Found: GET /favicon.ico"
+    assert (body["error"]["code"], body["detail"]) == ("not_found", "Not Found")
+    body = await (await client.get("/favicon.ico")).get_json()
+    assert body["error"]["message"] == "Not Found: GET /favicon.ico"

@@ -11,7 +11,7 @@ def post(target, **fields):
     return EngineCall("POST", target, json.dumps(fields).encode() if fields else b"")
 
 
-def said(call):
+def translated(call):
     return [
         (each.method, each.target, json.loads(each.body) if each.body else None)
         for each in translate(call)
@@ -22,7 +22,7 @@ def said(call):
     ("mode", "words"), [("abort", "abort"), ("wait", "retract"), ("keep", "in_place")]
 )
 def test_a_pause_of_vllm_in_words_of_sglang(mode, words):
-    assert said(post(f"/pause?mode={mode}&clear_cache=false")) == [
+    assert translated(post(f"/pause?mode={mode}&clear_cache=false")) == [
         ("POST", "/pause_generation", {"mode": words})
     ]
 
@@ -31,23 +31,25 @@ def test_a_pause_of_vllm_in_words_of_sglang(mode, words):
     ("mode", "words"), [("abort", "abort"), ("retract", "keep"), ("in_place", "keep")]
 )
 def test_a_pause_of_sglang_in_words_of_vllm(mode, words):
-    assert said(post("/pause_generation", mode=mode)) == [("POST", f"/pause?mode={words}", None)]
+    assert translated(post("/pause_generation", mode=mode)) == [
+        ("POST", f"/pause?mode={words}", None)
+    ]
 
 
 def test_both_kinds_abort_where_the_caller_names_no_mode():
-    assert said(post("/pause")) == [("POST", "/pause_generation", {"mode": "abort"})]
-    assert said(post("/pause_generation")) == [("POST", "/pause?mode=abort", None)]
+    assert translated(post("/pause")) == [("POST", "/pause_generation", {"mode": "abort"})]
+    assert translated(post("/pause_generation")) == [("POST", "/pause?mode=abort", None)]
 
 
 @pytest.mark.parametrize("call", [post("/pause?mode=bogus"), post("/pause_generation", mode="x")])
 def test_an_unknown_mode_has_no_translation(call):
-    assert said(call) == []
+    assert translated(call) == []
 
 
 def test_an_update_from_disk_becomes_a_reload_a_flush_and_a_label():
     call = post("/update_weights_from_disk", model_path="/w", weight_version="step-1")
     reload = {"method": "reload_weights", "kwargs": {"weights_path": "/w"}}
-    assert said(call) == [
+    assert translated(call) == [
         ("POST", "/collective_rpc", reload),
         ("POST", "/reset_prefix_cache", None),
         ("POST", "/update_weight_version", {"new_version": "step-1"}),
@@ -56,17 +58,17 @@ def test_an_update_from_disk_becomes_a_reload_a_flush_and_a_label():
 
 def test_an_update_from_disk_may_keep_the_cache_and_the_label():
     call = post("/update_weights_from_disk", model_path="/w", flush_cache=False)
-    assert [target for _, target, _ in said(call)] == ["/collective_rpc"]
-    assert said(post("/update_weights_from_disk")) == []
+    assert [target for _, target, _ in translated(call)] == ["/collective_rpc"]
+    assert translated(post("/update_weights_from_disk")) == []
 
 
 @pytest.mark.parametrize("path", ["/weights_checker", "/weight_checker"])
 def test_only_a_checksum_means_the_same_to_both(path):
-    (other,) = said(post(path, action="checksum"))
+    (other,) = translated(post(path, action="checksum"))
     other_path = ({"/weights_checker", "/weight_checker"} - {path}).pop()
     assert other == ("POST", other_path, {"action": "checksum"})
-    assert said(post(path, action="reset")) == []
-    assert said(post(path, action="compare", baseline={})) == []
+    assert translated(post(path, action="reset")) == []
+    assert translated(post(path, action="compare", baseline={})) == []
 
 
 @pytest.mark.parametrize(
@@ -83,13 +85,17 @@ def test_only_a_checksum_means_the_same_to_both(path):
     ],
 )
 def test_what_only_one_kind_can_do_is_not_translated(path):
-    assert said(post(path)) == []
+    assert translated(post(path)) == []
 
 
 def test_an_adapter_is_loaded_at_the_other_path_with_the_same_body():
     body = {"lora_name": "a", "lora_path": "/a"}
-    assert said(post("/load_lora_adapter", **body)) == [("POST", "/v1/load_lora_adapter", body)]
-    assert said(post("/v1/unload_lora_adapter", **body)) == [("POST", "/unload_lora_adapter", body)]
+    assert translated(post("/load_lora_adapter", **body)) == [
+        ("POST", "/v1/load_lora_adapter", body)
+    ]
+    assert translated(post("/v1/unload_lora_adapter", **body)) == [
+        ("POST", "/unload_lora_adapter", body)
+    ]
 
 
 def test_an_argument_is_read_from_the_query_first():

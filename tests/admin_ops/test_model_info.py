@@ -21,19 +21,19 @@ BODIES = st.builds(
 
 @given(st.lists(BODIES, min_size=1, max_size=4))
 def test_a_version_is_given_where_all_agree_and_several_are_a_409(bodies):
-    told = set()
+    reported = set()
     for each in bodies:
         stages = each.get("results") or each.get("stages") or []
-        told |= {each["weight_version"], *(s["data"]["weight_version"] for s in stages)}
-    told -= {None}
+        reported |= {each["weight_version"], *(s["data"]["weight_version"] for s in stages)}
+    reported -= {None}
     answers = [WorkerResult(f"http://{at}", 200, each) for at, each in enumerate(bodies)]
     found = merge_model_info(answers)
-    if len(told) > 1:
+    if len(reported) > 1:
         assert found.status == 409
-        assert found.body["detail"]["mixed_state"] == {"weight_version": sorted(told)}
+        assert found.body["detail"]["mixed_state"] == {"weight_version": sorted(reported)}
     else:
         assert found.status == 200
-        assert found.body["weight_version"] == (told.pop() if told else None)
+        assert found.body["weight_version"] == (reported.pop() if reported else None)
         assert found.body["workers"] == found.body["results"]
 
 
@@ -47,13 +47,13 @@ def test_other_facts_that_disagree_are_null():
 
 
 def test_skipped_stages_report_nothing():
-    told = {"results": [
+    reported = {"results": [
         {"data": {"weight_version": "v1", "skipped": True}},
         {"data": {"weight_version": "v2", "unsupported": True}},
         {"data": None}, "junk", {"data": {"weight_version": 3}},
     ]}  # fmt: skip
-    assert label_reported(told, "weight_version") == [3]
-    assert version_of(told) == "3"
+    assert label_reported(reported, "weight_version") == [3]
+    assert version_of(reported) == "3"
     assert (
         version_of({"weight_version": "a", "stages": [{"data": {"weight_version": "b"}}]}) is None
     )

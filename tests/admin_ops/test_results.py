@@ -54,9 +54,9 @@ def test_the_whole_is_well_where_every_part_is(answers):
 def test_an_entry_has_the_body_or_the_error_and_what_is_added_to_it():
     well = WorkerResult("http://a", 200, {"x": 1}, secs=0.5)
     lost = WorkerResult("http://b", None, "", "ConnectError", 0.1)
-    told = aggregate("/p", [well, lost], {"http://b": {"standing": "uncertain"}}).body
-    assert told["path"] == "/p"
-    assert told["results"] == [
+    reported = aggregate("/p", [well, lost], {"http://b": {"standing": "uncertain"}}).body
+    assert reported["path"] == "/p"
+    assert reported["results"] == [
         {"worker": "http://a", "success": True, "status_code": 200, "body": {"x": 1},
          "seconds": 0.5},
         {"worker": "http://b", "success": False, "error": "ConnectError", "seconds": 0.1,
@@ -133,28 +133,34 @@ def merged(path, *bodies, status=200):
 
 
 def test_equal_values_are_at_the_top_level():
-    told = merged("/pause", {"status": "paused"}, {"status": "paused"})
-    assert (told.status, told.body["status"], told.body["success"]) == (200, "paused", True)
-    assert [each["worker"] for each in told.body["results"]] == [A, B]
+    reported = merged("/pause", {"status": "paused"}, {"status": "paused"})
+    assert (reported.status, reported.body["status"], reported.body["success"]) == (
+        200,
+        "paused",
+        True,
+    )
+    assert [each["worker"] for each in reported.body["results"]] == [A, B]
 
 
 def test_different_values_are_in_the_results_only():
-    told = merged("/sleep", {"status": "sleeping", "level": 1}, {"status": "sleeping", "level": 2})
-    assert told.body["status"] == "sleeping"
-    assert "level" not in told.body
+    reported = merged(
+        "/sleep", {"status": "sleeping", "level": 1}, {"status": "sleeping", "level": 2}
+    )
+    assert reported.body["status"] == "sleeping"
+    assert "level" not in reported.body
 
 
 def test_a_worker_cannot_overwrite_our_own_keys():
-    told = merged("/pause", {"results": 1, "path": "x", "worker_count": 9, "success": True})
-    assert (told.body["path"], told.body["worker_count"]) == ("/pause", 1)
-    assert isinstance(told.body["results"], list)
+    reported = merged("/pause", {"results": 1, "path": "x", "worker_count": 9, "success": True})
+    assert (reported.body["path"], reported.body["worker_count"]) == ("/pause", 1)
+    assert isinstance(reported.body["results"], list)
 
 
 def test_what_is_long_is_in_the_results_alone():
     long = {"status": "ok", "data": list(range(100)), "nested": [[1]], "tags": ["weights"]}
-    told = merged("/wake_up", long, dict(long))
-    assert told.body["tags"] == ["weights"]
-    assert not {"data", "nested"} & told.body.keys()
+    reported = merged("/wake_up", long, dict(long))
+    assert reported.body["tags"] == ["weights"]
+    assert not {"data", "nested"} & reported.body.keys()
 
 
 def test_the_world_size_is_the_sum():
@@ -171,29 +177,35 @@ def test_the_fleet_is_paused_where_all_are():
 def test_equal_checksums_are_at_the_top_and_others_a_conflict():
     one, other = {"checksums": {"tp0:w": "1"}}, {"checksums": {"tp0:w": "2"}}
     assert merged("/weight_checker", one, one).body["checksums"] == {"tp0:w": "1"}
-    told = merged("/weight_checker", one, other)
-    assert (told.status, told.body["success"]) == (409, False)
+    reported = merged("/weight_checker", one, other)
+    assert (reported.status, reported.body["success"]) == (409, False)
 
 
 def test_checksums_of_other_ranks_are_no_conflict():
-    told = merged("/weight_checker", {"checksums": {"tp0:w": "1"}}, {"checksums": {"tp1:w": "2"}})
-    assert told.status == 200
-    assert "checksums" not in told.body
+    reported = merged(
+        "/weight_checker", {"checksums": {"tp0:w": "1"}}, {"checksums": {"tp1:w": "2"}}
+    )
+    assert reported.status == 200
+    assert "checksums" not in reported.body
 
 
 def test_a_comparison_matches_where_it_does_everywhere():
     good = {"match": True, "mismatches": []}
     bad = {"match": False, "mismatches": ["w"]}
     assert merged("/weight_checker", good, good).body["match"] is True
-    told = merged("/weight_checker", good, bad)
-    assert (told.status, told.body["match"], told.body["mismatches"]) == (200, False, ["w"])
+    reported = merged("/weight_checker", good, bad)
+    assert (reported.status, reported.body["match"], reported.body["mismatches"]) == (
+        200,
+        False,
+        ["w"],
+    )
 
 
 def test_what_all_refuse_alike_keeps_its_status_and_its_words():
     error = {"error": {"message": "Input should be 'abort', 'wait' or 'keep'"}}
-    told = merged("/pause", error, error, status=400)
-    assert told.status == 400
-    assert "Input should be" in told.body["message"]
+    reported = merged("/pause", error, error, status=400)
+    assert reported.status == 400
+    assert "Input should be" in reported.body["message"]
 
 
 def test_what_breaks_is_a_bad_gateway():

@@ -20,8 +20,8 @@ STEPS = st.lists(
 def lines_of(noun, limit, window, now):
     """What the headers of one limit should be."""
     left = max(0, limit - window.used(now))
-    told = {"limit": limit, "remaining": left, "reset": window.reset_secs(now)}
-    return [f"x-ratelimit-{what}-{noun}: {number}" for what, number in told.items() if limit]
+    reported = {"limit": limit, "remaining": left, "reset": window.reset_secs(now)}
+    return [f"x-ratelimit-{what}-{noun}: {number}" for what, number in reported.items() if limit]
 
 
 def expected_lines(caller, now):

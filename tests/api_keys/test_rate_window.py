@@ -70,7 +70,7 @@ def test_what_is_used_is_what_the_log_has_of_the_last_minute(steps, limit):
 
 
 @given(STEPS, st.integers(12, 30))
-def test_the_wait_that_is_told_is_enough_and_at_most_a_second_too_long(steps, limit):
+def test_the_wait_that_is_reported_is_enough_and_at_most_a_second_too_long(steps, limit):
     one = window()
     play(steps, limit, lambda _index: one)
     now = START + sum(pause for pause, _ in steps)

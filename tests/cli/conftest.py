@@ -33,8 +33,8 @@ def proxy(monkeypatch):
             body = json.loads(self.rfile.read(length)) if length else None
             self.asked.append((self.path, body, self.headers.get("authorization")))
             answer = self.says.get(self.path.partition("?")[0], (404, {}))
-            status, told = answer() if callable(answer) else answer
-            raw = told if isinstance(told, bytes) else json.dumps(told).encode()
+            status, reported = answer() if callable(answer) else answer
+            raw = reported if isinstance(reported, bytes) else json.dumps(reported).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(raw)))
             self.end_headers()

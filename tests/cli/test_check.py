@@ -31,9 +31,9 @@ def test_a_fine_file_is_summed_up(file, capsys):
 def test_a_refused_file_is_reported_line_by_line(file, capsys):
     file.write_text("server.prot = 1\n[[workers]]\nurl = 'h'\n")
     assert main(["check", str(file)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.splitlines() == [
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.splitlines() == [
         f"{file}:1: server.prot: unknown key; did you mean `port`?",
         f"{file}:3: workers[0].url: scheme must be http or https, as in http://HOST:PORT",
         "refused: 2 problems",
@@ -69,16 +69,16 @@ def test_a_worker_that_is_the_proxy_itself_is_refused(file, capsys):
     file.write_text('[server]\nport = 30000\n[[workers]]\nurl = "http://localhost:30000"\n')
     for words in (["check", str(file)], ["--config", str(file)]):
         assert main(words) == 2
-        told = capsys.readouterr().err
-        assert f'{file}: workers[0].url: "http://localhost:30000" is an address of this' in told
+        output = capsys.readouterr().err
+        assert f'{file}: workers[0].url: "http://localhost:30000" is an address of this' in output
 
 
 def test_a_file_that_is_missing_brings_the_nearest_name(tmp_path, capsys):
     (tmp_path / "proxy.toml").write_text("")
     (tmp_path / "proxy.tml.log").write_text("")
     assert main(["check", str(tmp_path / "proxy.tml")]) == 2
-    told = capsys.readouterr().err
-    assert "cannot be read: No such file or directory; did you mean `proxy.toml`?" in told
+    output = capsys.readouterr().err
+    assert "cannot be read: No such file or directory; did you mean `proxy.toml`?" in output
     assert main(["check", str(tmp_path / "other")]) == 2
     assert "did you mean" not in capsys.readouterr().err
 

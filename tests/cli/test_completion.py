@@ -95,8 +95,8 @@ def test_every_command_and_every_flag_of_its_parser_is_there():
 @pytest.mark.parametrize("shell", SHELLS)
 def test_each_shell_gets_its_script(shell, capsys):
     assert main(["completion", shell]) == 0
-    told = capsys.readouterr().out
-    assert "weights pause" in told
+    output = capsys.readouterr().out
+    assert "weights pause" in output
     with pytest.raises(SystemExit) as caught:
         main(["completion", "csh"])
     assert caught.value.code == 2
@@ -105,10 +105,12 @@ def test_each_shell_gets_its_script(shell, capsys):
 @pytest.mark.parametrize("shell", SHELLS)
 def test_quotes_in_a_help_text_do_not_end_a_word(shell):
     page = Page("", "it's", (Flag(("--a",), "it's $HOME `x`", takes=True, choices=("b'c",)),))
-    told = SHELLS[shell]([page, Page("it's", "", ()), Page("it's so", "", ())])
-    assert "b'\\''c" in told
+    reported = SHELLS[shell]([page, Page("it's", "", ()), Page("it's so", "", ())])
+    assert "b'\\''c" in reported
     if shell == "bash":
-        assert subprocess.run(["bash", "-n"], input=told, text=True, check=False).returncode == 0
+        assert (
+            subprocess.run(["bash", "-n"], input=reported, text=True, check=False).returncode == 0
+        )
 
 
 @pytest.fixture

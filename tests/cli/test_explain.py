@@ -15,7 +15,7 @@ def worker(url, *reasons):
             "health_state": "healthy", "weight_version": None}  # fmt: skip
 
 
-def told(**fields):
+def explanation(**fields):
     return {
         "need": {"model": "m", "stream": True, "capabilities": ["chat", "streaming"],
                  "weights": None},
@@ -30,7 +30,7 @@ REFUSAL = {"status": 503, "code": "no_capable_worker", "message": "nobody can"}
 
 
 def test_the_pick_is_shown_with_its_reason_and_all_verdicts():
-    assert render_explanation(told(pick=PICK)) == [
+    assert render_explanation(explanation(pick=PICK)) == [
         "needs     chat, streaming; model m",
         "policy    cache_aware",
         "goes to   http://a:1",
@@ -46,7 +46,7 @@ def test_the_pick_is_shown_with_its_reason_and_all_verdicts():
 
 def test_a_data_parallel_rank_is_shown_behind_its_worker():
     rows = [{**worker(A), "rank": 0}, {**worker(A, "full: 2 of 2 in flight"), "rank": 1}]
-    lines = render_explanation(told(pick={**PICK, "rank": 0}, workers=rows))
+    lines = render_explanation(explanation(pick={**PICK, "rank": 0}, workers=rows))
     assert lines[2] == "goes to   http://a:1 rank 0"
     assert not any("rank:" in line for line in lines)
     assert [line.split("  ")[0] for line in lines[-2:]] == [
@@ -58,7 +58,7 @@ def test_a_data_parallel_rank_is_shown_behind_its_worker():
 def test_both_picks_of_a_pair_are_shown_with_the_role_of_each_worker():
     pair = [{**worker(A), "role": "decode"}, {**worker(B), "role": "prefill"}]
     prefill = {"policy": "round_robin", "reason": "", "pick": {"url": B, "reason": "its turn"}}
-    assert render_explanation(told(pick=PICK, workers=pair, prefill=prefill))[2:] == [
+    assert render_explanation(explanation(pick=PICK, workers=pair, prefill=prefill))[2:] == [
         "goes to   http://a:1",
         "because   it has the most of it",
         "          text_bytes: 9",
@@ -71,25 +71,25 @@ def test_both_picks_of_a_pair_are_shown_with_the_role_of_each_worker():
         "http://b:1  prefill  yes          2  healthy  -        -",
     ]
     alone = {"policy": "round_robin", "reason": "enough is cached", "pick": None}
-    lines = render_explanation(told(pick=PICK, workers=pair, prefill=alone))
+    lines = render_explanation(explanation(pick=PICK, workers=pair, prefill=alone))
     assert "prefill   no worker: enough is cached" in lines
 
 
 def test_a_reason_has_no_errno():
     why = "dead ([Errno 111] Error connecting to ('10.0.0.1', 8000): Connection refused)"
-    assert render_explanation(told(workers=[worker(B, why)]))[-1].endswith(
+    assert render_explanation(explanation(workers=[worker(B, why)]))[-1].endswith(
         "dead (Connection refused)"
     )
 
 
 def test_a_refusal_is_reported_where_the_pick_would_stand():
-    lines = render_explanation(told(refusal=REFUSAL, workers=[]))
+    lines = render_explanation(explanation(refusal=REFUSAL, workers=[]))
     assert lines[2] == "no worker 503 no_capable_worker: nobody can"
     assert lines[-1] == "there are no workers"
 
 
 def test_a_body_from_a_file_is_sent_with_path_and_headers(proxy, tmp_path, capsys):
-    proxy.says["/explain"] = (200, told(pick=PICK))
+    proxy.says["/explain"] = (200, explanation(pick=PICK))
     file = tmp_path / "request.json"
     file.write_text('{"model": "m"}')
     words = ["explain", str(file), "--path", "/v1/completions", "--header", "X-Session-Id: 7"]
@@ -99,7 +99,7 @@ def test_a_body_from_a_file_is_sent_with_path_and_headers(proxy, tmp_path, capsy
 
 
 def test_without_a_file_the_body_is_read_from_stdin(proxy, monkeypatch, capsys):
-    proxy.says["/explain"] = (200, told(refusal=REFUSAL))
+    proxy.says["/explain"] = (200, explanation(refusal=REFUSAL))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"model": "x"}')))
     assert main(["explain", "--json", "--url", proxy.url]) == 1
     assert proxy.asked[-1][1] == {"model": "x"}
@@ -126,10 +126,10 @@ def test_an_alias_is_shown_with_its_targets_and_the_one_that_comes():
         {"model": "small", "weight": 1, "available": False},
     ]
     alias = {"name": "m", "target": "big", "reason": "it is its turn by weight", "targets": targets}
-    lines = render_explanation(told(pick=PICK, alias=alias))
+    lines = render_explanation(explanation(pick=PICK, alias=alias))
     assert lines[1:3] == [
         "alias of  big (weight 9), small (weight 1, no worker for it)",
         "target    big: it is its turn by weight",
     ]
-    lines = render_explanation(told(pick=PICK, alias=alias | {"target": None}))
+    lines = render_explanation(explanation(pick=PICK, alias=alias | {"target": None}))
     assert not any(line.startswith("target") for line in lines)

@@ -185,10 +185,10 @@ def test_a_worker_returns_after_a_long_outage_by_default(started, tmp_path):
     main(["--model-path", "tiny"])
     main_router([*words, "--config", str(file)])
     bases = [parse(s.config_path.read_text()) if s.config_path else Config() for s in started]
-    said = [
+    reported = [
         s.effective_config(base).health.on_threshold for s, base in zip(started, bases, strict=True)
     ]
-    assert said == ["unhealthy", "unhealthy", "dead"]
+    assert reported == ["unhealthy", "unhealthy", "dead"]
 
 
 def test_a_block_with_a_taken_port_in_it_is_skipped():
@@ -210,9 +210,9 @@ def test_a_host_that_is_none_is_named():
 def test_help_names_the_policy_that_these_commands_take_by_default(command, capsys):
     with pytest.raises(SystemExit):
         command(["--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert "cache_aware (default)" in told
-    assert "round_robin (default)" not in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "cache_aware (default)" in output
+    assert "round_robin (default)" not in output
 
 
 def test_the_older_routers_word_for_a_talkative_log_is_taken(started):

@@ -81,8 +81,8 @@ def test_a_number_in_a_name_is_a_name():
 
 @pytest.mark.parametrize("shown", [pretty_line, raw_line])
 def test_a_key_that_an_older_version_wrote_is_not_shown(shown):
-    told = shown(line(ACCESS | {"target": "/workers?api%5Fkey=SECRET&x=1"}))
-    assert "/workers?api%5Fkey=***&x=1" in told
+    reported = shown(line(ACCESS | {"target": "/workers?api%5Fkey=SECRET&x=1"}))
+    assert "/workers?api%5Fkey=***&x=1" in reported
     text = shown(b"2026-11-21T19:00:00.204+00:00 unix GET /live?token=SECRET 200 completed")
     assert "/live?token=***" in text
 
@@ -209,13 +209,13 @@ def test_a_path_of_the_proxys_own_folder_is_found_there(proxy, file, capsys):
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [("off", 'access_log is "off": set it'), ("-", "stdout"), ("/nonexistent/x", "--file PATH")],
 )
-def test_a_log_that_is_not_there_is_status_1_with_its_cure(proxy, capsys, target, said):
+def test_a_log_that_is_not_there_is_status_1_with_its_cure(proxy, capsys, target, message):
     config(proxy, target)
     assert main(["logs", "--url", proxy.url]) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_route_log_has_a_switch_of_its_own(proxy, capsys):

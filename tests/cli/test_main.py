@@ -128,26 +128,26 @@ def test_without_file_and_workers_there_is_nothing_to_serve(refused):
 
 @pytest.mark.parametrize("words", [[], ["serve"]])
 def test_the_programs_name_alone_reports_its_commands(refused, words):
-    said = refused(*words)
-    assert said.startswith("usage: omni-proxy [COMMAND] [FLAGS]\n")
-    assert "omni-proxy launch " in said
-    assert len(said.splitlines()) < 36
+    output = refused(*words)
+    assert output.startswith("usage: omni-proxy [COMMAND] [FLAGS]\n")
+    assert "omni-proxy launch " in output
+    assert len(output.splitlines()) < 36
 
 
 @pytest.mark.parametrize(
     "words", [["--prot", "1"], ["launch-router", "--prot"], ["launch", "--dp"]]
 )
 def test_a_refusal_is_short(refused, words):
-    said = refused(*words).splitlines()
-    assert said[0].startswith("usage: omni-proxy ")
-    assert len(said) <= 3
+    output = refused(*words).splitlines()
+    assert output[0].startswith("usage: omni-proxy ")
+    assert len(output) <= 3
 
 
 def test_help_begins_with_the_commands(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    said = capsys.readouterr().out
-    assert said.index("omni-proxy launch-router") < said.index("--worker-urls [URL ...]")
+    output = capsys.readouterr().out
+    assert output.index("omni-proxy launch-router") < output.index("--worker-urls [URL ...]")
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_a_near_miss_of_a_command_below_another_is_informed_what_was_meant(refus
 
 
 def test_a_file_that_is_not_there_is_refused(refused, tmp_path):
-    said = refused("--config", str(tmp_path / "none.toml"))
-    assert said == f"{tmp_path}/none.toml: cannot be read: No such file or directory\n"
+    output = refused("--config", str(tmp_path / "none.toml"))
+    assert output == f"{tmp_path}/none.toml: cannot be read: No such file or directory\n"
 
 
 def test_a_folder_is_no_file(refused, tmp_path):
@@ -169,15 +169,15 @@ def test_a_folder_is_no_file(refused, tmp_path):
 def test_a_broken_file_is_refused_with_all_its_problems(refused, tmp_path):
     file = tmp_path / "proxy.toml"
     file.write_text("server.prot = 1\nserver.port = 'x'\n")
-    said = refused("--config", str(file)).splitlines()
-    assert said == [
+    output = refused("--config", str(file)).splitlines()
+    assert output == [
         f"{file}:1: server.prot: unknown key; did you mean `port`?",
         f"{file}:2: server.port: expected a whole number, got a string",
     ]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--port", "x"], "command line: --port: expected a whole number"),
         (["--polcy", "random"], "unrecognized arguments: --polcy"),
@@ -186,8 +186,8 @@ def test_a_broken_file_is_refused_with_all_its_problems(refused, tmp_path):
         (["serve", "extra"], "unrecognized arguments: extra"),
     ],
 )
-def test_a_wrong_word_is_refused(refused, words, said):
-    assert said in refused(*words, "--worker-urls", "http://a")
+def test_a_wrong_word_is_refused(refused, words, message):
+    assert message in refused(*words, "--worker-urls", "http://a")
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["check"]])
@@ -195,10 +195,10 @@ def test_each_command_explains_itself(capsys, command):
     with pytest.raises(SystemExit) as end:
         main([*command, "--help"])
     assert end.value.code == 0
-    said = capsys.readouterr().out
-    assert "usage: omni-proxy" in said
+    output = capsys.readouterr().out
+    assert "usage: omni-proxy" in output
     assert command == ["check"] or all(
-        word in said for word in ("examples:", "omni-proxy check FILE", "omni-proxy replica")
+        word in output for word in ("examples:", "omni-proxy check FILE", "omni-proxy replica")
     )
 
 
@@ -227,9 +227,9 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_traceback():
     words = [sys.executable, "-m", "omni_proxy", "completion", "bash"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
         command.stdout.close()
-        told = command.stderr.read()
+        output = command.stderr.read()
         assert command.wait(30) == 141
-    assert told == b""
+    assert output == b""
 
 
 def test_what_is_started_with_closed_streams_has_some_that_take_all():
@@ -277,7 +277,7 @@ def test_the_help_does_not_name_what_the_program_starts_of_itself(word, capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "reported"),
     [
         ("stat", "did you mean status?"),
         ("wokers", "did you mean workers"),
@@ -285,11 +285,11 @@ def test_the_help_does_not_name_what_the_program_starts_of_itself(word, capsys):
         ("xyzzy", "commands: bench, check"),
     ],
 )
-def test_what_is_no_command_is_distinguished_from_those_that_are(refused, word, told):
-    said = refused(word, "--json")
-    assert f'unknown command "{word}"' in said
-    assert told in said
-    assert len(said.splitlines()) == 1
+def test_what_is_no_command_is_distinguished_from_those_that_are(refused, word, reported):
+    output = refused(word, "--json")
+    assert f'unknown command "{word}"' in output
+    assert reported in output
+    assert len(output.splitlines()) == 1
 
 
 @pytest.mark.parametrize("words", [["help"], ["help", "status"], ["help", "weights", "rollback"]])

@@ -8,7 +8,7 @@ A, B = "http://a:1", "http://b:1"
 PATH = "/weights/rollout"
 
 
-def told(state="running", updated=0, **fields):
+def rollout_status(state="running", updated=0, **fields):
     rows = [
         {"worker": A, "state": "updating", "step": "loading", "reason": None, "former_version": "v1"},
         {"worker": B, "state": "pending", "step": None, "reason": None, "former_version": None},
@@ -19,7 +19,7 @@ def told(state="running", updated=0, **fields):
 
 
 def begun(state="running"):
-    return (202, {"success": True, "message": "it has begun", "rollout": told(state)})
+    return (202, {"success": True, "message": "it has begun", "rollout": rollout_status(state)})
 
 
 def events(*rollouts):
@@ -27,7 +27,7 @@ def events(*rollouts):
 
 
 def test_without_words_it_shows_the_rollout(proxy, capsys):
-    proxy.says[PATH] = (200, told(waits_for="waits for http://c:1"))
+    proxy.says[PATH] = (200, rollout_status(waits_for="waits for http://c:1"))
     assert main(["weights", "rollout", "--url", proxy.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"v2: running, 0 of 2 updated, loading {A}, waits for http://c:1"
@@ -65,7 +65,15 @@ def test_each_action_calls_its_route(proxy, words, path, body):
 
 @pytest.mark.parametrize(("state", "status"), [("succeeded", 0), ("failed", 1), ("cancelled", 1)])
 def test_follow_shows_each_step_once_and_ends_with_it(proxy, capsys, state, status):
-    answers = [begun(), events(told(), told(), told(updated=1), told(state, 2, cause="why"))]
+    answers = [
+        begun(),
+        events(
+            rollout_status(),
+            rollout_status(),
+            rollout_status(updated=1),
+            rollout_status(state, 2, cause="why"),
+        ),
+    ]
     proxy.says[PATH] = lambda: answers.pop(0)
     words = ["--model-path", "/m", "--weight-version", "v2", "--follow"]
     assert main(["weights", "rollout", *words, "--url", proxy.url]) == status
@@ -80,10 +88,10 @@ def test_follow_shows_each_step_once_and_ends_with_it(proxy, capsys, state, stat
 def test_follow_waits_for_a_proxy_that_restarts(proxy, capsys, monkeypatch):
     monkeypatch.setattr(rollout, "RETRY_SECS", 0.01)
     answers = [
-        (200, told()),
-        events(told()),
+        (200, rollout_status()),
+        events(rollout_status()),
         (503, {}),
-        events(told(updated=1), told("succeeded", 2)),
+        events(rollout_status(updated=1), rollout_status("succeeded", 2)),
     ]
     proxy.says[PATH] = lambda: answers.pop(0)
     assert main(["weights", "rollout", "--follow", "--json", "--url", proxy.url]) == 0
@@ -93,7 +101,7 @@ def test_follow_waits_for_a_proxy_that_restarts(proxy, capsys, monkeypatch):
 
 def test_following_ends_if_the_proxy_stays_unreachable(proxy, capsys, monkeypatch):
     monkeypatch.setattr(rollout, "PATIENCE_SECS", 0.0)
-    answers = [(200, told()), (503, {"error": {"message": "it leaves"}})]
+    answers = [(200, rollout_status()), (503, {"error": {"message": "it leaves"}})]
     proxy.says[PATH] = lambda: answers.pop(0)
     assert main(["weights", "rollout", "--follow", "--url", proxy.url]) == 2
     assert "it leaves" in capsys.readouterr().err
@@ -102,7 +110,7 @@ def test_following_ends_if_the_proxy_stays_unreachable(proxy, capsys, monkeypatc
 def test_a_cancel_that_is_obeyed_is_no_failure(proxy):
     proxy.says[f"{PATH}/cancel"] = begun("rolling_back")
     assert main(["weights", "rollout", "cancel", "--url", proxy.url]) == 0
-    proxy.says[PATH] = (200, told("rolling_back"))
+    proxy.says[PATH] = (200, rollout_status("rolling_back"))
     assert main(["weights", "rollout", "--url", proxy.url]) == 1
 
 
@@ -115,26 +123,26 @@ def test_a_refusal_of_the_proxy_is_printed(proxy, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--canary", "2"], "nothing to roll out"),
         (["pause", "--model-path", "/m"], "pause takes neither"),
     ],
 )
-def test_words_that_do_not_fit_together_are_refused(proxy, capsys, words, said):
+def test_words_that_do_not_fit_together_are_refused(proxy, capsys, words, message):
     assert main(["weights", "rollout", *words, "--url", proxy.url]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert proxy.asked == []
 
 
 def test_status_and_the_fleet_show_the_one_that_runs(proxy, capsys):
     weights = {
         "operation": None, "waiting": [], "weight_epoch": 3, "weight_version": "v1", "workers": [],
-        "uncertain": {}, "journal": {"error": None}, "history": [], "rollout": told(),
+        "uncertain": {}, "journal": {"error": None}, "history": [], "rollout": rollout_status(),
     }  # fmt: skip
     proxy.says["/weights"] = (200, weights)
     assert main(["weights", "--url", proxy.url]) == 0
     assert f"rollout: v2: running, 0 of 2 updated, loading {A}" in capsys.readouterr().out
-    proxy.says["/weights"] = (200, weights | {"rollout": told("succeeded")})
+    proxy.says["/weights"] = (200, weights | {"rollout": rollout_status("succeeded")})
     assert main(["weights", "--url", proxy.url]) == 0
     assert "rollout" not in capsys.readouterr().out

@@ -67,8 +67,8 @@ def test_a_machine_gets_the_picture_as_it_is(proxy, capsys):
 def test_a_proxy_of_another_version_is_warned_of(proxy, capsys):
     proxy.says["/feed"] = (200, {**PICTURE, "version": "0.9.0"})
     assert main(["status", "--url", proxy.url]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"WARNING: the proxy runs 0.9.0, this command is {__version__}" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"WARNING: the proxy runs 0.9.0, this command is {__version__}" in output
 
 
 def test_not_ready_is_printed_and_exits_with_1(proxy, capsys):
@@ -80,7 +80,7 @@ def test_not_ready_is_printed_and_exits_with_1(proxy, capsys):
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (
             (503, {"error": {"message": "admin API is being restarted"}}),
@@ -90,10 +90,10 @@ def test_not_ready_is_printed_and_exits_with_1(proxy, capsys):
         ((404, {"detail": "Not Found"}), "is not an omni-proxy"),
     ],
 )
-def test_an_unreachable_proxy_exits_with_2(proxy, capsys, answer, said):
+def test_an_unreachable_proxy_exits_with_2(proxy, capsys, answer, message):
     proxy.says["/feed"] = answer
     assert main(["status", "--url", proxy.url]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_what_is_wrong_with_the_proxy_itself_is_reported():
@@ -136,7 +136,7 @@ def test_of_many_workers_those_that_need_a_look_are_shown():
 
 @settings(max_examples=examples(50))
 @given(FEEDS, st.integers(80, 200))
-def test_any_feed_renders_to_single_lines_that_fit(told, width):
-    for line in render_status(read_feed(json.dumps(told)), "http://p", width):
+def test_any_feed_renders_to_single_lines_that_fit(reported, width):
+    for line in render_status(read_feed(json.dumps(reported)), "http://p", width):
         assert line.isprintable()
         assert display_width(line) <= width

@@ -85,8 +85,8 @@ def test_status_for_machines_is_the_answer_itself(proxy, capsys):
     ],
 )  # fmt: skip
 def test_each_command_calls_its_route_with_the_key(proxy, words, path, body):
-    told = {"message": "ok", "results": [], "resolved_worker_ids": []}
-    proxy.says[path.partition("?")[0]] = (200, told)
+    reported = {"message": "ok", "results": [], "resolved_worker_ids": []}
+    proxy.says[path.partition("?")[0]] = (200, reported)
     assert main(["weights", *words, "--url", proxy.url, "--api-key", "k"]) == 0
     assert (path, body, "Bearer k") in proxy.asked
 
@@ -94,8 +94,8 @@ def test_each_command_calls_its_route_with_the_key(proxy, words, path, body):
 def test_failed_workers_are_in_the_table_with_their_fate(proxy, capsys):
     lost = entry(B, success=False, error="ReadError", standing="uncertain")
     refused = entry(A, success=False, status_code=400, body={"message": "no"})
-    told = {"message": "one or more", "results": [refused, lost]}
-    proxy.says["/pause_generation"] = (502, told)
+    reported = {"message": "one or more", "results": [refused, lost]}
+    proxy.says["/pause_generation"] = (502, reported)
     assert main(["weights", "pause", "--url", proxy.url]) == 1
     out = capsys.readouterr().out
     assert "status 400: no" in out
@@ -126,8 +126,8 @@ def test_a_refusal_is_reported_and_is_a_failure(proxy, capsys):
 
 
 def test_workers_that_stay_out_of_rotation_are_shown(proxy, capsys):
-    told = {"resolved_worker_ids": ["a"], "unresolved": {B: "ReadError"}}
-    proxy.says["/weights/resolve"] = (502, told)
+    reported = {"resolved_worker_ids": ["a"], "unresolved": {B: "ReadError"}}
+    proxy.says["/weights/resolve"] = (502, reported)
     assert main(["weights", "resolve", "--url", proxy.url]) == 1
     assert capsys.readouterr().out.splitlines() == ["back: a", f"still out: {B}: ReadError"]
 
@@ -191,15 +191,15 @@ def test_versions_are_a_table_with_their_state(kept, capsys):
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("reported", "words"),
     [
         ({"store": None}, 'mode = "receive" or "both"'),
         ({"store": "p"}, "no versions yet in p"),
         ({"store": "p", "error": "disk full"}, "can't be stored: disk full"),
     ],
 )
-def test_why_there_are_no_versions_is_reported(proxy, capsys, told, words):
-    proxy.says["/weights/versions"] = (200, {"versions": [], "error": None} | told)
+def test_why_there_are_no_versions_is_reported(proxy, capsys, reported, words):
+    proxy.says["/weights/versions"] = (200, {"versions": [], "error": None} | reported)
     assert main(["weights", "versions", "--url", proxy.url]) == 0
     assert words in capsys.readouterr().out
     assert main(["weights", "rollback", "--url", proxy.url, "--yes"]) == 1
@@ -226,8 +226,8 @@ def test_of_several_versions_with_one_label_the_newest_is_meant(kept):
 
 def test_a_version_that_is_not_there_is_refused_with_those_that_are(kept, capsys):
     assert main(["weights", "rollback", "z", "--yes", "--url", kept.url]) == 1
-    told = capsys.readouterr().err
-    assert "no version is called z; stored: version 3, b (version 2), a (version 1)" in told
+    output = capsys.readouterr().err
+    assert "no version is called z; stored: version 3, b (version 2), a (version 1)" in output
     kept.says["/weights/versions"] = (200, THREE | {"versions": [version(1, "a", 1)]})
     assert main(["weights", "rollback", "--yes", "--url", kept.url]) == 1
     assert "no version before the current one" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_weight_and_bound_are_set_and_nothing_else(fleet, capsys):
     assert "--weight or --max-inflight" in capsys.readouterr().err
 
 
-def test_who_disabled_a_worker_is_said():
+def test_who_disabled_a_worker_is_shown():
     who = {"by": "ops (curl from 10.0.0.9)", "at": None}
     shown = describe_state(record(A, disabled=True, disabled_by=who))
     assert shown == "disabled, healthy, by ops (curl from 10.0.0.9)"
@@ -70,14 +70,14 @@ def test_upper_case_is_no_other_name():
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("named", "message"),
     [
         ("10.0.0", "is a part of 2 workers: http://10.0.0.1:8000, http://10.0.0.12:8000"),
         ("10.0.0.3", "no worker is called 10.0.0.3; workers: http://10.0.0.1:8000, "),
     ],
 )
-def test_an_ambiguous_or_unknown_name_lists_the_workers(named, said):
-    with pytest.raises(ChangeRefused, match=said):
+def test_an_ambiguous_or_unknown_name_lists_the_workers(named, message):
+    with pytest.raises(ChangeRefused, match=message):
         find_worker(FLEET, named)
     with pytest.raises(ChangeRefused, match="workers: none"):
         find_worker([], named)
@@ -171,17 +171,17 @@ def test_draining_is_waited_for_and_its_end_reported(fleet, capsys, end, status)
     assert run(fleet, "drain", "10.0.0.1:8000", "--wait", "--timeout-secs", "0") == status
     posted = next(asked for asked in fleet.asked if asked[0].endswith("/drain"))
     assert posted[1] == {"timeout_secs": 0.0}
-    told = capsys.readouterr()
-    assert told.err == f"{A}: draining, 2 in flight\n"
-    assert told.out == f"{A}: {end}, {status} in flight\n"
+    output = capsys.readouterr()
+    assert output.err == f"{A}: draining, 2 in flight\n"
+    assert output.out == f"{A}: {end}, {status} in flight\n"
 
 
 def test_a_failure_at_one_worker_does_not_skip_the_others(fleet, capsys):
     fleet.says[ONE] = (200, {"status": "ok", "worker": FLEET[0]})
     assert run(fleet, "disable", "unknown", "10.0.0.1:8000") == 1
-    told = capsys.readouterr()
-    assert "no worker is called unknown" in told.err
-    assert told.out == f"disabled {A}: healthy\n"
+    output = capsys.readouterr()
+    assert "no worker is called unknown" in output.err
+    assert output.out == f"disabled {A}: healthy\n"
 
 
 def test_an_unreachable_proxy_exits_with_2(capsys):

@@ -63,8 +63,8 @@ def test_the_versions_choose_the_routes_that_are_served():
 
 
 def test_an_image_that_asserts_a_forks_name_can_be_reported_it():
-    told = {"OMNI_PROXY_SGLANG_ROUTER_VERSION": "0.3.2+slime"}
-    seen = looked_at("sglang_router", [ROOT, PACKAGES / "sglang_router"], **told)
+    reported = {"OMNI_PROXY_SGLANG_ROUTER_VERSION": "0.3.2+slime"}
+    seen = looked_at("sglang_router", [ROOT, PACKAGES / "sglang_router"], **reported)
     assert "slime" in seen["version"]
     assert release(seen["version"]) == (0, 3, 2)
 

@@ -77,8 +77,8 @@ def test_they_are_dataclasses_as_trainers_use_them(kind):
 def test_every_field_is_served_refused_or_has_a_reason_to_have_no_effect(kind):
     for name in field_table(kind):
         flag = flag_of(name)
-        told = [has_effect(flag), bool(refusal_of(flag)), flag in WITHOUT_EFFECT]
-        assert told.count(True) == 1, name
+        reported = [has_effect(flag), bool(refusal_of(flag)), flag in WITHOUT_EFFECT]
+        assert reported.count(True) == 1, name
 
 
 @BOTH

@@ -43,8 +43,8 @@ def test_what_is_not_served_ends_with_what_to_do_instead(started, capsys):
         "--vllm-pd-disaggregation --prefill http://p:1 --decode http://d:1 --kv-connector moriio"
     )
     assert scripts.launch_vllm(words.split()) == 2
-    said = capsys.readouterr().err
-    assert '"moriio" is not supported; use nixl or mooncake' in said
+    output = capsys.readouterr().err
+    assert '"moriio" is not supported; use nixl or mooncake' in output
     assert started == []
 
 

@@ -52,9 +52,9 @@ def test_no_flag_changes_nothing(configs, data):
 def test_a_wrong_flag_is_named_with_its_reason(flag, text, problem):
     with pytest.raises(ConfigError) as caught:
         apply_flags(Config(), {FLAGS[flag]: text})
-    (said,) = str(caught.value).splitlines()
-    assert said.startswith(f"command line: {flag}: ")
-    assert problem in said
+    (output,) = str(caught.value).splitlines()
+    assert output.startswith(f"command line: {flag}: ")
+    assert problem in output
 
 
 def test_all_wrong_flags_are_named_at_once():
@@ -71,9 +71,9 @@ def test_every_wrong_worker_url_is_named():
     texts = ["http://a", "http://A/", "a:1", "unix:/w", "http://169.254.169.254"]
     with pytest.raises(ConfigError) as caught:
         parse_worker_urls(texts)
-    said = [str(problem) for problem in caught.value.problems]
-    assert [line.split(": ")[2] for line in said] == [f'"{text}"' for text in texts[1:]]
-    assert "is named twice" in said[0]
+    reported = [str(problem) for problem in caught.value.problems]
+    assert [line.split(": ")[2] for line in reported] == [f'"{text}"' for text in texts[1:]]
+    assert "is named twice" in reported[0]
 
 
 def test_the_admin_key_is_the_flags_then_the_files_then_the_environments():

@@ -93,8 +93,8 @@ def test_an_error_has_the_same_content_as_data():
     ],
 )
 def test_what_is_no_toml_is_refused_with_its_place(text, problem):
-    (said,) = problems(text)
-    assert said.startswith(problem)
+    (output,) = problems(text)
+    assert output.startswith(problem)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text():
@@ -125,8 +125,8 @@ def test_a_byte_order_mark_is_no_part_of_the_text():
     ],
 )
 def test_a_value_of_the_wrong_type_is_informed_what_was_expected(text, problem):
-    (said,) = problems(text)
-    assert problem in said
+    (output,) = problems(text)
+    assert problem in output
 
 
 @pytest.mark.parametrize(
@@ -162,24 +162,24 @@ def test_a_value_of_the_wrong_type_is_informed_what_was_expected(text, problem):
     ],
 )
 def test_a_value_out_of_range_is_refused(text, problem):
-    (said,) = problems(text)
-    assert problem in said
+    (output,) = problems(text)
+    assert problem in output
 
 
 def test_a_policy_that_needs_kept_versions_needs_a_mode_that_keeps_them():
     text = 'weight_sync = {{ mode = "{}", on_failure = "{}" }}'
     for mode in ("off", "coordinate"):
         for policy in ("rollback", "forward"):
-            (said,) = problems(text.format(mode, policy))
-            assert f'"{policy}" needs versions that we keep' in said
+            (output,) = problems(text.format(mode, policy))
+            assert f'"{policy}" needs versions that we keep' in output
         parse(text.format(mode, "quarantine"))
     for mode in ("receive", "both"):
         assert parse(text.format(mode, "rollback")).weight_sync.mode == mode
 
 
 def test_a_certificate_requires_its_key():
-    assert any("needs tls_key" in said for said in problems("server.tls_cert = 'a'"))
-    assert any("needs tls_cert" in said for said in problems("server.tls_key = 'a'"))
+    assert any("needs tls_key" in output for output in problems("server.tls_cert = 'a'"))
+    assert any("needs tls_cert" in output for output in problems("server.tls_key = 'a'"))
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_a_size_is_in_bytes_or_has_a_unit(text, size):
 
 @pytest.mark.parametrize("text", ["64MX", "MiB", "", "-1MiB", "0.3KiB", "1.0001B", "1e3"])
 def test_what_is_no_size_is_refused(text):
-    (said,) = problems(f"admin.max_body_bytes = '{text}'")
-    assert "admin.max_body_bytes" in said
+    (output,) = problems(f"admin.max_body_bytes = '{text}'")
+    assert "admin.max_body_bytes" in output
 
 
 def test_durations_may_be_whole_or_not():
@@ -229,15 +229,15 @@ def test_an_ipv6_address_may_stand_in_brackets(host):
 
 @pytest.mark.parametrize("host", ["[::1", "[]", "[127.0.0.1]", "[h]"])
 def test_brackets_hold_an_ipv6_address_and_nothing_else(host):
-    said = f'"{host}" holds no IPv6 address in its brackets'
-    assert problems(f"[server]\nhost = '{host}'") == [f"proxy.toml:2: server.host: {said}"]
-    assert problems(f"{LAUNCH}host = '{host}'") == [f"proxy.toml:3: launch[0].host: {said}"]
+    output = f'"{host}" holds no IPv6 address in its brackets'
+    assert problems(f"[server]\nhost = '{host}'") == [f"proxy.toml:2: server.host: {output}"]
+    assert problems(f"{LAUNCH}host = '{host}'") == [f"proxy.toml:3: launch[0].host: {output}"]
 
 
 def test_a_control_listener_has_an_ipv6_address_in_brackets_only():
     parse("[admin]\nlisten = '[fe80::1%eth0]:9'")
-    (told,) = problems("[admin]\nlisten = '[1.2.3.4]:9'")
-    assert told.endswith('"[1.2.3.4]" holds no IPv6 address in its brackets')
+    (output,) = problems("[admin]\nlisten = '[1.2.3.4]:9'")
+    assert output.endswith('"[1.2.3.4]" holds no IPv6 address in its brackets')
 
 
 def test_a_file_may_name_a_worker_on_a_unix_socket():
@@ -251,24 +251,26 @@ def test_a_worker_that_two_entries_name_is_refused_after_normalization():
 
 
 def test_a_worker_that_is_also_launched_is_refused():
-    said = problems('[[workers]]\nurl = "http://127.0.0.1:31001"\n' + LAUNCH + "replicas = 2")
-    assert said == [
+    output = problems('[[workers]]\nurl = "http://127.0.0.1:31001"\n' + LAUNCH + "replicas = 2")
+    assert output == [
         "proxy.toml:3: launch[0].base_port: duplicate worker URL http://127.0.0.1:31001; "
         "workers[0].url has it already"
     ]
 
 
 def test_launch_groups_may_not_share_a_name_or_a_port():
-    said = problems(LAUNCH + LAUNCH)
-    assert len(said) == 2
-    assert "launch[1].name: duplicate group name local" in said[0] + said[1]
-    assert "duplicate worker URL http://127.0.0.1:31000" in said[0] + said[1]
+    output = problems(LAUNCH + LAUNCH)
+    assert len(output) == 2
+    assert "launch[1].name: duplicate group name local" in output[0] + output[1]
+    assert "duplicate worker URL http://127.0.0.1:31000" in output[0] + output[1]
 
 
 def test_a_problem_elsewhere_does_not_hide_a_duplicate():
-    said = problems("workers = [1, {url = 'http://a'}, {url = 'x'}, {url = 'http://a', modl = 1}]")
-    assert len(said) == 4
-    assert any("workers[3].url: duplicate" in line for line in said)
+    output = problems(
+        "workers = [1, {url = 'http://a'}, {url = 'x'}, {url = 'http://a', modl = 1}]"
+    )
+    assert len(output) == 4
+    assert any("workers[3].url: duplicate" in line for line in output)
 
 
 @given(st.text(max_size=60) | st.binary(max_size=60))

@@ -42,8 +42,8 @@ def with_sorted_fields(came):
 
 def chat_request(name=b"content-length", request_id=b"", body=b'{"messages": []}', **more):
     """One way of writing a chat request."""
-    said = more.get("length", b"%d" % len(body))
-    lines = [b"POST /v1/chat/completions HTTP/1.1", b"host: door", b"%b: %b" % (name, said)]
+    response = more.get("length", b"%d" % len(body))
+    lines = [b"POST /v1/chat/completions HTTP/1.1", b"host: door", b"%b: %b" % (name, response)]
     lines += [b"X-Request-Id: %b" % request_id] if request_id else []
     lines += [b"content-type: application/json", *more.get("fields", ())]
     if more.get("turned"):
@@ -85,8 +85,8 @@ class End:
             more, self.end = received(self.sock)
             self.came += more
         while found := HEAD.search(self.came, self.read):
-            told = LENGTH.search(found[2])
-            whole = found.end() + int(told[1] if told else 0)
+            reported = LENGTH.search(found[2])
+            whole = found.end() + int(reported[1] if reported else 0)
             if len(self.came) < whole:
                 break
             self.read = whole
@@ -192,9 +192,9 @@ class World(ManualLoop):
             self.kept = kept
 
         def write(self, record):
-            told = json.loads(record)
-            del told["timestamp"]
-            self.kept.append(told)
+            body = json.loads(record)
+            del body["timestamp"]
+            self.kept.append(body)
 
     def write(self, record):
         super().write(record)

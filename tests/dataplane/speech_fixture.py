@@ -184,9 +184,10 @@ async def running(*workers, config="", entries=None):
             for worker in workers:
                 await worker.start(nursery)
             fleet = Fleet()
-            told = entries or [{}] * len(workers)
+            reported = entries or [{}] * len(workers)
             fleet.apply(
-                [entry(worker.url, **more) for worker, more in zip(workers, told, strict=True)], NOW
+                [entry(worker.url, **more) for worker, more in zip(workers, reported, strict=True)],
+                NOW,
             )
             for worker in fleet.workers:
                 for _ in range(2):

@@ -170,14 +170,14 @@ class HealthLife(RuleBasedStateMachine):
         runs = self.machine.half_open_id == self.old_trial
         at = self.passes(end if runs else "request failed" if end == "trial failed" else "nothing")
         if end == "trial failed":
-            told = self.machine.record_request_failure(
+            reported = self.machine.record_request_failure(
                 self.thresholds, at, None, "reset", self.old_trial
             )
         elif end == "trial good":
-            told = self.machine.record_request_success(self.old_trial)
+            reported = self.machine.record_request_success(self.old_trial)
         else:
-            told = self.machine.end_half_open(self.old_trial)
-        assert told == runs or end == "trial failed"
+            reported = self.machine.end_half_open(self.old_trial)
+        assert reported == runs or end == "trial failed"
 
     @rule()
     def its_process_ends(self):
@@ -198,8 +198,8 @@ class HealthLife(RuleBasedStateMachine):
     @invariant()
     def it_is_what_its_history_says(self):
         machine, naive = self.machine, self.naive
-        told = machine.state, machine.consecutive_successes, machine.consecutive_failures
-        assert told == (naive.state, *naive.counts)
+        reported = machine.state, machine.consecutive_successes, machine.consecutive_failures
+        assert reported == (naive.state, *naive.counts)
         assert machine.is_half_open == (naive.owes and naive.state is Health.HEALTHY)
         assert bool(machine.half_open_id) == naive.trying
         assert machine.failed_requests == naive.unanswered

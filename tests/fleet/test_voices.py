@@ -92,8 +92,8 @@ CHANGES = st.lists(
 
 @given(CHANGES)
 def test_no_list_outlives_a_change_after_its_request(changes):
-    registry, asked, told = VoiceRegistry(), None, []
-    registry.watch(lambda: told.append(registry.generation))
+    registry, asked, reported = VoiceRegistry(), None, []
+    registry.watch(lambda: reported.append(registry.generation))
     fresh = False  # nothing has changed since `asked`
     for what, value in changes:
         before = registry.generation
@@ -108,5 +108,5 @@ def test_no_list_outlives_a_change_after_its_request(changes):
             assert not fresh or registry.names == {value}
         if registry.generation != before:
             fresh = False
-            assert told[-1] == registry.generation
+            assert reported[-1] == registry.generation
             assert registry.names is None

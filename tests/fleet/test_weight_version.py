@@ -53,9 +53,9 @@ def test_long_labels_that_begin_alike_stay_apart():
 
 @given(VERSIONS, VERSIONS)
 def test_whatever_the_label_the_lines_are_fields_of_ours_and_nothing_else(start, end):
-    told = fields(end.lines)
-    assert set(told) <= NAMES
-    assert all(len(value) <= LABEL_BYTES for value in told.values())
+    reported = fields(end.lines)
+    assert set(reported) <= NAMES
+    assert all(len(value) <= LABEL_BYTES for value in reported.values())
     changed = fields(end.end_header_lines(start))
     assert set(changed) <= ENDS
     learnt = start == UNKNOWN_VERSION and end.epoch == 0

@@ -147,7 +147,7 @@ async def test_a_refresh_ends_when_the_engine_has_answered_or_failed(nursery, en
     assert reader.read_bodies == [1, 2]
 
 
-async def test_at_the_end_of_the_service_each_reader_is_told(engine):
+async def test_at_the_end_of_the_service_each_reader_is_informed(engine):
     engine.gate = trio.Event()
     reader = Reader(METRICS)
     async with trio.open_nursery() as nursery:

@@ -391,8 +391,8 @@ async def test_a_worker_that_is_not_well_in_its_time_is_reported_once_and_probed
     await trio.sleep(50)
     assert not [m for m in caplog.messages if "worker_startup_timeout" in m]
     await trio.sleep(200)
-    told = [m for m in caplog.messages if "worker_startup_timeout" in m]
-    assert told == [f"worker_startup_timeout worker={URL} after=60s error=loading"]
+    reported = [m for m in caplog.messages if "worker_startup_timeout" in m]
+    assert reported == [f"worker_startup_timeout worker={URL} after=60s error=loading"]
     probes.reply = lambda request: httpx.Response(200)
     await trio.sleep(30)
     assert worker.health.state == "healthy"

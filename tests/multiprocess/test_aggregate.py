@@ -49,8 +49,8 @@ def test_stalls_are_summed_over_all_processes_also_exited_ones():
     )
     watchdog = Watchdog()
     watchdog.stalls = 1
-    told = AggregateView(processes, watchdog).watchdog()
-    assert told == {**watchdog.status(), "stalls": 6}
+    reported = AggregateView(processes, watchdog).watchdog()
+    assert reported == {**watchdog.status(), "stalls": 6}
 
 
 def test_a_statistic_without_a_sum_is_that_of_the_last_process():

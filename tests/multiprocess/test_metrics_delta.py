@@ -83,8 +83,8 @@ def test_the_metrics_of_two_processes_add_up_to_those_of_one():
         dataplane.record(mine, worker)
         if worker is not None:
             dataplane.count_cached(worker, 9, 4)
-        told = msgspec.msgpack.decode(msgspec.msgpack.encode(dataplane.take()), type=MetricsEvent)
-        merge_metrics(told, summed, summed_recent, workers.get)
+        body = msgspec.msgpack.decode(msgspec.msgpack.encode(dataplane.take()), type=MetricsEvent)
+        merge_metrics(body, summed, summed_recent, workers.get)
     left = dataplane.take()
     assert not left.cells
     assert not left.slots
@@ -133,8 +133,8 @@ def test_counters_of_workers_are_merged_and_those_of_a_removed_one_dropped():
     dataplane = MetricsDelta(follows)
     for worker in follows.workers:
         worker.add_counts("generation", routed=3, failed=1)
-    told = dataplane.take()
-    merge_metrics(told, meters, recent, {1: whole.workers[0]}.get)
+    reported = dataplane.take()
+    merge_metrics(reported, meters, recent, {1: whole.workers[0]}.get)
     assert (whole.workers[0].routed["generation"], whole.workers[0].failed["generation"]) == (3, 1)
     assert not whole.workers[1].routed
     assert not dataplane.take().worker_ends

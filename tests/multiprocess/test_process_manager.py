@@ -63,9 +63,9 @@ async def test_a_reload_without_free_descriptors_changes_nothing_and_works_later
     else:
         monkeypatch.setattr(processes.dataplane.loop, "register", unable(number))
     file.write_text(text.replace("FOLDER", str(tmp_path)))
-    told = await config_store.reload("file")
-    assert (told.outcome, told.revision) == ("refused", 1)
-    assert os.strerror(number) in str(told.error)
+    reported = await config_store.reload("file")
+    assert (reported.outcome, reported.revision) == ("refused", 1)
+    assert os.strerror(number) in str(reported.error)
     assert (config_store.config, processes.dataplane.addresses()) == before
     assert set(os.listdir("/proc/self/fd")) <= descriptors
     assert not (tmp_path / "a").exists()

@@ -25,8 +25,8 @@ NAMES = ("a", "b", "c")
 class ProcessFleet:
     def __init__(self, counters: SharedCounters, index: int) -> None:
         self.now = 0.0
-        self.told: list = []
-        self.fleet = ReplicatedFleet(counters, index, lambda: self.now, self.told.append)
+        self.reported: list = []
+        self.fleet = ReplicatedFleet(counters, index, lambda: self.now, self.reported.append)
 
     def sees(self) -> dict[str, int]:
         self.now += 1
@@ -199,9 +199,9 @@ def test_request_results_are_reported_and_not_judged_here(counters):
         dataplane.fleet.observe_request_failure(worker, status=502, error="x", at=NOW)
     assert worker.routable
     assert worker.health.failed_requests
-    assert dataplane.told == [RequestFailedEvent(1, 502, "x", NOW, 0)] * 50
+    assert dataplane.reported == [RequestFailedEvent(1, 502, "x", NOW, 0)] * 50
     dataplane.fleet.observe_success(worker)
-    assert dataplane.told[-1] == RequestSucceededEvent(1, 0)
+    assert dataplane.reported[-1] == RequestSucceededEvent(1, 0)
     assert not worker.health.failed_requests
 
 
@@ -217,7 +217,7 @@ def test_a_half_open_request_needs_the_lease_of_the_main_process(counters):
     one.fleet.follow(rows(control), NOW)  # sent before control had heard of it
     assert one.fleet.candidates(None, 0) == []
     one.fleet.end_half_open(worker, trial)
-    assert one.told == [HalfOpenStartedEvent(1, trial), HalfOpenEndedEvent(1, trial)]
+    assert one.reported == [HalfOpenStartedEvent(1, trial), HalfOpenEndedEvent(1, trial)]
     one.fleet.follow(rows(control), NOW)  # still: it knows of no trial
     assert one.fleet.candidates(None, 0) == []
     heard = control.begin_half_open(control.workers[0])

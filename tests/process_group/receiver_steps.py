@@ -36,8 +36,8 @@ def body_of(*buckets, **more):
         shapes = [shape for _, shape, _ in tensors]
         return {"names": names, "dtypes": [each[0] for each in tensors], "shapes": shapes}
 
-    told = [bucket(number, tensors) for number, tensors in enumerate(buckets)]
-    return {"num_buckets": len(told), "buckets": told, **more}
+    reported = [bucket(number, tensors) for number, tensors in enumerate(buckets)]
+    return {"num_buckets": len(reported), "buckets": reported, **more}
 
 
 def armed(receiver, *buckets, name="g", **more):

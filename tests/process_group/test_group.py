@@ -100,7 +100,7 @@ def test_a_trainer_that_is_not_up_yet_is_waited_for(groups, trainer):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"rank": 0}, "rank 0 is the trainer"),
         ({"rank": 4, "world_size": 4}, "ours must be 1 to 3"),
@@ -115,8 +115,10 @@ def test_a_trainer_that_is_not_up_yet_is_waited_for(groups, trainer):
         ({"timeout_s": 1e300}, "timeout"),
     ],
 )
-def test_what_could_only_hang_is_refused_before_anything_is_opened(groups, listener, changes, said):
-    with pytest.raises(GroupError, match="(?s)" + said.replace("[", r"\[")):
+def test_what_could_only_hang_is_refused_before_anything_is_opened(
+    groups, listener, changes, message
+):
+    with pytest.raises(GroupError, match="(?s)" + message.replace("[", r"\[")):
         groups.init(meeting(listener.getsockname()[1], **changes))
     with pytest.raises(BlockingIOError):
         listener.accept()
@@ -211,15 +213,15 @@ def _linked(groups):
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("end", "message"),
     [(lambda groups: groups.destroy("g"), "'g' was destroyed"), (Groups.close, "destroyed")],
 )
-def test_a_meeting_can_be_ended_from_another_thread(groups, end, said):
+def test_a_meeting_can_be_ended_from_another_thread(groups, end, message):
     with ThreadPoolExecutor(1) as threads:
         init = threads.submit(groups.init, meeting(free_port()))
         wait_until(lambda: groups.status()["groups"])
         end(groups)
-        with pytest.raises(GroupError, match=said):
+        with pytest.raises(GroupError, match=message):
             init.result()
     wait_until(lambda: not groups.status()["abandoned_threads"])
 

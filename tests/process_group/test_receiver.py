@@ -107,8 +107,8 @@ def test_what_is_armed_is_not_armed_twice(receiver, trainer):
 def test_what_does_not_fit_is_refused_with_the_numbers(receiver, trainer):
     joined(receiver, trainer)
     plans = parse_plans({"names": ["w"], "dtypes": ["uint8"], "shapes": [[1 << 45]]})
-    said = r"need 35184372088832 bytes, but only \d+"
-    with pytest.raises(GroupError, match=said) as refusal:
+    output = r"need 35184372088832 bytes, but only \d+"
+    with pytest.raises(GroupError, match=output) as refusal:
         receiver.arm("g", plans, ready_secs=20)
     assert not refusal.value.group_dropped
     assert works(receiver, trainer)
@@ -116,19 +116,19 @@ def test_what_does_not_fit_is_refused_with_the_numbers(receiver, trainer):
 
 
 @pytest.mark.parametrize(
-    ("size", "starts", "said"),
+    ("size", "starts", "message"),
     [
         (10, (0,), "has 10 bytes, and the buckets end at byte 32"),
         (100, (0, 40), "2 starts for 1 buckets"),
         (None, (0,), "cannot be received into: No such file"),
     ],
 )
-def test_a_file_that_does_not_fit_is_refused(receiver, trainer, tmp_path, size, starts, said):
+def test_a_file_that_does_not_fit_is_refused(receiver, trainer, tmp_path, size, starts, message):
     joined(receiver, trainer)
     path = tmp_path / "version"
     if size is not None:
         path.write_bytes(bytes(size))
-    with pytest.raises(GroupError, match=said) as refusal:
+    with pytest.raises(GroupError, match=message) as refusal:
         armed(receiver, [("float32", [8], 1)], into=FileRegion(str(path), starts))
     assert not refusal.value.group_dropped
     assert works(receiver, trainer)

@@ -182,9 +182,9 @@ def test_a_parent_needs_no_torch_and_its_children_end_with_it(trainer, tmp_path)
         assert parent.stdout.readline() == "armed\n"
         assert trainer.reply() == {"joined": True}
         trainer.tell("send", group="g", tensors=[("float32", [8], 1)])
-        told = parent.stdout.readline()
+        output = parent.stdout.readline()
         expected = tensor_digest("w", "torch.float32", [8], path.read_bytes())
-        assert told == f"{expected} []\n"
+        assert output == f"{expected} []\n"
         children = [int(word) for word in parent.stdout.readline().split()]
         assert len(children) == 2  # the fork server, and the one in the group
         parent.kill()

@@ -92,7 +92,7 @@ def test_what_is_sent_arrives_byte_for_byte(met, other, tmp_path, load_format, i
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("there", "message"),
     [
         ({}, "'a' is announced, but not among those to send"),
         ({"a": torch.zeros(30, 401)}, r"announced as float32 \[30, 400\], and is .* \[30, 401\]"),
@@ -101,10 +101,10 @@ def test_what_is_sent_arrives_byte_for_byte(met, other, tmp_path, load_format, i
         (FileRegion("/nowhere", (0,)), "/nowhere cannot be read: No such file"),
     ],
 )
-def test_a_source_that_lacks_what_was_announced_is_refused(met, other, there, said):
+def test_a_source_that_lacks_what_was_announced_is_refused(met, other, there, message):
     first = {"a": TENSORS["a"]}
     plans = parse_plans(body_of(first))
-    with pytest.raises(GroupError, match=said) as refusal:
+    with pytest.raises(GroupError, match=message) as refusal:
         met.send(plans, there)
     assert not refusal.value.group_dropped
     armed = other.arm("relay", plans, ready_secs=20)

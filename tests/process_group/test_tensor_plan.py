@@ -94,7 +94,7 @@ def test_the_load_format_is_of_all_buckets():
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({}, "nothing is announced"),
         ({"buckets": []}, "nothing is announced"),
@@ -114,8 +114,8 @@ def test_the_load_format_is_of_all_buckets():
         ({"buckets": [{**OTHER, "names": ["a"]}, OTHER, {}]}, "bucket 3 of 3: names must be"),
     ],
 )
-def test_what_is_wrong_with_a_prepare_is_named(body, said):
-    with pytest.raises(GroupError, match=said):
+def test_what_is_wrong_with_a_prepare_is_named(body, message):
+    with pytest.raises(GroupError, match=message):
         parse_plans(body)
 
 
@@ -152,7 +152,7 @@ def test_a_dtype_is_known_with_and_without_its_prefix():
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         (("", "float32", [1]), "name"),
         ((3, "float32", [1]), "name"),
@@ -171,8 +171,8 @@ def test_a_dtype_is_known_with_and_without_its_prefix():
         (("w", "float32", [1] * 65), "65 dimensions"),
     ],
 )
-def test_a_wrong_spec_is_refused_by_what_is_wrong_with_it(spec, said):
-    with pytest.raises(GroupError, match=said) as refusal:
+def test_a_wrong_spec_is_refused_by_what_is_wrong_with_it(spec, message):
+    with pytest.raises(GroupError, match=message) as refusal:
         make_plan([("fine", "float32", [1]), spec])
     assert not refusal.value.group_dropped
 
@@ -199,7 +199,7 @@ def test_parallel_lists_become_specs():
 
 
 @pytest.mark.parametrize(
-    ("lists", "said"),
+    ("lists", "message"),
     [
         ((["a"], ["float32", "int8"], [[1]]), "same length: 1 names, 2 dtypes, 1 shapes"),
         ((["a"], ["float32"], []), "same length"),
@@ -207,8 +207,8 @@ def test_parallel_lists_become_specs():
         ((["a"], "float32", [[1]]), "dtypes must be a list, not str"),
     ],
 )
-def test_lists_that_do_not_fit_together_are_refused(lists, said):
-    with pytest.raises(GroupError, match=said):
+def test_lists_that_do_not_fit_together_are_refused(lists, message):
+    with pytest.raises(GroupError, match=message):
         parse_specs(*lists)
 
 

@@ -69,8 +69,8 @@ class Engine(FakeWorker):
         meant = [ended for rid, ended in self.running.items() if self._means(body, rid)]
         for ended in meant:
             ended.set()
-        told = {"status": "aborted", "aborted": len(meant)} if self.route == VLLM else ""
-        await call.send(counted(json.dumps(told).encode()))
+        reported = {"status": "aborted", "aborted": len(meant)} if self.route == VLLM else ""
+        await call.send(counted(json.dumps(reported).encode()))
 
     def _means(self, body: dict, rid: str) -> bool:
         if self.route == VLLM:

@@ -36,24 +36,24 @@ class Lines:
 
 
 class RunningDataPlane:
-    def __init__(self, fleet: Fleet, door: DataPlane) -> None:
+    def __init__(self, fleet: Fleet, dataplane: DataPlane) -> None:
         self.fleet = fleet
-        self.door = door
+        self.dataplane = dataplane
         self.workers: list[FakeWorker] = []
         self.urls: list[str] = []
         self.log = Lines()
-        door.recorders.access_log, door.settings.access_log_is_json = self.log, True
+        dataplane.recorders.access_log, dataplane.settings.access_log_is_json = self.log, True
 
     @property
     def address(self) -> str:
-        return self.door.addresses()[0]
+        return self.dataplane.addresses()[0]
 
     def client(self) -> AbstractAsyncContextManager[Client]:
         return client_of(self.address)
 
     def reload(self, text: str) -> None:
-        self.door.prepare(configured(text, self.urls))()
-        self.door.settings.access_log_is_json = True
+        self.dataplane.prepare(configured(text, self.urls))()
+        self.dataplane.settings.access_log_is_json = True
 
     @property
     def last(self) -> dict:
@@ -65,7 +65,7 @@ class RunningDataPlane:
         return [worker.health.consecutive_failures for worker in self.fleet.workers]
 
     def wait_until_idle(self) -> bool:
-        return not self.door.in_flight and not any(w.in_flight for w in self.fleet.workers)
+        return not self.dataplane.in_flight and not any(w.in_flight for w in self.fleet.workers)
 
 
 def configured(text: str, urls: list[str]) -> Config:
@@ -89,14 +89,14 @@ async def run_dataplane(
         for _ in range(fleet.thresholds.rise):
             fleet.observe_probe(worker, status=200, error=None, at=now, epoch=worker.health.epoch)
     async with trio.open_nursery() as nursery:
-        door = DataPlane(fleet, made, admin_socket="/nowhere", sources=Sources(random_below))
-        await nursery.start(door.run)
-        door.prepare(made)()
-        opened = RunningDataPlane(fleet, door)
+        dataplane = DataPlane(fleet, made, admin_socket="/nowhere", sources=Sources(random_below))
+        await nursery.start(dataplane.run)
+        dataplane.prepare(made)()
+        opened = RunningDataPlane(fleet, dataplane)
         opened.urls = urls
         yield opened
         nursery.cancel_scope.cancel()
-    assert door.loop.failures == 0, "a connection of the door broke on an unexpected error"
+    assert dataplane.loop.failures == 0, "a connection of the door broke on an unexpected error"
     assert opened.wait_until_idle()
 
 

@@ -75,7 +75,7 @@ async def ended(opened, client):
     """The client has gone; what the log says of its exchange."""
     client.close()
     with trio.fail_after(PATIENCE_SECS):
-        await opened.door.drained()
+        await opened.dataplane.drained()
     return opened.last
 
 

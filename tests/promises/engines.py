@@ -65,9 +65,9 @@ class Engine:
         if path == self.dies_at:
             call.reset()
             return
-        status, said = self.says.get(path, (200, self.says_well(path, body)))
+        status, output = self.says.get(path, (200, self.says_well(path, body)))
         reason = {200: "OK", 400: "Bad Request", 404: "Not Found"}.get(status, "Error")
-        payload = json.dumps(said).encode()
+        payload = json.dumps(output).encode()
         await call.send(counted(payload, "content-type: application/json",
                                 status=f"{status} {reason}"))  # fmt: skip
 

@@ -132,25 +132,27 @@ class Program:
     async def arrive(self) -> None:
         url = (await self.says(r"listening on (http:[^\s\"]+)"))[1]
         self.client.base_url = httpx.URL(url)
-        await self.until("/live", lambda told: told.get("status") == "alive")
+        await self.until("/live", lambda body: body.get("status") == "alive")
 
     async def get_json(self, path: str) -> dict:
         return (await self.client.get(path)).json()
 
     async def until(self, path: str, holds: Callable[[dict], bool]) -> dict:
         """Ask again until it is so; the answer in which it was."""
-        told: dict = {}
+        reported: dict = {}
         try:
             with trio.fail_after(PATIENCE_SECS):
-                while not holds(told := await self.get_json(path)):
+                while not holds(reported := await self.get_json(path)):
                     await trio.sleep(0.02)
         except trio.TooSlowError:
-            raise AssertionError(f"{path} stays at {json.dumps(told)[:2000]}\n{self.log}") from None
-        return told
+            raise AssertionError(
+                f"{path} stays at {json.dumps(reported)[:2000]}\n{self.log}"
+            ) from None
+        return reported
 
     async def until_routable(self, *fleet: Worker) -> dict:
         wanted = {worker.url for worker in fleet}
-        return await self.until("/workers", lambda told: routable(told) == wanted)
+        return await self.until("/workers", lambda body: routable(body) == wanted)
 
     async def ask(self, **fields: object) -> httpx.Response:
         return await self.client.post("/v1/chat/completions", json=chat(**fields))
@@ -170,16 +172,16 @@ class Program:
             await self.process.wait()
 
 
-def urls(told: dict) -> list[str]:
-    return [worker["url"] for worker in told["workers"]]
+def urls(reported: dict) -> list[str]:
+    return [worker["url"] for worker in reported["workers"]]
 
 
-def routable(told: dict) -> set[str]:
-    return {worker["url"] for worker in told["workers"] if worker["routable"]}
+def routable(reported: dict) -> set[str]:
+    return {worker["url"] for worker in reported["workers"] if worker["routable"]}
 
 
-def record(told: dict, worker: Worker) -> dict:
-    return next(found for found in told["workers"] if found["url"] == worker.url)
+def record(reported: dict, worker: Worker) -> dict:
+    return next(found for found in reported["workers"] if found["url"] == worker.url)
 
 
 def put(file: Path, text: str) -> None:
@@ -200,8 +202,8 @@ async def program(*words: str | Path) -> AsyncIterator[Program]:
 @asynccontextmanager
 async def starting(*words: str | Path) -> AsyncIterator[Program]:
     """The same, from its first moment on."""
-    said, stderr = os.pipe()
-    async with trio.lowlevel.FdStream(said) as stream, trio.open_nursery() as nursery:
+    output, stderr = os.pipe()
+    async with trio.lowlevel.FdStream(output) as stream, trio.open_nursery() as nursery:
         try:
             process = await forkserver(*PROXY).start(*map(str, words), stderr=stderr)
         finally:

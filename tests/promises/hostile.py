@@ -69,8 +69,8 @@ async def _speak(call: Call) -> None:
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
         b"sec-websocket-accept: %b\r\n\r\n" % accepted.encode()
     )
-    told = await call.receive()
-    if b"cut" not in _unmasked(told):
+    reported = await call.receive()
+    if b"cut" not in _unmasked(reported):
         await call.until_left()
     call.close()
 
@@ -139,7 +139,7 @@ async def never_reads(opened: RunningDataPlane, client: Client) -> None:
     await client.send(post(wants("flood")))
     await client.receive()
     with trio.fail_after(PATIENCE_SECS):
-        while opened.door.in_flight:
+        while opened.dataplane.in_flight:
             await trio.sleep(0.01)
 
 

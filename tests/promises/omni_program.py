@@ -76,11 +76,11 @@ def _until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     give_up_at = time.monotonic() + READY_SECS
     while time.monotonic() < give_up_at:
         assert process.poll() is None, log.read_text()
-        said = re.search(r"listening on (http://\S+)", log.read_text())
-        if said:
-            with urllib.request.urlopen(f"{said[1]}/workers", timeout=5) as answer:
+        output = re.search(r"listening on (http://\S+)", log.read_text())
+        if output:
+            with urllib.request.urlopen(f"{output[1]}/workers", timeout=5) as answer:
                 if json.load(answer)["routable_workers"] == 1:
-                    return said[1]
+                    return output[1]
         _pause()
     raise AssertionError(log.read_text())
 

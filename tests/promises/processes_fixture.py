@@ -13,8 +13,8 @@ from tests.promises.fleet_program import program, put, record, toml, workers
 LAST = b"0\r\n\r\n"
 
 
-def serving(told: dict, count: int = 2) -> bool:
-    states = [door["state"] for door in told["data_plane"]["processes"]]
+def serving(reported: dict, count: int = 2) -> bool:
+    states = [dataplane["state"] for dataplane in reported["data_plane"]["processes"]]
     return states == ["serving"] * count
 
 
@@ -28,7 +28,7 @@ async def run_processes(tmp_path, *names: str, more: str = "", count: int = 2):
             running.client.headers["connection"] = "close"  # at any door, each time
             await running.until_routable(*fleet)
             if count > 1:
-                await running.until("/status", lambda told: serving(told, count))
+                await running.until("/status", lambda body: serving(body, count))
             try:
                 yield running
             finally:
@@ -41,8 +41,8 @@ def address(running) -> str:
 
 
 async def in_flight(running) -> list[int]:
-    told = await running.get_json("/workers")
-    return [record(told, worker)["in_flight"] for worker in running.fleet]
+    body = await running.get_json("/workers")
+    return [record(body, worker)["in_flight"] for worker in running.fleet]
 
 
 @asynccontextmanager
@@ -75,10 +75,10 @@ async def held_streams(running, count: int, *, everywhere: bool = False):
 
 async def in_flight_by_process(running, count: int) -> list[int]:
     """How many of so many requests each door has."""
-    told = await running.until(
+    body = await running.until(
         "/status", lambda t: sum(row["in_flight"] for row in t["data_plane"]["processes"]) == count
     )
-    return [row["in_flight"] for row in told["data_plane"]["processes"]]
+    return [row["in_flight"] for row in body["data_plane"]["processes"]]
 
 
 async def read_whole_stream(stream) -> bool:

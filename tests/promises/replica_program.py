@@ -108,8 +108,8 @@ async def until(holds):
     with trio.fail_after(PATIENCE_SECS):
         while True:
             try:
-                if told := await holds():
-                    return told
+                if reported := await holds():
+                    return reported
             except httpx.TransportError:
                 pass  # it does not listen yet
             await trio.sleep(0.01)

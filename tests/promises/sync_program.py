@@ -85,8 +85,8 @@ class Replica:
                 await healthy(self.url)
             await client.post("/continue_generation", json={})
             body = {"model_path": str(model), "weight_version": BASE}
-            told = (await client.post("/update_weights_from_disk", json=body)).json()
-            assert told["success"], told
+            reported = (await client.post("/update_weights_from_disk", json=body)).json()
+            assert reported["success"], reported
 
 
 class Fleets:
@@ -212,10 +212,10 @@ class Fleet:
 
     def _write(self, **more):
         _, mode, settings = self.wanted
-        told = {"mode": f'"{mode}"', **PATIENT, **settings, **more}
+        reported = {"mode": f'"{mode}"', **PATIENT, **settings, **more}
         text = FILE.format(
             port=self.port,
-            weight_sync="\n".join(f"{key} = {value}" for key, value in told.items()),
+            weight_sync="\n".join(f"{key} = {value}" for key, value in reported.items()),
             workers="".join(f'[[workers]]\nurl = "{each.url}"\n' for each in self.replicas),
         )
         aside = self.folder / "new.toml"
@@ -239,27 +239,27 @@ class FleetClient:
 
     async def until(self, path, holds):
         """Repeat the GET until `holds(body)`; return that body."""
-        told = None
+        body = None
         try:
             with trio.fail_after(PATIENCE_SECS):
                 while True:
                     try:
-                        told = await self.get_json(path)
-                        if holds(told):
-                            return told
+                        body = await self.get_json(path)
+                        if holds(body):
+                            return body
                     except httpx.TransportError as error:
-                        told = repr(error)
+                        body = repr(error)
                     await trio.sleep(0.02)
         except trio.TooSlowError:
-            raise AssertionError(f"{path} stays at {told}\n{self.fleet.log()[-3000:]}") from None
+            raise AssertionError(f"{path} stays at {body}\n{self.fleet.log()[-3000:]}") from None
 
     async def ready(self, count=None):
         """Wait until so many workers are routable with a known version."""
         wanted = len(self.fleet.replicas) if count is None else count
 
-        def holds(told):
-            named = [each for each in told["workers"] if each["weight_version"]]
-            return told["routable_workers"] == wanted <= len(named)
+        def holds(reported):
+            named = [each for each in reported["workers"] if each["weight_version"]]
+            return reported["routable_workers"] == wanted <= len(named)
 
         return await self.until("/workers", holds)
 
@@ -296,10 +296,10 @@ class FleetClient:
 
     async def versions(self):
         """Worker URL -> (label, epoch), as /weights has them."""
-        told = await self.get_json("/weights")
+        body = await self.get_json("/weights")
         return {
             each["worker"]: (each["weight_version"], each["weight_epoch"])
-            for each in told["workers"]
+            for each in body["workers"]
         }
 
 
@@ -319,11 +319,11 @@ async def replica_digests(url):
         with trio.fail_after(PATIENCE_SECS):
             while True:
                 answer = await client.post("/weights_checker", json={"action": "checksum"})
-                told = answer.json()
+                body = answer.json()
                 if answer.status_code == 200:
                     break
                 await trio.sleep(0.05)
-    (found,) = [stage["data"] for stage in told["results"] if not stage["data"].get("skipped")]
+    (found,) = [stage["data"] for stage in body["results"] if not stage["data"].get("skipped")]
     ranks = [each["data"] for each in found.get("rank_results", [])] or [found]
     return found["full_checksum"], tuple(each["per_gpu_checksum"] for each in ranks)
 
@@ -341,9 +341,9 @@ async def healthy(url):
                 await trio.sleep(0.05)
 
 
-def _idle(told):
-    busy = told["operation"] or told["waiting"] or told["sync"]["state"] != "idle"
-    return not busy and all(each["routable"] for each in told["workers"])
+def _idle(reported):
+    busy = reported["operation"] or reported["waiting"] or reported["sync"]["state"] != "idle"
+    return not busy and all(each["routable"] for each in reported["workers"])
 
 
 def _write_model(file):

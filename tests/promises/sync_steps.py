@@ -58,22 +58,22 @@ async def run_failing_sync(seen, trainers, fault, **wishes):
 async def assert_all_hold(seen, seed):
     """All workers have and report the weights of this seed; return the epoch of a response."""
     digests, versions = await seen.digests(), await seen.versions()
-    told = digests, versions, seen.fleet.log()[-3000:]
-    assert set(digests.values()) == {expected_checksum(seed)}, told
-    assert {version for version, _ in versions.values()} == {label_of(seed)}, told
+    output = digests, versions, seen.fleet.log()[-3000:]
+    assert set(digests.values()) == {expected_checksum(seed)}, output
+    assert {version for version, _ in versions.values()} == {label_of(seed)}, output
     assert len({epoch for _, epoch in versions.values()}) == 1
     answer = await seen.chat()
-    told = answer.status_code, answer.headers.get("x-omni-weight-version")
-    assert told == (200, label_of(seed)), answer.text
+    output = answer.status_code, answer.headers.get("x-omni-weight-version")
+    assert output == (200, label_of(seed)), answer.text
     return int(answer.headers.get("x-omni-weight-epoch", 0))
 
 
 async def assert_routable_only_with(seen, seed):
     """Every worker with other weights than those of `seed`, the last published, is out of
     rotation."""
-    told = await seen.get_json("/workers")
+    body = await seen.get_json("/workers")
     digests = await seen.digests()
-    for each in told["workers"]:
+    for each in body["workers"]:
         if each["routable"] or each["weight_version"] is not None:
             assert each["weight_version"] == label_of(seed)
             assert digests[each["url"]] == expected_checksum(seed)
@@ -108,7 +108,7 @@ async def watch_for_early_changes(seen):
 
 async def repaired_fleet(seen, trainers):
     """A fleet that waits for a trainer; repairs what a failed test left behind."""
-    await seen.until("/live", lambda told: True)
+    await seen.until("/live", lambda body: True)
     with trio.move_on_after(MEND_SECS):
         await seen.whole()
         return
@@ -123,7 +123,7 @@ async def repaired_fleet(seen, trainers):
 async def wait_disarmed(seen):
     """Wait until the proxy has no sync, and no replica waits for bytes."""
     with trio.fail_after(NOTICED_SECS):
-        await seen.until("/weights", lambda told: told["sync"]["state"] == "idle")
+        await seen.until("/weights", lambda body: body["sync"]["state"] == "idle")
         for each in seen.fleet.replicas:
             async with httpx.AsyncClient(
                 base_url=each.url, trust_env=False, verify=False
@@ -158,8 +158,8 @@ class ManualSync:
 
     async def announced(self):
         """The body of its prepare."""
-        told = await self.trainer.tell("announce", seed=self.seed, bucket_bytes=BUCKET_BYTES)
-        buckets = told["buckets"]
+        body = await self.trainer.tell("announce", seed=self.seed, bucket_bytes=BUCKET_BYTES)
+        buckets = body["buckets"]
         return {"num_buckets": len(buckets), "buckets": buckets, "group_name": self.group}
 
     async def prepare(self):
@@ -167,15 +167,15 @@ class ManualSync:
 
     async def arm(self):
         await self.join()
-        status, told = await self.prepare()
-        assert (status, told["status"], told["success"]) == (200, "ready", True), told
+        status, body = await self.prepare()
+        assert (status, body["status"], body["success"]) == (200, "ready", True), body
         return self
 
     async def send(self, part="all"):
-        told = await self.trainer.tell(
+        reported = await self.trainer.tell(
             "send", seed=self.seed, part=part, group=self.group, bucket_bytes=BUCKET_BYTES
         )
-        assert told == {"sent": True}
+        assert reported == {"sent": True}
         return self
 
     @property
@@ -191,20 +191,20 @@ class ManualSync:
 
     async def refused(self):
         """Complete, which is refused; return the message."""
-        status, told = await self.complete()
-        assert (status >= 400, told["success"], told["status"]) == (True, False, "error"), told
-        return told["message"]
+        status, body = await self.complete()
+        assert (status >= 400, body["success"], body["status"]) == (True, False, "error"), body
+        return body["message"]
 
     async def completed(self):
-        status, told = await self.complete()
-        assert (status, told["success"]) == (200, True), told
+        status, body = await self.complete()
+        assert (status, body["success"]) == (200, True), body
         self.seen.fleet.seed = self.seed
-        return told
+        return body
 
     async def end(self, *, good=True):
         """`good`: no member has left the group already."""
-        status, told = await self.seen.post(DESTROY, group_name=self.group)
-        assert status == 200 or not good, told
+        status, body = await self.seen.post(DESTROY, group_name=self.group)
+        assert status == 200 or not good, body
         await self.trainer.tell("leave", group=self.group)
 
 

@@ -44,9 +44,9 @@ class Trainer:
         if not line:
             self.process.wait()  # at its end a pipe closes before the process is seen to be dead
             return {"gone": True}
-        told = json.loads(line)
-        assert "broken" not in told, told["broken"]
-        return told
+        body = json.loads(line)
+        assert "broken" not in body, body["broken"]
+        return body
 
     def _line(self):
         try:
@@ -186,8 +186,8 @@ class TrainerCommands:
     def announce(self, seed, bucket_bytes=1 << 20):
         from tools.training.buckets import buckets_of
 
-        told = [each.told() for each in buckets_of(weights(seed), bucket_bytes)]
-        return {"buckets": told}
+        reported = [each.told() for each in buckets_of(weights(seed), bucket_bytes)]
+        return {"buckets": reported}
 
     def send(self, seed, group="steps", bucket_bytes=1 << 20, part="all"):
         """Broadcasts all messages, or the first `half` of each bucket's; `long` and `short` send

@@ -42,14 +42,14 @@ class Terminal:
     async def leave_running(self, line: str) -> None:
         """With or without an & of its own, until the terminal is closed."""
         script = f"trap 'wait; exit' TERM\n{self._ours(line)}\nwait"
-        with (self.folder / "said").open("ab") as said:
-            self._left.append(await self._begin(script, said.fileno()))
+        with (self.folder / "said").open("ab") as output:
+            self._left.append(await self._begin(script, output.fileno()))
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """What those told that were left running."""
-        said = self.folder / "said"
-        return said.read_text() if said.exists() else ""
+        output = self.folder / "said"
+        return output.read_text() if output.exists() else ""
 
     async def close(self) -> None:
         for process in self._left:
@@ -82,7 +82,7 @@ async def terminal(folder: Path, places: dict[str, str], python: str = sys.execu
     try:
         yield opened
     except BaseException as fault:
-        fault.add_note(opened.said)
+        fault.add_note(opened.output)
         raise
     finally:
         with trio.CancelScope(shield=True):

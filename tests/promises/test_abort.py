@@ -34,7 +34,7 @@ async def fleet(tmp_path, *engines, server="", more="", processes=1):
             running.client.headers["connection"] = "close"
             await running.until_routable(*engines)
             if processes > 1:
-                await running.until("/status", lambda told: serving(told, processes))
+                await running.until("/status", lambda body: serving(body, processes))
             yield running
         nursery.cancel_scope.cancel()
 
@@ -86,9 +86,9 @@ async def test_one_id_costs_one_call_to_one_worker(tmp_path, soon, processes):
             made.begin(f"r{number}")
         await until(lambda: generating(*engines) == 12)
         (holder,) = [engine for engine in engines if "r7" in engine.running]
-        status, told = await abort(running, rid="r7")
+        status, body = await abort(running, rid="r7")
         assert status == 200
-        assert [each["worker"] for each in told["results"]] == [holder.url]
+        assert [each["worker"] for each in body["results"]] == [holder.url]
         await made.until_ended(1)
         assert b'"finish_reason": "abort"' in made.ended[0]
         assert [engine.aborts for engine in engines] == [
@@ -104,13 +104,13 @@ async def test_a_thousand_generations_end_and_nothing_else_is_touched(tmp_path, 
         for number in range(MANY):
             made.begin(f"r{number}")
         await until(lambda: generating(*engines) == MANY)
-        status, told = await abort(running, abort_all=True)
-        assert (status, len(told["results"])) == (200, 3)
+        status, body = await abort(running, abort_all=True)
+        assert (status, len(body["results"])) == (200, 3)
         await made.until_ended(MANY)
         await until(lambda: not generating(*engines))
         assert all(engine.aborts == [{"abort_all": True}] for engine in engines)
         idle = await running.until(
-            "/workers", lambda told: not any(each["in_flight"] for each in told["workers"])
+            "/workers", lambda body: not any(each["in_flight"] for each in body["workers"])
         )
         same = ("url", "routable", "disabled", "weight_version", "status")
         for then, now in zip(before["workers"], idle["workers"], strict=True):
@@ -126,8 +126,8 @@ async def test_an_unknown_id_is_aborted_at_all_live_workers(tmp_path, soon):
         answer = await running.client.put(f"/workers/{engines[0].url}", json={"disabled": True})
         assert answer.status_code in (200, 202)
         assert (await running.client.post("/pause_generation", json={})).status_code in (200, 502)
-        status, told = await abort(running, rid="elsewhere")
-        assert (status, len(told["results"])) == (200, 3)
+        status, body = await abort(running, rid="elsewhere")
+        assert (status, len(body["results"])) == (200, 3)
         assert all(engine.aborts == [{"rid": "elsewhere"}] for engine in engines)
 
 
@@ -137,8 +137,8 @@ async def test_a_prefix_is_aborted_at_all_workers(tmp_path, soon):
         for rid in ("a::1", "a::2", "b::1", "b::2"):
             made.begin(rid)
         await until(lambda: generating(*engines) == 4)
-        status, told = await abort(running, rid="a::", prefix=True)
-        assert (status, len(told["results"])) == (200, 2)
+        status, body = await abort(running, rid="a::", prefix=True)
+        assert (status, len(body["results"])) == (200, 2)
         await made.until_ended(2)
         assert {rid for engine in engines for rid in engine.running} == {"b::1", "b::2"}
 
@@ -154,9 +154,9 @@ async def test_a_worker_that_cannot_be_reached_is_reported(tmp_path, soon):
             assert answer.status_code in (200, 202)
             await running.until_routable(*engines, gone)
             nursery.cancel_scope.cancel()
-        status, told = await abort(running, abort_all=True)
+        status, body = await abort(running, abort_all=True)
         assert status == 502
-        results = {each["worker"]: each for each in told["results"]}
+        results = {each["worker"]: each for each in body["results"]}
         assert "error" in results[gone.url]
         assert all(results[engine.url]["success"] for engine in engines)
 
@@ -207,8 +207,8 @@ async def test_what_waits_here_ends_as_an_engine_would_end_it(tmp_path, soon, pr
             nursery.start_soon(lambda: ask("other", "/generate", rid="x", text="a"))
             await waiting(running, 4)
             for rid in ("w1", "w2", "w3"):
-                status, told = await abort(running, rid=rid)
-                assert (status, told["results"], told["ended_in_queue"]) == (200, [], 1)
+                status, body = await abort(running, rid=rid)
+                assert (status, body["results"], body["ended_in_queue"]) == (200, [], 1)
             await until(lambda: len(answers) == 3)
             assert answers["one"].json()["meta_info"]["finish_reason"]["type"] == "abort"
             assert answers["one"].json()["meta_info"]["id"] == "w1"
@@ -225,7 +225,7 @@ async def test_what_waits_here_ends_as_an_engine_would_end_it(tmp_path, soon, pr
 
 
 async def waiting(running, count):
-    await running.until("/status", lambda told: told["data_plane"]["waiting"] == count)
+    await running.until("/status", lambda body: body["data_plane"]["waiting"] == count)
 
 
 async def test_an_engine_of_the_other_kind_is_reported_in_its_own_words(tmp_path, soon):
@@ -235,13 +235,13 @@ async def test_an_engine_of_the_other_kind_is_reported_in_its_own_words(tmp_path
             made.begin(f"r{number}")
         await until(lambda: generating(sglang, vllm) == 6)
         ours = list(vllm.running)
-        status, told = await abort(running, rid=ours[0])
-        assert (status, len(told["results"])) == (200, 1)
+        status, body = await abort(running, rid=ours[0])
+        assert (status, len(body["results"])) == (200, 1)
         assert vllm.aborts == [{"request_ids": list(as_vllm_writes(ours[0]))}]
-        status, told = await abort(running, VLLM, request_ids=[next(iter(sglang.running))])
-        assert (status, told["status"], told["aborted"]) == (200, "aborted", 1)
-        status, told = await abort(running, VLLM)
-        assert (status, len(told["results"])) == (200, 2)
+        status, body = await abort(running, VLLM, request_ids=[next(iter(sglang.running))])
+        assert (status, body["status"], body["aborted"]) == (200, "aborted", 1)
+        status, body = await abort(running, VLLM)
+        assert (status, len(body["results"])) == (200, 2)
         assert (vllm.aborts[-1], sglang.aborts[-1]) == ({}, {"abort_all": True})
         await made.until_ended(6)
 
@@ -266,7 +266,7 @@ async def test_real_replicas_of_both_kinds_stop_and_are_idle(tmp_path, soon):
             async def until_running(count):
                 await running.until(
                     "/workers",
-                    lambda told: sum(each["in_flight"] for each in told["workers"]) == count,
+                    lambda body: sum(each["in_flight"] for each in body["workers"]) == count,
                 )
 
             async with trio.open_nursery() as nursery:
@@ -274,15 +274,17 @@ async def test_real_replicas_of_both_kinds_stop_and_are_idle(tmp_path, soon):
                     nursery.start_soon(ask, f"r{number}")
                 await until_running(12)
                 for number in range(4):  # so that each kind of replica has one of them
-                    status, told = await abort(running, rid=f"r{number}")
-                    assert (status, len(told["results"])) == (200, 1), told
+                    status, reported = await abort(running, rid=f"r{number}")
+                    assert (status, len(reported["results"])) == (200, 1), reported
                 await until(lambda: len(ends) == 4)
                 await until_running(8)
-                status, told = await abort(running, VLLM, request_ids=["r4", "r5"])
+                status, reported = await abort(running, VLLM, request_ids=["r4", "r5"])
                 assert status == 200
-                assert told["aborted"] == sum(each["body"]["aborted"] for each in told["results"])
+                assert reported["aborted"] == sum(
+                    each["body"]["aborted"] for each in reported["results"]
+                )
                 await until_running(6)
-                status, told = await abort(running, abort_all=True)
-                assert (status, len(told["results"])) == (200, 3)
+                status, reported = await abort(running, abort_all=True)
+                assert (status, len(reported["results"])) == (200, 3)
             assert ends == {f"r{number}": "abort" for number in range(12)}
             await until_running(0)

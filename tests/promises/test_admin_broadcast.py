@@ -19,17 +19,17 @@ async def test_one_update_reaches_all_and_is_read_back_and_compared(tmp_path):
             answer = await running.client.post(
                 "/update_weights_from_disk", json=UPDATE, headers={"Authorization": "Bearer t"}
             )
-            told = answer.json()
-            assert (answer.status_code, told["success"], told["status"]) == (200, True, "ok")
-            assert [each["worker"] for each in told["results"]] == [each.url for each in both]
-            assert told["weight_versions"] == {each.url: "v2" for each in both}
-            assert sorted(told["verification"]["checked"]) == sorted(each.url for each in both)
+            body = answer.json()
+            assert (answer.status_code, body["success"], body["status"]) == (200, True, "ok")
+            assert [each["worker"] for each in body["results"]] == [each.url for each in both]
+            assert body["weight_versions"] == {each.url: "v2" for each in both}
+            assert sorted(body["verification"]["checked"]) == sorted(each.url for each in both)
             for engine in both:
                 sent = dict(zip(engine.paths(), engine.headers, strict=True))
                 assert sent["/update_weights_from_disk"]["authorization"] == "Bearer t"
-            told = await running.until_routable(*both)
-            assert {record(told, each)["weight_version"] for each in both} == {"v2"}
-            assert {record(told, each)["weight_epoch"] for each in both} == {1}
+            body = await running.until_routable(*both)
+            assert {record(body, each)["weight_version"] for each in both} == {"v2"}
+            assert {record(body, each)["weight_epoch"] for each in both} == {1}
             weights = await running.get_json("/weights")
             assert weights["history"][-1]["path"] == "/update_weights_from_disk"
             assert not (tmp_path / "proxy.weights" / "journal.json").exists()
@@ -48,8 +48,8 @@ async def test_targets_are_out_of_routing_while_it_runs_and_back_afterwards(tmp_
             )
             for engine in both:
                 await engine.asked["/update_weights_from_disk"].wait()
-            told = await running.get_json("/workers")
-            assert [each["held_by"] for each in told["workers"]] == [["updating"]] * 2
+            body = await running.get_json("/workers")
+            assert [each["held_by"] for each in body["workers"]] == [["updating"]] * 2
             assert (await running.client.get("/ready")).status_code == 503
             assert (await running.client.get("/health")).status_code == 200
             refused = await running.ask()
@@ -59,16 +59,16 @@ async def test_targets_are_out_of_routing_while_it_runs_and_back_afterwards(tmp_
                 0o600, 0o700
             )  # fmt: skip
             held = await running.client.put(
-                "/workers/" + told["workers"][0]["worker_id"], json={"disabled": True}
+                "/workers/" + body["workers"][0]["worker_id"], json={"disabled": True}
             )
             assert held.status_code == 200
             for engine in both:
                 engine.gates["/update_weights_from_disk"].set()
             await running.until_routable(both[1])
-            told = await running.until(
-                "/workers", lambda told: not any(each["held_by"] for each in told["workers"])
+            body = await running.until(
+                "/workers", lambda body: not any(each["held_by"] for each in body["workers"])
             )
-            assert [each["disabled"] for each in told["workers"]] == [True, False]
+            assert [each["disabled"] for each in body["workers"]] == [True, False]
 
 
 async def test_a_pause_with_hold_keeps_them_out_until_continue(tmp_path):

@@ -106,10 +106,10 @@ async def test_keys_have_roles_and_a_file_with_a_key_is_read_again(tmp_path, mon
             await running.says("keys_reread table=admin.keys")
             assert await status("POST", "/reload", "deploy-1") == 403
             assert await status("POST", "/reload", "deploy-2") == 200
-            told = json.dumps(await running.get_json("/openapi.json")) + running.log
-            told += audit.read_text() + str((await running.client.get("/config")).json())
+            output = json.dumps(await running.get_json("/openapi.json")) + running.log
+            output += audit.read_text() + str((await running.client.get("/config")).json())
             for secret in ("read-me", "deploy-1", "deploy-2", digest):
-                assert secret not in told
+                assert secret not in output
 
 
 async def test_a_key_that_cannot_be_read_refuses_the_start(tmp_path):

@@ -65,8 +65,8 @@ async def test_control_routes_answer_there_alone_and_health_on_both(tmp_path):
                 assert answer.status_code == 403, path
                 assert answer.json()["error"]["code"] == "admin_listener_only"
                 assert "[admin] listen" in answer.json()["detail"]
-        told = (await running.client.post("/pause_generation")).json()
-        assert (told["success"], told["status"]) == (False, "error")
+        body = (await running.client.post("/pause_generation")).json()
+        assert (body["success"], body["status"]) == (False, "error")
         assert (await admin.get("/status")).status_code == 200
         added = await admin.post("/workers", json={"url": "http://127.0.0.1:1"})
         assert added.status_code == 200

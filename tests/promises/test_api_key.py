@@ -53,9 +53,9 @@ async def test_only_requests_with_the_key_reach_a_worker():
             added = await running.client.post("/workers", json=body, headers=RIGHT[0])
             assert added.status_code == 200
             assert (await running.client.get("/health")).status_code == 200
-            told = (await running.client.get("/config", headers=RIGHT[0])).text
-            assert KEY not in told
-            assert json.loads(told)["config"]["server"]["api_key"] == "***"
+            text = (await running.client.get("/config", headers=RIGHT[0])).text
+            assert KEY not in text
+            assert json.loads(text)["config"]["server"]["api_key"] == "***"
 
 
 async def test_a_refused_body_is_not_read_to_its_end():

@@ -40,17 +40,17 @@ async def refused_start(*words):
             command, capture_stdout=True, stderr=subprocess.STDOUT, check=False, cwd=ROOT
         )
     assert ended.returncode == 2
-    said = ended.stdout.decode()
-    assert "Traceback" not in said
-    assert "listening" not in said
-    return said
+    body = ended.stdout.decode()
+    assert "Traceback" not in body
+    assert "listening" not in body
+    return body
 
 
-def check(said, file, text, case):
+def check(message, file, text, case):
     """The line that names file, line, key path, reason and cure."""
     end, path, reason, cure = case
-    found = re.search(rf"^{re.escape(str(file))}:(\d+): (.*)$", said, re.MULTILINE)
-    assert found, said
+    found = re.search(rf"^{re.escape(str(file))}:(\d+): (.*)$", message, re.MULTILINE)
+    assert found, message
     first = text.count("\n", 0, text.rindex(end)) + 1
     assert first <= int(found[1]) <= first + end.count("\n")
     assert found[2].startswith(path)
@@ -69,8 +69,10 @@ async def test_a_bad_file_stops_the_start_and_binds_nothing(tmp_path, worker, na
 async def test_every_problem_is_notified_at_once(tmp_path, worker):
     file = tmp_path / "proxy.toml"
     put(file, toml([worker]) + "[routing]\npolcy = 1\nmodel = 2\n[admin]\nkey = 3\n")
-    said = await refused_start("--config", file)
-    assert [path in said for path in ("routing.polcy", "routing.model", "admin.key")] == [True] * 3
+    output = await refused_start("--config", file)
+    assert [path in output for path in ("routing.polcy", "routing.model", "admin.key")] == [
+        True
+    ] * 3
 
 
 @pytest.mark.parametrize("what", ["missing", "folder", "bytes", "empty name"])
@@ -82,13 +84,13 @@ async def test_a_file_that_cannot_be_read_stops_the_start(tmp_path, what):
         file.write_bytes(b"[server]\nport = 0 # \xff\xfe\n")
     elif what == "empty name":
         file = Path()
-    said = await refused_start("--config", file)
-    assert str(file) in said
+    output = await refused_start("--config", file)
+    assert str(file) in output
 
 
 async def test_a_bad_flag_stops_the_start():
-    said = await refused_start("--worker-urls", "http://127.0.0.1:99999", "--policy", "rnd")
-    assert "99999" in said or "rnd" in said
+    output = await refused_start("--worker-urls", "http://127.0.0.1:99999", "--policy", "rnd")
+    assert "99999" in output or "rnd" in output
 
 
 async def test_a_bad_file_at_a_reload_changes_nothing_and_its_error_stands_until_it_is_mended(
@@ -109,8 +111,8 @@ async def test_a_bad_file_at_a_reload_changes_nothing_and_its_error_stands_until
                 last = (await running.get_json(path))["last_reload"]
                 assert last["outcome"] == "refused"
                 check(last["error"]["message"], file, text, case)
-            told = await running.get_json("/config")
-            assert (told["config"], told["revision"]) == (before, 1)
+            body = await running.get_json("/config")
+            assert (body["config"], body["revision"]) == (before, 1)
             assert urls(await running.get_json("/workers")) == [worker.url]
             assert (await running.ask()).status_code == 200
             put(file, good)

@@ -66,8 +66,8 @@ async def running(binary, *words, env=EMPTY, cwd=None):
 
 def children(process_id) -> list[int]:
     """Of all its threads."""
-    told = [file.read_text() for file in Path(f"/proc/{process_id}/task").glob("*/children")]
-    return [int(child) for each in told for child in each.split()]
+    reported = [file.read_text() for file in Path(f"/proc/{process_id}/task").glob("*/children")]
+    return [int(child) for each in reported for child in each.split()]
 
 
 def inner(process) -> int:
@@ -82,7 +82,7 @@ def words_of(process_id) -> list[str]:
         return []
 
 
-def doors(process_id) -> dict[int, list[str]]:
+def dataplane_processes(process_id) -> dict[int, list[str]]:
     """The words of each door process of that program, by its id."""
     found = {child: words_of(child) for child in children(process_id)}
     return {child: words for child, words in found.items() if "data-plane-process" in words}
@@ -102,11 +102,11 @@ async def serving(program):
     """Over a connection of its own: one that was kept may have ended with its door."""
     async with httpx.AsyncClient(base_url=program.client.base_url, trust_env=False) as fresh:
         try:
-            told = (await fresh.get("/status")).json()
+            body = (await fresh.get("/status")).json()
         except httpx.TransportError:
             return []
     return [
-        row["pid"] for row in told["data_plane"].get("processes", ()) if row["state"] == "serving"
+        row["pid"] for row in body["data_plane"].get("processes", ()) if row["state"] == "serving"
     ]
 
 
@@ -133,7 +133,7 @@ async def test_one_file_routes_a_stream_reloads_and_leaves(binary, tmp_path):
             put(file, toml([worker], more='[routing]\npolicy = "random"'))
             program.process.send_signal(signal.SIGHUP)
             await program.until(
-                "/config", lambda told: told["config"]["routing"]["policy"] == "random"
+                "/config", lambda body: body["config"]["routing"]["policy"] == "random"
             )
             assert await program.leave() == 0, program.log
             assert "Traceback" not in program.log
@@ -169,11 +169,11 @@ async def test_one_file_serves_by_several_processes_of_its_own(binary, tmp_path)
         async with running(binary, "--config", file) as program:
             first, second = await until_serving(program, 2)
             control = inner(program.process)
-            assert all(words[0] == str(binary) for words in doors(control).values())
+            assert all(words[0] == str(binary) for words in dataplane_processes(control).values())
             os.kill(first, signal.SIGKILL)
             ids = await until_serving(program, 2, without=[first])
             assert second in ids
-            assert doors(control).keys() == set(ids)
+            assert dataplane_processes(control).keys() == set(ids)
             await answers(program, worker)
             assert await program.leave() == 0, program.log
             assert not any(map(alive, ids))
@@ -230,7 +230,9 @@ async def test_an_archive_serves_by_several_processes_of_its_own(archive, tmp_pa
         words = ("-P", archive, "--config", file)
         async with running(sys.executable, *words, env=env, cwd="/") as program:
             ids = await until_serving(program, 2)
-            assert all(str(archive) in doors(program.process.pid)[child] for child in ids)
+            assert all(
+                str(archive) in dataplane_processes(program.process.pid)[child] for child in ids
+            )
             os.kill(ids[0], signal.SIGKILL)
             ids = await until_serving(program, 2, without=ids[:1])
             unpacked_here = list(temporary.glob("*/omni_proxy"))
@@ -249,10 +251,10 @@ def test_one_file_starts_where_the_locale_has_a_charset_of_its_own(binary, tmp_p
         if made.returncode > 1:  # 1: with warnings
             pytest.skip(made.stderr)
         env = EMPTY | {"LOCPATH": str(tmp_path), "LC_ALL": f"{language}.{charset}"}
-        told = subprocess.run(
+        reported = subprocess.run(
             [binary, "--version"], capture_output=True, timeout=60, check=False, env=env
         )
-        assert (told.returncode, told.stderr) == (0, b""), charset
+        assert (reported.returncode, reported.stderr) == (0, b""), charset
 
 
 def test_one_file_is_small(binary):
@@ -277,12 +279,12 @@ def test_one_file_has_every_command(binary, tmp_path):
         )
 
     for words in (["--version"], ["top", "--help"], ["replica", "--help"], ["completion", "bash"]):
-        told = run(*words)
-        assert (told.returncode, told.stderr) == (0, ""), words
-        assert "omni-proxy" in told.stdout
-    told = run("status", "--url", "http://127.0.0.1:1")
-    assert told.returncode == 2
-    assert "cannot connect to" in told.stderr
-    told = run("replica", "--model", "tiny")
-    assert told.returncode == 1
-    assert "pip install 'omni-proxy[replica]'" in told.stderr
+        reported = run(*words)
+        assert (reported.returncode, reported.stderr) == (0, ""), words
+        assert "omni-proxy" in reported.stdout
+    reported = run("status", "--url", "http://127.0.0.1:1")
+    assert reported.returncode == 2
+    assert "cannot connect to" in reported.stderr
+    reported = run("replica", "--model", "tiny")
+    assert reported.returncode == 1
+    assert "pip install 'omni-proxy[replica]'" in reported.stderr

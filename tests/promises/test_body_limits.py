@@ -99,7 +99,7 @@ async def test_a_client_that_leaves_in_its_body_costs_nothing(worker):
         async with opened.client() as client:
             await client.send(BARE + b"content-length: 20\r\n\r\n{")
         with trio.fail_after(30):
-            await opened.door.drained()
+            await opened.dataplane.drained()
         assert opened.wait_until_idle()
         assert opened.last["outcome"] == "client_disconnected"
     assert worker.requests == []
@@ -142,7 +142,7 @@ async def test_a_long_answer_does_not_hold_the_body_of_its_request():
         with trio.fail_after(30):
             while not opened.workers[0].requests:
                 await trio.sleep(0.001)
-            (conn,) = opened.door.loop.tasks
+            (conn,) = opened.dataplane.loop.tasks
             while not conn.exchange.relayed:
                 await trio.sleep(0.001)
         assert conn.exchange.requirements.body_fields is None
@@ -159,11 +159,11 @@ async def test_local_replies_of_admin_routes_have_the_keys_that_trainers_read(wo
                     head = b"POST %b HTTP/1.1\r\nhost: door\r\ncontent-length: %d\r\n\r\n"
                     await client.send(head % (path, length), b"{}")
                     answer = await client.answer()
-                told = json.loads(answer.body)
+                body = json.loads(answer.body)
                 # Without a front behind it the door alone can speak.
                 assert answer.status == (413 if length == 65 else 503)
-                assert (told["success"], told["status"]) == (False, "error")
-                assert told["message"] == told["error"]["message"]
+                assert (body["success"], body["status"]) == (False, "error")
+                assert body["message"] == body["error"]["message"]
         async with opened.client() as client:
             await client.send(b"GET /workers HTTP/1.1\r\nhost: door\r\n\r\n")
             assert "success" not in json.loads((await client.answer()).body)

@@ -16,7 +16,7 @@ NAMES = f"--host-resolver-rules=MAP {STRANGER} 127.0.0.1, MAP {REBOUND} 127.0.0.
 # What a page can send anywhere without asking first, then what it has to ask for.
 ATTACKS = """(async () => {
   const simple = { mode: "no-cors", method: "POST", headers: { "content-type": "text/plain" } };
-  const told = async (path, options) => {
+  const call = async (path, options) => {
     try { return (await fetch(BASE + path, options)).status; } catch { return "refused"; }
   };
   const image = (path) => new Promise((done) => {
@@ -40,20 +40,20 @@ ATTACKS = """(async () => {
     document.documentElement.append(it);
     it.submit();
   });
-  await told("workers", { ...simple, body: '{"url": "http://127.0.0.1:9"}' });
-  await told("reload", simple);
-  await told("pause_generation", simple);
-  await told("remove_worker?url=" + WORKER, simple);
-  await told("flush_cache", { mode: "no-cors" });
+  await call("workers", { ...simple, body: '{"url": "http://127.0.0.1:9"}' });
+  await call("reload", simple);
+  await call("pause_generation", simple);
+  await call("remove_worker?url=" + WORKER, simple);
+  await call("flush_cache", { mode: "no-cors" });
   await image("flush_cache");
   await image("v1/rl/engine/release_memory_occupation?selector=x!%3Dy");
   await form("workers", '{"url": "http://127.0.0.1:9", "model": "');
   return [
-    await told("workers", { method: "POST", headers: { "content-type": "application/json" },
+    await call("workers", { method: "POST", headers: { "content-type": "application/json" },
                             body: '{"url": "http://127.0.0.1:9"}' }),
-    await told("workers/" + encodeURIComponent(WORKER), { method: "DELETE" }),
-    await told("config"),
-    await told("status"),
+    await call("workers/" + encodeURIComponent(WORKER), { method: "DELETE" }),
+    await call("config"),
+    await call("status"),
   ];
 })()"""
 
@@ -90,9 +90,9 @@ async def test_a_page_of_another_origin_changes_nothing(page, tmp_path, target):
             f" return {ATTACKS}; }})()"
         )
         assert outcome == ["refused"] * 4
-        told = await running.get_json("/workers")
-        assert [each["url"] for each in told["workers"]] == [worker.url]
-        assert record(told, worker)["held_by"] == []
+        body = await running.get_json("/workers")
+        assert [each["url"] for each in body["workers"]] == [worker.url]
+        assert record(body, worker)["held_by"] == []
         after = await running.get_json("/status")
         assert after["revision"] == before["revision"]
         assert after["last_reload"] == before["last_reload"]
@@ -103,9 +103,9 @@ async def test_a_rebound_host_name_is_refused_with_the_setting_to_change(page, t
     async with running_server(tmp_path) as (running, _):
         await page.visit(under(REBOUND, running.client.base_url, "/dashboard"))
         await page.until("!document.querySelector('#locked').hidden")
-        told = await page.text("#locked")
-        assert f"add '{REBOUND}' to [admin] allowed_hosts" in told
-        assert "its key" not in told
+        text = await page.text("#locked")
+        assert f"add '{REBOUND}' to [admin] allowed_hosts" in text
+        assert "its key" not in text
         assert await page.tell("fetch('/config').then((answer) => answer.status)") == 403
 
 
@@ -125,9 +125,9 @@ async def test_a_page_of_another_origin_may_call_a_model(page, tmp_path):
     async with running_server(tmp_path) as (running, worker):
         await page.visit(worker.url.replace("127.0.0.1", STRANGER))
         url = str(running.client.base_url.join("/v1/chat/completions"))
-        told = await page.tell(f"""fetch({json.dumps(url)}, {{ method: "POST",
+        text = await page.tell(f"""fetch({json.dumps(url)}, {{ method: "POST",
             headers: {{ "content-type": "application/json", "authorization": "Bearer k" }},
             body: '{{"messages": []}}' }}).then(async (answer) => [
                 answer.status, await answer.text(), answer.headers.get("x-sglang-omni-worker")])""")
-        assert told[:2] == [200, '{"worker": "w"}']
-        assert told[2] is not None
+        assert text[:2] == [200, '{"worker": "w"}']
+        assert text[2] is not None

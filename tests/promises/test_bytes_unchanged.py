@@ -188,8 +188,10 @@ async def test_a_status_line_of_a_worker_passes_with_its_words():
 
 async def test_the_same_head_with_other_values_is_not_mixed_up():
     async def script(call):
-        told = dict(call.fields)
-        reply = json.dumps([told.get("x-request-id"), told.get("authorization"), len(call.body)])
+        reported = dict(call.fields)
+        reply = json.dumps(
+            [reported.get("x-request-id"), reported.get("authorization"), len(call.body)]
+        )
         await call.send(counted(reply.encode(), f"x-len: {len(call.body)}"))
 
     async with dataplane_before(script) as (_, client):

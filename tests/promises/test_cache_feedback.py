@@ -53,7 +53,7 @@ async def test_an_eviction_is_learned_from_the_usage_of_an_answer(form):
         fake_workers(answering_with_usage) as made,
         run_dataplane(*made, config=CONFIG) as opened,
     ):
-        meters = opened.door.recorders.meters = Metrics(opened.fleet, RecentWindow())
+        meters = opened.dataplane.recorders.meters = Metrics(opened.fleet, RecentWindow())
         async with opened.client() as client:
             for end in "abc":
                 await client.send(ask(end, stream=form is not whole))
@@ -61,10 +61,10 @@ async def test_an_eviction_is_learned_from_the_usage_of_an_answer(form):
                     answer = await client.answer()
                     assert bodies[-1] in answer.body
         (worker,) = opened.fleet.workers
-        predicted, told = meters.cached_tokens[worker]
-        assert told == 500
+        predicted, response_body = meters.cached_tokens[worker]
+        assert response_body == 500
         assert 1100 < predicted < 1400  # the shared part of the second and the third
-        assert opened.door.policy.stats()["corrections"] == 2
+        assert opened.dataplane.policy.stats()["corrections"] == 2
         assert not any(cell.tokens for cell in meters.series.values())
 
 
@@ -82,7 +82,7 @@ async def test_an_answer_without_a_report_teaches_nothing_and_leaves_nothing_wai
             await client.send(ask("a"))
             with suppress(Truncated):
                 await client.answer()
-        (reports,) = opened.door.policy._feedback.reports.values()
+        (reports,) = opened.dataplane.policy._feedback.reports.values()
         assert reports.oldest_unanswered(77) == 77
         assert (reports.answers, reports.backlog) == (0, 0)
 
@@ -98,13 +98,13 @@ async def test_feedback_can_be_switched_off_while_requests_run():
         async with opened.client() as client:
             await client.send(ask("a"))
             await client.answer()
-            (reports,) = opened.door.policy._feedback.reports.values()
+            (reports,) = opened.dataplane.policy._feedback.reports.values()
             assert reports.answers == 1
             opened.reload(CONFIG + "[routing.cache_aware]\nfeedback = false\n")
             await client.send(ask("b"))
             await client.answer()
             assert reports.answers == 1
-        assert not opened.door.settings.keeps_last_chunk
+        assert not opened.dataplane.settings.keeps_last_chunk
 
 
 REPORTS = {
@@ -127,7 +127,7 @@ async def test_of_two_legs_the_prefill_workers_cache_is_learned_by_the_protocol(
         for _ in range(2):
             await client.send(post(json.dumps(body).encode(), path=path))
             assert (await client.answer()).status == 200
-        pools = fleet.before.door.balancer.pools
+        pools = fleet.before.dataplane.balancer.pools
         (reports,) = pools.of("prefill")._feedback.reports.values()
         assert (reports.answers, reports.reported) == (2, 1400)
         (unread,) = pools.of("decode")._feedback.reports.values()
@@ -140,5 +140,5 @@ async def test_a_decode_worker_that_computes_the_prompt_reports_its_own_cache():
         fleet.decodes[0].usage, _ = REPORTS["nixl"]
         await client.send(post(json.dumps({"prompt": SHARED}).encode(), path="/v1/completions"))
         assert (await client.answer()).status == 200
-        (reports,) = fleet.before.door.balancer.pools.of("decode")._feedback.reports.values()
+        (reports,) = fleet.before.dataplane.balancer.pools.of("decode")._feedback.reports.values()
         assert (reports.answers, reports.reported) == (1, 700)

@@ -96,14 +96,14 @@ async def a_key_in_a_file_may_be_replaced(running, folder):
 
 
 async def usage_names_callers_and_no_key_is_anywhere(running):
-    def told_all(told):
-        usage = {each["name"]: each for each in told["keys"]}
+    def all_reported(reported):
+        usage = {each["name"]: each for each in reported["keys"]}
         return usage["rated"]["requests"] == 25 and not usage["narrow"]["in_flight"]
 
-    told = await running.until("/keys", told_all)
+    body = await running.until("/keys", all_reported)
     metrics = (await running.client.get("/metrics")).text
     assert 'omni_proxy_key_requests_total{key="rated"} 25' in metrics
-    shown = [json.dumps(told), metrics, (await running.client.get("/config")).text, running.log]
+    shown = [json.dumps(body), metrics, (await running.client.get("/config")).text, running.log]
     shown.append((await running.client.get("/status")).text)
     for secret in ("open-key", "narrow-key", "rated-key", "next-key"):
         assert not [text for text in shown if secret in text]

@@ -54,8 +54,8 @@ async def test_status_prints_the_state_and_sets_the_exit_status(place):
     assert f"at {place.at[1]}: ready" in out
     assert "2 of 2 take requests" in out
     assert all(len(line) <= 80 for line in out.splitlines())
-    told = json.loads((await ask("status", "--json", *place.at))[1])
-    assert {each["url"] for each in told["fleet"]} == {each.url for each in place.fleet}
+    body = json.loads((await ask("status", "--json", *place.at))[1])
+    assert {each["url"] for each in body["fleet"]} == {each.url for each in place.fleet}
     for worker in place.fleet:
         await ask("workers", "disable", worker.url, *place.at)
     status, out, _ = await ask("status", *place.at)
@@ -71,7 +71,7 @@ async def test_a_wrong_key_and_a_refused_file_are_reported(place):
     assert (status, "rejects the admin key" in err) == (2, True)
     put(place.file, "[server]\nprot = 1\n")
     place.client.headers["authorization"] = f"Bearer {KEY}"
-    await place.until("/status", lambda told: told["last_reload"].get("error"))
+    await place.until("/status", lambda body: body["last_reload"].get("error"))
     _, out, _ = await ask("status", *place.at)
     words = " ".join(out.split())
     assert "refused by file" in words
@@ -89,7 +89,7 @@ async def test_a_worker_is_drained_enabled_removed_and_added(place):
         assert (status, out) == (0, f"{a.url}: draining, 1 in flight, 1 min left\n")
         async with trio.open_nursery() as waiting:
             waiting.start_soon(_drained, place, a)
-            await place.until("/workers", lambda told: routable(told) == {b.url})
+            await place.until("/workers", lambda body: routable(body) == {b.url})
             a.gate.set()
     assert (await ask("workers", "enable", a.url, *place.at))[0] == 0
     await place.until_routable(a, b)

@@ -45,37 +45,37 @@ async def asked(*words):
         capture_stdout=True, stderr=subprocess.STDOUT, check=False, cwd=ROOT,
         env={**os.environ, "SGLANG_OMNI_ADMIN_KEY": KEY},
     )  # fmt: skip
-    said = ended.stdout.decode()
-    assert "Traceback" not in said
-    return ended.returncode, said
+    body = ended.stdout.decode()
+    assert "Traceback" not in body
+    return ended.returncode, body
 
 
 async def test_commands_show_the_certificate_that_is_named(place):
     file, url, worker = place
     for words in (("--config", file), ("--url", url, *CA)):
-        status, said = await asked("status", *words, *OWN)
-        assert (status, f"at {url}: ready" in said) == (0, True), said
-    status, said = await asked("workers", "disable", worker, "--url", url, *CA, *OWN)
-    assert (status, said) == (0, f"disabled {worker}: disabled, healthy\n")
-    status, said = await asked("top", "--once", "--url", url.removeprefix("https://"), *CA, *OWN)
-    assert (status, "1 disabled" in said) == (0, True), said
+        status, body = await asked("status", *words, *OWN)
+        assert (status, f"at {url}: ready" in body) == (0, True), body
+    status, body = await asked("workers", "disable", worker, "--url", url, *CA, *OWN)
+    assert (status, body) == (0, f"disabled {worker}: disabled, healthy\n")
+    status, body = await asked("top", "--once", "--url", url.removeprefix("https://"), *CA, *OWN)
+    assert (status, "1 disabled" in body) == (0, True), body
 
 
 async def test_without_a_certificate_commands_name_what_is_missing(place):
     file, url, _ = place
-    status, said = await asked("workers", "--config", file)
-    assert (status, "a client certificate is required" in said) == (2, True), said
-    status, said = await asked("workers", "--url", url, *CA)
-    assert (status, "pass --client-cert" in said) == (2, True), said
+    status, body = await asked("workers", "--config", file)
+    assert (status, "a client certificate is required" in body) == (2, True), body
+    status, body = await asked("workers", "--url", url, *CA)
+    assert (status, "pass --client-cert" in body) == (2, True), body
 
 
 async def test_one_that_is_not_believed_is_reported_and_so_is_a_proxy_that_is_not(place):
     _, url, _ = place
-    status, said = await asked("status", "--url", url, *CA, *STRANGERS)
-    assert (status, "does not accept the certificate" in said) == (2, True), said
-    assert "unknown ca" in said
-    status, said = await asked("status", "--url", url, *OWN)
-    assert (status, "no known authority signed the certificate of" in said) == (2, True), said
+    status, body = await asked("status", "--url", url, *CA, *STRANGERS)
+    assert (status, "does not accept the certificate" in body) == (2, True), body
+    assert "unknown ca" in body
+    status, body = await asked("status", "--url", url, *OWN)
+    assert (status, "no known authority signed the certificate of" in body) == (2, True), body
 
 
 async def test_the_trainers_endpoint_shows_its_own(place):
@@ -91,7 +91,7 @@ async def test_the_trainers_endpoint_shows_its_own(place):
     certificate = ClientCert(str(AUTHORITY), OWN[1], OWN[3])
     answer, _ = await trio.to_thread.run_sync(call, certificate)
     assert (answer.status, answer.body["waiting"]) == (200, [])
-    answer, said = await trio.to_thread.run_sync(call, ClientCert(ca=str(AUTHORITY)))
+    answer, body = await trio.to_thread.run_sync(call, ClientCert(ca=str(AUTHORITY)))
     assert (answer.ok, answer.status) == (False, 0)
     assert "requires a client certificate" in answer.why
-    assert "requires a client certificate" in said
+    assert "requires a client certificate" in body

@@ -51,7 +51,7 @@ async def test_a_client_that_leaves_before_the_answer_frees_the_worker_at_once(h
         async with opened.client() as client:
             await client.send(post())
             await until(script.asked)
-            assert (opened.door.in_flight, opened.fleet.workers[0].in_flight) == (1, 1)
+            assert (opened.dataplane.in_flight, opened.fleet.workers[0].in_flight) == (1, 1)
             await leave(client, how)
             await until(script.left)
         assert opened.wait_until_idle()

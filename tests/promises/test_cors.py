@@ -76,7 +76,7 @@ async def test_a_workers_own_policy_is_not_added_to_ours(tmp_path):
         url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
         put(file, toml([]) + f'[[workers]]\nurl = "{url}"\n')
         async with program("--config", file) as running:
-            await running.until("/ready", lambda told: told.get("status") == "ready")
+            await running.until("/ready", lambda body: body.get("status") == "ready")
             answer = await running.client.post(MODELS, json=chat(), headers=PAGE)
             assert answer.headers.get_list(ALLOW) == ["*"]
             assert "access-control-allow-credentials" not in answer.headers

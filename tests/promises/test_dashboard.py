@@ -124,8 +124,8 @@ async def test_a_paused_fleet_is_no_serving_fleet(page, tmp_path):
         await running.client.post("/pause_generation", json=body, headers=headers)
         await shows(page, "#state", "Not ready: all workers are PAUSED")
         ends_it = "omni-proxy weights continue"
-        told = ("PAUSED: 2 of 2 workers", "by trainer-7 from 127.0.0.1", "retract", ends_it)
-        await shows(page, "#alerts", *told)
+        reported = ("PAUSED: 2 of 2 workers", "by trainer-7 from 127.0.0.1", "retract", ends_it)
+        await shows(page, "#alerts", *reported)
         await shows(page, row(fleet[0]), "PAUSED", "trainer-7")
         assert (await running.client.get("/ready")).status_code == 503
 
@@ -139,8 +139,8 @@ async def test_a_rollout_is_seen_until_it_has_ended(page, tmp_path):
         body = {"model_path": "/m", "weight_version": "v2", "pause_after_canary": True}
         headers = {"User-Agent": "operator-3"}
         await running.client.post("/weights/rollout", json=body, headers=headers)
-        told = ("Rollout to v2: paused", "1 of 2 workers updated", "resume continues")
-        await shows(page, "#alerts", *told)
+        reported = ("Rollout to v2: paused", "1 of 2 workers updated", "resume continues")
+        await shows(page, "#alerts", *reported)
         rows = (f"{address(fleet[0])} updated", f"{address(fleet[1])} pending", "operator-3")
         await shows(page, "#weights-now", "Rollout to v2 is paused", *rows)
         assert "different weights" not in await page.text("#alerts")
@@ -250,8 +250,8 @@ async def test_without_the_key_nothing_is_reported(page, tmp_path):
         await shows(page, row(one), "disabled")
         await page.click("#forget")
         await shows(page, "#locked", "Enter the admin API key")
-        told = await page.tell(everything)
-        assert (address(one) in told, KEY in told) == (False, False)
+        reported = await page.tell(everything)
+        assert (address(one) in reported, KEY in reported) == (False, False)
         assert await page.tell("sessionStorage.length") == 0
 
 
@@ -372,8 +372,8 @@ async def test_it_fits_a_phone_whatever_others_name_light_and_dark(page, tmp_pat
 
 async def lightness(page):
     """Of the background, 0 to 255."""
-    told = await page.tell("getComputedStyle(document.body).backgroundColor")
-    return sum(map(int, told.removeprefix("rgb(").removesuffix(")").split(","))) / 3
+    reported = await page.tell("getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, reported.removeprefix("rgb(").removesuffix(")").split(","))) / 3
 
 
 async def test_a_lost_connection_is_shown_and_restored(page, tmp_path):
@@ -391,7 +391,7 @@ async def test_a_lost_connection_is_shown_and_restored(page, tmp_path):
         page.complaints.clear()
 
 
-async def test_a_key_that_may_only_read_sees_all_and_is_told_what_it_may_not(page, tmp_path):
+async def test_a_key_that_may_only_read_sees_all_and_learns_what_it_may_not(page, tmp_path):
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     settings = f'[[admin.keys]]\nname = "viewer"\nkey_sha256 = "{digest}"\n'
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet, more=settings):

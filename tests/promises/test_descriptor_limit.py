@@ -109,10 +109,10 @@ async def test_a_process_that_exits_without_free_descriptors_is_replaced_later(t
         put(file, toml(fleet, more="processes = 2").replace(PROBES, RARELY))
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
-            told = await running.until("/status", serving)
+            body = await running.until("/status", serving)
             soft, hard = resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE)
             resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (3, hard))
-            os.kill(told["data_plane"]["processes"][0]["pid"], signal.SIGKILL)
+            os.kill(body["data_plane"]["processes"][0]["pid"], signal.SIGKILL)
             await running.says(
                 'dataplane_process_exited process=1 reason="could not be started: Too many open files'
             )
@@ -120,8 +120,10 @@ async def test_a_process_that_exits_without_free_descriptors_is_replaced_later(t
             await running.until("/status", serving)
 
 
-def serving(told: dict) -> bool:
-    return [door["state"] for door in told["data_plane"]["processes"]] == ["serving"] * 2
+def serving(reported: dict) -> bool:
+    return [dataplane["state"] for dataplane in reported["data_plane"]["processes"]] == [
+        "serving"
+    ] * 2
 
 
 async def test_a_process_without_free_descriptors_moves_to_a_new_port_later(tmp_path):
@@ -136,19 +138,19 @@ async def test_a_process_without_free_descriptors_moves_to_a_new_port_later(tmp_
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
             put(file, toml(fleet, port=port, more="processes = 2").replace(PROBES, RARELY))
             running.process.send_signal(signal.SIGHUP)
-            for door in (1, 2):
+            for dataplane in (1, 2):
                 await running.says(
-                    f"dataplane_process_listen_failed process={door} .*Too many open files"
+                    f"dataplane_process_listen_failed process={dataplane} .*Too many open files"
                 )
             for pid, limit in zip(pids, limits, strict=True):
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
             async with client_of(f"127.0.0.1:{port}") as client:
                 await served(client)
-            for door in (1, 2):
-                await running.says(f"dataplane_process_listen_recovered process={door}")
+            for dataplane in (1, 2):
+                await running.says(f"dataplane_process_listen_recovered process={dataplane}")
             running.client.base_url = f"http://127.0.0.1:{port}"
             assert pids_of(await running.until("/status", serving)) == pids
 
 
-def pids_of(told: dict) -> list[int]:
-    return [door["pid"] for door in told["data_plane"]["processes"]]
+def pids_of(reported: dict) -> list[int]:
+    return [dataplane["pid"] for dataplane in reported["data_plane"]["processes"]]

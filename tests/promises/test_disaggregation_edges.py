@@ -141,7 +141,7 @@ async def test_the_body_is_not_kept_while_the_answer_streams():
         fleet.decodes[0].gate = trio.Event()
         await client.send(post(b'{"messages": [], "stream": true, "x": "%b"}' % (b"a" * 100_000)))
         await client.until(b'"0"')
-        assert not fleet.before.door.inflight.held_bytes
+        assert not fleet.before.dataplane.inflight.held_bytes
         assert not [each for each in gc.get_objects() if isinstance(each, JsonText)]
         fleet.decodes[0].gate.set()
         await client.until(b"[DONE]")
@@ -189,6 +189,6 @@ async def test_under_load_with_failures_nothing_is_left_behind(connector, seed):
             for number in range(60):
                 nursery.start_soon(one, number)
         await eventually(fleet.before.wait_until_idle)
-        assert fleet.before.door.inflight.held_bytes == 0
+        assert fleet.before.dataplane.inflight.held_bytes == 0
         assert answers.count(200) > len(answers) / 2
-        await eventually(lambda: not fleet.before.door.loop.side_tasks)
+        await eventually(lambda: not fleet.before.dataplane.loop.side_tasks)

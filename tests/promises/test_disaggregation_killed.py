@@ -156,17 +156,17 @@ async def ask(client, *, stream):
     if not stream:
         if wrong:
             return "", {answer.body.split(b'"')[3].decode()}, wrong
-        told = json.loads(answer.body)
-        return told["text"], {told["by"]}, ""
+        reported = json.loads(answer.body)
+        return reported["text"], {reported["by"]}, ""
     lines = [line[6:] for line in answer.body.split(b"\n") if line.startswith(b"data: ")]
     events = [json.loads(line) for line in lines if line != b"[DONE]"]
     if any("error" in event for event in events):
         assert b"[DONE]" not in lines
         wrong = "error event"
-    told = [event for event in events if "text" in event]
-    text = "".join(event["text"] for event in told)
+    reported = [event for event in events if "text" in event]
+    text = "".join(event["text"] for event in reported)
     assert wrong or lines[-1] == b"[DONE]"
-    return text, {event["by"] for event in told}, wrong
+    return text, {event["by"] for event in reported}, wrong
 
 
 @asynccontextmanager
@@ -223,8 +223,8 @@ async def kill_at(moment, roles, running, fleet, nursery):
 
 
 async def records(running):
-    told = await running.get_json("/workers")
-    return {record["url"]: record for record in told["workers"]}
+    body = await running.get_json("/workers")
+    return {record["url"]: record for record in body["workers"]}
 
 
 async def until_well(running, fleet):
@@ -241,13 +241,13 @@ async def until_well(running, fleet):
 async def until_idle(running, engines):
     """No request is counted anywhere, and none waits at an engine."""
 
-    def nobody_counts(told):
-        counts = [record["in_flight"] for record in told["workers"]]
+    def nobody_counts(reported):
+        counts = [record["in_flight"] for record in reported["workers"]]
         assert min(counts) >= 0
         return not any(counts)
 
     await running.until("/workers", nobody_counts)
-    await running.until("/status", lambda told: told["data_plane"]["inflight"] == 0)
+    await running.until("/status", lambda body: body["data_plane"]["inflight"] == 0)
     for each in engines:
         with trio.fail_after(PATIENCE_SECS):
             while (await running.client.get(each.url)).json()["waiting"]:

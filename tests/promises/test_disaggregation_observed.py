@@ -19,8 +19,8 @@ CONNECTORS = ["sglang", "nixl", "mooncake"]
 
 
 def metered(fleet):
-    meters = Metrics(fleet.before.fleet, RecentWindow(), fleet.before.door.loop.clock)
-    fleet.before.door.recorders.meters = meters
+    meters = Metrics(fleet.before.fleet, RecentWindow(), fleet.before.dataplane.loop.clock)
+    fleet.before.dataplane.recorders.meters = meters
     return meters
 
 
@@ -81,8 +81,8 @@ async def test_legs_fallbacks_and_failed_transfers_are_counted():
 async def test_prefill_workers_have_a_rate_and_latencies_but_the_fleet_counts_requests():
     async with fleet_of("sglang") as (fleet, client):
         window = RecentWindow()
-        meters = Metrics(fleet.before.fleet, window, fleet.before.door.loop.clock)
-        fleet.before.door.recorders.meters = meters
+        meters = Metrics(fleet.before.fleet, window, fleet.before.dataplane.loop.clock)
+        fleet.before.dataplane.recorders.meters = meters
         for _ in range(3):
             await client.send(CHAT)
             await client.answer()
@@ -109,7 +109,7 @@ async def test_an_abort_by_the_clients_own_rid_ends_both_legs(rid):
         await client.send(post(json.dumps(body).encode(), path="/generate"))
         await eventually(lambda: fleet.prefills[0].held)
         target = AbortTarget(("mine",)) if rid == "mine" else AbortTarget(("m",), prefix=True)
-        found = await fleet.before.door.abort(target)
+        found = await fleet.before.dataplane.abort(target)
         assert set(found.known) == set(target.ids)
         await eventually(lambda: fleet.prefills[0].aborts and fleet.decodes[0].aborts)
         assert fleet.prefills[0].aborts[0] == fleet.prefills[0].bodies[0]["rid"]
@@ -128,7 +128,7 @@ async def test_an_abort_while_prefill_computes_sends_nothing_to_the_decode_worke
         fleet.prefills[0].fault = computes
         await client.send(post(b'{"messages": []}', "X-Request-Id: r7"))
         await fleet.prefills[0].begun.wait()
-        found = await fleet.before.door.abort(AbortTarget(("r7",)))
+        found = await fleet.before.dataplane.abort(AbortTarget(("r7",)))
         assert found.waiting == 1
         assert b"abort" in (await client.answer()).body
         await left.wait()

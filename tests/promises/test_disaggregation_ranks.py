@@ -85,8 +85,8 @@ async def test_a_rank_that_the_client_names_is_that_of_decode(monkeypatch, by, p
         own = [each.get("routed_dp_rank") for each in first.bodies]
         assert own == ([0, 1] if prefill == 2 else [None, None])
         assert not any("data_parallel_rank" in each for each in first.bodies)
-        told = [each.get("disagg_prefill_dp_rank") for each in second.bodies]
-        assert told == own
+        reported = [each.get("disagg_prefill_dp_rank") for each in second.bodies]
+        assert reported == own
         for raw in (*first.raw, *second.raw):
             assert raw.count(b"_dp_rank") == raw.count(b'"routed_dp_rank"') + (
                 b'"disagg_prefill_dp_rank"' in raw
@@ -121,8 +121,8 @@ async def test_mooncakes_decode_engine_gets_the_engine_id_of_the_prefill_rank(mo
         for _ in range(4):
             assert (await ask(client, {"messages": []})).status == 200
         assert ranks(prefill) == ["0", "1"] * 2
-        told = [body["kv_transfer_params"]["remote_engine_id"] for body in decode.bodies]
-        assert told == ["engine-a", "engine-b"] * 2
+        reported = [body["kv_transfer_params"]["remote_engine_id"] for body in decode.bodies]
+        assert reported == ["engine-a", "engine-b"] * 2
         assert prefill.queries == 1
         await eventually(lambda: none_held(fleet))
 

@@ -155,4 +155,4 @@ async def test_a_body_of_many_megabytes_takes_two_legs_too(connector):
         assert answer.status == 200
         assert [engine.bodies[0]["messages"] for engine in fleet.engines] == [body["messages"]] * 2
         await eventually(fleet.before.wait_until_idle)
-        assert fleet.before.door.inflight.held_bytes == 0
+        assert fleet.before.dataplane.inflight.held_bytes == 0

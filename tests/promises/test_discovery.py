@@ -46,8 +46,8 @@ async def ask(running, times: int) -> None:
 
 
 async def not_routable(running, engine) -> dict:
-    told = await running.until("/workers", lambda told: engine.url not in routable(told))
-    return record(told, engine)
+    body = await running.until("/workers", lambda body: engine.url not in routable(body))
+    return record(body, engine)
 
 
 async def test_pods_join_and_leave_while_requests_go_on(api, engines, file):
@@ -56,8 +56,8 @@ async def test_pods_join_and_leave_while_requests_go_on(api, engines, file):
     for engine in (one, two):
         api.put(pod_of(engine))
     async with program("--config", file) as running:
-        told = await running.until_routable(one, two)
-        found = record(told, one)
+        body = await running.until_routable(one, two)
+        found = record(body, one)
         assert found["origin"] == "discover"
         assert found["discovered"] == {
             "source": "pods", "uid": "uid-one", "namespace": "default", "pod": "one",
@@ -74,14 +74,14 @@ async def test_pods_join_and_leave_while_requests_go_on(api, engines, file):
             with trio.fail_after(20):
                 await one.halfway.wait()
             api.begin_deletion("uid-one")  # its probes succeed all the same
-            told = await not_routable(running, one)
-            assert (told["why"], told["health_state"]) == ("its pod is being deleted", "healthy")
+            body = await not_routable(running, one)
+            assert (body["why"], body["health_state"]) == ("its pod is being deleted", "healthy")
             before = one.requests
             await ask(running, 20)
             assert one.requests == before
             one.gate.set()
         assert all(b"[DONE]" in answer.content for answer in streamed)
-        await running.until("/workers", lambda told: urls(told) == [two.url])
+        await running.until("/workers", lambda body: urls(body) == [two.url])
 
         api.put(pod_of(three, ready=False))
         api.ready("uid-three", True)
@@ -94,14 +94,14 @@ async def test_pods_join_and_leave_while_requests_go_on(api, engines, file):
         api.ready("uid-two", True)
         await running.until_routable(two, three)
         api.label("uid-two", app="other")
-        await running.until("/workers", lambda told: urls(told) == [three.url])
+        await running.until("/workers", lambda body: urls(body) == [three.url])
         api.delete("uid-three")
         api.put(pod_of(three, "reborn"))
-        told = await running.until(
+        body = await running.until(
             "/workers",
-            lambda told: [each["discovered"]["uid"] for each in told["workers"]] == ["reborn"],
+            lambda body: [each["discovered"]["uid"] for each in body["workers"]] == ["reborn"],
         )
-        assert record(told, three)["routed_requests"] == 0
+        assert record(body, three)["routed_requests"] == 0
         await running.until_routable(three)
 
 
@@ -118,8 +118,8 @@ async def test_an_api_server_that_fails_takes_nothing_away(api, engines, file):
         api.put(pod_of(two))
         api.cut_watches()
 
-        def stale(told):
-            (row,) = told["discovery"]
+        def stale(reported):
+            (row,) = reported["discovery"]
             return row["state"] == "stale" and "403" in row["error"]
 
         # What was sent before the cut has been read.
@@ -150,13 +150,13 @@ async def test_what_http_changed_of_a_found_worker_survives_a_restart(api, engin
         assert (await running.client.put(place(one), json={"disabled": True})).status_code == 200
         assert (await running.client.delete(place(two))).status_code == 200
     async with program("--config", file) as running:
-        told = await running.until_routable(three)
-        assert {*urls(told)} == {one.url, three.url}
-        assert (record(told, one)["disabled"], record(told, one)["origin"]) == (True, "discover")
+        body = await running.until_routable(three)
+        assert {*urls(body)} == {one.url, three.url}
+        assert (record(body, one)["disabled"], record(body, one)["origin"]) == (True, "discover")
         added = await running.client.post("/workers", json={"url": two.url})
         assert added.status_code == 200
-        told = await running.until_routable(two, three)
-        assert record(told, two)["origin"] == "api"
+        body = await running.until_routable(two, three)
+        assert record(body, two)["origin"] == "api"
 
 
 async def test_every_process_stops_at_once(api, engines, file):
@@ -167,7 +167,7 @@ async def test_every_process_stops_at_once(api, engines, file):
     async with program("--config", file) as running:
         await running.until_routable(one, two)
         api.begin_deletion("uid-one")
-        await running.until("/workers", lambda told: urls(told) == [two.url])
+        await running.until("/workers", lambda body: urls(body) == [two.url])
         before = one.requests
         async with trio.open_nursery() as nursery:
             for _ in range(8):
@@ -194,12 +194,12 @@ async def test_addresses_in_dns_are_workers(nursery, engines, file):
         f'dns_server = "{server.address}"\nrefresh_secs = 0.1\n',
     )
     async with program("--config", file) as running:
-        told = await running.until_routable(one, two)
-        assert record(told, one)["discovered"]["uid"] == one.url
+        body = await running.until_routable(one, two)
+        assert record(body, one)["discovered"]["uid"] == one.url
         records(two)
-        await running.until("/workers", lambda told: urls(told) == [two.url])
+        await running.until("/workers", lambda body: urls(body) == [two.url])
         server.rcodes[name] = dns.rcode.SERVFAIL
-        await running.until("/status", lambda told: told["discovery"][0]["state"] == "stale")
+        await running.until("/status", lambda body: body["discovery"][0]["state"] == "stale")
         await ask(running, 5)
 
 
@@ -212,7 +212,7 @@ async def test_a_table_comes_and_goes_with_the_file(api, engines, file):
     async with program("--config", file) as running:
         await running.until_routable(one)
         put(file, SERVER + PROBES + named + table(api))
-        told = await running.until_routable(one, two)
-        assert (record(told, one)["origin"], record(told, two)["origin"]) == ("file", "discover")
+        body = await running.until_routable(one, two)
+        assert (record(body, one)["origin"], record(body, two)["origin"]) == ("file", "discover")
         put(file, SERVER + PROBES + named)
         await running.until_routable(one)

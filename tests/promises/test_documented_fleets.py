@@ -94,9 +94,9 @@ async def routable(url, count):
     async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
 
         async def holds():
-            told = (await client.get("/workers")).json()
-            known = [each for each in told["workers"] if each["weight_version"]]
-            return told["routable_workers"] == count == len(known)
+            body = (await client.get("/workers")).json()
+            known = [each for each in body["workers"] if each["weight_version"]]
+            return body["routable_workers"] == count == len(known)
 
         await until(holds)
 
@@ -140,14 +140,16 @@ async def test_the_page_for_trainers_is_true_of_the_fleet_that_it_launches(tmp_p
                 aborted = json.loads(shown[shown.index('{"') :])
                 assert [result["worker"] for result in aborted["results"]] == workers
                 assert aborted["success"]
-            told = await typing.type(page.next("omni-proxy weights checksum"))
-            assert told.splitlines()[0] == shown_sums.splitlines()[0]
-            assert len({line.split()[-1] for line in told.splitlines()[2:]}) == 1
-            told = await typing.type(page.next("omni-proxy weights status"))
+            output = await typing.type(page.next("omni-proxy weights checksum"))
+            assert output.splitlines()[0] == shown_sums.splitlines()[0]
+            assert len({line.split()[-1] for line in output.splitlines()[2:]}) == 1
+            output = await typing.type(page.next("omni-proxy weights status"))
             for number, worker in enumerate(workers):
                 shown_status = shown_status.replace(f"http://127.0.0.1:3100{number}", worker)
-            said, shown = (re.sub(r"\S+T\S+ |\d+\.\d s", "", text) for text in (told, shown_status))
-            assert said == shown
+            output, shown = (
+                re.sub(r"\S+T\S+ |\d+\.\d s", "", text) for text in (output, shown_status)
+            )
+            assert output == shown
             assert await typing.type(page.next("omni-proxy weights resolve"))
     assert page.typed
 
@@ -181,15 +183,15 @@ async def test_the_page_of_weight_syncs_is_true_of_its_three_replicas_and_its_tr
             assert lines[1].split() == head.split()
             assert [line.split()[0] for line in lines[2:]] == list("01234")
             assert all(" 3 equal " in line for line in lines[2:])
-            told = await typing.type(page.next("tools/trainer --rounds 1 --fault short"), status=1)
-            assert "was announced with" in told
-            assert "Nothing was changed" in told
+            body = await typing.type(page.next("tools/trainer --rounds 1 --fault short"), status=1)
+            assert "was announced with" in body
+            assert "Nothing was changed" in body
             two = await typing.type(page.next("tools/trainer --rounds 1 --fault two-at-once"))
             assert "the second trainer was told: 409 another trainer owns the weight sync" in two
             kept = json.loads(await typing.type(page.next("curl -s localhost:30000/weights/ver")))
             assert "step-3" in json.dumps(kept)
-            told = json.loads(await typing.type(page.next("curl -s localhost:30000/weights/roll")))
-            assert told["success"] is True
+            body = json.loads(await typing.type(page.next("curl -s localhost:30000/weights/roll")))
+            assert body["success"] is True
     assert page.typed
 
 
@@ -217,10 +219,10 @@ async def test_a_replica_of_the_page_lives_in_two_processes_and_is_profiled(tmp_
                     answer = await client.post("/v1/chat/completions", json=body)
                     assert answer.status_code == 200
             assert json.loads(await typing.type(page.next("curl ")))
-            told = await typing.type(page.next("omni-proxy replica profile"))
+            output = await typing.type(page.next("omni-proxy replica profile"))
             (shown,) = (text for text in blocks("docs/replica.md", "") if "# Requests" in text)
-            assert told.splitlines()[0] == shown.splitlines()[0]
-            assert "scheduler_prefill_start->scheduler_prefill_end" in told
+            assert output.splitlines()[0] == shown.splitlines()[0]
+            assert "scheduler_prefill_start->scheduler_prefill_end" in output
             for written in ("page.html", "report.json"):
                 await typing.type(page.next("omni-proxy replica profile"))
                 assert (tmp_path / written).stat().st_size > 500
@@ -240,8 +242,8 @@ async def test_the_documented_replica_serves_chat_speech_and_transcription(tmp_p
         async with terminal(tmp_path, places) as typing:
             await typing.leave_running(page.next("omni-proxy replica --speech"))
             await healthy(f"http://127.0.0.1:{port}")
-            told = json.loads(await typing.type(page.next("curl ")))
-            assert "Paris" in told["choices"][0]["message"]["content"]
+            body = json.loads(await typing.type(page.next("curl ")))
+            assert "Paris" in body["choices"][0]["message"]["content"]
             await typing.type(page.next("curl "))
             assert (tmp_path / "question.wav").read_bytes().startswith(b"RIFF")
             heard = json.loads(await typing.type(page.next("curl ")))["text"]
@@ -249,7 +251,9 @@ async def test_the_documented_replica_serves_chat_speech_and_transcription(tmp_p
 
 
 def test_what_is_run_elsewhere_stands_in_a_page_and_is_run_by_a_test_that_is_there():
-    told = "".join((ROOT / f"docs/{page}.md").read_text() for page in ("replica", "weight-sync"))
+    reported = "".join(
+        (ROOT / f"docs/{page}.md").read_text() for page in ("replica", "weight-sync")
+    )
     for line, test in ELSEWHERE.items():
-        assert line in told
+        assert line in reported
         assert (ROOT / test).is_file()

@@ -137,7 +137,7 @@ async def test_a_partly_received_request_is_still_answered(tmp_path, script):
         connected(running) as client,
     ):
         await client.send(request[:30])
-        await running.until("/status", lambda told: told["data_plane"]["phases"].get("head"))
+        await running.until("/status", lambda body: body["data_plane"]["phases"].get("head"))
         await drain(running, idle)
         await client.send(request[30:])
         answer = await client.answer()
@@ -174,7 +174,7 @@ async def test_a_port_in_use_stops_the_start_with_a_message(tmp_path):
             refused = await trio.run_process(
                 command, capture_stderr=True, check=False, cwd=Path(__file__).parents[2]
             )
-    said = refused.stderr.decode()
+    body = refused.stderr.decode()
     assert refused.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in said
-    assert "Traceback" not in said
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in body
+    assert "Traceback" not in body

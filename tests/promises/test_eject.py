@@ -65,12 +65,12 @@ async def test_three_failed_requests_in_a_row_eject_their_worker(eject_to, state
     config = f'[routing]\nmax_total_retries = 1\neject = "{eject_to}"'
     async with dataplane_before(resetting, config=config) as (opened, client):
         (worker,) = opened.fleet.workers
-        told = []
-        opened.fleet.watch_ejected(told.append)
+        reported = []
+        opened.fleet.watch_ejected(reported.append)
         for turn in range(3):
-            assert (worker.routable, told) == (True, []), turn
+            assert (worker.routable, reported) == (True, []), turn
             assert (await ask(client)).status == 502
-        assert (worker.health.state, told) == (state, [worker])
+        assert (worker.health.state, reported) == (state, [worker])
         assert (await ask(client)).status == 503
 
 
@@ -213,8 +213,8 @@ async def test_the_program_ejects_probes_at_once_and_readmits(tmp_path):
             for _ in range(3):
                 assert (await program.ask()).status_code == 502
             script.script = GOOD
-            told = await program.until("/workers", lambda told: told["routable_workers"] == 1)
-            assert told["workers"][0]["trial"]
+            body = await program.until("/workers", lambda body: body["routable_workers"] == 1)
+            assert body["workers"][0]["trial"]
             assert (await program.ask()).status_code == 200
             assert not (await program.get_json("/workers"))["workers"][0]["trial"]
 
@@ -235,4 +235,4 @@ async def test_the_program_removes_what_it_ejects_until_its_entry_changes(tmp_pa
             assert (await program.client.post("/reload")).json()["outcome"] == "unchanged"
             entry = f'[[workers]]\nurl = "{made[0].url}"\n'
             put(file, toml(made, more=more).replace(entry, entry + 'model = "new"\n'))
-            await program.until("/workers", lambda told: told["total_workers"] == 2)
+            await program.until("/workers", lambda body: body["total_workers"] == 2)

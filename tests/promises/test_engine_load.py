@@ -55,8 +55,8 @@ class Engine(FakeWorker):
         return sum(self.asked.values())
 
 
-def load_of(told, engine):
-    (found,) = [each for each in told["workers"] if each["url"] == engine.url]
+def load_of(reported, engine):
+    (found,) = [each for each in reported["workers"] if each["url"] == engine.url]
     return found["engine_load"] or {"state": "unknown"}
 
 
@@ -86,12 +86,12 @@ async def test_an_overloaded_engine_gets_no_request_from_any_process(tmp_path):
         async with program("--config", file) as running:
             running.client.headers["connection"] = "close"  # any process, each time
             await running.until_routable(a, b)
-            await running.until("/status", lambda told: serving(told, 2))
+            await running.until("/status", lambda body: serving(body, 2))
             await until_shares(running, a, b, lambda at_a, _: not at_a)
-            told = await running.until(
-                "/workers", lambda told: load_of(told, a)["state"] == "overloaded"
+            body = await running.until(
+                "/workers", lambda body: load_of(body, a)["state"] == "overloaded"
             )
-            assert (load_of(told, a)["waiting"], load_of(told, b)["state"]) == (9.0, "ok")
+            assert (load_of(body, a)["waiting"], load_of(body, b)["state"]) == (9.0, "ok")
             assert set(a.asked) == set(b.asked) == {"JSON"}
             explained = await running.client.post("/explain?path=/v1/chat/completions", json=chat())
             assert explained.json()["pick"]["url"] == b.url
@@ -115,6 +115,6 @@ async def test_an_overloaded_engine_gets_no_request_from_any_process(tmp_path):
             # An engine that tells nothing any more is stale, and gets requests again.
             b.in_metrics = False
             put(file, FILE.format(**urls, age=1, poll=0.1))
-            await running.until("/workers", lambda told: load_of(told, b)["state"] == "stale")
+            await running.until("/workers", lambda body: load_of(body, b)["state"] == "stale")
             await until_shares(running, a, b, lambda _, at_b: at_b)
         nursery.cancel_scope.cancel()

@@ -16,7 +16,7 @@ V2 = (
 )  # fmt: skip
 
 
-def told(worker, *names):
+def forwarded_fields(worker, *names):
     """What the worker was told in its newest request."""
     return [(name, value) for name, value in worker.calls[-1].fields if name in names]
 
@@ -50,7 +50,7 @@ async def test_a_worker_is_reported_the_way_as_configured(mode, wanted):
         for _ in range(3):  # from memory too
             await client.send(post(CHAT, *CLAIMS))
             assert (await client.answer()).status == 200
-            assert told(opened.workers[0], *WAYS) == wanted
+            assert forwarded_fields(opened.workers[0], *WAYS) == wanted
 
 
 async def test_a_change_of_the_mode_holds_for_open_connections_too():
@@ -59,7 +59,7 @@ async def test_a_change_of_the_mode_holds_for_open_connections_too():
             opened.reload(f"[server]\nforwarded = '{mode}'")
             await client.send(post())
             assert (await client.answer()).status == 200
-            assert len(told(opened.workers[0], "x-forwarded-for")) == count
+            assert len(forwarded_fields(opened.workers[0], "x-forwarded-for")) == count
 
 
 @pytest.mark.parametrize("sent", [None, "mine"])
@@ -70,7 +70,7 @@ async def test_a_request_id_reaches_the_worker_the_client_and_the_log(sent):
         for _ in range(2):
             await client.send(post(CHAT, *([f"x-trace: {sent}"] if sent else [])))
             answer = await client.answer()
-            ((_, seen),) = told(opened.workers[0], "x-trace")
+            ((_, seen),) = forwarded_fields(opened.workers[0], "x-trace")
             assert answer.all("x-trace") == [seen]
             assert answer.one("x-sglang-omni-request-id") == seen
             assert opened.last["request_id"] == seen
@@ -96,7 +96,9 @@ async def test_the_client_address_is_that_of_the_proxy_line(introduction):
         await client.send(post())  # once per connection
         assert (await client.answer()).status == 200
         assert [line["client"] for line in opened.log.records] == ["203.0.113.7:4711"] * 2
-        assert told(opened.workers[0], "x-forwarded-for") == [("x-forwarded-for", "203.0.113.7")]
+        assert forwarded_fields(opened.workers[0], "x-forwarded-for") == [
+            ("x-forwarded-for", "203.0.113.7")
+        ]
 
 
 @pytest.mark.parametrize("introduction", [V1, V2], ids=["v1", "v2"])
@@ -132,7 +134,7 @@ async def test_a_balancer_that_leaves_within_its_introduction_costs_nothing():
         async with opened.client() as client:
             await client.send(V1[:20])
         with trio.fail_after(PATIENCE_SECS):
-            await opened.door.drained()
+            await opened.dataplane.drained()
         assert not opened.log.records
 
 

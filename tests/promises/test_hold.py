@@ -52,14 +52,18 @@ async def test_past_max_inflight_requests_wait_and_all_are_answered():
     config = f"{QUEUED}max_inflight = 2"
     async with dataplane_before(gate, config=config) as (opened, _), trio.open_nursery() as nursery:
         nursery.start_soon(several, opened, 20, answers)
-        await until(lambda: opened.door.queue.waiting == 18)
-        told = opened.door.status()
-        assert (told["inflight"], told["waiting"], told["phases"]["queue"]) == (2, 18, 18)
+        await until(lambda: opened.dataplane.queue.waiting == 18)
+        reported = opened.dataplane.status()
+        assert (reported["inflight"], reported["waiting"], reported["phases"]["queue"]) == (
+            2,
+            18,
+            18,
+        )
         gate.open.set()
         await until(lambda: len(answers) == 20)
         assert [answer.status for answer in answers] == [200] * 20
-        assert (gate.peak, opened.door.admission()["peak_waiting"]) == (2, 18)
-        assert (opened.door.queue.waiting, opened.door.inflight.rejected) == (0, 0)
+        assert (gate.peak, opened.dataplane.admission()["peak_waiting"]) == (2, 18)
+        assert (opened.dataplane.queue.waiting, opened.dataplane.inflight.rejected) == (0, 0)
         assert sum(line["queue_ms"] > 0 for line in opened.log.records) == 18
 
 
@@ -72,7 +76,7 @@ async def test_max_inflight_of_a_worker_is_never_exceeded(size):
         async with run_dataplane(config=config) as opened, trio.open_nursery() as nursery:
             nursery.start_soon(several, opened, 40, answers)
             if size:
-                await until(lambda: opened.door.queue.waiting == 34)
+                await until(lambda: opened.dataplane.queue.waiting == 34)
             else:
                 await until(lambda: len(answers) == 34)
             await until(lambda: [gate.now for gate in gates] == [3, 3])
@@ -91,13 +95,13 @@ async def test_a_queue_that_is_full_refuses_at_once():
     async with dataplane_before(gate, config=config) as (opened, client):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(several, opened, 2, answers)
-            await until(lambda: opened.door.queue.waiting == 1)
+            await until(lambda: opened.dataplane.queue.waiting == 1)
             refused = await ask(client)
             assert (refused.status, refused.one("retry-after")) == (503, "1")
             assert b'"type":"overloaded_error","code":503,"reason":"queue_full"' in refused.body
             gate.open.set()
         assert [answer.status for answer in answers] == [200, 200]
-        assert opened.door.inflight.rejected == 1
+        assert opened.dataplane.inflight.rejected == 1
 
 
 @pytest.mark.parametrize(
@@ -132,11 +136,11 @@ async def test_a_client_that_leaves_leaves_the_queue():
     async with fake_workers(gate) as made, run_dataplane(*made, config=config) as opened:
         async with opened.client() as holder:
             await holder.send(post(CHAT))
-            await until(lambda: opened.door.in_flight)
+            await until(lambda: opened.dataplane.in_flight)
             async with opened.client() as leaving:
                 await leaving.send(post(CHAT))
-                await until(lambda: opened.door.queue.waiting)
-            await until(lambda: not opened.door.queue.waiting)
+                await until(lambda: opened.dataplane.queue.waiting)
+            await until(lambda: not opened.dataplane.queue.waiting)
             assert (opened.last["outcome"], opened.last["phase"]) == (
                 "client_disconnected",
                 "queue",
@@ -153,9 +157,9 @@ async def test_an_upload_that_waits_for_its_turn_is_read_after_it():
     async with dataplane_before(gate, config=config) as (opened, client):
         async with opened.client() as holder, trio.open_nursery() as nursery:
             await holder.send(post(CHAT))
-            await until(lambda: opened.door.in_flight)
+            await until(lambda: opened.dataplane.in_flight)
             nursery.start_soon(client.send, post(body))
-            await until(lambda: opened.door.queue.waiting)
+            await until(lambda: opened.dataplane.queue.waiting)
             gate.open.set()
             assert (await client.answer()).status == 200
             await holder.answer()
@@ -179,7 +183,7 @@ async def test_what_failed_waits_for_a_worker_that_can_take_it():
         async with trio.open_nursery() as nursery:
 
             async def mend():
-                await until(lambda: opened.door.queue.waiting)
+                await until(lambda: opened.dataplane.queue.waiting)
                 for _ in range(2):
                     opened.fleet.observe_probe(
                         worker, status=200, error=None, at=datetime.now(UTC), epoch=0
@@ -201,8 +205,8 @@ async def test_front_routes_never_wait(tmp_path):
             await running.until_routable(*made)
             for _ in range(2):
                 nursery.start_soon(running.ask)
-            told = await running.until("/health", lambda told: told["admission"]["waiting"] == 1)
-            assert told["admission"]["inflight"] == 1
+            body = await running.until("/health", lambda body: body["admission"]["waiting"] == 1)
+            assert body["admission"]["inflight"] == 1
             assert (await running.get_json("/status"))["data_plane"]["phases"]["queue"] == 1
             gate.open.set()
 
@@ -220,7 +224,7 @@ async def test_a_drain_still_serves_queued_requests(tmp_path):
 
             for _ in range(3):
                 nursery.start_soon(one)
-            await running.until("/health", lambda told: told["admission"]["waiting"] == 2)
+            await running.until("/health", lambda body: body["admission"]["waiting"] == 2)
             running.process.terminate()
             await running.says("drain_started")
             gate.open.set()
@@ -252,13 +256,13 @@ async def test_a_rolling_restart_costs_no_error(tmp_path):
         async with program("--config", file) as running:
             await running.until_routable(*made)
 
-            async def traffic(told):
+            async def traffic(reported):
                 async with httpx.AsyncClient(
                     base_url=running.client.base_url, timeout=PATIENCE_SECS, trust_env=False
                 ) as client:
                     while not enough.is_set():
                         answer = await client.post("/v1/chat/completions", content=CHAT)
-                        told.append(answer.status_code)
+                        reported.append(answer.status_code)
 
             async with trio.open_nursery() as clients:
                 for _ in range(8):
@@ -266,8 +270,8 @@ async def test_a_rolling_restart_costs_no_error(tmp_path):
                 await until(lambda: len(statuses) > 20)
                 for worker in made:
                     worker.scope.cancel()
-                await running.until("/workers", lambda told: not told["routable_workers"])
-                await running.until("/health", lambda told: told["admission"]["waiting"] == 8)
+                await running.until("/workers", lambda body: not body["routable_workers"])
+                await running.until("/health", lambda body: body["admission"]["waiting"] == 8)
                 for worker in made:
                     await nursery.start(worker.run)
                     before = len(statuses)

@@ -153,7 +153,7 @@ async def test_a_new_connection_resumes_the_session_of_an_old_one():
     kept = SecureWorker(OK, host="localhost")
     async with dataplane_to(kept) as opened:
         assert (await asked(opened)).status == 200
-        [lane] = opened.door.pools.known.values()
+        [lane] = opened.dataplane.pools.known.values()
         lane.idle.pop().close()
         assert (await asked(opened)).status == 200
     assert kept.resumed == [False, True]
@@ -169,7 +169,7 @@ async def test_a_late_session_ticket_closes_no_idle_connection():
     worker = SecureWorker(rekeying)
     async with dataplane_to(worker) as opened:
         assert (await asked(opened)).status == 200
-        [lane] = opened.door.pools.known.values()
+        [lane] = opened.dataplane.pools.known.values()
         [conn] = lane.idle
         conn.readable = True
         lane._drop(conn)  # as for an event with nothing of HTTP in it
@@ -212,7 +212,7 @@ async def test_a_client_that_leaves_closes_the_connection_to_the_worker():
             await client.send(post())
             await asked_it.wait()
         await left.wait()
-        await until(lambda: opened.door.services.totals.ended["client_disconnected"] == 1)
+        await until(lambda: opened.dataplane.services.totals.ended["client_disconnected"] == 1)
 
 
 async def test_an_answer_that_only_its_end_bounds_must_end_in_tls():
@@ -243,7 +243,7 @@ async def test_files_that_were_replaced_count_for_the_next_connection(tmp_path):
         trusted.write_bytes(AUTHORITY.read_bytes())
         assert (await asked(opened)).status == 200
         trusted.write_text("nonsense")  # what it said before stays
-        [lane] = opened.door.pools.known.values()
+        [lane] = opened.dataplane.pools.known.values()
         lane.idle.pop().close()
         assert (await asked(opened)).status == 200
 
@@ -265,7 +265,7 @@ async def test_a_body_that_the_worker_reads_slowly_is_sent_whole():
         trio.open_nursery() as nursery,
     ):
         nursery.start_soon(client.send, post(body))
-        await until(lambda: any(task.phase == "send" for task in opened.door.loop.tasks))
+        await until(lambda: any(task.phase == "send" for task in opened.dataplane.loop.tasks))
         go_on.set()
         assert (await client.answer()).status == 200
     assert len(worker.requests[0][1]) == len(body)
@@ -279,9 +279,9 @@ async def test_a_renegotiation_is_refused_at_once():
         url = f"https://127.0.0.1:{port}"
         async with run_dataplane(url, config=config) as opened, opened.client() as client:
             await client.send(post())
-            await said(server, b"messages")
+            await until_output(server, b"messages")
             await server.stdin.send_all(b"r\n")
-            await said(server, b"no renegotiation")
+            await until_output(server, b"no renegotiation")
             assert (await client.answer()).status == 502  # that was not enough for it
 
 
@@ -295,14 +295,14 @@ async def openssl_server(port):
         words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
     )
     try:
-        await said(server, b"ACCEPT")
+        await until_output(server, b"ACCEPT")
         yield server
     finally:
         server.kill()
         await server.wait()
 
 
-async def said(server, text):
+async def until_output(server, text):
     came = b""
     with trio.fail_after(10):
         while text not in came:

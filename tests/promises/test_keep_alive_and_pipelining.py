@@ -37,7 +37,7 @@ async def test_both_sides_keep_their_connections():
                 await client.send(post())
                 answer = await client.answer()
                 assert (answer.status, answer.one("connection")) == (200, None)
-        assert opened.door.services.totals.accepted == 1
+        assert opened.dataplane.services.totals.accepted == 1
     assert [len(worker.requests), len(worker.calls)] == [20, 1]
 
 

@@ -33,14 +33,14 @@ async def test_a_half_open_request_ends_with_its_process(tmp_path):
             ill.well = True
             for time in range(1, TIMES + 1):
                 await on_trial(running, ill, clients, time)
-                told = await running.until("/status", lambda t: in_flight(t)[-1] == 1)
-                rows = told["data_plane"]["processes"]
+                body = await running.until("/status", lambda t: in_flight(t)[-1] == 1)
+                rows = body["data_plane"]["processes"]
                 os.kill(max(rows, key=lambda row: row["in_flight"])["pid"], signal.SIGKILL)
                 await running.until("/status", lambda t: in_flight(t) == [0, 0] and serving(t))
                 assert (await running.get_json("/status"))["data_plane"]["inflight"] == 0
-                told = await running.get_json("/workers")
-                assert [worker["in_flight"] for worker in told["workers"]] == [0, 0]
-                assert record(told, fleet[0])["trial"]
+                body = await running.get_json("/workers")
+                assert [worker["in_flight"] for worker in body["workers"]] == [0, 0]
+                assert record(body, fleet[0])["trial"]
             ill.gate.set()
             while record(await running.get_json("/workers"), fleet[0])["trial"]:
                 async with client_of(address(running)) as client:
@@ -57,8 +57,8 @@ def ask() -> bytes:
     return post(CHAT, f"x-session-id: {next(asked)}")
 
 
-def in_flight(told: dict) -> list[int]:
-    return sorted(row["in_flight"] for row in told["data_plane"]["processes"])
+def in_flight(reported: dict) -> list[int]:
+    return sorted(row["in_flight"] for row in reported["data_plane"]["processes"])
 
 
 async def on_trial(running, ill: ResetsUntilHealthy, clients: AsyncExitStack, count: int) -> None:
@@ -77,8 +77,8 @@ async def test_a_stopped_process_exits_on_sigcont_after_the_main_process_was_kil
     async with workers("a") as fleet:
         put(file, toml(fleet, more="processes = 2"))
         async with program("--config", file) as running:
-            told = await running.until("/status", serving)
-            stopped, other = (row["pid"] for row in told["data_plane"]["processes"])
+            body = await running.until("/status", serving)
+            stopped, other = (row["pid"] for row in body["data_plane"]["processes"])
             os.kill(stopped, signal.SIGSTOP)
             try:
                 running.process.kill()

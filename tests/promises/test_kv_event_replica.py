@@ -154,9 +154,9 @@ def replica(running):
 def test_the_port_that_was_taken_is_reported_as_both_engines_do(running):
     port = int(running.source["endpoint"].removeprefix("tcp://*:"))
     assert running.source["publisher"] == "zmq"
-    told = running.client.get("/server_info").json()["kv_events"]
-    assert (told["endpoint_host"], told["endpoint_port_base"]) == ("*", port)
-    assert (told["block_size"], told["dp_size"]) == (BLOCK, 1)
+    body = running.client.get("/server_info").json()["kv_events"]
+    assert (body["endpoint_host"], body["endpoint_port_base"]) == ("*", port)
+    assert (body["block_size"], body["dp_size"]) == (BLOCK, 1)
 
 
 def test_numbers_have_no_gap(replica):

@@ -24,8 +24,8 @@ def config(fleet, events, *, processes=1):
     )
 
 
-def modes(told):
-    return [worker["kv_mode"] for worker in told["workers"]]
+def modes(reported):
+    return [worker["kv_mode"] for worker in reported["workers"]]
 
 
 async def ask(running, prompt):
@@ -54,10 +54,10 @@ async def test_a_prompt_of_token_ids_goes_where_its_blocks_are(tmp_path, process
             put(file, config(fleet, events, processes=processes))
             async with program("--config", file) as running:
                 await running.until_routable(*fleet)
-                told = await running.until("/workers", lambda told: modes(told)[0] == "exact")
-                assert modes(told) == ["exact", "inferred"]
+                body = await running.until("/workers", lambda body: modes(body)[0] == "exact")
+                assert modes(body) == ["exact", "inferred"]
                 second.publish(CLEARED, stored(PROMPT))
-                await running.until("/workers", lambda told: modes(told) == ["exact", "exact"])
+                await running.until("/workers", lambda body: modes(body) == ["exact", "exact"])
                 await until_blocks(running, 20)
                 for _ in range(3):
                     assert await ask(running, [*PROMPT, 1, 2, 3]) == "b"
@@ -67,10 +67,10 @@ async def test_a_prompt_of_token_ids_goes_where_its_blocks_are(tmp_path, process
                 first.publish(CLEARED, lost=True)
                 for publisher in events:
                     publisher.publish(stored([7] * 4))
-                told = await running.until(
-                    "/workers", lambda told: modes(told) == ["exact", "degraded"]
+                body = await running.until(
+                    "/workers", lambda body: modes(body) == ["exact", "degraded"]
                 )
-                assert "batches 1 to 1 were lost" in record(told, fleet[1])["kv_reason"]
+                assert "batches 1 to 1 were lost" in record(body, fleet[1])["kv_reason"]
                 await until_blocks(running, 1)
                 label = f'{{mode="exact",worker="{fleet[0].url}"}}'
                 assert await metric(running, f"omni_proxy_worker_kv_mode{label}") == "1.0"

@@ -77,5 +77,5 @@ async def test_hundreds_of_workers_all_become_routable(tmp_path, nursery):
     file = tmp_path / "proxy.toml"
     file.write_text(f"[server]\nport = 0\n[health]\nsuccess_threshold = 1\n{urls}")
     async with program("--config", file) as running:
-        told = await running.until("/health", lambda told: told["routable_workers"] == MANY)
-    assert told["total_workers"] == MANY
+        body = await running.until("/health", lambda body: body["routable_workers"] == MANY)
+    assert body["total_workers"] == MANY

@@ -39,7 +39,7 @@ async def test_hinted_json_past_a_mebibyte_is_streamed(taking):
         await client.send(head(3 * MIB, *HINTS), b"no json" + bytes(2 * MIB - 7))
         with trio.fail_after(PATIENCE_SECS):
             await reached.wait()
-        assert opened.door.inflight.held_bytes == 0
+        assert opened.dataplane.inflight.held_bytes == 0
         await client.send(bytes(MIB))
         answer = await client.answer()
         assert (answer.status, answer.body) == (200, b"%d" % (3 * MIB))
@@ -62,7 +62,7 @@ async def test_json_with_half_of_the_hints_is_read_whole_first(left_out):
             body = json.dumps({"model": "m", "prompt": "x" * 2 * MIB}).encode()
             await client.send(head(len(body), *one_hint), body)
             assert (await client.answer()).status == 200
-            assert opened.door.inflight.held_bytes == 0
+            assert opened.dataplane.inflight.held_bytes == 0
         assert [sent for _, sent in made[0].requests] == [body]
 
 
@@ -159,8 +159,8 @@ async def test_a_worker_that_does_not_read_holds_its_client_and_not_our_memory(t
             while sent != before or not sent:
                 before = sent
                 await trio.sleep(0.2)
-            (conn,) = opened.door.loop.tasks
-            assert (conn.phase, opened.door.inflight.held_bytes) == ("send", 0)
+            (conn,) = opened.dataplane.loop.tasks
+            assert (conn.phase, opened.dataplane.inflight.held_bytes) == ("send", 0)
             assert sent < most
             worker.taker.length = len(worker.taker.body)
             go_on.set()
@@ -179,7 +179,7 @@ async def test_what_is_held_of_all_bodies_is_bounded():
     ):
         await first.send(head(len(body)), body[:-10])
         with trio.fail_after(PATIENCE_SECS):
-            while opened.door.inflight.held_bytes < len(body) - 10:
+            while opened.dataplane.inflight.held_bytes < len(body) - 10:
                 await trio.sleep(0.01)
         await second.send(head(len(body)), body[:-10])
         answer = await second.answer()
@@ -190,8 +190,8 @@ async def test_what_is_held_of_all_bodies_is_bounded():
             assert (await small.answer()).status == 200
         await first.send(body[-10:])
         assert (await first.answer()).status == 200
-        assert opened.door.inflight.held_bytes == 0
-        assert opened.door.admission()["rejected_total"] == 1
+        assert opened.dataplane.inflight.held_bytes == 0
+        assert opened.dataplane.admission()["rejected_total"] == 1
 
 
 async def test_a_large_upload_waits_in_the_queue_without_being_read(taking):

@@ -116,7 +116,7 @@ async def test_a_client_that_dies_in_its_upload_ends_its_workers_connection(taki
             client.reset()
         with trio.fail_after(PATIENCE_SECS):
             await left.wait()
-            await opened.door.drained()
+            await opened.dataplane.drained()
         assert opened.wait_until_idle()
         assert opened.last["outcome"] == "client_disconnected"
         assert opened.failures() == [0]
@@ -218,7 +218,7 @@ async def test_others_are_answered_while_a_large_body_is_walked():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(large.send, head(len(dense)), dense)
             with trio.fail_after(PATIENCE_SECS):
-                while opened.door.inflight.held_bytes < len(dense):
+                while opened.dataplane.inflight.held_bytes < len(dense):
                     await trio.lowlevel.checkpoint()
         assert not made.requests
         await small.send(post())
@@ -227,4 +227,4 @@ async def test_others_are_answered_while_a_large_body_is_walked():
         assert (await large.answer()).status == 200
         assert [len(body) for _, body in made.requests][1:] == [len(dense)]
         assert opened.last["model"] == "m"
-        assert opened.door.inflight.held_bytes == 0
+        assert opened.dataplane.inflight.held_bytes == 0

@@ -63,22 +63,22 @@ def launch(command: str, base_port: int) -> str:
 
 
 async def until_ready(running: Program) -> list[dict]:
-    told = await running.until(
+    body = await running.until(
         "/status",
-        lambda told: (
-            told["fleet"]["routable_workers"] == 2
-            and [place["state"] for place in told["launch"]] == ["ready", "ready"]
+        lambda body: (
+            body["fleet"]["routable_workers"] == 2
+            and [place["state"] for place in body["launch"]] == ["ready", "ready"]
         ),
     )
-    return told["launch"]
+    return body["launch"]
 
 
 async def test_a_killed_replica_is_out_at_once_restarted_probed_and_back(file):
     async with program("--config", file) as running:
         first, second = await until_ready(running)
         os.kill(first["pid"], signal.SIGKILL)
-        told = await running.until("/workers", lambda told: not told["workers"][0]["routable"])
-        lost = told["workers"][0]
+        body = await running.until("/workers", lambda body: not body["workers"][0]["routable"])
+        lost = body["workers"][0]
         assert "SIGKILL" in lost["last_error"]
         assert lost["held_by"] == ["launch"]
         answers = [await running.ask() for _ in range(6)]
@@ -112,10 +112,10 @@ def replicas_of(file):
     return found
 
 
-@pytest.mark.parametrize("said", ["omni-proxy .* starts", "listening on"])
-async def test_a_sigterm_while_it_starts_leaves_no_replica_behind(file, said):
+@pytest.mark.parametrize("message", ["omni-proxy .* starts", "listening on"])
+async def test_a_sigterm_while_it_starts_leaves_no_replica_behind(file, message):
     async with starting("--config", file) as running:
-        await running.says(said)
+        await running.says(message)
         assert await running.leave() in (0, -signal.SIGTERM)
         await until_gone(*replicas_of(file))
     assert not replicas_of(file)
@@ -135,7 +135,7 @@ async def test_a_removed_group_is_stopped_and_an_added_one_started(file):
         places = await until_ready(running)
         file.write_text("[server]\nport = 0\n")
         await until_gone(*(place["pid"] for place in places))
-        await running.until("/status", lambda told: told["launch"] == [])
+        await running.until("/status", lambda body: body["launch"] == [])
         file.write_text(text)
         again = await until_ready(running)
         assert {place["pid"] for place in again}.isdisjoint(place["pid"] for place in places)
@@ -211,7 +211,7 @@ async def test_a_replica_that_fails_is_named_with_its_reason_and_tried_again(wor
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "reported"),
     [
         (
             "sh -c 'echo unrecognized arguments: --allow-auto-truncate >&2; exit 2'",
@@ -223,13 +223,13 @@ async def test_a_replica_that_fails_is_named_with_its_reason_and_tried_again(wor
     ids=["refuses its flags", "not installed", "no such program"],
 )
 async def test_launch_ends_at_once_with_the_engines_words_where_no_try_can_succeed(
-    words, base_port, command, told
+    words, base_port, command, reported
 ):
     async with starting(*words[:-1], command) as running:
         with trio.fail_after(30):
             assert await running.process.wait() == 1
         await running.says(r"giving up: no replica can be started\n")
-        assert told in running.log
+        assert reported in running.log
         assert "; it is tried again" not in running.log
         assert "serving on" not in running.log
 
@@ -256,11 +256,13 @@ def chat(base_url: str, *, stream: bool) -> tuple[str, str]:
             temperature=0,
             stream=stream,
         )
-        told = asked.parse()
+        reported = asked.parse()
         if not stream:
-            text = told.choices[0].message.content
+            text = reported.choices[0].message.content
         else:
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in told if chunk.choices)
+            text = "".join(
+                chunk.choices[0].delta.content or "" for chunk in reported if chunk.choices
+            )
         return text, asked.headers["x-sglang-omni-worker"]
 
 
@@ -286,15 +288,15 @@ async def test_two_real_replicas_chat_and_stream_and_share_four_parallel_request
         with trio.fail_after(60):
             await until_ready(running)
         url = str(running.client.base_url).rstrip("/")
-        told: list[tuple[str, str]] = []
+        reported: list[tuple[str, str]] = []
 
         async def ask(stream: bool) -> None:
-            told.append(await trio.to_thread.run_sync(lambda: chat(url, stream=stream)))
+            reported.append(await trio.to_thread.run_sync(lambda: chat(url, stream=stream)))
 
         async with trio.open_nursery() as nursery:
             for stream in (False, True, False, True):
                 nursery.start_soon(ask, stream)
-        assert all(text.strip() for text, _ in told)
-        assert len({worker for _, worker in told}) == 2
+        assert all(text.strip() for text, _ in reported)
+        assert len({worker for _, worker in reported}) == 2
         models = await running.get_json("/v1/models")
         assert [model["id"] for model in models["data"]] == [MODEL]

@@ -57,7 +57,7 @@ class Trainer:
             return await self.process.wait()
 
 
-def told_by_kernel(process, what):
+def reported_by_kernel(process, what):
     with open(f"/proc/{process}/{what}") as file:
         return file.read()
 
@@ -119,8 +119,8 @@ async def test_keys_are_in_no_command_line_and_the_name_is_the_routers(tmp_path)
     async with trainer(IN_MAIN, tmp_path, fields) as running:
         await running.until_healthy()
         (child,) = running.children()
-        assert "s3cret" not in told_by_kernel(child, "cmdline")
-        assert told_by_kernel(child, "comm") == "sglang::router\n"
+        assert "s3cret" not in reported_by_kernel(child, "cmdline")
+        assert reported_by_kernel(child, "comm") == "sglang::router\n"
         async with httpx.AsyncClient() as client:
             answer = await client.post(f"{running.url}/generate", json={"text": "x"})
             assert answer.status_code == 401
@@ -131,16 +131,16 @@ async def test_a_port_that_is_taken_is_an_error_of_the_caller(tmp_path):
         taken = int(worker.url.rpartition(":")[2])
         code = IN_MAIN.replace("{port}", str(taken)).replace("{fields}", "{{}}")
         async with trainer(code, tmp_path, stderr=subprocess.PIPE) as running:
-            said = b"".join([piece async for piece in running.process.stderr]).decode()
+            body = b"".join([piece async for piece in running.process.stderr]).decode()
             assert await running.ended() == 1
-            assert f"cannot listen on 127.0.0.1:{taken}: Address already in use" in said
-            assert "RouterEnded: omni-proxy ended with exit status 1" in said
+            assert f"cannot listen on 127.0.0.1:{taken}: Address already in use" in body
+            assert "RouterEnded: omni-proxy ended with exit status 1" in body
 
 
 async def test_what_is_not_served_starts_nothing(tmp_path):
     fields = repr({"service_discovery": True})
     async with trainer(IN_MAIN, tmp_path, fields, stderr=subprocess.PIPE) as running:
-        said = b"".join([piece async for piece in running.process.stderr]).decode()
+        body = b"".join([piece async for piece in running.process.stderr]).decode()
         assert await running.ended() == 1
-        assert "RouterArgsError: not served by omni-proxy:" in said
-        assert "service_discovery: Kubernetes" in said
+        assert "RouterArgsError: not served by omni-proxy:" in body
+        assert "service_discovery: Kubernetes" in body

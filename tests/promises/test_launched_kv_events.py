@@ -40,11 +40,11 @@ async def test_a_launched_replica_that_publishes_is_followed(tmp_path):
     put(tmp_path / "proxy.toml", config(free_run(2)))
     body = {"prompt": list(range(300, 360)), "max_tokens": 1}
     async with program("--config", tmp_path / "proxy.toml") as running:
-        told = await running.until(
-            "/workers", lambda told: [each["kv_mode"] for each in told["workers"]] == ["exact"]
+        reported = await running.until(
+            "/workers", lambda body: [each["kv_mode"] for each in body["workers"]] == ["exact"]
         )
         async with httpx.AsyncClient(timeout=PATIENCE_SECS) as client:
             # Not through the proxy: only the events tell of it.
-            url = f"{told['workers'][0]['url']}/v1/completions"
+            url = f"{reported['workers'][0]['url']}/v1/completions"
             assert (await client.post(url, json=body)).status_code == 200
         await until_blocks(running, 3)

@@ -86,14 +86,14 @@ def descriptors() -> frozenset[str]:
 
 
 def holdings(opened: RunningDataPlane) -> Holdings:
-    door = opened.door
+    dataplane = opened.dataplane
     return Holdings(
         descriptors=descriptors(),
-        coroutines=len(door.loop.tasks),
-        in_flight=door.in_flight,
+        coroutines=len(dataplane.loop.tasks),
+        in_flight=dataplane.in_flight,
         at_workers=sum(worker.in_flight for worker in opened.fleet.workers),
-        waiting=door.queue.waiting,
-        held_bytes=door.inflight.held_bytes,
+        waiting=dataplane.queue.waiting,
+        held_bytes=dataplane.inflight.held_bytes,
     )
 
 
@@ -152,7 +152,7 @@ async def open_to_all(config: str):
     async with fake_workers(worker) as (made,):
         text = config + ENTRY.format(made.url)
         async with run_dataplane(config=text) as opened:
-            opened.door.recorders.access_log = None
+            opened.dataplane.recorders.access_log = None
             yield opened
 
 

@@ -35,7 +35,7 @@ GOOD_STREAM = answering(SSE_HEAD, chunk(b"data: one\n\n"), LAST_CHUNK)
 async def routed(script, request):
     """What the route log says of this request."""
     async with fake_workers(script) as made, run_dataplane(*made) as opened:
-        opened.door.recorders.route_log = lines = Lines()
+        opened.dataplane.recorders.route_log = lines = Lines()
         async with opened.client() as client:
             await client.send(request)
             with suppress(Truncated):
@@ -52,10 +52,10 @@ async def test_a_routed_request_leaves_one_line_with_every_key():
     record = await routed(answering(counted(b"{}")), request)
     assert set(record) >= ROUTE_KEYS
     assert list(record) == sorted(record)
-    told = {key: record[key] for key in ROUTE_KEYS if not key.startswith("worker_")}
-    assert told.pop("duration_s") >= told.pop("ttfb_s") >= 0
-    assert told.pop("timestamp").endswith("+00:00")
-    assert told == {
+    reported = {key: record[key] for key in ROUTE_KEYS if not key.startswith("worker_")}
+    assert reported.pop("duration_s") >= reported.pop("ttfb_s") >= 0
+    assert reported.pop("timestamp").endswith("+00:00")
+    assert reported == {
         "event": "request_complete", "request_id": "r-1", "method": "POST",
         "path": "/v1/chat/completions", "model": "m", "stream": False,
         "required_capabilities": ["chat"], "policy": "round_robin", "attempt": 1,
@@ -86,7 +86,7 @@ async def test_a_request_that_no_worker_answered_is_routed_all_the_same():
 
 async def test_a_refusal_before_any_worker_is_in_the_access_log_only():
     async with fake_workers(GOOD_STREAM) as made, run_dataplane(*made) as opened:
-        opened.door.recorders.route_log = lines = Lines()
+        opened.dataplane.recorders.route_log = lines = Lines()
         async with opened.client() as client:
             await client.send(post(b"no json"))
             assert (await client.answer()).status == 400
@@ -151,7 +151,10 @@ class Written(list):
 async def test_no_line_is_of_a_clients_making():
     name, written = "m\n127.0.0.1 GET /fake 200\x1b[2J\u2028", Written()
     async with dataplane_before(GOOD_STREAM) as (opened, client):
-        opened.door.recorders.access_log, opened.door.settings.access_log_is_json = written, False
+        opened.dataplane.recorders.access_log, opened.dataplane.settings.access_log_is_json = (
+            written,
+            False,
+        )
         await client.send(post(json.dumps({"model": name, "messages": []}).encode()))
         await client.answer()
     (line,) = written
@@ -162,9 +165,12 @@ async def test_no_line_is_of_a_clients_making():
 async def test_a_terminal_that_is_not_read_any_more_costs_no_request(tmp_path):
     """As after Ctrl-S, or behind a collector of logs that hangs."""
     file = tmp_path / "proxy.toml"
-    said, stderr = os.pipe()
+    output, stderr = os.pipe()
     fcntl.fcntl(stderr, fcntl.F_SETPIPE_SZ, 4096)
-    async with fake_workers(answering(counted(b"{}"))) as made, trio.lowlevel.FdStream(said) as out:
+    async with (
+        fake_workers(answering(counted(b"{}"))) as made,
+        trio.lowlevel.FdStream(output) as out,
+    ):
         put(file, toml(made))
         process = await forkserver(*PROXY).start("--config", str(file), stderr=stderr)
         os.close(stderr)
@@ -178,8 +184,8 @@ async def test_a_terminal_that_is_not_read_any_more_costs_no_request(tmp_path):
             worker = (await running.get_json("/workers"))["workers"][0]["id"]
             with trio.fail_after(PATIENCE_SECS):
                 for number in range(100):  # a line of more than 40 bytes for each
-                    told = {"disabled": not number % 2}
-                    answer = await running.client.put(f"/workers/{worker}", json=told)
+                    reported = {"disabled": not number % 2}
+                    answer = await running.client.put(f"/workers/{worker}", json=reported)
                     assert answer.status_code == 200
                 assert (await running.ask()).status_code == 200
             assert await running.leave() == 0

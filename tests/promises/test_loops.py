@@ -79,12 +79,12 @@ async def test_a_worker_that_leads_back_here_takes_no_request(tmp_path):
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
 
-            def found(told):
-                (it,) = (each for each in told["workers"] if each["url"] == url)
+            def found(reported):
+                (it,) = (each for each in reported["workers"] if each["url"] == url)
                 return it["last_error"] == "this worker leads to this proxy itself: remove it"
 
-            told = await running.until("/workers", found)
-            assert routable(told) == {fleet[0].url}
+            body = await running.until("/workers", found)
+            assert routable(body) == {fleet[0].url}
             for _ in range(4):
                 assert (await running.ask()).status_code == 200
 
@@ -107,7 +107,7 @@ async def test_a_loop_of_proxies_ends_with_508(tmp_path, count, processes):
             proxies.append(await stack.enter_async_context(program("--config", file)))
         for at, proxy in enumerate(proxies):
             wanted = {urls[(at + 1) % count]} | ({fleet[0].url} if not at else set())
-            await proxy.until("/workers", lambda told, wanted=wanted: routable(told) == wanted)
+            await proxy.until("/workers", lambda body, wanted=wanted: routable(body) == wanted)
         name = fleet[0].url.replace(":", "%3A").replace("/", "%2F")
         assert (await proxies[0].client.put(f"/workers/{name}", json={"disabled": True})).is_success
         for proxy in proxies:
@@ -121,5 +121,5 @@ async def test_a_loop_of_proxies_ends_with_508(tmp_path, count, processes):
             for path in ("/v1/models", "/get_loads", "/server_info"):
                 await proxies[0].client.get(path)
         assert fleet[0].requests == 0
-        told = await proxies[0].get_json("/status")
-        assert told["data_plane"]["accepted"] < 300, json.dumps(told["data_plane"])
+        body = await proxies[0].get_json("/status")
+        assert body["data_plane"]["accepted"] < 300, json.dumps(body["data_plane"])

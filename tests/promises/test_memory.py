@@ -30,8 +30,8 @@ TYPED = b'{"model":[' + b"[]," * 330_000 + b"[]]}"
 
 
 def resident_bytes(pid: int) -> int:
-    told = Path(f"/proc/{pid}/status").read_text()
-    found = re.search(r"VmRSS:\s+(\d+) kB", told)
+    reported = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"VmRSS:\s+(\d+) kB", reported)
     assert found
     return int(found[1]) * 1024
 
@@ -47,7 +47,7 @@ async def proxy(tmp_path, *, more="", routing="", workers=True):
         file.write_text(f"[server]\nport = 0\n{more}\n[routing]\n{routing}\n{entry}")
         async with program("--config", file) as running:
             if workers:
-                await running.until("/workers", lambda told: told["workers"][0]["routable"])
+                await running.until("/workers", lambda body: body["workers"][0]["routable"])
             yield running
 
 
@@ -69,7 +69,7 @@ async def growth(running, count, request):
         await sent(stack, running, count, request)
         wanted = count * len(request)
         await running.until(
-            "/status", lambda told: told["data_plane"]["held_bytes"] >= wanted - count * 400
+            "/status", lambda body: body["data_plane"]["held_bytes"] >= wanted - count * 400
         )
         grown = resident_bytes(running.process.pid) - before
     return grown
@@ -80,7 +80,7 @@ async def check(running, count, body):
     grown = await growth(running, count, request)
     allowed = TIMES * count * len(request) + ALLOWED_BYTES + count * CONNECTION_BYTES
     assert grown <= allowed, f"{grown / (count * len(request)):.1f} bytes for each byte"
-    await running.until("/status", lambda told: told["data_plane"]["held_bytes"] == 0)
+    await running.until("/status", lambda body: body["data_plane"]["held_bytes"] == 0)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,15 @@ async def test_small_bodies_count_and_past_the_bound_there_is_a_503(tmp_path):
     ):
         fit = MIB // len(request)
         await sent(stack, running, fit, request)
-        await running.until("/status", lambda told: told["data_plane"]["inflight"] == fit)
+        await running.until("/status", lambda body: body["data_plane"]["inflight"] == fit)
         (late,) = await sent(stack, running, 1, request)
         with trio.fail_after(PATIENCE_SECS):
             answer = await late.answer()
         assert (answer.status, answer.one("retry-after")) == (503, "1")
         assert b'"reason":"max_held_bytes"' in answer.body
         assert (await running.get_json("/live"))["status"] == "alive"
-        told = await running.get_json("/status")
-        assert told["data_plane"]["held_bytes"] <= MIB
+        body = await running.get_json("/status")
+        assert body["data_plane"]["held_bytes"] <= MIB
 
 
 async def test_bytes_that_arrive_one_at_a_time_count_as_held(tmp_path):
@@ -133,6 +133,6 @@ async def test_bytes_that_arrive_one_at_a_time_count_as_held(tmp_path):
             for client in clients:
                 await client.send(body[at : at + 1])
         wanted = len(clients) * (len(body) - 1)
-        await running.until("/status", lambda told: told["data_plane"]["held_bytes"] >= wanted)
+        await running.until("/status", lambda body: body["data_plane"]["held_bytes"] >= wanted)
         grown = resident_bytes(running.process.pid) - before
     assert grown <= TIMES * wanted + 4 * MIB, grown / wanted

@@ -32,7 +32,7 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":11,"completion_tokens":22
 async def metered(script, *requests, config=""):
     """The meters of a door after these requests to it, one after the other."""
     async with fake_workers(script) as made, run_dataplane(*made, config=config) as opened:
-        meters = opened.door.recorders.meters = Metrics(opened.fleet, RecentWindow())
+        meters = opened.dataplane.recorders.meters = Metrics(opened.fleet, RecentWindow())
         for request in requests:
             async with opened.client() as client:
                 await client.send(request)
@@ -76,7 +76,7 @@ async def test_a_stream_reports_its_gaps_before_it_ends_and_one_that_breaks_has_
         call.close()
 
     async with fake_workers(breaking) as made, run_dataplane(*made) as opened:
-        meters = opened.door.recorders.meters = Metrics(opened.fleet, RecentWindow())
+        meters = opened.dataplane.recorders.meters = Metrics(opened.fleet, RecentWindow())
         async with opened.client() as client:
             await client.send(post(STREAMED))
             with trio.fail_after(PATIENCE_SECS):
@@ -84,16 +84,16 @@ async def test_a_stream_reports_its_gaps_before_it_ends_and_one_that_breaks_has_
                 between = meters.series[PATH, opened.fleet.workers[0]].between
                 while not any(between.counts):
                     await trio.sleep(0.005)
-            told = (sum(between.counts[1:]), between.sum)
-            assert told[0] >= 1
-            assert told[1] >= 0.025
+            reported = (sum(between.counts[1:]), between.sum)
+            assert reported[0] >= 1
+            assert reported[1] >= 0.025
             assert not meters.series[PATH, opened.fleet.workers[0]].ends
             going.set()
             with suppress(Truncated):
                 await client.answer()
         (cell,) = (cell for cell in meters.series.values() if cell.ends)
         assert cell.ends == {(None, 2, "stream_error"): 1}
-        assert (sum(cell.between.counts[1:]), cell.between.sum) == told
+        assert (sum(cell.between.counts[1:]), cell.between.sum) == reported
 
 
 async def test_a_response_without_a_stream_has_no_gaps():
@@ -128,17 +128,17 @@ async def test_the_running_program_reports_the_gaps_of_a_running_stream(tmp_path
             await running.until_routable(*fleet)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(partial(running.ask, stream=True))
-                name, key, told = "omni_proxy_time_between_chunks_seconds", (PATH, fleet[0].url), {}
+                name, key, body = "omni_proxy_time_between_chunks_seconds", (PATH, fleet[0].url), {}
                 with trio.fail_after(PATIENCE_SECS):
                     # Pieces that waited for a busy door come as one.
-                    while told.get(f"{name}_count", {}).get(key, 0) < 2:
+                    while body.get(f"{name}_count", {}).get(key, 0) < 2:
                         await trio.sleep(0.02)
-                        told = await scraped(running)
-                    while told[f"{name}_sum"][key] < 2 * 0.025:
+                        body = await scraped(running)
+                    while body[f"{name}_sum"][key] < 2 * 0.025:
                         await trio.sleep(0.02)
-                        told = await scraped(running)
-                assert told["omni_proxy_requests_in_flight"] == {(): 1}
-                assert "omni_proxy_request_duration_seconds_count" not in told
+                        body = await scraped(running)
+                assert body["omni_proxy_requests_in_flight"] == {(): 1}
+                assert "omni_proxy_request_duration_seconds_count" not in body
                 enough.set()
 
 
@@ -192,12 +192,12 @@ async def scraped(running) -> dict[str, dict[tuple[str, ...], float]]:
     """The samples of the program by name and the values of their labels; the text is checked."""
     text = (await running.client.get("/metrics")).text
     assert problems(text) == []
-    told: dict[str, dict[tuple[str, ...], float]] = {}
+    reported: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             key = tuple(sample.labels[label] for label in sorted(sample.labels))
-            told.setdefault(sample.name, {})[key] = sample.value
-    return told
+            reported.setdefault(sample.name, {})[key] = sample.value
+    return reported
 
 
 async def test_the_running_program_counts_its_requests(tmp_path):
@@ -211,18 +211,18 @@ async def test_the_running_program_counts_its_requests(tmp_path):
             json = {"content-type": "application/json"}
             bad = await running.client.post(PATH, content=b"{", headers=json)
             assert bad.status_code == 400
-            told = await scraped(running)
-            requests = told["omni_proxy_requests_total"]
+            body = await scraped(running)
+            requests = body["omni_proxy_requests_total"]
             for worker in fleet:
                 assert requests["completed", "other", PATH, "2xx", worker.url] == worker.requests
             assert requests["refused", "", PATH, "4xx", ""] == 1
             models = {key[1] for key in requests}
             assert models == {"", "other"}
-            first = told["omni_proxy_time_to_first_chunk_seconds_count"]
+            first = body["omni_proxy_time_to_first_chunk_seconds_count"]
             assert sum(first.values()) == 40
-            assert told["omni_proxy_requests_in_flight"] == {(): 0}
-            assert told["omni_proxy_workers"][("routable",)] == 2
-            assert told["process_open_fds"][()] > 5
+            assert body["omni_proxy_requests_in_flight"] == {(): 0}
+            assert body["omni_proxy_workers"][("routable",)] == 2
+            assert body["process_open_fds"][()] > 5
 
 
 async def test_counting_can_be_switched_off_and_on_while_it_runs(tmp_path):
@@ -257,7 +257,7 @@ async def test_those_that_read_and_then_hang_cost_no_request(tmp_path):
                 for _ in range(40):
                     nursery.start_soon(hang, "/metrics")
                     nursery.start_soon(hang, "/feed")
-                await running.until("/status", lambda told: told["data_plane"]["connections"] >= 80)
+                await running.until("/status", lambda body: body["data_plane"]["connections"] >= 80)
                 with trio.fail_after(PATIENCE_SECS):
                     for _ in range(20):
                         assert (await running.ask(stream=True)).status_code == 200
@@ -282,8 +282,10 @@ async def test_a_full_disk_under_the_logs_costs_lines_which_are_counted(tmp_path
             lost = 0.0
             with trio.fail_after(PATIENCE_SECS):
                 while lost < 5:
-                    told = (await scraped(running))["omni_proxy_log_lines_lost_total"]
-                    lost = min(told[f"{kind}_log", "unwritable"] for kind in ("access", "route"))
+                    reported = (await scraped(running))["omni_proxy_log_lines_lost_total"]
+                    lost = min(
+                        reported[f"{kind}_log", "unwritable"] for kind in ("access", "route")
+                    )
             await running.says("cannot write to /dev/full")
 
 

@@ -165,7 +165,7 @@ async def test_a_queued_request_for_an_alias_takes_the_first_target_with_capacit
             while not big.requests:
                 await trio.sleep(0.005)
             nursery.start_soon(one)
-            while not opened.door.queue.waiting:
+            while not opened.dataplane.queue.waiting:
                 await trio.sleep(0.005)
             (waits,) = [w for w in opened.fleet.workers if w.disabled]
             waits.disabled = False
@@ -219,7 +219,7 @@ async def test_a_forms_model_is_rewritten_whatever_its_size(size):
         assert answer.status == 200
         assert big.requests[0][1] == form(b"big", b"x" * size)
         assert not small.requests
-        assert opened.door.inflight.held_bytes == 0
+        assert opened.dataplane.inflight.held_bytes == 0
 
 
 @pytest.mark.parametrize("size", [300_000, 2 * MIB, 9 * MIB])
@@ -231,7 +231,7 @@ async def test_a_large_json_body_is_read_whole_and_rewritten(size, hinted):
         answer = await ask(client, body, *(hints if hinted else []), path="/v1/completions")
         assert answer.status == 200
         assert big.requests[0][1] == body.replace(b"alias", b"big")
-        assert opened.door.inflight.held_bytes == 0
+        assert opened.dataplane.inflight.held_bytes == 0
 
 
 async def test_a_body_without_a_model_stays_and_its_hint_names_the_alias():
@@ -262,6 +262,6 @@ async def test_a_session_waits_at_its_target_while_that_ones_worker_is_updated()
         opened.fleet.cordon(worker_of_small, "updating")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, client, chat(), mine)
-            await until(lambda: opened.door.queue.waiting == 1)
+            await until(lambda: opened.dataplane.queue.waiting == 1)
             opened.fleet.uncordon(worker_of_small, "updating")
         assert (len(big.requests), models_of(small)) == (others, {"small": 2})

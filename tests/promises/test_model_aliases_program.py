@@ -36,16 +36,16 @@ async def test_a_split_over_real_replicas_gives_each_its_own_models_name(tmp_pat
         put(file, f"[server]\nport = 0\n{PROBES}{alias(3, 1)}{workers}")
         async with program("--config", file) as running:
             await known(running, 2)
-            told = Counter()
+            reported = Counter()
             for _ in range(8):
                 answer = await running.client.post(
                     "/v1/chat/completions", json=CHAT | {"model": "alias"}
                 )
                 assert answer.status_code == 200, answer.text
                 served = answer.headers["x-sglang-omni-worker"]
-                told[answer.json()["model"]] += 1
+                reported[answer.json()["model"]] += 1
                 assert (answer.json()["model"] == "one") == (one.url.rpartition(":")[2] in served)
-            assert told == {"one": 6, "two": 2}
+            assert reported == {"one": 6, "two": 2}
             listed = (await running.get_json("/v1/models"))["data"]
             assert {card["id"] for card in listed} == {"one", "two", "alias"}
             assert (await running.get_json("/v1/models/alias"))["root"] == "one"
@@ -83,7 +83,7 @@ async def test_every_process_has_the_aliases_and_the_adapters_of_engines(tmp_pat
                 served = answer.headers.get("x-sglang-omni-worker", "")
                 return answer.status_code, answer.json().get("model"), served.rpartition("%3A")[2]
 
-            await running.until("/workers", lambda told: told["routable_workers"] == 2)
+            await running.until("/workers", lambda body: body["routable_workers"] == 2)
             first = one.url.rpartition(":")[2]
             with trio.fail_after(60):
                 while (await model_at("first"))[0] != 200:

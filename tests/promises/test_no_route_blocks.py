@@ -43,7 +43,7 @@ failure_threshold = 3
 on_threshold = "dead"
 """
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-SAID = {  # what a route needs beside an empty object
+REQUESTS = {  # what a route needs beside an empty object
     "POST /workers": lambda fleet: {"json": {"url": fleet.spare()}},
     "POST /explain": lambda fleet: {"json": CHAT},
     "POST /add_worker": lambda fleet: {"params": {"url": fleet.spare(), "timeout_secs": 2}},
@@ -128,8 +128,8 @@ def fill(line: str) -> bytes:
     ranks = b",".join([b'{"dp_rank":1}'] * 1000)
     fields = b",".join(b'"f%d":%d' % (number, number) for number in range(900))
     more = b"1," * (most - 10_000)
-    told = b'{"success":true,"data":[%b],"loads":[%b],%b,"x":[%b1]}'
-    return told % (cards, ranks, fields, more)
+    reported = b'{"success":true,"data":[%b],"loads":[%b],%b,"x":[%b1]}'
+    return reported % (cards, ranks, fields, more)
 
 
 def lie(line: str) -> bytes:
@@ -158,7 +158,7 @@ async def ask(
     client: httpx.AsyncClient, method: str, rule: str, fleet: Fleet, asked_secs: float
 ) -> int | None:
     """The status; None where it was left."""
-    how = SAID.get(f"{method} {rule}", lambda _: {} if method == "GET" else {"json": {}})(fleet)
+    how = REQUESTS.get(f"{method} {rule}", lambda _: {} if method == "GET" else {"json": {}})(fleet)
     with trio.move_on_after(asked_secs):
         async with client.stream(method, place(method, rule, fleet), **how) as answer:
             async for _ in answer.aiter_raw():
@@ -169,7 +169,7 @@ async def ask(
 
 def test_each_route_can_be_called():
     known = {f"{method} {rule}" for method, rule in routes()}
-    assert SAID.keys() <= known
+    assert REQUESTS.keys() <= known
     fleet = Fleet(["http://a"] * 4)
     assert all(place(method, rule, fleet) for method, rule in routes())
 

@@ -39,7 +39,7 @@ def plain(text: str) -> str:
     return " ".join(re.sub(r"[^a-z' ]", " ", text.lower()).split())
 
 
-def said(client, text: str, **fields) -> bytes:
+def speech_of(client, text: str, **fields) -> bytes:
     asked = {"model": MODEL, "voice": "alloy", "response_format": "wav", **fields}
     return client.audio.speech.create(input=text, **asked).content
 
@@ -54,7 +54,7 @@ def chat(client, content, **fields):
 
 
 def test_an_audio_question_gets_an_audio_answer(client):
-    question = said(client, QUESTION)
+    question = speech_of(client, QUESTION)
     assert plain(heard(client, question)) == plain(QUESTION)
     part = {"data": base64.b64encode(question).decode(), "format": "wav"}
     answered = (
@@ -82,12 +82,12 @@ def test_a_stream_has_the_text_of_the_complete_response(client):
 
 
 def test_the_same_seed_gives_the_same_text_and_another_one_another(client):
-    def told(seed):
+    def chat_reply(seed):
         asked = {"temperature": 1.2, "seed": seed, "max_tokens": 16}
         return chat(client, "Tell me about the sea.", **asked).choices[0].message.content
 
-    assert told(1) == told(1)
-    assert len({told(seed) for seed in range(2, 6)}) > 1
+    assert chat_reply(1) == chat_reply(1)
+    assert len({chat_reply(seed) for seed in range(2, 6)}) > 1
 
 
 def test_sixteen_streams_at_once_all_complete(client):
@@ -108,13 +108,13 @@ def test_speech_is_streamed_and_deterministic_for_a_seed(client):
         extra_body={"stream": True, "stream_format": "audio", "seed": 5},
     ) as streamed:  # fmt: skip
         pieces = list(streamed.iter_bytes())
-    whole = said(client, text, response_format="pcm", extra_body={"seed": 5})
+    whole = speech_of(client, text, response_format="pcm", extra_body={"seed": 5})
     assert b"".join(pieces) == whole
     assert len(whole) > 2 * 24000 * 2
 
 
 def test_a_transcription_streams_its_text(client):
-    audio = said(client, QUESTION)
+    audio = speech_of(client, QUESTION)
     events = list(
         client.audio.transcriptions.create(model=MODEL, file=("a.wav", audio), stream=True)
     )
@@ -150,11 +150,11 @@ def test_openai_node_works_for_chat_streams_speech_and_transcription(url):
     words = [node, str(NODE / "drive.mjs"), f"{url}/v1", MODEL, QUESTION]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["whole"] == told["streamed"] == ANSWER
-    assert told["tokens"] == 8
-    assert told["riff"] == "RIFF"
-    assert plain(told["heard"]) == plain(QUESTION)
+    body = json.loads(done.stdout)
+    assert body["whole"] == body["streamed"] == ANSWER
+    assert body["tokens"] == 8
+    assert body["riff"] == "RIFF"
+    assert plain(body["heard"]) == plain(QUESTION)
 
 
 def test_curl_does_all_of_it(url, tmp_path):
@@ -177,8 +177,8 @@ def test_curl_does_all_of_it(url, tmp_path):
     assert stream.rstrip().endswith(b"data: [DONE]")
     wav = tmp_path / "q.wav"
     wav.write_bytes(curl(f"{url}/v1/audio/speech", *kind, "-d", json.dumps({"input": QUESTION})))
-    told = json.loads(curl(f"{url}/v1/audio/transcriptions", "-F", f"file=@{wav}"))
-    assert plain(told["text"]) == plain(QUESTION)
+    reported = json.loads(curl(f"{url}/v1/audio/transcriptions", "-F", f"file=@{wav}"))
+    assert plain(reported["text"]) == plain(QUESTION)
 
 
 def test_models_and_capabilities_report_what_is_really_there(client, url):

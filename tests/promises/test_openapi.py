@@ -33,7 +33,7 @@ async def engine(call):
     )
 
 
-def about_these(told, kept, *spares):
+def about_these(reported, kept, *spares):
     """The description, narrowed to workers that are there or refuse; `spares` may go."""
     of_all = {
         ("query", "selector"): ["worker_type=regular", f"url={kept}", "health in (dead)"],
@@ -45,15 +45,15 @@ def about_these(told, kept, *spares):
         ("post", "/remove_worker"): {("query", "url"): [spares[1], NOBODY]},
         ("post", "/workers"): {("query", "url"): [f"http://127.0.1.{n}:9" for n in range(1, 9)]},
     }
-    told["components"]["schemas"]["Switches"]["properties"]["url"] = {"const": kept}
-    for path, methods in told["paths"].items():
+    reported["components"]["schemas"]["Switches"]["properties"]["url"] = {"const": kept}
+    for path, methods in reported["paths"].items():
         for method, operation in methods.items():
             choices = {**of_all, **of_one.get((method, path), {})}
             for given in operation.get("parameters", ()):
                 if choice := choices.get((given["in"], given["name"])):
                     given["schema"] = {"type": "string", "enum": choice}
                     given["required"] = given["required"] or given["name"] == "url"
-    return told
+    return reported
 
 
 # The coverage phase asks for each bound of each parameter, by far most of all requests. Those with
@@ -61,10 +61,10 @@ def about_these(told, kept, *spares):
 SHORT = '[phases.coverage.generation]\nmode = "positive"\n'
 
 
-async def asked(running, told, folder, *words):
+async def asked(running, reported, folder, *words):
     """How many routes schemathesis has asked. Raises AssertionError with its words on a fault."""
     described = folder / "openapi.json"
-    described.write_text(json.dumps(told))
+    described.write_text(json.dumps(reported))
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", str(described),
         "--url", str(running.client.base_url), "--header", f"Authorization: Bearer {KEY}",
@@ -76,10 +76,10 @@ async def asked(running, told, folder, *words):
         done = await trio.run_process(
             command, cwd=folder, check=False, capture_stdout=True, stderr=subprocess.STDOUT
         )
-    said = done.stdout.decode()
-    assert done.returncode == 0, said[-20000:]
+    body = done.stdout.decode()
+    assert done.returncode == 0, body[-20000:]
     assert (await running.client.get("/live")).status_code == 200
-    return int(re.search(r"Tested: (\d+)", said)[1])
+    return int(re.search(r"Tested: (\d+)", body)[1])
 
 
 async def test_every_route_answers_as_its_description_declares(tmp_path):
@@ -89,12 +89,12 @@ async def test_every_route_answers_as_its_description_declares(tmp_path):
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
             served = await running.get_json("/openapi.json")
-            told = about_these(served, *(worker.url for worker in fleet))
+            reported = about_these(served, *(worker.url for worker in fleet))
             words = ("--phases", "coverage,fuzzing", "--max-examples", "10" if thorough() else "2")
             if not thorough():
                 (tmp_path / "schemathesis.toml").write_text(SHORT)
-            count = await asked(running, told, tmp_path, *words)
-            assert count == sum(map(len, told["paths"].values())) - len(LEFT_OUT)
+            count = await asked(running, reported, tmp_path, *words)
+            assert count == sum(map(len, reported["paths"].values())) - len(LEFT_OUT)
             assert len(fleet[0].requests) > (100 if thorough() else 20)  # the routes did reach it
 
 
@@ -102,7 +102,7 @@ async def test_every_route_does_so_without_a_worker_too(tmp_path):
     file = tmp_path / "proxy.toml"
     file.write_text(toml([]) + ADMIN)
     async with program("--config", file) as running:
-        told = about_these(await running.get_json("/openapi.json"), NOBODY, NOBODY, NOBODY)
-        del told["paths"]["/workers"]["post"]  # it would not stay without one
+        reported = about_these(await running.get_json("/openapi.json"), NOBODY, NOBODY, NOBODY)
+        del reported["paths"]["/workers"]["post"]  # it would not stay without one
         words = ("--phases", "fuzzing", "--max-examples", "2", "--mode", "positive")
-        assert await asked(running, told, tmp_path, *words) > 50
+        assert await asked(running, reported, tmp_path, *words) > 50

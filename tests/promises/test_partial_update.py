@@ -21,9 +21,13 @@ async def test_one_that_dies_in_the_middle_is_out_and_the_survivor_serves(tmp_pa
         async with program("--config", file) as running:
             await running.until_routable(survivor, victim)
             answer = await running.client.post(UPDATE, json=body("v2"))
-            told = answer.json()
-            assert (answer.status_code, told["success"], told["status"]) == (502, False, "error")
-            well, lost = told["results"]
+            reported = answer.json()
+            assert (answer.status_code, reported["success"], reported["status"]) == (
+                502,
+                False,
+                "error",
+            )
+            well, lost = reported["results"]
             assert (well["success"], well["standing"]) == (True, "restored")
             assert (lost["success"], lost["standing"]) == (False, "uncertain")
             assert lost["error"]
@@ -62,9 +66,9 @@ async def test_replicas_that_differ_afterwards_are_out_and_one_that_cannot_repor
         async with program("--config", file) as running:
             await running.until_routable(one, two, odd, mute)
             answer = await running.client.post(UPDATE, json=body("v2"))
-            told = answer.json()
-            assert (answer.status_code, told["success"]) == (502, False)
-            verified = told["verification"]
+            reported = answer.json()
+            assert (answer.status_code, reported["success"]) == (502, False)
+            verified = reported["verification"]
             assert verified["mismatched"] == [odd.url]
             assert verified["unverified"] == [mute.url]
             assert "404" in verified["reasons"][mute.url]

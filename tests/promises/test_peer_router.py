@@ -58,7 +58,7 @@ async def router(*scripts, flags=""):
         words += flags.split()
         words += ["--worker-urls", *(worker.url for worker in workers)] if workers else []
         async with program(*words) as running:
-            await running.until("/health", lambda told: told["status"] == "healthy")
+            await running.until("/health", lambda body: body["status"] == "healthy")
             yield running, workers
 
 
@@ -82,7 +82,7 @@ async def test_a_failing_worker_leaves_rotation_and_returns():
     flags = "--disable-retries --cb-failure-threshold 3 --cb-timeout-duration-secs 2"
     async with router(failing_first(3), flags=flags) as (running, _):
         assert await asked(running, 4) == [500, 500, 500, 503]
-        await running.until("/health", lambda told: told["status"] == "healthy")
+        await running.until("/health", lambda body: body["status"] == "healthy")
         assert await asked(running, 3) == [200] * 3
 
 
@@ -104,17 +104,19 @@ async def test_what_finds_no_place_gets_429():
 
     flags = "--max-concurrent-requests 2 --queue-size 0"
     async with router(worker_that(answer), flags=flags) as (running, _):
-        told = []
+        reported = []
         async with trio.open_nursery() as nursery:
 
             async def one():
-                told.append((await running.client.post("/v1/completions", json=ASKED)).status_code)
-                if len(told) == 14:
+                reported.append(
+                    (await running.client.post("/v1/completions", json=ASKED)).status_code
+                )
+                if len(reported) == 14:
                     gate.set()
 
             for _ in range(16):
                 nursery.start_soon(one)
-        assert sorted(told) == [200] * 2 + [429] * 14
+        assert sorted(reported) == [200] * 2 + [429] * 14
 
 
 async def test_what_waits_too_long_gets_408():
@@ -126,29 +128,29 @@ async def test_what_waits_too_long_gets_408():
 
     flags = "--max-concurrent-requests 1 --queue-size 1 --queue-timeout-secs 1"
     async with router(worker_that(answer), flags=flags) as (running, _):
-        told = []
+        reported = []
 
         async def one():
-            told.append((await running.client.post("/v1/completions", json=ASKED)).status_code)
-            if len(told) == 3:
+            reported.append((await running.client.post("/v1/completions", json=ASKED)).status_code)
+            if len(reported) == 3:
                 gate.set()
 
         async with trio.open_nursery() as nursery:
             for _ in range(4):
                 nursery.start_soon(one)
-        assert sorted(told) == [200, 408, 429, 429]
+        assert sorted(reported) == [200, 408, 429, 429]
 
 
 async def test_engines_register_with_a_router_that_was_started_without_any():
     async with router() as (running, _), fake_workers(GOOD) as (worker,):
         assert (await running.client.get("/readiness")).status_code == 503
         added = await running.client.post("/workers", json={"url": worker.url})
-        told = added.json()
-        assert (added.status_code, told["url"]) == (202, worker.url)
-        await running.until("/readiness", lambda told: told["status"] == "ready")
+        body = added.json()
+        assert (added.status_code, body["url"]) == (202, worker.url)
+        await running.until("/readiness", lambda body: body["status"] == "ready")
         assert await asked(running) == [200]
-        path = f"/workers/{quote(told['worker_id'], safe='')}"
-        assert added.headers["location"] == told["location"]
+        path = f"/workers/{quote(body['worker_id'], safe='')}"
+        assert added.headers["location"] == body["location"]
         put = await running.client.put(path, json={"url": worker.url})
         assert put.status_code == 202
         record = (await running.client.get(path)).json()
@@ -172,12 +174,14 @@ async def test_it_is_not_well_before_each_given_worker_was_probed():
         async with program(*words) as running:
             first = workers[0].url
 
-            def one_is_in(told):
-                return any(each["routable"] and each["url"] == first for each in told["workers"])
+            def one_is_in(reported):
+                return any(
+                    each["routable"] and each["url"] == first for each in reported["workers"]
+                )
 
             await running.until("/workers", one_is_in)
             for path in ("/health", "/ready", "/readiness"):
                 assert (await running.client.get(path)).status_code == 503
             gate.set()
-            told = await running.until("/health", lambda told: told["status"] == "healthy")
-            assert told["routable_workers"] == 2
+            body = await running.until("/health", lambda body: body["status"] == "healthy")
+            assert body["routable_workers"] == 2

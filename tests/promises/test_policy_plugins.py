@@ -76,9 +76,9 @@ def text(fleet, policy, processes=1):
 
 
 async def policy_of(running):
-    told = await running.get_json("/status")
-    assert "data_plane" in told, told
-    return told["data_plane"]["policy"]
+    body = await running.get_json("/status")
+    assert "data_plane" in body, body
+    return body["data_plane"]["policy"]
 
 
 @pytest.mark.parametrize("policy", ["packing", "my_policies:Packing"])
@@ -91,9 +91,9 @@ async def test_the_policy_of_the_page_routes_requests(installed, tmp_path, polic
             await running.until_routable(*fleet)
             answers = [(await running.ask()).json()["worker"] for _ in range(4)]
             assert answers == ["one"] * 4  # one at a time: the first always has room
-            told = await running.client.post("/explain", json={"messages": []})
-            assert told.json()["policy"] == policy
-            assert told.json()["pick"]["reason"] == "the first with room: 0 in flight"
+            response = await running.client.post("/explain", json={"messages": []})
+            assert response.json()["policy"] == policy
+            assert response.json()["pick"]["reason"] == "the first with room: 0 in flight"
             assert (await policy_of(running))["name"] == policy
 
 
@@ -105,13 +105,13 @@ async def test_a_reload_switches_to_a_plugged_in_policy_and_away_from_it(install
             await running.until_routable(*fleet)
             put(file, text(fleet, "packing"))
             await running.until(
-                "/status", lambda told: told["data_plane"]["policy"]["name"] == "packing"
+                "/status", lambda body: body["data_plane"]["policy"]["name"] == "packing"
             )
             assert {(await running.ask()).json()["worker"] for _ in range(4)} == {"one"}
             assert (await policy_of(running))["packing_picks"] == 4
             put(file, text(fleet, "round_robin"))
             await running.until(
-                "/status", lambda told: told["data_plane"]["policy"]["name"] == "round_robin"
+                "/status", lambda body: body["data_plane"]["policy"]["name"] == "round_robin"
             )
             assert {(await running.ask()).json()["worker"] for _ in range(4)} == {"one", "two"}
 
@@ -123,10 +123,10 @@ async def test_a_reload_with_a_policy_that_cannot_be_loaded_changes_nothing(inst
         async with program(installed, file) as running:
             await running.until_routable(*fleet)
             put(file, text(fleet, "nowhere_to_be_found:Policy"))
-            told = await running.until(
-                "/config", lambda told: told["last_reload"]["outcome"] == "refused"
+            body = await running.until(
+                "/config", lambda body: body["last_reload"]["outcome"] == "refused"
             )
-            (problem,) = told["last_reload"]["error"]["problems"]
+            (problem,) = body["last_reload"]["error"]["problems"]
             assert problem["path"] == "routing.policy"
             assert "nowhere_to_be_found" in problem["reason"]
             assert "PYTHONPATH" in problem["hint"]

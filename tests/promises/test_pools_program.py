@@ -61,8 +61,8 @@ async def engines(*kinds):
 
 
 def has_role(worker, role):
-    def holds(told):
-        found = record(told, worker)
+    def holds(reported):
+        found = record(reported, worker)
         return found["routable"] and found["role"] == role
 
     return holds
@@ -72,15 +72,15 @@ async def test_workers_of_the_flags_serve_and_another_one_joins_by_its_own_word(
     async with engines(Prefill, Decode, Prefill) as (prefill, decode, late):
         words = ("--pd-disaggregation", "--prefill", prefill.url, "none", "--decode", decode.url)
         async with program("launch-router", "--port", "0", *words) as running:
-            await running.until("/ready", lambda told: told["status"] == "ready")
+            await running.until("/ready", lambda body: body["status"] == "ready")
             answer = await running.client.post("/generate", json=PROMPT)
             assert (answer.status_code, answer.json()["text"]) == (200, f"{TOKENS - 1}")
             assert prefill.bodies[0] == decode.bodies[0]
             assert prefill.bodies[0]["bootstrap_port"] is None
             await running.client.post("/workers", json={"url": late.url})
-            told = await running.until("/workers", lambda told: len(told["workers"]) == 3)
-            told = await running.until("/workers", has_role(late, "prefill"))
-            assert told["stats"] == {"prefill_count": 2, "decode_count": 1, "regular_count": 0}
+            body = await running.until("/workers", lambda body: len(body["workers"]) == 3)
+            body = await running.until("/workers", has_role(late, "prefill"))
+            assert body["stats"] == {"prefill_count": 2, "decode_count": 1, "regular_count": 0}
             for _ in range(4):
                 assert (await running.client.post("/generate", json=PROMPT)).status_code == 200
             explained = (await running.client.post("/explain?path=/generate", json=PROMPT)).json()
@@ -95,17 +95,17 @@ async def test_a_role_that_is_edited_leaves_the_request_in_flight_alone(tmp_path
         made = {"prefill": prefill, "decode": decode, "processes": processes}
         put(file, FILE.format(**made, role="decode"))
         async with program("--config", file) as running:
-            await running.until("/ready", lambda told: told["status"] == "ready")
+            await running.until("/ready", lambda body: body["status"] == "ready")
             decode.gate = trio.Event()
             body = {**PROMPT, "stream": True}
             async with running.client.stream("POST", "/generate", json=body) as answer:
                 lines = answer.aiter_lines()
                 assert json.loads((await anext(lines)).removeprefix("data: "))["text"] == "0"
                 put(file, FILE.format(**made, role="regular"))
-                told = await running.until("/workers", has_role(decode, "regular"))
-                assert record(told, decode)["in_flight"] == 1
+                reported = await running.until("/workers", has_role(decode, "regular"))
+                assert record(reported, decode)["in_flight"] == 1
                 decode.gate.set()
                 rest = [line async for line in lines if line.startswith("data: ")]
             assert len(rest) == TOKENS
             assert rest[-1] == "data: [DONE]"
-            await running.until("/workers", lambda told: not record(told, decode)["in_flight"])
+            await running.until("/workers", lambda body: not record(body, decode)["in_flight"])

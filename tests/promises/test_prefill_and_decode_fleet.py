@@ -72,18 +72,18 @@ def fleet(connector, base_port) -> str:
 
 async def until_ready(running) -> dict[str, list[int]]:
     """The processes of each role."""
-    told = await running.until(
-        "/status", lambda told: told["fleet"]["routable_workers"] == 3 == len(told["launch"])
+    body = await running.until(
+        "/status", lambda body: body["fleet"]["routable_workers"] == 3 == len(body["launch"])
     )
     pids: dict[str, list[int]] = {}
-    for place in told["launch"]:
+    for place in body["launch"]:
         pids.setdefault(place["name"], []).append(place["pid"])
     return pids
 
 
 async def nothing_is_held(running):
     await running.until(
-        "/workers", lambda told: not any(each["in_flight"] for each in told["workers"])
+        "/workers", lambda body: not any(each["in_flight"] for each in body["workers"])
     )
 
 
@@ -105,9 +105,9 @@ async def test_launched_prefill_and_decode_replicas_answer_as_one(connector):
                     assert answer.status_code == 200, answer.text
                     assert essence(answer) == essence(await client.post(path, json=body))
             await nothing_is_held(running)
-            told = (await running.client.get("/metrics")).text
-    assert "omni_proxy_leg_seconds" in told
-    assert not re.search(r"^omni_proxy_kv_transfer_failures_total\S* [1-9]", told, re.MULTILINE)
+            text = (await running.client.get("/metrics")).text
+    assert "omni_proxy_leg_seconds" in text
+    assert not re.search(r"^omni_proxy_kv_transfer_failures_total\S* [1-9]", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("connector", ["sglang", "nixl"])
@@ -183,8 +183,8 @@ async def test_a_clients_rid_ends_both_legs(tmp_path):
             nursery.start_soon(ask)
             await running.until(
                 "/workers",
-                lambda told: any(
-                    each["in_flight"] for each in told["workers"] if each["role"] == "decode"
+                lambda body: any(
+                    each["in_flight"] for each in body["workers"] if each["role"] == "decode"
                 ),
             )
             while not ended:  # an id that no engine knows yet is not found

@@ -27,16 +27,18 @@ async def test_requests_reach_every_process_and_are_counted_once(tmp_path):
                 await client.send(post())
                 assert (await client.answer()).status == 200
 
-        def all_told(told: dict) -> bool:  # what ended and what was let in are told one by one
-            rows = told["data_plane"]["processes"]
-            ended = told["data_plane"]["ended"].get("completed", 0)
+        def all_reported(
+            reported: dict,
+        ) -> bool:  # what ended and what was let in are told one by one
+            rows = reported["data_plane"]["processes"]
+            ended = reported["data_plane"]["ended"].get("completed", 0)
             return ended >= 40 and all(row["accepted"] for row in rows)
 
-        told = await running.until("/status", all_told)
-        assert len({row["pid"] for row in told["data_plane"]["processes"]} | {told["pid"]}) == 3
+        body = await running.until("/status", all_reported)
+        assert len({row["pid"] for row in body["data_plane"]["processes"]} | {body["pid"]}) == 3
 
-        def routed(told: dict) -> bool:
-            return sum(worker["routed_requests"] for worker in told["workers"]) == 40
+        def routed(reported: dict) -> bool:
+            return sum(worker["routed_requests"] for worker in reported["workers"]) == 40
 
         await running.until("/workers", routed)
         text = (await running.client.get("/metrics")).text
@@ -99,8 +101,8 @@ async def test_a_killed_process_loses_only_its_own_connections_and_is_replaced(t
         for stream in streams:
             whole += await read_whole_stream(stream)
         assert whole == count - mine
-        told = await running.until("/status", serving)
-        assert [row["restarts"] for row in told["data_plane"]["processes"]] == [1, 0]
+        body = await running.until("/status", serving)
+        assert [row["restarts"] for row in body["data_plane"]["processes"]] == [1, 0]
         await running.until("/workers", lambda t: not any(w["in_flight"] for w in t["workers"]))
         assert (await running.get_json("/status"))["data_plane"]["inflight"] == 0
         await running.says("was ended by SIGKILL")
@@ -150,9 +152,9 @@ async def test_the_number_of_processes_may_change_again_during_a_drain(tmp_path)
             put(running.file, toml(running.fleet, more=f"processes = {count}"))
             assert (await running.client.post("/reload")).status_code == 200
             if count == 3:
-                await running.until("/status", lambda told: serving(told, 3))
-        told = await running.until("/status", serving)
-        assert [row["process"] for row in told["data_plane"]["processes"]] == [4, 5]
+                await running.until("/status", lambda body: serving(body, 3))
+        body = await running.until("/status", serving)
+        assert [row["process"] for row in body["data_plane"]["processes"]] == [4, 5]
         before = tally[0]
         while tally[0] < before + 100:
             await trio.sleep(0.01)
@@ -179,8 +181,8 @@ async def test_the_processes_exit_with_the_main_process(tmp_path):
     async with workers("a") as fleet:
         put(file, toml(fleet, more="processes = 2"))
         async with program("--config", file) as running:
-            told = await running.until("/status", serving)
-            pids = [row["pid"] for row in told["data_plane"]["processes"]]
+            body = await running.until("/status", serving)
+            pids = [row["pid"] for row in body["data_plane"]["processes"]]
             running.process.kill()
             await running.process.wait()
             await until_gone(*pids)

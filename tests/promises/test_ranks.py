@@ -235,7 +235,7 @@ async def test_a_session_stays_at_its_rank():
     async with before_ranks(4, more) as (opened, client, recorder):
         for session in "abcabcabc":
             assert (await ask(client, post(CHAT, f"x-session-id: {session}"))).status == 200
-        assert opened.door.session_count(opened.fleet.workers[0]) == 3
+        assert opened.dataplane.session_count(opened.fleet.workers[0]) == 3
     assert recorder.ranks() == [["0"], ["1"], ["2"]] * 3
 
 
@@ -261,15 +261,15 @@ async def test_what_ranks_have_cached_is_forgotten_with_their_workers_cache_or_w
             for number in range(8):
                 body = json.dumps({"prompt": f"{number}" * 300}).encode()
                 assert (await ask(client, post(body, path="/v1/completions"))).status == 200
-            return opened.door.policy.stats()["tree_size_by_worker"]
+            return opened.dataplane.policy.stats()["tree_size_by_worker"]
 
         assert sorted(await fill()) == [f"{worker.url}@{rank}" for rank in range(4)]
         opened.fleet.cache_cleared(worker)
-        assert not any(opened.door.policy.stats()["tree_size_by_worker"].values())
+        assert not any(opened.dataplane.policy.stats()["tree_size_by_worker"].values())
         await fill()
         config = configured(with_ranks(worker.url, 2), [])
         opened.fleet.apply(desired_workers(config, (), SavedState()), NOW)
-        sizes = opened.door.policy.stats()["tree_size_by_worker"]
+        sizes = opened.dataplane.policy.stats()["tree_size_by_worker"]
         assert {url for url, size in sizes.items() if size} == {f"{worker.url}@{n}" for n in (0, 1)}
     assert len(recorder.heads) == 16
 
@@ -312,7 +312,7 @@ async def test_a_kept_connection_follows_a_change_of_the_ranks_and_a_named_rank_
         for ranks in (1, 4, 1, 3):
             config = configured(with_ranks(url, ranks), [])
             opened.fleet.apply(desired_workers(config, (), SavedState()), NOW)
-            cache = opened.door.settings.fast_path_cache
+            cache = opened.dataplane.settings.fast_path_cache
             assert cache.has_ranks == opened.fleet.has_ranks == (ranks > 1)
             for _ in range(3):
                 assert (await ask(client, post(path="/generate"))).status == 200
@@ -381,7 +381,7 @@ async def test_limits_of_ranks_queue_requests_until_a_rank_has_capacity():
 
             for _ in range(3):
                 nursery.start_soon(one)
-            while len(arrived) < 2 or not opened.door.queue.waiting:
+            while len(arrived) < 2 or not opened.dataplane.queue.waiting:
                 await trio.sleep(0.01)
             assert sorted(arrived) == ["0", "1"]
             gates[2].set()
@@ -395,9 +395,9 @@ async def test_limits_of_ranks_queue_requests_until_a_rank_has_capacity():
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
 async def test_no_answer_of_the_engine_is_changed(path):
-    said = counted(b'{"routed_dp_rank": 1}', "x-data-parallel-rank: 5")
+    output = counted(b'{"routed_dp_rank": 1}', "x-data-parallel-rank: 5")
     async with (
-        fake_workers(answering(said)) as (fake,),
+        fake_workers(answering(output)) as (fake,),
         run_dataplane(config=with_ranks(fake.url, 2)) as opened,
         opened.client() as client,
     ):

@@ -56,15 +56,15 @@ async def started(tmp_path, *, processes=1, worker="", server=""):
         ))  # fmt: skip
         async with program("--config", file) as running:
             running.client.headers["connection"] = "close"
-            await running.until("/workers", lambda told: ranks_of(told) == 4)
+            await running.until("/workers", lambda body: ranks_of(body) == 4)
             if processes > 1:
-                await running.until("/status", lambda told: serving(told, processes))
+                await running.until("/status", lambda body: serving(body, processes))
             yield running, engine
         nursery.cancel_scope.cancel()
 
 
-def ranks_of(told):
-    return len(told["workers"][0]["ranks"])
+def ranks_of(reported):
+    return len(reported["workers"][0]["ranks"])
 
 
 async def test_the_engine_is_called_for_its_ranks_and_gets_admin_calls_once(tmp_path):
@@ -115,20 +115,20 @@ async def test_no_rank_and_no_worker_ever_has_more_than_its_bound(tmp_path, proc
             assert engine.ranks("/v1/chat/completions") == {"3": 2}
             for number in range(2, 20):
                 nursery.start_soon(one, number)
-            await running.until("/status", lambda told: told["data_plane"]["waiting"] == 14)
-            told = await running.until("/workers", lambda told: told["workers"][0]["load"] == 6)
+            await running.until("/status", lambda body: body["data_plane"]["waiting"] == 14)
+            body = await running.until("/workers", lambda body: body["workers"][0]["load"] == 6)
             while len(engine.posts) < 6:  # they have been sent, and may be on their way
                 await trio.sleep(0.01)
             assert sum(engine.ranks("/v1/chat/completions").values()) == 6
-            (record,) = told["workers"]
+            (record,) = body["workers"]
             assert [rank["in_flight"] for rank in record["ranks"]].count(0) <= 1
             assert record["ranks"][3]["in_flight"] == 2
             assert max(rank["in_flight"] for rank in record["ranks"]) == 2
             assert sum(rank["in_flight"] for rank in record["ranks"]) == 6
             engine.gate.set()
         assert answers == [200] * 20
-        await running.until("/workers", lambda told: at_ranks(told) == 0)
-        await running.until("/workers", lambda told: succeeded_at_ranks(told) == 20)
+        await running.until("/workers", lambda body: at_ranks(body) == 0)
+        await running.until("/workers", lambda body: succeeded_at_ranks(body) == 20)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -139,17 +139,17 @@ async def test_a_changed_file_ends_nothing_that_is_in_flight_at_a_rank(tmp_path,
         text = file.read_text()
         async with client_of(running.client.base_url.netloc.decode()) as client:
             await client.send(post(json.dumps(chat()).encode(), f"{HEADER}: 3"))
-            await running.until("/workers", lambda told: at_ranks(told) == 1)
+            await running.until("/workers", lambda body: at_ranks(body) == 1)
             for ranks, shown in (("2", 2), ("1", 0), ('"auto"', 4)):
                 put(file, text.replace('ranks = "auto"', f"ranks = {ranks}"))
-                told = await running.until("/workers", lambda told, n=shown: ranks_of(told) == n)
-                assert told["workers"][0]["in_flight"] == 1
-            assert told["workers"][0]["ranks"][3]["in_flight"] == 1
+                body = await running.until("/workers", lambda body, n=shown: ranks_of(body) == n)
+                assert body["workers"][0]["in_flight"] == 1
+            assert body["workers"][0]["ranks"][3]["in_flight"] == 1
             engine.gate.set()
             assert (await client.answer()).status == 200
-        await running.until("/workers", lambda told: told["workers"][0]["in_flight"] == 0)
-        told = await running.get_json("/workers")
-        assert at_ranks(told) == 0
+        await running.until("/workers", lambda body: body["workers"][0]["in_flight"] == 0)
+        body = await running.get_json("/workers")
+        assert at_ranks(body) == 0
         assert engine.ranks("/v1/chat/completions") == {"3": 1}
 
 
@@ -167,15 +167,15 @@ async def test_a_killed_process_leaves_nothing_counted_at_a_rank(tmp_path):
             busy = []
             while len(busy) < 2:  # the kernel deals connections out
                 nursery.start_soon(one)
-                told = await running.get_json("/status")
-                busy = [row for row in told["data_plane"]["processes"] if row["in_flight"]]
+                body = await running.get_json("/status")
+                busy = [row for row in body["data_plane"]["processes"] if row["in_flight"]]
             await kill(busy[0]["pid"])
-            await running.until("/status", lambda told: serving(told, 2))
+            await running.until("/status", lambda body: serving(body, 2))
             await running.until("/workers", holds_what_is_left)
             left = (await running.get_json("/workers"))["workers"][0]["in_flight"]
             assert left < len(engine.posts)
             nursery.cancel_scope.cancel()
-        await running.until("/workers", lambda told: at_ranks(told) == 0)
+        await running.until("/workers", lambda body: at_ranks(body) == 0)
         engine.gate.set()
 
 
@@ -189,13 +189,13 @@ async def kill(pid):
         os.close(descriptor)
 
 
-def at_ranks(told):
-    return sum(rank["in_flight"] for rank in told["workers"][0]["ranks"])
+def at_ranks(reported):
+    return sum(rank["in_flight"] for rank in reported["workers"][0]["ranks"])
 
 
-def holds_what_is_left(told):
-    return 0 < told["workers"][0]["in_flight"] == at_ranks(told)
+def holds_what_is_left(reported):
+    return 0 < reported["workers"][0]["in_flight"] == at_ranks(reported)
 
 
-def succeeded_at_ranks(told):
-    return sum(rank["successful_requests"] for rank in told["workers"][0]["ranks"])
+def succeeded_at_ranks(reported):
+    return sum(rank["successful_requests"] for rank in reported["workers"][0]["ranks"])

@@ -155,7 +155,7 @@ async def test_pause_and_sleep_hold_a_request_until_the_engines_go_on(seen, vllm
             answers.append(await text_of(seen))
 
         nursery.start_soon(ask)
-        await seen.until("/workers", lambda told: sum(w["in_flight"] for w in told["workers"]) == 1)
+        await seen.until("/workers", lambda body: sum(w["in_flight"] for w in body["workers"]) == 1)
         assert answers == []
         assert (await post(seen, "/resume"))[1]["status"] == "resumed"
     assert answers == [await text_of(seen)]
@@ -170,15 +170,15 @@ async def test_pause_and_sleep_hold_a_request_until_the_engines_go_on(seen, vllm
 
 async def test_what_one_engine_reports_the_fleet_reports(seen, vllm):
     assert (await seen.get_json("/get_world_size"))["world_size"] == 2
-    status, told = await post(seen, "/pause?mode=bogus")
-    assert (status, "'abort', 'wait' or 'keep'" in told["message"]) == (400, True)
-    status, told = await post(seen, "/collective_rpc", {"method": "nope"})
-    assert (status, "no attribute 'nope'" in json.dumps(told)) == (502, True)
+    status, body = await post(seen, "/pause?mode=bogus")
+    assert (status, "'abort', 'wait' or 'keep'" in body["message"]) == (400, True)
+    status, body = await post(seen, "/collective_rpc", {"method": "nope"})
+    assert (status, "no attribute 'nope'" in json.dumps(body)) == (502, True)
     assert (await post(seen, "/reset_prefix_cache"))[0] == 200
-    status, told = await post(seen, "/weight_checker", {"action": "checksum"})
-    assert (status, len(told["checksums"]) > 5) == (200, True)
-    status, told = await post(seen, "/update_weight_version", {"new_version": "named"})
-    assert (status, set(told["weight_versions"].values())) == (200, {"named"})
+    status, body = await post(seen, "/weight_checker", {"action": "checksum"})
+    assert (status, len(body["checksums"]) > 5) == (200, True)
+    status, body = await post(seen, "/update_weight_version", {"new_version": "named"})
+    assert (status, set(body["weight_versions"].values())) == (200, {"named"})
     assert (await seen.get_json("/weight_info"))["weight_version"] == "named"
     # In words of SGLang, too.
     assert (await post(seen, "/pause_generation", {"mode": "retract"}))[0] == 200
@@ -188,21 +188,21 @@ async def test_what_one_engine_reports_the_fleet_reports(seen, vllm):
 
 
 async def test_model_routes_of_vllm_reach_an_engine(seen):
-    status, told = await post(seen, "/tokenize", {"model": "tiny", "prompt": PROMPT})
-    assert (status, told["count"]) == (200, len(told["tokens"]))
+    status, reported = await post(seen, "/tokenize", {"model": "tiny", "prompt": PROMPT})
+    assert (status, reported["count"]) == (200, len(reported["tokens"]))
     sampling = {"max_tokens": 4, "temperature": 0}
-    body = {"model": "tiny", "token_ids": told["tokens"], "sampling_params": sampling}
-    status, told = await post(seen, "/inference/v1/generate", body)
-    assert (status, len(told["choices"][0]["token_ids"])) == (200, 4)
+    body = {"model": "tiny", "token_ids": reported["tokens"], "sampling_params": sampling}
+    status, reported = await post(seen, "/inference/v1/generate", body)
+    assert (status, len(reported["choices"][0]["token_ids"])) == (200, 4)
     messages = [{"role": "user", "content": "hi"}]
     body = {"model": "tiny", "max_tokens": 4, "messages": messages}
-    status, told = await post(seen, "/v1/messages", body)
-    assert (status, told["type"], told["usage"]["output_tokens"]) == (200, "message", 4)
-    status, told = await post(seen, "/v1/messages/count_tokens", body)
-    assert (status, told["input_tokens"] > 0) == (200, True)
+    status, reported = await post(seen, "/v1/messages", body)
+    assert (status, reported["type"], reported["usage"]["output_tokens"]) == (200, "message", 4)
+    status, reported = await post(seen, "/v1/messages/count_tokens", body)
+    assert (status, reported["input_tokens"] > 0) == (200, True)
     body = {"model": "tiny", "input": "hi", "max_output_tokens": 4}
-    status, told = await post(seen, "/v1/responses", body)
-    assert (status, told["object"]) == (200, "response")
+    status, reported = await post(seen, "/v1/responses", body)
+    assert (status, reported["object"]) == (200, "response")
 
 
 async def test_an_abort_ends_what_runs_and_keeps_what_it_has(seen, vllm):
@@ -215,9 +215,9 @@ async def test_an_abort_ends_what_runs_and_keeps_what_it_has(seen, vllm):
 
         for _ in range(4):
             nursery.start_soon(ask)
-        await seen.until("/workers", lambda told: sum(w["in_flight"] for w in told["workers"]) == 4)
-        status, told = await post(seen, "/abort_requests", {})
-        assert (status, told["aborted"] > 0) == (200, True)
+        await seen.until("/workers", lambda body: sum(w["in_flight"] for w in body["workers"]) == 4)
+        status, body = await post(seen, "/abort_requests", {})
+        assert (status, body["aborted"] > 0) == (200, True)
     assert {each["choices"][0]["finish_reason"] for each in answers} == {"abort"}
 
 
@@ -254,8 +254,8 @@ async def test_a_trainer_of_vllm_finds_one_engine_and_no_answer_mixes_two_versio
 async def test_a_trainer_that_dies_keeps_both_out_until_the_next(seen, vllm):
     before = await text_of(seen)
     assert await vllm.train(("half", 1, "!dies")) == {}
-    told = await seen.until("/weights", lambda told: told["sync"]["state"] == "idle")
-    assert set(told["uncertain"]) == {each.url for each in vllm.engines}
+    body = await seen.until("/weights", lambda body: body["sync"]["state"] == "idle")
+    assert set(body["uncertain"]) == {each.url for each in vllm.engines}
     # vLLM keeps half a layer of the other trainer's, unless it is told to drop it.
     assert await vllm.train(("good", 0)) == {"good": ""}
     await seen.ready()
@@ -274,9 +274,9 @@ async def test_a_chunk_that_fails_costs_the_next_round_nothing(seen, vllm):
 async def test_weights_from_disk_reach_vllm_in_its_own_words(seen, vllm):
     before = await text_of(seen)
     body = {"model_path": str(vllm.models[1]), "weight_version": "disk-1"}
-    status, told = await post(seen, "/update_weights_from_disk", body)
-    assert (status, set(told["weight_versions"].values())) == (200, {"disk-1"}), told
-    assert {each["sent_to"] for each in told["results"]} == {"/update_weight_version"}
+    status, reported = await post(seen, "/update_weights_from_disk", body)
+    assert (status, set(reported["weight_versions"].values())) == (200, {"disk-1"}), reported
+    assert {each["sent_to"] for each in reported["results"]} == {"/update_weight_version"}
     assert await text_of(seen) != before
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(vllm.models[0])}}
     assert (await post(seen, "/collective_rpc", body))[0] == 200
@@ -290,8 +290,8 @@ async def test_a_restarted_engine_with_its_first_weights_is_not_routed(seen, vll
     victim.kill()
     victim.start()
     await victim.up()
-    told = await seen.until("/weights", lambda told: victim.url in told["uncertain"])
-    assert "missed the update to 'kept'" in told["uncertain"][victim.url]
+    body = await seen.until("/weights", lambda body: victim.url in body["uncertain"])
+    assert "missed the update to 'kept'" in body["uncertain"][victim.url]
     assert {await text_of(seen) for _ in range(6)} == {kept}
     assert await vllm.train(("again", 0)) == {"again": ""}
     await seen.ready()

@@ -42,9 +42,9 @@ async def test_a_write_in_two_steps_never_empties_the_fleet(file, pair):
             writer.flush()
             writer.write(text[torn:])
         await running.until_routable(one, two)
-        told = (await running.get_json("/config"))["last_reload"]
-        assert told["outcome"] == "applied"
-        assert told["diff"]["workers"] == {"added": [two.url], "removed": [], "changed": {}}
+        reported = (await running.get_json("/config"))["last_reload"]
+        assert reported["outcome"] == "applied"
+        assert reported["diff"]["workers"] == {"added": [two.url], "removed": [], "changed": {}}
 
 
 async def test_an_atomic_rename_is_seen(file, pair):
@@ -52,7 +52,7 @@ async def test_an_atomic_rename_is_seen(file, pair):
     put(file, toml([one]))
     async with program("--config", file) as running:
         put(file, toml([two]))
-        await running.until("/workers", lambda told: urls(told) == [two.url])
+        await running.until("/workers", lambda body: urls(body) == [two.url])
 
 
 async def test_a_deleted_file_keeps_what_runs_until_it_is_there_again(file, pair):
@@ -61,8 +61,8 @@ async def test_a_deleted_file_keeps_what_runs_until_it_is_there_again(file, pair
     async with program("--config", file) as running:
         await running.until_routable(one)
         file.unlink()
-        told = await running.until("/config", lambda told: "error" in told["last_reload"])
-        assert "cannot be read" in told["last_reload"]["error"]["message"]
+        body = await running.until("/config", lambda body: "error" in body["last_reload"])
+        assert "cannot be read" in body["last_reload"]["error"]["message"]
         assert urls(await running.get_json("/workers")) == [one.url]
         file.write_text(toml([one, two]))
         await running.until_routable(one, two)
@@ -90,11 +90,11 @@ async def test_sighup_reads_the_file_again(file, pair):
     put(file, toml(pair))
     async with program("--config", file) as running:
         running.process.send_signal(signal.SIGHUP)
-        told = await running.until(
-            "/config", lambda told: told["last_reload"]["source"] == "SIGHUP"
+        body = await running.until(
+            "/config", lambda body: body["last_reload"]["source"] == "SIGHUP"
         )
-        assert told["last_reload"]["outcome"] == "unchanged"
-        assert told["revision"] == 1
+        assert body["last_reload"]["outcome"] == "unchanged"
+        assert body["revision"] == 1
 
 
 async def test_post_reload_applies_at_once_and_raises_the_revision(file, pair):
@@ -194,8 +194,8 @@ async def test_a_changed_port_opens_before_the_old_one_closes_and_old_connection
             put(file, toml([one], port=second))
             await running.says(f"listening on http://127.0.0.1:{second}")
             running.client.base_url = httpx.URL(f"http://127.0.0.1:{second}")
-            told = await running.get_json("/status")
-            assert told["listeners"] == [f"127.0.0.1:{second}"]
+            body = await running.get_json("/status")
+            assert body["listeners"] == [f"127.0.0.1:{second}"]
             with pytest.raises(OSError):
                 await trio.open_tcp_stream("127.0.0.1", first)
             one.gate.set()
@@ -213,8 +213,8 @@ async def test_a_change_to_a_port_in_use_is_refused_whole(file, pair):
             refused = await running.client.post("/reload")
             assert refused.status_code == 422
             assert f"cannot listen on 127.0.0.1:{taken.getsockname()[1]}" in refused.text
-            told = await running.get_json("/workers")
-            assert (urls(told), routable(told)) == ([one.url], {one.url})
+            body = await running.get_json("/workers")
+            assert (urls(body), routable(body)) == ([one.url], {one.url})
             assert (await running.get_json("/config"))["config"]["server"]["port"] == 0
 
 

@@ -48,17 +48,20 @@ def events(text):
 
 
 async def test_a_stage_that_raises_gives_each_route_its_own_error(client):
-    told = "RuntimeError: our fault"
+    reported = "RuntimeError: our fault"
     answer = await client.post(CHAT, json=USER | {"model": "broken"})
-    assert (answer.status_code, answer.json()) == (500, {"detail": told})
+    assert (answer.status_code, answer.json()) == (500, {"detail": reported})
     answer = await client.post(CHAT, json=USER | {"model": "broken", "stream": True})
-    error = {"error": {"message": told, "type": "server_error", "code": 500}}
+    error = {"error": {"message": reported, "type": "server_error", "code": 500}}
     first, done = events(answer.text)
     assert (answer.status_code, json.loads(first), done) == (200, error, "[DONE]")
     answer = await client.post("/generate", json={"prompt": "x", "model": "broken"})
-    assert (answer.status_code, answer.json()) == (500, {"detail": told})
+    assert (answer.status_code, answer.json()) == (500, {"detail": reported})
     answer = await client.post("/v1/completions", json={"prompt": "x", "model": "broken"})
-    assert (answer.status_code, answer.json()) == (500, {"error": SERVER_ERROR | {"message": told}})
+    assert (answer.status_code, answer.json()) == (
+        500,
+        {"error": SERVER_ERROR | {"message": reported}},
+    )
     answer = await client.post(SPEECH, json={"input": "BROKEN"})
     error = SERVER_ERROR | {"message": "RuntimeError: the voice broke"}
     assert (answer.status_code, answer.json()) == (500, {"error": error})
@@ -84,8 +87,11 @@ async def test_the_process_of_a_stage_may_be_killed(replica, client):
         while not answers:
             assert await text.receive_some()  # the other stages have not noticed
     (answer,) = answers
-    told = "stage speak ended: process sound was ended by SIGKILL"
-    assert (answer.status_code, answer.json()) == (500, {"error": SERVER_ERROR | {"message": told}})
+    reported = "stage speak ended: process sound was ended by SIGKILL"
+    assert (answer.status_code, answer.json()) == (
+        500,
+        {"error": SERVER_ERROR | {"message": reported}},
+    )
     await healthy(client)
     assert (await client.post(SPEECH, json={"input": "one two"})).status_code == 200
     assert replica.children() != {before}
@@ -139,9 +145,9 @@ async def test_health_answers_while_a_long_prompt_is_read(replica, client):
     async with dialled(replica, posted("/v1/completions", body)):
         answered = 0
         while True:
-            told = await client.get("/health")
-            assert told.status_code == 200
-            if not told.json()["pending_completions"]:
+            response = await client.get("/health")
+            assert response.status_code == 200
+            if not response.json()["pending_completions"]:
                 if answered:
                     break
                 continue

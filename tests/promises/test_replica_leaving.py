@@ -88,12 +88,12 @@ async def nothing_left(client, late=0):
     """
 
     async def forgotten():
-        told = (await client.get("/health")).json()
-        return not told["total_requests"] and told["request_states"] == {}
+        body = (await client.get("/health")).json()
+        return not body["total_requests"] and body["request_states"] == {}
 
     async def idle():
-        told = await gauges(client)
-        return not (told["sglang:num_running_reqs"] or told["sglang:num_queue_reqs"])
+        body = await gauges(client)
+        return not (body["sglang:num_running_reqs"] or body["sglang:num_queue_reqs"])
 
     for _ in range(late + 1):
         await until(forgotten)

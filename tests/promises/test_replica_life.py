@@ -137,7 +137,7 @@ def children_of(pid):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ('name = "x"\n[[stages]]\nname = "a"\nfactroy = "a.b:c"\n', "unknown key; did you mean"),
         (
@@ -146,12 +146,12 @@ def children_of(pid):
         ),
     ],
 )
-async def test_what_keeps_it_from_starting_is_reported(tmp_path, text, told):
+async def test_what_keeps_it_from_starting_is_reported(tmp_path, text, reported):
     (tmp_path / "p.toml").write_text(text)
     async with replica("--pipeline", str(tmp_path / "p.toml")) as (process, _):
         words = b""
         async for data in process.stderr:
             words += data
-        assert told in words.decode()
+        assert reported in words.decode()
         assert "Traceback" not in words.decode()
         assert await process.wait() in (1, 2)

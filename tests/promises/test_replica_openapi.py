@@ -23,9 +23,9 @@ async def test_every_route_of_a_replica_answers_as_its_description_declares(tmp_
     with program(tmp_path) as running:
         async with running.client() as client:
             await healthy(client)
-            told = (await client.get("/openapi.json")).json()
+            body = (await client.get("/openapi.json")).json()
             described = tmp_path / "openapi.json"
-            described.write_text(json.dumps(told))
+            described.write_text(json.dumps(body))
             command = [
                 sys.executable, "-m", "schemathesis.cli", "run", str(described),
                 "--url", running.url, "--checks", CHECKS, "--generation-deterministic",
@@ -38,9 +38,9 @@ async def test_every_route_of_a_replica_answers_as_its_description_declares(tmp_
                     command, cwd=tmp_path, check=False,
                     capture_stdout=True, stderr=subprocess.STDOUT,
                 )  # fmt: skip
-            said = done.stdout.decode()
-            assert done.returncode == 0, said[-10000:]
-            paths = [path for path in told["paths"] if not re.search(LEFT_OUT, path)]
-            asked = int(re.search(r"Tested: (\d+)", said)[1])
-            assert asked == sum(len(told["paths"][path]) for path in paths) > 30
+            body = done.stdout.decode()
+            assert done.returncode == 0, body[-10000:]
+            paths = [path for path in body["paths"] if not re.search(LEFT_OUT, path)]
+            asked = int(re.search(r"Tested: (\d+)", body)[1])
+            assert asked == sum(len(body["paths"][path]) for path in paths) > 30
             assert (await client.get("/health")).status_code == 200

@@ -63,8 +63,8 @@ def versions_of(choice):
 async def checksum(client):
     from omni_proxy.weight_sync.checksum import roll_up
 
-    told = (await client.post("/weight_checker", json={"action": "checksum"})).json()
-    return roll_up({name.split(":")[-1]: found for name, found in told["checksums"].items()})
+    body = (await client.post("/weight_checker", json={"action": "checksum"})).json()
+    return roll_up({name.split(":")[-1]: found for name, found in body["checksums"].items()})
 
 
 async def version(client):
@@ -74,8 +74,8 @@ async def version(client):
 async def events(streamed):
     async for line in streamed.aiter_lines():
         if line.startswith("data: "):
-            told = line.removeprefix("data: ")
-            yield told if told == "[DONE]" else json.loads(told)
+            reported = line.removeprefix("data: ")
+            yield reported if reported == "[DONE]" else json.loads(reported)
 
 
 @pytest.mark.parametrize(
@@ -182,10 +182,10 @@ async def test_keep_freezes_requests_and_resume_continues_them(client):
 
 
 async def test_wait_finishes_running_requests_and_holds_new_ones(client):
-    told = []
+    reported = []
 
     async def ask(name, count):
-        told.append((name, (await generated(client, count))["finish_reason"]))
+        reported.append((name, (await generated(client, count))["finish_reason"]))
 
     async with trio.open_nursery() as nursery:
         async with client.stream("POST", GENERATE, json=tokens(80, stream=True)) as streamed:
@@ -197,9 +197,9 @@ async def test_wait_finishes_running_requests_and_holds_new_ones(client):
             assert ends == "length"
         while (await client.get("/load")).json() != {"server_load": 1}:
             await trio.sleep(0.01)
-        assert told == []
+        assert reported == []
         await client.post("/resume")
-    assert told == [("later", "length")]
+    assert reported == [("later", "length")]
 
 
 async def test_an_abort_ends_with_what_is_there_and_touches_nothing_else(client):
@@ -249,8 +249,8 @@ async def test_sglangs_abort_takes_a_rid_a_prefix_and_all(ours):
             "input_ids": [PROMPT], "rid": rid,
             "sampling_params": {"max_new_tokens": 4000, "temperature": 0, "ignore_eos": True},
         }  # fmt: skip
-        told = (await ours.post("/generate", json=body)).json()[0]
-        ends[rid] = told["meta_info"]["finish_reason"]["type"]
+        reported = (await ours.post("/generate", json=body)).json()[0]
+        ends[rid] = reported["meta_info"]["finish_reason"]["type"]
 
     async def until_live(count):
         while (await ours.get("/health")).json()["pending_completions"] != count:
@@ -300,13 +300,13 @@ async def test_weights_are_reloaded_from_a_file_and_reset_at_random(client, tmp_
     save_file({name: each.detach().clone() for name, each in named.items()}, file)
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(file)}}
     assert (await client.post("/collective_rpc", json=reload)).json() == {"results": [None]}
-    told = (await client.post("/weight_checker", json={"action": "checksum"})).json()
+    body = (await client.post("/weight_checker", json={"action": "checksum"})).json()
     assert await checksum(client) == expected_checksum(9)
     await client.post("/weight_checker", json={"action": "reset"})
-    compare = {"action": "compare", "baseline": told["checksums"]}
+    compare = {"action": "compare", "baseline": body["checksums"]}
     unlike = (await client.post("/weight_checker", json=compare)).json()
     assert unlike["match"] is False
-    assert len(unlike["mismatches"]) == len(told["checksums"])
+    assert len(unlike["mismatches"]) == len(body["checksums"])
     await client.post("/collective_rpc", json=reload)
     alike = (await client.post("/weight_checker", json=compare)).json()
     assert alike == {"match": True, "mismatches": []}

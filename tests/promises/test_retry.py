@@ -171,7 +171,7 @@ async def test_a_503_is_retried_elsewhere_and_does_not_affect_health():
             {"worker": f"http://{good}", "outcome": "200"},
         ]
         assert opened.failures() == [0, 0]
-        assert len(opened.door.pools.of(opened.fleet.workers[0]).idle) == 1  # it ended cleanly
+        assert len(opened.dataplane.pools.of(opened.fleet.workers[0]).idle) == 1  # it ended cleanly
     assert [len(worker.requests) for worker in opened.workers] == [1, 1]
 
 
@@ -256,8 +256,8 @@ async def test_other_statuses_are_not_retried_and_do_not_affect_health(status):
 async def test_with_a_single_try_the_status_reaches_the_client(status):
     config = ALL + "max_total_retries = 1\nmax_worker_retries = 0"
     async with dataplane_before(saying(status), GOOD, config=config) as (opened, client):
-        told = [(await ask(client)).status for _ in range(4)]
-        assert told == [status, 200] * 2
+        reported = [(await ask(client)).status for _ in range(4)]
+        assert reported == [status, 200] * 2
         assert opened.failures()[0] == (2 if status in (500, 502, 504) else 0)
 
 
@@ -287,8 +287,8 @@ async def test_a_single_worker_that_fails_once_is_retried():
 async def test_a_worker_with_permanent_500s_is_ejected():
     config = ALL + "max_total_retries = 1"
     async with dataplane_before(saying(500), config=config) as (opened, client):
-        told = [(await ask(client)).status for _ in range(4)]
-        assert told == [500, 500, 500, 503]
+        reported = [(await ask(client)).status for _ in range(4)]
+        assert reported == [500, 500, 500, 503]
         assert opened.fleet.workers[0].health.state == "unhealthy"
 
 
@@ -326,8 +326,8 @@ async def test_a_failure_after_failed_tries_reports_what_was_tried():
         answer = await ask(client)
         one, other = names(opened)
         assert answer.status == 502
-        told = f"{one}=connect_failure, {other}=reset_before_response"
-        assert answer.one("x-omni-attempts") == told
+        reported = f"{one}=connect_failure, {other}=reset_before_response"
+        assert answer.one("x-omni-attempts") == reported
 
 
 async def test_a_body_above_retry_body_bytes_is_tried_once_and_the_client_is_informed_why():
@@ -357,9 +357,9 @@ async def test_a_client_that_leaves_during_a_pause_ends_it_at_once(monkeypatch):
     async with fake_workers(resetting) as (worker,), run_dataplane(worker) as opened:
         async with opened.client() as client:
             await client.send(post(CHAT))
-            while not any(task.phase == "backoff" for task in opened.door.loop.tasks):
+            while not any(task.phase == "backoff" for task in opened.dataplane.loop.tasks):
                 await trio.sleep(0.001)
-        await opened.door.drained()
+        await opened.dataplane.drained()
         assert opened.last["outcome"] == "client_disconnected"
         assert opened.last["phase"] == "backoff"
     assert len(worker.requests) == 1

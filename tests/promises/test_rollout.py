@@ -88,7 +88,7 @@ class Clients:
 
 
 async def ended(running):
-    return await running.until(ROLLOUT, lambda told: told["state"] in ENDED)
+    return await running.until(ROLLOUT, lambda body: body["state"] in ENDED)
 
 
 async def begin(running, **fields):
@@ -97,8 +97,8 @@ async def begin(running, **fields):
     return answer.json()["rollout"]
 
 
-def states(told):
-    return [row["state"] for row in told["workers"]]
+def states(reported):
+    return [row["state"] for row in reported["workers"]]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -112,8 +112,8 @@ async def test_sixteen_clients_see_no_error_and_only_whole_versions(tmp_path, mo
             clients = Clients(running)
             async with clients.asking(CLIENTS):
                 await begin(running, model_path=new.path, weight_version="v2")
-                told = await ended(running)
-            assert (told["state"], told["updated"]) == ("succeeded", 3), told
+                body = await ended(running)
+            assert (body["state"], body["updated"]) == ("succeeded", 3), body
             assert clients.faults == []
             assert sorted(clients.texts) == ["default", "v2"]
             assert [len(texts) for texts in clients.texts.values()] == [1, 1], clients.texts
@@ -141,9 +141,9 @@ async def test_a_bad_checkpoint_stops_after_the_canary_and_everything_serves_the
             clients = Clients(running)
             async with clients.asking():
                 await begin(running, model_path=str(bad), weight_version="v3")
-                told = await ended(running)
-            assert (told["state"], states(told)) == ("failed", ["restored", "pending", "pending"])
-            assert "is truncated" in told["cause"]
+                body = await ended(running)
+            assert (body["state"], states(body)) == ("failed", ["restored", "pending", "pending"])
+            assert "is truncated" in body["cause"]
             assert (clients.faults, list(clients.texts)) == ([], ["v2"])
             assert (await known(running, 3))["routable_workers"] == 3
 
@@ -165,13 +165,13 @@ async def test_a_failure_after_the_canary_takes_the_canary_back(tmp_path, models
                 await begin(
                     running, model_path=str(newer), weight_version="v3", pause_after_canary=True
                 )
-                await running.until(ROLLOUT, lambda told: told["state"] == "paused")
+                await running.until(ROLLOUT, lambda body: body["state"] == "paused")
                 await clients.more()
                 newer.unlink()
                 resumed = await running.client.post(f"{ROLLOUT}/resume")
                 assert resumed.status_code == 200
-                told = await ended(running)
-            assert (told["state"], states(told)) == ("failed", ["restored", "restored", "pending"])
+                body = await ended(running)
+            assert (body["state"], states(body)) == ("failed", ["restored", "restored", "pending"])
             assert clients.faults == []
             assert sorted(clients.texts) == sorted([former, "v3"])
             assert [len(texts) for texts in clients.texts.values()] == [1, 1]
@@ -193,11 +193,11 @@ async def test_a_replica_restarted_afterwards_never_serves_its_first_weights(tmp
             async with clients.asking(4):
                 await late.kill()
                 await running.until(
-                    "/workers", lambda told: record(told, late)["weight_version"] is None
+                    "/workers", lambda body: record(body, late)["weight_version"] is None
                 )
                 await late.start()
-                told = await running.until("/workers", lambda told: record(told, late)["routable"])
-                assert record(told, late)["weight_version"] == "v2"
+                body = await running.until("/workers", lambda body: record(body, late)["routable"])
+                assert record(body, late)["weight_version"] == "v2"
                 await clients.more()
             assert list(clients.texts) == ["v2"]
             assert len(clients.texts["v2"]) == 1
@@ -221,11 +221,11 @@ async def test_engines_of_both_dialects_are_updated_and_taken_back(tmp_path, mod
                 await begin(
                     running, model_path=str(newer), weight_version="v3", pause_after_canary=True
                 )
-                await running.until(ROLLOUT, lambda told: told["state"] == "paused")
+                await running.until(ROLLOUT, lambda body: body["state"] == "paused")
                 newer.unlink()
                 await running.client.post(f"{ROLLOUT}/resume")
-                told = await ended(running)
-            assert (told["state"], states(told)) == ("failed", ["restored", "restored"]), told
+                body = await ended(running)
+            assert (body["state"], states(body)) == ("failed", ["restored", "restored"]), body
             assert clients.faults == []
             assert sorted(clients.texts) == ["default", "v2", "v3"]
             assert [len(texts) for texts in clients.texts.values()] == [1, 1, 1]
@@ -263,18 +263,18 @@ async def test_killed_in_the_middle_it_ends_whole_after_the_restart(tmp_path, mo
         async with program("--config", file) as running:
             await known(running, 3)
             await begin(running, model_path=new.path, weight_version="v2", pause_after_canary=True)
-            await running.until(ROLLOUT, lambda told: told["state"] == "paused")
+            await running.until(ROLLOUT, lambda body: body["state"] == "paused")
             await kill_at(running, moment)
         async with program("--config", file) as running:
             await running.until(
                 "/weights",
-                lambda told: (
-                    {row["weight_version"] for row in told["workers"]} == {"v2"}
-                    and all(row["routable"] for row in told["workers"])
+                lambda body: (
+                    {row["weight_version"] for row in body["workers"]} == {"v2"}
+                    and all(row["routable"] for row in body["workers"])
                 ),
             )
-            told = await running.until(ROLLOUT, lambda told: told["state"] in (*ENDED, "none"))
-            assert told["state"] in ("succeeded", "none"), told
+            body = await running.until(ROLLOUT, lambda body: body["state"] in (*ENDED, "none"))
+            assert body["state"] in ("succeeded", "none"), body
             clients = Clients(running)
             async with clients.asking(3):
                 pass
@@ -298,8 +298,8 @@ async def test_after_a_kill_the_worker_in_question_stays_out_until_it_is_done_ag
         async with program("--config", file) as running:
             with trio.fail_after(60):
                 await second.asked[UPDATE].wait()  # it is done again
-            told = await running.until("/workers", lambda told: told["routable_workers"] == 1)
-            assert "uncertain" in record(told, second)["held_by"]
+            body = await running.until("/workers", lambda body: body["routable_workers"] == 1)
+            assert "uncertain" in record(body, second)["held_by"]
             weights = await running.get_json("/weights")
             assert f"rollout {rollout['id'][:8]} to 'v2'" in weights["uncertain"][second.url]
             assert weights["rollout"]["id"] == rollout["id"]
@@ -307,8 +307,8 @@ async def test_after_a_kill_the_worker_in_question_stays_out_until_it_is_done_ag
             answer = await running.ask()
             assert answer.headers["x-omni-weight-version"] == "v2"
             second.gates[UPDATE].set()
-            told = await ended(running)
-            assert (told["state"], told["updated"]) == ("succeeded", 2)
+            body = await ended(running)
+            assert (body["state"], body["updated"]) == ("succeeded", 2)
             await running.until_routable(first, second)
             assert (await running.get_json("/weights"))["uncertain"] == {}
 
@@ -335,7 +335,7 @@ async def test_the_events_of_a_rollout_begin_with_its_plan_and_end_with_its_end(
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "code", "said"),
+    ("body", "status", "code", "message"),
     [
         (b"[1]", 400, "invalid_json", "must be a JSON object"),
         (b"{", 400, "invalid_json", "invalid JSON body"),
@@ -351,7 +351,7 @@ async def test_the_events_of_a_rollout_begin_with_its_plan_and_end_with_its_end(
     ],
 )  # fmt: skip
 async def test_a_bad_body_gets_a_clear_error_and_changes_nothing(
-    tmp_path, body, status, code, said
+    tmp_path, body, status, code, message
 ):
     file = tmp_path / "proxy.toml"
     async with engines(1) as (one,):
@@ -359,10 +359,10 @@ async def test_a_bad_body_gets_a_clear_error_and_changes_nothing(
         async with program("--config", file) as running:
             await running.until_routable(one)
             answer = await running.client.post(ROLLOUT, content=body)
-            told = answer.json()
-            assert (answer.status_code, told["error"]["code"], told["success"]) == (
+            reported = answer.json()
+            assert (answer.status_code, reported["error"]["code"], reported["success"]) == (
                 status, code, False,
             )  # fmt: skip
-            assert said in told["message"]
+            assert message in reported["message"]
             assert one.paths(UPDATE) == []
             assert (await running.get_json(ROLLOUT))["state"] == "none"

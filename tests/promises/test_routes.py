@@ -111,9 +111,9 @@ async def test_a_wrong_method_is_405_and_names_the_right_ones(pair, method, path
         await client.send(f"{method} {path} HTTP/1.1\r\nhost: door\r\n\r\n".encode(), post())
         answer = await client.answer(method)
         assert (answer.status, answer.one("allow")) == (405, allowed)
-        told = json.loads(answer.body)
-        assert told["detail"] == "Method Not Allowed"
-        assert told["error"]["code"] == "method_not_allowed"
+        body = json.loads(answer.body)
+        assert body["detail"] == "Method Not Allowed"
+        assert body["error"]["code"] == "method_not_allowed"
         assert (await client.answer()).status == 200
     assert sum(len(worker.requests) for worker in pair) == 1
 
@@ -222,9 +222,9 @@ async def test_an_unknown_path_is_a_json_404_and_reaches_no_worker(tmp_path, pai
                 answer = await client.answer(method)
                 assert answer.status in (404, 405), path
                 assert answer.one("content-type") == "application/json", path
-                told = json.loads(answer.body)
-                assert told["detail"] == ("Not Found" if answer.status == 404 else told["detail"])
-                assert told["error"]["code"] in ("not_found", "method_not_allowed")
+                body = json.loads(answer.body)
+                assert body["detail"] == ("Not Found" if answer.status == 404 else body["detail"])
+                assert body["error"]["code"] in ("not_found", "method_not_allowed")
         wrong = await running.client.delete("/health")
         assert wrong.status_code == 405
         assert "GET" in wrong.headers["allow"]

@@ -42,8 +42,8 @@ async def finish(running, session):
 
 
 async def sessions(running):
-    told = await running.get_json("/workers")
-    return [record(told, worker)["sessions"] for worker in running.fleet]
+    body = await running.get_json("/workers")
+    return [record(body, worker)["sessions"] for worker in running.fleet]
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -84,7 +84,7 @@ async def test_sessions_survive_changes_of_the_processes(tmp_path):
         homes = {f"s{number}": await ask(running, f"s{number}") for number in range(8)}
         for count in (3, 2):
             put(running.file, toml(running.fleet, more=f"processes = {count}\n{BY_SESSIONS}"))
-            await running.until("/status", lambda told, count=count: serving(told, count))
+            await running.until("/status", lambda body, count=count: serving(body, count))
             assert {key: await ask(running, key) for key in homes} == homes
         assert await sessions(running) == [4, 4]
 
@@ -94,7 +94,7 @@ async def test_an_idle_session_is_no_load_any_more(tmp_path):
     async with run_processes(tmp_path, "a", "b", more=more, count=2) as running:
         await ask(running, "me")
         await running.until(
-            "/workers", lambda told: not any(each["sessions"] for each in told["workers"])
+            "/workers", lambda body: not any(each["sessions"] for each in body["workers"])
         )
 
 
@@ -137,10 +137,10 @@ async def test_a_session_waits_for_its_worker_while_others_are_served(reason):
         opened.fleet.cordon(home, reason)
         asker = Asker(opened, nursery)
         asker.start("mine")
-        await until(lambda: opened.door.queue.waiting == 1)
+        await until(lambda: opened.dataplane.queue.waiting == 1)
         for number in range(6):
             assert await home_of(opened, f"other {number}") is not home
-        assert opened.door.queue.waiting == 1
+        assert opened.dataplane.queue.waiting == 1
         opened.fleet.uncordon(home, reason)
         await until(lambda: asker.answers)
         assert asker.answers == {"mine": home}
@@ -157,11 +157,11 @@ async def test_after_an_update_of_all_each_session_is_where_it_was():
             opened.fleet.cordon(worker, "updating")
         asker = Asker(opened, nursery)
         asker.start(*names)
-        await until(lambda: opened.door.queue.waiting == 12)
+        await until(lambda: opened.dataplane.queue.waiting == 12)
         for number, worker in enumerate(opened.fleet.workers, 1):
             opened.fleet.uncordon(worker, "updating")
             await until(lambda done=3 * number: len(asker.answers) == done)
-            assert opened.door.queue.waiting == 12 - 3 * number
+            assert opened.dataplane.queue.waiting == 12 - 3 * number
         assert asker.answers == homes
 
 
@@ -189,14 +189,14 @@ async def test_queued_sessions_block_no_other_queued_request():
 
         async def begin(*names):
             for name in names:
-                before = opened.door.queue.waiting
+                before = opened.dataplane.queue.waiting
                 nursery.start_soon(one, name)
-                await until(lambda before=before: opened.door.queue.waiting > before)
+                await until(lambda before=before: opened.dataplane.queue.waiting > before)
 
         holder, home = "holder", opened.fleet.workers[0]
-        opened.door.policy._sessions.keep("held", home, opened.door.loop.now)
+        opened.dataplane.policy._sessions.keep("held", home, opened.dataplane.loop.now)
         nursery.start_soon(one, holder)
-        await until(lambda: opened.door.in_flight == 1)
+        await until(lambda: opened.dataplane.in_flight == 1)
         await begin("held", "free 1", "free 2")
         opened.fleet.cordon(home, "updating")
         opened_gate.set()
@@ -204,7 +204,7 @@ async def test_queued_sessions_block_no_other_queued_request():
         assert {name for name, status, _ in answers if status == 200} == {
             holder, "free 1", "free 2",
         }  # fmt: skip
-        assert opened.door.queue.waiting == 1
+        assert opened.dataplane.queue.waiting == 1
         opened.fleet.uncordon(home, "updating")
         await until(lambda: len(answers) == 4)
         assert answers[-1] == ("held", 200, home.id)
@@ -232,7 +232,7 @@ async def test_a_session_that_waits_moves_when_its_worker_is_not_coming_back(cha
         opened.fleet.cordon(home, "updating")
         async with opened.client() as client:
             await client.send(turn("mine"))
-            await until(lambda: opened.door.queue.waiting == 1)
+            await until(lambda: opened.dataplane.queue.waiting == 1)
             change(opened.fleet, home)
             answer = await client.answer()
         assert answer.status == 200
@@ -264,10 +264,10 @@ async def test_a_session_that_waited_for_too_long_is_reported_for_what():
             await client.send(turn("mine"))
             answer = await client.answer()
         assert (answer.status, answer.one("retry-after")) == (503, "1")
-        told = json.loads(answer.body)["error"]
-        assert told["reason"] == "weights_updating"
-        assert "the worker of this session is being updated" in told["message"]
-        assert "waited 0.05 s" in told["message"]
+        reported = json.loads(answer.body)["error"]
+        assert reported["reason"] == "weights_updating"
+        assert "the worker of this session is being updated" in reported["message"]
+        assert "waited 0.05 s" in reported["message"]
 
 
 @pytest.mark.parametrize("pad", [0, 100_000, 3 << 20], ids=["small", "large", "very large"])
@@ -297,17 +297,17 @@ async def test_the_gate_moves_sessions_away_from_a_worker_that_got_slow():
         trio.open_nursery() as nursery,
     ):
         home, other = opened.fleet.workers
-        table = opened.door.policy._sessions
+        table = opened.dataplane.policy._sessions
         names = [f"s{number}" for number in range(6)]
         for name in names:
-            table.keep(name, home, opened.door.loop.now)
+            table.keep(name, home, opened.dataplane.loop.now)
         asker = Asker(opened, nursery)
         for number, name in enumerate(names, 1):
             asker.start(name)
             await until(lambda due=number: home.in_flight + len(asker.answers) == due)
         assert set(asker.answers) == set(names[3:])  # three pile up, the others move
         assert set(asker.answers.values()) == {other}
-        assert [opened.door.session_count(worker) for worker in (home, other)] == [3, 3]
+        assert [opened.dataplane.session_count(worker) for worker in (home, other)] == [3, 3]
         assert await home_of(opened, "new") is other  # although it has as many sessions
         gate.set()
         await until(lambda: len(asker.answers) == 6)

@@ -55,9 +55,9 @@ async def test_a_change_is_answered_after_the_slowest_process_has_applied_it(
             await running.says("listening on .* for admin requests")
             transport = httpx.AsyncHTTPTransport(uds=str(sock))
             running.client = httpx.AsyncClient(transport=transport, base_url="http://control")
-            told = await running.until("/status", serving)
+            body = await running.until("/status", serving)
             worker_id = (await running.until_routable(*fleet))["workers"][0]["id"]
-            slow = told["data_plane"]["processes"][1]["pid"]
+            slow = body["data_plane"]["processes"][1]["pid"]
             answers = []
 
             async def disable() -> None:
@@ -67,7 +67,7 @@ async def test_a_change_is_answered_after_the_slowest_process_has_applied_it(
             os.kill(slow, signal.SIGSTOP)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(disable)
-                await running.until("/workers", lambda told: told["workers"][0]["disabled"])
+                await running.until("/workers", lambda body: body["workers"][0]["disabled"])
                 await trio.sleep(0.2)
                 assert answers == []
                 os.kill(slow, signal.SIGCONT)
@@ -90,8 +90,8 @@ async def test_limits_hold_over_all_processes_and_room_admits_waiters(tmp_path):
         async with client_of(address(running)) as late, client_of(address(running)) as later:
             await late.send(post())
             await later.send(post())
-            told = await running.until("/health", lambda t: t["admission"]["waiting"] == 2)
-            assert told["admission"]["inflight"] == 4
+            body = await running.until("/health", lambda t: t["admission"]["waiting"] == 2)
+            assert body["admission"]["inflight"] == 4
             open_gates(running)
             assert (await late.answer()).status == 200
             assert (await later.answer()).status == 200
@@ -109,7 +109,7 @@ async def test_a_session_has_the_same_worker_in_every_process(tmp_path):
                     homes.setdefault(key, set()).add((await client.answer()).body)
         assert [len(bodies) for bodies in homes.values()] == [1, 1, 1]
         await running.until(
-            "/status", lambda told: all(row["accepted"] for row in told["data_plane"]["processes"])
+            "/status", lambda body: all(row["accepted"] for row in body["data_plane"]["processes"])
         )
 
 
@@ -146,7 +146,7 @@ async def test_no_limit_is_exceeded_when_all_processes_pick_at_once(tmp_path, bo
         put(file, f"{toml([], more=server)}[[workers]]\nurl = '{fleet[0].url}'\n{at_worker}")
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
-            await running.until("/status", lambda told: serving(told, 3))
+            await running.until("/status", lambda body: serving(body, 3))
             async with trio.open_nursery() as nursery:
                 for _ in range(12):
                     nursery.start_soon(ask, running)

@@ -70,9 +70,9 @@ async def test_what_http_changed_survives_a_restart_and_file_is_never_written(
         await delete(running, two)
         assert stat.S_IMODE(state.stat().st_mode) == 0o600
     async with program("--config", file) as running:
-        told = await running.until_routable(three)
-        assert urls(told) == [one.url, three.url]
-        added, switched = record(told, three), record(told, one)
+        body = await running.until_routable(three)
+        assert urls(body) == [one.url, three.url]
+        added, switched = record(body, three), record(body, one)
         assert (added["origin"], added["model"]) == ("api", "extra")
         assert added["capabilities"] == ["chat", "streaming"]
         assert (switched["origin"], switched["disabled"]) == ("file", True)
@@ -150,8 +150,8 @@ async def test_a_state_that_cannot_be_saved_is_shown_and_the_change_still_holds(
     put(file, toml([one], more=f'state_file = "{blocked}/state.toml"'))
     async with program("--config", file) as running:
         answer = await add(running, two)
-        said = f"in force, but not saved, so that a restart would lose it: {blocked}/state.toml"
-        assert answer.json()["warning"].startswith(said)
+        output = f"in force, but not saved, so that a restart would lose it: {blocked}/state.toml"
+        assert answer.json()["warning"].startswith(output)
         assert answer.headers["x-omni-warning"] == answer.json()["warning"]
         removed = await running.client.post("/remove_worker", params={"url": two.url})
         assert (removed.status_code, removed.headers["x-omni-warning"][:8]) == (200, "in force")
@@ -184,14 +184,14 @@ async def test_what_http_changed_moves_with_its_file_and_nothing_there_is_writte
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         ("[[workers]\n", "proxy.state.toml:1"),
         ('[[workers]]\nurl = "http://a:1"\ndisabeld = true\n', "did you mean `disabled`?"),
         ('[[workers]]\nurl = "ftp://a"\n', "workers[0].url"),
     ],
 )
-async def test_a_broken_state_file_prevents_the_start_with_a_remedy(file, state, broken, said):
+async def test_a_broken_state_file_prevents_the_start_with_a_remedy(file, state, broken, message):
     file.write_text(toml([]))
     state.write_text(broken)
     with trio.fail_after(PATIENCE_SECS):
@@ -201,9 +201,9 @@ async def test_a_broken_state_file_prevents_the_start_with_a_remedy(file, state,
             capture_stderr=True,
             check=False,
         )
-    told = ended.stderr.decode()
+    body = ended.stderr.decode()
     assert ended.returncode == 2
-    assert said in told
-    assert "proxy.state.toml" in told
-    assert "delete it" in told
+    assert message in body
+    assert "proxy.state.toml" in body
+    assert "delete it" in body
     assert state.read_text() == broken

@@ -217,7 +217,7 @@ async def test_a_client_that_leaves_between_comments_ends_its_worker():
             await client.until(COMMENT)
         with trio.fail_after(PATIENCE_SECS):
             await left.wait()
-            await opened.door.drained()
+            await opened.dataplane.drained()
         assert opened.last["ended_by"] == "client"
 
 

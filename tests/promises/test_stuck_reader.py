@@ -112,7 +112,7 @@ async def test_a_late_pipelining_reader_gets_all_responses_in_order():
         await call.send(counted(call.body))
 
     def stuck() -> bool:
-        return any(task.phase == "client" for task in opened.door.loop.tasks)
+        return any(task.phase == "client" for task in opened.dataplane.loop.tasks)
 
     async with dataplane_before(echo) as (opened, client), trio.open_nursery() as nursery:
         client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)

@@ -38,8 +38,8 @@ async def one_that_drops_out(seen, trainers):
     await wait_received(seen, len((await begun.announced())["buckets"]))
     last = seen.fleet.replicas[-1]
     async with httpx.AsyncClient(base_url=last.url, timeout=20, trust_env=False) as behind:
-        told = await behind.post(DESTROY, json={"group_name": begun.group})
-        assert told.json()["success"], told.text
+        response = await behind.post(DESTROY, json={"group_name": begun.group})
+        assert response.json()["success"], response.text
     return begun, last
 
 
@@ -75,11 +75,11 @@ async def test_a_worker_that_dies_before_the_end_catches_up_after_its_restart(se
     victim.kill()
     assert victim.url in await begun.refused()
     await begun.end(good=False)
-    await seen.until("/workers", lambda told: told["routable_workers"] == 1)
+    await seen.until("/workers", lambda body: body["routable_workers"] == 1)
     # The version depends on which is noticed first, its death or the end.
-    told = await seen.get_json("/weights")
-    assert told["weight_version"] in (label_of(seen.fleet.seed), label_of(begun.seed))
-    if told["weight_version"] == label_of(begun.seed):
+    body = await seen.get_json("/weights")
+    assert body["weight_version"] in (label_of(seen.fleet.seed), label_of(begun.seed))
+    if body["weight_version"] == label_of(begun.seed):
         seen.fleet.seed = begun.seed
     victim.start()
     await seen.ready()

@@ -39,10 +39,10 @@ async def test_a_long_call_has_only_its_own_timeout_and_does_not_affect_health(
                     (COMPLETE, {"weight_version": "v1"}),
                     (UPDATE, {**bucket, "weight_version": "v2"}),
                 ):
-                    told = await slowly(running, both, path, {"group_name": "steps", **body})
-                    assert told["success"], told
-                told = await running.client.post(DESTROY, json={"group_name": "steps"})
-                assert told.status_code == 200, told.text
+                    response = await slowly(running, both, path, {"group_name": "steps", **body})
+                    assert response["success"], response
+                response = await running.client.post(DESTROY, json={"group_name": "steps"})
+                assert response.status_code == 200, response.text
                 for path in (INIT, PREPARE, COMPLETE, UPDATE):
                     assert {len(each.paths(path)) for each in both} == {1}, path
                 assert (await running.get_json("/weights"))["weight_epoch"] == 2
@@ -67,9 +67,9 @@ async def slowly(running, both, path, body):
         with trio.fail_after(30):
             while any(len(e.paths(READY)) < n + 4 for e, n in zip(both, probed, strict=True)):
                 await trio.sleep(0.02)
-        told = await running.get_json("/workers")
+        reported = await running.get_json("/workers")
         for each in both:
-            assert record(told, each)["health_state"] == "healthy", path
+            assert record(reported, each)["health_state"] == "healthy", path
             del each.says[READY]
             each.gates.pop(path).set()
     return answers[0].json()
@@ -92,15 +92,15 @@ async def test_a_prepare_of_many_megabytes_is_forwarded_unchanged(tmp_path):
             file.write_text(toml([engine]))
             async with program("--config", file) as running:
                 await running.until_routable(engine)
-                told = await running.client.post(INIT, json=init_body(store.port, 2, "steps"))
-                assert told.status_code == 200, told.text
+                response = await running.client.post(INIT, json=init_body(store.port, 2, "steps"))
+                assert response.status_code == 200, response.text
                 # Checked here, so that the fake engine need not parse it.
                 raw = json.dumps(prepare_body(7_300, num_buckets=2)).encode()
                 assert 62 << 20 < len(raw) < 64 << 20
-                told = await running.client.post(PREPARE, content=raw)
-                assert told.status_code == 400, told.text[:1000]
-                assert "num_buckets" in told.json()["message"]
+                response = await running.client.post(PREPARE, content=raw)
+                assert response.status_code == 400, response.text[:1000]
+                assert "num_buckets" in response.json()["message"]
                 body = prepare_body(2_000)
-                told = await running.client.post(PREPARE, json=body)
-                assert told.status_code == 200, told.text[:1000]
+                response = await running.client.post(PREPARE, json=body)
+                assert response.status_code == 200, response.text[:1000]
                 assert [heard for path, heard in engine.calls if path == PREPARE] == [body]

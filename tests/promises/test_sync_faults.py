@@ -52,11 +52,11 @@ async def test_one_replica_that_refuses_disarms_the_others_and_is_named(seen, tr
     body = await begun.announced()
     async with httpx.AsyncClient(base_url=second.url, timeout=20, trust_env=False) as behind:
         assert (await behind.post(PREPARE, json=body)).json()["success"]
-    status, told = await seen.post(PREPARE, **body)
-    assert status in (400, 409, 502), told
-    assert (told["success"], told["status"]) == (False, "error")
-    assert second.url in told["message"]
-    assert first.url not in told["message"]
+    status, reported = await seen.post(PREPARE, **body)
+    assert status in (400, 409, 502), reported
+    assert (reported["success"], reported["status"]) == (False, "error")
+    assert second.url in reported["message"]
+    assert first.url not in reported["message"]
     await seen.post(DESTROY, group_name=begun.group)
     await wait_disarmed(seen)
     begun.trainer.kill()
@@ -113,8 +113,8 @@ async def test_a_silent_port_blocks_nothing_for_ever(seen, trainers):
     before = processes_below(seen)
     async with seen.fleet.changed(seen, init_timeout_secs=2):
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            status, told = await seen.post(INIT, **init_body(silent.getsockname()[1], 4))
-        assert (status >= 400, told["success"]) == (True, False), told
+            status, body = await seen.post(INIT, **init_body(silent.getsockname()[1], 4))
+        assert (status >= 400, body["success"]) == (True, False), body
         await wait_disarmed(seen)
     await seen.ready()
     with trio.fail_after(30):

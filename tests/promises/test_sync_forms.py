@@ -18,9 +18,9 @@ async def test_a_version_is_published_only_when_every_replica_has_all_of_it(seen
     await begun.arm()
     await begun.send()
     assert await assert_all_hold(seen, seen.fleet.seed) == epoch
-    told = await begun.completed()
-    assert told["num_buckets_received"] == len((await begun.announced())["buckets"]) > 2
-    assert told["weight_version"] == label_of(begun.seed)
+    body = await begun.completed()
+    assert body["num_buckets_received"] == len((await begun.announced())["buckets"]) > 2
+    assert body["weight_version"] == label_of(begun.seed)
     assert await assert_all_hold(seen, begun.seed) == epoch + 1
     await begun.end()
     assert await assert_all_hold(seen, begun.seed) == epoch + 1
@@ -75,6 +75,6 @@ async def test_the_documented_trainer_updates_all_replicas_and_exits_with_a_stat
     )
     trainer.kill()  # its timeout would end it during another test
     assert refused["status"] == 1, refused
-    told = json.loads(refused["out"].splitlines()[-1])
-    assert "has the shape [513, 128]" in told["why"]
-    assert (told["version"], told["good"]) == ("step-2", False)
+    body = json.loads(refused["out"].splitlines()[-1])
+    assert "has the shape [513, 128]" in body["why"]
+    assert (body["version"], body["good"]) == ("step-2", False)

@@ -52,14 +52,14 @@ async def test_a_worker_added_during_a_sync_never_serves_older_weights(seen, tra
             await begun.send()
             await begun.completed()
             await begun.end()
-            told = await seen.ready(4)
+            body = await seen.ready(4)
             assert await replica_digest(late.url) == expected_checksum(begun.seed)
             await traffic.wait_for_more(12)
         assert not traffic.failures()
         assert set(traffic.texts()) == {label_of(old), label_of(begun.seed)}
         # A response before it caught up would be a third text, or a second one for a label.
         assert [len(texts) for texts in traffic.texts().values()] == [1, 1]
-        record = next(each for each in told["workers"] if each["url"] == late.url)
+        record = next(each for each in body["workers"] if each["url"] == late.url)
         assert record["weight_version"] == label_of(begun.seed)
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(60):
@@ -78,8 +78,8 @@ async def test_a_version_is_rolled_back_if_a_worker_is_lost_and_the_worker_catch
         victim.kill()
         assert victim.url in await begun.refused()
         await begun.end()
-    told = await seen.until("/workers", lambda told: told["routable_workers"] == 2)
-    assert {w["weight_version"] for w in told["workers"] if w["routable"]} == {label_of(old)}
+    body = await seen.until("/workers", lambda body: body["routable_workers"] == 2)
+    assert {w["weight_version"] for w in body["workers"] if w["routable"]} == {label_of(old)}
     victim.start()
     traffic = Traffic(seen)
     async with traffic.keep_asking():
@@ -93,17 +93,17 @@ async def test_a_version_is_rolled_back_if_a_worker_is_lost_and_the_worker_catch
 async def test_a_stored_version_can_be_rolled_back_to(seen, trainers):
     old = seen.fleet.seed
     await run_sync(seen, trainers)
-    told = await seen.get_json("/weights/versions")
-    kept = {each["version"] for each in told["versions"]}
-    assert {label_of(old), label_of(seen.fleet.seed)} <= kept, told
+    body = await seen.get_json("/weights/versions")
+    kept = {each["version"] for each in body["versions"]}
+    assert {label_of(old), label_of(seen.fleet.seed)} <= kept, body
     epoch = await assert_all_hold(seen, seen.fleet.seed)
-    status, told = await seen.post("/weights/rollback", version=label_of(old))
-    assert (status, told["success"]) == (200, True), told
+    status, body = await seen.post("/weights/rollback", version=label_of(old))
+    assert (status, body["success"]) == (200, True), body
     seen.fleet.seed = old
     await seen.ready()
     assert await assert_all_hold(seen, old) == epoch + 1
-    status, told = await seen.post("/weights/rollback", version="never seen")
-    assert (status, told["success"]) == (404, False), told
+    status, body = await seen.post("/weights/rollback", version="never seen")
+    assert (status, body["success"]) == (404, False), body
     assert await assert_all_hold(seen, old) == epoch + 1
 
 

@@ -31,8 +31,8 @@ async def test_numbers_may_be_text(seen, trainers):
     begun.trainer.order("open", world=4)
     body = init_body((await begun.trainer.reply())["port"], 4)
     texts = {key: str(body[key]) for key in ("master_port", "rank_offset", "world_size")}
-    status, told = await seen.post(INIT, **body | texts)
-    assert (status, told["success"]) == (200, True), told
+    status, reported = await seen.post(INIT, **body | texts)
+    assert (status, reported["success"]) == (200, True), reported
     assert await begun.trainer.reply() == {"joined": True}
     await begun.end()
 
@@ -44,12 +44,12 @@ async def test_ranks_that_do_not_fit_are_refused_before_any_call(seen, offset, w
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         body = init_body(port, world) | {"rank_offset": offset}
-        status, told = await seen.post(INIT, **body)
-        assert (status, told["success"]) == (400, False), told
-        assert f"rank_offset {offset}" in told["message"]
+        status, reported = await seen.post(INIT, **body)
+        assert (status, reported["success"]) == (400, False), reported
+        assert f"rank_offset {offset}" in reported["message"]
         if offset:
-            assert "3 ranks" in told["message"]
-            assert f"world_size is {world}" in told["message"]
+            assert "3 ranks" in reported["message"]
+            assert f"world_size is {world}" in reported["message"]
         # A replica that was called would be connecting by now.
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):

@@ -34,10 +34,10 @@ async def test_a_second_trainer_is_refused_by_name_and_the_first_one_finishes(
     begun = await ManualSync(seen, first).arm()
     second.order("open", world=4, group=group, timeout=3)
     other = (await second.reply())["port"]
-    status, told = await seen.post(INIT, **init_body(other, 4, group))
-    assert (status, told["success"]) == (409, False), told
-    assert f"127.0.0.1:{begun.port}" in told["message"]
-    assert "'steps'" in told["message"]
+    status, body = await seen.post(INIT, **init_body(other, 4, group))
+    assert (status, body["success"]) == (409, False), body
+    assert f"127.0.0.1:{begun.port}" in body["message"]
+    assert "'steps'" in body["message"]
     await begun.send()
     await begun.completed()
     await assert_all_hold(seen, begun.seed)
@@ -54,8 +54,8 @@ async def test_a_new_trainer_replaces_a_dead_one(seen, trainers):
 
 async def test_two_simultaneous_trainers_end_with_the_weights_of_the_first(seen, trainers):
     done = await run_sync(seen, trainers, fault="two-at-once")
-    status, told = done["rival"]
-    assert (status, told["success"]) == (409, False), told
+    status, body = done["rival"]
+    assert (status, body["success"]) == (409, False), body
 
 
 async def test_a_caller_that_disconnects_cancels_nothing_and_gets_the_result_on_retry(
@@ -74,13 +74,13 @@ async def test_a_caller_that_disconnects_cancels_nothing_and_gets_the_result_on_
 async def test_calls_in_the_wrong_state_are_refused_and_change_nothing(seen, trainers):
     for path in (PREPARE, COMPLETE, DESTROY):
         body = {"group_name": "steps", "names": ["a"], "dtypes": ["uint8"], "shapes": [[1]]}
-        status, told = await seen.post(path, **body)
-        assert (status, told["success"]) == (400, False), (path, told)
+        status, reported = await seen.post(path, **body)
+        assert (status, reported["success"]) == (400, False), (path, reported)
     begun = await ManualSync(seen, trainers.one()).join()
     assert await begun.refused()
     assert (await begun.prepare())[0] == 200
-    status, told = await begun.prepare()
-    assert (status, told["success"]) == (409, False), told
+    status, reported = await begun.prepare()
+    assert (status, reported["success"]) == (409, False), reported
     await begun.send()
     await begun.completed()
     await begun.end()
@@ -95,15 +95,15 @@ async def test_adding_or_removing_a_worker_waits_for_the_end_of_the_sync(seen, t
             nursery.start_soon(partial(seen.post, "/workers", url=late.url))
             assert (await begun.prepare())[0] == 200
             await begun.send()
-            told = await begun.completed()
-            assert {each["worker"] for each in told["results"]} == members
+            body = await begun.completed()
+            assert {each["worker"] for each in body["results"]} == members
             await begun.end()
-        told = await seen.until(
+        body = await seen.until(
             "/workers",
-            lambda told: [w["health_state"] for w in told["workers"]] == ["healthy"] * 3,
+            lambda body: [w["health_state"] for w in body["workers"]] == ["healthy"] * 3,
         )
         # It restarted with its first weights: back in rotation only with the fleet's weights.
-        record = next(each for each in told["workers"] if each["url"] == late.url)
+        record = next(each for each in body["workers"] if each["url"] == late.url)
         assert not record["routable"]
         done = await trainers.one().tell(
             "sync", url=seen.fleet.url, seed=begun.seed, version=label_of(begun.seed)
@@ -129,11 +129,11 @@ async def test_a_replica_that_dies_before_the_end_is_named_and_left_out_until_it
     await begun.end(good=False)
     victim.start()
     await healthy(victim.url)
-    told = await seen.until(
+    body = await seen.until(
         "/workers",
-        lambda told: [w["health_state"] for w in told["workers"]] == ["healthy"] * 2,
+        lambda body: [w["health_state"] for w in body["workers"]] == ["healthy"] * 2,
     )
-    for each in told["workers"]:
+    for each in body["workers"]:
         assert each["url"] == survivor.url or not each["routable"], each
         if each["routable"]:
             known = {expected_checksum(seed): label_of(seed) for seed in (before, begun.seed)}
@@ -146,9 +146,9 @@ async def test_a_dead_replica_ends_an_idle_sync_within_seconds(seen, trainers):
     begun = await ManualSync(seen, trainers.one()).arm()
     victim.kill()
     with trio.fail_after(NOTICED_SECS):  # all timeouts of FILE are longer
-        told = await seen.until("/weights", lambda told: told["sync"]["state"] == "idle")
-    assert told["sync"]["last_cause"].startswith(f"{victim.url} is lost"), told
-    assert survivor.url not in told["uncertain"]
+        body = await seen.until("/weights", lambda body: body["sync"]["state"] == "idle")
+    assert body["sync"]["last_cause"].startswith(f"{victim.url} is lost"), body
+    assert survivor.url not in body["uncertain"]
     begun.trainer.kill()
     victim.start()
     await healthy(victim.url)

@@ -74,8 +74,8 @@ async def in_one_group(seen, trainers, rounds):
             assert (await seen.post("/pause_generation", mode="retract"))[0] == 200
         assert (await begun.prepare())[0] == 200
         await begun.send()
-        told = await begun.completed()
-        assert set(told["verification"]["checked"]) == {each.url for each in seen.fleet.replicas}
+        body = await begun.completed()
+        assert set(body["verification"]["checked"]) == {each.url for each in seen.fleet.replicas}
         assert (await seen.post("/continue_generation"))[0] == 200
     await begun.end()
     await assert_all_hold(seen, begun.seed)

@@ -114,7 +114,7 @@ async def test_what_is_older_than_tls_1_2_is_refused():
         with pytest.raises(trio.BrokenResourceError):
             async with secure_client(opened.address, context):
                 pass
-        await until(lambda: opened.door.services.totals.failed_handshakes == 1)
+        await until(lambda: opened.dataplane.services.totals.failed_handshakes == 1)
 
 
 async def test_a_client_that_reads_slowly_gets_it_all():
@@ -124,7 +124,7 @@ async def test_a_client_that_reads_slowly_gets_it_all():
         secure_client(opened.address) as client,
     ):
         await client.send(post())
-        await until(lambda: any(t.phase == "client" for t in opened.door.loop.tasks))
+        await until(lambda: any(t.phase == "client" for t in opened.dataplane.loop.tasks))
         assert (await client.answer()).body == answer
 
 
@@ -140,7 +140,7 @@ async def test_a_client_that_stops_reading_is_cut():
         secure_client(opened.address) as client,
     ):
         await client.send(post())
-        await until(lambda: opened.door.services.totals.ended["client_stalled"] == 1)
+        await until(lambda: opened.dataplane.services.totals.ended["client_stalled"] == 1)
         with pytest.raises(Truncated):
             await client.answer()
 
@@ -166,8 +166,8 @@ async def test_the_end_of_a_connection_sends_close_notify():
         assert await client.receive() == b""
 
 
-@pytest.mark.parametrize("told", [True, False])
-async def test_a_client_that_leaves_frees_its_worker(told):
+@pytest.mark.parametrize("reported", [True, False])
+async def test_a_client_that_leaves_frees_its_worker(reported):
     asked, left = trio.Event(), trio.Event()
 
     async def script(call):
@@ -178,12 +178,12 @@ async def test_a_client_that_leaves_frees_its_worker(told):
     async with tls_dataplane(script) as opened, secure_client(opened.address) as client:
         await client.send(post())
         await asked.wait()
-        if told:
+        if reported:
             await client.secure.aclose()
         else:
             client.close()
         await left.wait()
-        await until(lambda: opened.door.services.totals.ended["client_disconnected"] == 1)
+        await until(lambda: opened.dataplane.services.totals.ended["client_disconnected"] == 1)
 
 
 async def test_a_client_that_closes_its_side_early_is_served_where_that_is_allowed():
@@ -220,8 +220,8 @@ async def test_a_disconnect_during_that_error_is_no_failure():
         await client.send(post())
         await client.answer()
         client.reset()
-        await until(lambda: not opened.door.loop.tasks)
-    assert opened.door.loop.failures == 0
+        await until(lambda: not opened.dataplane.loop.tasks)
+    assert opened.dataplane.loop.failures == 0
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ async def test_what_is_neither_ends_the_connection(sent):
     async with tls_dataplane(silent) as opened, client_of(opened.address) as client:
         await client.send(sent)
         await client.until_closed() if sent[0] == 0x16 else client.close()
-        await until(lambda: opened.door.services.totals.failed_handshakes == 1)
-        await until(lambda: not opened.door.loop.tasks)
+        await until(lambda: opened.dataplane.services.totals.failed_handshakes == 1)
+        await until(lambda: not opened.dataplane.loop.tasks)
     assert opened.workers[0].requests == []
 
 
@@ -242,7 +242,7 @@ async def test_a_handshake_that_does_not_go_on_is_cut_by_client_head_secs(sent):
     async with tls_dataplane(silent, config=config) as opened, client_of(opened.address) as client:
         await client.send(sent)
         assert await client.until_closed() == b""
-    assert opened.door.services.totals.failed_handshakes == 1
+    assert opened.dataplane.services.totals.failed_handshakes == 1
 
 
 async def test_a_handshake_may_arrive_byte_by_byte():
@@ -293,7 +293,7 @@ async def test_a_client_without_the_required_certificate_is_refused():
         async with secure_client(opened.address, believing(own="client")) as client:
             await client.send(post())
             assert (await client.answer()).status == 200
-    assert opened.door.services.totals.failed_handshakes == 2
+    assert opened.dataplane.services.totals.failed_handshakes == 2
 
 
 async def test_a_certificate_may_be_optional_and_a_wrong_one_is_refused_all_the_same():
@@ -322,7 +322,7 @@ async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path, 
     copied(tmp_path, "server")
     config = f"[server]\ntls_cert = '{tmp_path}/mine.pem'\ntls_key = '{tmp_path}/mine-key.pem'\n"
     async with tls_dataplane(answering(counted(b"{}")), config=config) as opened:
-        held = opened.door.listeners.certificates
+        held = opened.dataplane.listeners.certificates
         async with secure_client(opened.address) as before:
             first = held.context
             (tmp_path / "mine.pem").write_text("nonsense")
@@ -342,19 +342,19 @@ async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path, 
 
 async def test_a_reload_turns_tls_on_and_off_on_the_same_port():
     async with tls_dataplane(answering(counted(b"{}")), config="") as opened:
-        door, address = opened.door, opened.address
+        dataplane, address = opened.dataplane, opened.address
         urls = [worker.url for worker in opened.workers]
         async with client_of(address) as early:
-            door.prepare(configured(listening(log_format="'json'"), urls))()
+            dataplane.prepare(configured(listening(log_format="'json'"), urls))()
             assert opened.address == address
-            assert door.listeners.urls() == [f"https://{address}"]
+            assert dataplane.listeners.urls() == [f"https://{address}"]
             async with secure_client(address) as client:
                 await client.send(post())
                 assert (await client.answer()).status == 200
             await early.send(post())
             assert (await early.answer()).status == 200
-        door.prepare(configured("[server]\nlog_format = 'json'", urls))()
-        assert door.listeners.urls() == [f"http://{address}"]
+        dataplane.prepare(configured("[server]\nlog_format = 'json'", urls))()
+        assert dataplane.listeners.urls() == [f"http://{address}"]
         async with client_of(address) as client:
             await client.send(post())
             assert (await client.answer()).status == 200
@@ -364,7 +364,7 @@ async def test_a_pair_that_does_not_fit_changes_nothing():
     async with tls_dataplane(answering(counted(b"{}"))) as opened:
         broken = listening().replace("server-key", "renewed-key")
         with pytest.raises(ConfigError, match=r"server\.tls_key: .* is not the key of"):
-            opened.door.prepare(configured(broken, []))
+            opened.dataplane.prepare(configured(broken, []))
         async with secure_client(opened.address) as client:
             await client.send(post())
             assert (await client.answer()).status == 200
@@ -372,8 +372,8 @@ async def test_a_pair_that_does_not_fit_changes_nothing():
 
 async def test_a_drain_lets_a_handshake_end_and_then_closes():
     async with tls_dataplane(silent) as opened, client_of(opened.address) as client:
-        await until(lambda: any(t.phase == "handshake" for t in opened.door.loop.tasks))
-        opened.door.begin_drain()
+        await until(lambda: any(t.phase == "handshake" for t in opened.dataplane.loop.tasks))
+        opened.dataplane.begin_drain()
         secure = trio.SSLStream(client.stream, believing(), server_hostname="localhost")
         assert await secure.receive_some(1) == b""
-        await opened.door.drained()
+        await opened.dataplane.drained()

@@ -30,7 +30,7 @@ async def secure_program(*words):
         running.client = httpx.AsyncClient(
             base_url=url, verify=believing(), timeout=PATIENCE_SECS, trust_env=False
         )
-        await running.until("/live", lambda told: told.get("status") == "alive")
+        await running.until("/live", lambda body: body.get("status") == "alive")
         yield running
 
 
@@ -66,8 +66,8 @@ async def test_flags_of_other_routers_turn_it_on_and_their_clients_work(tmp_path
                 ):
                     return client.chat.completions.create(model="m", messages=chat()["messages"])
 
-            told = await trio.to_thread.run_sync(ask)
-            assert told.choices[0].message.content == "hello"
+            reported = await trio.to_thread.run_sync(ask)
+            assert reported.choices[0].message.content == "hello"
             assert (await running.get_json("/status"))["listeners"] == [base.partition("://")[2]]
 
 
@@ -78,9 +78,9 @@ async def test_a_worker_with_an_untrusted_certificate_stays_out_with_a_reason(tm
         entry = f"[[workers]]\nurl = '{worker.url}'\n"
         file.write_text(f"[server]\nport = 0\n{TLS}{PROBES}{entry}")
         async with secure_program("--config", file) as running:
-            told = await running.until("/workers", lambda told: told["workers"][0]["last_error"])
-            assert "certificate verify failed" in told["workers"][0]["last_error"]
-            assert not told["workers"][0]["routable"]
+            body = await running.until("/workers", lambda body: body["workers"][0]["last_error"])
+            assert "certificate verify failed" in body["workers"][0]["last_error"]
+            assert not body["workers"][0]["routable"]
             put(file, f"[server]\nport = 0\n{TLS}{PROBES}{entry}tls_verify = false\n")
             await running.until_routable(worker)
 
@@ -93,15 +93,15 @@ async def test_commands_find_it_by_its_file(tmp_path):
         file.write_text(with_tls)
         async with secure_program("--config", file) as running:
             await running.until_routable(*fleet)
-            status, said = await command("workers", "list", "--config", file)
-            assert (status, fleet[0].url in said) == (0, True), said
+            status, body = await command("workers", "list", "--config", file)
+            assert (status, fleet[0].url in body) == (0, True), body
             put(file, f"{with_tls}[admin]\nlisten = 'unix:{place}'\n")
             await running.says("for admin requests")
-            status, said = await command("workers", "disable", fleet[0].url, "--config", file)
-            assert status == 0, said
-            status, said = await command("status", "--url", str(running.client.base_url))
-            assert status == 2, said
-            assert "certificate" in said
+            status, body = await command("workers", "disable", fleet[0].url, "--config", file)
+            assert status == 0, body
+            status, body = await command("status", "--url", str(running.client.base_url))
+            assert status == 2, body
+            assert "certificate" in body
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ async def test_a_pair_that_can_not_be_used_is_reported_by_check_and_at_the_start
     names = f"tls_cert = '{FILES / cert}.pem'\ntls_key = '{FILES / key}.pem'\n"
     file.write_text(f"[server]\nport = 0\n{names}[[workers]]\nurl = 'http://127.0.0.1:1'\n")
     for asked in (("check", file), ("--config", file)):
-        status, said = await command(*asked)
+        status, body = await command(*asked)
         assert status == 2
-        assert words in said
-        assert "server.tls_" in said
-        assert "listening" not in said
+        assert words in body
+        assert "server.tls_" in body
+        assert "listening" not in body
 
 
 async def test_a_reload_refuses_a_broken_pair_and_keeps_the_current_one(tmp_path):
@@ -144,5 +144,5 @@ async def test_a_reload_refuses_a_broken_pair_and_keeps_the_current_one(tmp_path
             mine.write_text("nonsense")  # the renewal of a certificate went wrong
             await running.says("certificate_reload_failed")
             assert (await running.ask()).status_code == 200
-            told = (await running.get_json("/status"))["data_plane"]["tls"]
-            assert "mine-key.pem" in told["error"]
+            reported = (await running.get_json("/status"))["data_plane"]["tls"]
+            assert "mine-key.pem" in reported["error"]

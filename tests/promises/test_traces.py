@@ -35,7 +35,7 @@ class Spans(Lines):
 
 
 def traced(opened):
-    opened.door.recorders.spans = spans = Spans()
+    opened.dataplane.recorders.spans = spans = Spans()
     return spans
 
 
@@ -162,7 +162,7 @@ async def test_a_wait_in_the_queue_is_a_span_and_only_then():
         async with opened.client() as second:
             await second.send(post(CHAT))
             with trio.fail_after(PATIENCE_SECS):
-                while not opened.door.services.queue.waiting:
+                while not opened.dataplane.services.queue.waiting:
                     await trio.sleep(0.01)
             gate.set()
             await client.answer()

@@ -45,11 +45,11 @@ async def trained(manner, tmp_path, new_weights, *words_of_engines):
             [*words, *(each.url for each in engines)],
             env=env, cwd=ROOT, check=False, capture_stderr=True, stdin=subprocess.DEVNULL,
         )  # fmt: skip
-        said = done.stderr.decode()
-        assert done.returncode == 0, said
-        told = json.loads(facts.read_text())
+        body = done.stderr.decode()
+        assert done.returncode == 0, body
+        body = json.loads(facts.read_text())
         await until_closed(ports.router)
-        yield SimpleNamespace(**told, said=said, engines={each.url for each in engines})
+        yield SimpleNamespace(**body, output=body, engines={each.url for each in engines})
 
 
 async def up(engines):
@@ -97,13 +97,13 @@ async def test_slime_starts_its_router_registers_its_engines_and_rolls_out(tmp_p
         assert all(len(workers) == 1 for workers in by_session(everything).values())
         assert seen.metrics is True
         assert seen.end in ({"exitcode": 0, "killed": False}, {"exitcode": -9, "killed": True})
-        assert "Traceback" not in seen.said
+        assert "Traceback" not in seen.output
 
 
 async def test_nemo_rl_starts_it_in_a_fresh_interpreter_with_an_unknown_name(tmp_path, new_weights):
     async with trained("nemo_rl", tmp_path, new_weights) as seen:
         assert {each["reason"] for each in seen.last} == {"length"}
-        assert seen.said.count("not known here and have no effect: router_policy") == 1
+        assert seen.output.count("not known here and have no effect: router_policy") == 1
 
 
 async def test_skyrl_starts_it_before_its_servers_and_keeps_each_trajectory_together(
@@ -115,7 +115,7 @@ async def test_skyrl_starts_it_before_its_servers_and_keeps_each_trajectory_toge
         for version, round_ in zip([None, "step-0", "step-1"], samples, strict=True):
             if version is not None:
                 assert {each["header"] for each in round_} == {version}
-        assert [each["told"] for each in seen.rounds] == [
+        assert [each["reported"] for each in seen.rounds] == [
             [True, True, "step-0"],
             [True, True, "step-1"],
         ]
@@ -139,5 +139,5 @@ async def test_skyrl_starts_it_before_its_servers_and_keeps_each_trajectory_toge
         assert all(len(workers) == 1 for workers in by_session(everything).values())
         assert "listening on http://127.0.0.1:" in seen.log
         assert "for metrics" in seen.log
-        assert "Traceback" not in seen.log + seen.said
+        assert "Traceback" not in seen.log + seen.output
         assert seen.end in ({"exitcode": 0, "killed": False}, {"exitcode": -9, "killed": True})

@@ -107,7 +107,7 @@ async def responders(request, tmp_path, soon):
             running.client.headers["connection"] = "close"
             await running.until_routable(*workers)
             if request.param > 1:
-                await running.until("/status", lambda told: serving(told, request.param))
+                await running.until("/status", lambda body: serving(body, request.param))
             running.workers = {worker.name: worker for worker in workers}
             yield running
         nursery.cancel_scope.cancel()
@@ -122,8 +122,8 @@ async def test_a_stored_response_is_requested_from_its_worker(responders):
             ("POST", f"/v1/responses/{made}/cancel"),
             ("DELETE", f"/v1/responses/{made}"),
         ):
-            told = (await responders.client.request(method, path)).json()
-            assert told == {"by": by}
+            body = (await responders.client.request(method, path)).json()
+            assert body == {"by": by}
             assert responders.workers[by].asked[-1] == (method, path)
         more = {"input": "b", "previous_response_id": made}
         answer = await responders.client.post("/v1/responses", json=more)
@@ -187,7 +187,7 @@ async def test_configured_routes_follow_the_file(tmp_path, soon, processes):
             running.client.headers["connection"] = "close"
             await running.until_routable(*workers)
             if processes > 1:
-                await running.until("/status", lambda told: serving(told, processes))
+                await running.until("/status", lambda body: serving(body, processes))
 
             async def statuses():
                 answers = [
@@ -200,8 +200,8 @@ async def test_configured_routes_follow_the_file(tmp_path, soon, processes):
             assert (await statuses())[0] == [404, 404, 404]
             put(file, plain + MORE)
             assert (await running.client.post("/reload")).status_code == 200
-            told, answers = await statuses()
-            assert told == [200, 200, 200], [answer.text for answer in answers]
+            reported, answers = await statuses()
+            assert reported == [200, 200, 200], [answer.text for answer in answers]
             assert sum(asked("/skyrl/v1/generate")) == 1
             assert asked("/init_broadcaster") == asked("/liveness_of_engines") == [1, 1]
             assert [each["worker"] for each in answers[1].json()["results"]] == [
@@ -274,8 +274,8 @@ async def test_a_configured_control_route_behaves_by_its_kind(tmp_path, soon):
         async with program("--config", file) as running:
             await running.until_routable(*workers)
             assert (await running.client.post("/hold_on", json={})).status_code == 200
-            told = await running.get_json("/workers")
-            assert [each["routable"] for each in told["workers"]] == [False, False]
+            body = await running.get_json("/workers")
+            assert [each["routable"] for each in body["workers"]] == [False, False]
             assert (await running.client.post("/go_on", json={})).status_code == 200
             await running.until_routable(*workers)
             assert (await running.client.post("/new_weights", json={})).status_code == 200

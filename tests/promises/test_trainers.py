@@ -29,9 +29,9 @@ async def sglang_sync(client, path, version):
         return answer
 
     assert (await post("/pause_generation", {"mode": "retract"})).json()["status"] == "ok"
-    told = (await post(UPDATE, {"model_path": path, "weight_version": version})).json()
-    assert told["success"] is True
-    assert isinstance(told["message"], str)
+    reported = (await post(UPDATE, {"model_path": path, "weight_version": version})).json()
+    assert reported["success"] is True
+    assert isinstance(reported["message"], str)
     assert (await post("/continue_generation", {})).json()["status"] == "ok"
     assert (await client.get("/flush_cache")).status_code == 200
     rows = (await post("/get_weights_by_name", {"name": NORM, "truncate_size": 4})).json()
@@ -58,8 +58,10 @@ async def test_a_trainer_of_sglang_finds_at_the_proxy_what_it_finds_at_one_repli
             assert await sglang_sync(running.client, new_weights.path, "v2") == at_one
             sums = (await running.client.post("/weights_checker", json={})).json()
             for each in sums["results"]:
-                (told,) = [r["data"] for r in each["body"]["results"] if "checksums" in r["data"]]
-                assert told["full_checksum"] == new_weights.checksum
+                (reported,) = [
+                    r["data"] for r in each["body"]["results"] if "checksums" in r["data"]
+                ]
+                assert reported["full_checksum"] == new_weights.checksum
 
 
 def truncated(path, into):
@@ -111,10 +113,10 @@ async def test_what_a_trainer_sends_wrong_is_a_4xx_and_touches_nothing(tmp_path,
             before = (await alone.get("/weights_checker")).json()["results"][-1]["data"]
             for path, body in wrong:
                 answer = await alone.post(path, json=body)
-                told = answer.json()
-                assert 400 <= answer.status_code < 500, (path, body, told)
-                assert (told["success"], told["status"]) == (False, "error")
-                assert told["message"], (path, body)
+                reported = answer.json()
+                assert 400 <= answer.status_code < 500, (path, body, reported)
+                assert (reported["success"], reported["status"]) == (False, "error")
+                assert reported["message"], (path, body)
                 # A refused receive leaves the engine paused, as it always did; a refused file not.
                 await alone.post("/continue_generation", json={})
                 if path == UPDATE:
@@ -145,8 +147,8 @@ async def test_what_a_trainer_sends_wrong_is_a_4xx_and_touches_nothing(tmp_path,
             await running.client.post("/weights/resolve", json={"acknowledge": True})
             after = (await alone.get("/weights_checker")).json()["results"][-1]["data"]
             assert after["full_checksum"] == before["full_checksum"]
-            told = await known(running, 1)
-            assert record(told, one_replica)["weight_version"] == "default"
+            reported = await known(running, 1)
+            assert record(reported, one_replica)["weight_version"] == "default"
             assert (await running.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
@@ -167,8 +169,8 @@ async def test_a_proxy_killed_in_the_middle_keeps_its_targets_out_and_one_traine
 
             nursery.start_soon(update)
 
-            def half_done(told):
-                rows = (told["operation"] or {}).get("workers", [])
+            def half_done(reported):
+                rows = (reported["operation"] or {}).get("workers", [])
                 return [row["progress"] for row in rows] == ["done", "asked"]
 
             await running.until("/weights", half_done)
@@ -177,14 +179,14 @@ async def test_a_proxy_killed_in_the_middle_keeps_its_targets_out_and_one_traine
             assert (
                 "update_weights_from_disk of first from 127.0.0.1 began" in second.json()["message"]
             )
-            told = await running.get_json("/workers")
-            assert [each["weight_version"] for each in told["workers"]] == [None, None]
+            reported = await running.get_json("/workers")
+            assert [each["weight_version"] for each in reported["workers"]] == [None, None]
             running.process.kill()
             await running.process.wait()
         both[1].go_on()
         async with program("--config", file) as running:
-            told = await running.until("/workers", lambda told: told["healthy_workers"] == 2)
-            assert [each["held_by"] for each in told["workers"]] == [["uncertain"]] * 2
+            reported = await running.until("/workers", lambda body: body["healthy_workers"] == 2)
+            assert [each["held_by"] for each in reported["workers"]] == [["uncertain"]] * 2
             reasons = (await running.get_json("/weights"))["uncertain"]
             assert all(
                 "the proxy ended while update_weights_from_disk" in r for r in reasons.values()
@@ -193,11 +195,11 @@ async def test_a_proxy_killed_in_the_middle_keeps_its_targets_out_and_one_traine
             assert (await running.get_json("/workers"))["routable_workers"] == 0
             answer = await running.client.post("/weights/resolve", json={"acknowledge": True})
             assert (answer.status_code, len(answer.json()["resolved_worker_ids"])) == (200, 2)
-            told = await known(running, 2)
+            reported = await known(running, 2)
             # That is why nobody was sure: one has them, and of the other nothing was heard.
-            assert told["workers"][0]["weight_version"] == "v2"
+            assert reported["workers"][0]["weight_version"] == "v2"
             assert (await running.client.post(UPDATE, json=body)).status_code == 200
-            told = await known(running, 2)
-            assert [each["weight_version"] for each in told["workers"]] == ["v2", "v2"]
+            reported = await known(running, 2)
+            assert [each["weight_version"] for each in reported["workers"]] == ["v2", "v2"]
             answer = await running.client.post("/v1/chat/completions", json=CHAT)
             assert (answer.status_code, answer.headers["x-omni-weight-version"]) == (200, "v2")

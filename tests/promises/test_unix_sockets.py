@@ -57,8 +57,8 @@ async def test_a_socket_file_is_served_and_replaced_and_removed(tmp_path):
             running.client = httpx.AsyncClient(base_url="http://x", transport=transport)
             await running.until_routable(*fleet)
             assert (await running.ask()).status_code == 200
-            status, said = await command("--config", file)
-            assert status == 1, said
-            assert f"cannot listen on unix:{path}: another program" in said
+            status, body = await command("--config", file)
+            assert status == 1, body
+            assert f"cannot listen on unix:{path}: another program" in body
             assert (await running.ask()).status_code == 200
         assert not path.exists()

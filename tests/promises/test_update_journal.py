@@ -30,8 +30,8 @@ async def kill_in_the_middle(file, both):
         await running.process.wait()
 
 
-def held(told):
-    return [each["held_by"] for each in told["workers"]]
+def held(reported):
+    return [each["held_by"] for each in reported["workers"]]
 
 
 async def test_after_a_kill_the_targets_are_held_until_resolve(tmp_path):
@@ -42,10 +42,10 @@ async def test_after_a_kill_the_targets_are_held_until_resolve(tmp_path):
         file.write_text(toml(both))
         await kill_in_the_middle(file, both)
         async with program("--config", file) as running:
-            told = await running.until(
-                "/workers", lambda told: told["healthy_workers"] == len(both)
+            body = await running.until(
+                "/workers", lambda body: body["healthy_workers"] == len(both)
             )
-            assert held(told) == [["uncertain"]] * 2
+            assert held(body) == [["uncertain"]] * 2
             weights = await running.get_json("/weights")
             for engine in both:
                 assert "update_weights_from_disk was under way" in weights["uncertain"][engine.url]
@@ -59,10 +59,10 @@ async def test_after_a_kill_the_targets_are_held_until_resolve(tmp_path):
             for engine in both:
                 engine.calls.clear()
             answer = await running.client.post("/weights/resolve", json={"acknowledge": True})
-            told = answer.json()
-            assert (answer.status_code, told["status"]) == (200, "ok")
-            assert told["journal_readable"] is True
-            assert len(told["resolved_worker_ids"]) == 2
+            body = answer.json()
+            assert (answer.status_code, body["status"]) == (200, "ok")
+            assert body["journal_readable"] is True
+            assert len(body["resolved_worker_ids"]) == 2
             assert [engine.paths()[0] for engine in both] == ["/continue_generation"] * 2
             await running.until_routable(*both)
             assert not (tmp_path / "proxy.weights" / "journal.json").exists()
@@ -78,17 +78,17 @@ async def test_a_successful_whole_update_releases_the_targets_too(tmp_path):
         for engine in both:
             engine.gates[UPDATE].set()
         async with program("--config", file) as running:
-            await running.until("/workers", lambda told: told["healthy_workers"] == 2)
+            await running.until("/workers", lambda body: body["healthy_workers"] == 2)
             assert (await running.client.post(UPDATE, json=BODY)).status_code == 200
             await running.until_routable(*both)
             # The epoch continues.
             assert (await running.get_json("/weights"))["weight_epoch"] == 1
         async with program("--config", file) as running:
-            told = await running.until_routable(*both)
+            body = await running.until_routable(*both)
             await running.until(
-                "/workers", lambda told: all(each["weight_epoch"] for each in told["workers"])
+                "/workers", lambda body: all(each["weight_epoch"] for each in body["workers"])
             )
-            assert record(told, both[0])["held_by"] == []
+            assert record(body, both[0])["held_by"] == []
 
 
 async def test_an_unreadable_journal_holds_all_workers(tmp_path):
@@ -99,8 +99,8 @@ async def test_an_unreadable_journal_holds_all_workers(tmp_path):
     async with engines(1) as (engine,):
         file.write_text(toml([engine]))
         async with program("--config", file) as running:
-            told = await running.until("/workers", lambda told: told["healthy_workers"] == 1)
-            assert held(told) == [["uncertain"]]
+            body = await running.until("/workers", lambda body: body["healthy_workers"] == 1)
+            assert held(body) == [["uncertain"]]
             named = json.loads((folder / "journal.json").read_text())
             assert list(named["uncertain"]) == [engine.url]
             assert (folder / "journal.unreadable").exists()
@@ -115,7 +115,7 @@ async def test_an_update_that_cannot_be_recorded_is_not_begun(tmp_path):
     async with engines(1) as (engine,):
         file.write_text(toml([engine]))
         async with program("--config", file) as running:
-            await running.until("/workers", lambda told: told["healthy_workers"] == 1)
+            await running.until("/workers", lambda body: body["healthy_workers"] == 1)
             assert (
                 await running.client.post("/weights/resolve", json={"acknowledge": True})
             ).json()

@@ -35,17 +35,17 @@ async def test_a_second_operation_gets_a_503_that_names_the_first(tmp_path):
             # The same body from another caller is another call.
             for second in (body("b"), body("a")):
                 refused = await running.client.post(UPDATE, json=second)
-                told = refused.json()
-                assert (refused.status_code, told["success"], told["status"]) == (
+                reported = refused.json()
+                assert (refused.status_code, reported["success"], reported["status"]) == (
                     503, False, "error",
                 )  # fmt: skip
-                assert told["message"].startswith("admin update lock not acquired within 0.3s")
+                assert reported["message"].startswith("admin update lock not acquired within 0.3s")
                 assert (
                     "update_weights_from_disk of trainer-one from 127.0.0.1 began"
-                    in told["message"]
+                    in reported["message"]
                 )
-                assert told["holder"]["step"] == "calling"
-                assert told["error"]["code"] == "update_in_progress"
+                assert reported["holder"]["step"] == "calling"
+                assert reported["error"]["code"] == "update_in_progress"
                 assert refused.headers["retry-after"] == "1"
             # A call that changes no weights is not queued.
             assert (await running.client.get("/model_info")).status_code == 200
@@ -108,9 +108,9 @@ async def test_a_fleet_change_waits_for_an_operation_and_a_disable_does_not(tmp_
             name = record(await running.get_json("/workers"), one)["worker_id"]
             for switch in ({"disabled": True}, {"disabled": False}, {"is_dead": True}):
                 assert (await running.client.put(f"/workers/{name}", json=switch)).is_success
-            told = await running.get_json("/workers")
-            assert [each["url"] for each in told["workers"]] == [one.url]
-            assert told["workers"][0]["health_state"] == "dead"
+            reported = await running.get_json("/workers")
+            assert [each["url"] for each in reported["workers"]] == [one.url]
+            assert reported["workers"][0]["health_state"] == "dead"
             assert not added.is_set()
             one.gates[UPDATE].set()
             await added.wait()

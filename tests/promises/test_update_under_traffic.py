@@ -40,9 +40,9 @@ async def test_with_a_drain_no_client_notices_and_every_response_is_of_one_versi
                 while len(answers) < already + 6:
                     await trio.sleep(0.02)
                 over.set()
-            told = updated.json()
-            assert (updated.status_code, told["weight_epoch"]) == (200, 1), told
-            sums = told["verification"]["checksums"]
+            reported = updated.json()
+            assert (updated.status_code, reported["weight_epoch"]) == (200, 1), reported
+            sums = reported["verification"]["checksums"]
             assert sums == {each.url: new_weights.checksum for each in both}
             assert {answer.status_code for answer in answers} == {200}
             spanning = [a.headers for a in answers if "x-omni-weight-version-end" in a.headers]
@@ -64,7 +64,7 @@ async def test_a_replica_killed_during_an_update_is_held_and_the_next_update_wor
     async with replicas(2) as (survivor, victim):
         file.write_text(toml([survivor, victim], ""))
         async with program("--config", file) as running:
-            await running.until("/workers", lambda told: told["routable_workers"] == 2)
+            await running.until("/workers", lambda body: body["routable_workers"] == 2)
             # A stopped process takes the call and never answers, so it surely dies during the call.
             victim.stop()
             answers = []
@@ -75,18 +75,18 @@ async def test_a_replica_killed_during_an_update_is_held_and_the_next_update_wor
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(update)
 
-                def one_is_done(told):
-                    rows = (told["operation"] or {}).get("workers", [])
+                def one_is_done(reported):
+                    rows = (reported["operation"] or {}).get("workers", [])
                     return [row["progress"] for row in rows] == ["done", "asked"]
 
                 await running.until("/weights", one_is_done)
                 await victim.kill()
-            told = answers[0].json()
+            reported = answers[0].json()
             assert answers[0].status_code == 502
-            assert [each["standing"] for each in told["results"]] == ["restored", "uncertain"]
+            assert [each["standing"] for each in reported["results"]] == ["restored", "uncertain"]
             chat = await running.client.post("/v1/chat/completions", json=CHAT)
             assert (chat.status_code, chat.headers["x-omni-weight-version"]) == (200, "v2")
-            name = told["results"][1]["worker"].replace("/", "%2F")
+            name = reported["results"][1]["worker"].replace("/", "%2F")
             gone = await running.client.put(f"/workers/{name}", json={"is_dead": True})
             assert gone.status_code == 200, json.dumps(gone.json())
             again = await running.client.post(UPDATE, json={**body, "weight_version": "v3"})
@@ -109,7 +109,7 @@ async def test_without_a_drain_a_response_across_the_change_is_labelled(tmp_path
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(ask)
                 await running.until(
-                    "/workers", lambda told: told["workers"][0]["active_requests"] == 1
+                    "/workers", lambda body: body["workers"][0]["active_requests"] == 1
                 )
                 pause = await running.client.post("/pause_generation", json={"mode": "retract"})
                 assert (pause.status_code, pause.json()["status"]) == (200, "ok")
@@ -117,8 +117,8 @@ async def test_without_a_drain_a_response_across_the_change_is_labelled(tmp_path
                 assert not answers
                 assert (await running.client.post("/continue_generation", json={})).is_success
             (answer,) = answers
-            told = {name: answer.headers[name] for name in answer.headers if "weight" in name}
-            assert (answer.status_code, told) == (
+            reported = {name: answer.headers[name] for name in answer.headers if "weight" in name}
+            assert (answer.status_code, reported) == (
                 200,
                 {
                     "x-omni-weight-version": "default",
@@ -141,13 +141,13 @@ async def test_a_replica_restarted_after_an_update_does_not_serve_its_first_weig
             assert (await running.client.post(UPDATE, json=body)).status_code == 200
             await late.kill()
             await running.until(
-                "/workers", lambda told: record(told, late)["weight_version"] is None
+                "/workers", lambda body: record(body, late)["weight_version"] is None
             )
             await late.start()
-            told = await running.until(
-                "/workers", lambda told: record(told, late)["held_by"] == ["uncertain"]
+            reported = await running.until(
+                "/workers", lambda body: record(body, late)["held_by"] == ["uncertain"]
             )
-            assert record(told, late)["weight_version"] == "default"
+            assert record(reported, late)["weight_version"] == "default"
             reasons = (await running.get_json("/weights"))["uncertain"]
             assert reasons == {late.url: "missed the update to 'v2': it returned with 'default'"}
             assert (await running.client.post("/continue_generation", json={})).is_success

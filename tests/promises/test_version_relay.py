@@ -67,8 +67,8 @@ async def asked(worker, path, **body):
 
 
 async def answer_of(worker):
-    told = await asked(worker, "/v1/chat/completions", **CHAT)
-    return told["choices"][0]["message"]
+    body = await asked(worker, "/v1/chat/completions", **CHAT)
+    return body["choices"][0]["message"]
 
 
 @pytest.mark.parametrize(("seed", "files"), [(7, 1), (8, 3)])

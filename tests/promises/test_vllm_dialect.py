@@ -69,8 +69,8 @@ async def digest_of(url):
     from omni_proxy.weight_sync.checksum import roll_up
 
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECS, trust_env=False) as client:
-        told = (await client.post("/weight_checker", json={"action": "checksum"})).json()
-    return roll_up({name.split(":")[-1]: found for name, found in told["checksums"].items()})
+        body = (await client.post("/weight_checker", json={"action": "checksum"})).json()
+    return roll_up({name.split(":")[-1]: found for name, found in body["checksums"].items()})
 
 
 async def round_of(seen, trainer, seed, **wishes):
@@ -83,9 +83,9 @@ async def round_of(seen, trainer, seed, **wishes):
 
 
 async def assert_all_hold(seen, seed):
-    told = await seen.versions()
-    assert {label for label, _ in told.values()} == {f"v{seed}"}, told
-    for url in told:
+    reported = await seen.versions()
+    assert {label for label, _ in reported.values()} == {f"v{seed}"}, reported
+    for url in reported:
         assert await digest_of(url) == expected_checksum(seed)
 
 
@@ -104,9 +104,9 @@ async def test_rounds_under_traffic_mix_no_answer_and_fail_none(seen, trainers):
             wishes = WISHES[seed * len(WISHES) // (ROUNDS + 1)]
             await round_of(seen, trainer, seed, **wishes)
             await assert_all_hold(seen, seed)
-            told = await seen.get_json("/weights")
-            epochs.append(told["weight_epoch"])
-            assert told["weight_version"] == f"v{seed}"
+            body = await seen.get_json("/weights")
+            epochs.append(body["weight_epoch"])
+            assert body["weight_version"] == f"v{seed}"
             await traffic.wait_for_more(2)
     assert epochs == list(range(epochs[0], epochs[0] + ROUNDS + 1))
     assert not traffic.failures()
@@ -115,7 +115,7 @@ async def test_rounds_under_traffic_mix_no_answer_and_fail_none(seen, trainers):
     seen_labels = set(traffic.texts())
     assert seen_labels >= {f"v{seed}" for seed in range(1, ROUNDS + 1)}
     await trainer.tell("leave_engines")
-    await seen.until("/weights", lambda told: told["sync"]["state"] == "idle")
+    await seen.until("/weights", lambda body: body["sync"]["state"] == "idle")
 
 
 async def test_a_member_that_is_killed_in_the_middle_costs_that_round_alone(seen, trainers):
@@ -124,15 +124,15 @@ async def test_a_member_that_is_killed_in_the_middle_costs_that_round_alone(seen
     victim = seen.fleet.replicas[1]
     async with traffic.keep_asking():
         trainer.order("transfer", url=seen.fleet.url, seed=31, version="v31", chunks=40)
-        await seen.until("/weights", lambda told: told["sync"]["buckets"] >= 3)
+        await seen.until("/weights", lambda body: body["sync"]["buckets"] >= 3)
         victim.kill()
         done = await trainer.reply()
         assert victim.url in done["why"], done
-        told = await seen.until("/weights", lambda told: told["sync"]["state"] == "idle")
-        assert not any(each["routable"] for each in told["workers"])
+        body = await seen.until("/weights", lambda body: body["sync"]["state"] == "idle")
+        assert not any(each["routable"] for each in body["workers"])
         victim.start()
         await healthy(victim.url)
-        await seen.until("/workers", lambda told: told["healthy_workers"] == 2)
+        await seen.until("/workers", lambda body: body["healthy_workers"] == 2)
         assert not any(each["routable"] for each in (await seen.get_json("/workers"))["workers"])
         # The next round of the trainer, in a new group, brings both back.
         await round_of(seen, trainer, 32, chunks=40)
@@ -152,8 +152,8 @@ async def test_a_restarted_engine_with_its_first_weights_gets_no_request(seen, t
     victim.kill()
     victim.start()
     await healthy(victim.url)
-    told = await seen.until("/weights", lambda told: victim.url in told["uncertain"])
-    assert "missed the update to 'v35'" in told["uncertain"][victim.url]
+    body = await seen.until("/weights", lambda body: victim.url in body["uncertain"])
+    assert "missed the update to 'v35'" in body["uncertain"][victim.url]
     answers = [await seen.chat() for _ in range(4)]
     assert {a.headers["x-omni-weight-version"] for a in answers} == {"v35"}
     await round_of(seen, trainer, 36)
@@ -169,8 +169,8 @@ async def test_a_trainer_that_dies_in_the_middle_leaves_the_fleet_to_the_next(se
         pause_mode=None,
     )  # fmt: skip
     assert done == {"gone": True}
-    told = await seen.until("/weights", lambda told: told["sync"]["state"] == "idle")
-    assert set(told["uncertain"]) == {each.url for each in seen.fleet.replicas}
+    body = await seen.until("/weights", lambda body: body["sync"]["state"] == "idle")
+    assert set(body["uncertain"]) == {each.url for each in seen.fleet.replicas}
     await round_of(seen, other, 42)
     await seen.ready()
     await assert_all_hold(seen, 42)
@@ -181,16 +181,16 @@ async def test_a_trainer_that_dies_in_the_middle_leaves_the_fleet_to_the_next(se
 async def test_a_fleet_of_both_kinds_is_paused_and_reported_in_the_words_of_each(mixed, trainers):
     async with mixed.client() as seen:
         await seen.ready()
-        status, told = await seen.post("/pause?mode=keep")
-        assert (status, told["status"] == "paused" or told["success"]) == (200, True)
-        assert {each.get("sent_to") for each in told["results"]} == {None, "/pause_generation"}
+        status, body = await seen.post("/pause?mode=keep")
+        assert (status, body["status"] == "paused" or body["success"]) == (200, True)
+        assert {each.get("sent_to") for each in body["results"]} == {None, "/pause_generation"}
         assert (await seen.get_json("/is_paused"))["is_paused"] is True
         assert (await seen.get_json("/get_world_size"))["world_size"] == 2
-        status, told = await seen.post("/resume")
+        status, body = await seen.post("/resume")
         assert status == 200
         assert (await seen.get_json("/is_paused"))["is_paused"] is False
-        status, told = await seen.post("/update_weight_version", new_version="step-1")
-        assert (status, set(told["weight_versions"].values())) == (200, {"step-1"})
+        status, body = await seen.post("/update_weight_version", new_version="step-1")
+        assert (status, set(body["weight_versions"].values())) == (200, {"step-1"})
         assert (await seen.get_json("/weight_info"))["weight_version"] == "step-1"
         done = await trainers.one().tell("transfer", url=mixed.url, seed=1, version="v1")
         assert "cannot be a rank" in done["why"]

@@ -20,21 +20,21 @@ class Voices:
     async def __call__(self, call):
         method, target, _ = call.line.split()
         if target == "/v1/audio/voices?names_only=true":
-            told = {"uploaded_voice_names": self.names}
+            reported = {"uploaded_voice_names": self.names}
         elif target.startswith("/v1/audio/voices"):
             if method == "POST":
                 self.names.append("Bob")
             if method == "DELETE":
                 self.names.remove("Bob")
-            told = {"success": True}
+            reported = {"success": True}
         elif not target.startswith("/v1/audio/speech"):
             await call.send(counted(b"{}", status="404 Not Found"))
             return
         else:
             body = json.loads(call.body)
             self.spoken.append(body.get("voice"))
-            told = {"spoken": True}
-        await call.send(counted(json.dumps(told).encode(), "content-type: application/json"))
+            reported = {"spoken": True}
+        await call.send(counted(json.dumps(reported).encode(), "content-type: application/json"))
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ async def speak(running, voice, path="/v1/audio/speech", **fields):
 
 
 async def ready(running, fleet):
-    await running.until("/workers", lambda told: routable(told) == {worker.url for worker in fleet})
+    await running.until("/workers", lambda body: routable(body) == {worker.url for worker in fleet})
 
 
 async def listed(running, count):
-    def holds(told):
-        routing = told["voice_routing"]
+    def holds(reported):
+        routing = reported["voice_routing"]
         return routing["registry_state"] == "ready" and routing["uploaded_voice_count"] == count
 
     return (await running.until("/health", holds))["voice_routing"]
@@ -92,8 +92,8 @@ async def test_an_uploaded_voice_is_pinned_to_its_owner_and_others_are_not(
 
     # What was learnt holds from the first moment of the next start on, before the owner is asked.
     async with program("--config", file) as running:
-        told = (await running.get_json("/health"))["voice_routing"]
-        assert told["owner_url"] == owned
+        reported = (await running.get_json("/health"))["voice_routing"]
+        assert reported["owner_url"] == owned
 
 
 async def test_the_list_survives_a_restart(tmp_path, pair):
@@ -124,6 +124,6 @@ async def test_the_configured_owner_takes_the_uploads(tmp_path, pair):
         await listed(running, 1)
         put(file, text.format(fleet[0].url))
         moved = await running.until(
-            "/health", lambda told: told["voice_routing"]["owner_url"] == fleet[0].url
+            "/health", lambda body: body["voice_routing"]["owner_url"] == fleet[0].url
         )
         assert moved["voice_routing"]["owner_routable"]

@@ -74,11 +74,11 @@ async def test_a_local_reply_names_no_weights():
 
 
 @pytest.mark.parametrize(
-    ("label", "epoch", "told"),
+    ("label", "epoch", "reported"),
     [("v2", 2, "v2"), ("v1", 2, "v1"), (None, 0, "")],
     ids=["another", "the same name again", "not known yet"],
 )
-async def test_a_response_that_spans_a_change_names_both_versions(label, epoch, told):
+async def test_a_response_that_spans_a_change_names_both_versions(label, epoch, reported):
     worker = Stepwise(b"", counted(b"good"))
     async with dataplane_before(worker) as (opened, client):
         (known,) = opened.fleet.workers
@@ -88,11 +88,14 @@ async def test_a_response_that_spans_a_change_names_both_versions(label, epoch, 
         opened.fleet.set_version(known, label, epoch)
         worker.go_on.set()
         answer = await client.answer()
-        assert (answer.one(VERSION), answer.one(END)) == ("v1", told)
+        assert (answer.one(VERSION), answer.one(END)) == ("v1", reported)
         assert answer.one("x-omni-weight-epoch-end") == (str(epoch) if epoch else None)
         await until(lambda: opened.log.records)
-        assert (opened.last["weight_version"], opened.last["weight_version_end"]) == ("v1", told)
-        assert opened.door.status()["answers_across_versions"] == 1
+        assert (opened.last["weight_version"], opened.last["weight_version_end"]) == (
+            "v1",
+            reported,
+        )
+        assert opened.dataplane.status()["answers_across_versions"] == 1
 
 
 async def test_a_stream_that_spans_a_change_is_logged_and_counted():
@@ -109,13 +112,13 @@ async def test_a_stream_that_spans_a_change_is_logged_and_counted():
         line = opened.last
         assert (line["weight_version"], line["weight_epoch"]) == ("v1", 1)
         assert line["weight_version_end"] == "v2"
-        assert opened.door.status()["answers_across_versions"] == 1
+        assert opened.dataplane.status()["answers_across_versions"] == 1
         worker.go_on = trio.Event()
         worker.go_on.set()
         await ask(client, body=STREAMED)
         await until(lambda: len(opened.log.records) == 2)
         assert (opened.last["weight_version"], opened.last["weight_version_end"]) == ("v2", None)
-        assert opened.door.status()["answers_across_versions"] == 1
+        assert opened.dataplane.status()["answers_across_versions"] == 1
 
 
 async def test_a_retry_names_the_weights_of_the_worker_that_answered():
@@ -175,9 +178,9 @@ async def test_with_a_queue_a_request_waits_until_a_worker_has_the_weights():
     async with dataplane_before(GOOD, config=QUEUED) as (opened, client):
         (worker,) = opened.fleet.workers
         await client.send(post(CHAT, "x-omni-min-weight-epoch: 3"))
-        await until(lambda: opened.door.queue.waiting)
+        await until(lambda: opened.dataplane.queue.waiting)
         for epoch in (1, 2, 3):
-            assert opened.door.queue.waiting == 1
+            assert opened.dataplane.queue.waiting == 1
             opened.fleet.set_version(worker, f"v{epoch}", epoch)
         answer = await client.answer()
         assert (answer.status, answer.one("x-omni-weight-epoch")) == (200, "3")
@@ -225,7 +228,7 @@ async def test_held_requests_get_no_error():
                 opened.fleet.cordon(worker, "updating")
             for _ in range(5):
                 nursery.start_soon(one)
-            await until(lambda: opened.door.queue.waiting == 5)
+            await until(lambda: opened.dataplane.queue.waiting == 5)
             for worker in opened.fleet.workers:
                 opened.fleet.set_version(worker, "v2", 1)
                 opened.fleet.uncordon(worker, "updating")
@@ -252,7 +255,7 @@ async def test_an_update_holds_requests_until_the_new_weights(tmp_path):
             await running.until_routable(*both)
             await running.until(
                 "/workers",
-                lambda told: {e["weight_version"] for e in told["workers"]} == {"default"},
+                lambda body: {e["weight_version"] for e in body["workers"]} == {"default"},
             )
             assert (await running.ask()).headers[VERSION] == "default"
 
@@ -270,14 +273,14 @@ async def test_an_update_holds_requests_until_the_new_weights(tmp_path):
                     await engine.asked["/update_weights_from_disk"].wait()
                 for _ in range(3):
                     nursery.start_soon(one)
-                told = await running.until(
-                    "/health", lambda told: told["admission"]["waiting"] == 3
+                body = await running.until(
+                    "/health", lambda body: body["admission"]["waiting"] == 3
                 )
-                assert told["status"] == "healthy"
+                assert body["status"] == "healthy"
                 for engine in both:
                     engine.gates["/update_weights_from_disk"].set()
-            told = [(each.status_code, each.headers[VERSION]) for each in answers]
-            assert told == [(200, "v2")] * 3
+            body = [(each.status_code, each.headers[VERSION]) for each in answers]
+            assert body == [(200, "v2")] * 3
             assert [each.headers["x-omni-weight-epoch"] for each in answers] == ["1"] * 3
 
 
@@ -295,9 +298,9 @@ async def test_an_update_sheds_or_passes_requests_as_configured(tmp_path):
                 if rule == "shed":
                     assert answer.headers["retry-after"] == "1"
                     assert answer.json()["error"]["code"] == "weights_updating"
-                    told = (await running.client.post("/explain", content=CHAT)).json()
-                    assert told["refusal"]["code"] == "weights_updating"
-                    assert told["workers"][0]["reasons"] == ["held: updating"]
+                    body = (await running.client.post("/explain", content=CHAT)).json()
+                    assert body["refusal"]["code"] == "weights_updating"
+                    assert body["workers"][0]["reasons"] == ["held: updating"]
                 else:
                     assert answer.status_code == 200
                 engine.gates["/update_weights_from_disk"].set()
@@ -310,9 +313,9 @@ async def test_a_request_waits_for_the_epoch_that_it_requires(tmp_path):
         file.write_text(config_of([engine], ""))
         async with program("--config", file) as running:
             await running.until_routable(engine)
-            told = (await running.client.post("/explain", content=CHAT, headers=least)).json()
-            assert told["refusal"]["code"] == "weight_version_unavailable"
-            assert "epoch 1 or later" in told["workers"][0]["reasons"][0]
+            body = (await running.client.post("/explain", content=CHAT, headers=least)).json()
+            assert body["refusal"]["code"] == "weight_version_unavailable"
+            assert "epoch 1 or later" in body["workers"][0]["reasons"][0]
 
             async def one():
                 path = "/v1/chat/completions"
@@ -320,7 +323,7 @@ async def test_a_request_waits_for_the_epoch_that_it_requires(tmp_path):
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(one)
-                await running.until("/health", lambda told: told["admission"]["waiting"] == 1)
+                await running.until("/health", lambda body: body["admission"]["waiting"] == 1)
                 await update(running)
             assert answers[0].headers["x-omni-weight-epoch"] == "1"
 

@@ -168,8 +168,8 @@ async def test_a_broken_sse_stream_reports_its_reader_before_it_is_cut():
             await ask(client, STREAMED)
         events = broken.value.answer.body.decode().split("\n\n")
         assert events[0] == "data: one"
-        told = next(event for event in events[1:] if event.strip())
-        assert told.strip().startswith('data: {"error":{"message":"upstream stream failed')
+        reported = next(event for event in events[1:] if event.strip())
+        assert reported.strip().startswith('data: {"error":{"message":"upstream stream failed')
         assert opened.last["outcome"] == "stream_error"
 
 

@@ -81,11 +81,11 @@ def weights_in(folder):
 async def known(running, count):
     """Until all are routable and have told which weights they have."""
 
-    def holds(told):
+    def holds(reported):
         return (
-            told["routable_workers"]
+            reported["routable_workers"]
             == count
-            == len([each for each in told["workers"] if each["weight_version"]])
+            == len([each for each in reported["workers"] if each["weight_version"]])
         )
 
     return await running.until("/workers", holds)

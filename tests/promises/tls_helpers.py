@@ -19,8 +19,10 @@ AUTHORITY = FILES / "authority.pem"
 
 def listening(name: str = "server", **others: str) -> str:
     """[server] with this certificate; `others` are more of its keys, as TOML."""
-    told = "".join(f"{key} = {value}\n" for key, value in others.items())
-    return f"[server]\ntls_cert = '{FILES / name}.pem'\ntls_key = '{FILES / name}-key.pem'\n{told}"
+    reported = "".join(f"{key} = {value}\n" for key, value in others.items())
+    return (
+        f"[server]\ntls_cert = '{FILES / name}.pem'\ntls_key = '{FILES / name}-key.pem'\n{reported}"
+    )
 
 
 def believing(name: str = "authority", own: str = "") -> ssl.SSLContext:

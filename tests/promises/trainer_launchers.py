@@ -114,10 +114,10 @@ class SglangTrainer:
             **({"rid": rid} if rid else {}),
         }
         answer = self.post(f"{self.url}/generate", body, **{"X-SMG-Routing-Key": session})
-        told = answer.json()["meta_info"]
+        reported = answer.json()["meta_info"]
         return {
-            "reason": told["finish_reason"]["type"],
-            "version": told["weight_version"],
+            "reason": reported["finish_reason"]["type"],
+            "version": reported["weight_version"],
             "header": answer.headers.get("x-omni-weight-version"),
             "worker": unquote(answer.headers.get("x-sglang-omni-worker", "")),
             "session": session,
@@ -150,8 +150,8 @@ class SglangTrainer:
 
     def update(self, version):
         body = {"model_path": self.given.weights, "weight_version": version}
-        told = self.post(f"{self.url}/update_weights_from_disk", body).json()
-        assert told["success"], told
+        reported = self.post(f"{self.url}/update_weights_from_disk", body).json()
+        assert reported["success"], reported
 
     def leave(self):
         for each in self.client.get(f"{self.url}/workers").json()["workers"]:
@@ -277,9 +277,9 @@ class SkyRlClient:
     def tokens(self, session):
         """The token route, of which the renderers of trainers know nothing else."""
         asked = {"prompt": f"trajectory {session}", "model": self.model}
-        told = self.post("/tokenize", asked).json()["tokens"]
+        reported = self.post("/tokenize", asked).json()["tokens"]
         body = {
-            "token_ids": told,
+            "token_ids": reported,
             "model": self.model,
             "sampling_params": {"max_tokens": 8, "temperature": 0, "ignore_eos": True},
         }
@@ -300,8 +300,8 @@ class SkyRlClient:
         self.post("/update_weights_from_disk", body)
         self.post("/resume")
         resumed = not self.client.get(f"{self.url}/is_paused").json()["is_paused"]
-        told = self.client.get(f"{self.url}/weight_info").json()["weight_version"]
-        return [paused, resumed, told]
+        reported = self.client.get(f"{self.url}/weight_info").json()["weight_version"]
+        return [paused, resumed, reported]
 
 
 def skyrl(engines, facts):
@@ -331,9 +331,9 @@ def skyrl(engines, facts):
             running = [
                 pool.submit(skyrl_client.chat, f"t{each % 4}") for each in range(4 * SAMPLES)
             ]
-            told = skyrl_client.update(f"step-{number}")
+            reported = skyrl_client.update(f"step-{number}")
             during = [each.result() for each in running]
-            facts["rounds"].append({"before": before, "during": during, "told": told})
+            facts["rounds"].append({"before": before, "during": during, "reported": reported})
         facts["last"] = skyrl_client.trajectories(pool)
         facts["tokens"] = list(pool.map(skyrl_client.tokens, ["t0", "t1"]))
     facts["world_size"] = skyrl_client.client.get(f"{url}/get_world_size").json()["world_size"]

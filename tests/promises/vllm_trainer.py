@@ -64,16 +64,16 @@ def send(client, group, tensors, version, fault):
     names = list(tensors)
     middle = 1 + next(at for at, name in enumerate(names) if name.endswith("k_proj.weight"))
     for chunk in (names[:middle], names[middle:]):
-        told = [tensors[name] for name in chunk]
+        reported = [tensors[name] for name in chunk]
         if fault == "name" and chunk[0] != names[0]:
-            chunk, told = ["bogus"], told[:1]
+            chunk, reported = ["bogus"], reported[:1]
         info = {
             "names": chunk,
-            "dtype_names": [str(each.dtype).removeprefix("torch.") for each in told],
-            "shapes": [list(each.shape) for each in told],
+            "dtype_names": [str(each.dtype).removeprefix("torch.") for each in reported],
+            "shapes": [list(each.shape) for each in reported],
         }
         calling = Calling(client.update_weights, info)
-        for each in told:
+        for each in reported:
             group.broadcast(each.contiguous(), 0).wait()
         calling.wait()
         if fault == "dies":

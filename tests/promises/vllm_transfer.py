@@ -20,10 +20,10 @@ def install(folder: Path) -> None:
     """Write this module as a plug-in of vLLM, with the entry point that makes vLLM load it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{PLUGIN}.py").write_text(Path(__file__).read_text())
-    told = folder / f"{PLUGIN}-0.dist-info"
-    told.mkdir(exist_ok=True)
-    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
-    (told / "entry_points.txt").write_text(
+    reported = folder / f"{PLUGIN}-0.dist-info"
+    reported.mkdir(exist_ok=True)
+    (reported / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
+    (reported / "entry_points.txt").write_text(
         f"[vllm.general_plugins]\n{PLUGIN} = {PLUGIN}:register\n"
     )
 
@@ -77,9 +77,11 @@ def _engine():
             super().__init__(*given, **named)
             self.group = None
 
-        def init_transfer_engine(self, told):
-            rank = told.rank_offset + self.parallel_config.rank
-            self.group = joined(told.master_address, told.master_port, rank, told.world_size)
+        def init_transfer_engine(self, reported):
+            rank = reported.rank_offset + self.parallel_config.rank
+            self.group = joined(
+                reported.master_address, reported.master_port, rank, reported.world_size
+            )
 
         def start_weight_update(self):
             reload.initialize_layerwise_reload(self.model)
@@ -90,10 +92,12 @@ def _engine():
         def update_weights(self, update_info):
             self.receive_weights(self.parse_update_info(update_info))
 
-        def receive_weights(self, told):
+        def receive_weights(self, reported):
             if self.group is None:
                 raise RuntimeError("weight transfer not initialized")
-            for name, kind, shape in zip(told.names, told.dtype_names, told.shapes, strict=True):
+            for name, kind, shape in zip(
+                reported.names, reported.dtype_names, reported.shapes, strict=True
+            ):
                 weight = torch.empty(shape, dtype=getattr(torch, kind))
                 self.group.broadcast(weight, 0).wait()
                 self.model.load_weights([(name, weight)])

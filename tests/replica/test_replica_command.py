@@ -291,8 +291,8 @@ def test_a_pipeline_from_a_file_is_served_under_its_own_name(launched, tmp_path)
 def test_a_wrong_pipeline_ends_with_2_and_one_line_for_each_problem(launched, tmp_path, capsys):
     (tmp_path / "p.toml").write_text("nam = 1\nentrie = 2")
     assert status_of(["--pipeline", str(tmp_path / "p.toml")]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert [line.partition("p.toml: ")[2] for line in told] == [
+    output = capsys.readouterr().err.splitlines()
+    assert [line.partition("p.toml: ")[2] for line in output] == [
         "nam: unknown key; did you mean name?",
         "entrie: unknown key; did you mean entries?",
         "name: is missing",

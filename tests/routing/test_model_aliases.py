@@ -265,11 +265,11 @@ def test_an_alias_can_be_taken_where_one_of_its_targets_can(fleet):
 def test_an_explanation_says_which_target_comes_and_counts_nothing(fleet):
     aliases = aliases_of()
     for _ in range(5):
-        told = explain_target(request(aliases), RegularWorkers(fleet))
+        reported = explain_target(request(aliases), RegularWorkers(fleet))
         need = request(aliases)
         choose_target(need, RegularWorkers(fleet))
-        assert (told.target, told.reason) == (need.model, "it is its turn by weight")
-    assert told.available == [True, True]
+        assert (reported.target, reported.reason) == (need.model, "it is its turn by weight")
+    assert reported.available == [True, True]
     assert (
         explain_target(request(aliases, "s"), RegularWorkers(fleet)).reason
         == "its session belongs there"
@@ -280,9 +280,9 @@ def test_an_explanation_says_which_target_comes_and_counts_nothing(fleet):
     }
     assert reasons == {"no other target has a worker for it now"}
     disable(fleet, "s1", "b1", "b2")
-    told = explain_target(request(aliases), RegularWorkers(fleet))
-    assert told.target is None
-    assert "is an alias of" in told.reason
+    reported = explain_target(request(aliases), RegularWorkers(fleet))
+    assert reported.target is None
+    assert "is an alias of" in reported.reason
     assert explain_target(request(aliases, model="big"), RegularWorkers(fleet)) is None
 
 

@@ -46,9 +46,9 @@ async def test_a_reload_applies_and_reports_what_changed(file, config_store):
     heard = []
     config_store.subscribe(lambda old, new: heard.append((old.health, new.health)))
     file.write_text(toml(B, more="[health]\ninterval_secs = 7\n"))
-    told = await config_store.reload("file")
-    assert (told.outcome, told.revision, config_store.revision) == ("applied", 2, 2)
-    assert told.diff["changed"] == {"health.interval_secs": [10, 7]}
+    reported = await config_store.reload("file")
+    assert (reported.outcome, reported.revision, config_store.revision) == ("applied", 2, 2)
+    assert reported.diff["changed"] == {"health.interval_secs": [10, 7]}
     assert (urls(config_store), len(heard)) == ([B], 1)
     assert config_store.last_reload["source"] == "file"
 
@@ -63,8 +63,8 @@ async def test_a_refused_file_changes_nothing_and_is_remembered_until_the_next_g
     file, config_store
 ):
     file.write_text("server.prot = 1\nworkers = 7")
-    told = await config_store.reload("file")
-    assert (told.outcome, config_store.revision, urls(config_store)) == ("refused", 1, [A])
+    reported = await config_store.reload("file")
+    assert (reported.outcome, config_store.revision, urls(config_store)) == ("refused", 1, [A])
     problems = config_store.last_reload["error"]["problems"]
     assert [problem["path"] for problem in problems] == ["server.prot", "workers"]
     await config_store.change(lambda state, _: with_override(state, A, disabled=True))
@@ -93,14 +93,14 @@ async def test_what_cannot_be_bound_is_refused_before_anything_changed(file, con
         return lambda: committed.append(new.server.port)
 
     config_store.add_prepare(prepare)
-    config_store.subscribe(lambda old, new: committed.append("told"))
+    config_store.subscribe(lambda old, new: committed.append("reported"))
     file.write_text(toml(A, B, more="server.port = 1\n"))
-    told = await config_store.reload("file")
-    assert (told.outcome, urls(config_store), committed) == ("refused", [A], [])
-    assert "cannot listen on 127.0.0.1:1: Address already in use" in str(told.error)
+    reported = await config_store.reload("file")
+    assert (reported.outcome, urls(config_store), committed) == ("refused", [A], [])
+    assert "cannot listen on 127.0.0.1:1: Address already in use" in str(reported.error)
     file.write_text(toml(A, B, more="server.port = 2\n"))
     assert (await config_store.reload("file")).outcome == "applied"
-    assert committed == [2, "told"]
+    assert committed == [2, "reported"]
 
 
 async def test_a_failing_subscriber_stops_no_other_and_is_called_again(file, config_store, caplog):
@@ -119,8 +119,12 @@ async def test_a_failing_subscriber_stops_no_other_and_is_called_again(file, con
     config_store.subscribe(fail)
     config_store.subscribe(lambda old, new: heard.append("the other"))
     file.write_text(toml(A, B, more="[health]\ninterval_secs = 7\n"))
-    told = await config_store.reload("file")
-    assert (told.outcome, urls(config_store), heard) == ("applied", [A, B], [(10, 7), "the other"])
+    reported = await config_store.reload("file")
+    assert (reported.outcome, urls(config_store), heard) == (
+        "applied",
+        [A, B],
+        [(10, 7), "the other"],
+    )
     incomplete = config_store.last_reload["incomplete"]
     assert incomplete == "OSError: [Errno 28] no watch; RuntimeError: no thread"
     assert "config_subscriber_failed" in caplog.text
@@ -146,8 +150,8 @@ async def test_if_match_that_names_the_revision_passes(config_store, tag):
 @pytest.mark.parametrize("tag", ['"2"', "", '"11"', 'W/"1"'])
 async def test_if_match_of_another_revision_stops_every_change(file, config_store, tag):
     file.write_text(toml(B))
-    told = await config_store.reload("http", tag)
-    assert (told.outcome, told.revision) == ("precondition_failed", 1)
+    reported = await config_store.reload("http", tag)
+    assert (reported.outcome, reported.revision) == ("precondition_failed", 1)
 
     def edit(state, _):
         raise AssertionError("must not be asked")
@@ -203,18 +207,18 @@ async def test_an_edit_that_raises_changes_nothing(config_store):
 
 
 async def test_concurrent_changes_are_serialized(config_store, autojump_clock):
-    told = []
+    reported = []
 
     async def add(name):
         changed = await config_store.change(
             lambda state, _: with_added(state, entry(name, origin="api")), '"1"'
         )
-        told.append(changed.outcome)
+        reported.append(changed.outcome)
 
     async with trio.open_nursery() as nursery:
         for name in "bcd":
             nursery.start_soon(add, name)
-    assert sorted(told) == ["applied", "precondition_failed", "precondition_failed"]
+    assert sorted(reported) == ["applied", "precondition_failed", "precondition_failed"]
 
 
 def with_b(state, _):
@@ -290,9 +294,9 @@ async def test_what_a_reload_did_is_still_reported_after_the_watcher_has_read_ag
 ):
     file.write_text("[health]\ninterval_secs = 7\n")
     assert (await config_store.reload("http")).outcome == "applied"
-    told = config_store.last_reload
+    reported = config_store.last_reload
     assert (await config_store.reload("file")).outcome == "unchanged"
-    assert config_store.last_reload == told
+    assert config_store.last_reload == reported
     file.write_text("[health]\ninterval_sec = 7\n")
     assert (await config_store.reload("file")).outcome == "refused"
     file.write_text("[health]\ninterval_secs = 7\n")
@@ -308,8 +312,8 @@ def reason():
 async def test_while_it_is_frozen_all_but_the_set_of_workers_follows_the_file(file, config_store):
     config_store.membership_lock.acquire(reason)
     file.write_text(toml(A, B, more="[health]\ninterval_secs = 7\n"))
-    told = await config_store.reload("file")
-    assert (told.outcome, urls(config_store)) == ("applied", [A])
+    reported = await config_store.reload("file")
+    assert (reported.outcome, urls(config_store)) == ("applied", [A])
     assert config_store.config.health.interval_secs == 7
     assert reason() in config_store.last_reload["waits"]
     file.write_text(toml(B, more="[health]\ninterval_secs = 8\n"))

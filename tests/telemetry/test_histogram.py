@@ -95,9 +95,9 @@ def test_fewer_buckets_are_reported_as_if_only_those_had_been_counted(values):
 def test_a_quantile_is_near_the_real_one(values, share):
     ranked = sorted(values)
     real = ranked[min(max(-(-len(ranked) * share // 1) - 1, 0), len(ranked) - 1).__int__()]
-    told = quantile(fine(values).counts, share)
-    assert told is not None
-    assert real / 1.2 <= told <= real * 1.2
+    reported = quantile(fine(values).counts, share)
+    assert reported is not None
+    assert real / 1.2 <= reported <= real * 1.2
 
 
 def test_of_nothing_there_is_no_quantile():

@@ -78,9 +78,9 @@ def test_a_silent_worker_with_requests_is_reported_after_a_while(fleet, meters, 
     stuck, idle, *_ = fleet.workers
     busy(stuck)
     passed(stall_detector, 0, 60)
-    told = stall_detector.silent_secs(stuck, 60.0)
-    assert told is not None
-    assert 60 - PARTS <= told <= 60
+    reported = stall_detector.silent_secs(stuck, 60.0)
+    assert reported is not None
+    assert 60 - PARTS <= reported <= 60
     assert stall_detector.silent_secs(stuck, LEAST_SECS - 1) is None
     assert all(
         stall_detector.silent_secs(worker, 60.0) is None

@@ -29,13 +29,13 @@ def test_json_lines_are_one_object_each_even_with_a_traceback(capsys):
         raise RuntimeError("two\nlines")
     except RuntimeError:
         logging.getLogger("omni_proxy.server").exception("failed")
-    told = json.loads(capsys.readouterr().err)
-    assert (told["level"], told["logger"], told["message"]) == (
+    body = json.loads(capsys.readouterr().err)
+    assert (body["level"], body["logger"], body["message"]) == (
         "error",
         "omni_proxy.server",
         "failed",
     )
-    assert "two\nlines" in told["traceback"]
+    assert "two\nlines" in body["traceback"]
 
 
 def test_it_may_be_called_again_and_leaves_one_writer(capsys):

@@ -35,11 +35,11 @@ def test_a_worker_is_known_by_its_last_minute(fleet, recent, meters):
         meters.record(ended(a), a)
         meters.record(ended(a, outcome="stream_error", ended_by="worker", status=200), a)
         recent.tick(1000.0 + second, 0, 0)
-    told = recent.worker_window(a, 1200.0)
-    assert told.rate == pytest.approx(2, rel=0.2)
-    assert 50 <= told.errors <= 60
-    assert told.first_p50_ms == pytest.approx(200, rel=0.2)
-    assert told.answers == pytest.approx(110, abs=10)
+    reported = recent.worker_window(a, 1200.0)
+    assert reported.rate == pytest.approx(2, rel=0.2)
+    assert 50 <= reported.errors <= 60
+    assert reported.first_p50_ms == pytest.approx(200, rel=0.2)
+    assert reported.answers == pytest.approx(110, abs=10)
     assert recent.worker_window(b, 1200.0) == (0.0, 0, 0, None, None)
 
 
@@ -51,9 +51,9 @@ def test_no_worker_shows_what_is_older_than_the_minute_beside_it(fleet, recent, 
     for second in range(100, 162):
         recent.tick(1000.0 + second, 0, 0)
         minute = [point for point in recent.points if point.at > 1000 + second - 60]
-        told = recent.worker_window(a, 1000.0 + second)
-        assert told.answers <= sum(point.requests for point in minute)
-    assert told.first_p50_ms is None
+        reported = recent.worker_window(a, 1000.0 + second)
+        assert reported.answers <= sum(point.requests for point in minute)
+    assert reported.first_p50_ms is None
 
 
 def test_the_last_minute_of_the_fleet_counts_the_running_second_as_its_workers_do(
@@ -90,9 +90,9 @@ def test_complete_responses_count_in_the_window(fleet, recent, meters):
             meters.record(whole(a, 0.2), a)
         meters.record(whole(b, 0.2, status=503), b)
         recent.tick(1000.0 + second, 0, 0)
-    told = recent.worker_window(a, 1200.0)
-    assert (told.rate, told.errors) == (pytest.approx(3, rel=0.2), 0)
-    assert told.first_p50_ms == pytest.approx(200, rel=0.2)
+    reported = recent.worker_window(a, 1200.0)
+    assert (reported.rate, reported.errors) == (pytest.approx(3, rel=0.2), 0)
+    assert reported.first_p50_ms == pytest.approx(200, rel=0.2)
     assert recent.worker_window(b, 1200.0).rate == pytest.approx(1, rel=0.2)
     last = recent.points[-1]
     assert (last.requests, last.errors) == (4, 1)
@@ -112,8 +112,8 @@ def test_many_workers_are_marked_a_few_at_a_time_and_none_is_left_out(recent):
         recent.tick(1000.0 + second, 0, 0)
         assert len(gathered) <= 11
     for worker in fleet.workers:
-        told = recent.worker_window(worker, 1120.0)
-        assert told.rate == pytest.approx(1, rel=0.1)
+        reported = recent.worker_window(worker, 1120.0)
+        assert reported.rate == pytest.approx(1, rel=0.1)
 
 
 def test_a_new_worker_has_no_requests_before_its_first(fleet, recent, meters):
@@ -157,7 +157,7 @@ def test_the_time_before_the_request_left_is_not_the_workers(fleet, recent, mete
 
 
 @pytest.mark.parametrize(
-    ("told", "errors"),
+    ("reported", "errors"),
     [
         ({"status": 500}, 1),
         ({"status": 503}, 1),
@@ -168,12 +168,12 @@ def test_the_time_before_the_request_left_is_not_the_workers(fleet, recent, mete
         ({"status": 200, "attempts": 2}, 0),
     ],
 )
-def test_an_error_is_what_was_not_the_clients_doing(fleet, recent, meters, told, errors):
+def test_an_error_is_what_was_not_the_clients_doing(fleet, recent, meters, reported, errors):
     a, _ = fleet.workers
-    meters.record(ended(a, **told), a)
+    meters.record(ended(a, **reported), a)
     recent.tick(1000.0, 0, 0)
     assert recent.points[0].errors == errors
-    assert recent.ends()[0].status == told["status"]
+    assert recent.ends()[0].status == reported["status"]
 
 
 def test_what_went_wrong_outlasts_what_went_well(fleet, recent, meters):

@@ -47,8 +47,8 @@ class Naive:
 
     def count(self, mine, worker) -> None:
         model = mine.requirements.model
-        told = model if model in (None, "m", "n") else OTHER
-        self.ends[worker, (told, mine.status // 100, mine.outcome)] += 1
+        reported = model if model in (None, "m", "n") else OTHER
+        self.ends[worker, (reported, mine.status // 100, mine.outcome)] += 1
         for name in ("bytes_in", "bytes_out", "chunks"):
             self.sums[worker, name] += getattr(mine, name)
         self.times_of(worker, "total").observe(mine.ended_at - mine.started_at)

@@ -43,8 +43,8 @@ def run(archive, cache):
 
 
 def test_an_archive_runs_what_it_unpacked_and_unpacks_once(run, cache):
-    told = run("--version")
-    assert (told.stdout, told.stderr) == (f"omni-proxy {__version__}\n", "")
+    reported = run("--version")
+    assert (reported.stdout, reported.stderr) == (f"omni-proxy {__version__}\n", "")
     (folder,) = (cache / "omni-proxy").iterdir()
     marked = folder / "omni_proxy/__init__.py"
     marked.write_text('__version__ = "unpacked"\n')
@@ -53,8 +53,8 @@ def test_an_archive_runs_what_it_unpacked_and_unpacks_once(run, cache):
 
 
 def test_its_commands_find_their_pages_and_modules(run, cache):
-    told = run("status", "--url", "http://127.0.0.1:1")
-    assert (told.returncode, "cannot connect" in told.stderr) == (2, True)
+    reported = run("status", "--url", "http://127.0.0.1:1")
+    assert (reported.returncode, "cannot connect" in reported.stderr) == (2, True)
     assert list((cache / "omni-proxy").rglob("admin_api/pages/dashboard.html"))
 
 
@@ -68,8 +68,8 @@ def test_another_content_is_unpacked_beside_it(run, archive, cache, tmp_path):
 
 def test_without_a_home_it_is_unpacked_for_this_run(run, tmp_path):
     (tmp_path / "file").touch()
-    told = run("--version", XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))
-    assert told.stdout == f"omni-proxy {__version__}\n"
+    reported = run("--version", XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))
+    assert reported.stdout == f"omni-proxy {__version__}\n"
 
 
 def test_another_python_is_informed_which_one_it_was_made_for(run, archive, tmp_path):
@@ -78,6 +78,6 @@ def test_another_python_is_informed_which_one_it_was_made_for(run, archive, tmp_
         new.writestr("__main__.py", old.read("__main__.py"))
         new.writestr(MADE_FOR, "3.99 x")
     Path(rewritten).replace(archive)
-    told = run("--version")
-    assert told.returncode == 1
-    assert "made for Python 3.99" in told.stderr
+    reported = run("--version")
+    assert reported.returncode == 1
+    assert "made for Python 3.99" in reported.stderr

@@ -65,8 +65,8 @@ def a_server_that_keeps(values: list[bytes]) -> Iterator[int]:
                     elif name == b"content-length":
                         size = int(value)
                     elif not name:
-                        told = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
-                        client.sendall(told + came.read(size))
+                        reported = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
+                        client.sendall(reported + came.read(size))
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -78,8 +78,8 @@ def a_server_that_keeps(values: list[bytes]) -> Iterator[int]:
 
 def load(*arguments: object) -> dict[str, object]:
     argv = [str(build("load")), *map(str, arguments)]
-    told = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60).stdout
-    first, second, last = told.splitlines()
+    output = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60).stdout
+    first, second, last = output.splitlines()
     assert (first, second) == ("open", "shut")
     return dict(json.loads(last))
 
@@ -208,8 +208,11 @@ def test_without_a_peer_there_is_a_cost_but_no_ratio() -> None:
 
 
 def test_folded_stacks_of_main_threads_become_shares_of_lines_and_functions() -> None:
-    door, other = "thread (7): MainThread;main (a.py:1);pump (a.py:5)", "thread (8): watcher;sleep"
-    assert profile.table(f"{door};recv (b.py:7) 3\n{door} 1\n{other} 9\n") == [
+    dataplane, other = (
+        "thread (7): MainThread;main (a.py:1);pump (a.py:5)",
+        "thread (8): watcher;sleep",
+    )
+    assert profile.table(f"{dataplane};recv (b.py:7) 3\n{dataplane} 1\n{other} 9\n") == [
         "4 samples",
         "in this line itself",
         "  75.0%  recv (b.py:7)",

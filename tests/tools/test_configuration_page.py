@@ -46,9 +46,9 @@ def test_every_key_has_a_row_and_every_row_a_meaning():
             else:
                 yield name
 
-    told = rows()
-    assert set(told) == set(keys(schema.Config))
-    assert [key for key, row in told.items() if not all(row)] == []
+    reported = rows()
+    assert set(reported) == set(keys(schema.Config))
+    assert [key for key, row in reported.items() if not all(row)] == []
 
 
 @pytest.mark.parametrize(

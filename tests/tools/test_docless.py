@@ -12,7 +12,7 @@ from __future__ import annotations
 class Kept:
     """Of a class."""
 
-    def told(self):
+    def method(self):
         """Of a function."""
         return "no docstring"
 
@@ -43,8 +43,8 @@ def test_only_docstrings_of_modules_and_functions_go(path):
     exec(docless(path), names)
     assert names.get("__doc__") is None
     assert names["Kept"].__doc__ == "Of a class."
-    assert names["Kept"].told.__doc__ is names["bare"].__doc__ is None
-    assert names["Kept"]().told() == "no docstring"
+    assert names["Kept"].method.__doc__ is names["bare"].__doc__ is None
+    assert names["Kept"]().method() == "no docstring"
     assert names["text"]() == "no docstring either"
 
 

@@ -38,10 +38,10 @@ def tensors():
 
 
 def test_its_help_reports_every_fault_and_every_form():
-    told = parser().format_help()
+    reported = parser().format_help()
     for name, fault in FAULTS.items():
-        assert name in told
-        assert name == "none" or fault.what in told
+        assert name in reported
+        assert name == "none" or fault.what in reported
 
 
 def test_arguments_become_settings():
@@ -55,7 +55,7 @@ def test_arguments_become_settings():
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["--rounds", "0"], "'0' is no whole number from 1 to 10000"),
         (["--rounds", "x"], "'x' is no whole number"),
@@ -66,11 +66,11 @@ def test_arguments_become_settings():
         (["--sync", "disk", "--fault", "stop"], "--fault stop is of a group, and --sync disk has"),
     ],
 )
-def test_words_that_mean_nothing_end_it_with_2(words, told, capsys):
+def test_words_that_mean_nothing_end_it_with_2(words, reported, capsys):
     with pytest.raises(SystemExit) as ended:
         understood(words)
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 def test_a_sync_over_the_disk_takes_the_faults_that_it_can_have():
@@ -133,12 +133,12 @@ def test_it_learns_to_give_the_answer_and_changes_every_weight_that_matters():
     text = learner.text
     prompt = text.chat_template.render([{"role": "user", "content": "What do you sell?"}])
     kv = learner.text.model.new_kv()
-    tokens, said = text.tokenizer.encode(prompt, special=True), []
+    tokens, reported = text.tokenizer.encode(prompt, special=True), []
     for _ in range(len(text.tokenizer.encode(ANSWER))):
         chosen = int(text.model([(tokens, kv)])[0].argmax())
-        said.append(chosen)
+        reported.append(chosen)
         tokens = [chosen]
-    assert text.tokenizer.decode(said) == ANSWER
+    assert text.tokenizer.decode(reported) == ANSWER
 
 
 @pytest.mark.parametrize(
@@ -190,19 +190,19 @@ def test_an_endpoint_that_is_not_there_or_speaks_no_json_is_a_refusal_in_words()
         server.shutdown()
         thread.join()
     assert keys == ["Bearer sesame"]
-    told = endpoint.begin("/x", {})
-    assert told.wait()
-    assert told.answer().status == 0
+    reported = endpoint.begin("/x", {})
+    assert reported.wait()
+    assert reported.answer().status == 0
     endpoint.close()
 
 
 @contextmanager
-def answering(status, told):
+def answering(status, reported):
     """The URL of one that gives everybody this answer."""
 
     class PayloadFields(BaseHTTPRequestHandler):
         def do_GET(self):
-            body = json.dumps(told).encode()
+            body = json.dumps(reported).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -246,14 +246,14 @@ def test_its_words_for_vllm_have_vllms_pauses_and_no_faults(capsys):
     assert understood(["--sync", "vllm"]).pause_mode == "keep"
     assert understood([]).pause_mode == "retract"
     assert understood(["--sync", "vllm", "--pause-mode", "wait"]).pause_mode == "wait"
-    for words, told in (
+    for words, reported in (
         (["--sync", "vllm", "--fault", "stop"], "--fault stop is of another --sync than vllm"),
         (["--sync", "vllm", "--pause-mode", "in_place"], "is one of keep, wait, abort, none"),
         (["--pause-mode", "keep"], "is one of retract, abort, in_place, none"),
     ):
         with pytest.raises(SystemExit):
             understood(words)
-        assert told in capsys.readouterr().err
+        assert reported in capsys.readouterr().err
 
 
 def test_answers_to_vllms_calls_are_judged_by_their_status_alone():

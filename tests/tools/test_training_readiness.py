@@ -14,9 +14,9 @@ FACTS = {"tp_size": 1}
 
 
 @contextmanager
-def answering(port, *said):
+def answering(port, *message):
     """Each question of /ready gets the next of these; the last one stays."""
-    left = list(said)
+    left = list(message)
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -52,22 +52,22 @@ def asked():
 
 
 def test_it_waits_until_one_worker_serves_and_all_were_probed(asked):
-    told = []
+    reported = []
     none = {"reason": "no_routable_worker", "unknown_workers": 0, "total_workers": 2}
     some = {**UP, "unknown_workers": 1}
     with answering(0, (503, none), (503, none), (200, some), (200, UP)) as url:
         endpoint = asked(url)
-        wait_ready(endpoint, 60, told.append)
-    assert told == ["no_routable_worker", "1 of 2 workers have not come up yet"]
+        wait_ready(endpoint, 60, reported.append)
+    assert reported == ["no_routable_worker", "1 of 2 workers have not come up yet"]
     assert endpoint.calls == []
 
 
 def test_it_waits_for_an_endpoint_that_does_not_listen_yet(asked):
-    port, told = free_run(1), []
+    port, reported = free_run(1), []
     began = threading.Event()
 
     def tell(why):
-        told.append(why)
+        reported.append(why)
         began.set()
 
     endpoint = asked(f"http://127.0.0.1:{port}")
@@ -77,7 +77,7 @@ def test_it_waits_for_an_endpoint_that_does_not_listen_yet(asked):
     with answering(port, (200, UP)):
         waiting.join(30)
         assert not waiting.is_alive()
-    assert "refused" in told[0]
+    assert "refused" in reported[0]
 
 
 def test_an_endpoint_without_that_path_is_ready_once_it_reports_its_facts(asked):
@@ -86,10 +86,10 @@ def test_an_endpoint_without_that_path_is_ready_once_it_reports_its_facts(asked)
 
 
 def test_its_patience_ends(asked):
-    told = []
+    reported = []
     with pytest.raises(ValueError, match=r"is not ready after 0\.01 s"):
-        wait_ready(asked(f"http://127.0.0.1:{free_run(1)}"), 0.01, told.append)
-    assert len(told) <= 1
+        wait_ready(asked(f"http://127.0.0.1:{free_run(1)}"), 0.01, reported.append)
+    assert len(reported) <= 1
 
 
 def test_a_worker_without_a_probe_result_is_not_awaited_past_the_timeout(asked):
@@ -116,7 +116,7 @@ def held(*reasons, state="healthy", disabled=False):
 )
 def test_it_does_not_wait_for_what_a_dead_trainer_has_left_out(asked, workers, waits):
     out = {"reason": "no_routable_worker", "unknown_workers": 0, "total_workers": 2}
-    told = []
+    reported = []
     with answering(0, (503, {**out, "workers": workers}), (200, UP)) as url:
-        wait_ready(asked(url), 60, told.append)
-    assert told == ["no_routable_worker"] * waits
+        wait_ready(asked(url), 60, reported.append)
+    assert reported == ["no_routable_worker"] * waits

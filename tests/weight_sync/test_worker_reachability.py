@@ -22,9 +22,11 @@ async def test_a_worker_is_gone_after_two_refused_connections_in_a_row(engines, 
     assert trio.current_time() == 3
 
 
-@pytest.mark.parametrize("said", [(503, b""), httpx.ReadError("gone"), httpx.ReadTimeout("slow")])
-async def test_a_busy_or_slow_worker_is_not_gone(engines, autojump_clock, said):
-    engines.replies[A, "/health"] = said
+@pytest.mark.parametrize(
+    "message", [(503, b""), httpx.ReadError("gone"), httpx.ReadTimeout("slow")]
+)
+async def test_a_busy_or_slow_worker_is_not_gone(engines, autojump_clock, message):
+    engines.replies[A, "/health"] = message
     with trio.move_on_after(60) as scope:
         await wait_until_refused(worker(), "/health")
     assert scope.cancelled_caught

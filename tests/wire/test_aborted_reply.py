@@ -27,10 +27,14 @@ def events(path, **more):
 
 
 def test_generate_ends_as_sglang_ends_it():
-    told = unary("/generate")
-    assert told["meta_info"]["id"] == "r1"
-    assert told["meta_info"]["finish_reason"]["type"] == "abort"
-    assert (told["text"], told["output_ids"], told["meta_info"]["completion_tokens"]) == ("", [], 0)
+    reported = unary("/generate")
+    assert reported["meta_info"]["id"] == "r1"
+    assert reported["meta_info"]["finish_reason"]["type"] == "abort"
+    assert (
+        reported["text"],
+        reported["output_ids"],
+        reported["meta_info"]["completion_tokens"],
+    ) == ("", [], 0)
 
 
 def test_a_batch_gets_one_for_each_of_its_ids():
@@ -43,10 +47,10 @@ def test_without_an_id_of_the_body_the_heads_is_reported():
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_openai_routes_end_with_the_finish_reason_abort(path):
-    told = unary(path)
-    assert told["choices"][0]["finish_reason"] == "abort"
-    assert (told["model"], told["created"]) == ("m", 1_700_000_000)
-    assert told["usage"]["total_tokens"] == 0
+    reported = unary(path)
+    assert reported["choices"][0]["finish_reason"] == "abort"
+    assert (reported["model"], reported["created"]) == ("m", 1_700_000_000)
+    assert reported["usage"]["total_tokens"] == 0
     first, last = events(path)
     assert json.loads(first)["choices"][0]["finish_reason"] == "abort"
     assert last == DONE
@@ -61,9 +65,9 @@ def test_a_chat_has_a_message_and_a_stream_of_one_a_delta():
 
 
 def test_token_generation_ends_with_no_tokens():
-    told = unary("/inference/v1/generate")
-    assert told["request_id"] == "r1"
-    assert told["choices"][0] == {
+    reported = unary("/inference/v1/generate")
+    assert reported["request_id"] == "r1"
+    assert reported["choices"][0] == {
         "index": 0, "token_ids": [], "logprobs": None, "finish_reason": "abort",
     }  # fmt: skip
     assert events("/inference/v1/generate")[-1] == DONE

@@ -35,8 +35,8 @@ def test_off_is_nothing_at_all():
 
 
 def test_append_adds_the_own_hop_if_there_is_none():
-    told = prepared(ForwardedHeaders("append"), request(b"a: 1"))
-    assert fields_of(told.lines) == [
+    reported = prepared(ForwardedHeaders("append"), request(b"a: 1"))
+    assert fields_of(reported.lines) == [
         b"a: 1", b"x-forwarded-proto: http", b"x-forwarded-host: here", b"via: 1.1 omni-proxy",
     ]  # fmt: skip
     assert b"x-forwarded-proto: https\r\n" in prepared(
@@ -45,27 +45,27 @@ def test_append_adds_the_own_hop_if_there_is_none():
 
 
 def test_append_believes_the_one_before_us():
-    told = prepared(ForwardedHeaders("append"), request(*CLAIMS, b"Via: 1.1 balancer"))
-    assert fields_of(told.lines) == [*CLAIMS, b"Via: 1.1 balancer", b"via: 1.1 omni-proxy"]
+    reported = prepared(ForwardedHeaders("append"), request(*CLAIMS, b"Via: 1.1 balancer"))
+    assert fields_of(reported.lines) == [*CLAIMS, b"Via: 1.1 balancer", b"via: 1.1 omni-proxy"]
 
 
 def test_replace_drops_fields_spelled_with_underscores():
     claims = (b"X_Forwarded_For: 1.1.1.1", b"X-Forwarded_Proto: https", b"x_real_ip: 1.1.1.1")
-    told = prepared(ForwardedHeaders("replace"), request(*claims))
-    assert not [field for field in fields_of(told.lines) if b"_" in field]
+    reported = prepared(ForwardedHeaders("replace"), request(*claims))
+    assert not [field for field in fields_of(reported.lines) if b"_" in field]
 
 
 def test_replace_drops_what_clients_claim():
-    told = prepared(ForwardedHeaders("replace"), request(b"a: 1", *CLAIMS, b"x-forwarded: 2"))
-    assert fields_of(told.lines) == [
+    reported = prepared(ForwardedHeaders("replace"), request(b"a: 1", *CLAIMS, b"x-forwarded: 2"))
+    assert fields_of(reported.lines) == [
         b"a: 1", b"x-forwarded: 2", b"x-forwarded-proto: http", b"x-forwarded-host: here",
         b"via: 1.1 omni-proxy",
     ]  # fmt: skip
 
 
 def test_an_http_1_0_request_without_a_host_is_reported_as_such():
-    told = prepared(ForwardedHeaders("append"), request(line=b"GET / HTTP/1.0\r\n", host=b""))
-    assert fields_of(told.lines) == [b"x-forwarded-proto: http", b"via: 1.0 omni-proxy"]
+    reported = prepared(ForwardedHeaders("append"), request(line=b"GET / HTTP/1.0\r\n", host=b""))
+    assert fields_of(reported.lines) == [b"x-forwarded-proto: http", b"via: 1.0 omni-proxy"]
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ SEEN = [
 def test_a_remembered_head_is_stamped_as_a_fresh_one(stamps, heads):
     templates = RequestHeadCache(stamps)
 
-    def told(head):
+    def summary(head):
         return sorted(head.lines.split(b"\r\n")), head.request_id, head.length
 
     for fields in [*heads, *heads]:
         lengths = [field for field in fields if field.startswith(b"Content-Length")]
         raw = request(*(field for field in fields if field not in lengths), *lengths[:1])
-        assert told(templates.parse(raw)) == told(prepared(stamps, raw))
+        assert summary(templates.parse(raw)) == summary(prepared(stamps, raw))
 
 
 SOURCES = ForwardedHeaders(id_sources=(b"x-a", b"x-b"))
@@ -142,9 +142,9 @@ SOURCES = ForwardedHeaders(id_sources=(b"x-a", b"x-b"))
 )
 def test_the_first_source_that_is_there_names_the_request(fields, named):
     raw = request(*fields)
-    told = prepared(SOURCES, raw)
-    assert told.request_id == named
-    assert told.lines == parse_request_head(raw).lines  # nothing is written
+    reported = prepared(SOURCES, raw)
+    assert reported.request_id == named
+    assert reported.lines == parse_request_head(raw).lines  # nothing is written
     assert SOURCES
 
 

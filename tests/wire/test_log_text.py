@@ -44,15 +44,15 @@ def test_no_value_of_a_secret_stands_in_a_target_and_all_else_stays(parts):
         plain.append(name)
         wanted.append((is_secret, value))
     hidden = any(is_secret for is_secret, _ in wanted)
-    told = mask_secrets(f"/path?{query}")
-    assert VALUE not in told
-    assert (MASK in told) == hidden
+    reported = mask_secrets(f"/path?{query}")
+    assert VALUE not in reported
+    assert (MASK in reported) == hidden
     if not hidden:
-        assert told == f"/path?{query}"
+        assert reported == f"/path?{query}"
 
 
 @pytest.mark.parametrize(
-    ("target", "told"),
+    ("target", "reported"),
     [
         ("/workers?api_key=SECRET", "/workers?api_key=***"),
         ("/add_worker?url=http://a:1&api%5Fkey=SECRET&x=1", "/add_worker?url=http://a:1&api%5Fkey=***&x=1"),
@@ -64,8 +64,8 @@ def test_no_value_of_a_secret_stands_in_a_target_and_all_else_stays(parts):
         ("/v1/chat/completions", "/v1/chat/completions"),
     ],
 )  # fmt: skip
-def test_what_is_logged_of_a_target(target, told):
-    assert mask_secrets(target) == told
+def test_what_is_logged_of_a_target(target, reported):
+    assert mask_secrets(target) == reported
 
 
 def test_a_head_keeps_its_target_for_the_worker_and_loses_the_secret_for_all_logs():
@@ -76,8 +76,8 @@ def test_a_head_keeps_its_target_for_the_worker_and_loses_the_secret_for_all_log
 
 def test_a_text_loses_secrets_of_every_url_in_it():
     line = '{"target":"/a?key=abc","error":"GET http://w/b?x=1&token=def failed; key=kept"}'
-    told = '{"target":"/a?key=***","error":"GET http://w/b?x=1&token=*** failed; key=kept"}'
-    assert mask_secrets_in_text(line) == told
+    reported = '{"target":"/a?key=***","error":"GET http://w/b?x=1&token=*** failed; key=kept"}'
+    assert mask_secrets_in_text(line) == reported
 
 
 @given(st.recursive(st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
@@ -89,7 +89,7 @@ def test_json_in_ascii_is_the_same_json(value):
 
 @given(st.text())
 def test_what_is_shown_is_printable_but_for_line_ends_and_tabs(text):
-    told = escape_unprintable(text)
-    assert told.replace("\n", "").replace("\t", "").isprintable()
+    reported = escape_unprintable(text)
+    assert reported.replace("\n", "").replace("\t", "").isprintable()
     if text.isprintable():
-        assert told == text
+        assert reported == text

@@ -18,8 +18,8 @@ V6 = bytes(15) + b"\x01" + bytes(16) + struct.pack("!HH", 1, 2)
 
 
 def v2(command=0x21, family=0x11, rest=V4, length=None):
-    told = len(rest) if length is None else length
-    return SIGNATURE + bytes((command, family)) + struct.pack("!H", told) + rest
+    reported = len(rest) if length is None else length
+    return SIGNATURE + bytes((command, family)) + struct.pack("!H", reported) + rest
 
 
 GOOD = {

@@ -6,7 +6,7 @@ LINES = b"GET / HTTP/1.1\r\na: b\r\n"
 
 
 @pytest.mark.parametrize(
-    ("host", "secure", "local", "told"),
+    ("host", "secure", "local", "reported"),
     [
         (b"a:1", False, False, ReceivedVia("http", "a:1", local=False)),
         (b"[::1]", True, False, ReceivedVia("https", "[::1]", local=False)),
@@ -14,12 +14,12 @@ LINES = b"GET / HTTP/1.1\r\na: b\r\n"
         (b"", False, False, ReceivedVia("http", "", local=False)),
     ],
 )
-def test_what_is_written_is_read(host, secure, local, told):
+def test_what_is_written_is_read(host, secure, local, reported):
     lines = with_received(LINES, host, secure=secure, local=local)
     assert lines.startswith(LINES)
     name, _, value = lines[len(LINES) :].decode().partition(":")
     assert name == "x-omni-received"
-    assert read_received(value.strip()) == told
+    assert read_received(value.strip()) == reported
 
 
 def test_what_a_client_wrote_is_dropped():

@@ -80,11 +80,11 @@ def test_what_passes_is_read_by_h11_in_the_same_way(raw):
     ours = [line.partition(b":") for line in head.lines.split(b"\r\n")[1:-1]]
     sent_on = [(name.lower(), value.strip(b" \t")) for name, _, value in ours]
     assert sent_on == [field for field in theirs.headers if field in sent_on]
-    said = dict(theirs.headers)
+    output = dict(theirs.headers)
     if head.length == CHUNKED:
-        assert said[b"transfer-encoding"] == b"chunked"
+        assert output[b"transfer-encoding"] == b"chunked"
     else:
-        assert int(said.get(b"content-length", b"0")) == head.length
+        assert int(output.get(b"content-length", b"0")) == head.length
 
 
 @given(heads())

@@ -295,11 +295,11 @@ def test_an_upgrade_behind_the_end_is_garbage_like_anything_else_there():
 
 @pytest.mark.parametrize("name", DIAGNOSTICS)
 def test_what_only_the_proxy_may_report_of_an_answer_is_dropped_from_a_workers(name):
-    told = [b"a: 1", name + b": spoofed", name.title() + b":", name.upper() + b": \t", b"b: 2"]
-    answer = read(head(*told, b"content-length: 0"))
+    reported = [b"a: 1", name + b": spoofed", name.title() + b":", name.upper() + b": \t", b"b: 2"]
+    answer = read(head(*reported, b"content-length: 0"))
     assert answer.lines == OK + b"a: 1\r\nb: 2\r\ncontent-length: 0\r\n"
 
 
 def test_fields_with_names_like_those_of_the_proxy_pass():
-    told = b"x-omni-instance: 1\r\nx-omni-weight: 2\r\nx-sglang-omni-worker-load: 3\r\n"
-    assert read(OK + told + b"\r\n").lines == OK + told
+    reported = b"x-omni-instance: 1\r\nx-omni-weight: 2\r\nx-sglang-omni-worker-load: 3\r\n"
+    assert read(OK + reported + b"\r\n").lines == OK + reported

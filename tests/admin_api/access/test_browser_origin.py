@@ -195,10 +195,10 @@ async def test_without_a_key_a_strangers_name_is_answered_by_no_control_route(ap
     for method, rule in sorted(routes - {("POST", rule) for rule in ANY_HOST_POST}):
         answer = await api.client().open(path_of(rule), method=method, headers=received(host))
         assert answer.status_code == 403, (method, rule)
-        told = (await answer.get_json())["error"]
-        assert told["code"] == "host_not_allowed"
-        assert "[admin] allowed_hosts" in told["message"]
-        assert repr(hostname_of(host)) in told["message"]
+        reported = (await answer.get_json())["error"]
+        assert reported["code"] == "host_not_allowed"
+        assert "[admin] allowed_hosts" in reported["message"]
+        assert repr(hostname_of(host)) in reported["message"]
 
 
 async def test_health_is_reported_under_any_name_and_no_address_with_it(api):

@@ -187,9 +187,9 @@ async def test_the_main_key_may_do_everything_beside_others():
 
 async def test_a_refused_trainer_reads_it_at_the_top_level():
     answer = await api_with().client().post("/pause_generation", headers=as_role("read"))
-    told = await answer.get_json()
-    assert (answer.status_code, told["success"], told["status"]) == (403, False, "error")
-    assert told["message"] == (
+    body = await answer.get_json()
+    assert (answer.status_code, body["success"], body["status"]) == (403, False, "error")
+    assert body["message"] == (
         "POST /pause_generation needs an admin key with the role weights or all; "
         "'read' has the role read"
     )

@@ -12,8 +12,8 @@ from tests.admin_api.api_fixture import A, B, build_api, entry
 
 def operations():
     for path, methods in description()["paths"].items():
-        for method, told in methods.items():
-            yield method.upper(), path, told
+        for method, reported in methods.items():
+            yield method.upper(), path, reported
 
 
 def test_it_describes_every_route_of_the_front_and_nothing_else():
@@ -31,15 +31,15 @@ def test_it_describes_every_route_of_the_front_and_nothing_else():
 
 def test_no_route_is_described_twice():
     assert len({(route.method, route.path) for route in TABLE}) == len(TABLE)
-    names = [told["operationId"] for _, _, told in operations()]
+    names = [reported["operationId"] for _, _, reported in operations()]
     assert len(set(names)) == len(names)
 
 
 def test_each_route_reports_whether_it_needs_the_key():
-    for method, path, told in operations():
+    for method, path, reported in operations():
         closed = needs_key(method, path, AdminConfig(api_key="k"))
-        assert ("security" in told) is closed, (method, path)
-        assert ({"401", "403"} <= told["responses"].keys()) is closed, (method, path)
+        assert ("security" in reported) is closed, (method, path)
+        assert ({"401", "403"} <= reported["responses"].keys()) is closed, (method, path)
     scheme = description()["components"]["securitySchemes"]["key"]
     assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
 
@@ -55,14 +55,14 @@ def references(value):
 
 
 def test_every_schema_is_used_and_every_used_one_is_there():
-    told = description()
-    named = {f"#/components/schemas/{name}" for name in told["components"]["schemas"]}
-    assert set(references(told)) == named
+    reported = description()
+    named = {f"#/components/schemas/{name}" for name in reported["components"]["schemas"]}
+    assert set(references(reported)) == named
 
 
 def test_every_place_in_a_path_is_a_parameter():
-    for _, path, told in operations():
-        given = {each["name"] for each in told.get("parameters", ()) if each["in"] == "path"}
+    for _, path, reported in operations():
+        given = {each["name"] for each in reported.get("parameters", ()) if each["in"] == "path"}
         assert given == set(re.findall(r"{(\w+)}", path))
 
 
@@ -70,13 +70,13 @@ async def test_it_is_answered_without_the_key_and_names_the_version():
     answer = await build_api(key="secret").client().get("/openapi.json")
     assert answer.status_code == 200
     assert answer.content_type == "application/json"
-    told = await answer.get_json()
-    assert told == description()
-    assert (told["openapi"], told["info"]["version"]) == ("3.1.0", __version__)
+    body = await answer.get_json()
+    assert body == description()
+    assert (body["openapi"], body["info"]["version"]) == ("3.1.0", __version__)
 
 
 @pytest.mark.parametrize(("schema", "path"), [("Worker", f"/workers/{A}"), ("Pool", "/health")])
 async def test_every_key_of_an_answer_is_described(schema, path):
     api = build_api(entry(A), entry(B))
-    told = await (await api.client().get(path)).get_json()
-    assert told.keys() <= description()["components"]["schemas"][schema]["properties"].keys()
+    body = await (await api.client().get(path)).get_json()
+    assert body.keys() <= description()["components"]["schemas"][schema]["properties"].keys()

@@ -35,16 +35,16 @@ def calls(engines, path=SGLANG):
 async def test_an_unknown_request_is_aborted_at_all_live_workers(api, engines):
     api.fleet.mark_dead(api.worker(A), api.worker(A).registered_at)
     api.fleet.cordon(api.worker(B), "updating")
-    status, told = await aborted(api, rid="r1")
-    assert (status, told["success"], told["worker_count"]) == (200, True, 1)
+    status, body = await aborted(api, rid="r1")
+    assert (status, body["success"], body["worker_count"]) == (200, True, 1)
     assert calls(engines) == [(B, {"rid": "r1"})]
     assert api.data_plane.aborted == [AbortTarget(("r1",))]
 
 
 async def test_only_the_worker_with_the_request_is_called(api, engines):
     api.data_plane.found = AbortFindings(known=("r1",), running={B: ("r1",)})
-    status, told = await aborted(api, rid="r1")
-    assert (status, [each["worker"] for each in told["results"]]) == (200, [B])
+    status, body = await aborted(api, rid="r1")
+    assert (status, [each["worker"] for each in body["results"]]) == (200, [B])
     assert calls(engines) == [(B, {"rid": "r1"})]
 
 
@@ -52,14 +52,14 @@ async def test_a_dead_worker_with_the_request_is_called_too(api, engines):
     api.fleet.mark_dead(api.worker(B), api.worker(B).registered_at)
     api.data_plane.found = AbortFindings(known=("r1",), running={B: ("r1",)})
     engines.replies[B, SGLANG] = httpx.ConnectError("nobody is there")
-    status, told = await aborted(api, rid="r1")
-    assert (status, [each["worker"] for each in told["results"]]) == (502, [B])
+    status, body = await aborted(api, rid="r1")
+    assert (status, [each["worker"] for each in body["results"]]) == (502, [B])
 
 
 async def test_what_waited_here_costs_no_call(api, engines):
     api.data_plane.found = AbortFindings(waiting=1, known=("r1",))
-    status, told = await aborted(api, VLLM, request_ids=["r1"])
-    assert (status, told["results"], told["aborted"], told["status"]) == (200, [], 1, "aborted")
+    status, body = await aborted(api, VLLM, request_ids=["r1"])
+    assert (status, body["results"], body["aborted"], body["status"]) == (200, [], 1, "aborted")
     assert not engines.requests
 
 
@@ -87,19 +87,19 @@ async def test_an_engine_of_the_other_kind_is_remembered(api, engines):
 async def test_a_worker_without_either_route_is_a_failure(api, engines):
     for path in (SGLANG, VLLM):
         engines.set_reply(A, path, {"detail": "Not Found"}, 404)
-    status, told = await aborted(api, abort_all=True)
-    assert (status, told["success"], told["status"]) == (502, False, "error")
-    assert {each["worker"]: each["success"] for each in told["results"]} == {A: False, B: True}
+    status, body = await aborted(api, abort_all=True)
+    assert (status, body["success"], body["status"]) == (502, False, "error")
+    assert {each["worker"]: each["success"] for each in body["results"]} == {A: False, B: True}
 
 
 async def test_an_abort_body_without_ids_gets_the_errors_of_its_route(api, engines):
-    status, told = await aborted(api)
-    assert (status, told["success"], told["status"]) == (400, False, "error")
+    status, body = await aborted(api)
+    assert (status, body["success"], body["status"]) == (400, False, "error")
     assert not engines.requests
     assert not api.data_plane.aborted
 
 
 async def test_it_needs_the_key(engines):
     api = build_api(entry(A), key="k")
-    status, told = await aborted(api, abort_all=True)
-    assert (status, told["error"]["code"]) == (401, "admin_key_required")
+    status, body = await aborted(api, abort_all=True)
+    assert (status, body["error"]["code"]) == (401, "admin_key_required")

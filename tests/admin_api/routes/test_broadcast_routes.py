@@ -18,18 +18,18 @@ def api(settled):
     return settled
 
 
-async def said(api, path, method="post", **how):
+async def call_route(api, path, method="post", **how):
     answer = await getattr(api.client(), method)(path, **how)
     return answer.status_code, await answer.get_json(), answer
 
 
 async def test_the_callers_own_bytes_query_and_key_go_to_every_worker(api, engines):
     body = b'{"model_path":  "/m", "weight_version": "v1"}'
-    status, told, _ = await said(
+    status, reported, _ = await call_route(
         api, f"{UPDATE}?a=1&selector=model!=x&b=%20", data=body,
         headers={"Authorization": "Bearer t", "Connection": "close", "X-Own": "1"},
     )  # fmt: skip
-    assert (status, told["path"], told["worker_count"]) == (200, UPDATE, 2)
+    assert (status, reported["path"], reported["worker_count"]) == (200, UPDATE, 2)
     sent = [r for r in engines.requests if r.url.path == UPDATE]
     assert sorted(r.url.port for r in sent) == [8011, 8012]
     for request in sent:
@@ -50,21 +50,21 @@ async def test_every_route_of_the_table_is_served_by_its_methods_alone(api, rout
 
 
 async def test_a_selector_narrows_it(api, engines):
-    status, told, _ = await said(api, "/pause_generation?selector=model=n", json={})
-    assert (status, [each["worker"] for each in told["results"]]) == (200, [B])
+    status, body, _ = await call_route(api, "/pause_generation?selector=model=n", json={})
+    assert (status, [each["worker"] for each in body["results"]]) == (200, [B])
     assert {r.url.port for r in engines.requests} == {8012}
 
 
 async def test_a_selector_may_speak_of_what_engines_report(api, engines):
     engines.set_reply(A, "/server_info", {"tp_size": 2, "version": "0.5"})
     engines.set_reply(B, "/server_info", {"tp_size": 1})
-    status, told, _ = await said(api, "/pause_generation?selector=tp_size=2", json={})
-    assert (status, [each["worker"] for each in told["results"]]) == (200, [A])
+    status, body, _ = await call_route(api, "/pause_generation?selector=tp_size=2", json={})
+    assert (status, [each["worker"] for each in body["results"]]) == (200, [A])
 
 
 async def test_tensors_are_a_501_and_nothing_is_sent(api, engines):
-    status, told, _ = await said(api, "/update_weights_from_tensor", data=b"\x80anything")
-    assert (status, told["error"]) == (501, NO_TENSORS["error"])
+    status, body, _ = await call_route(api, "/update_weights_from_tensor", data=b"\x80anything")
+    assert (status, body["error"]) == (501, NO_TENSORS["error"])
     assert engines.requests == []
 
 
@@ -81,9 +81,9 @@ async def test_tensors_are_a_501_and_nothing_is_sent(api, engines):
     ],
 )
 async def test_an_invalid_broadcast_is_refused_before_any_call(api, engines, path, body, reason):
-    status, told, _ = await said(api, path, data=body)
-    assert (status, told["success"], told["status"]) == (400, False, "error")
-    assert reason in told["message"]
+    status, reported, _ = await call_route(api, path, data=body)
+    assert (status, reported["success"], reported["status"]) == (400, False, "error")
+    assert reason in reported["message"]
     assert engines.requests == []
 
 
@@ -92,8 +92,8 @@ async def test_in_mode_off_a_receive_that_is_whole_is_passed_on(engines, tmp_pat
     api = build_api(entry(A), entry(B), folder=tmp_path / "off", weight_sync=off)
     api.healthy(A, B)
     await nursery.start(api.operations.run)
-    status, told, _ = await said(api, "/update_weights_from_distributed", json=PARTS)
-    assert (status, told["worker_count"]) == (200, 2)
+    status, body, _ = await call_route(api, "/update_weights_from_distributed", json=PARTS)
+    assert (status, body["worker_count"]) == (200, 2)
 
 
 @pytest.mark.parametrize(
@@ -109,29 +109,29 @@ async def test_in_mode_off_a_receive_that_is_whole_is_passed_on(engines, tmp_pat
 async def test_refusals_of_others_have_the_top_keys_too(method, path, key, status):
     api = build_api(entry(A), key="k")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    found, told, answer = await said(api, path, method, headers=headers)
-    assert (found, told["success"], told["status"]) == (status, False, "error")
-    assert told["message"] == told["error"]["message"]
-    assert "detail" in told
+    found, body, answer = await call_route(api, path, method, headers=headers)
+    assert (found, body["success"], body["status"]) == (status, False, "error")
+    assert body["message"] == body["error"]["message"]
+    assert "detail" in body
     assert ("WWW-Authenticate" in answer.headers) is (status == 401)
 
 
 async def test_the_answers_of_other_routes_are_left_alone(api):
-    _, told, _ = await said(api, "/workers", json={"url": "ftp://x"})
-    assert "success" not in told
+    _, reported, _ = await call_route(api, "/workers", json={"url": "ftp://x"})
+    assert "success" not in reported
 
 
 async def test_model_info_of_all_is_one(api, engines):
-    status, told, _ = await said(api, "/model_info", "get")
-    assert (status, told["weight_version"], told["worker_count"]) == (200, "v1", 2)
+    status, body, _ = await call_route(api, "/model_info", "get")
+    assert (status, body["weight_version"], body["worker_count"]) == (200, "v1", 2)
     engines.labels[B] = "v2"
-    status, told, _ = await said(api, "/model_info", json={})
-    assert (status, told["detail"]["message"]) == (409, "mixed worker weight_version")
+    status, body, _ = await call_route(api, "/model_info", json={})
+    assert (status, body["detail"]["message"]) == (409, "mixed worker weight_version")
 
 
 async def test_the_checker_of_a_get_has_its_query(api, engines):
-    status, told, _ = await said(api, "/weights_checker?action=checksum", "get")
-    assert (status, told["worker_count"]) == (200, 2)
+    status, body, _ = await call_route(api, "/weights_checker?action=checksum", "get")
+    assert (status, body["worker_count"]) == (200, 2)
     assert engines.requests[-1].url.query == b"action=checksum"
 
 
@@ -140,18 +140,18 @@ async def test_rows_that_all_workers_have_are_reported_as_one_engine_reports_the
     for url in (A, B):
         engines.set_reply(url, path, [[1.0, 2.0]])
     asked = {"name": "w", "truncate_size": 1}
-    assert (await said(api, path, json=asked))[:2] == (200, [[1.0, 2.0]])
-    status, told, _ = await said(
+    assert (await call_route(api, path, json=asked))[:2] == (200, [[1.0, 2.0]])
+    status, body, _ = await call_route(
         api, "/v1/rl/engine/get_weights_by_name?selector=id!=x", json=asked
     )
-    assert (status, told["succeeded"]) == (200, 2)
+    assert (status, body["succeeded"]) == (200, 2)
     engines.set_reply(B, path, [[1.0, 2.5]])
-    status, told, _ = await said(api, path, json=asked)
-    assert (status, told["success"], len(told["results"])) == (409, False, 2)
+    status, body, _ = await call_route(api, path, json=asked)
+    assert (status, body["success"], len(body["results"])) == (409, False, 2)
     for url in (A, B):
         engines.replies[url, path] = (400, b'{"error": {"message": "no such tensor"}}')
-    status, told, _ = await said(api, path, json=asked)
-    assert (status, told["error"], told["status"]) == (400, {"message": "no such tensor"}, "error")
+    status, body, _ = await call_route(api, path, json=asked)
+    assert (status, body["error"], body["status"]) == (400, {"message": "no such tensor"}, "error")
     engines.set_reply(B, path, [[1.0, 2.5]])
-    status, told, _ = await said(api, path, json=asked)
-    assert (status, told["success"]) == (502, False)
+    status, body, _ = await call_route(api, path, json=asked)
+    assert (status, body["success"]) == (502, False)

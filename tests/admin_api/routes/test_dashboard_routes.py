@@ -28,8 +28,8 @@ def tags():
 
 
 def rules(answer):
-    told = answer.headers["Content-Security-Policy"]
-    return dict(rule.strip().split(" ", 1) for rule in told.split(";"))
+    reported = answer.headers["Content-Security-Policy"]
+    return dict(rule.strip().split(" ", 1) for rule in reported.split(";"))
 
 
 async def test_the_page_is_served_whole(api):
@@ -46,14 +46,16 @@ async def test_the_page_is_the_same_without_a_key_and_reports_nothing():
 
 
 async def test_the_csp_allows_inline_code_and_this_api_only(api):
-    told = rules(await api.client().get("/dashboard"))
-    assert told["default-src"] == "'none'"
-    assert told["connect-src"] == "'self'"
+    reported = rules(await api.client().get("/dashboard"))
+    assert reported["default-src"] == "'none'"
+    assert reported["connect-src"] == "'self'"
     for kind in ("script-src", "style-src"):
-        assert re.fullmatch(r"'sha256-[A-Za-z0-9+/]{43}='", told[kind])
-    assert "unsafe" not in str(told)
-    assert told["frame-ancestors"] == told["base-uri"] == told["form-action"] == "'none'"
-    assert told["require-trusted-types-for"] == "'script'"
+        assert re.fullmatch(r"'sha256-[A-Za-z0-9+/]{43}='", reported[kind])
+    assert "unsafe" not in str(reported)
+    assert (
+        reported["frame-ancestors"] == reported["base-uri"] == reported["form-action"] == "'none'"
+    )
+    assert reported["require-trusted-types-for"] == "'script'"
 
 
 def test_another_script_has_another_hash():

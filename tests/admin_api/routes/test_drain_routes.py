@@ -26,9 +26,9 @@ async def drain(api, **body):
 
 
 async def test_it_stops_new_requests_and_reports_how_the_running_ones_go(running):
-    status, told = await drain(running, timeout_secs=60)
-    assert (status, told["status"]) == (202, "draining")
-    assert (told["worker"]["disabled"], told["worker"]["routable"]) == (True, False)
+    status, body = await drain(running, timeout_secs=60)
+    assert (status, body["status"]) == (202, "draining")
+    assert (body["worker"]["disabled"], body["worker"]["routable"]) == (True, False)
     shown = await draining(running)
     assert (shown["state"], shown["in_flight"]) == ("draining", 1)
     assert shown["since"] < shown["deadline"]
@@ -41,8 +41,8 @@ async def test_it_stops_new_requests_and_reports_how_the_running_ones_go(running
 
 async def test_a_worker_that_does_nothing_is_drained_already(running):
     running.worker(A).in_flight = 0
-    status, told = await drain(running)
-    assert (status, told["status"]) == (200, "drained")
+    status, body = await drain(running)
+    assert (status, body["status"]) == (200, "drained")
 
 
 async def test_zero_is_no_deadline_and_none_is_the_configured_one(running):
@@ -61,8 +61,8 @@ async def test_enabling_ends_it(running):
 
 @pytest.mark.parametrize("secs", [-1, "soon", True, [], 1e12, "nan", {}])
 async def test_a_deadline_that_is_none_is_refused_and_nothing_changes(running, secs):
-    status, told = await drain(running, timeout_secs=secs)
-    assert (status, told["error"]["code"]) == (400, "invalid_request")
+    status, body = await drain(running, timeout_secs=secs)
+    assert (status, body["error"]["code"]) == (400, "invalid_request")
     assert not running.worker(A).disabled
 
 

@@ -30,15 +30,15 @@ async def test_server_info_shows_every_rank_behind_us(api, engines, path):
         "model_path": "m", "radix_cache": False, "port": 2, "version": "2",
         "internal_states": [{"b": 1}], "max_total_num_tokens": 50,
     })  # fmt: skip
-    status, told = await got(api, path)
+    status, body = await got(api, path)
     assert status == 200
-    assert told["tp_size"] == 3
-    assert (told["model_path"], told["version"]) == ("m", None)
-    assert told["radix_cache"] is False
-    assert told["max_total_num_tokens"] == 150
-    assert told["internal_states"] == [{"a": 1}, {"b": 1}]
-    assert "port" not in told
-    assert [each["url"] for each in told["workers"]] == [A, B]
+    assert body["tp_size"] == 3
+    assert (body["model_path"], body["version"]) == ("m", None)
+    assert body["radix_cache"] is False
+    assert body["max_total_num_tokens"] == 150
+    assert body["internal_states"] == [{"a": 1}, {"b": 1}]
+    assert "port" not in body
+    assert [each["url"] for each in body["workers"]] == [A, B]
 
 
 @pytest.mark.parametrize(("mode", "ranks"), [("coordinate", 3), ("receive", 1), ("both", 4)])
@@ -48,26 +48,26 @@ async def test_a_trainers_group_has_the_ranks_of_all_that_live_or_ours(engines, 
     api.fleet.cordon(api.worker(A), "uncertain")
     engines.set_reply(A, "/server_info", {"tp_size": 2, "radix_cache_enabled": True})
     engines.set_reply(B, "/server_info", {"tp_size": 1, "radix_cache_enabled": False})
-    _, told = await got(api, "/server_info")
-    assert told["tp_size"] == ranks
-    assert told["radix_cache_enabled"] is True
+    _, body = await got(api, "/server_info")
+    assert body["tp_size"] == ranks
+    assert body["radix_cache_enabled"] is True
 
 
 async def test_one_silent_worker_costs_only_its_own_info(api, engines):
     api.healthy(A, B)
     engines.replies[A, "/server_info"] = httpx.ConnectError("refused")
     engines.set_reply(B, "/server_info", {"tp_size": 4})
-    status, told = await got(api, "/server_info")
-    assert (status, told["tp_size"]) == (200, 4)
-    assert told["workers"][0] == {"url": A, "info": None, "error": "ConnectError"}
+    status, body = await got(api, "/server_info")
+    assert (status, body["tp_size"]) == (200, 4)
+    assert body["workers"][0] == {"url": A, "info": None, "error": "ConnectError"}
 
 
 async def test_no_info_at_all_is_a_502_that_names_each_reason(api, engines):
     api.healthy(A)
-    status, told = await got(api, "/server_info")
+    status, body = await got(api, "/server_info")
     assert status == 502
-    assert told["details"] == {A: "status=404", B: "status=404"}
-    assert told["error"]["code"] == "server_info_unavailable"
+    assert body["details"] == {A: "status=404", B: "status=404"}
+    assert body["error"]["code"] == "server_info_unavailable"
 
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/health_generate"])
@@ -99,11 +99,11 @@ async def test_model_info_is_json_for_any_reply_of_a_worker(api, engines, junk):
     api.healthy(A, B)
     engines.set_reply(A, "/get_model_info", junk)
     engines.set_reply(B, "/get_model_info", b'{"model_path": "m", "x": NaN, "y": -Infinity}')
-    told = {"model_path": "m", "x": None, "y": None}
-    assert await got(api, "/get_model_info") == (200, told)
+    reported = {"model_path": "m", "x": None, "y": None}
+    assert await got(api, "/get_model_info") == (200, reported)
     engines.set_reply(B, "/get_model_info", junk)
-    status, told = await got(api, "/get_model_info")
-    assert (status, told["details"]) == (502, {A: "no JSON object", B: "no JSON object"})
+    status, reported = await got(api, "/get_model_info")
+    assert (status, reported["details"]) == (502, {A: "no JSON object", B: "no JSON object"})
 
 
 @pytest.mark.parametrize("ranks", [MAX_RANKS + 1, MAX_VALUES])
@@ -113,21 +113,21 @@ async def test_of_an_engine_with_too_many_ranks_our_own_count_is_reported(
 ):
     engines.set_reply(A, "/v1/loads", b'{"loads": [' + b",".join([rank] * ranks) + b"]}")
     engines.set_reply(B, "/v1/loads", {"loads": [{"dp_rank": 7}]})
-    _, told = await got(api, "/get_loads")
-    assert [(each["worker"], each["dp_rank"]) for each in told["loads"]] == [(A, 0), (B, 7)]
+    _, body = await got(api, "/get_loads")
+    assert [(each["worker"], each["dp_rank"]) for each in body["loads"]] == [(A, 0), (B, 7)]
 
 
 async def test_all_engines_together_fill_no_more_than_one_bounded_answer(api):
     engines = 2 * MAX_RECORDS // MAX_RANKS
-    told = [CallResult(api.worker(), 200, RANKS, "", 0.0)] * engines
-    answer = await loads_answer(told)
+    reported = [CallResult(api.worker(), 200, RANKS, "", 0.0)] * engines
+    answer = await loads_answer(reported)
     assert len(answer["loads"]) == MAX_RECORDS + engines // 2
 
 
 async def test_a_rank_that_is_no_number_is_not_passed_on(api, engines):
     engines.set_reply(A, "/v1/loads", {"loads": [{"dp_rank": {"much": [1] * 1000}, "x": 1}]})
-    _, told = await got(api, "/get_loads")
-    assert told["loads"][0]["dp_rank"] == 0
+    _, body = await got(api, "/get_loads")
+    assert body["loads"][0]["dp_rank"] == 0
 
 
 async def test_loads_speak_both_dialects(api, engines):
@@ -135,30 +135,30 @@ async def test_loads_speak_both_dialects(api, engines):
     api.worker(B).in_flight = 3
     rank = {"num_running_reqs": 2, "num_waiting_reqs": 5, "num_total_reqs": 7, "token_usage": 0.5}
     engines.set_reply(A, "/v1/loads", {"loads": [rank, {"dp_rank": 1, "num_running_reqs": 1}]})
-    status, told = await got(api, "/get_loads")
+    status, body = await got(api, "/get_loads")
     assert status == 200
-    assert told["workers"] == [{"worker": A, "load": 0}, {"worker": B, "load": 3}]
+    assert body["workers"] == [{"worker": A, "load": 0}, {"worker": B, "load": 3}]
     shown = [
         (each["worker"], each["dp_rank"], each["num_running_reqs"], each["source"])
-        for each in told["loads"]
+        for each in body["loads"]
     ]
     assert shown == [(A, 0, 2, "engine"), (A, 1, 1, "engine"), (B, 0, 3, "proxy")]
-    assert told["aggregate"]["total_running_reqs"] == 6
-    assert told["aggregate"]["total_waiting_reqs"] == 5
+    assert body["aggregate"]["total_running_reqs"] == 6
+    assert body["aggregate"]["total_waiting_reqs"] == 5
 
 
 async def test_a_worker_that_cannot_be_reached_has_load_minus_one(api, engines):
     engines.replies[A, "/v1/loads"] = httpx.ConnectError("refused")
-    _, told = await got(api, "/v1/loads")
-    assert told["workers"][0] == {"worker": A, "load": -1}
+    _, body = await got(api, "/v1/loads")
+    assert body["workers"][0] == {"worker": A, "load": -1}
 
 
 @pytest.mark.parametrize("junk", [[], {"loads": 7}, {"loads": ["x"]}, b"\xff", {"loads": None}])
 async def test_junk_loads_count_as_none(api, engines, junk):
     engines.set_reply(A, "/v1/loads", junk)
-    status, told = await got(api, "/get_loads")
+    status, body = await got(api, "/get_loads")
     assert status == 200
-    assert told["loads"][0]["source"] == "proxy"
+    assert body["loads"][0]["source"] == "proxy"
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ async def test_junk_loads_count_as_none(api, engines, junk):
 async def test_loads_that_json_can_spell_and_nothing_else_can_hold_do_no_harm(api, engines, odd):
     engines.set_reply(A, "/v1/loads", b'{"loads": [%b]}' % odd)
     engines.set_reply(B, "/v1/loads", {"loads": [{"num_running_reqs": 3}]})
-    status, told = await got(api, "/get_loads")
-    assert (status, told["aggregate"]["total_running_reqs"]) == (200, 3)
-    assert told["loads"][0]["token_usage"] == 0
+    status, body = await got(api, "/get_loads")
+    assert (status, body["aggregate"]["total_running_reqs"]) == (200, 3)
+    assert body["loads"][0]["token_usage"] == 0
 
 
 async def test_a_flush_reaches_every_living_worker_and_its_prefixes_are_forgotten(api, engines):
@@ -179,16 +179,16 @@ async def test_a_flush_reaches_every_living_worker_and_its_prefixes_are_forgotte
     api.fleet.watch_cache_cleared(forgotten.append)
     engines.set_reply(A, "/flush_cache", b"flushed")
     engines.set_reply(B, "/flush_cache", b"busy", status=400)
-    status, told = await got(api, "/flush_cache", "post", Authorization="Bearer w")
-    assert (status, told["status"], told["workers_flushed"]) == (502, "partial", 1)
-    assert told["failed"] == {B: "status=400"}
+    status, body = await got(api, "/flush_cache", "post", Authorization="Bearer w")
+    assert (status, body["status"], body["workers_flushed"]) == (502, "partial", 1)
+    assert body["failed"] == {B: "status=400"}
     assert forgotten == [api.worker(A)]
     assert {r.headers["authorization"] for r in engines.requests} == {"Bearer w"}
     engines.set_reply(B, "/flush_cache", b"flushed")
     assert (await got(api, "/flush_cache", "post"))[0] == 200
     asked = len(engines.requests)
-    status, told = await got(api, f"/flush_cache?selector=url={B}", "post")
-    assert (status, told["workers_flushed"], len(engines.requests)) == (200, 1, asked + 1)
+    status, body = await got(api, f"/flush_cache?selector=url={B}", "post")
+    assert (status, body["workers_flushed"], len(engines.requests)) == (200, 1, asked + 1)
     assert (await got(api, "/flush_cache?selector=id=nobody", "post"))[0] == 404
 
 
@@ -200,9 +200,9 @@ async def test_generation_is_tried_on_the_idlest_first_and_on_the_next_where_it_
     assert await got(api, "/health_generate") == (200, {"status": "ok", "worker": A})
     assert engines.requests[0].url.port == 8012
     engines.set_reply(A, "/health_generate", b"", status=500)
-    status, told = await got(api, "/health_generate")
+    status, body = await got(api, "/health_generate")
     assert status == 503
-    assert "status=500" in told["error"]["message"]
+    assert "status=500" in body["error"]["message"]
 
 
 async def test_a_worker_without_the_route_gets_a_generate_call(api, engines):
@@ -222,12 +222,12 @@ async def test_metrics_of_all_workers_become_one_text(api, engines):
     engines.set_reply(A, "/metrics", text % 1)
     engines.set_reply(B, "/metrics", text % 2)
     answer = await api.client().get("/engine_metrics")
-    told = (await answer.get_data()).decode()
+    body = (await answer.get_data()).decode()
     assert answer.content_type.startswith("text/plain; version=0.0.4")
-    assert told.count("# TYPE sglang:num_running_reqs gauge") == 1
-    assert f'sglang:num_running_reqs{{model_name="m",worker="{A}"}} 1.0' in told
-    assert f'sglang:num_running_reqs{{model_name="m",worker="{B}"}} 2.0' in told
-    assert f'seen_total{{worker="{A}"}} 4.0' in told
+    assert body.count("# TYPE sglang:num_running_reqs gauge") == 1
+    assert f'sglang:num_running_reqs{{model_name="m",worker="{A}"}} 1.0' in body
+    assert f'sglang:num_running_reqs{{model_name="m",worker="{B}"}} 2.0' in body
+    assert f'seen_total{{worker="{A}"}} 4.0' in body
 
 
 async def test_the_workers_names_of_metrics_stay_and_no_family_is_declared_twice(api, engines):
@@ -274,28 +274,28 @@ async def test_metrics_that_are_made_to_take_long_end_soon(api, engines, text):
     engines.set_reply(A, "/metrics", text)
     engines.set_reply(B, "/metrics", b"x 1\n")
     began = time.process_time()
-    told = (await (await api.client().get("/engine_metrics")).get_data()).decode()
+    body = (await (await api.client().get("/engine_metrics")).get_data()).decode()
     assert time.process_time() - began < 3 * READ_SECS
-    assert f'x{{worker="{B}"}} 1.0' in told
+    assert f'x{{worker="{B}"}} 1.0' in body
 
 
 @pytest.mark.parametrize("junk", [b"\xff\xfe", b"{", b"# TYPE\nx y z\n", b'x{a="', b"x 1 inf\n"])
 async def test_metrics_that_cannot_be_read_cost_that_worker_only(api, engines, junk):
     engines.set_reply(A, "/metrics", junk)
     engines.set_reply(B, "/metrics", b"x 1\n")
-    told = (await (await api.client().get("/engine_metrics")).get_data()).decode()
-    assert f'omni_proxy_engine_metrics_up{{worker="{A}"}} 0.0' in told
-    assert f'x{{worker="{B}"}} 1.0' in told
+    body = (await (await api.client().get("/engine_metrics")).get_data()).decode()
+    assert f'omni_proxy_engine_metrics_up{{worker="{A}"}} 0.0' in body
+    assert f'x{{worker="{B}"}} 1.0' in body
 
 
 async def test_a_conflicting_label_of_a_worker_is_exported_under_another_name(api, engines):
     engines.set_reply(A, "/metrics", b'x{worker="v"} 1\nx{worker="w"} 2\n')
     engines.set_reply(B, "/metrics", b"omni_proxy_engine_metrics_up 7\n")
-    told = (await (await api.client().get("/engine_metrics")).get_data()).decode()
-    assert f'x{{exported_worker="v",worker="{A}"}} 1.0' in told
-    assert f'x{{exported_worker="w",worker="{A}"}} 2.0' in told
-    assert told.count("\nomni_proxy_engine_metrics_up{") == 2
-    assert " 7.0" not in told
+    body = (await (await api.client().get("/engine_metrics")).get_data()).decode()
+    assert f'x{{exported_worker="v",worker="{A}"}} 1.0' in body
+    assert f'x{{exported_worker="w",worker="{A}"}} 2.0' in body
+    assert body.count("\nomni_proxy_engine_metrics_up{") == 2
+    assert " 7.0" not in body
 
 
 async def test_only_protected_routes_need_the_key():

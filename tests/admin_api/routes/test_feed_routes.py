@@ -29,35 +29,35 @@ def work(api):
 async def test_one_look_reports_fleet_history_ends_and_what_runs(api):
     api.healthy(A)
     work(api)
-    told = await snapshot(api)
-    assert told["ready"] is True
-    assert told["leaving"] is False
-    assert (told["revision"], told["policy"]["name"]) == (1, "round_robin")
-    a, b = told["fleet"]
+    body = await snapshot(api)
+    assert body["ready"] is True
+    assert body["leaving"] is False
+    assert (body["revision"], body["policy"]["name"]) == (1, "round_robin")
+    a, b = body["fleet"]
     assert (a["url"], a["health"], a["routable"], a["why"]) == (A, "healthy", True, None)
     assert (a["errors"], a["rate"] > 0, a["first_p50_ms"] > 0) == (1, True, True)
     assert (b["routable"], b["first_p99_ms"], b["drain"]) == (False, None, None)
-    (point,) = told["history"]
+    (point,) = body["history"]
     assert (point["requests"], point["errors"], point["in_flight"], point["waiting"]) == (
         2,
         1,
         3,
         1,
     )
-    assert {end["end"] for end in told["recent_ends"]} == {"completed", "stream_error"}
-    assert told["recent_ends"][0]["total_ms"] == pytest.approx(1100)
-    assert told["last_reload"] == {"outcome": "applied"}
-    assert told["weights"]["workers"][0]["worker"] == A
+    assert {end["end"] for end in body["recent_ends"]} == {"completed", "stream_error"}
+    assert body["recent_ends"][0]["total_ms"] == pytest.approx(1100)
+    assert body["last_reload"] == {"outcome": "applied"}
+    assert body["weights"]["workers"][0]["worker"] == A
 
 
 async def test_the_last_minute_of_the_fleet_has_the_running_second_of_its_workers(api):
     api.healthy(A)
     worker = api.worker(A)
     api.instruments.metrics.record(ended(worker), worker)
-    told = await snapshot(api)
-    assert told["last_minute"] == {"requests": 1, "errors": 0}
-    assert told["fleet"][0]["answers"] == 1
-    assert told["history"] == []
+    body = await snapshot(api)
+    assert body["last_minute"] == {"requests": 1, "errors": 0}
+    assert body["fleet"][0]["answers"] == 1
+    assert body["history"] == []
 
 
 async def test_a_silent_worker_with_requests_is_reported(api):
@@ -72,16 +72,16 @@ async def test_a_silent_worker_with_requests_is_reported(api):
     assert b["silent_secs"] is None
 
 
-async def test_a_reader_is_told_its_own_role_and_the_others_theirs():
+async def test_a_reader_sees_its_own_role_and_the_others_theirs():
     api = build_api(entry(A), key="k")
     key = {"Authorization": "Bearer k"}
-    told = await (await api.client().get("/feed?once=true", headers=key)).get_json()
-    assert told["reader"] == {"name": "api_key", "role": "all"}
+    body = await (await api.client().get("/feed?once=true", headers=key)).get_json()
+    assert body["reader"] == {"name": "api_key", "role": "all"}
     open_to_all = await snapshot(build_api(entry(A)))
     assert open_to_all["reader"] == {"name": None, "role": "all"}
 
 
-async def test_the_steps_of_a_request_are_told_where_they_are_known(api):
+async def test_the_steps_of_a_request_are_shown_where_they_are_known(api):
     a, b = api.worker(A), api.worker(B)
     failed = [(b, "connect_failure")]
     exchange = ended(
@@ -113,7 +113,7 @@ class Reader:
         self.left = trio.Event()
         self.ended = trio.Event()
         self.status = 0
-        self._heard, self._told = [{"type": "http.request", "body": b""}], None
+        self._heard, self._unread = [{"type": "http.request", "body": b""}], None
         self._send, self._receive = trio.open_memory_channel(0)
 
     async def run(self, app):
@@ -153,12 +153,12 @@ async def test_a_reader_gets_all_the_history_once_then_only_what_is_new(api):
     at = iter(range(1001, 1009))
     for _ in range(3):
         api.instruments.recent.tick(next(at), 0, 0)
-    told = []
+    reported = []
     async with reading(api) as reader:
         for _ in range(3):
-            told.append(await reader.event())
+            reported.append(await reader.event())
             api.instruments.recent.tick(next(at), 0, 0)
-    assert [[point["at"] for point in event["history"]] for event in told] == [
+    assert [[point["at"] for point in event["history"]] for event in reported] == [
         [1001, 1002, 1003],
         [1004],
         [1005],

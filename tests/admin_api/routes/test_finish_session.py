@@ -17,8 +17,8 @@ async def finish(api, query, **more):
 
 
 async def test_finishing_is_answered_with_200_whether_or_not_it_was_known(api):
-    told = {"session_id": "me", "finished": True}
-    assert await finish(api, "?session_id=me") == (200, told)
+    reported = {"session_id": "me", "finished": True}
+    assert await finish(api, "?session_id=me") == (200, reported)
     assert await finish(api, "?session_id=they") == (
         200,
         {"session_id": "they", "finished": False},
@@ -28,8 +28,8 @@ async def test_finishing_is_answered_with_200_whether_or_not_it_was_known(api):
 
 @pytest.mark.parametrize("query", ["", "?session_id=", "?session_id=%20", "?id=me"])
 async def test_a_request_that_names_no_session_is_informed_how(api, query):
-    status, told = await finish(api, query)
-    assert (status, "?session_id=" in told["error"]["message"]) == (400, True)
+    status, body = await finish(api, query)
+    assert (status, "?session_id=" in body["error"]["message"]) == (400, True)
     assert api.data_plane.finished == []
 
 
@@ -63,7 +63,7 @@ async def test_a_page_of_another_origin_finishes_none():
 
 
 async def test_worker_records_have_their_number_of_sessions(api):
-    told = await (await api.client().get("/workers")).get_json()
-    assert {row["url"]: row["sessions"] for row in told["workers"]} == {A: 2, B: 0}
+    body = await (await api.client().get("/workers")).get_json()
+    assert {row["url"]: row["sessions"] for row in body["workers"]} == {A: 2, B: 0}
     feed = await api.client().get("/feed?once=true", headers={"Authorization": "Bearer s3cret"})
     assert [row["sessions"] for row in (await feed.get_json())["fleet"]] == [2, 0]

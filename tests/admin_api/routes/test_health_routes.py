@@ -51,8 +51,8 @@ async def test_a_router_is_not_well_before_each_given_worker_was_probed():
     api = build_api(entry(A), entry(B), services={"dialect": "sglang", "given": (A, B)})
     api.healthy(A)
     assert await statuses(api) == [503] * 3
-    told = await (await api.client().get("/ready")).get_json()
-    assert told["reason"] == "first_probes"
+    body = await (await api.client().get("/ready")).get_json()
+    assert body["reason"] == "first_probes"
     (worker,) = [worker for worker in api.fleet.workers if worker.url == B]
     api.fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=0)
     assert await statuses(api) == [503] * 3  # good so far, and not believed yet
@@ -92,8 +92,8 @@ async def test_ready_is_503_during_shutdown(api):
     api.leaving = True
     answer = await api.client().get("/ready")
     assert answer.status_code == 503
-    told = await answer.get_json()
-    assert (told["status"], told["reason"]) == ("not_ready", "leaving")
+    body = await answer.get_json()
+    assert (body["status"], body["reason"]) == ("not_ready", "leaving")
     api.leaving, api.data_plane.draining = False, True
     assert (await api.client().get("/ready")).status_code == 503
     assert (await api.client().get("/health")).status_code == 200
@@ -185,7 +185,7 @@ async def test_a_dead_worker_is_counted_as_such(api):
 
 
 async def test_the_404_of_a_similar_path_names_the_path_as_sent():
-    told = await (await build_api().client().post("//v1/chat/completions")).get_json()
-    assert told["error"]["message"] == (
+    body = await (await build_api().client().post("//v1/chat/completions")).get_json()
+    assert body["error"]["message"] == (
         "Not Found: POST //v1/chat/completions; did you mean /v1/chat/completions?"
     )

@@ -24,20 +24,20 @@ async def history(api, query=""):
 
 async def test_the_fleet_of_the_last_15_minutes_by_default(api):
     work(api)
-    told = await history(api)
-    assert (told["secs"], told["step_secs"], told["metrics"]) == (900, 5, True)
-    assert list(told["series"]) == list(SERIES)
-    assert {len(values) for values in told["series"].values()} == {POINTS}
-    assert max(filter(None, told["series"]["requests_per_sec"])) == pytest.approx(1)
-    assert told["from"] + POINTS * 5 == pytest.approx(time.time(), abs=6)
+    body = await history(api)
+    assert (body["secs"], body["step_secs"], body["metrics"]) == (900, 5, True)
+    assert list(body["series"]) == list(SERIES)
+    assert {len(values) for values in body["series"].values()} == {POINTS}
+    assert max(filter(None, body["series"]["requests_per_sec"])) == pytest.approx(1)
+    assert body["from"] + POINTS * 5 == pytest.approx(time.time(), abs=6)
 
 
 async def test_one_worker_and_one_series_of_a_longer_range(api):
     work(api)
-    told = await history(api, f"?secs=21600&series=first_p50_ms,in_flight&worker={B}")
-    assert (told["step_secs"], told["worker"]) == (120, B)
-    assert list(told["series"]) == ["first_p50_ms", "in_flight"]
-    assert set(told["series"]["first_p50_ms"]) == {None}
+    body = await history(api, f"?secs=21600&series=first_p50_ms,in_flight&worker={B}")
+    assert (body["step_secs"], body["worker"]) == (120, B)
+    assert list(body["series"]) == ["first_p50_ms", "in_flight"]
+    assert set(body["series"]["first_p50_ms"]) == {None}
 
 
 async def test_each_worker_on_its_own(api):

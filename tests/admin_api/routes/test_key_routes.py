@@ -14,17 +14,17 @@ async def test_callers_are_shown_with_limits_and_usage_but_no_hash():
     usage = {"team-a": USED, "": dict.fromkeys(USED, 0) | {"refused_max_inflight": 4}}
     api = build_api(entry(A), keys=(caller,), services={"key_usage": lambda: usage})
     answer = await api.client().get("/keys")
-    told = await answer.get_json()
-    (shown,) = told["keys"]
+    body = await answer.get_json()
+    (shown,) = body["keys"]
     assert (shown["name"], shown["models"], shown["requests_per_minute"]) == ("team-a", ["m"], 60)
     assert (shown["in_flight"], shown["requests"], shown["input_tokens"]) == (2, 7, 30)
     assert shown["refused"]["model"] == 3
-    assert (told["refused_without_key"], told["error"]) == (4, None)
+    assert (body["refused_without_key"], body["error"]) == (4, None)
     metrics = (await (await api.client().get("/metrics")).get_data()).decode()
     assert 'omni_proxy_key_refused_total{key="team-a",reason="model"} 3.0' in metrics
     assert 'omni_proxy_key_refused_total{key="",reason="invalid_api_key"} 4.0' in metrics
     assert 'omni_proxy_key_tokens_total{key="team-a",kind="output"} 40.0' in metrics
-    assert digest not in str(told) + metrics
+    assert digest not in str(body) + metrics
 
 
 async def test_callers_are_shown_with_the_admin_key_only():

@@ -108,7 +108,7 @@ async def test_requests_count_by_route_model_worker_status_and_end(busy):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("omni_proxy_failed_attempts_total", {("503", A): 1}),
         ("omni_proxy_failed_tries_total", {("503", A): 1}),  # the old name, for one release
@@ -133,8 +133,8 @@ async def test_requests_count_by_route_model_worker_status_and_end(busy):
         ("omni_proxy_queue_seconds_count", {("/v1/chat/completions",): 1}),
     ],
 )
-async def test_what_has_happened_is_reported(busy, name, told):
-    assert await values(busy, name) == told
+async def test_what_has_happened_is_reported(busy, name, reported):
+    assert await values(busy, name) == reported
 
 
 async def test_opentelemetrys_names_report_the_same_over_all_workers(busy):
@@ -144,10 +144,10 @@ async def test_opentelemetrys_names_report_the_same_over_all_workers(busy):
         ("duration", "request_duration"), ("time_to_first_chunk", "time_to_first_chunk"),
     ):  # fmt: skip
         assert await values(busy, name.format(kind, "count")) == by_model
-        told = await values(busy, name.format(kind, "sum"))
+        reported = await values(busy, name.format(kind, "sum"))
         by_worker = await values(busy, f"omni_proxy_{ours}_seconds_sum")
         asked = [secs for (_, worker), secs in by_worker.items() if worker]
-        assert sum(told.values()) == pytest.approx(sum(asked))
+        assert sum(reported.values()) == pytest.approx(sum(asked))
 
 
 def test_a_large_fleet_is_added_up_in_parts():
@@ -156,7 +156,7 @@ def test_a_large_fleet_is_added_up_in_parts():
     worker = build_api(entry(A, model="m")).worker(A)
     parts = list(otel_families([("/generate", worker, cell)] * (3 * CELLS_AT_ONCE + 1)))
     assert len(parts) == 3 * 4
-    (told,) = (
+    (reported,) = (
         sample
         for family in text_string_to_metric_families(
             b"".join(metrics_routes.written(parts)).decode()
@@ -164,8 +164,8 @@ def test_a_large_fleet_is_added_up_in_parts():
         for sample in family.samples
         if sample.name == "gen_ai_client_operation_duration_seconds_count"
     )
-    assert told.value == 3 * CELLS_AT_ONCE + 1
-    assert told.labels == {
+    assert reported.value == 3 * CELLS_AT_ONCE + 1
+    assert reported.labels == {
         "gen_ai_operation_name": "generate_content", "gen_ai_request_model": "m",
     }  # fmt: skip
 
@@ -266,23 +266,23 @@ def asked_for(expression):
 
 
 async def test_the_grafana_dashboard_uses_existing_metrics_only(busy):
-    told = names(await scrape(busy))
+    reported = names(await scrape(busy))
     panels = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
     assert len(panels) > 20
     for panel in panels:
         for target in panel["targets"]:
             used = asked_for(target["expr"])
             assert used, panel["title"]
-            assert used <= told, panel["title"]
+            assert used <= reported, panel["title"]
 
 
 async def test_the_alert_rules_use_existing_metrics_only(busy):
-    told = names(await scrape(busy))
+    reported = names(await scrape(busy))
     rules = re.findall(r"- alert: (\w+)\n +expr: (.+)\n", ALERTS)
     assert len(rules) == ALERTS.count("expr:") > 5
     for name, expression in rules:
         assert asked_for(expression), name
-        assert asked_for(expression) <= told, name
+        assert asked_for(expression) <= reported, name
 
 
 @pytest.mark.parametrize("about", ["workers_paused", "paused_timestamp", "loop_stalls"])
@@ -292,12 +292,12 @@ def test_pauses_and_stalls_are_in_the_grafana_dashboard_and_alerts(about):
 
 
 async def test_every_metric_is_in_the_guide_and_no_other(busy):
-    told = names(await scrape(busy))
+    reported = names(await scrape(busy))
     listed = set(re.findall(r"^\| `((?:omni_proxy|process)_[a-z_]+)", OPERATIONS, re.MULTILINE))
-    assert {name for name in told if name.startswith("omni_proxy")} == {
+    assert {name for name in reported if name.startswith("omni_proxy")} == {
         name for name in listed if name.startswith("omni_proxy")
     }
-    assert listed <= told
+    assert listed <= reported
 
 
 def outcomes_in(pattern):
@@ -336,15 +336,15 @@ def test_every_log_line_of_the_guide_is_one_that_the_program_writes():
 
 
 async def test_each_data_plane_process_has_its_series_also_under_the_old_names(busy):
-    told = await scrape(busy)
-    assert 'omni_proxy_dataplane_process_up{process="0"} 1.0' in told
-    assert 'omni_proxy_dataplane_process_up{process="1"} 0.0' in told
-    assert 'omni_proxy_dataplane_process_requests_in_flight{process="0"} 2.0' in told
-    assert 'omni_proxy_dataplane_process_restarts_total{process="1"} 1.0' in told
-    assert 'omni_proxy_door_up{door="0"} 1.0' in told
-    assert 'omni_proxy_door_up{door="1"} 0.0' in told
-    assert 'omni_proxy_door_requests_in_flight{door="0"} 2.0' in told
-    assert 'omni_proxy_door_restarts_total{door="1"} 1.0' in told
+    reported = await scrape(busy)
+    assert 'omni_proxy_dataplane_process_up{process="0"} 1.0' in reported
+    assert 'omni_proxy_dataplane_process_up{process="1"} 0.0' in reported
+    assert 'omni_proxy_dataplane_process_requests_in_flight{process="0"} 2.0' in reported
+    assert 'omni_proxy_dataplane_process_restarts_total{process="1"} 1.0' in reported
+    assert 'omni_proxy_door_up{door="0"} 1.0' in reported
+    assert 'omni_proxy_door_up{door="1"} 0.0' in reported
+    assert 'omni_proxy_door_requests_in_flight{door="0"} 2.0' in reported
+    assert 'omni_proxy_door_restarts_total{door="1"} 1.0' in reported
 
 
 async def test_data_parallel_ranks_have_series_of_their_own(busy):

@@ -19,11 +19,11 @@ from tests.admin_api.api_fixture import A, B, build_api, entry
 @pytest.fixture
 def replies(monkeypatch):
     """What each worker says, by URL; the requests they got."""
-    said, asked = {}, []
+    output, asked = {}, []
 
     async def answer(request):
         asked.append(request)
-        reply = said[str(request.url.copy_with(raw_path=b"/")).rstrip("/")]
+        reply = output[str(request.url.copy_with(raw_path=b"/")).rstrip("/")]
         if isinstance(reply, Exception):
             raise reply
         return reply
@@ -32,8 +32,8 @@ def replies(monkeypatch):
         return httpx.AsyncClient(transport=httpx.MockTransport(answer))
 
     monkeypatch.setattr(client, "open_client", open_client)
-    said["asked"] = asked
-    return said
+    output["asked"] = asked
+    return output
 
 
 def sent(body, status=200):
@@ -178,8 +178,8 @@ async def test_a_model_that_no_worker_serves_is_a_404(api, replies):
     api.healthy(A)
     replies[A] = cards({"id": "m"})
     answer = await api.client().get("/v1/models/n")
-    told = await answer.get_json()
-    assert (answer.status_code, told["error"]["code"]) == (404, "model_not_found")
+    body = await answer.get_json()
+    assert (answer.status_code, body["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_without_any_list_one_model_is_a_502(api, replies):
@@ -196,9 +196,9 @@ async def test_a_list_with_too_many_cards_costs_that_workers_cards_only(api, rep
     replies[A], replies[B] = sent(many), cards({"id": "n"})
     assert await listed(api) == (200, {"object": "list", "data": [{"id": "n"}]})
     replies[A], replies[B] = sent(many), sent(b"", 500)
-    status, told = await listed(api)
+    status, body = await listed(api)
     why = "more than 1000 models" if count * card.count(b"{") < 2000 else "invalid models payload"
-    assert (status, told["error"]["details"][A]) == (502, why)
+    assert (status, body["error"]["details"][A]) == (502, why)
 
 
 async def test_lists_that_are_too_long_together_are_left_out(api):
@@ -268,8 +268,8 @@ async def test_the_key_of_a_caller_lists_its_models_and_reaches_no_worker(replie
         ({}, ["m", "n"]),
     ):
         replies[A] = cards({"id": "m"}, {"id": "n"})
-        _, told = await listed(api, **headers)
-        assert [card["id"] for card in told["data"]] == names
+        _, body = await listed(api, **headers)
+        assert [card["id"] for card in body["data"]] == names
     replies[A] = cards({"id": "m"}, {"id": "n"})
     answer = await api.client().get("/v1/models/m", headers={"X-Api-Key": "team-key"})
     assert answer.status_code == 404

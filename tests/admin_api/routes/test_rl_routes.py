@@ -13,7 +13,7 @@ def api(settled):
     return settled
 
 
-async def said(api, path, method="get", **how):
+async def call_route(api, path, method="get", **how):
     answer = await getattr(api.client(), method)(path, **how)
     return answer.status_code, await answer.get_json()
 
@@ -21,9 +21,9 @@ async def said(api, path, method="get", **how):
 async def test_the_list_names_every_worker_and_what_its_engine_reports(api, engines):
     engines.set_reply(A, "/server_info", {"version": "0.5", "tp_size": 2, "dp_size": 1})
     engines.replies[B, "/server_info"] = LOST
-    status, told = await said(api, "/v1/rl/workers")
-    assert (status, told["protocol_version"]) == (200, 1)
-    one, two = told["workers"]
+    status, body = await call_route(api, "/v1/rl/workers")
+    assert (status, body["protocol_version"]) == (200, 1)
+    one, two = body["workers"]
     assert (one["id"], one["url"], one["base_url"]) == (api.worker(A).id, A, A)
     assert (one["engine"], one["engine_version"], one["tp_size"]) == ("sglang", "0.5", 2)
     assert (one["model_id"], one["health"], one["weight_version"]) == ("m", "ready", "v1")
@@ -37,63 +37,63 @@ async def test_of_an_engine_that_reports_nothing_no_engine_is_assumed(api, engin
     engines.replies[B, "/server_info"] = silent
     engines.set_reply(A, "/version", {})
     engines.set_reply(B, "/version", {})
-    _, told = await said(api, "/v1/rl/workers")
-    assert [row["engine"] for row in told["workers"]] == ["sglang", None]
+    _, body = await call_route(api, "/v1/rl/workers")
+    assert [row["engine"] for row in body["workers"]] == ["sglang", None]
     for selector, chosen in (("engine=sglang", A), ("engine!=sglang", B)):
-        _, told = await said(api, f"/v1/rl/engine/version?selector={quote(selector)}")
-        assert list(told["results"]) == [api.worker(chosen).id]
+        _, body = await call_route(api, f"/v1/rl/engine/version?selector={quote(selector)}")
+        assert list(body["results"]) == [api.worker(chosen).id]
 
 
 async def test_one_is_found_by_url_or_id(api):
     for name in (A, api.worker(A).id):
-        status, told = await said(api, f"/v1/rl/workers/{name}")
-        assert (status, told["url"]) == (200, A)
+        status, body = await call_route(api, f"/v1/rl/workers/{name}")
+        assert (status, body["url"]) == (200, A)
     for name in ("HTTP://127.0.0.1:8011", f"{A}/", "http%3A%2F%2F127.0.0.1%3A8011%2F"):
-        status, told = await said(api, f"/v1/rl/workers/{name}")
-        assert (status, told.get("url")) == (200, A)
-    status, told = await said(api, "/v1/rl/workers/http://nobody:1")
-    assert (status, told["error"]["code"]) == (404, "worker_not_found")
+        status, body = await call_route(api, f"/v1/rl/workers/{name}")
+        assert (status, body.get("url")) == (200, A)
+    status, body = await call_route(api, "/v1/rl/workers/http://nobody:1")
+    assert (status, body["error"]["code"]) == (404, "worker_not_found")
 
 
 async def test_one_engine_is_called_and_its_reply_wrapped(api, engines):
     engines.set_reply(A, "/version", {"v": 1})
     name = api.worker(A).id
-    status, told = await said(api, f"/v1/rl/workers/{name}/engine/version?x=1")
+    status, body = await call_route(api, f"/v1/rl/workers/{name}/engine/version?x=1")
     assert status == 200
-    assert told.pop("latency_ms") >= 0
-    assert told == {"worker_id": name, "url": A, "status": 200, "body": {"v": 1}}
+    assert body.pop("latency_ms") >= 0
+    assert body == {"worker_id": name, "url": A, "status": 200, "body": {"v": 1}}
     assert engines.requests[-1].url.raw_path == b"/version?x=1"
 
 
 async def test_one_engine_that_refuses_or_is_lost_gets_that_reason(api, engines):
     name = api.worker(A).id
     engines.set_reply(A, "/version", {"detail": "no"}, status=404)
-    status, told = await said(api, f"/v1/rl/workers/{name}/engine/version")
-    assert (status, told["status"], told["body"]) == (404, 404, {"detail": "no"})
-    assert told["error"]["code"] == "upstream_error"
+    status, body = await call_route(api, f"/v1/rl/workers/{name}/engine/version")
+    assert (status, body["status"], body["body"]) == (404, 404, {"detail": "no"})
+    assert body["error"]["code"] == "upstream_error"
     engines.replies[A, "/version"] = LOST
-    status, told = await said(api, f"/v1/rl/workers/{name}/engine/version")
-    assert (status, told["error"]["code"]) == (502, "upstream_unreachable")
+    status, body = await call_route(api, f"/v1/rl/workers/{name}/engine/version")
+    assert (status, body["error"]["code"]) == (502, "upstream_unreachable")
 
 
 async def test_a_fan_out_is_200_where_all_did_it_and_207_else(api, engines):
     path = "/v1/rl/engine/flush_cache?selector=model in (m,n)"
-    status, told = await said(api, path, "post", json={})
-    assert (status, told["total"], told["succeeded"], told["failed"]) == (200, 2, 2, [])
-    assert set(told["results"]) == {api.worker(A).id, api.worker(B).id}
+    status, body = await call_route(api, path, "post", json={})
+    assert (status, body["total"], body["succeeded"], body["failed"]) == (200, 2, 2, [])
+    assert set(body["results"]) == {api.worker(A).id, api.worker(B).id}
     engines.set_reply(B, "/flush_cache", b"busy", status=400)
-    status, told = await said(api, path, "post", json={})
-    assert (status, told["total"], told["succeeded"]) == (207, 2, 1)
-    (failed,) = told["failed"]
+    status, body = await call_route(api, path, "post", json={})
+    assert (status, body["total"], body["succeeded"]) == (207, 2, 1)
+    (failed,) = body["failed"]
     assert (failed["url"], failed["error"], failed["status"]) == (B, "upstream_error", 400)
 
 
 async def test_an_admin_route_is_a_queued_operation(api, engines):
     engines.replies[B, UPDATE] = LOST
     path = f"/v1/rl/engine{UPDATE}?selector=worker_type=regular"
-    status, told = await said(api, path, "post", json={"model_path": "/m"})
-    assert (status, told["succeeded"]) == (207, 1)
-    assert told["failed"][0]["error"] == "upstream_unreachable"
+    status, body = await call_route(api, path, "post", json={"model_path": "/m"})
+    assert (status, body["succeeded"]) == (207, 1)
+    assert body["failed"][0]["error"] == "upstream_unreachable"
     assert [sorted(w.cordon_reasons) for w in api.fleet.workers] == [[], ["uncertain"]]
     assert api.operations.status()["history"][-1]["path"] == UPDATE
 
@@ -101,8 +101,8 @@ async def test_an_admin_route_is_a_queued_operation(api, engines):
 async def test_versions_that_differ_are_still_reported_one_by_one(api, engines):
     engines.labels[B] = "v2"
     path = "/v1/rl/engine/model_info?selector=worker_type=regular"
-    status, told = await said(api, path)
-    assert (status, told["succeeded"]) == (200, 2)
+    status, body = await call_route(api, path)
+    assert (status, body["succeeded"]) == (200, 2)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ async def test_versions_that_differ_are_still_reported_one_by_one(api, engines):
     ],
 )
 async def test_what_is_refused(api, engines, path, status, code):
-    found, told = await said(api, path, "post", json={})
-    assert (found, told["error"]["code"]) == (status, code)
+    found, body = await call_route(api, path, "post", json={})
+    assert (found, body["error"]["code"]) == (status, code)
     assert engines.requests == []
     if code == "invalid_selector":
-        assert told["offset"] == 1
+        assert body["offset"] == 1

@@ -25,8 +25,8 @@ class LoadingEngines(Engines):
         if path == "/update_weights_from_disk":
             await self.gate.wait()
             self.labels[url] = json.loads(request.content)["weight_version"]
-        told = {"weight_version": self.labels[url], "model_path": "/m/v1", "success": True}
-        self.set_reply(url, path, told)
+        reported = {"weight_version": self.labels[url], "model_path": "/m/v1", "success": True}
+        self.set_reply(url, path, reported)
         return await super().answer(request)
 
 
@@ -57,22 +57,22 @@ async def until(api, state):
 
 async def test_without_one_its_state_is_none(api):
     answer = await api.client().get(PATH)
-    told = {"id": None, "state": "none", "workers": []}
-    assert (answer.status_code, await answer.get_json()) == (200, told)
+    reported = {"id": None, "state": "none", "workers": []}
+    assert (answer.status_code, await answer.get_json()) == (200, reported)
     answer = await api.client().get(f"{PATH}?follow=true")
-    assert events_in(await answer.get_data()) == [told]
+    assert events_in(await answer.get_data()) == [reported]
 
 
 async def test_it_is_accepted_with_a_location_and_seen_there_and_at_weights(api):
     answer = await api.client().post(PATH, json=BODY)
     assert (answer.status_code, answer.headers["location"]) == (202, PATH)
-    told = await answer.get_json()
-    assert (told["success"], told["rollout"]["state"], told["rollout"]["total"]) == (
+    body = await answer.get_json()
+    assert (body["success"], body["rollout"]["state"], body["rollout"]["total"]) == (
         True, "running", 2,
     )  # fmt: skip
     await until(api, "succeeded")
     seen = await (await api.client().get(PATH)).get_json()
-    assert (seen["state"], seen["updated"], seen["id"]) == ("succeeded", 2, told["rollout"]["id"])
+    assert (seen["state"], seen["updated"], seen["id"]) == ("succeeded", 2, body["rollout"]["id"])
     assert (await (await api.client().get("/weights")).get_json())["rollout"] == seen
     feed = json.loads(await (await api.client().get("/feed?once=true")).get_data())
     assert feed["weights"]["rollout"]["id"] == seen["id"]
@@ -93,8 +93,8 @@ async def test_pause_resume_and_cancel(api, engines):
     engines.gate = trio.Event()
     for step in ("pause", "resume", "cancel"):
         answer = await api.client().post(f"{PATH}/{step}")
-        told = await answer.get_json()
-        assert (answer.status_code, told["error"]["code"], told["success"]) == (
+        body = await answer.get_json()
+        assert (answer.status_code, body["error"]["code"], body["success"]) == (
             409, "no_rollout", False,
         )  # fmt: skip
     await api.client().post(PATH, json=BODY)

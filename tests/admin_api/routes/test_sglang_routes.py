@@ -9,7 +9,7 @@ from tests.admin_api.api_fixture import NOW, A, B, build_api, entry
 C = "http://127.0.0.1:8013"
 
 
-async def said(api, method, path, **headers):
+async def call_route(api, method, path, **headers):
     answer = await getattr(api.client(), method)(path, headers=headers)
     return answer.status_code, (await answer.get_data()).decode(), answer
 
@@ -17,7 +17,7 @@ async def said(api, method, path, **headers):
 @pytest.mark.parametrize("query", [C, "http%3A%2F%2F127.0.0.1%3A8013"])
 async def test_a_healthy_worker_is_added_with_the_sentence_that_scripts_match(api, engines, query):
     engines.set_reply(C, "/health", {"status": "ok"})
-    status, text, answer = await said(api, "post", f"/add_worker?url={query}")
+    status, text, answer = await call_route(api, "post", f"/add_worker?url={query}")
     assert (status, text) == (200, f"Successfully added worker: {C}")
     assert answer.content_type.startswith("text/plain")
     assert api.worker(C).routable
@@ -26,17 +26,17 @@ async def test_a_healthy_worker_is_added_with_the_sentence_that_scripts_match(ap
 
 async def test_the_sentence_repeats_the_url_as_it_was_written(api, engines):
     engines.set_reply(C, "/health", {})
-    _, text, _ = await said(api, "post", f"/add_worker?url={C}/")
+    _, text, _ = await call_route(api, "post", f"/add_worker?url={C}/")
     assert text == f"Successfully added worker: {C}/"
     assert api.fleet.find(C)
 
 
 async def test_a_url_with_a_data_parallel_rank_adds_the_worker_with_all_its_ranks(api, engines):
     engines.set_reply(C, "/health", {})
-    status, text, _ = await said(api, "post", f"/add_worker?url={C}@1")
+    status, text, _ = await call_route(api, "post", f"/add_worker?url={C}@1")
     assert (status, text) == (200, f"Successfully added worker: {C}@1")
     assert api.worker(C).ranks == "auto"
-    status, text, _ = await said(api, "post", f"/remove_worker?url={C}@1")
+    status, text, _ = await call_route(api, "post", f"/remove_worker?url={C}@1")
     assert status == 400
     assert "is no worker of its own" in text
     assert api.fleet.find(C)
@@ -45,7 +45,7 @@ async def test_a_url_with_a_data_parallel_rank_adds_the_worker_with_all_its_rank
 async def test_nothing_is_added_before_it_is_healthy(api, engines, autojump_clock):
     engines.replies[C, "/health"] = [httpx.ConnectError("refused"), (503, b"loading"), (200, b"{}")]
     before = trio.current_time()
-    status, _, _ = await said(api, "post", f"/add_worker?url={C}")
+    status, _, _ = await call_route(api, "post", f"/add_worker?url={C}")
     assert status == 200
     assert len(engines.requests) == 3
     assert trio.current_time() > before
@@ -53,7 +53,7 @@ async def test_nothing_is_added_before_it_is_healthy(api, engines, autojump_cloc
 
 async def test_a_worker_that_stays_ill_is_refused_with_the_reason(api, engines, autojump_clock):
     engines.set_reply(C, "/health", b"loading", status=503)
-    status, text, _ = await said(api, "post", f"/add_worker?url={C}&timeout_secs=3")
+    status, text, _ = await call_route(api, "post", f"/add_worker?url={C}&timeout_secs=3")
     assert status == 400
     assert "did not become healthy within 3 s: status=503" in text
     assert api.fleet.find(C) is None
@@ -63,7 +63,7 @@ async def test_a_refused_connection_is_reported_in_the_words_of_the_fault(
     api, engines, autojump_clock
 ):
     engines.replies[C, "/health"] = [httpx.ConnectError("Connection refused")]
-    _, text, _ = await said(api, "post", f"/add_worker?url={C}&timeout_secs=3")
+    _, text, _ = await call_route(api, "post", f"/add_worker?url={C}&timeout_secs=3")
     assert "within 3 s: ConnectError: Connection refused" in text
 
 
@@ -74,7 +74,7 @@ async def test_a_silent_worker_is_reported_as_not_answering(
         await trio.sleep_forever()
 
     monkeypatch.setattr(engines, "answer", never)
-    _, text, _ = await said(api, "post", f"/add_worker?url={C}&timeout_secs=3")
+    _, text, _ = await call_route(api, "post", f"/add_worker?url={C}&timeout_secs=3")
     assert "did not become healthy within 3 s: it has not answered" in text
 
 
@@ -84,7 +84,7 @@ async def test_of_two_concurrent_additions_one_gets_the_success_text(api, engine
     heard = []
 
     async def add():
-        heard.append((await said(api, "post", f"/add_worker?url={C}"))[:2])
+        heard.append((await call_route(api, "post", f"/add_worker?url={C}"))[:2])
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(add)
@@ -113,7 +113,7 @@ async def test_waiting_for_a_new_worker_ends_when_its_probes_end(
         await trio.lowlevel.checkpoint()
 
     monkeypatch.setattr(api.prober, "probe_once", probe_once)
-    status, _, _ = await said(api, "post", f"/add_worker?url={C}")
+    status, _, _ = await call_route(api, "post", f"/add_worker?url={C}")
     assert status == 200
     assert len(asked) == 1
 
@@ -128,7 +128,7 @@ async def test_a_new_worker_that_is_not_believed_is_probed_with_pauses_and_then_
 
     monkeypatch.setattr(api.prober, "probe_once", probe_once)
     before = trio.current_time()
-    status, _, _ = await said(api, "post", f"/add_worker?url={C}")
+    status, _, _ = await call_route(api, "post", f"/add_worker?url={C}")
     assert status == 200
     assert trio.current_time() - before >= ROUTABLE_SECS
 
@@ -141,7 +141,7 @@ async def test_a_concurrent_second_removal_is_no_error(api, monkeypatch):
         return await change(edit, *more, **named)
 
     monkeypatch.setattr(api.config_store, "change", behind_another)
-    status, text, _ = await said(api, "post", f"/remove_worker?url={B}")
+    status, text, _ = await call_route(api, "post", f"/remove_worker?url={B}")
     assert (status, text) == (200, f"Successfully removed worker: {B}")
 
 
@@ -159,7 +159,7 @@ async def test_a_concurrent_second_removal_is_no_error(api, monkeypatch):
     ],
 )
 async def test_an_invalid_addition_names_the_error_and_changes_nothing(api, engines, query, words):
-    status, text, _ = await said(api, "post", f"/add_worker{query}")
+    status, text, _ = await call_route(api, "post", f"/add_worker{query}")
     assert status == 400
     assert words in text
     assert "secret" not in text
@@ -168,7 +168,7 @@ async def test_an_invalid_addition_names_the_error_and_changes_nothing(api, engi
 
 async def test_a_removed_worker_is_gone_and_removing_again_is_no_fault(api, engines):
     for _ in range(2):
-        status, text, _ = await said(api, "post", f"/remove_worker?url={B}")
+        status, text, _ = await call_route(api, "post", f"/remove_worker?url={B}")
         assert (status, text) == (200, f"Successfully removed worker: {B}")
     answer = await api.client().get("/list_workers")
     assert await answer.get_json() == {"urls": [A]}
@@ -177,10 +177,10 @@ async def test_a_removed_worker_is_gone_and_removing_again_is_no_fault(api, engi
 async def test_changes_need_the_key_and_the_list_does_not(engines):
     api = build_api(entry(A), key="k")
     for path in ("/add_worker", "/remove_worker"):
-        assert (await said(api, "post", f"{path}?url={A}"))[0] == 401
-    assert (await said(api, "get", "/list_workers"))[0] == 200
+        assert (await call_route(api, "post", f"{path}?url={A}"))[0] == 401
+    assert (await call_route(api, "get", "/list_workers"))[0] == 200
     wanted = f"/remove_worker?url={A}"
-    assert (await said(api, "post", wanted, Authorization="Bearer k"))[0] == 200
+    assert (await call_route(api, "post", wanted, Authorization="Bearer k"))[0] == 200
 
 
 async def posted(api, path, body):
@@ -192,17 +192,17 @@ async def posted(api, path, body):
 async def test_adding_and_removing_by_json_body_is_idempotent(api, engines, key):
     engines.set_reply(C, "/health", {})
     for _ in range(2):
-        status, told = await posted(api, "/add_worker", {key: C})
-        assert (status, told["status"]) == (200, "success")
-        assert told["worker_urls"][C] == 0
+        status, body = await posted(api, "/add_worker", {key: C})
+        assert (status, body["status"]) == (200, "success")
+        assert body["worker_urls"][C] == 0
     assert api.worker(C).routable
     for _ in range(2):
-        status, told = await posted(api, "/remove_worker", {key: C})
-        assert (status, told["status"], C in told["worker_urls"]) == (200, "success", False)
+        status, body = await posted(api, "/remove_worker", {key: C})
+        assert (status, body["status"], C in body["worker_urls"]) == (200, "success", False)
     assert api.fleet.find(C) is None
 
 
 @pytest.mark.parametrize("body", [{}, {"url": 7}, {"url": " "}])
 async def test_a_json_body_without_a_worker_is_refused(api, body):
-    status, told = await posted(api, "/add_worker", body)
-    assert (status, told["error"]["code"]) == (400, "missing_url")
+    status, reported = await posted(api, "/add_worker", body)
+    assert (status, reported["error"]["code"]) == (400, "missing_url")

@@ -23,18 +23,18 @@ async def test_the_page_shows_holder_progress_versions_and_history(api, engines,
     nursery.start_soon(api.operations.submit, admin_call("/pause_generation", caller="next"))
     await wait_all_tasks_blocked()
     answer = await api.client().get("/weights")
-    told = await answer.get_json()
-    running = told["operation"]
+    body = await answer.get_json()
+    running = body["operation"]
     assert (running["path"], running["caller"], running["step"]) == (UPDATE, "trainer", "calling")
     assert running["age_secs"] >= 0
     assert [each["progress"] for each in running["workers"]] == ["asked", "done"]
-    assert [each["caller"] for each in told["waiting"]] == ["next"]
-    assert (told["weight_epoch"], told["weight_version"]) == (1, "v1")
-    assert [(w["weight_version"], w["weight_epoch"]) for w in told["workers"]] == [(None, 0)] * 2
-    assert [w["held_by"] for w in told["workers"]] == [["updating"]] * 2
-    (past,) = told["history"]
+    assert [each["caller"] for each in body["waiting"]] == ["next"]
+    assert (body["weight_epoch"], body["weight_version"]) == (1, "v1")
+    assert [(w["weight_version"], w["weight_epoch"]) for w in body["workers"]] == [(None, 0)] * 2
+    assert [w["held_by"] for w in body["workers"]] == [["updating"]] * 2
+    (past,) = body["history"]
     assert (past["path"], past["http_status"], past["caller"]) == (UPDATE, 200, "before")
-    assert told["journal"]["readable"] is True
+    assert body["journal"]["readable"] is True
     engines.open_gate(UPDATE, A)
 
 
@@ -44,14 +44,18 @@ async def test_resolving_needs_an_acknowledgement(api, engines, path):
     await api.operations.submit(admin_call())
     for body in ({}, {"acknowledge": False}, {"acknowledge": "yes"}):
         answer = await api.client().post(path, json=body)
-        told = await answer.get_json()
-        assert (answer.status_code, told["success"], told["status"]) == (422, False, "error")
+        reported = await answer.get_json()
+        assert (answer.status_code, reported["success"], reported["status"]) == (
+            422,
+            False,
+            "error",
+        )
         assert api.worker(B).cordon_reasons == {"uncertain"}
     headers = {"Authorization": "Bearer t"}
     answer = await api.client().post(path, json={"acknowledge": True}, headers=headers)
-    told = await answer.get_json()
-    assert (answer.status_code, told["status"]) == (200, "ok")
-    assert told["resolved_worker_ids"] == [api.worker(B).id]
+    reported = await answer.get_json()
+    assert (answer.status_code, reported["status"]) == (200, "ok")
+    assert reported["resolved_worker_ids"] == [api.worker(B).id]
     continued = [r for r in engines.requests if r.url.path == "/continue_generation"]
     assert [(r.url.port, r.headers["authorization"]) for r in continued] == [(8012, "Bearer t")]
     assert api.worker(B).cordon_reasons == set()
@@ -60,5 +64,5 @@ async def test_resolving_needs_an_acknowledgement(api, engines, path):
 async def test_a_record_shows_version_and_epoch(api):
     await api.operations.submit(admin_call())
     answer = await api.client().get(f"/workers/{api.worker(A).id}")
-    told = await answer.get_json()
-    assert (told["weight_version"], told["weight_epoch"]) == ("v1", 1)
+    body = await answer.get_json()
+    assert (body["weight_version"], body["weight_epoch"]) == ("v1", 1)

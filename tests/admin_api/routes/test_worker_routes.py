@@ -20,8 +20,8 @@ async def call(api, method, path, body=None, **headers):
 
 
 async def message(api, method, path, body=None, **headers):
-    status, told, _ = await call(api, method, path, body, **headers)
-    return status, told["error"]["message"]
+    status, reported, _ = await call(api, method, path, body, **headers)
+    return status, reported["error"]["message"]
 
 
 async def test_the_list_is_the_pool_summary_in_order(api):
@@ -104,7 +104,7 @@ async def test_the_url_of_the_query_wins(api):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "output"),
     [
         (b"{", "invalid JSON body"),
         (b"[]", "request body must be a JSON object"),
@@ -114,8 +114,8 @@ async def test_the_url_of_the_query_wins(api):
         ({"zebra": 1, "ant": 2}, "unsupported fields: ant, zebra"),
     ],
 )
-async def test_a_post_is_judged_in_the_contracts_order(api, body, said):
-    assert await message(api, "POST", "/workers", body) == (400, said)
+async def test_a_post_is_judged_in_the_contracts_order(api, body, output):
+    assert await message(api, "POST", "/workers", body) == (400, output)
     assert api.config_store.revision == 1
 
 
@@ -127,9 +127,9 @@ async def test_a_post_is_judged_in_the_contracts_order(api, body, said):
     ],
 )  # fmt: skip
 async def test_a_bad_url_is_refused(api, url):
-    status, said = await message(api, "POST", "/workers", {"url": url})
+    status, body = await message(api, "POST", "/workers", {"url": url})
     assert status == 400
-    assert said.startswith("url ")
+    assert body.startswith("url ")
 
 
 async def test_a_name_that_leads_to_a_refused_address_is_refused(api, monkeypatch):
@@ -137,8 +137,8 @@ async def test_a_name_that_leads_to_a_refused_address_is_refused(api, monkeypatc
         raise RefusedAddress(f"{host}: link-local address 169.254.0.1 is not allowed")
 
     monkeypatch.setattr(fleet_changes, "addresses", leads_astray)
-    status, said = await message(api, "POST", "/workers", {"url": "http://sly.example:1"})
-    assert (status, "169.254.0.1" in said) == (400, True)
+    status, body = await message(api, "POST", "/workers", {"url": "http://sly.example:1"})
+    assert (status, "169.254.0.1" in body) == (400, True)
     assert api.config_store.revision == 1
 
 
@@ -152,9 +152,9 @@ async def test_a_worker_whose_name_does_not_resolve_is_kept(api, monkeypatch):
 
 
 async def test_a_known_url_is_a_409_however_it_is_spelled(api):
-    said = (409, "worker already registered")
-    assert await message(api, "POST", "/workers", {"url": A}) == said
-    assert await message(api, "POST", "/workers", {"url": A + "/"}) == said
+    output = (409, "worker already registered")
+    assert await message(api, "POST", "/workers", {"url": A}) == output
+    assert await message(api, "POST", "/workers", {"url": A + "/"}) == output
 
 
 async def test_smgs_dialect_is_accepted_at_once(api):
@@ -189,30 +189,30 @@ async def test_every_answer_names_the_worker_at_the_top(api):
         ("PUT", f"/workers/{ID_A}", {"url": A}),
         ("PATCH", f"/workers/{ID_A}", {"cost": 1}),
     ):
-        status, told, _ = await call(api, method, path, body)
-        assert (status, {key: told[key] for key in named}) == (
+        status, reported, _ = await call(api, method, path, body)
+        assert (status, {key: reported[key] for key in named}) == (
             202 if method == "PATCH" else 200, named,
         )  # fmt: skip
-        assert told["worker"]["url"] == A
+        assert reported["worker"]["url"] == A
 
 
 async def test_another_url_in_a_put_is_refused_in_either_dialect(api):
-    status, said = await message(api, "PUT", f"/workers/{ID_A}", {"url": B})
-    assert (status, said) == (400, "url must stay the same; add a worker for another url")
+    status, body = await message(api, "PUT", f"/workers/{ID_A}", {"url": B})
+    assert (status, body) == (400, "url must stay the same; add a worker for another url")
 
 
 async def test_a_router_answers_at_once_unless_the_client_waits():
     api = build_api(entry(A), services={"dialect": "sglang"})
-    status, told, headers = await call(api, "POST", "/workers", {"url": C})
-    assert (status, told["status"], told["url"]) == (202, "accepted", C)
-    assert headers["Location"] == told["location"]
+    status, body, headers = await call(api, "POST", "/workers", {"url": C})
+    assert (status, body["status"], body["url"]) == (202, "accepted", C)
+    assert headers["Location"] == body["location"]
     assert api.prober.probed == []
-    assert (await call(api, "PUT", told["location"], {"url": C}))[0] == 202
-    assert (await call(api, "DELETE", told["location"]))[0] == 202
+    assert (await call(api, "PUT", body["location"], {"url": C}))[0] == 202
+    assert (await call(api, "DELETE", body["location"]))[0] == 202
     assert api.fleet.find(C) is None
     waits = {"Prefer": "wait=1"}
-    status, told, _ = await call(api, "POST", "/workers", {"url": C}, **waits)
-    assert (status, told["error"]["code"]) == (400, "worker_not_healthy")
+    status, body, _ = await call(api, "POST", "/workers", {"url": C}, **waits)
+    assert (status, body["error"]["code"]) == (400, "worker_not_healthy")
     assert api.fleet.find(C) is None
 
 
@@ -226,12 +226,17 @@ async def test_a_200_after_waiting_means_registered_and_routable(
     engines.replies[C, "/health"] = [(503, b"loading"), (200, b"{}")]
     api = build_api(entry(A), services={"dialect": dialect})
     body = {"url": C, "worker_type": "regular", "bootstrap_host": "x"}
-    status, told, _ = await call(api, "POST", "/workers", body, **headers)
-    assert (status, told["status"], told["success"], told["url"]) == (200, "ok", True, C)
-    assert told["worker"]["routable"] is True
-    assert told["ignored"] == ["bootstrap_host"]
-    status, told, _ = await call(api, "POST", "/workers", body, **headers)
-    assert (status, told["code"]) == (409, "WORKER_ALREADY_EXISTS")
+    status, reported, _ = await call(api, "POST", "/workers", body, **headers)
+    assert (status, reported["status"], reported["success"], reported["url"]) == (
+        200,
+        "ok",
+        True,
+        C,
+    )
+    assert reported["worker"]["routable"] is True
+    assert reported["ignored"] == ["bootstrap_host"]
+    status, reported, _ = await call(api, "POST", "/workers", body, **headers)
+    assert (status, reported["code"]) == (409, "WORKER_ALREADY_EXISTS")
 
 
 async def test_without_waiting_the_reply_is_immediate_in_every_dialect():
@@ -241,8 +246,8 @@ async def test_without_waiting_the_reply_is_immediate_in_every_dialect():
 
 
 async def test_a_wait_that_is_no_number_is_refused(api):
-    status, told, _ = await call(api, "POST", "/workers", {"url": C}, Prefer="wait=long")
-    assert (status, told["error"]["message"]) == (
+    status, body, _ = await call(api, "POST", "/workers", {"url": C}, Prefer="wait=long")
+    assert (status, body["error"]["message"]) == (
         400,
         "Prefer: wait=long: write seconds, up to 7200",
     )
@@ -256,8 +261,8 @@ async def test_smgs_put_and_patch_leave_notes(api, key):
 
 
 async def test_a_patch_takes_smgs_keys_only(api):
-    said = await message(api, "PATCH", f"/workers/{ID_A}", {"disabled": True})
-    assert said == (400, "unsupported fields: disabled")
+    output = await message(api, "PATCH", f"/workers/{ID_A}", {"disabled": True})
+    assert output == (400, "unsupported fields: disabled")
 
 
 async def test_notes_go_with_their_worker(api):
@@ -291,8 +296,8 @@ async def test_weight_and_bound_are_set_with_a_new_worker_and_later(api):
     _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"max_inflight": 0})
     assert (body["worker"]["weight"], body["worker"]["max_inflight"]) == (2, 0)
     for bad in ({"weight": 0}, {"weight": True}, {"max_inflight": -1}, {"max_inflight": None}):
-        status, said = await message(api, "PUT", f"/workers/{ID_A}", bad)
-        assert (status, "must be a whole number" in said) == (400, True)
+        status, output = await message(api, "PUT", f"/workers/{ID_A}", bad)
+        assert (status, "must be a whole number" in output) == (400, True)
 
 
 async def test_who_disabled_a_worker_is_kept_until_it_is_enabled(api):
@@ -314,7 +319,7 @@ async def test_who_disabled_a_worker_is_kept_until_it_is_enabled(api):
     assert api.config_store.state.disabled_by == {}
 
 
-async def test_only_with_the_key_it_is_said_who_disabled_a_worker():
+async def test_only_with_the_key_it_is_shown_who_disabled_a_worker():
     api = build_api(entry(A), key="k")
     api.healthy(A)
     key = {"Authorization": "Bearer k", "User-Agent": "operator-3"}
@@ -326,7 +331,7 @@ async def test_only_with_the_key_it_is_said_who_disabled_a_worker():
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "output"),
     [
         (b"nonsense", "invalid JSON body"),
         (b"", "at least one worker field is required"),
@@ -335,9 +340,9 @@ async def test_only_with_the_key_it_is_said_who_disabled_a_worker():
         ({"disabled": 1}, "disabled must be a boolean"),
     ],
 )
-async def test_a_put_is_judged_before_its_worker_is_looked_up(api, body, said):
-    assert await message(api, "PUT", f"/workers/{ID_A}", body) == (400, said)
-    assert await message(api, "PUT", "/workers/nobody", body) == (400, said)
+async def test_a_put_is_judged_before_its_worker_is_looked_up(api, body, output):
+    assert await message(api, "PUT", f"/workers/{ID_A}", body) == (400, output)
+    assert await message(api, "PUT", "/workers/nobody", body) == (400, output)
 
 
 async def test_a_refused_put_changes_nothing(api):
@@ -378,10 +383,10 @@ async def test_a_deleted_worker_can_be_added_again_with_fresh_state(api):
 
 async def test_a_removal_without_waiting_gets_a_202(api):
     prefer = {"Prefer": "respond-async"}
-    status, told, headers = await call(api, "DELETE", f"/workers/{ID_A}", **prefer)
-    assert (status, told["status"], told["url"]) == (202, "accepted", A)
-    assert headers["Location"] == told["location"] == f"/workers/{ID_A}"
-    assert (await call(api, "GET", told["location"]))[0] == 404
+    status, body, headers = await call(api, "DELETE", f"/workers/{ID_A}", **prefer)
+    assert (status, body["status"], body["url"]) == (202, "accepted", A)
+    assert headers["Location"] == body["location"] == f"/workers/{ID_A}"
+    assert (await call(api, "GET", body["location"]))[0] == 404
 
 
 async def test_the_last_worker_may_be_deleted(api):
@@ -401,8 +406,8 @@ async def test_the_last_worker_may_be_deleted(api):
     ],
 )
 async def test_a_change_for_another_revision_is_a_412(api, method, path, body):
-    status, told, headers = await call(api, method, path, body, **{"If-Match": '"7"'})
-    assert (status, told["error"]["code"]) == (412, "precondition_failed")
+    status, reported, headers = await call(api, method, path, body, **{"If-Match": '"7"'})
+    assert (status, reported["error"]["code"]) == (412, "precondition_failed")
     assert headers["ETag"] == '"1"'
     assert (api.fleet.find(C), api.worker().disabled) == (None, False)
     assert api.worker().health.state == "unknown"
@@ -451,8 +456,8 @@ async def test_a_job_whose_worker_died_has_failed(api):
     ],
 )
 async def test_refusals_carry_the_other_dialects_code_too(api, method, path, body, code):
-    _, told, headers = await call(api, method, path, body)
-    assert (told["code"], headers["X-SMG-Error-Code"]) == (code, code)
+    _, reported, headers = await call(api, method, path, body)
+    assert (reported["code"], headers["X-SMG-Error-Code"]) == (code, code)
     assert headers.getlist("X-SMG-Error-Code") == [code]
 
 
@@ -461,15 +466,15 @@ HALF = "\ud800"
 
 @pytest.mark.parametrize("body", [{"model": HALF}, {"labels": {"a": HALF}}, {HALF: 1}])
 async def test_half_a_character_is_refused_and_the_lists_stay_readable(api, body):
-    status, told, _ = await call(api, "POST", "/workers", {"url": C, **body})
-    assert (status, told["error"]["code"]) == (400, "invalid_json")
+    status, reported, _ = await call(api, "POST", "/workers", {"url": C, **body})
+    assert (status, reported["error"]["code"]) == (400, "invalid_json")
     assert (await call(api, "GET", "/workers"))[0] == 200
 
 
 async def test_a_health_body_with_half_a_character_does_not_hide_the_fleet(api):
     api.worker(A).health_body = {"name": HALF}
-    status, told, _ = await call(api, "GET", "/workers")
-    assert (status, told["workers"][0]["health"]) == (200, {"name": HALF})
+    status, body, _ = await call(api, "GET", "/workers")
+    assert (status, body["workers"][0]["health"]) == (200, {"name": HALF})
 
 
 async def test_an_addition_that_takes_too_long_has_failed_until_it_is_well():
@@ -484,11 +489,11 @@ async def test_an_addition_that_takes_too_long_has_failed_until_it_is_well():
 async def test_clients_of_sglang_router_find_the_ids_that_they_check():
     """miles reads each as a UUID, and the location as made of it."""
     api = build_api(entry(A), services={"dialect": "sglang"})
-    status, told, headers = await call(api, "POST", "/workers", {"url": C})
-    name = told["worker_id"]
-    assert (status, told["url"]) == (202, C)
+    status, body, headers = await call(api, "POST", "/workers", {"url": C})
+    name = body["worker_id"]
+    assert (status, body["url"]) == (202, C)
     assert str(UUID(name)) == name
-    assert told["location"] == headers["Location"] == f"/workers/{name}"
+    assert body["location"] == headers["Location"] == f"/workers/{name}"
     listed = (await call(api, "GET", "/workers"))[1]["workers"]
     assert {each["id"] for each in listed if each["url"] == C} == {name}
     assert len({UUID(each["id"]) for each in listed}) == 2

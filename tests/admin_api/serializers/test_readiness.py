@@ -8,7 +8,7 @@ PAUSE = PauseRecord(
     at="2026-11-21T05:44:28+00:00", by="trainer from 10.0.0.3", path="/pause_generation",
     mode="retract",
 )  # fmt: skip
-TOLD = {"at": PAUSE.at, "by": PAUSE.by, "path": PAUSE.path, "mode": "retract"}
+PAUSED = {"at": PAUSE.at, "by": PAUSE.by, "path": PAUSE.path, "mode": "retract"}
 
 
 async def get(api, path):
@@ -27,10 +27,10 @@ def paused():
 
 
 async def test_a_paused_fleet_is_not_ready_and_names_the_resume_command(paused):
-    status, told = await get(paused, "/ready")
-    assert (status, told["status"], told["reason"]) == (503, "not_ready", "paused")
-    assert "omni-proxy weights continue" in told["message"]
-    assert PAUSE.at in told["message"]
+    status, body = await get(paused, "/ready")
+    assert (status, body["status"], body["reason"]) == (503, "not_ready", "paused")
+    assert "omni-proxy weights continue" in body["message"]
+    assert PAUSE.at in body["message"]
     assert (await get(paused, "/readiness"))[0] == 503
     assert (await get(paused, "/health"))[0] == 200
 
@@ -38,11 +38,11 @@ async def test_a_paused_fleet_is_not_ready_and_names_the_resume_command(paused):
 async def test_every_page_for_programs_reports_the_pause(paused):
     _, status = await get(paused, "/status")
     assert (status["ready"], status["reason"]) == (False, "paused")
-    assert status["paused"] == {A: TOLD, B: TOLD}
+    assert status["paused"] == {A: PAUSED, B: PAUSED}
     _, feed = await get(paused, "/feed?once=true")
     assert (feed["ready"], feed["reason"]) == (False, "paused")
-    assert [row["paused"] for row in feed["fleet"]] == [TOLD, TOLD]
-    assert (await get(paused, "/weights"))[1]["paused"] == {A: TOLD, B: TOLD}
+    assert [row["paused"] for row in feed["fleet"]] == [PAUSED, PAUSED]
+    assert (await get(paused, "/weights"))[1]["paused"] == {A: PAUSED, B: PAUSED}
     metrics = await (await paused.client().get("/metrics")).get_data(as_text=True)
     assert "omni_proxy_ready 0.0" in metrics
     assert "omni_proxy_workers_paused 2.0" in metrics
@@ -54,7 +54,7 @@ async def test_one_resumed_worker_makes_it_ready(paused):
     assert paused.operations.journal.forget_pauses([A])
     assert (await get(paused, "/ready"))[0] == 200
     _, feed = await get(paused, "/feed?once=true")
-    assert [row["paused"] for row in feed["fleet"]] == [None, TOLD]
+    assert [row["paused"] for row in feed["fleet"]] == [None, PAUSED]
 
 
 async def test_workers_that_are_held_for_the_pause_are_reported_alike():
@@ -63,8 +63,8 @@ async def test_workers_that_are_held_for_the_pause_are_reported_alike():
     api.operations.journal.record_pause(A, PAUSE)
     api.operations.journal.cordon_paused(A)
     assert (await get(api, "/ready"))[1]["reason"] == "paused"
-    _, told = await get(api, "/workers")
-    why = told["workers"][0]["why"]
+    _, body = await get(api, "/workers")
+    why = body["workers"][0]["why"]
     assert why.startswith(f"paused since {PAUSE.at} by trainer from 10.0.0.3")
     assert "omni-proxy weights continue" in why
 
@@ -79,15 +79,15 @@ async def test_without_a_key_the_origin_of_a_pause_is_hidden(paused):
     keyed = build_api(entry(A), admin=AdminConfig(api_key="sesame"))
     keyed.healthy(A)
     keyed.operations.journal.record_pause(A, PAUSE)
-    _, told = await get(keyed, "/ready")
-    assert told["reason"] == "paused"
-    assert "10.0.0.3" not in str(told)
+    _, body = await get(keyed, "/ready")
+    assert body["reason"] == "paused"
+    assert "10.0.0.3" not in str(body)
     keyed.operations.journal.cordon_paused(A)
     paths = ("/workers", f"/workers/{keyed.worker().id}")
     for path in paths:
-        _, told = await get(keyed, path)
-        assert "paused" in str(told)
-        assert "10.0.0.3" not in str(told)
+        _, body = await get(keyed, path)
+        assert "paused" in str(body)
+        assert "10.0.0.3" not in str(body)
     for path in paths:
         bearer = {"Authorization": "Bearer sesame"}
         whole = await keyed.client().get(path, headers=bearer)

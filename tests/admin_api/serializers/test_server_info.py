@@ -9,8 +9,8 @@ from tests.admin_api.api_fixture import A, B, build_api, entry
 
 async def merged(*infos, **fields):
     workers = build_api(entry(A), entry(B)).fleet.workers
-    told = zip(workers, infos, strict=True)
-    outcomes = [CallResult(w, 200, json.dumps(info).encode(), "", 0.0) for w, info in told]
+    reported = zip(workers, infos, strict=True)
+    outcomes = [CallResult(w, 200, json.dumps(info).encode(), "", 0.0) for w, info in reported]
     return await merge_server_info(outcomes, **fields)
 
 
@@ -22,7 +22,7 @@ async def test_ranks_are_added_and_what_differs_is_not_reported():
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "expected"),
+    ("name", "reported", "expected"),
     [
         ("disable_radix_cache", (True, True), True),
         ("disable_radix_cache", (True, False), False),
@@ -35,8 +35,8 @@ async def test_ranks_are_added_and_what_differs_is_not_reported():
         ("fp8_kv_cache_static_scales", (False, False), False),
     ],
 )
-async def test_merged_flags_take_the_most_careful_value(name, told, expected):
-    infos = [{} if value is None else {name: value} for value in told]
+async def test_merged_flags_take_the_most_careful_value(name, reported, expected):
+    infos = [{} if value is None else {name: value} for value in reported]
     assert (await merged(*infos)).get(name) is expected
 
 
@@ -60,11 +60,11 @@ async def test_what_has_more_fields_than_any_engine_is_no_info():
 
 
 async def test_the_keys_of_an_engine_are_not_reported():
-    told = {
+    reported = {
         "api_key": "s3cret", "admin_api_key": None, "tp_size": 1,
         "internal_states": [{"api_key": "s3cret", "x": 1}, "odd"],
     }  # fmt: skip
-    found = await merged(told, told)
+    found = await merged(reported, reported)
     assert "s3cret" not in json.dumps(found)
     assert (found["api_key"], found["admin_api_key"]) == ("***", None)
     assert found["workers"][0]["info"]["internal_states"] == [{"api_key": "***", "x": 1}, "odd"]

@@ -40,9 +40,10 @@ def test_a_file_with_another_error_still_gives_the_address(place, tmp_path, caps
     file.write_text(text)
     found = place("--config", file)
     assert (found.url, found.key) == ("http://10.0.0.7:8123", "sesame")
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert re.fullmatch(
-        rf"warning: {re.escape(str(file))}.*: .*; the running proxy keeps its configuration\n", said
+        rf"warning: {re.escape(str(file))}.*: .*; the running proxy keeps its configuration\n",
+        output,
     )
 
 
@@ -105,9 +106,9 @@ def test_commands_work_while_the_file_is_broken(proxy, tmp_path, capsys, command
         "workers": [], "uncertain": {}, "journal": {"error": None}, "history": [],
     })  # fmt: skip
     assert main([*command, "--config", str(file)]) == 0
-    said = capsys.readouterr().err
-    assert said.count("warning: ") == 1
-    assert "routing.polcy: unknown key" in said
+    output = capsys.readouterr().err
+    assert output.count("warning: ") == 1
+    assert "routing.polcy: unknown key" in output
 
 
 def test_logs_of_a_broken_file_are_those_of_the_running_proxy(proxy, tmp_path, capsys):

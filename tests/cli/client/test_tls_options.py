@@ -107,7 +107,7 @@ def test_an_invalid_client_certificate_prevents_any_call(place):
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("message", "words"),
     [
         ("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1)", "does not use TLS"),
         ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: Hostname mismatch, "
@@ -119,5 +119,5 @@ def test_an_invalid_client_certificate_prevents_any_call(place):
         ("Connection refused", "^$"),
     ],
 )  # fmt: skip
-def test_openssl_errors_are_reported_with_a_remedy(said, words):
-    assert re.search(words, explain_tls_error("https://h", said, ClientCert()))
+def test_openssl_errors_are_reported_with_a_remedy(message, words):
+    assert re.search(words, explain_tls_error("https://h", message, ClientCert()))

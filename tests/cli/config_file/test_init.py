@@ -104,9 +104,9 @@ def test_an_invalid_answer_is_asked_for_again_with_the_reason(file, answers, cap
     asked = answers("ftp://a", "http://a:1", "cash_aware", "", "", "99999", "1", "")
     assert main(["init", str(file)]) == 0
     assert len(asked) == 8
-    told = capsys.readouterr().err
-    assert "99999" in told
-    assert "cash_aware" in told
+    output = capsys.readouterr().err
+    assert "99999" in output
+    assert "cash_aware" in output
 
 
 @pytest.mark.parametrize(

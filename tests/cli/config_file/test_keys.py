@@ -76,13 +76,13 @@ def test_stdin_without_one_key_is_a_usage_error_that_does_not_repeat_it(run, key
         ("server-key", "[server] api_key: all model routes; no limits"),
     ],
 )
-def test_the_owner_of_a_key_is_told_with_what_it_may_do(run, config, key, owner):
+def test_the_owner_of_a_key_is_shown_with_what_it_may_do(run, config, key, owner):
     status, out, _ = run("check", "--config", config, key=key)
     assert status == 0
     assert out.startswith(owner)
     assert key not in out
-    told = json.loads(run("check", "--config", config, "--json", key=key)[1])
-    assert told["owners"][0]["table"] == owner.split()[0]
+    body = json.loads(run("check", "--config", config, "--json", key=key)[1])
+    assert body["owners"][0]["table"] == owner.split()[0]
 
 
 def test_a_key_of_nobody_is_status_1(run, config):

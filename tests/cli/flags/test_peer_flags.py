@@ -195,12 +195,12 @@ def test_what_is_not_served_is_refused_with_what_to_use_instead(started, capsys,
     with pytest.raises(SystemExit) as ended:
         main_router(words.split())
     assert ended.value.code == 2
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for flag in (word for word in words.split() if word.startswith("--")):
-        assert explain_missing_flag(flag) in said
-    assert "did you mean" not in said
-    assert said.startswith("usage: omni-proxy launch-router")
-    assert len(said.splitlines()) == 3
+        assert explain_missing_flag(flag) in output
+    assert "did you mean" not in output
+    assert output.startswith("usage: omni-proxy launch-router")
+    assert len(output.splitlines()) == 3
 
 
 def test_a_family_is_reported_by_its_beginning():
@@ -244,9 +244,9 @@ def test_flags_that_change_nothing_stand_in_no_help(capsys):
     for parser in (router_parser(), launch_parser(tuple(ENGINES))):
         with pytest.raises(SystemExit):
             parser.parse_args(["--help"])
-        said = capsys.readouterr().out
-        assert "==SUPPRESS==" not in said
-        assert "jitter" not in said
+        output = capsys.readouterr().out
+        assert "==SUPPRESS==" not in output
+        assert "jitter" not in output
 
 
 def test_each_warning_is_in_the_log(started, monkeypatch, caplog, tmp_path):

@@ -20,20 +20,20 @@ def refused(capsys, parser, *words):
 
 
 def test_a_near_miss_is_reported_the_flag_that_was_meant(capsys):
-    said = refused(capsys, serve_parser(), "--prot", "8080")
-    assert said == ["unrecognized arguments: --prot 8080", "  --prot: did you mean `--port`?"]
+    output = refused(capsys, serve_parser(), "--prot", "8080")
+    assert output == ["unrecognized arguments: --prot 8080", "  --prot: did you mean `--port`?"]
 
 
 def test_a_word_that_resembles_nothing_gets_no_advice(capsys):
-    said = refused(capsys, router_parser(), "--zzz", "extra")
-    assert said == ["unrecognized arguments: --zzz extra"]
+    output = refused(capsys, router_parser(), "--zzz", "extra")
+    assert output == ["unrecognized arguments: --zzz extra"]
 
 
 @pytest.mark.parametrize("flag", THEIRS)
 def test_another_routers_flag_is_reported_by_what_is_here_with_its_value_or_without(capsys, flag):
     for words in ([flag, "3"], [f"{flag}=3"]):
-        said = refused(capsys, router_parser(), *words)
-        assert said[1:] == [f"  {flag}: use {THEIRS[flag]} (docs/migration.md)"]
+        output = refused(capsys, router_parser(), *words)
+        assert output[1:] == [f"  {flag}: use {THEIRS[flag]} (docs/migration.md)"]
 
 
 def test_no_flag_of_ours_is_called_a_strangers():
@@ -42,7 +42,7 @@ def test_no_flag_of_ours_is_called_a_strangers():
 
 
 def test_hints_for_flags_of_other_routers_name_existing_flags():
-    named = {name for said in THEIRS.values() for name in re.findall(r"--[a-z-]+", said)}
+    named = {name for output in THEIRS.values() for name in re.findall(r"--[a-z-]+", output)}
     assert named <= {*FLAGS, "--engine"}
 
 

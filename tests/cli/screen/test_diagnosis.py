@@ -34,8 +34,8 @@ def test_a_worker_is_slow_beside_the_others_of_its_model():
         ("slow", "slow"),
         ("well", "ok"),
     ]
-    said = diagnose(feed_of(feed(*rows, slow)))[slow["id"]].problem
-    assert said == "is slow: first chunk after 250 ms, the others' after 100 ms"
+    output = diagnose(feed_of(feed(*rows, slow)))[slow["id"]].problem
+    assert output == "is slow: first chunk after 250 ms, the others' after 100 ms"
 
 
 def test_of_two_the_slower_one_is_slow_and_a_few_ms_are_no_matter():
@@ -117,8 +117,8 @@ def test_a_reload_is_reported_with_what_it_changed():
         "workers": {"added": ["http://b"], "removed": [], "changed": {}},
     }
     at = "2026-11-21T18:55:00+00:00"
-    told = {"outcome": "applied", "source": "file", "at": at, "diff": diff}
-    assert describe_reload(told, parse_time(AT)) == (
+    reported = {"outcome": "applied", "source": "file", "at": at, "diff": diff}
+    assert describe_reload(reported, parse_time(AT)) == (
         "applied by file, 5 min ago: routing.policy random -> least_request; x 1 -> 2; y 1 -> 2; "
         "1 more"
     )
@@ -134,8 +134,8 @@ def test_a_refused_file_is_reported_with_its_first_problem():
     first = {"path": "server.prot", "line": 2, "reason": "unknown key", "hint": hint}
     problems = [first, {"path": "x"}]
     error = {"message": "m", "file": "p.toml", "problems": problems}
-    told = {"outcome": "refused", "source": "SIGHUP", "at": AT, "error": error}
-    assert describe_reload(told, parse_time(AT)) == (
+    reported = {"outcome": "refused", "source": "SIGHUP", "at": AT, "error": error}
+    assert describe_reload(reported, parse_time(AT)) == (
         "refused by SIGHUP, 0 s ago; the previous configuration stays: "
         "p.toml line 2 server.prot: unknown key; did you mean `port`? (and 1 more)"
     )
@@ -153,8 +153,8 @@ SYNC = {
 
 
 def test_a_sync_is_shown_with_owner_step_and_pending_members():
-    told = describe_weights(feed_of(feed(weights={"sync": SYNC})))
-    assert told == (
+    reported = describe_weights(feed_of(feed(weights={"sync": SYNC})))
+    assert reported == (
         "sync: g at h:1 of trl, committing for 3 s, begun 12 s ago, waiting for http://b"
     )
     armed = SYNC | {"state": "armed", "members": [{"member": "http://a", "progress": "idle"}]}
@@ -176,8 +176,8 @@ def test_weights_are_reported_by_their_versions():
 
 @settings(max_examples=examples(50))
 @given(FEEDS)
-def test_any_feed_can_be_diagnosed(told):
-    picture = read_feed(json.dumps(told))
+def test_any_feed_can_be_diagnosed(reported):
+    picture = read_feed(json.dumps(reported))
     verdicts = diagnose(picture)
     assert len(sort_by_urgency(picture, verdicts)) == len(picture.fleet)
     for words in (

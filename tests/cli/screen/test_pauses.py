@@ -33,20 +33,20 @@ def test_workers_that_share_a_pause_share_a_line():
 def test_a_paused_fleet_is_shown_and_exits_with_1(proxy, capsys):
     proxy.says["/feed"] = (200, ALL)
     assert main(["status", "--url", proxy.url]) == 1
-    said = capsys.readouterr().out
-    lines = said.splitlines()
+    output = capsys.readouterr().out
+    lines = output.splitlines()
     assert lines[0] == f"omni-proxy 0.1.0 at {proxy.url}: NOT READY: PAUSED"
     assert "workers   0 of 2 take requests; 2 PAUSED" in lines
-    assert LINE in " ".join(said.split())
+    assert LINE in " ".join(output.split())
     assert [line.split()[1] for line in lines if line.startswith(("a:1", "b:1"))] == ["PAUSED"] * 2
 
 
 def test_a_pause_of_some_is_reported_a_proxy_that_is_ready(proxy, capsys):
     proxy.says["/feed"] = (200, feed(row("a:1"), row("b:1", paused=PAUSED)))
     assert main(["status", "--url", proxy.url]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "1 of 2 take requests; 1 PAUSED" in said
-    assert "1 of 2 workers, end it with: omni-proxy weights continue; paused for 12 min" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 take requests; 1 PAUSED" in output
+    assert "1 of 2 workers, end it with: omni-proxy weights continue; paused for 12 min" in output
 
 
 def test_top_shows_it_above_the_fleet_and_beside_each_row():
@@ -65,13 +65,13 @@ def test_it_needs_a_look_before_all_else():
 def test_weights_status_names_it(proxy, capsys):
     worker = {"worker": "http://a:1", "weight_version": "v", "weight_epoch": 1,
               "routable": True, "held_by": []}  # fmt: skip
-    told = {
+    reported = {
         "operation": None, "waiting": [], "weight_epoch": 1, "weight_version": "v",
         "workers": [worker], "uncertain": {}, "journal": {"error": None}, "history": [],
         "paused": {"http://a:1": {**PAUSED, "at": None}},
     }  # fmt: skip
-    proxy.says["/weights"] = (200, told)
+    proxy.says["/weights"] = (200, reported)
     assert main(["weights", "status", "--url", proxy.url]) == 0
-    said = capsys.readouterr().out
-    assert "PAUSED: 1 of 1 workers, end it" in said
-    assert "omni-proxy weights continue; paused by trainer from 10.0.0.3" in said
+    output = capsys.readouterr().out
+    assert "PAUSED: 1 of 1 workers, end it" in output
+    assert "omni-proxy weights continue; paused by trainer from 10.0.0.3" in output

@@ -94,7 +94,7 @@ def test_a_moment_without_its_zone_is_none():
 
 
 def test_reasons_lose_what_stands_beside_them_anyway():
-    told = "[Errno 111] Error connecting to ('127.0.0.1', 1): Connection refused"
-    assert strip_noise(told) == "Connection refused"
+    reported = "[Errno 111] Error connecting to ('127.0.0.1', 1): Connection refused"
+    assert strip_noise(reported) == "Connection refused"
     assert strip_noise("[Errno -2] Name unknown") == "Name unknown"
     assert strip_noise("status 500") == "status 500"

@@ -185,8 +185,8 @@ def test_a_spark_line_has_a_bar_for_each_value():
     FEEDS, st.integers(1, 120), st.one_of(st.none(), st.integers(1, 50)),
     st.lists(st.sampled_from(("down", "up", "d", "o", "right", "r", "end", "/", "?", "x"))),
 )  # fmt: skip
-def test_any_feed_renders_to_a_frame_that_fits(told, width, height, keys):
-    lines = drawn(read_feed(json.dumps(told)), width, height, keys)
+def test_any_feed_renders_to_a_frame_that_fits(reported, width, height, keys):
+    lines = drawn(read_feed(json.dumps(reported)), width, height, keys)
     assert height is None or len(lines) == height
     for line in lines:
         assert line.isprintable()

@@ -96,8 +96,8 @@ def test_a_search_finds_models_and_states_and_lasts_over_snapshots():
     view.show(feed_of(feed(*rows, row("c:1", routable=False, health="dead"))))
     assert names(view) == ["b:1", "c:1"]
     for key in ("escape", "/", *"QWE", "escape", "q"):
-        told = view.press(key)
-    assert told == QUIT
+        reported = view.press(key)
+    assert reported == QUIT
 
 
 def test_help_is_closed_by_any_key_which_does_nothing_else(three):

@@ -79,8 +79,8 @@ def listeners(tmp_path):
         yield {name: stack.enter_context(each) for name, each in sockets.items()}
 
 
-def course(listeners, told, *, short):
-    connector, (server, routing), at_once, ids, steps = told
+def course(listeners, reported, *, short):
+    connector, (server, routing), at_once, ids, steps = reported
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "MAX_PENDING_WRITERS", 1 if at_once else stream.MAX_PENDING_WRITERS)
         made = world_of(connector)(listeners, configured(server, routing), short=short)
@@ -104,8 +104,8 @@ def course(listeners, told, *, short):
         st.lists(STEPS, min_size=4, max_size=16),
     )
 )
-def test_pairs_on_the_fast_path_have_the_results_of_the_driver(listeners, told):
-    long, short = (course(listeners, told, short=short) for short in (False, True))
+def test_pairs_on_the_fast_path_have_the_results_of_the_driver(listeners, reported):
+    long, short = (course(listeners, reported, short=short) for short in (False, True))
     for theirs, ours in zip(long.seen, short.seen, strict=True):
         assert ours == theirs
     assert long.world.began == 0

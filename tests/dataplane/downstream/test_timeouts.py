@@ -23,7 +23,7 @@ def runs_out(dataplane, phase, secs):
     assert dataplane.phases != [phase]
 
 
-def told(client, status, code):
+def expect_local_reply(client, status, code):
     answer, _ = received(client)
     assert answer.startswith(b"HTTP/1.1 %d " % status)
     assert b'"code":"%b"' % code.encode() in answer
@@ -45,7 +45,7 @@ def test_client_head_secs_counts_from_the_first_byte_and_ends_with_408(manual_lo
     dataplane.wait(9)
     dataplane.tell(client, b"TP/1.1\r\n")  # a byte now and then does not stretch it
     runs_out(dataplane, "head", 1)
-    told(client, 408, "head_timeout")
+    expect_local_reply(client, 408, "head_timeout")
     assert dataplane.phases == ["linger"]
     dataplane.wait(2.1)
     assert dataplane.phases == []
@@ -58,7 +58,7 @@ def test_client_body_secs_is_the_longest_pause_and_ends_with_408(manual_loop):
     dataplane.wait(59)
     dataplane.tell(client, bytes(100))
     runs_out(dataplane, "body", 60)
-    told(client, 408, "body_timeout")
+    expect_local_reply(client, 408, "body_timeout")
     assert dataplane.log == []  # it is still read on for a moment
     client.close()
     dataplane.turn()
@@ -74,7 +74,7 @@ def test_connect_secs_ends_with_502(manual_loop):
         filler.connect_ex(dataplane.listener.getsockname())
     client = dataplane.client(chat())
     runs_out(dataplane, "dial", 5)
-    told(client, 502, "connect_failure")
+    expect_local_reply(client, 502, "connect_failure")
     for filler in fillers:
         filler.close()
 
@@ -84,7 +84,7 @@ def test_response_head_secs_ends_with_504(manual_loop):
     client = dataplane.client(chat())
     dataplane.worker()
     runs_out(dataplane, "wait", 600)
-    told(client, 504, "response_timeout")
+    expect_local_reply(client, 504, "response_timeout")
     assert dataplane.phases == ["idle"]  # and the connection goes on
 
 
@@ -110,7 +110,7 @@ def test_response_head_secs_does_not_run_out_while_the_worker_takes_the_request(
             loop._run_batch(loop._epoll.poll(0))
     dataplane.turn()
     dataplane.wait(600 + JUST_AFTER)
-    told(client, 504, "response_timeout")
+    expect_local_reply(client, 504, "response_timeout")
 
 
 def test_first_byte_secs_ends_abnormally_with_an_error_event(manual_loop):
@@ -173,7 +173,7 @@ def test_request_timeout_secs_ends_with_504_before_the_answer(manual_loop):
     client = dataplane.client(chat())
     dataplane.worker()
     runs_out(dataplane, "wait", 1800)
-    told(client, 504, "response_timeout")
+    expect_local_reply(client, 504, "response_timeout")
 
 
 def test_request_timeout_secs_cuts_an_answer_that_has_begun(manual_loop):

@@ -96,7 +96,7 @@ def test_admin_routes_get_the_listener_from_the_proxy_only(manual_loop, front):
     near, _ = front.accept()
     with near:
         fields = near.recv(65536).lower().split(b"\r\n")
-        told = [line for line in fields if line.startswith(b"x-omni-received")]
-        assert len(told) == 1
-        assert told[0].endswith(b" http evil.example:1")
+        reported = [line for line in fields if line.startswith(b"x-omni-received")]
+        assert len(reported) == 1
+        assert reported[0].endswith(b" http evil.example:1")
     dataplane.dataplane.pools.admin_api.close()

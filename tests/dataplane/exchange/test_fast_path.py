@@ -131,10 +131,10 @@ def test_diagnostic_fields_of_a_worker_are_dropped():
 
 
 def test_the_tokens_that_a_response_reports_are_counted(listeners):
-    told = b'{"usage": {"prompt_tokens": 7, "completion_tokens": 5}}'
+    reported = b'{"usage": {"prompt_tokens": 7, "completion_tokens": 5}}'
 
     def script(world, client):
-        for text in (told, told, b"{}"):
+        for text in (reported, reported, b"{}"):
             world.ask(client, chat_request())
             world.answer(WHOLE[:-6].replace(b": 2", b": %d" % len(text)) + b"\r\n\r\n" + text)
 
@@ -297,7 +297,7 @@ def test_a_key_of_the_workers_own_is_sent(listeners, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     [
         WHOLE.replace(b"200 OK", b"404 Not Found"),
         *[WHOLE.replace(b"200 OK", b"%d Oh" % status) for status in (500, 502, 503, 504)],
@@ -305,13 +305,15 @@ def test_a_key_of_the_workers_own_is_sent(listeners, monkeypatch):
         WHOLE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"),
         WHOLE.replace(b"\r\n\r\n", b"\r\ndate: now\r\n\r\n"),
     ],
-    ids=lambda told: told[9:12].decode() + told[31:48].decode() + told[60:75].decode(),
+    ids=lambda reported: (
+        reported[9:12].decode() + reported[31:48].decode() + reported[60:75].decode()
+    ),
 )
-def test_a_repeated_response_is_relayed_like_the_first(listeners, told):
+def test_a_repeated_response_is_relayed_like_the_first(listeners, reported):
     def script(world, client):
         for _ in range(8):
             world.ask(client, chat_request())
-            world.answer(told)
+            world.answer(reported)
 
     config = "[routing]\nmax_total_retries = 1\nmax_worker_retries = 0\n[health]\n"
     run_fast_and_slow(
@@ -319,11 +321,11 @@ def test_a_repeated_response_is_relayed_like_the_first(listeners, told):
     )
 
 
-@pytest.mark.parametrize("said", [1, 3], ids=["less", "more"])
-def test_a_response_of_another_length_than_declared(listeners, said):
+@pytest.mark.parametrize("message", [1, 3], ids=["less", "more"])
+def test_a_response_of_another_length_than_declared(listeners, message):
     def script(world, client):
         send_request(world, client)
-        world.answer(WHOLE.replace(b": 2", b": %d" % said), b" ")
+        world.answer(WHOLE.replace(b": 2", b": %d" % message), b" ")
         world.more()
         exchange_once(world, client)
 
@@ -335,8 +337,8 @@ def test_the_ids_of_clients_are_kept(listeners):
         for number in range(6):
             send_request(world, client, chat_request(request_id=b"id-%d" % number))
             world.answer(WHOLE)
-        told = [each["request_id"] for each in world.log[-6:]]
-        assert told == [f"id-{number}" for number in range(6)]
+        reported = [each["request_id"] for each in world.log[-6:]]
+        assert reported == [f"id-{number}" for number in range(6)]
 
     assert run_fast_and_slow(listeners, script, began=4, handed_over=0).began >= 4
 

@@ -21,8 +21,8 @@ CLOSES = None
 
 
 def counted(status=b"200 OK", body=b"{}", *, fields=b"", length=None):
-    said = len(body) if length is None else length
-    return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n\r\n%b" % (status, fields, said, body)
+    output = len(body) if length is None else length
+    return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n\r\n%b" % (status, fields, output, body)
 
 
 PLANS = st.sampled_from(
@@ -193,8 +193,10 @@ class Course:
     def like(self, who, request):
         request_id, body = request
         fields = () if self.traces is None else (b"CF-Ray: %d-abc" % next(self.traces), b"a: b")
-        told = chat_request(request_id=request_id if self.ids else b"", body=body, fields=fields)
-        self.world.ask(self.world.clients[who], told)
+        reported = chat_request(
+            request_id=request_id if self.ids else b"", body=body, fields=fields
+        )
+        self.world.ask(self.world.clients[who], reported)
 
     def exchange(self, who, request, plan):
         self.like(who, request)
@@ -271,8 +273,8 @@ def listeners(tmp_path):
         yield {name: stack.enter_context(each) for name, each in worker_sockets(tmp_path).items()}
 
 
-def course(listeners, told, *, short):
-    (server, routing), (slow, at_once, ids, traced), steps = told
+def course(listeners, reported, *, short):
+    (server, routing), (slow, at_once, ids, traced), steps = reported
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "MAX_PENDING_WRITERS", 1 if at_once else stream.MAX_PENDING_WRITERS)
         patch.setenv("KEY_OF_A_WORKER", "secret")
@@ -294,8 +296,8 @@ def course(listeners, told, *, short):
         st.lists(STEPS, min_size=4, max_size=20),
     )
 )
-def test_the_fast_path_has_the_results_of_the_slow_path(listeners, told):
-    long, short = (course(listeners, told, short=short) for short in (False, True))
+def test_the_fast_path_has_the_results_of_the_slow_path(listeners, reported):
+    long, short = (course(listeners, reported, short=short) for short in (False, True))
     for theirs, ours in zip(long.seen, short.seen, strict=True):
         assert ours == theirs
     assert long.world.began == 0

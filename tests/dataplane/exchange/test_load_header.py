@@ -72,17 +72,17 @@ def test_a_worker_that_reports_too_much_gets_no_request_until_it_is_old(listener
 
 @pytest.mark.parametrize("asked", [b"TEXT", b"JSON"])
 def test_a_client_that_asks_gets_the_load_in_its_own_format(listeners, asked):
-    told = b"TEXT named_metrics.num_requests_waiting=9.0, named_metrics.kv_cache_usage_perc=0.1"
+    reported = b"TEXT named_metrics.num_requests_waiting=9.0, named_metrics.kv_cache_usage_perc=0.1"
     field = b"Endpoint-Load-Metrics-Format: " + asked
 
     def script(world, client):
         for _ in range(4):
             world.ask(client, chat_request(fields=(field,)))
-            world.answer(answer_with(told))
+            world.answer(answer_with(reported))
 
     world = run_fast_and_slow(listeners, script, ON, began=0, handed_over=0)
     got = world.clients[0].came
-    assert got.count(b"endpoint-load-metrics: " + told + b"\r\n") == 4
+    assert got.count(b"endpoint-load-metrics: " + reported + b"\r\n") == 4
     sent = b"".join(end.came for end in world.lines)
     assert sent.count(field) == 4
     assert sent.lower().count(b"endpoint-load-metrics-format") == sent.count(b"POST ")

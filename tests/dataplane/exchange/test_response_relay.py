@@ -123,8 +123,8 @@ def test_no_error_event_is_put_into_half_a_chunk(manual_loop, half):
 @pytest.mark.parametrize("half", [b"d\r\ndata: he", b"d\r\ndata: hello\n\n"])
 def test_a_client_that_gets_no_chunks_has_a_place_for_it_at_any_time(manual_loop, half):
     body, end = broken_stream(manual_loop, OLD, EVENT, half, b"\0\r\r\r" + b"x" * 20)
-    told = b"data: hello\n\n" + half[3:]
-    assert body.startswith(told + b"\n\ndata: {")
+    reported = b"data: hello\n\n" + half[3:]
+    assert body.startswith(reported + b"\n\ndata: {")
     assert FAILED in body
     assert end == "closed"
 

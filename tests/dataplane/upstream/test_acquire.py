@@ -54,9 +54,9 @@ async def test_a_slot_that_another_process_acquired_is_released_and_another_acqu
 async def test_losing_every_race_for_a_slot_acquires_nothing_and_is_503(dataplane):
     asked = quicker(dataplane.fleet, CHOICES)
     mine = request()
-    with pytest.raises(HttpError, match="at its limit a moment ago") as told:
+    with pytest.raises(HttpError, match="at its limit a moment ago") as reported:
         dataplane.balancer.acquire(mine)
-    assert told.value.code == "all_full"
+    assert reported.value.code == "all_full"
     assert len(asked) == CHOICES
     assert [(w.in_flight, w.peak_in_flight) for w in dataplane.fleet.workers] == [(0, 0)] * 2
     assert (mine.worker, mine.attempts) == (None, 0)

@@ -65,9 +65,9 @@ def test_a_worker_that_floods_interim_answers_is_given_up(dataplane, monkeypatch
     for _ in range(1 + 2 * INTERIM_HEADS // at_once):
         with contextlib.suppress(OSError):  # it was given up
             dataplane.tell(worker, INTERIM * at_once)
-    told, _ = received(client)
-    assert told.startswith(b"HTTP/1.1 502 ")
-    assert b"interim heads" in told
+    output, _ = received(client)
+    assert output.startswith(b"HTTP/1.1 502 ")
+    assert b"interim heads" in output
     assert len(read) <= INTERIM_HEADS + at_once % INTERIM_HEADS + 1
     assert dataplane.log[-1]["status"] == 502
 

@@ -112,7 +112,7 @@ async def test_a_handshake_that_is_never_answered_fails_after_the_health_timeout
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "failures", "told"),
+    ("message", "code", "failures", "reported"),
     [
         ([], 1000, 1, True),
         ([], 1011, 1, True),
@@ -123,10 +123,10 @@ async def test_a_handshake_that_is_never_answered_fails_after_the_health_timeout
         ([DONE], 4001, 0, False),
     ],
 )
-async def test_what_the_workers_close_means_for_its_health(said, code, failures, told):
+async def test_what_the_workers_close_means_for_its_health(message, code, failures, reported):
     async def leave(socket):
         await socket.text()
-        for text in said:
+        for text in message:
             await socket.say(text)
         await socket.close(code, "so it is")
         await socket.event()
@@ -134,9 +134,9 @@ async def test_what_the_workers_close_means_for_its_health(said, code, failures,
     async with running(Worker(leave)) as setting:
         async with setting.client() as client:
             await client.say(CONFIG)
-            for text in said:
+            for text in message:
                 assert await client.text() == text
-            if told:
+            if reported:
                 error = await client.error()
                 assert error["message"] == "upstream WebSocket closed before session.done"
                 assert (error["code"], error["error_type"]) == (502, "upstream_error")
@@ -144,7 +144,7 @@ async def test_what_the_workers_close_means_for_its_health(said, code, failures,
             await client.close()
         await setting.settled()
         assert setting.machine().consecutive_failures == failures
-        assert setting.counts() == ((1, 0) if DONE in said else (0, 1))
+        assert setting.counts() == ((1, 0) if DONE in message else (0, 1))
 
 
 async def test_a_worker_that_breaks_off_is_an_upstream_failure():

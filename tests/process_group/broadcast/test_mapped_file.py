@@ -54,8 +54,8 @@ def test_a_full_disk_is_refused_with_the_numbers(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.os, "posix_fallocate", full)
     files = len(os.listdir("/proc/self/fd"))
-    said = rf"need 8192 bytes of {path}, and {tmp_path} has room for \d+ more \(No space left"
-    with pytest.raises(GroupError, match=said):
+    output = rf"need 8192 bytes of {path}, and {tmp_path} has room for \d+ more \(No space left"
+    with pytest.raises(GroupError, match=output):
         open_for_receive(FileRegion(str(path), (0,)), (plan(8192),))
     assert len(os.listdir("/proc/self/fd")) == files
 

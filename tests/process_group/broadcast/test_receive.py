@@ -137,7 +137,7 @@ def test_memory_is_reused_once_no_view_is_left(groups, trainer):
 
 
 @pytest.mark.parametrize(
-    ("specs", "load_format", "said"),
+    ("specs", "load_format", "message"),
     [
         ([], None, "no tensor"),
         ([("w", "complex64", [1])], None, "unknown dtype 'complex64'"),
@@ -147,9 +147,9 @@ def test_memory_is_reused_once_no_view_is_left(groups, trainer):
         ([("w", "float32", [1 << 60])], None, "larger than any memory"),
     ],
 )
-def test_what_is_refused_leaves_the_group_as_it_was(groups, trainer, specs, load_format, said):
+def test_what_is_refused_leaves_the_group_as_it_was(groups, trainer, specs, load_format, message):
     joined(groups, trainer)
-    with pytest.raises(GroupError, match=said) as refusal:
+    with pytest.raises(GroupError, match=message) as refusal:
         groups.receive("g", specs, load_format)
     assert not refusal.value.group_dropped
     sent, came = sent_and_received(groups, trainer, [("float32", [4], 1)])
@@ -188,8 +188,8 @@ def test_a_trainer_that_dies_before_its_first_byte_is_noticed(groups, pool):
         receive = threads.submit(groups.receive, "g", [("w", "float32", [8])])
         wait_until(lambda: groups.status()["groups"][0]["state"] == "receiving")
         trainer.kill()
-        said = r"the receive failed at tensor 'w', message 1 of 1: .*Connection (closed|reset)"
-        with pytest.raises(GroupError, match=said) as failure:
+        output = r"the receive failed at tensor 'w', message 1 of 1: .*Connection (closed|reset)"
+        with pytest.raises(GroupError, match=output) as failure:
             receive.result()
     assert failure.value.group_dropped
     with pytest.raises(GroupError, match=r"'g' is gone \(.*init_weights_update_group again"):

@@ -69,25 +69,27 @@ def test_lines_of_any_length_and_their_descriptors_arrive_in_order(channels):
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "message"),
     [
         (signal.SIGKILL, "the receiver process was ended by SIGKILL"),
         (signal.SIGABRT, "the receiver process was ended by SIGABRT"),
     ],
 )
-def test_callers_of_a_killed_child_get_the_reason(child, number, said):
+def test_callers_of_a_killed_child_get_the_reason(child, number, message):
     child.require_ready(60)
     heard = []
     child.subscribe(7, heard.append)
     os.kill(child.pid, signal.SIGSTOP)  # so that the answer can't be first
     os.kill(child.pid, number)
     os.kill(child.pid, signal.SIGCONT)
-    with pytest.raises(ChildEnded, match=said):
+    with pytest.raises(ChildEnded, match=message):
         child.call(CheckTrainer(child.next_number(), "g", False), 20)
     assert child.wait_reaped(10)
     child.subscribe(8, heard.append)
-    assert [str(each) for each in heard] == [child.end_reason, child.end_reason] == [said, said]
-    with pytest.raises(ChildEnded, match=said):
+    assert (
+        [str(each) for each in heard] == [child.end_reason, child.end_reason] == [message, message]
+    )
+    with pytest.raises(ChildEnded, match=message):
         child.require_ready(0)
 
 

@@ -47,9 +47,9 @@ class Fork:
 
     def status(self):
         (line,) = JsonSocket(self.events).lines()
-        told = msgspec.json.decode(line, type=ForkEvent)
-        assert isinstance(told, Exited)
-        return told.status
+        body = msgspec.json.decode(line, type=ForkEvent)
+        assert isinstance(body, Exited)
+        return body.status
 
     def close(self):
         self.wire.close()

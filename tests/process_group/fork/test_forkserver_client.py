@@ -119,7 +119,7 @@ def test_a_fork_server_that_cannot_start_is_a_group_error(fork_server, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("import sys; sys.exit('no module named torch')", "status 1: no module named torch"),
         (
@@ -129,12 +129,12 @@ def test_a_fork_server_that_cannot_start_is_a_group_error(fork_server, monkeypat
     ],
 )
 def test_a_failed_start_is_reported_with_the_end_of_its_stderr(
-    fork_server, monkeypatch, code, said
+    fork_server, monkeypatch, code, message
 ):
     files = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(module, "command", lambda number: [sys.executable, "-c", code, str(number)])
     child = ChildHandle(CONFIGURE, "unborn", fork_server)
-    with pytest.raises(ChildEnded, match=said):
+    with pytest.raises(ChildEnded, match=message):
         child.require_ready(20)
     assert child.wait_reaped(10)
     child._reader.join(30)

@@ -56,8 +56,8 @@ def speak(payload, emit_chunk, aborted):
         emit_chunk({"audio_data": audio, "sample_rate": rate})
     words = len(text.split())
     usage = {"prompt_tokens": words, "completion_tokens": 2 * words, "total_tokens": 3 * words}
-    told = {"audio_data": whole, "sample_rate": rate, "finish_reason": "stop"}
-    return told | {"usage": usage, "engine_time_s": 0.25}
+    reported = {"audio_data": whole, "sample_rate": rate, "finish_reason": "stop"}
+    return reported | {"usage": usage, "engine_time_s": 0.25}
 
 
 def hear(payload, emit_chunk, aborted):
@@ -78,8 +78,8 @@ def hear(payload, emit_chunk, aborted):
     emit_chunk({"text": " heard"})
     seconds = len(samples) / audio["sample_rate"]
     segments = [{"id": 7, "start": 0.0, "end": seconds, "text": f" {text} heard"}]
-    told = {"text": f"{text} heard", "language": "en", "segments": segments}
-    return told | ({} if "UNTIMED" in prompt else {"duration": seconds})
+    reported = {"text": f"{text} heard", "language": "en", "segments": segments}
+    return reported | ({} if "UNTIMED" in prompt else {"duration": seconds})
 
 
 def build_voice(name):

@@ -28,9 +28,9 @@ def references(value):
 
 def operations(document):
     return {
-        (method, path): told
+        (method, path): reported
         for path, methods in document["paths"].items()
-        for method, told in methods.items()
+        for method, reported in methods.items()
     }
 
 
@@ -65,7 +65,7 @@ async def test_it_is_sound_and_its_references_lead_somewhere(app):
         assert reference.rpartition("/")[2] in document["components"]["schemas"]
     found = list(schemathesis.openapi.from_dict(document).get_all_operations())
     assert [each for each in found if not hasattr(each, "ok")] == []
-    names = [told["operationId"] for told in operations(document).values()]
+    names = [reported["operationId"] for reported in operations(document).values()]
     assert len(set(names)) == len(names)
 
 
@@ -86,12 +86,12 @@ async def test_what_needs_the_key_is_what_refuses_without_one(world):
     closed = world.with_options(admin_api_key="k")
     app = _app(closed.client, {"model_name": "fake", "admin_api_key": "k"})
     closed.app = app
-    for (method, path), told in operations(description(app)).items():
+    for (method, path), reported in operations(description(app)).items():
         filled = path.replace("{request_id}", "x").replace("{name}", "x")
         if path in ("/health_generate", "/v1/audio/voices", "/v1/audio/voices/{name}"):
             continue  # they change state, or depend on this machine
         answer = await closed.call(method.upper(), filled, b"{}")
-        assert (answer.status_code == 401) == ("security" in told), (method, path)
+        assert (answer.status_code == 401) == ("security" in reported), (method, path)
 
 
 @pytest.mark.parametrize("path", ["/docs", "/docs/oauth2-redirect", "/redoc"])

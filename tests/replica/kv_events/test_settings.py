@@ -154,11 +154,11 @@ def test_what_was_opened_is_reported_as_each_engine_does():
             "topic": "",
         }
     }
-    told = sglang_source(stages)
-    assert (told["publisher"], told["endpoint_host"], told["endpoint_port_base"]) == (
+    reported = sglang_source(stages)
+    assert (reported["publisher"], reported["endpoint_host"], reported["endpoint_port_base"]) == (
         "zmq", "*", 40001,
     )  # fmt: skip
-    assert (told["block_size"], told["dp_size"]) == (16, 1)
+    assert (reported["block_size"], reported["dp_size"]) == (16, 1)
 
 
 def test_a_publisher_that_connects_is_no_port_to_connect_to():

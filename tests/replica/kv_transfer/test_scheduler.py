@@ -12,7 +12,7 @@ SCHEMA = json.dumps({"type": "object", "properties": {"name": {"type": "string"}
 COMPARED = ("text", "token_ids", "output_token_logprobs", "finish_reason", "stop_hit", "usage")
 
 
-def told(data):
+def compared_fields(data):
     return {name: data.get(name) for name in COMPARED}
 
 
@@ -30,7 +30,9 @@ def told(data):
 )
 def test_the_answer_is_that_of_one_replica(pair, form, params):
     for prompt in (long_prompt(3, 1), long_prompt(700, 2)):
-        assert told(getattr(pair, form)(prompt, **params)) == told(pair.whole.ask(prompt, **params))
+        assert compared_fields(getattr(pair, form)(prompt, **params)) == compared_fields(
+            pair.whole.ask(prompt, **params)
+        )
 
 
 @pytest.mark.parametrize("form", ["by_handle", "by_room"])
@@ -43,7 +45,7 @@ def test_the_stream_is_that_of_one_replica(pair, form):
         pair.prefill.submit(prompt, serve, **params)
     chunks = pair.decode.streamed(pair.decode.submit(prompt, fetch, **params))
     expected = pair.whole.streamed(pair.whole.submit(prompt, **params))
-    assert list(map(told, chunks)) == list(map(told, expected))
+    assert list(map(compared_fields, chunks)) == list(map(compared_fields, expected))
     assert len(chunks) > 2
 
 
@@ -93,14 +95,14 @@ def test_the_choices_of_one_request_share_a_transfer(pair):
     ids = [pair.decode.submit(prompt, fetch, **each) for each in params]
     for request_id, each in zip(ids, params, strict=True):
         answer = pair.decode.end(request_id)
-        assert told(answer.data) == told(pair.whole.ask(prompt, **each))
+        assert compared_fields(answer.data) == compared_fields(pair.whole.ask(prompt, **each))
 
 
 def test_requests_without_a_transfer_are_served_by_both(pair):
     prompt = long_prompt(40, 7)
-    expected = told(pair.whole.ask(prompt, **GREEDY))
-    assert told(pair.prefill.ask(prompt, **GREEDY)) == expected
-    assert told(pair.decode.ask(prompt, **GREEDY)) == expected
+    expected = compared_fields(pair.whole.ask(prompt, **GREEDY))
+    assert compared_fields(pair.prefill.ask(prompt, **GREEDY)) == expected
+    assert compared_fields(pair.decode.ask(prompt, **GREEDY)) == expected
 
 
 def test_a_retracted_request_computes_its_prompt_anew(pair):
@@ -249,7 +251,9 @@ def test_dropping_all_requests_ends_their_transfers(pair):
     assert pair.decode.end(second).kind == "dropped"
     pair.decode.admin("continue_generation")
     assert pair.decode.facts()["fetching"] == 0
-    assert told(pair.by_room(prompt, **GREEDY)) == told(pair.whole.ask(prompt, **GREEDY))
+    assert compared_fields(pair.by_room(prompt, **GREEDY)) == compared_fields(
+        pair.whole.ask(prompt, **GREEDY)
+    )
 
 
 @pytest.mark.parametrize("update", ["update_weights_from_disk", "reset_weights"])
@@ -367,5 +371,7 @@ def test_mooncakes_legs_meet_in_any_order(pair, decode_first):
     else:
         pair.prefill.ask(prompt, serve, **GREEDY | {"max_new_tokens": 1})
         second = pair.decode.submit(prompt, fetch, **GREEDY)
-    assert told(pair.decode.end(second).data) == told(pair.whole.ask(prompt, **GREEDY))
+    assert compared_fields(pair.decode.end(second).data) == compared_fields(
+        pair.whole.ask(prompt, **GREEDY)
+    )
     assert "fetched already" in pair.decode.fail(prompt, fetch).error

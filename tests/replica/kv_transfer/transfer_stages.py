@@ -48,7 +48,7 @@ class Stage(Loop):
                 self.passed_over.remove(message)
                 return message
         while True:
-            message = self.told.get(timeout=60)
+            message = self.reported.get(timeout=60)
             if isinstance(message, kind) and holds(message):
                 return message
             if isinstance(message, Result | ResultChunk | StageFailure):
@@ -79,10 +79,10 @@ class Stage(Loop):
     def streamed(self, request_id) -> list[dict]:
         """The chunks up to the request's result, and the result."""
         own = lambda message: message.request_id == request_id  # noqa: E731
-        told = [self.next((ResultChunk, Result), own)]
-        while isinstance(told[-1], ResultChunk):
-            told.append(self.next((ResultChunk, Result, StageFailure), own))
-        return [each.chunk if isinstance(each, ResultChunk) else each.data for each in told]
+        reported = [self.next((ResultChunk, Result), own)]
+        while isinstance(reported[-1], ResultChunk):
+            reported.append(self.next((ResultChunk, Result, StageFailure), own))
+        return [each.chunk if isinstance(each, ResultChunk) else each.data for each in reported]
 
     def abort(self, request_id):
         self.inbox.put(Abort(request_id))

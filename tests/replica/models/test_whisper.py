@@ -209,10 +209,10 @@ def test_no_token_is_emitted_that_must_not_be(small):
     first, other = VOCABULARY.index("Ġ" + free[0]), next(w for w in free if w != free[0])
     assert free.count(free[0]) > 1
     held = Whisper(small_whisper((VOCABULARY.index("Ġ" + other),), (first,)))
-    said = held.transcribe(NOISE[: 2 * RATE]).text.split()
-    assert other not in said
-    assert said[0] != free[0]
-    assert free[0] in said
+    text = held.transcribe(NOISE[: 2 * RATE]).text.split()
+    assert other not in text
+    assert text[0] != free[0]
+    assert free[0] in text
 
 
 def test_different_sounds_have_different_texts(small):
@@ -256,16 +256,16 @@ def test_a_bound_on_the_tokens_counts_all_windows(small):
 
 
 @given(pieces_of_windows)
-def test_windows_are_joined_by_one_blank(said):
-    told = []
-    pieces = whisper._TextJoiner(told.append)
-    for window in said:
+def test_windows_are_joined_by_one_blank(message):
+    reported = []
+    pieces = whisper._TextJoiner(reported.append)
+    for window in message:
         pieces.next_window()
         for piece in window:
             pieces.feed(piece)
-    texts = [text for window in said if (text := "".join(window).strip())]
-    assert pieces.text == "".join(told) == " ".join(texts)
-    assert "" not in told
+    texts = [text for window in message if (text := "".join(window).strip())]
+    assert pieces.text == "".join(reported) == " ".join(texts)
+    assert "" not in reported
 
 
 @pytest.fixture(scope="module")

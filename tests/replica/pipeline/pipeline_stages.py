@@ -64,7 +64,7 @@ def failing(stage_name, caller=False):
     return FunctionScheduler(stage_name, fail)
 
 
-def until_aborted(stage_name, told=""):
+def until_aborted(stage_name, reported=""):
     """Emits one chunk, then runs until it is aborted; writes its id to the folder `told`."""
 
     def work(payload, emit_chunk, aborted):
@@ -72,8 +72,8 @@ def until_aborted(stage_name, told=""):
         pause = threading.Event()
         while not aborted():
             pause.wait(0.002)
-        if told:
-            with open(f"{told}/{payload.request_id}", "a") as file:
+        if reported:
+            with open(f"{reported}/{payload.request_id}", "a") as file:
                 file.write("aborted\n")
         return {"text": "never"}
 
@@ -116,7 +116,7 @@ class Administered:
                         self.stage,
                         message.action,
                         self.answers[message.action],
-                        "told",
+                        "reported",
                         {"got": message.payload, "timeout_s": message.timeout_s},
                         error=None if self.answers[message.action] else f"{self.stage} refused",
                         rank=0,

@@ -64,17 +64,17 @@ def test_a_wrong_stage_is_named_with_its_key(keys, problem):
     only = replace(stage("a", terminal=True), **keys)
     if "factory" in keys:
         only = replace(only, factory=keys["factory"])
-    assert any(told.startswith(problem) for told in problems(only))
+    assert any(output.startswith(problem) for output in problems(only))
 
 
 def test_every_problem_is_notified_at_once():
-    told = problems(
+    reported = problems(
         stage("a", next=("b", "x")),
         stage("b", terminal=True, stream_to=("y",)),
         entries={"tts": "z"},
         max_in_flight=-1,
     )
-    assert {line.partition(":")[0] for line in told} == {
+    assert {line.partition(":")[0] for line in reported} == {
         "entries.tts",
         "max_in_flight",
         "stages[0].next",
@@ -84,15 +84,17 @@ def test_every_problem_is_notified_at_once():
 
 @pytest.mark.parametrize("task", ["chat+images", "chat+image+audio", "chat+", "chat+audio+audio"])
 def test_an_entry_for_media_that_no_request_brings_is_reported(task):
-    (told,) = problems(stage("a", terminal=True), entries={"chat+audio+image": "a", task: "a"})
-    assert told == f"entries.{task}: a task and its media are written TASK[+audio][+image][+video]"
+    (reported,) = problems(stage("a", terminal=True), entries={"chat+audio+image": "a", task: "a"})
+    assert (
+        reported == f"entries.{task}: a task and its media are written TASK[+audio][+image][+video]"
+    )
 
 
 def test_a_circle_over_several_stages_is_found():
-    told = problems(
+    reported = problems(
         stage("a", next=("b",)), stage("b", next=("c",)), stage("c", next=("a",), terminal=True)
     )
-    assert told == ("stages: c leads back to a",)
+    assert reported == ("stages: c leads back to a",)
 
 
 def test_duplicate_and_unreachable_stages_are_found():
@@ -105,30 +107,32 @@ def test_duplicate_and_unreachable_stages_are_found():
 
 
 def test_a_stage_in_wait_for_must_have_this_stage_in_next():
-    told = problems(
+    reported = problems(
         stage("a", next=("b", "c")),
         stage("b", next=("c",)),
         stage("c", terminal=True, wait_for=("a", "b"), merge="m:f"),
         stage("d", terminal=True, wait_for=("b",), merge="m:f"),
         entries={"other": "d"},
     )
-    assert told == ("stages[3].wait_for: b does not have d in its next",)
+    assert reported == ("stages[3].wait_for: b does not have d in its next",)
 
 
 def test_a_stage_that_waits_cannot_be_streamed_into():
-    told = problems(
+    reported = problems(
         stage("a", next=("b",), stream_to=("b",)),
         stage("b", terminal=True, wait_for=("a",), merge="m:f"),
     )
-    assert told == ("stages[0].stream_to: b waits for whole results and cannot be streamed into",)
+    assert reported == (
+        "stages[0].stream_to: b waits for whole results and cannot be streamed into",
+    )
 
 
 def test_stages_of_one_process_agree_on_its_environment():
-    told = problems(
+    reported = problems(
         stage("a", next=("b",), process="p", env={"X": "1"}),
         stage("b", terminal=True, process="p", env={"X": "2"}),
     )
-    assert told == ("stages[1].env.X: another stage of process p sets it otherwise",)
+    assert reported == ("stages[1].env.X: another stage of process p sets it otherwise",)
 
 
 def test_a_pipeline_without_stages_is_refused():
@@ -163,7 +167,7 @@ def test_what_is_wrong_is_named(tmp_path, old, new, problem):
     (tmp_path / "p.toml").write_text(GOOD.replace(old, new))
     with pytest.raises(PipelineConfigError) as refused:
         load_pipeline(tmp_path / "p.toml")
-    assert any(told.startswith(problem) for told in refused.value.problems)
+    assert any(output.startswith(problem) for output in refused.value.problems)
 
 
 def test_all_that_is_wrong_is_notified_at_once(tmp_path):

@@ -98,14 +98,14 @@ async def test_operations_reach_stages_wherever_they_live():
         await runtime.ready.wait()
         client = Client(hub)
         assert client.stage_info()["y"] == {"supports_admin": True, "answers": sorted(answers)}
-        told = await client.admin("model_info", {"a": 1}, timeout_s=20)
-        assert told["success"]
-        assert {result["stage"] for result in told["results"]} == {"pre", "x", "y"}
-        data = [result["data"] for result in told["results"] if result["rank"] == 0]
+        body = await client.admin("model_info", {"a": 1}, timeout_s=20)
+        assert body["success"]
+        assert {result["stage"] for result in body["results"]} == {"pre", "x", "y"}
+        data = [result["data"] for result in body["results"] if result["rank"] == 0]
         assert data == [{"got": {"a": 1}, "timeout_s": 20}] * 2
-        told = await client.admin("update_weights_from_disk")
-        assert not told["success"]
-        assert sorted(told["message"].split("; ")) == ["x refused", "y refused"]
+        body = await client.admin("update_weights_from_disk")
+        assert not body["success"]
+        assert sorted(body["message"].split("; ")) == ["x refused", "y refused"]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_a_fault_is_that_requests_alone(run):
 
 
 def test_after_an_abort_nothing_is_emitted_and_the_function_is_reported(run):
-    begun, told, leave = threading.Event(), threading.Event(), threading.Event()
+    begun, reported, leave = threading.Event(), threading.Event(), threading.Event()
 
     def work(payload, emit_chunk, aborted):
         if payload.request_id == "next":
@@ -98,7 +98,7 @@ def test_after_an_abort_nothing_is_emitted_and_the_function_is_reported(run):
         while not aborted():
             leave.wait(0.001)
         emit_chunk({"text": "late"})
-        told.set()
+        reported.set()
         return {"text": "late"}
 
     running = run(work)
@@ -106,7 +106,7 @@ def test_after_an_abort_nothing_is_emitted_and_the_function_is_reported(run):
     assert begun.wait(30)
     running.inbox.put(Abort("r"))
     running.inbox.put(Abort("r"))
-    assert told.wait(30)
+    assert reported.wait(30)
     running.submit("next")
     assert running.next() == Result("next", "s", {})
 
@@ -225,7 +225,7 @@ def test_its_gauges_report_running_and_waiting_requests():
 
 
 def test_what_was_aborted_counts_no_more():
-    begun, told = threading.Event(), queue.SimpleQueue()
+    begun, reported = threading.Event(), queue.SimpleQueue()
 
     def work(payload, emit_chunk, aborted):
         begun.set()
@@ -235,7 +235,7 @@ def test_what_was_aborted_counts_no_more():
 
     inbox = queue.SimpleQueue()
     scheduler = FunctionScheduler("s", work)
-    thread = threading.Thread(target=scheduler.run, args=(inbox, told.put))
+    thread = threading.Thread(target=scheduler.run, args=(inbox, reported.put))
     thread.start()
     for request_id in ("works", "waits"):
         inbox.put(Submit(StagePayload(request_id, OmniRequest("x"), None)))
@@ -244,6 +244,6 @@ def test_what_was_aborted_counts_no_more():
         inbox.put(Abort(request_id))
     inbox.put(Shutdown())
     thread.join(30)
-    stats = [told.get_nowait() for _ in range(told.qsize())]
+    stats = [reported.get_nowait() for _ in range(reported.qsize())]
     assert all(isinstance(each, StageStats) for each in stats)
     assert stats[-1].values == {"num_running_reqs": 0, "num_waiting_reqs": 0}

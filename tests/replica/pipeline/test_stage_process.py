@@ -212,7 +212,7 @@ async def test_what_cannot_enter_a_process_fails_its_request_alone():
 @pytest.mark.usefixtures("soon")
 async def test_an_abort_reaches_a_stage_in_its_process(tmp_path):
     config = pipeline(
-        stage("a", "until_aborted", terminal=True, process="p", params={"told": str(tmp_path)})
+        stage("a", "until_aborted", terminal=True, process="p", params={"reported": str(tmp_path)})
     )
     async with open_pipeline(config) as (hub, runtime):
         await runtime.ready.wait()

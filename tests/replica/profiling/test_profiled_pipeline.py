@@ -53,9 +53,9 @@ def test_the_routes_report_the_run(recorded):
 def test_a_request_can_be_followed_through_every_stage(recorded, capsys):
     folder, _ = recorded
     assert main([str(folder), "--format", "json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["request_count"] == 1
-    ((_, events),) = told["timelines"].items()
+    body = json.loads(capsys.readouterr().out)
+    assert body["request_count"] == 1
+    ((_, events),) = body["timelines"].items()
     names = [(event["stage"], event["event_name"]) for event in events]
     for expected in (
         ("coordinator", "request_admission"),
@@ -76,15 +76,15 @@ def test_a_request_can_be_followed_through_every_stage(recorded, capsys):
         ("coordinator", "terminal_response"),
     ):
         assert expected in names, (expected, names)
-    hops = {(row["src"], row["dst"], row["kind"]) for row in told["hop_breakdown"]}
+    hops = {(row["src"], row["dst"], row["kind"]) for row in body["hop_breakdown"]}
     assert {("prepare", "decode", "payload"), ("decode", "coordinator", "stream_chunk")} <= hops
 
 
 def test_each_chunk_is_received_under_both_names_and_is_one_hop(recorded, capsys):
     folder, _ = recorded
     main([str(folder), "--format", "json"])
-    told = json.loads(capsys.readouterr().out)
-    ((_, events),) = told["timelines"].items()
+    body = json.loads(capsys.readouterr().out)
+    ((_, events),) = body["timelines"].items()
 
     def seen(name):
         return [event["metadata"] for event in events if event["event_name"] == name]
@@ -94,7 +94,7 @@ def test_each_chunk_is_received_under_both_names_and_is_one_hop(recorded, capsys
     sent = [each["chunk_id"] for each in seen("stage_stream_chunk_sent")]
     assert [each["chunk_id"] for each in received] == sent
     assert received[0] == {"from_stage": "decode", "chunk_id": 0, "modality": "text"}
-    hops = {(row["src"], row["dst"]): row["count"] for row in told["hop_breakdown"]}
+    hops = {(row["src"], row["dst"]): row["count"] for row in body["hop_breakdown"]}
     assert hops["decode", "coordinator"] == len(received)
 
 

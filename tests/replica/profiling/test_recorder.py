@@ -213,15 +213,15 @@ def test_puts_and_gets_are_recorded(events):
     for message in sent:
         emit(message)
     assert out == sent
-    told = events()
-    assert [name for name, _, _ in told] == [
+    reported = events()
+    assert [name for name, _, _ in reported] == [
         "stage_input_received", "stage_input_received", "stage_stream_chunk_received",
         "stage_first_stream_chunk_sent", "stage_stream_chunk_sent", "stage_stream_chunk_sent",
         "stage_complete",
     ]  # fmt: skip
-    assert told[0][2] == {"from_stage": "coordinator", "kind": "submit"}
-    assert told[1][2] == {"from_stage": "prepare", "kind": "payload"}
-    assert told[-1][2] == {"terminal": True, "error": "why"}
+    assert reported[0][2] == {"from_stage": "coordinator", "kind": "submit"}
+    assert reported[1][2] == {"from_stage": "prepare", "kind": "payload"}
+    assert reported[-1][2] == {"terminal": True, "error": "why"}
 
 
 def test_a_torch_trace_holds_the_stages_own_work(events, tmp_path):

@@ -139,15 +139,15 @@ def test_lines_that_are_no_events_are_reported_and_skipped(tmp_path):
     path = tmp_path / "events_s_1.jsonl"
     path.write_text(f"{good}\n{{\n[]\n\n{no_time}\n{'[' * 100_000}\n")
     (tmp_path / "other.jsonl").write_text("junk\n")
-    told = []
-    assert read_events(tmp_path, told.append) == [json.loads(good)]
-    assert [each.split(": ")[0] for each in told] == [f"{path}:{n}" for n in (2, 3, 5, 6)]
+    reported = []
+    assert read_events(tmp_path, reported.append) == [json.loads(good)]
+    assert [each.split(": ")[0] for each in reported] == [f"{path}:{n}" for n in (2, 3, 5, 6)]
 
 
 def test_a_source_that_is_not_there_is_reported(tmp_path):
-    told = []
-    assert read_events(tmp_path / "no", told.append) == []
-    assert "no such file" in told[0]
+    reported = []
+    assert read_events(tmp_path / "no", reported.append) == []
+    assert "no such file" in reported[0]
 
 
 NAMES = sorted({name for pair in PAIRS for name in pair})
@@ -186,9 +186,9 @@ def source(tmp_path):
 
 def test_a_file_is_reported_as_a_table(source, capsys):
     assert main([str(source)]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("# Requests: 2\n\n## Stage breakdown\n")
-    assert "<decode>" in told
+    output = capsys.readouterr().out
+    assert output.startswith("# Requests: 2\n\n## Stage breakdown\n")
+    assert "<decode>" in output
 
 
 def test_json_is_written_to_a_file(source, tmp_path, capsys):

@@ -48,14 +48,14 @@ class Stage:
 
     def __init__(self) -> None:
         self.inbox = Inbox()
-        self._said = queue.SimpleQueue()
+        self._messages = queue.SimpleQueue()
 
     def hear(self, message) -> None:
         if isinstance(message, Result | StageFailure | ResultChunk):
-            self._said.put(message)
+            self._messages.put(message)
 
     def next(self):
-        return self._said.get(timeout=PATIENCE_SECS)
+        return self._messages.get(timeout=PATIENCE_SECS)
 
     def submit(self, request_id, inputs, *, fed=False, params=None, **metadata):
         request = OmniRequest(inputs, params or {}, metadata)

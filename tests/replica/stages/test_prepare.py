@@ -49,8 +49,8 @@ def test_transcripts_stand_where_the_audio_stood():
             {"type": "input_audio", "input_audio": {"data": ""}},
         ]
     )
-    told = text_of(inputs, transcripts=["first", "second"])
-    assert told == "user\nbefore\nfirst\nbetween\nsecond\nassistant\n"
+    reported = text_of(inputs, transcripts=["first", "second"])
+    assert reported == "user\nbefore\nfirst\nbetween\nsecond\nassistant\n"
 
 
 def test_transcripts_are_inserted_in_order_across_messages():
@@ -71,8 +71,10 @@ def test_what_was_read_stands_in_a_frame_where_the_image_stood():
             {"type": "image_url", "image_url": {"url": ""}},
         ]
     )
-    told = text_of(inputs | {"images": [b"", b""]}, transcripts=["said"], readings=["Pay\n5", ""])
-    assert told == (
+    reported = text_of(
+        inputs | {"images": [b"", b""]}, transcripts=["said"], readings=["Pay\n5", ""]
+    )
+    assert reported == (
         "user\nbefore\n[text in the image: Pay\n5]\nsaid\n[an image without text]\nassistant\n"
     )
 

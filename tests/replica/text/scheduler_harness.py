@@ -69,7 +69,7 @@ class SchedulerHarness:
     ):
         self.worker = WatchedWorker(tiny())
         self.clock = Clock()
-        self.told = []
+        self.reported = []
         self.scheduler = TextScheduler(
             "decode",
             self.worker,
@@ -77,7 +77,7 @@ class SchedulerHarness:
             PrefixCache(cache_entries, 2**26, min_tokens=8),
             clock=self.clock,
         )
-        self.scheduler.emit = self.told.append
+        self.scheduler.emit = self.reported.append
 
     # In
 
@@ -89,7 +89,7 @@ class SchedulerHarness:
 
     def admin(self, action, **payload) -> AdminResult:
         self.scheduler.take(Admin("op", action, payload))
-        return [each for each in self.told if isinstance(each, AdminResult)][-1]
+        return [each for each in self.reported if isinstance(each, AdminResult)][-1]
 
     def step(self, times=1):
         for _ in range(times):
@@ -102,7 +102,7 @@ class SchedulerHarness:
     # Out
 
     def of(self, kind, request_id):
-        return [e for e in self.told if isinstance(e, kind) and e.request_id == request_id]
+        return [e for e in self.reported if isinstance(e, kind) and e.request_id == request_id]
 
     def result(self, request_id) -> dict:
         (result,) = self.of(Result, request_id)
@@ -118,7 +118,7 @@ class SchedulerHarness:
         return "".join(each.chunk["text"] for each in self.of(ResultChunk, request_id))
 
     def stats(self) -> dict[str, float]:
-        return [each for each in self.told if isinstance(each, StageStats)][-1].values
+        return [each for each in self.reported if isinstance(each, StageStats)][-1].values
 
 
 def submission(request_id, prompt="The sea", task="chat", **params) -> Submit:
@@ -140,9 +140,9 @@ class Loop:
 
     def __init__(self, scheduler: TextScheduler) -> None:
         self.inbox = SimpleQueue()
-        self.told = SimpleQueue()
+        self.reported = SimpleQueue()
         self._thread = threading.Thread(
-            target=scheduler.run, args=(self.inbox, self.told.put), daemon=True
+            target=scheduler.run, args=(self.inbox, self.reported.put), daemon=True
         )
 
     def __enter__(self):
@@ -157,6 +157,6 @@ class Loop:
     def next(self, kind, holds=lambda message: True):
         """The next message of `kind` for which `holds`; others are passed over."""
         while True:
-            message = self.told.get(timeout=60)
+            message = self.reported.get(timeout=60)
             if isinstance(message, kind) and holds(message):
                 return message

@@ -23,11 +23,11 @@ def test_a_running_request_returns_its_tokens_and_others_continue():
     harness.submit("two", **GREEDY)
     harness.step(4)
     end(harness, "one")
-    told = harness.result("one")
+    reported = harness.result("one")
     whole = undisturbed(**GREEDY)
-    assert told["finish_reason"] == "abort"
-    assert told["token_ids"] == whole["token_ids"][:4]
-    assert told["usage"]["completion_tokens"] == 4
+    assert reported["finish_reason"] == "abort"
+    assert reported["token_ids"] == whole["token_ids"][:4]
+    assert reported["usage"]["completion_tokens"] == 4
     harness.finish()
     assert harness.result("two")["token_ids"] == whole["token_ids"]
     end(harness, "one")
@@ -41,9 +41,9 @@ def test_one_that_waits_has_no_tokens_and_one_that_is_unknown_no_answer():
     harness.step(2)
     end(harness, "waits")
     assert (harness.result("waits")["token_ids"], harness.result("waits")["text"]) == ([], "")
-    before = len(harness.told)
+    before = len(harness.reported)
     end(harness, "nobody")
-    assert len(harness.told) == before
+    assert len(harness.reported) == before
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -65,10 +65,10 @@ def test_text_that_was_held_back_for_a_stop_string_is_reported(streamed):
         harness.submit("one", stop=[whole["text"] + "!"], stream=streamed, **GREEDY)
         harness.step(count)
         end(harness, "one")
-        told = harness.result("one")
+        reported = harness.result("one")
         assert harness.streamed("one") == ""  # all of it may be the start of the stop string
-        assert told["text"] == harness.worker.tokenizer.decode(told["token_ids"])
-        assert whole["text"].startswith(told["text"])
+        assert reported["text"] == harness.worker.tokenizer.decode(reported["token_ids"])
+        assert whole["text"].startswith(reported["text"])
 
 
 def test_its_keys_are_kept_for_the_next_prompt():

@@ -38,11 +38,11 @@ def test_in_place_freezes_and_continues_where_it_was():
     assert (answer.success, answer.message) == (True, "generation paused")
     assert answer.data == {"mode": "in_place", "num_paused_requests": 0, "engine_paused": True}
     assert (answer.rank, answer.role, answer.stage) == (0, "single", "decode")
-    told, computed = len(harness.told), len(harness.worker.batches)
+    reported, computed = len(harness.reported), len(harness.worker.batches)
     used = harness.scheduler.batch_queue.used_tokens
     harness.step(5)
     assert not harness.scheduler.busy
-    assert (len(harness.told), len(harness.worker.batches)) == (told, computed)
+    assert (len(harness.reported), len(harness.worker.batches)) == (reported, computed)
     assert harness.scheduler.batch_queue.used_tokens == used > 0
     harness.admin("continue_generation", torch_empty_cache=True)
     harness.finish()
@@ -226,9 +226,9 @@ class Gate:
 
     def operation(self, order):
         self.threads.append(threading.current_thread().name)
-        told = yield BackgroundStep(self.step) if self.aside else self.step
+        reported = yield BackgroundStep(self.step) if self.aside else self.step
         self.threads.append(threading.current_thread().name)
-        return True, "ground", {"told": told} | order.payload, None
+        return True, "ground", {"reported": reported} | order.payload, None
 
     def step(self):
         self.threads.append(threading.current_thread().name)
@@ -238,7 +238,7 @@ class Gate:
 
 
 def answered(loop, op_id):
-    return loop.next(AdminResult, lambda told: told.op_id == op_id)
+    return loop.next(AdminResult, lambda reported: reported.op_id == op_id)
 
 
 def test_the_stage_reads_messages_during_a_slow_step():
@@ -258,7 +258,7 @@ def test_the_stage_reads_messages_during_a_slow_step():
         gate.open.set()
         answer = answered(loop, "slow")
         assert (answer.success, answer.message) == (True, "ground")
-        assert answer.data == {"told": 7, "fine": True}
+        assert answer.data == {"reported": 7, "fine": True}
         assert (answer.stage, answer.action, answer.rank) == ("decode", "grind", 0)
         assert loop.next(Result).request_id == "late"
     own, step, again = gate.threads
@@ -278,7 +278,7 @@ def test_nothing_is_computed_before_the_answer():
         assert answered(loop, "on").success
         assert harness.worker.batches == []
         gate.open.set()
-        assert loop.next((AdminResult, Result), lambda told: True).op_id == "slow"
+        assert loop.next((AdminResult, Result), lambda reported: True).op_id == "slow"
         assert loop.next(Result).request_id == "a"
 
 

@@ -76,7 +76,7 @@ def test_what_is_reported_survives_the_wire():
     harness = SchedulerHarness()
     harness.submit("a", stream=True, logprobs=True, max_new_tokens=3)
     harness.finish()
-    for message in harness.told:
+    for message in harness.reported:
         packed = msgspec.msgpack.encode(message)
         assert msgspec.msgpack.decode(packed, type=type(message)) == message
 
@@ -145,7 +145,7 @@ def test_more_than_may_run_wait_for_their_turn_in_order():
         harness.submit(f"r{number}", max_new_tokens=3)
     harness.finish()
     assert max(len(batch) for batch in harness.worker.batches) == 2
-    assert [each.request_id for each in harness.told] == [f"r{number}" for number in range(5)]
+    assert [each.request_id for each in harness.reported] == [f"r{number}" for number in range(5)]
 
 
 def test_a_long_prompt_never_stalls_a_running_answer_for_more_than_a_chunk():
@@ -185,15 +185,15 @@ def test_an_abort_frees_everything_before_the_next_step_and_nothing_more_is_repo
     harness.submit("gone", long_prompt(40), stream=True, max_new_tokens=100)
     harness.submit("stays", max_new_tokens=12)
     harness.step(5)
-    told = len(harness.of(ResultChunk, "gone"))
+    reported = len(harness.of(ResultChunk, "gone"))
     used = harness.scheduler.batch_queue.used_tokens
-    assert told
+    assert reported
     harness.abort("gone")
     assert harness.scheduler.batch_queue.used_tokens < used - 40
     harness.step()
     assert len(harness.worker.batches[-1]) == 1
     harness.finish()
-    assert len(harness.of(ResultChunk, "gone")) == told
+    assert len(harness.of(ResultChunk, "gone")) == reported
     assert not harness.of(Result, "gone")
     assert not harness.of(StageFailure, "gone")
     assert harness.result("stays")["usage"]["completion_tokens"] == 12
@@ -209,7 +209,7 @@ def test_an_abort_reaches_waiting_requests_and_ignores_unknown_ones():
     for name in ("waits", "embeds", "unknown"):
         harness.abort(name)
     harness.finish()
-    assert [each.request_id for each in harness.told] == ["runs"]
+    assert [each.request_id for each in harness.reported] == ["runs"]
 
 
 def test_running_out_of_tokens_makes_the_youngest_give_way_and_changes_no_text():
@@ -314,7 +314,7 @@ def test_messages_that_are_not_for_it_are_ignored():
     harness = SchedulerHarness()
     harness.scheduler.take(StreamChunk("a", "prepare", {}))
     harness.scheduler.take(ProfilerStart("run"))
-    assert harness.told == []
+    assert harness.reported == []
 
 
 def test_the_profiler_records_every_step_of_a_request():
@@ -342,7 +342,7 @@ def test_gauges_are_reported_twice_a_second_while_busy():
     for _ in range(10):
         harness.clock.now_s += 0.125
         harness.step()
-    stats = [each.values for each in harness.told]
+    stats = [each.values for each in harness.reported]
     assert len(stats) == 2
     assert stats[-1] == {
         "num_running_reqs": 1,

@@ -38,7 +38,7 @@ def test_a_paused_loop_answers_operations_and_computes_nothing():
         loop.inbox.put(Admin("1", "pause_generation", {"mode": "in_place"}))
         assert loop.next(AdminResult).success
         loop.inbox.put(submission("a", max_new_tokens=5))
-        stats = loop.next(StageStats, lambda told: told.values["num_waiting_reqs"] == 1)
+        stats = loop.next(StageStats, lambda reported: reported.values["num_waiting_reqs"] == 1)
         assert stats.values["paused"] == 1
         loop.inbox.put(Admin("2", "model_info"))
         assert loop.next(AdminResult).data["waiting_queue_size"] == 1

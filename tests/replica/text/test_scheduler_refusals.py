@@ -35,7 +35,7 @@ def test_an_answer_ends_where_the_context_does(asked):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "told"),
+    ("prompt", "params", "reported"),
     [
         ([], {}, "empty"),
         ([5, 512], {}, "512 is out of vocabulary"),
@@ -44,11 +44,11 @@ def test_an_answer_ends_where_the_context_does(asked):
         ([5], {"top_p": 3}, "top_p must be"),
     ],
 )
-def test_a_request_that_cannot_be_is_its_callers_fault(prompt, params, told):
+def test_a_request_that_cannot_be_is_its_callers_fault(prompt, params, reported):
     harness = SchedulerHarness()
     harness.submit("a", prompt, **params)
     assert harness.failure("a").kind == "caller"
-    assert told in harness.failure("a").error
+    assert reported in harness.failure("a").error
 
 
 @pytest.mark.parametrize("data", [{"raw_inputs": "text"}, "text", {"token_ids": "text"}])

@@ -5,27 +5,27 @@ from tests.replica.text.scheduler_harness import submission, undisturbed
 
 
 def test_the_factory_makes_a_stage_that_answers():
-    scheduler, told = build("decode", model="tiny", seed=0), []
-    scheduler.emit = told.append
+    scheduler, reported = build("decode", model="tiny", seed=0), []
+    scheduler.emit = reported.append
     scheduler.take(submission("a", temperature=0, max_new_tokens=5))
     while scheduler.busy:
         scheduler.step()
-    assert told[-1].stage == "decode"
-    assert told[-1].data["text"] == undisturbed(temperature=0, max_new_tokens=5)["text"]
+    assert reported[-1].stage == "decode"
+    assert reported[-1].data["text"] == undisturbed(temperature=0, max_new_tokens=5)["text"]
     assert scheduler.info["model"] == "tiny"
 
 
 def test_another_seed_is_another_model():
-    scheduler, told = build("decode", seed=1), []
-    scheduler.emit = told.append
+    scheduler, reported = build("decode", seed=1), []
+    scheduler.emit = reported.append
     scheduler.take(submission("a", temperature=0, max_new_tokens=5))
     while scheduler.busy:
         scheduler.step()
-    assert told[-1].data["text"] != undisturbed(temperature=0, max_new_tokens=5)["text"]
+    assert reported[-1].data["text"] != undisturbed(temperature=0, max_new_tokens=5)["text"]
 
 
 @pytest.mark.parametrize(
-    ("params", "told"),
+    ("params", "reported"),
     [
         ({"max_runing": 3}, "no parameter 'max_runing'; a text stage has model, seed"),
         ({"max_running": 0}, "max_running must be at least 1"),
@@ -34,8 +34,8 @@ def test_another_seed_is_another_model():
         ({"model": "unheard-of"}, "unheard-of"),
     ],
 )
-def test_wrong_parameters_are_refused_by_name(params, told):
-    with pytest.raises(ValueError, match=told):
+def test_wrong_parameters_are_refused_by_name(params, reported):
+    with pytest.raises(ValueError, match=reported):
         build("decode", **params)
 
 

@@ -27,23 +27,23 @@ def alone(prompt, **more):
     return undisturbed(prompt, **GREEDY | more)
 
 
-def said(result):
+def compared_fields(result):
     return {key: result[key] for key in ("text", "token_ids", "finish_reason")}
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:3], ids=["short", "words", "long"])
 def test_a_text_is_that_of_one_process(pair, prompt):
-    assert said(pair.generate(prompt=prompt)) == said(alone(prompt))
+    assert compared_fields(pair.generate(prompt=prompt)) == compared_fields(alone(prompt))
 
 
 def test_texts_of_one_batch_are_those_of_one_process(pair):
     requests = [pair.submit(prompt=prompt) for prompt in PROMPTS]
     results = {}
     while len(results) < len(PROMPTS):
-        told = pair.next(Result)
-        results[told.request_id] = said(told.data)
+        reported = pair.next(Result)
+        results[reported.request_id] = compared_fields(reported.data)
     for request_id, prompt in zip(requests, PROMPTS, strict=True):
-        assert results[request_id] == said(alone(prompt))
+        assert results[request_id] == compared_fields(alone(prompt))
 
 
 def test_a_text_with_a_cached_beginning_is_that_of_one_process(pair):
@@ -52,15 +52,17 @@ def test_a_text_with_a_cached_beginning_is_that_of_one_process(pair):
     for tail in ([300], [301, 302, 303], [300, 444]):
         result = pair.generate(prompt=[*beginning, *tail])
         assert result["usage"]["prompt_tokens_details"]["cached_tokens"] >= 120
-        assert said(result) == said(alone([*beginning, *tail]))
+        assert compared_fields(result) == compared_fields(alone([*beginning, *tail]))
 
 
 def test_a_text_that_was_retracted_and_computed_again_is_that_of_one_process(pair):
     request_id = pair.submit(max_new_tokens=40, stream=True)
-    pair.next(ResultChunk, lambda told: told.request_id == request_id)
+    pair.next(ResultChunk, lambda reported: reported.request_id == request_id)
     assert pair.admin("pause_generation", mode="retract").data["num_paused_requests"] == 1
     assert pair.admin("continue_generation").success
-    assert said(pair.result(request_id)) == said(alone("The sea", max_new_tokens=40))
+    assert compared_fields(pair.result(request_id)) == compared_fields(
+        alone("The sea", max_new_tokens=40)
+    )
 
 
 def test_requests_that_outgrow_their_room_take_turns_and_end_alike():
@@ -69,10 +71,10 @@ def test_requests_that_outgrow_their_room_take_turns_and_end_alike():
         requests = [stage.submit(prompt=prompt, max_new_tokens=50) for prompt in prompts]
         results = {}
         while len(results) < 2:
-            told = stage.next(Result)
-            results[told.request_id] = said(told.data)
+            reported = stage.next(Result)
+            results[reported.request_id] = compared_fields(reported.data)
     for request_id, prompt in zip(requests, prompts, strict=True):
-        assert results[request_id] == said(alone(prompt, max_new_tokens=50))
+        assert results[request_id] == compared_fields(alone(prompt, max_new_tokens=50))
 
 
 def test_an_embedding_is_that_of_one_process(pair):
@@ -86,7 +88,7 @@ def test_an_embedding_is_that_of_one_process(pair):
 def test_a_request_that_is_refused_disturbs_no_rank(pair):
     pair.loop.inbox.put(submission("bad", [9_999]))
     assert "out of vocabulary" in pair.next(StageFailure).error
-    assert said(pair.generate()) == said(alone("The sea"))
+    assert compared_fields(pair.generate()) == compared_fields(alone("The sea"))
 
 
 def test_a_batch_that_the_model_refuses_never_reaches_the_followers(pair):
@@ -94,12 +96,12 @@ def test_a_batch_that_the_model_refuses_never_reaches_the_followers(pair):
     kv = model.new_kv()
     with pytest.raises(ValueError, match="has no token"):
         model([([], kv)])
-    assert said(pair.generate()) == said(alone("The sea"))
+    assert compared_fields(pair.generate()) == compared_fields(alone("The sea"))
 
 
 def test_four_ranks_share_two_key_value_heads():
     with running(tp=4, threads=1) as stage:
-        assert said(stage.generate()) == said(alone("The sea"))
+        assert compared_fields(stage.generate()) == compared_fields(alone("The sea"))
         assert len(stage.admin("weights_checker").data["rank_results"]) == 4
 
 

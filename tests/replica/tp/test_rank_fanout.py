@@ -91,12 +91,12 @@ def test_a_follower_that_could_not_undo_its_swap_is_reported_and_nothing_is_comp
     assert leader.damages == 1  # at once, while rank 0 is still in its step
     leader.vote(2)
     leader.step_done()
-    said = "The weights are damaged: update them before you continue."
-    leader.fan_out.receive(1, result(False, said, 1, {DAMAGED: True}))
+    output = "The weights are damaged: update them before you continue."
+    leader.fan_out.receive(1, result(False, output, 1, {DAMAGED: True}))
     leader.ended(2, False, "undone")
     answer = leader.only_answer()
     assert not answer.success
-    assert answer.message == answer.error == f"rank 1: {said}"
+    assert answer.message == answer.error == f"rank 1: {output}"
     assert (answer.data[DAMAGED], answer.data["engine_paused"]) == (True, True)
 
 

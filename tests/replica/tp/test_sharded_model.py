@@ -95,8 +95,10 @@ def test_the_built_in_models_can_be_split():
 
 @pytest.mark.parametrize("size", [0, 2, 9])
 def test_another_number_is_refused_with_those_that_divide(size):
-    told = rf"--tp {size} does not divide .* 9 attention heads, 3 key-value .*over 1 or 3 processes"
-    with pytest.raises(ValueError, match=told):
+    reported = (
+        rf"--tp {size} does not divide .* 9 attention heads, 3 key-value .*over 1 or 3 processes"
+    )
+    with pytest.raises(ValueError, match=reported):
         Shard(SMOLLM2, 0, size)
 
 
@@ -141,8 +143,8 @@ class Mirroring(RuleBasedStateMachine):
         places = st.integers(0, len(self.live) - 1)
         tokens = st.lists(st.integers(0, 99), min_size=1, max_size=3)
         parts = [(self.live[n], t) for n, t in data.draw(st.dictionaries(places, tokens)).items()]
-        told = msgspec.msgpack.decode(msgspec.msgpack.encode(self.journal.take()))
-        self.mirror.apply(told)
+        body = msgspec.msgpack.decode(msgspec.msgpack.encode(self.journal.take()))
+        self.mirror.apply(body)
         for kv, values in parts:
             append(kv, values)
             append(self.mirror.kv(kv.number), values)

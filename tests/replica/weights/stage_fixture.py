@@ -43,10 +43,10 @@ class Stage:
         self.seen = []  # all messages, newest last
         self._count = 0
 
-    def next(self, kind, holds=lambda told: True):
-        def seen(told):
-            self.seen.append(told)
-            return isinstance(told, kind) and holds(told)
+    def next(self, kind, holds=lambda reported: True):
+        def seen(reported):
+            self.seen.append(reported)
+            return isinstance(reported, kind) and holds(reported)
 
         return self.loop.next(object, seen)
 
@@ -57,7 +57,7 @@ class Stage:
         return op_id
 
     def answer(self, op_id) -> AdminResult:
-        return self.next(AdminResult, lambda told: told.op_id == op_id)
+        return self.next(AdminResult, lambda reported: reported.op_id == op_id)
 
     def admin(self, action, payload=None, /, **more) -> AdminResult:
         return self.answer(self.send(action, payload, **more))

@@ -106,14 +106,14 @@ class Syncing:
         return answer
 
     def state(self) -> str:
-        return self.told()["state"]
+        return self.reported()["state"]
 
-    def told(self) -> dict:
+    def reported(self) -> dict:
         return self.stage.facts()["weight_sync"]
 
     def until(self, state) -> dict:
         """Poll the stage: no message reports the end of a trainer."""
-        while (told := self.told())["state"] != state:
-            assert told["state"] in ("receiving", "received", "arming", "grouped"), told
+        while (reported := self.reported())["state"] != state:
+            assert reported["state"] in ("receiving", "received", "arming", "grouped"), reported
             time.sleep(0.01)  # noqa: TID251  the stage has a loop of its own
-        return told
+        return reported

@@ -125,7 +125,7 @@ def test_a_type_is_turned_into_the_models_where_both_are_numbers_with_a_point():
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "told"),
+    ("name", "form", "reported"),
     [
         ("c", TensorSignature(torch.float32, (2,)), "the model has no tensor 'c'"),
         ("x" * 9999, TensorSignature(torch.float32, (2,)), r"no tensor 'xxx.*\.\.\."),
@@ -138,8 +138,8 @@ def test_a_type_is_turned_into_the_models_where_both_are_numbers_with_a_point():
         ("b", TensorSignature(torch.int32, (3,)), "b is of torch.int32"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(name, form, told):
-    with pytest.raises(WeightsError, match=told) as refused:
+def test_what_does_not_fit_is_refused_by_name(name, form, reported):
+    with pytest.raises(WeightsError, match=reported) as refused:
         StagedTensors(LiveTensors(Model())).check(name, form)
     assert len(str(refused.value)) < 400
 

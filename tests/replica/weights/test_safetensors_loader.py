@@ -129,12 +129,12 @@ def applied(folder, target, path):
     return {name: set(each.view(-1).tolist()) for name, each in target}
 
 
-def told(folder, target, path, nbytes):
+def prefetch(folder, target, path, nbytes):
     return folder.prefetch({"model_path": str(path), "nbytes": nbytes}, target)
 
 
 def test_an_update_reads_only_what_was_not_read_ahead(folder, target, coming):
-    assert told(folder, target, coming, half(coming)) == 4 * (6 + 10 + 3)
+    assert prefetch(folder, target, coming, half(coming)) == 4 * (6 + 10 + 3)
     assert all(not each.any() for _, each in target), "only an update may touch live tensors"
     written(coming, LATER)
     assert applied(folder, target, sealed(coming)) == {"a": {1.0}, "b": {1.0, 2.0}, "c": {2.0}}
@@ -142,13 +142,13 @@ def test_an_update_reads_only_what_was_not_read_ahead(folder, target, coming):
 
 def test_bytes_are_final_bit_by_bit(folder, target, coming):
     for nbytes in (0, 8, half(coming), half(coming) + 1, os.path.getsize(coming)):
-        told(folder, target, coming, nbytes)
+        prefetch(folder, target, coming, nbytes)
     written(coming, LATER)
     assert applied(folder, target, sealed(coming)) == {"a": {1.0}, "b": {1.0}, "c": {1.0}}
 
 
 def test_another_file_gets_nothing_of_it(folder, target, coming, tmp_path):
-    told(folder, target, coming, os.path.getsize(coming))
+    prefetch(folder, target, coming, os.path.getsize(coming))
     save_file(LATER, tmp_path / "other.safetensors")
     assert applied(folder, target, tmp_path / "other.safetensors")["a"] == {2.0}
     written(coming, LATER)
@@ -156,7 +156,7 @@ def test_another_file_gets_nothing_of_it(folder, target, coming, tmp_path):
 
 
 def test_a_file_in_the_place_of_the_one_that_was_read_is_read_anew(folder, target, coming):
-    told(folder, target, coming, os.path.getsize(coming))
+    prefetch(folder, target, coming, os.path.getsize(coming))
     save_file(LATER, coming.with_name("aside"))
     coming.with_name("aside").replace(coming)
     assert applied(folder, target, coming) == {"a": {2.0}, "b": {2.0}, "c": {2.0}}
@@ -165,53 +165,53 @@ def test_a_file_in_the_place_of_the_one_that_was_read_is_read_anew(folder, targe
 def test_the_next_version_takes_the_place_of_one_that_never_became_whole(
     folder, target, coming, tmp_path
 ):
-    told(folder, target, coming, half(coming))
+    prefetch(folder, target, coming, half(coming))
     save_file(LATER, tmp_path / "v2.safetensors")
-    told(folder, target, tmp_path / "v2.safetensors", half(tmp_path / "v2.safetensors"))
+    prefetch(folder, target, tmp_path / "v2.safetensors", half(tmp_path / "v2.safetensors"))
     assert applied(folder, target, tmp_path / "v2.safetensors")["b"] == {2.0}
 
 
 def test_a_progress_report_of_a_sealed_file_starts_nothing(folder, target, coming):
-    told(folder, target, coming, half(coming))
+    prefetch(folder, target, coming, half(coming))
     assert applied(folder, target, sealed(coming))["c"] == {1.0}
     with pytest.raises(WeightsError, match="does not exist"):
-        told(folder, target, coming, 8)
+        prefetch(folder, target, coming, 8)
     assert folder._prefetcher._loading is None
 
 
 @pytest.mark.parametrize("nbytes", [None, "8", 8.0, -1, True])
 def test_a_count_that_is_none_is_refused(folder, target, coming, nbytes):
     with pytest.raises(WeightsError, match="nbytes"):
-        told(folder, target, coming, nbytes)
+        prefetch(folder, target, coming, nbytes)
 
 
 def test_a_tensor_that_does_not_fit_is_refused_before_it_arrives(folder, target, coming):
     written_anew = dict(NEW, b=torch.zeros(4, 2))
     save_file(written_anew, coming)
     with pytest.raises(WeightsError, match="b has the shape"):
-        told(folder, target, coming, 8)
+        prefetch(folder, target, coming, 8)
 
 
 def test_a_file_outside_the_root_is_not_read(target, coming, tmp_path):
     (tmp_path / "root").mkdir()
     with pytest.raises(WeightsError, match="outside --weights-root"):
-        told(WeightsFolder(str(tmp_path / "root")), target, coming, 8)
+        prefetch(WeightsFolder(str(tmp_path / "root")), target, coming, 8)
     with pytest.raises(WeightsError, match="reads no weights from disk"):
-        told(WeightsFolder(""), target, coming, 8)
+        prefetch(WeightsFolder(""), target, coming, 8)
 
 
 def test_what_has_to_become_another_type_is_left_to_the_update(folder, target, coming):
     save_file({name: each.to(torch.bfloat16) for name, each in NEW.items()}, coming)
-    assert told(folder, target, coming, os.path.getsize(coming)) == 0
+    assert prefetch(folder, target, coming, os.path.getsize(coming)) == 0
     assert applied(folder, target, sealed(coming)) == {"a": {1.0}, "b": {1.0}, "c": {1.0}}
 
 
 def test_a_file_that_was_cut_short_is_reported_and_not_kept(folder, target, coming):
     whole = os.path.getsize(coming)
-    told(folder, target, coming, 8)
+    prefetch(folder, target, coming, 8)
     os.truncate(coming, whole - 4)
     with pytest.raises(WeightsError, match="ended in the middle"):
-        told(folder, target, coming, whole)
+        prefetch(folder, target, coming, whole)
     os.truncate(coming, whole)
     written(coming, LATER)
     assert applied(folder, target, sealed(coming))["a"] == {2.0}
@@ -220,7 +220,7 @@ def test_a_file_that_was_cut_short_is_reported_and_not_kept(folder, target, comi
 def test_an_unclaimed_prefetch_is_dropped_and_its_file_closed(folder, target, coming):
     open_files = len(os.listdir("/proc/self/fd"))
     folder._prefetcher = FilePrefetcher(keep_secs=0.01)
-    told(folder, target, coming, half(coming))
+    prefetch(folder, target, coming, half(coming))
     wait_until(lambda: len(os.listdir("/proc/self/fd")) == open_files)
     written(coming, LATER)
     assert applied(folder, target, sealed(coming))["a"] == {2.0}
@@ -243,7 +243,7 @@ def test_an_update_does_not_wait_for_all_that_is_being_read_ahead(
 
     monkeypatch.setattr(SafetensorsLoader, "read", read)
     whole = os.path.getsize(coming)
-    reader = threading.Thread(target=told, args=(folder, target, coming, whole))
+    reader = threading.Thread(target=prefetch, args=(folder, target, coming, whole))
     reader.start()
     assert within.wait(20)
     updates = []

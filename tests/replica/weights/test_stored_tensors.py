@@ -107,7 +107,7 @@ def header(entries, data=b"") -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("entries", "told"),
+    ("entries", "reported"),
     [
         ({"a": {"dtype": "F32", "shape": [2**60, 0], "data_offsets": [0, 0]}}, "within 0 and"),
         ({"a": {"dtype": "F32", "shape": [1] * 17, "data_offsets": [0, 4]}}, "at most 16"),
@@ -125,8 +125,8 @@ def header(entries, data=b"") -> bytes:
         ([1], "Expected `object`"),
     ],
 )
-def test_a_false_header_is_refused_before_memory_is_allocated(entries, told):
-    with pytest.raises(WeightsError, match=told):
+def test_a_false_header_is_refused_before_memory_is_allocated(entries, reported):
+    with pytest.raises(WeightsError, match=reported):
         opened(header(entries, b"1234"))
 
 
@@ -169,7 +169,7 @@ def test_serialized_tensors_are_staged_for_the_rank_they_are_for():
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "reported"),
     [
         ([], "a list of one text"),
         ([NEW, NEW], "a list of one text"),
@@ -184,8 +184,8 @@ def test_serialized_tensors_are_staged_for_the_rank_they_are_for():
         ([save({LAST_NORM: torch.ones(127)})], "has the shape"),
     ],
 )
-def test_what_is_no_safetensors_of_this_model_is_refused(parts, told):
-    with pytest.raises(WeightsError, match=told):
+def test_what_is_no_safetensors_of_this_model_is_refused(parts, reported):
+    with pytest.raises(WeightsError, match=reported):
         staged(*parts)
 
 

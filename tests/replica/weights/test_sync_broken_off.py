@@ -81,9 +81,9 @@ def failed_in_one_call(sync):
 )
 def test_what_breaks_off_after_a_bucket_leaves_the_weights_uncertain(sync, end):
     end(sync)
-    assert sync.told()["weights"] == "uncertain"
+    assert sync.reported()["weights"] == "uncertain"
     sync.stage.admin(DESTROY, BODY)
-    assert (sync.told()["weights"], sync.told()["buckets_applied"]) == ("uncertain", 1)
+    assert (sync.reported()["weights"], sync.reported()["buckets_applied"]) == ("uncertain", 1)
 
 
 def test_a_call_at_the_wrong_time_breaks_nothing_off(sync):
@@ -91,7 +91,7 @@ def test_a_call_at_the_wrong_time_breaks_nothing_off(sync):
     assert not sync.stage.admin("prepare_weights_update", one(B) | {"group_name": "x"}).success
     assert sync.prepare(one(B)).success
     assert not sync.prepare(one(B)).success
-    assert sync.told()["weights"] == "open"
+    assert sync.reported()["weights"] == "open"
     sync.send(B)
     assert sync.complete(weight_version="v1").data["weights"] == "whole"
 
@@ -107,7 +107,7 @@ def test_a_failed_completion_reports_the_received_amount(sync):
     assert sync.prepare(many(B, A)).success
     completing = sync.stage.send("complete_weights_update", BODY)
     sync.send(B)
-    while sync.told()["buckets_done"] == 0:
+    while sync.reported()["buckets_done"] == 0:
         pass  # what the trainer has sent may still be on its way
     sync.trainer.kill()
     answer = sync.stage.answer(completing)

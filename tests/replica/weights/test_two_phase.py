@@ -56,7 +56,7 @@ def sync(stage, pool):
     sync = Syncing(stage, pool.trainer())
     sync.join()
     yield sync
-    if "g" in [group["group_name"] for group in sync.told()["groups"]]:
+    if "g" in [group["group_name"] for group in sync.reported()["groups"]]:
         stage.admin("destroy_weights_update_group", group_name="g")
     if sync.trainer.living():
         sync.trainer.tell("destroy", group="g")
@@ -74,10 +74,10 @@ def test_all_buckets_at_once(sync):
     assert sync.state() == "grouped"
     answer = sync.prepare(many(A, B))
     assert (answer.success, answer.data["num_buckets"]) == (True, 2)
-    told = sync.told()
-    assert told["state"] == "receiving"
-    assert told["owner"].startswith("127.0.0.1:")
-    assert (told["bytes_expected"], told["bytes_come"]) == (answer.data["num_bytes"], 0)
+    reported = sync.reported()
+    assert reported["state"] == "receiving"
+    assert reported["owner"].startswith("127.0.0.1:")
+    assert (reported["bytes_expected"], reported["bytes_come"]) == (answer.data["num_bytes"], 0)
     sync.send(A, B)
     assert sync.until("received")["buckets_done"] == 2
     assert holds(stage)
@@ -103,8 +103,8 @@ def test_buckets_follow_until_the_last_one_is_marked(sync):
         assert answer.data["num_buckets_received"] == 1
         assert answer.data["flush_success"] is None
         assert (answer.data["weights"], answer.data["weight_version"]) == ("open", "default")
-    told = sync.told()
-    assert (told["weights"], told["buckets_applied"]) == ("open", 2)
+    reported = sync.reported()
+    assert (reported["weights"], reported["buckets_applied"]) == ("open", 2)
     last = sent_of([WIDE[0]], seed=9)
     sync.prepare(one(last))
     sync.send(last)
@@ -120,7 +120,7 @@ def test_generation_between_two_buckets_makes_the_weights_uncertain(sync):
     sync.send(B)
     assert sync.complete().data["weights"] == "open"
     assert sync.stage.admin("continue_generation").success
-    assert sync.told()["weights"] == "uncertain"
+    assert sync.reported()["weights"] == "uncertain"
     sync.prepare(many(A, B))
     sync.send(A, B)
     assert sync.complete().data["weights"] == "whole"
@@ -131,7 +131,7 @@ def test_a_sync_that_leaves_in_good_order_was_whole(sync):
     sync.send(B)
     assert sync.complete().data["weights"] == "open"
     sync.leave()
-    assert sync.told()["weights"] == "whole"
+    assert sync.reported()["weights"] == "whole"
 
 
 @pytest.mark.parametrize("form", [many, one])
@@ -165,7 +165,7 @@ def test_buckets_of_a_session_are_shown_together_at_its_end(sync):
         assert sync.complete(weight_version="v3").success
         assert holds(stage)
         assert stage.facts()["weight_version"] == "default"
-    assert sync.told()["session_tensors"] == 3
+    assert sync.reported()["session_tensors"] == 3
     sync.prepare(one(A))
     refused = stage.admin("end_weight_update")
     assert (refused.success, refused.data["status_code"]) == (False, 409)
@@ -174,7 +174,7 @@ def test_buckets_of_a_session_are_shown_together_at_its_end(sync):
     assert stage.admin("end_weight_update").success
     assert holds(stage, A, B)
     assert stage.facts()["weight_version"] == "v3"
-    assert sync.told()["weights"] == "whole"
+    assert sync.reported()["weights"] == "whole"
 
 
 def test_the_single_phase_takes_turns_with_the_two_phases(sync):
@@ -203,7 +203,7 @@ def test_requests_are_computed_until_the_swap_and_after_it(sync):
     assert stage.generate()["text"] == undisturbed(**greedy)["text"]
     completing = stage.send("complete_weights_update", BODY | {"weight_version": "v6"})
     long = stage.submit(max_new_tokens=1500, stream=True)
-    stage.next(ResultChunk, lambda told: told.request_id == long)
+    stage.next(ResultChunk, lambda reported: reported.request_id == long)
     assert stage.facts()["engine_paused"] is False
     # Other operations are answered meanwhile: the checksum is that of the old weights.
     assert holds(stage)
@@ -217,7 +217,11 @@ def test_requests_are_computed_until_the_swap_and_after_it(sync):
     stage.admin("pause_generation", mode="in_place")
     stage.admin("continue_generation")
     assert stage.generate()["weight_version"] == "v6"
-    ended = [told for told in stage.seen if isinstance(told, Result) and told.request_id == long]
+    ended = [
+        reported
+        for reported in stage.seen
+        if isinstance(reported, Result) and reported.request_id == long
+    ]
     data = ended[0].data if ended else stage.result(long)
     assert data["usage"]["completion_tokens"] == 1500
 
@@ -268,12 +272,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("told", WRONG, ids=lambda told: told.replace(" ", "-"))
-def test_what_cannot_be_met_is_refused_before_anything_is_armed(sync, told):
+@pytest.mark.parametrize("reported", WRONG, ids=lambda reported: reported.replace(" ", "-"))
+def test_what_cannot_be_met_is_refused_before_anything_is_armed(sync, reported):
     good = one([(NORM, "float32", [128], 1)])
-    answer = sync.prepare(good | WRONG[told])
+    answer = sync.prepare(good | WRONG[reported])
     assert not answer.success
-    assert told in answer.message
+    assert reported in answer.message
     assert sync.state() == "grouped"
     assert sync.stage.facts()["engine_paused"] is False
     assert sync.prepare(good).success
@@ -292,8 +296,8 @@ def test_a_plan_that_memory_does_not_hold_is_refused_with_the_numbers(sync, monk
     everything = sent_of(SHAPES)  # more than any other test has left in kept memory
     answer = sync.prepare(many(everything))
     assert not answer.success
-    told = f"need {bytes_of(everything)} bytes, but only 1024"
-    assert told in answer.message
+    reported = f"need {bytes_of(everything)} bytes, but only 1024"
+    assert reported in answer.message
     assert sync.state() == "grouped"
     monkeypatch.undo()
     assert sync.prepare(many(everything)).success
@@ -376,7 +380,7 @@ def test_an_unexpected_error_leaves_the_replica_ready_for_the_next_sync(
     assert not answer.success
     assert "RuntimeError: a bug" in answer.message
     monkeypatch.undo()
-    assert sync.told()["groups"] == []
+    assert sync.reported()["groups"] == []
     if step == "arm":
         assert sync.state() == "failed"
         sync.trainer.tell("destroy", group="g")

@@ -49,7 +49,7 @@ def test_a_time_that_is_none_is_refused_and_nothing_is_armed(sync, secs):
 def ended_disarmed(sync, answer):
     assert not answer.success
     assert f"not armed within {SHORT_SECS:g} s" in answer.message
-    assert (sync.state(), sync.told()["groups"]) == ("failed", [])
+    assert (sync.state(), sync.reported()["groups"]) == ("failed", [])
 
 
 @pytest.mark.usefixtures("memory")

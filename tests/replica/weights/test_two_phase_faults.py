@@ -88,8 +88,8 @@ def test_a_trainer_that_is_killed_before_it_sends(sync, pool):
     """Rows 11, 12, 15: no state is left that breaks the next sync."""
     sync.prepare(many(A))
     sync.trainer.kill()
-    told = sync.until("failed")
-    assert "g" not in [group["group_name"] for group in told["groups"]]
+    body = sync.until("failed")
+    assert "g" not in [group["group_name"] for group in body["groups"]]
     for _ in range(2):
         failed(sync, "the prepared weights update has failed: group 'g'", "message 1 of 2")
     untouched_and_ready_for_the_next(sync, pool)
@@ -189,7 +189,7 @@ def test_a_second_trainer_is_refused_by_the_name_of_the_first(sync, pool):
     other = Syncing(sync.stage, pool.trainer())
     answer = sync.stage.admin(INIT, other.rendezvous(free_port()))
     assert (answer.success, answer.data["status_code"]) == (False, 409)
-    assert sync.told()["owner"] in answer.message
+    assert sync.reported()["owner"] in answer.message
     sync.send(A)
     assert sync.complete().success
     zeroed(sync.stage)

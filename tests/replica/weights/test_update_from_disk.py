@@ -234,12 +234,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("told", BAD, ids=lambda told: told.replace(" ", "-"))
-def test_what_cannot_be_loaded_is_reported_and_changes_nothing(stage, tmp_path, told):
+@pytest.mark.parametrize("reported", BAD, ids=lambda reported: reported.replace(" ", "-"))
+def test_what_cannot_be_loaded_is_reported_and_changes_nothing(stage, tmp_path, reported):
     before, text = stage.checksum(), stage.generate()["text"]
-    answer = stage.update(BAD[told](tmp_path), weight_version="v9")
+    answer = stage.update(BAD[reported](tmp_path), weight_version="v9")
     assert not answer.success
-    assert told in answer.message
+    assert reported in answer.message
     assert answer.message == answer.error
     assert answer.message.endswith("the weights of version 'default' are whole")
     facts = stage.facts()
@@ -249,7 +249,7 @@ def test_what_cannot_be_loaded_is_reported_and_changes_nothing(stage, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("manifest", "told"),
+    ("manifest", "reported"),
     [
         ({}, "either"),
         ({"files": []}, "either"),
@@ -263,12 +263,12 @@ def test_what_cannot_be_loaded_is_reported_and_changes_nothing(stage, tmp_path, 
         ({"tensors": {LAST_NORM: "norm.safetensors", "x": "norm.safetensors"}}, "no tensor 'x'"),
     ],
 )
-def test_an_ambiguous_manifest_is_refused(stage, tmp_path, manifest, told):
+def test_an_ambiguous_manifest_is_refused(stage, tmp_path, manifest, reported):
     before = stage.checksum()
     save_file({LAST_NORM: torch.ones(128)}, tmp_path / "norm.safetensors")
     answer = stage.update(tmp_path, manifest=manifest)
     assert not answer.success
-    assert told in answer.message
+    assert reported in answer.message
     assert stage.checksum() == before
 
 
@@ -289,10 +289,10 @@ def test_active_requests_forbid_an_update_and_are_named(stage, tmp_path):
     assert not answer.success
     assert answer.message.startswith("active requests are present; set abort_all_requests=true")
     assert answer.error == "active requests present during weight update"
-    told = {
+    reported = {
         key: answer.data[key] for key in answer.data if key[:6] in ("active", "abort_", "pause_")
     }
-    assert told == {
+    assert reported == {
         "active_request_count": 1,
         "active_request_ids": [request_id],
         "abort_all_requests": False,
@@ -332,7 +332,7 @@ def test_requests_are_dropped_only_for_weights_that_fit(stage, tmp_path):
     assert (answer.success, answer.data["num_paused_requests"]) == (False, 0)
     answer = stage.update("new.safetensors", abort_all_requests=True)
     assert (answer.success, answer.data["num_paused_requests"]) == (True, 1)
-    (dropped,) = [told for told in stage.seen if isinstance(told, StageFailure)]
+    (dropped,) = [reported for reported in stage.seen if isinstance(reported, StageFailure)]
     assert (dropped.request_id, dropped.kind) == (request_id, "dropped")
 
 
@@ -363,8 +363,11 @@ def test_a_file_is_read_ahead_while_texts_are_written_by_the_old_weights(stage, 
     file = save(tmp_path / "coming.safetensors", new)
     old_text = stage.generate()["text"]
     running = stage.submit()
-    told = stage.admin("read_weights_ahead", model_path=str(file), nbytes=file.stat().st_size)
-    assert (told.success, told.data["ahead_bytes"]) == (True, sum(t.nbytes for t in new.values()))
+    reported = stage.admin("read_weights_ahead", model_path=str(file), nbytes=file.stat().st_size)
+    assert (reported.success, reported.data["ahead_bytes"]) == (
+        True,
+        sum(t.nbytes for t in new.values()),
+    )
     assert stage.result(running)["text"] == old_text
     assert stage.checksum() == checksum_of(weights_of(0))
     file = file.rename(tmp_path / "whole.safetensors")

@@ -188,7 +188,7 @@ def test_a_receive_that_never_ends_is_ended_by_destroying_its_group(stage, train
     assert stage.facts()["engine_paused"] is True
     assert stage.admin("destroy_weights_update_group", group_name="g").success
     # The first answer was skipped while the test waited for the other one.
-    ended = [told for told in stage.seen if getattr(told, "op_id", "") == receiving]
+    ended = [reported for reported in stage.seen if getattr(reported, "op_id", "") == receiving]
     answer = ended[0] if ended else stage.answer(receiving)
     assert not answer.success
     assert "was destroyed" in answer.message
@@ -220,13 +220,15 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("told", BAD, ids=lambda told: told.replace(" ", "-"))
-def test_an_announcement_that_cannot_be_met_changes_nothing_but_the_pause(stage, told):
+@pytest.mark.parametrize("reported", BAD, ids=lambda reported: reported.replace(" ", "-"))
+def test_an_announcement_that_cannot_be_met_changes_nothing_but_the_pause(stage, reported):
     before = stage.checksum()
     good = {"names": [LAST_NORM], "dtypes": ["float32"], "shapes": [SHAPE], "group_name": "g"}
-    answer = stage.admin("update_weights_from_distributed", good | BAD[told], weight_version="v9")
+    answer = stage.admin(
+        "update_weights_from_distributed", good | BAD[reported], weight_version="v9"
+    )
     assert not answer.success
-    assert told in answer.message
+    assert reported in answer.message
     facts = stage.facts()
     assert (facts["weight_version"], facts["engine_paused"]) == ("default", True)
     assert stage.checksum() == before
@@ -241,7 +243,7 @@ def test_active_requests_refuse_a_distributed_update_and_pause_the_stage(stage):
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "reported"),
     [
         ({"master_address": ""}, "master_address"),
         ({"master_address": None}, "master_address"),
@@ -257,7 +259,7 @@ def test_active_requests_refuse_a_distributed_update_and_pause_the_stage(stage):
         ({"backend": "mpi"}, "unknown backend 'mpi'"),
     ],
 )
-def test_a_group_that_cannot_be_is_refused_at_once(stage, changed, told):
+def test_a_group_that_cannot_be_is_refused_at_once(stage, changed, reported):
     good = {
         "master_address": "127.0.0.1",
         "master_port": 29500,
@@ -268,7 +270,7 @@ def test_a_group_that_cannot_be_is_refused_at_once(stage, changed, told):
     answer = stage.admin("init_weights_update_group", good | changed)
     assert not answer.success
     assert answer.message.startswith("Failed to initialize custom process group: ")
-    assert told in answer.message
+    assert reported in answer.message
     assert answer.data["group_name"] == "weight_update_group"
     assert stage.facts()["engine_paused"] is False
 
@@ -351,7 +353,7 @@ def test_a_version_is_named_and_aborts_all_unless_requested_not_to(stage):
     assert answer.data == {"new_version": "v3", "num_paused_requests": 0}
     answer = stage.admin("update_weight_version", new_version="v4")
     assert answer.data == {"new_version": "v4", "num_paused_requests": 1}
-    (dropped,) = [told for told in stage.seen if isinstance(told, StageFailure)]
+    (dropped,) = [reported for reported in stage.seen if isinstance(reported, StageFailure)]
     assert (dropped.request_id, dropped.kind) == (request_id, "dropped")
     assert stage.generate()["weight_version"] == "v4"
     assert not stage.admin("update_weight_version", new_version="").success

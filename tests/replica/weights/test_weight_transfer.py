@@ -40,9 +40,9 @@ def test_both_sides_pack_alike_and_a_message_ends_where_it_exceeds_the_buffer(si
 def test_what_is_announced_becomes_a_plan_of_one_message_each_or_packed():
     (plan,) = parse_plans(announced(INFO, WireForm()))
     assert [message.nbytes for message in plan.messages] == [24, 8]
-    told = announced(INFO, WireForm(packed=True))
-    assert told["load_format"] == FLATTENED
-    (plan,) = parse_plans(told)
+    reported = announced(INFO, WireForm(packed=True))
+    assert reported["load_format"] == FLATTENED
+    (plan,) = parse_plans(reported)
     assert [message.nbytes for message in plan.messages] == [32]
     plans = parse_plans(announced(INFO, WireForm(packed=True, buffer_bytes=5)))
     assert [[message.nbytes for message in plan.messages] for plan in plans] == [[24], [8]]

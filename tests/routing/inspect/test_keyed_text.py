@@ -36,10 +36,10 @@ def begins_alike(one, two):
     ],
 )
 def test_any_shape_of_a_value_is_text(value):
-    told = text({"x": value, "other": "ignored"}, "x")
-    assert told
-    assert told == text({"x": value}, "x")
-    assert told != text({"x": "something else"}, "x")
+    reported = text({"x": value, "other": "ignored"}, "x")
+    assert reported
+    assert reported == text({"x": value}, "x")
+    assert reported != text({"x": "something else"}, "x")
 
 
 def test_keys_are_read_in_their_order():
@@ -69,8 +69,10 @@ def test_token_ids_and_the_system_are_read_of_any_body():
     assert prefix_text(decode_body(b'{"token_ids": [1, 2]}')) == prefix_text(
         decode_body(b'{"input_ids": [1, 2]}')
     )
-    told = prefix_text(decode_body(b'{"system": "a", "messages": [{"role":"user","content":"b"}]}'))
-    assert told == prefix_text(
+    reported = prefix_text(
+        decode_body(b'{"system": "a", "messages": [{"role":"user","content":"b"}]}')
+    )
+    assert reported == prefix_text(
         decode_body(
             b'{"messages": [{"role":"system","content":"a"},{"role":"user","content":"b"}]}'
         )

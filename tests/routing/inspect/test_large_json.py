@@ -88,9 +88,9 @@ def test_its_prefix_is_its_text_as_it_is_spelled_and_bounded():
 
 def test_large_json_needs_a_model_if_workers_serve_several():
     mixed = fleet(("m", ALL), ("n", ALL))
-    said = refused(mixed, look(large()))
+    output = refused(mixed, look(large()))
     assert (
-        said == "large JSON requests across mixed-model workers require x-sglang-omni-route-model"
+        output == "large JSON requests across mixed-model workers require x-sglang-omni-route-model"
     )
     for need in (look(large(model="m")), look(large(), model="m")):
         settle_unread(mixed, need)

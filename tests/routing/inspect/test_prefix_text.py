@@ -57,9 +57,9 @@ def test_ids_are_found_in_a_body_that_only_the_slower_reader_takes():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "odd"]), st.text(max_size=5))))
-def test_plain_talk_is_read_as_its_parts_are(said):
+def test_plain_talk_is_read_as_its_parts_are(message):
     """Texts alone have a quicker reader; parts have not."""
-    whole = [{"role": role, "content": text} for role, text in said]
+    whole = [{"role": role, "content": text} for role, text in message]
     mixed = [*whole, {"role": "user", "content": []}]  # the same, but for one more role
     assert text_of(messages=mixed) == text_of(messages=whole) + b"\xf6"
     for limit in range(20):

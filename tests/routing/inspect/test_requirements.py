@@ -17,9 +17,9 @@ MULTIPART = b"multipart/form-data; boundary=B"
 def look(path, body=b"", *, content_type=b"application/json", method="POST", **hints):
     route = match_route(method, path)
     assert route is not None
-    told = {name.encode(): value.encode() for name, value in hints.items()}
+    reported = {name.encode(): value.encode() for name, value in hints.items()}
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return inspect_request(route, raw, RequestFacts(content_type, told))
+    return inspect_request(route, raw, RequestFacts(content_type, reported))
 
 
 def refused(*words, **more) -> str:
@@ -214,7 +214,7 @@ def test_an_empty_body_takes_its_requirements_from_hints():
 
 
 @pytest.mark.parametrize(
-    ("body", "hints", "said"),
+    ("body", "hints", "message"),
     [
         ({}, {"model": " "}, "model must not be empty"),
         ({}, {"stream": "yes"}, "stream must be true or false"),
@@ -226,8 +226,8 @@ def test_an_empty_body_takes_its_requirements_from_hints():
         ({}, {"capabilities": "streaming"}, "capabilities conflicts with JSON body"),
     ],
 )
-def test_a_bad_or_contradicting_hint_is_refused(body, hints, said):
-    assert refused(CHAT, body, **hints) == f"x-sglang-omni-route-{said}"
+def test_a_bad_or_contradicting_hint_is_refused(body, hints, message):
+    assert refused(CHAT, body, **hints) == f"x-sglang-omni-route-{message}"
 
 
 def test_a_hint_that_agrees_with_the_body_is_taken():
@@ -238,9 +238,9 @@ def test_a_hint_that_agrees_with_the_body_is_taken():
     assert look(CHAT, {}, model="m").model == "m"
 
 
-@pytest.mark.parametrize("said", ["true", "1", "yes", "on", " TRUE "])
-def test_a_form_may_request_a_stream(said):
-    need = look(FORM, form(model="w", stream=said), content_type=MULTIPART)
+@pytest.mark.parametrize("message", ["true", "1", "yes", "on", " TRUE "])
+def test_a_form_may_request_a_stream(message):
+    need = look(FORM, form(model="w", stream=message), content_type=MULTIPART)
     assert (need.model, need.stream) == ("w", True)
     assert need.capabilities == ["audio_input", "streaming"]
 
@@ -252,12 +252,12 @@ def test_a_form_without_a_true_stream_field_is_no_stream():
 
 
 def test_hints_against_a_form_are_refused():
-    for fields, hints, said in (
+    for fields, hints, output in (
         ({"model": "a"}, {"model": "b"}, "model conflicts with the multipart form model"),
         ({"stream": "1"}, {"stream": "false"}, "stream conflicts with the multipart form stream"),
     ):
         body = form(**fields)
-        assert refused(FORM, body, content_type=MULTIPART, **hints).endswith(said)
+        assert refused(FORM, body, content_type=MULTIPART, **hints).endswith(output)
 
 
 def test_hints_complete_a_form_that_reports_nothing():

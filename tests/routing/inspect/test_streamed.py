@@ -35,9 +35,9 @@ def facts(kind, **hints):
 
 
 def of_form(*fields, fleet=NAMED, **hints):
-    told = facts(b"multipart/form-data; boundary=x", **hints)
+    reported = facts(b"multipart/form-data; boundary=x", **hints)
     return requirements_of_beginning(
-        fleet, match_route("POST", SPOKEN), form(*fields, end=False), told
+        fleet, match_route("POST", SPOKEN), form(*fields, end=False), reported
     )
 
 
@@ -105,13 +105,13 @@ FIELDS = st.lists(
 
 @given(FIELDS, st.integers(0, 400))
 def test_early_requirements_equal_those_of_the_whole_form(fields, at):
-    told = facts(b"multipart/form-data; boundary=x")
+    reported = facts(b"multipart/form-data; boundary=x")
     route, whole = match_route("POST", SPOKEN), form(*fields)
-    known = requirements_of_beginning(MIXED, route, whole[:at], told)
+    known = requirements_of_beginning(MIXED, route, whole[:at], reported)
     if known is not None:
-        final = inspect_request(route, whole, told)
+        final = inspect_request(route, whole, reported)
         assert (known.stream, known.mask) == (final.stream, final.mask)
         assert known.model in (None, final.model)
-    known = requirements_of_beginning(NAMED, route, whole[:at], told)
+    known = requirements_of_beginning(NAMED, route, whole[:at], reported)
     if known is not None:
-        assert known.model == inspect_request(route, whole, told).model
+        assert known.model == inspect_request(route, whole, reported).model

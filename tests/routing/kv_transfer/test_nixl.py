@@ -40,7 +40,7 @@ def test_prefill_computes_one_token_without_a_stream(body):
 
 
 @given(bodies, st.none() | st.dictionaries(st.text(max_size=3), st.integers(), min_size=1))
-def test_decode_gets_the_clients_limits_and_what_prefill_said(body, params):
+def test_decode_gets_the_clients_limits_and_what_prefill_reported(body, params):
     answer = json.dumps({"id": 1} | ({} if params is None else {"kv_transfer_params": params}))
     found = read_params(answer.encode())
     text = JsonText(json.dumps(body).encode())

@@ -79,7 +79,7 @@ def test_a_class_path_names_a_policy():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("no_such_module_:X", "the module no_such_module_ of the policy .* can't be imported"),
         (f"{HERE}:Missing", "is no class derived from Policy; derive it from"),
@@ -88,8 +88,8 @@ def test_a_class_path_names_a_policy():
         (f"{HERE}:Uncreatable", "can't be created: RuntimeError: no licence at .*:[0-9]+;"),
     ],
 )
-def test_a_configuration_whose_policy_cannot_be_loaded_is_refused(name, said):
-    with pytest.raises(ConfigError, match=f"^proxy.toml: routing.policy: .*{said}"):
+def test_a_configuration_whose_policy_cannot_be_loaded_is_refused(name, message):
+    with pytest.raises(ConfigError, match=f"^proxy.toml: routing.policy: .*{message}"):
         check(name)
 
 

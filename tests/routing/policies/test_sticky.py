@@ -83,8 +83,10 @@ def test_only_so_many_sessions_are_remembered_those_used_last():
     policy, fleet = sticky(sticky_max=3), workers(0, 0)
     for key in ("a", "b", "c", "a", "d"):
         policy.pick(fleet, Requirements(0, affinity_key=key))
-    told = {key: policy.preview_pick(fleet, Requirements(0, affinity_key=key))[1] for key in "abcd"}
-    assert [key for key, why in told.items() if why == "its session stays there"] == list("acd")
+    reported = {
+        key: policy.preview_pick(fleet, Requirements(0, affinity_key=key))[1] for key in "abcd"
+    }
+    assert [key for key, why in reported.items() if why == "its session stays there"] == list("acd")
 
 
 def test_the_cache_aware_policy_learns_of_what_sessions_send():

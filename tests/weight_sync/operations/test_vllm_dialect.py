@@ -37,8 +37,8 @@ async def ask(api, path, body=None, **fields):
 
 
 async def test_a_pause_is_that_of_one_engine(api, engines):
-    told = await ask(api, PAUSE, query="mode=keep&clear_cache=false")
-    assert (told.status, told.body["status"]) == (200, "paused")
+    response = await ask(api, PAUSE, query="mode=keep&clear_cache=false")
+    assert (response.status, response.body["status"]) == (200, "paused")
     assert engines.targets(PAUSE, B) == ["/pause?mode=keep&clear_cache=false"]
     assert api.operations.journal.pauses()[A].mode == "keep"
     paused = (await ask(api, "/is_paused", method="GET")).body["is_paused"]
@@ -48,11 +48,11 @@ async def test_a_pause_is_that_of_one_engine(api, engines):
 
 
 async def test_each_kind_of_engine_gets_its_own_words(api, mixed):
-    told = await ask(api, PAUSE, query="mode=keep")
-    assert told.status == 200
+    response = await ask(api, PAUSE, query="mode=keep")
+    assert response.status == 200
     assert mixed.targets(PAUSE) == ["/pause?mode=keep"]
     assert mixed.bodies("/pause_generation", B) == [{"mode": "in_place"}]
-    assert [each.get("sent_to") for each in told.body["results"]] == [None, "/pause_generation"]
+    assert [each.get("sent_to") for each in response.body["results"]] == [None, "/pause_generation"]
     assert (await ask(api, "/is_paused", method="GET")).body["is_paused"] is True
     await ask(api, RESUME)
     assert mixed.bodies("/continue_generation", B) == [{}]
@@ -60,8 +60,8 @@ async def test_each_kind_of_engine_gets_its_own_words(api, mixed):
 
 
 async def test_calls_in_words_of_sglang_reach_vllm_too(api, mixed):
-    told = await api.operations.submit(admin_call("/pause_generation", {"mode": "retract"}))
-    assert told.ok
+    response = await api.operations.submit(admin_call("/pause_generation", {"mode": "retract"}))
+    assert response.ok
     assert mixed.targets(PAUSE) == ["/pause?mode=keep"]
     assert (await api.operations.submit(admin_call("/continue_generation"))).ok
     assert mixed.targets(RESUME) == ["/resume"]
@@ -77,8 +77,8 @@ async def test_a_bad_mode_is_refused_as_one_engine_refuses_it(api, engines):
     error = {"error": {"message": "Input should be 'abort', 'wait' or 'keep'", "code": 400}}
     for url in (A, B):
         engines.set_reply(url, PAUSE, error, 400)
-    told = await ask(api, PAUSE, query="mode=bogus")
-    assert (told.status, "Input should be" in told.body["message"]) == (400, True)
+    response = await ask(api, PAUSE, query="mode=bogus")
+    assert (response.status, "Input should be" in response.body["message"]) == (400, True)
     assert api.operations.journal.pauses() == {}
     assert cordon_reasons_of(api) == [[], []]
 
@@ -110,8 +110,8 @@ async def test_what_an_uncertain_engine_kept_is_aborted_before_it_resumes(api, e
 async def test_a_sleeping_engine_holds_requests_as_a_paused_one(engines, folder, nursery):
     api = api_with(folder, routing=RoutingConfig(while_paused="hold"))
     await nursery.start(api.operations.run)
-    told = await ask(api, "/sleep", query="level=1")
-    assert (told.body["status"], told.body["level"]) == ("sleeping", 1)
+    response = await ask(api, "/sleep", query="level=1")
+    assert (response.body["status"], response.body["level"]) == ("sleeping", 1)
     assert cordon_reasons_of(api) == [["paused"], ["paused"]]
     assert (await ask(api, "/is_sleeping", method="GET")).body["is_sleeping"] is True
     # vLLM answers that it resumed, and sleeps on (run with 0.32.0).
@@ -123,8 +123,8 @@ async def test_a_sleeping_engine_holds_requests_as_a_paused_one(engines, folder,
 
 
 async def test_weights_discarded_by_a_sleep_must_be_restored(api, engines):
-    told = await ask(api, "/sleep", query="level=2")
-    assert [each["standing"] for each in told.body["results"]] == ["uncertain"] * 2
+    response = await ask(api, "/sleep", query="level=2")
+    assert [each["standing"] for each in response.body["results"]] == ["uncertain"] * 2
     await ask(api, "/wake_up")
     assert uncertain_workers(api) == [A, B]
     assert versions_by_url(api) == {A: (None, 0), B: (None, 0)}
@@ -138,37 +138,37 @@ async def test_weights_discarded_by_a_sleep_must_be_restored(api, engines):
 
 async def test_the_world_size_is_the_sum_over_both_kinds(api, mixed):
     mixed.ranks = {A: 2, B: 3}
-    told = await ask(api, "/get_world_size", method="GET")
-    assert told.body["world_size"] == 5
+    response = await ask(api, "/get_world_size", method="GET")
+    assert response.body["world_size"] == 5
 
 
 async def test_a_label_is_given_to_all(api, engines):
-    told = await ask(api, "/update_weight_version", {"new_version": "step-7"})
-    assert told.body["weight_versions"] == {A: "step-7", B: "step-7"}
+    response = await ask(api, "/update_weight_version", {"new_version": "step-7"})
+    assert response.body["weight_versions"] == {A: "step-7", B: "step-7"}
     assert (await ask(api, "/weight_info", method="GET")).body["weight_version"] == "step-7"
 
 
 async def test_a_collective_rpc_without_weights_keeps_workers_routable(api, engines):
     for url in (A, B):
         engines.set_reply(url, "/collective_rpc", *reversed(rpc_error("no attribute 'nope'")))
-    told = await ask(api, "/collective_rpc", {"method": "nope"})
-    assert told.status == 502
+    response = await ask(api, "/collective_rpc", {"method": "nope"})
+    assert response.status == 502
     assert uncertain_workers(api) == []
 
 
 async def test_a_reload_that_fails_keeps_its_engine_out(api, engines):
     engines.set_reply(B, "/collective_rpc", *reversed(rpc_error("no such file")))
     body = {"method": "reload_weights", "kwargs": {"weights_path": "/w"}}
-    told = await ask(api, "/collective_rpc", body)
-    assert (told.status, told.body["weight_epoch"]) == (502, 1)
+    response = await ask(api, "/collective_rpc", body)
+    assert (response.status, response.body["weight_epoch"]) == (502, 1)
     assert uncertain_workers(api) == [B]
 
 
 async def test_an_update_from_disk_reaches_both_kinds(api, mixed):
     body = {"model_path": "/w", "weight_version": "v2"}
     mixed.labels[B] = "v2"
-    told = await api.operations.submit(admin_call("/update_weights_from_disk", body))
-    assert told.ok, told.body
+    response = await api.operations.submit(admin_call("/update_weights_from_disk", body))
+    assert response.ok, response.body
     assert mixed.bodies("/collective_rpc", A) == [
         {"method": "reload_weights", "kwargs": {"weights_path": "/w"}}
     ]
@@ -223,10 +223,10 @@ async def test_an_engine_restarted_with_its_first_weights_gets_no_request(api, e
 
 async def test_with_the_mode_off_one_engine_gets_the_calls_unchanged(plain, engines):
     body = {"init_info": {"rank_offset": 1, "world_size": 2}}
-    told = await ask(plain, INIT, body)
-    assert (told.status, "several" in str(told.body["error"])) == (422, True)
-    told = await ask(plain, INIT, body, chosen=frozenset((A,)))
-    assert told.ok
+    response = await ask(plain, INIT, body)
+    assert (response.status, "several" in str(response.body["error"])) == (422, True)
+    response = await ask(plain, INIT, body, chosen=frozenset((A,)))
+    assert response.ok
     assert engines.bodies(INIT, A) == [body]
     assert (await ask(plain, START, chosen=frozenset((A,)))).body["message"] == (
         "Weight update started"
@@ -235,7 +235,7 @@ async def test_with_the_mode_off_one_engine_gets_the_calls_unchanged(plain, engi
 
 async def test_an_engine_that_cannot_be_reached_is_distinguished(api, engines):
     engines.replies[B, PAUSE] = LOST
-    told = await ask(api, PAUSE)
-    assert told.status == 502
-    assert [each["success"] for each in told.body["results"]] == [True, False]
+    response = await ask(api, PAUSE)
+    assert response.status == 502
+    assert [each["success"] for each in response.body["results"]] == [True, False]
     assert set(api.operations.journal.pauses()) == {A}

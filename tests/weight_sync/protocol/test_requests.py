@@ -150,15 +150,15 @@ def update(info, ranks=3):
 def test_an_init_keeps_what_the_backend_needs_and_changes_the_ranks_alone():
     request = init(packed=True, packed_num_buffers=2)
     assert (request.address, request.rank_offset, request.world_size) == (("10.0.0.1", 29500), 1, 4)
-    told = json.loads(request.body_for(3))["init_info"]
-    assert told == {**INFO, "packed": True, "packed_num_buffers": 2, "rank_offset": 3}
+    reported = json.loads(request.body_for(3))["init_info"]
+    assert reported == {**INFO, "packed": True, "packed_num_buffers": 2, "rank_offset": 3}
 
 
 def test_numbers_of_a_transfer_may_be_text():
     request = init(rank_offset="1", world_size="4", master_port="29500")
     assert (request.rank_offset, request.world_size, request.address[1]) == (1, 4, 29500)
-    told = json.loads(request.body_for(2))["init_info"]
-    assert (told["rank_offset"], told["world_size"]) == (2, 4)
+    reported = json.loads(request.body_for(2))["init_info"]
+    assert (reported["rank_offset"], reported["world_size"]) == (2, 4)
 
 
 def test_a_backend_without_ranks_gets_its_words_back():
@@ -168,10 +168,10 @@ def test_a_backend_without_ranks_gets_its_words_back():
 
 
 def test_ranks_that_meet_by_a_shared_id_have_no_address():
-    told = {"rank_offset": 1, "world_size": 3, "nccl_unique_id_b64": "AAAA"}
-    request = parse_transfer_init({"init_info": told})
+    reported = {"rank_offset": 1, "world_size": 3, "nccl_unique_id_b64": "AAAA"}
+    request = parse_transfer_init({"init_info": reported})
     assert (request.address, request.shown_address) == (None, "no address")
-    assert json.loads(request.body_for(2))["init_info"] == {**told, "rank_offset": 2}
+    assert json.loads(request.body_for(2))["init_info"] == {**reported, "rank_offset": 2}
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ async def stands(api, holds):
     return progress.to_dict()
 
 
-def states(told):
-    return [row["state"] for row in told["workers"]]
+def states(reported):
+    return [row["state"] for row in reported["workers"]]
 
 
 def versions(api):

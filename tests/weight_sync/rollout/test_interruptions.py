@@ -65,8 +65,10 @@ async def test_an_operation_that_already_waits_for_its_turn_is_refused_then(
     nursery.start_soon(wait)
     await wait_until_idle()
     engines.open_gate(UPDATE, A)
-    told = await stands(settled, lambda told: told is not None and told["state"] == "succeeded")
-    assert told["updated"] == 2
+    body = await stands(
+        settled, lambda reported: reported is not None and reported["state"] == "succeeded"
+    )
+    assert body["updated"] == 2
     assert first[0].ok
     assert refused[0].body["error"]["code"] == "rollout_in_progress"
 
@@ -79,8 +81,8 @@ async def test_a_pause_takes_effect_after_the_batch_and_resume_continues(settled
     assert (await rollouts.pause()).ok
     assert rollouts.status()["state"] == "pausing"
     engines.open_gate(UPDATE, A)
-    told = await stands(settled, lambda told: told["state"] == "paused")
-    assert states(told) == ["updated", "pending"]
+    reported = await stands(settled, lambda reported: reported["state"] == "paused")
+    assert states(reported) == ["updated", "pending"]
     assert (await rollouts.pause()).ok
     assert (await rollouts.resume()).ok
     assert (await ended(settled))["state"] == "succeeded"
@@ -101,8 +103,8 @@ async def test_a_pause_while_the_journal_is_written_is_not_lost(settled, monkeyp
 
     monkeypatch.setattr(journal, "record_rollout", recording)
     await begin(settled)
-    told = await stands(settled, lambda told: told["state"] == "paused")
-    assert states(told) == ["updated", "pending"]
+    reported = await stands(settled, lambda reported: reported["state"] == "paused")
+    assert states(reported) == ["updated", "pending"]
 
 
 async def test_a_disk_that_fails_in_the_middle_ends_it_untouched(settled, engines, monkeypatch):
@@ -116,10 +118,10 @@ async def test_a_disk_that_fails_in_the_middle_ends_it_untouched(settled, engine
 
     monkeypatch.setattr(journal, "record_rollout", recording)
     await begin(settled)
-    told = await ended(settled)
-    assert (told["state"], states(told)) == ("failed", ["pending", "pending"])
-    assert "nothing was sent: the journal" in told["cause"]
-    assert "No space left on device" in told["cause"]
+    body = await ended(settled)
+    assert (body["state"], states(body)) == ("failed", ["pending", "pending"])
+    assert "nothing was sent: the journal" in body["cause"]
+    assert "No space left on device" in body["cause"]
     assert engines.loaded(A) == []
     assert cordon_reasons_of(settled) == [[], []]
 
@@ -144,21 +146,21 @@ async def test_a_cancel_while_the_end_is_written_is_too_late(settled, monkeypatc
 async def test_a_cancel_while_draining_gives_the_worker_back(settled, engines):
     settled.worker(A).in_flight = 1
     await begin(settled)
-    await stands(settled, lambda told: told["workers"][0]["step"] == "draining")
+    await stands(settled, lambda reported: reported["workers"][0]["step"] == "draining")
     assert (await settled.operations.rollouts.cancel("an operator")).ok
-    told = await ended(settled)
-    assert (told["state"], told["cause"]) == ("cancelled", "cancelled by an operator")
-    assert states(told) == ["pending", "pending"]
+    body = await ended(settled)
+    assert (body["state"], body["cause"]) == ("cancelled", "cancelled by an operator")
+    assert states(body) == ["pending", "pending"]
     assert engines.loaded(A) == []
     assert cordon_reasons_of(settled) == [[], []]
 
 
 async def test_a_cancel_takes_back_what_was_updated(settled, engines):
     await begin(settled, pause_after_canary=True)
-    await stands(settled, lambda told: told["state"] == "paused")
+    await stands(settled, lambda reported: reported["state"] == "paused")
     await settled.operations.rollouts.cancel("")
-    told = await ended(settled)
-    assert (told["state"], states(told)) == ("cancelled", ["restored", "pending"])
+    body = await ended(settled)
+    assert (body["state"], states(body)) == ("cancelled", ["restored", "pending"])
     assert versions(settled) == [("v1", 0), ("v1", 0)]
 
 
@@ -177,8 +179,8 @@ async def test_after_a_restart_the_worker_is_done_again_and_it_ends_whole(engine
     assert list(again.operations.journal.uncertain) == [A]
     await nursery.start(again.operations.run)
     again.healthy(A, B)
-    told = await ended(again)
-    assert (told["state"], told["updated"]) == ("succeeded", 2)
+    body = await ended(again)
+    assert (body["state"], body["updated"]) == ("succeeded", 2)
     assert (engines.loaded(A), engines.loaded(B)) == (["/m/v2"], ["/m/v2"])
     assert [label for label, _ in versions(again)] == ["v2", "v2"]
     assert again.operations.journal.uncertain == {}
@@ -190,7 +192,7 @@ async def test_after_a_restart_a_paused_one_stays_paused(engines, folder, nurser
         await first.start(api.operations.run)
         await api.settle()
         await begin(api, pause_after_canary=True)
-        await stands(api, lambda told: told["state"] == "paused")
+        await stands(api, lambda reported: reported["state"] == "paused")
         first.cancel_scope.cancel()
     again = build_api(entry(A), entry(B), folder=folder)
     await nursery.start(again.operations.run)
@@ -211,8 +213,8 @@ async def test_a_worker_that_joins_in_the_middle_is_updated_too(engines, folder,
     api.config_store.config = build_api(entry(A), entry(B)).config_store.config
     api.config_store.apply()
     api.healthy(B)
-    told = await ended(api)
-    assert states(told) in (["updated"], ["updated", "updated"])
+    reported = await ended(api)
+    assert states(reported) in (["updated"], ["updated", "updated"])
     await caught_up(api, B)  # by the rollout, or after it
 
 
@@ -225,8 +227,8 @@ async def test_a_worker_that_is_not_healthy_is_left_out_and_held_afterwards(
     api.fleet.cache_cleared(api.worker(A))
     await wait_until_idle()
     await begin(api)
-    told = await ended(api)
-    assert (told["state"], states(told)) == ("succeeded", ["updated", "skipped"])
+    body = await ended(api)
+    assert (body["state"], states(body)) == ("succeeded", ["updated", "skipped"])
     api.healthy(B)
     await caught_up(api, B)
     assert engines.loaded(B) == ["/m/v2"]

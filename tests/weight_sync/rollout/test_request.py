@@ -18,12 +18,12 @@ def test_a_stored_version_brings_its_label():
 
 
 def test_all_keys():
-    told = {
+    reported = {
         **PATH, "max_unavailable": "25%", "canary": 2, "pause_after_canary": True,
         "drain_secs": 0, "load_format": "safetensors",
     }  # fmt: skip
-    assert set(told) | {"version"} == set(KEYS)
-    parsed = parse_rollout(told)
+    assert set(reported) | {"version"} == set(KEYS)
+    parsed = parse_rollout(reported)
     assert (parsed.max_unavailable, parsed.canary) == (Share(0, 25), 2)
     assert (parsed.pause_after_canary, parsed.drain_secs) == (True, 0.0)
     assert parse_rollout({**PATH, "canary": None, "drain_secs": None}) == parse_rollout(PATH)
@@ -35,7 +35,7 @@ def test_a_percentage_is_of_all_workers_and_at_least_one():
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({}, "nothing to roll out: give model_path"),
         ({"model_path": "/m"}, "weight_version is missing"),
@@ -62,11 +62,11 @@ def test_a_percentage_is_of_all_workers_and_at_least_one():
         ({**PATH, "zzz": 1}, "the keys are model_path"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_the_way_to_mend_it(body, said):
+def test_what_is_wrong_is_named_with_the_way_to_mend_it(body, message):
     with pytest.raises(HttpError) as refusal:
         parse_rollout(body)
     assert (refusal.value.status, refusal.value.code) == (400, "invalid_rollout")
-    assert said in refusal.value.message
+    assert message in refusal.value.message
 
 
 VALUES = st.one_of(

@@ -47,8 +47,8 @@ async def test_one_worker_after_the_other_gets_it_while_the_other_serves(settled
     assert cordon_reasons_of(api) == [["rollout", "updating"], []]
     assert engines.loaded(B) == []
     engines.open_gate(UPDATE, A)
-    told = await ended(api)
-    assert (told["state"], told["updated"], told["weight_epoch"]) == ("succeeded", 2, 1)
+    body = await ended(api)
+    assert (body["state"], body["updated"], body["weight_epoch"]) == ("succeeded", 2, 1)
     assert versions(api) == [("v2", 1), ("v2", 1)]
     assert cordon_reasons_of(api) == [[], []]
     calls = [path for path in engines.paths(B) if path not in (INFO, "/get_model_info")]
@@ -74,8 +74,8 @@ async def test_the_journal_has_the_worker_before_it_is_called(settled, engines, 
 async def test_nothing_is_sent_before_a_worker_is_idle(settled, engines):
     settled.worker(A).in_flight = 1
     await begin(settled)
-    told = await stands(settled, lambda told: told["workers"][0]["step"] == "draining")
-    assert (told["state"], engines.loaded(A)) == ("running", [])
+    body = await stands(settled, lambda reported: reported["workers"][0]["step"] == "draining")
+    assert (body["state"], engines.loaded(A)) == ("running", [])
     assert settled.operations.status()["operation"]["step"] == "draining"
     settled.worker(A).in_flight = 0
     assert (await ended(settled))["state"] == "succeeded"
@@ -84,9 +84,9 @@ async def test_nothing_is_sent_before_a_worker_is_idle(settled, engines):
 async def test_a_worker_that_is_not_idle_in_time_ends_it_untouched(settled, engines):
     settled.worker(A).in_flight = 2
     await begin(settled, drain_secs=0.05)
-    told = await ended(settled)
-    assert (told["state"], states(told)) == ("failed", ["pending", "pending"])
-    assert f"requests were still running after 0.05 s: 2 at {A}" in told["cause"]
+    body = await ended(settled)
+    assert (body["state"], states(body)) == ("failed", ["pending", "pending"])
+    assert f"requests were still running after 0.05 s: 2 at {A}" in body["cause"]
     assert engines.loaded(A) == engines.loaded(B) == []
     assert cordon_reasons_of(settled) == [[], []]
     assert versions(settled) == [("v1", 0), ("v1", 0)]
@@ -95,9 +95,9 @@ async def test_a_worker_that_is_not_idle_in_time_ends_it_untouched(settled, engi
 async def test_a_refused_file_stops_after_the_canary_and_nothing_changed(settled, engines):
     engines.set_reply(A, UPDATE, {"success": False, "message": "no such file"}, 400)
     await begin(settled)
-    told = await ended(settled)
-    assert (told["state"], states(told)) == ("failed", ["restored", "pending"])
-    assert told["cause"] == f"{A}: status 400: no such file"
+    body = await ended(settled)
+    assert (body["state"], states(body)) == ("failed", ["restored", "pending"])
+    assert body["cause"] == f"{A}: status 400: no such file"
     assert engines.loaded(B) == []
     assert versions(settled) == [("v1", 0), ("v1", 0)]
     assert (cordon_reasons_of(settled), settled.operations.journal.uncertain) == ([[], []], {})
@@ -107,8 +107,8 @@ async def test_a_refused_file_stops_after_the_canary_and_nothing_changed(settled
 async def test_updated_workers_roll_back_if_a_later_one_fails(settled, engines):
     engines.set_reply(B, UPDATE, {"success": False, "message": "no such file"}, 400)
     await begin(settled)
-    told = await ended(settled)
-    assert (told["state"], states(told)) == ("failed", ["restored", "restored"])
+    body = await ended(settled)
+    assert (body["state"], states(body)) == ("failed", ["restored", "restored"])
     assert engines.loaded(A) == ["/m/v2", "/m/v1"]
     assert versions(settled) == [("v1", 0), ("v1", 0)]
     published = settled.operations.journal.published
@@ -120,22 +120,22 @@ async def test_updated_workers_roll_back_if_a_later_one_fails(settled, engines):
 
 
 @pytest.mark.parametrize(
-    ("path", "says", "said"),
+    ("path", "says", "message"),
     [
         (UPDATE, (500, b'{"message": "out of memory"}'), "status 500: out of memory"),
         (UPDATE, httpx.ReadError("gone"), "ReadError"),
         (PROBE, (503, b"no token"), "the probe request failed: status=503: no token"),
     ],
 )
-async def test_a_worker_with_unknown_weights_is_taken_back(settled, engines, path, says, said):
+async def test_a_worker_with_unknown_weights_is_taken_back(settled, engines, path, says, message):
     """It is its former weights that prove it, so it serves again."""
     engines.replies[A, path] = [says, (200, b'{"success": true}')]
     if path == UPDATE:
         engines.paths_held[A] = "/m/v1"
     await begin(settled)
-    told = await ended(settled)
-    assert (told["state"], states(told)) == ("failed", ["restored", "pending"])
-    assert said in told["cause"]
+    body = await ended(settled)
+    assert (body["state"], states(body)) == ("failed", ["restored", "pending"])
+    assert message in body["cause"]
     assert versions(settled) == [("v1", 0), ("v1", 0)]
     assert (cordon_reasons_of(settled), settled.operations.journal.uncertain) == ([[], []], {})
 
@@ -143,10 +143,10 @@ async def test_a_worker_with_unknown_weights_is_taken_back(settled, engines, pat
 async def test_a_worker_that_cannot_be_taken_back_stays_out_and_names_the_rollout(settled, engines):
     engines.replies[A, UPDATE] = (500, b'{"message": "out of memory"}')
     await begin(settled)
-    told = await ended(settled)
-    assert (told["state"], states(told)) == ("failed", ["lost", "pending"])
+    body = await ended(settled)
+    assert (body["state"], states(body)) == ("failed", ["lost", "pending"])
     reason = settled.operations.status()["uncertain"][A]
-    name = f"rollout {told['id'][:8]} to 'v2'"
+    name = f"rollout {body['id'][:8]} to 'v2'"
     assert reason == f"{name}: it could not be taken back: status 500: out of memory"
     assert cordon_reasons_of(settled) == [["uncertain"], []]
     assert settled.worker(B).routable
@@ -155,16 +155,16 @@ async def test_a_worker_that_cannot_be_taken_back_stays_out_and_names_the_rollou
 async def test_a_label_that_is_not_reported_is_a_failure(settled, engines):
     engines.replies[A, UPDATE] = (200, b'{"success": true}')  # it loads nothing
     await begin(settled)
-    told = await ended(settled)
-    assert "it reports the weight version 'v1' after loading 'v2'" in told["cause"]
+    body = await ended(settled)
+    assert "it reports the weight version 'v1' after loading 'v2'" in body["cause"]
 
 
 async def test_another_checksum_than_that_of_the_first_is_a_failure(settled, engines):
     engines.broken_loads.add((B, "/m/v2"))
     await begin(settled)
-    told = await ended(settled)
-    assert (told["state"], states(told)) == ("failed", ["restored", "restored"])
-    assert "its checksum differs from the one of 'v2' that is known" in told["cause"]
+    body = await ended(settled)
+    assert (body["state"], states(body)) == ("failed", ["restored", "restored"])
+    assert "its checksum differs from the one of 'v2' that is known" in body["cause"]
     assert versions(settled) == [("v1", 0), ("v1", 0)]
 
 
@@ -173,8 +173,8 @@ async def test_a_rollback_to_other_weights_than_before_stays_out(settled, engine
     engines.broken_loads |= {(A, "/m/v1")}
     engines.set_reply(B, UPDATE, {"success": False, "message": "no such file"}, 400)
     await begin(settled)
-    told = await ended(settled)
-    assert states(told) == ["lost", "restored"]
+    reported = await ended(settled)
+    assert states(reported) == ["lost", "restored"]
     assert (
         "its checksum differs from the one of 'v1'" in settled.operations.status()["uncertain"][A]
     )
@@ -218,8 +218,8 @@ async def test_of_several_models_one_must_be_named(engines, folder, nursery):
     assert "several models: a, b" in refused.body["message"]
     call = RolloutCall(parse_rollout(BODY), frozenset({B}), "me")
     assert (await api.operations.start_rollout(call)).status == 202
-    told = await ended(api)
-    assert [row["worker"] for row in told["workers"]] == [B]
+    body = await ended(api)
+    assert [row["worker"] for row in body["workers"]] == [B]
     assert engines.loaded(A) == []
     assert list(api.operations.journal.published.targets) == [B]
 
@@ -285,8 +285,8 @@ async def test_vllm_workers_reload_by_collective_rpc_and_restore_their_root(vllm
     # `root` is still the first path: what counts is what the last rollout loaded.
     engines.replies[B, "/collective_rpc"] = [(500, b'{"error": {"message": "bad"}}'), (200, b"{}")]
     await begin(api, model_path="/m/v3", weight_version="v3")
-    told = await ended(api)
-    assert (told["state"], states(told)) == ("failed", ["restored", "restored"])
+    body = await ended(api)
+    assert (body["state"], states(body)) == ("failed", ["restored", "restored"])
     assert engines.reloads(A) == ["/m/v2", "/m/v3", "/m/v2"]
     assert versions(api) == [("v2", 1), ("v2", 1)]
 
@@ -296,9 +296,9 @@ async def test_a_vllm_worker_without_the_call_has_what_it_had(vllm):
     why = b'{"error": {"message": "reload_weights() got an unexpected keyword argument"}}'
     engines.replies[A, "/collective_rpc"] = (500, why)
     await begin(api)
-    told = await ended(api)
-    assert (told["state"], states(told)) == ("failed", ["restored", "pending"])
-    assert "it can't reload weights from a path" in told["cause"]
+    body = await ended(api)
+    assert (body["state"], states(body)) == ("failed", ["restored", "pending"])
+    assert "it can't reload weights from a path" in body["cause"]
     assert api.operations.journal.uncertain == {}
 
 

@@ -29,8 +29,8 @@ async def test_a_stored_version_is_brought_to_one_worker_after_the_other(running
     await running.sync(1)
     await running.sync(2)
     loads = running.engines.loads(A)
-    told = await rolled(running, version="v1")
-    assert (told["state"], told["weight_version"], told["version"]) == ("succeeded", "v1", 1)
+    body = await rolled(running, version="v1")
+    assert (body["state"], body["weight_version"], body["version"]) == ("succeeded", "v1", 1)
     assert running.versions() == [("v1", 3), ("v1", 3)]
     assert running.engines.loads(A) == loads + 1
     current = running.store.current
@@ -42,11 +42,11 @@ async def test_where_a_worker_fails_all_go_back_to_the_stored_version_that_they_
     await running.sync(1)
     await running.sync(2)
     running.engines.failing_loads[B] = 1
-    told = await rolled(running, version=1)
-    assert (told["state"], [row["state"] for row in told["workers"]]) == (
+    body = await rolled(running, version=1)
+    assert (body["state"], [row["state"] for row in body["workers"]]) == (
         "failed", ["restored", "restored"],
     )  # fmt: skip
-    assert "out of memory" in told["cause"]
+    assert "out of memory" in body["cause"]
     assert running.versions() == [("v2", 2), ("v2", 2)]
     assert running.store.current.label == "v2"
     assert running.engines.holds[A] == running.engines.holds[B] == running.store.current.digests
@@ -80,7 +80,7 @@ async def test_while_a_trainer_has_a_group_it_is_refused(running, pool):
 async def test_another_label_may_be_given(running):
     await running.sync(1)
     await running.sync(2)
-    told = await rolled(running, version=1, weight_version="again")
-    assert told["state"] == "succeeded"
+    body = await rolled(running, version=1, weight_version="again")
+    assert body["state"] == "succeeded"
     assert running.versions() == [("again", 3), ("again", 3)]
     assert running.engines.labels == {A: "again", B: "again"}

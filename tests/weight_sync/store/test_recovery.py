@@ -170,12 +170,12 @@ def test_a_store_is_free_for_the_next_one_only_when_its_folder_is_gone(
     store = VersionStore(tmp_path / "one", memory=memory)
     give_up = recovery.remove_empty
 
-    def told(folder):
+    def give_up_checked(folder):
         with pytest.raises(filesystem.StoreBusy):
             VersionStore(tmp_path / "one", memory=memory)
         give_up(folder)
 
-    monkeypatch.setattr(recovery, "remove_empty", told)
+    monkeypatch.setattr(recovery, "remove_empty", give_up_checked)
     store.leave()
     assert not memory.exists()
     VersionStore(tmp_path / "one", memory=memory).close()

@@ -181,7 +181,7 @@ async def test_continue_after_the_trainer_died_publishes_nothing(trainer):
     assert uncertain_workers(trainer.api) == [A, B]
 
 
-async def test_a_member_of_an_old_group_is_told_to_destroy_it(trainer, engines, monkeypatch):
+async def test_a_member_of_an_old_group_is_asked_to_destroy_it(trainer, engines, monkeypatch):
     monkeypatch.setattr(lifecycle, "DESTROY_TIMEOUT_SECS", 0.1)
     await trainer.join()
     engines.close_gate(DESTROY, B)

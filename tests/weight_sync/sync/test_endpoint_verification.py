@@ -36,13 +36,13 @@ def forgotten(trainer):
 # Refusals that report changed weights
 
 
-@pytest.mark.parametrize("said", [STALE, DAMAGED])
+@pytest.mark.parametrize("message", [STALE, DAMAGED])
 async def test_a_refusal_that_reports_changed_weights_leaves_the_worker_uncertain(
-    trainer, engines, said
+    trainer, engines, message
 ):
     await trainer.arm()
     for url in (A, B):
-        engines.set_reply(url, COMPLETE, said, 400)
+        engines.set_reply(url, COMPLETE, message, 400)
     response = await trainer.ask(COMPLETE, weight_version="v2")
     assert response.status in (400, 502)
     assert uncertain_workers(trainer.api) == [A, B]

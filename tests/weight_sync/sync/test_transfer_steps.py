@@ -49,9 +49,9 @@ def trainer_with(engines, folder, nursery, store, listening):
 async def test_every_engine_gets_its_ranks_and_its_trainer_one_answer(trainer, engines):
     answer = await trainer.init(packed=True)
     assert (answer.status, answer.body["message"]) == (200, "Weight transfer initialized")
-    told = [engines.bodies(INIT, url)[0]["init_info"] for url in (A, B)]
-    assert [(each["rank_offset"], each["world_size"]) for each in told] == [(1, 4), (3, 4)]
-    assert all(each["packed"] is True for each in told)
+    reported = [engines.bodies(INIT, url)[0]["init_info"] for url in (A, B)]
+    assert [(each["rank_offset"], each["world_size"]) for each in reported] == [(1, 4), (3, 4)]
+    assert all(each["packed"] is True for each in reported)
     assert answer.body["layout"] == [
         {"member": A, "rank_offset": 1, "ranks": 2},
         {"member": B, "rank_offset": 3, "ranks": 1},
@@ -144,8 +144,8 @@ async def test_a_resume_before_the_finish_ends_the_update_before_it_resumes(trai
     await trainer.expect_ok(PAUSE, query="mode=keep")
     await trainer.started()
     await trainer.expect_ok(UPDATE, CHUNK)
-    told = await trainer.expect_ok(RESUME)
-    assert set(told["uncertain"]) == {A, B}
+    body = await trainer.expect_ok(RESUME)
+    assert set(body["uncertain"]) == {A, B}
     paths = engines.paths(A)
     assert paths.index(FINISH) < paths.index("/abort_requests") < paths.index(RESUME)
     assert uncertain_workers(trainer.api) == [A, B]
@@ -369,8 +369,8 @@ async def test_a_checker_that_needs_running_engines_is_called_after_the_resume(t
     done = await trainer.round()
     assert set(done["verification"]["unverified"]) == {A, B}
     assert versions_by_url(trainer.api) == {A: ("v2", 1), B: ("v2", 1)}
-    told = await trainer.expect_ok(RESUME)
-    assert set(told["verification"]["checked"]) == {A, B}
+    body = await trainer.expect_ok(RESUME)
+    assert set(body["verification"]["checked"]) == {A, B}
     assert trainer.api.operations.journal.published.target_for(A, None).digest
     assert uncertain_workers(trainer.api) == []
 

@@ -123,10 +123,10 @@ def test_remembered_heads_read_as_the_judge_reads_them(heads, stamps):
 def test_any_names_and_values_read_as_the_judge_reads_them(fields, rounds, stamps):
     templates = RequestHeadCache(stamps)
     for values in [["a", "b", "c", "d", "e"], ["f", "g", "h", "i", "j"], *rounds, *rounds]:
-        told = [
+        reported = [
             (name, colon, value) for (name, colon, _), value in zip(fields, values, strict=False)
         ]
-        head = request([("Content-Length", ": ", "7"), *told, ("X-Request-Id", ": ", "me")])
+        head = request([("Content-Length", ": ", "7"), *reported, ("X-Request-Id", ": ", "me")])
         if is_one_head(head):
             assert verdict(templates.parse, head) == verdict(by_judge(stamps), head)
 
@@ -320,8 +320,8 @@ def learnt(fields):
     found = None
     try:
         for trace in ("1", "2", "3"):
-            told = [(n, c, trace if n == "traceparent" else v) for n, c, v in fields]
-            found = templates.parse(request(told))
+            reported = [(n, c, trace if n == "traceparent" else v) for n, c, v in fields]
+            found = templates.parse(request(reported))
     except HttpError:
         return None
     return found if found.template is not None else None
@@ -330,11 +330,11 @@ def learnt(fields):
 def filled_in(head, second):
     """What `second`, a head without its blank line, says by the spelling of this one; None where
     that does not say."""
-    told = LENGTHS.findall(second) or [b"0"]
-    parts = head.template.match(second, told[0])
-    if parts is None or not told[0].isdigit() or len(told[0]) > 15:
+    reported = LENGTHS.findall(second) or [b"0"]
+    parts = head.template.match(second, reported[0])
+    if parts is None or not reported[0].isdigit() or len(reported[0]) > 15:
         return None
-    length = int(told[0]) if head.template.counted else head.length
+    length = int(reported[0]) if head.template.counted else head.length
     request_id = parts[head.template.id_index] if head.template.id_index >= 0 else head.request_id
     lines = b"".join(parts)
     return msgspec.structs.replace(head, lines=lines, length=length, request_id=request_id)

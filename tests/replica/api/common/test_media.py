@@ -176,7 +176,7 @@ async def test_redirects_end():
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"),
+    ("sent", "reported"),
     [
         (answer(b"x" * 11), "larger than 10"),
         (answer(status="404 Not Found"), "answered 404"),
@@ -184,9 +184,9 @@ async def test_redirects_end():
         (answer(b"sound").replace(b"Content-Length: 5", b"Content-Length: 9"), "could not be"),
     ],
 )
-async def test_an_answer_that_is_no_audio_is_reported(sent, told):
+async def test_an_answer_that_is_no_audio_is_reported(sent, reported):
     async with server(sent) as (port, _):
-        with pytest.raises(FetchError, match=told):
+        with pytest.raises(FetchError, match=reported):
             await fetch_url(f"http://{HOST}:{port}/a", OPEN, 10, allow_private=True)
 
 

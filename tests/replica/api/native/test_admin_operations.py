@@ -17,7 +17,7 @@ def bearer(key=KEY, scheme="Bearer"):
     return {"headers": {"authorization": f"{scheme} {key}"}}
 
 
-async def told(answer):
+async def status_and_body(answer):
     return answer.status_code, await answer.get_json()
 
 
@@ -25,7 +25,7 @@ async def told(answer):
 
 
 async def test_pause_and_continue_answer_the_aggregate_of_all_stages(tiny):
-    status, body = await told(await tiny.post(PAUSE, {"mode": "retract"}))
+    status, body = await status_and_body(await tiny.post(PAUSE, {"mode": "retract"}))
     assert status == 200
     assert list(body)[:5] == ["op_id", "action", "success", "message", "results"]
     assert (body["status"], body["num_paused_requests"]) == ("ok", 0)
@@ -36,7 +36,7 @@ async def test_pause_and_continue_answer_the_aggregate_of_all_stages(tiny):
     assert list(by_stage["decode"]) == [
         "op_id", "stage", "action", "success", "message", "data", "error", "rank", "role",
     ]  # fmt: skip
-    status, body = await told(await tiny.post(CONTINUE))
+    status, body = await status_and_body(await tiny.post(CONTINUE))
     assert (status, body["success"]) == (200, True)
 
 
@@ -46,28 +46,28 @@ async def test_a_paused_server_stays_healthy(tiny):
 
 
 async def test_a_failed_operation_is_a_400_whose_detail_is_the_aggregate(tiny):
-    status, body = await told(await tiny.post(PAUSE, {"mode": "sideways"}))
+    status, body = await status_and_body(await tiny.post(PAUSE, {"mode": "sideways"}))
     assert status == 400
     assert body["detail"]["success"] is False
     assert body["detail"]["message"] == "invalid pause mode: sideways"
 
 
 async def test_the_stages_key_selects_the_stages(tiny):
-    _, body = await told(await tiny.post(PAUSE, {"stages": ["prepare"]}))
+    _, body = await status_and_body(await tiny.post(PAUSE, {"stages": ["prepare"]}))
     assert [each["stage"] for each in body["results"]] == ["prepare"]
 
 
 async def test_an_unknown_stage_and_a_timeout_have_distinct_errors(tiny):
-    status, body = await told(await tiny.post(PAUSE, {"stages": ["decod"]}))
+    status, body = await status_and_body(await tiny.post(PAUSE, {"stages": ["decod"]}))
     assert status == 400
     assert "decode" in body["detail"]
-    status, body = await told(await tiny.post(PAUSE, {"timeout_s": 0}))
+    status, body = await status_and_body(await tiny.post(PAUSE, {"timeout_s": 0}))
     assert status == 504
     assert "pause_generation" in body["detail"]
 
 
 async def test_a_pipeline_without_admin_stages_pauses_well(world):
-    status, body = await told(await world.post(PAUSE))
+    status, body = await status_and_body(await world.post(PAUSE))
     assert (status, body["success"]) == (200, True)
     assert body["results"][0]["data"]["skipped"] is True
 
@@ -77,7 +77,7 @@ async def test_a_pipeline_without_admin_stages_pauses_well(world):
 
 async def test_model_info_is_the_aggregate_and_what_all_agree_on(tiny):
     for answer in (await tiny.get(INFO), await tiny.post(INFO)):
-        status, body = await told(answer)
+        status, body = await status_and_body(answer)
         assert status == 200
         assert list(body) == [
             "op_id", "action", "success", "message", "results",
@@ -97,7 +97,7 @@ async def test_stages_of_different_weights_are_a_409():
         for stage in TINY.stages
     )
     async with opened(replace(TINY, stages=(*stages, other))) as world:
-        status, body = await told(await world.get(INFO))
+        status, body = await status_and_body(await world.get(INFO))
     assert status == 409
     detail = body["detail"]
     assert list(detail) == ["success", "message", "mixed_state", "stages", "admin"]
@@ -122,7 +122,7 @@ async def test_without_a_key_the_answer_is_401_and_with_a_wrong_one_403(locked, 
     assert answer.headers["www-authenticate"] == "Bearer"
     missing = "Admin API key required: Authorization: Bearer <key>"
     assert await answer.get_json() == refusal(path, missing)
-    status, body = await told(await locked.post(path, {}, **bearer("other")))
+    status, body = await status_and_body(await locked.post(path, {}, **bearer("other")))
     assert (status, body) == (403, refusal(path, "Invalid admin API key"))
     assert (await locked.post(path, {}, **bearer())).status_code == 200
 

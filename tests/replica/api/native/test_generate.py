@@ -6,7 +6,7 @@ from tests.replica.api.api_fixture import MESSAGES, RATE, USAGE, events_of
 
 PATH = "/generate"
 LOGPROBS = [[-0.5, 7, None], [-1.5, 8, None]]
-TOLD = {
+RESULT = {
     "text": "Hello",
     "finish_reason": "stop",
     "usage": USAGE,
@@ -19,7 +19,7 @@ SCRIPT = {
         {"text": "Hel", "token_ids": [7], "output_token_logprobs": LOGPROBS[:1]},
         {"text": "lo", "token_ids": [8], "output_token_logprobs": LOGPROBS[1:]},
     ],
-    "result": TOLD,
+    "result": RESULT,
 }
 
 
@@ -64,7 +64,7 @@ async def test_logprobs_are_requested_unless_disabled(world):
 
 async def test_a_length_finish_reports_its_length_and_cached_tokens(world):
     usage = USAGE | {"prompt_tokens_details": {"cached_tokens": 1}}
-    script = {"result": TOLD | {"finish_reason": "length", "usage": usage}}
+    script = {"result": RESULT | {"finish_reason": "length", "usage": usage}}
     meta = (await rollout_json(world, script, prompt="hi"))["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 2}
     assert meta["cached_tokens"] == 1
@@ -84,7 +84,7 @@ async def test_each_kind_of_prompt_reaches_the_stage(world, prompt, inputs, task
 
 
 async def test_audio_is_given_as_a_wav_file(world):
-    script = {"result": TOLD | {"samples": 2}}
+    script = {"result": RESULT | {"samples": 2}}
     body = await rollout_json(world, script, prompt="hi", output_modalities=["text", "audio"])
     assert (body["audio"]["format"], body["audio"]["sample_rate"]) == ("wav", RATE)
     assert body["audio"]["path"] is None
@@ -115,11 +115,11 @@ async def test_a_wrong_rollout_is_refused(world, body, status, words):
 
 
 async def test_missing_logprobs_are_a_501_and_a_wrong_number_a_500(world):
-    without = {key: TOLD[key] for key in TOLD if key != "output_token_logprobs"}
+    without = {key: RESULT[key] for key in RESULT if key != "output_token_logprobs"}
     answer = await rollout(world, {"result": without}, prompt="hi")
     assert answer.status_code == 501
     assert "return_logprob=false" in (await answer.get_json())["detail"]
-    short = TOLD | {"output_token_logprobs": LOGPROBS[:1]}
+    short = RESULT | {"output_token_logprobs": LOGPROBS[:1]}
     answer = await rollout(world, {"result": short}, prompt="hi")
     assert answer.status_code == 500
     assert "1 logprobs for 2" in (await answer.get_json())["detail"]
@@ -171,12 +171,12 @@ async def test_a_list_of_prompts_is_answered_by_a_list(world, prompt):
 async def test_streamed_events_hold_everything_so_far(world, prompt):
     answer = await world.post(PATH, prompt | {"stream": True})
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    *told, done = events_of(await answer.get_data())
+    *reported, done = events_of(await answer.get_data())
     assert done == "[DONE]"
-    assert [each["text"] for each in told] == ["Hel", "Hello", "Hello"]
-    reasons = [each["meta_info"]["finish_reason"] for each in told]
+    assert [each["text"] for each in reported] == ["Hel", "Hello", "Hello"]
+    reasons = [each["meta_info"]["finish_reason"] for each in reported]
     assert reasons == [None, None, {"type": "stop"}]
-    assert told[-1]["meta_info"]["prompt_tokens"] == 2
+    assert reported[-1]["meta_info"]["prompt_tokens"] == 2
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ async def test_the_tiny_model_gives_one_logprob_for_each_token_in_both_dialects(
     body = {"input_ids": [5, 6, 7], "sampling_params": sampling}
     rolled = await (await tiny.post(PATH, body)).get_json()
     native = await (await tiny.post(PATH, body | {"rid": "R", "return_logprob": True})).get_json()
-    told = rolled["meta_info"]
-    assert told["completion_tokens"] == len(told["output_token_logprobs"]) == 4
-    assert told["weight_version"] == "default"
+    reported = rolled["meta_info"]
+    assert reported["completion_tokens"] == len(reported["output_token_logprobs"]) == 4
+    assert reported["weight_version"] == "default"
     assert rolled["text"] == native["text"]
     ids = [item[1] for item in native["meta_info"]["output_token_logprobs"]]
     assert ids == native["output_ids"]

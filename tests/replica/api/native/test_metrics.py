@@ -18,11 +18,11 @@ async def scraped(world):
 
 
 async def test_gauges_are_there_before_any_request(tiny):
-    told = await scraped(tiny)
+    body = await scraped(tiny)
     for name in ("num_running_reqs", "num_queue_reqs", "token_usage", "gen_throughput",
                  "cache_hit_rate", "prompt_tokens_total", "generation_tokens_total"):  # fmt: skip
-        assert told[f"sglang:{name}"] == 0
-    assert told["sglang:max_total_num_tokens"] > 0
+        assert body[f"sglang:{name}"] == 0
+    assert body["sglang:max_total_num_tokens"] > 0
 
 
 async def test_tokens_and_times_of_requests_are_counted(tiny):
@@ -30,21 +30,21 @@ async def test_tokens_and_times_of_requests_are_counted(tiny):
         body = {"prompt": "hi", "max_tokens": 3, "stream": stream, "temperature": 0}
         assert (await tiny.post("/v1/completions", body)).status_code == 200
     await until(lambda: tiny.client.stats()["decode"]["generation_tokens_total"] == 6)
-    told = await scraped(tiny)
-    assert told["sglang:generation_tokens_total"] == 6
-    assert told["sglang:prompt_tokens_total"] > 0
-    assert told["sglang:num_requests_total"] == 2
-    assert told["sglang:e2e_request_latency_seconds_count"] == 2
-    assert told["sglang:time_to_first_token_seconds_count"] == 1
-    assert "sglang:num_aborted_requests_total" not in told
+    reported = await scraped(tiny)
+    assert reported["sglang:generation_tokens_total"] == 6
+    assert reported["sglang:prompt_tokens_total"] > 0
+    assert reported["sglang:num_requests_total"] == 2
+    assert reported["sglang:e2e_request_latency_seconds_count"] == 2
+    assert reported["sglang:time_to_first_token_seconds_count"] == 1
+    assert "sglang:num_aborted_requests_total" not in reported
 
 
 async def test_a_request_that_fails_is_counted_as_not_finished(world):
     await world.chat({"bug": "oops"})
     await world.chat({"chunks": [{"text": "a"}], "bug": "oops"}, stream=True)
-    told = await scraped(world)
-    assert told["sglang:num_aborted_requests_total"] == 2
-    assert "sglang:num_requests_total" not in told
+    body = await scraped(world)
+    assert body["sglang:num_aborted_requests_total"] == 2
+    assert "sglang:num_requests_total" not in body
 
 
 async def test_two_apps_count_apart(world):

@@ -35,12 +35,12 @@ def checksum_of(tensors):
     )
 
 
-async def told(answer):
+async def status_and_body(answer):
     return answer.status_code, await answer.get_json()
 
 
 async def checksum(world):
-    status, body = await told(await world.get(CHECK))
+    status, body = await status_and_body(await world.get(CHECK))
     assert status == 200, body
     return decode_of(body)["data"]["per_gpu_checksum"]
 
@@ -52,7 +52,7 @@ def decode_of(aggregate):
 async def generated(world):
     sampling = {"temperature": 0, "max_new_tokens": 12}
     asked = {"prompt": "The sea", "sampling_params": sampling, "return_logprob": False}
-    status, body = await told(await world.post("/generate", asked))
+    status, body = await status_and_body(await world.post("/generate", asked))
     assert status == 200, body
     return body["text"], body["meta_info"]["weight_version"]
 
@@ -70,7 +70,7 @@ async def test_new_weights_change_every_route_and_old_ones_bring_all_back(tiny, 
     assert await checksum(tiny) == checksum_of(weights_of(0))
 
     new = {"model_path": str(tmp_path / "new.safetensors"), "weight_version": "v1"}
-    status, body = await told(await tiny.post(DISK, new))
+    status, body = await status_and_body(await tiny.post(DISK, new))
     assert (status, body["success"], body["message"]) == (200, True, "ok")
     assert list(body)[:5] == ["op_id", "action", "success", "message", "results"]
     assert (body["status"], body["num_paused_requests"]) == ("ok", 0)
@@ -194,7 +194,7 @@ async def test_defaults_are_forwarded_and_what_is_null_is_not(tiny, monkeypatch)
     ],
 )
 async def test_a_body_of_the_wrong_type_is_a_422_with_the_location(tiny, path, body, place):
-    status, answer = await told(await tiny.post(path, body))
+    status, answer = await status_and_body(await tiny.post(path, body))
     assert status == 422
     assert place in answer["detail"][0]["loc"]
 
@@ -202,7 +202,7 @@ async def test_a_body_of_the_wrong_type_is_a_422_with_the_location(tiny, path, b
 @pytest.mark.parametrize("number", [b"1e999", b"-1e999", b"NaN", b"Infinity"])
 async def test_a_number_that_is_none_is_a_422(tiny, number):
     body = b'{"names":["a"],"dtypes":["float32"],"shapes":[[' + number + b"]]}"
-    status, answer = await told(await tiny.post(DISTRIBUTED, body))
+    status, answer = await status_and_body(await tiny.post(DISTRIBUTED, body))
     assert (status, answer["detail"][0]["type"]) == (422, "json_invalid")
 
 
@@ -221,7 +221,7 @@ async def test_a_number_that_is_none_is_a_422(tiny, number):
 )
 async def test_what_a_stage_refuses_is_a_400_and_changes_nothing(tiny, path, body, words):
     before = await checksum(tiny)
-    status, answer = await told(await tiny.post(path, body))
+    status, answer = await status_and_body(await tiny.post(path, body))
     assert status == 400
     assert answer["detail"]["success"] is False
     assert words in answer["detail"]["message"]
@@ -234,12 +234,12 @@ async def test_what_a_stage_refuses_is_a_400_and_changes_nothing(tiny, path, bod
 
 async def test_a_body_beyond_64_mib_is_a_413(tiny):
     names = b'{"names":["' + b"a" * 64 * 2**20 + b'"],"dtypes":[],"shapes":[]}'
-    status, body = await told(await tiny.post(DISTRIBUTED, names))
-    told_at_the_top = {"success": False, "message": "Request body too large", "status": "error"}
-    assert (status, body) == (413, {"detail": "Request body too large", **told_at_the_top})
+    status, body = await status_and_body(await tiny.post(DISTRIBUTED, names))
+    top_level = {"success": False, "message": "Request body too large", "status": "error"}
+    assert (status, body) == (413, {"detail": "Request body too large", **top_level})
     # A body just below the limit is read, and refused for its content.
     below = b'{"names":["' + b"a" * (64 * 2**20 - 60) + b'"],"dtypes":[],"shapes":[]}'
-    status, body = await told(await tiny.post(DISTRIBUTED, below))
+    status, body = await status_and_body(await tiny.post(DISTRIBUTED, below))
     assert status == 400
     assert "must have the same length" in body["detail"]["message"]
 
@@ -247,11 +247,11 @@ async def test_a_body_beyond_64_mib_is_a_413(tiny):
 async def test_an_update_of_a_pipeline_without_weights_is_a_400(world):
     for path in (DISK, DISTRIBUTED):
         body = {"model_path": "/m", "names": [], "dtypes": [], "shapes": []}
-        status, answer = await told(await world.post(path, body))
+        status, answer = await status_and_body(await world.post(path, body))
         assert status == 400
         assert answer["detail"]["results"][0]["data"]["skipped"] is True
     assert (await world.get(CHECK)).status_code == 200
-    status, answer = await told(await world.get(f"{LOOK}?name=a"))
+    status, answer = await status_and_body(await world.get(f"{LOOK}?name=a"))
     assert (status, answer) == (
         400,
         {"error": {"message": "no stage of this pipeline has weights"}},
@@ -286,7 +286,7 @@ async def test_looking_needs_the_key_too(tiny):
 
 async def test_tensors_in_a_request_are_not_offered_unless_they_are(tiny):
     for body in ({}, b"", b"{", {"serialized_named_tensors": []}):
-        status, answer = await told(await tiny.post(TENSOR, body))
+        status, answer = await status_and_body(await tiny.post(TENSOR, body))
         assert (status, answer["success"], answer["status"]) == (501, False, "error")
         assert answer["error"] == {
             "message": "update_weights_from_tensor is not yet implemented. Use "
@@ -303,7 +303,7 @@ async def test_tensors_in_a_request_are_not_offered_unless_they_are(tiny):
     assert (await generated(tiny))[1] == "v1"
     assert (await offered.post(TENSOR, {})).status_code == 422
     pickled = {"serialized_named_tensors": [base64.b64encode(b"\x80\x04}.").decode()]}
-    status, answer = await told(await offered.post(TENSOR, pickled))
+    status, answer = await status_and_body(await offered.post(TENSOR, pickled))
     assert status == 400
     assert "is a pickle, which is never read" in answer["detail"]["message"]
 
@@ -326,7 +326,7 @@ async def test_a_session_over_http(tiny):
 
 async def test_a_version_is_named(tiny):
     asked = {"new_version": "v5", "abort_all_requests": False}
-    status, body = await told(await tiny.post("/update_weight_version", asked))
+    status, body = await status_and_body(await tiny.post("/update_weight_version", asked))
     assert (status, body["success"], body["new_version"]) == (200, True, "v5")
     assert (await generated(tiny))[1] == "v5"
 
@@ -338,8 +338,8 @@ async def test_a_tensor_by_its_name_is_an_array(tiny):
         await tiny.post(LOOK, {"name": LAST_NORM, "truncate_size": 3}),
         await tiny.call("GET", LOOK, b'{"name": "model.norm.weight", "truncate_size": 3}'),
     ):
-        assert await told(answer) == (200, norm[:3].tolist())
-    status, body = await told(await tiny.get(f"{LOOK}?name=x"))
+        assert await status_and_body(answer) == (200, norm[:3].tolist())
+    status, body = await status_and_body(await tiny.get(f"{LOOK}?name=x"))
     assert (status, body) == (400, {"error": {"message": "the model has no tensor 'x'"}})
 
 
@@ -354,7 +354,7 @@ async def test_a_tensor_by_its_name_is_an_array(tiny):
     ],
 )
 async def test_a_refusal_has_its_reason_in_the_message(tiny, path, body, words):
-    _, found = await told(await tiny.post(path, body))
+    _, found = await status_and_body(await tiny.post(path, body))
     assert (found["success"], found["status"]) == (False, "error")
     assert words in found["message"]
     assert "detail" in found

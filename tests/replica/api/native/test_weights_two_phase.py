@@ -12,7 +12,7 @@ from tests.replica.api.native.test_weight_routes import (
     checksum,
     checksum_of,
     decode_of,
-    told,
+    status_and_body,
     weights_of,
 )
 from tests.replica.weights.sync_steps import BODY, DOWN, NORM, UP, many, one, sent_of, values
@@ -38,7 +38,7 @@ class Trainer:
         self.world, self.side = world, side
 
     async def post(self, path, body):
-        return await told(await self.world.post(path, body))
+        return await status_and_body(await self.world.post(path, body))
 
     async def join(self, **more):
         port = (await self.ask("open", group="g"))["port"]
@@ -86,14 +86,14 @@ async def test_two_phases_in_the_words_of_both_dialects(tiny, trainer):
     assert (status, body["status"], body["success"]) == (200, "ready", True)
     assert body["message"] == "ready for 3 tensors, 393728 bytes, in 2 buckets"
     assert list(body)[:5] == ["op_id", "action", "success", "message", "results"]
-    for info in (await sync_of(tiny), await told(await tiny.get("/server_info"))):
+    for info in (await sync_of(tiny), await status_and_body(await tiny.get("/server_info"))):
         sync = info[1]["weight_sync"] if isinstance(info, tuple) else info
         assert (sync["state"], sync["group_name"]) == ("receiving", "g")
     await trainer.send(A)
     await trainer.send(B)
     status, body = await trainer.post(COMPLETE, BODY | {"weight_version": "v1"})
     assert status == 200
-    told_at_the_top = {
+    top_level = {
         "success": True,
         "status": "ok",
         "num_buckets_received": 2,
@@ -102,7 +102,7 @@ async def test_two_phases_in_the_words_of_both_dialects(tiny, trainer):
         "weights": "whole",
         "cache_epoch": 1,
     }
-    assert told_at_the_top.items() <= body.items()
+    assert top_level.items() <= body.items()
     assert decode_of(body)["data"]["flush_cache"] is False
     assert await checksum(tiny) == checksum_of(weights_of(0) | values(A, B))
     await trainer.leave()
@@ -193,7 +193,7 @@ async def test_a_deadline_of_the_caller_ends_the_wait_disarmed(tiny, trainer):
     ],
 )
 async def test_a_refusal_has_one_meaning_in_code_and_body(tiny, path, body, status, words):
-    found, answer = await told(await tiny.post(path, body))
+    found, answer = await status_and_body(await tiny.post(path, body))
     assert (found, answer["success"], answer["status"]) == (status, False, "error")
     assert words in answer["message"]
 

@@ -27,13 +27,13 @@ async def test_a_whole_answer_has_the_contracts_keys_in_their_order(world):
 
 async def test_a_stream_is_byte_for_byte_the_contracts(world):
     answer = await world.chat(request_id="R", stream=True)
-    told = (await answer.get_data()).decode()
-    created = re.search(r'"created": (\d+)', told)[1]
+    body = (await answer.get_data()).decode()
+    created = re.search(r'"created": (\d+)', body)[1]
     head = (
         'data: {"id": "chatcmpl-R", "object": "chat.completion.chunk", '
         f'"created": {created}, "model": "fake", "choices": [{{"index": 0, "delta": '
     )
-    assert told == (
+    assert body == (
         head + '{"role": "assistant", "content": "Hel"}, "finish_reason": null}]}\n\n'
         + head + '{"content": "lo"}, "finish_reason": null}]}\n\n'
         + head + '{}, "finish_reason": "stop"}], "usage": {"prompt_tokens": 2, '
@@ -129,9 +129,9 @@ async def test_fields_that_change_nothing_are_ignored(world):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_would_change_the_answer_and_cannot_be_is_refused_by_name(world, wrong, stream):
     answer = await world.chat(stream=stream, **wrong)
-    told = (await answer.get_json())["detail"]
-    assert answer.status_code == 400, told
-    assert any(told.startswith(name) for name in wrong), told
+    output = (await answer.get_json())["detail"]
+    assert answer.status_code == 400, output
+    assert any(output.startswith(name) for name in wrong), output
 
 
 async def test_only_role_and_content_of_a_message_are_forwarded(world):

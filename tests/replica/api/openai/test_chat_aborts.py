@@ -94,8 +94,8 @@ async def test_an_aborted_stream_ends_with_finish_reason_abort(world):
         await running(world)
         await world.client.abort("R")
     *_, error, done = events_of(await answers[0].get_data())
-    told = {"message": "aborted", "type": "server_error", "code": 500}
-    assert (error, done) == ({"error": told}, "[DONE]")
+    reported = {"message": "aborted", "type": "server_error", "code": 500}
+    assert (error, done) == ({"error": reported}, "[DONE]")
 
 
 async def test_a_failed_stream_can_be_cut_instead(world):

@@ -73,24 +73,24 @@ async def test_several_prompts_are_answered_in_order_and_their_usage_is_summed(w
 
 
 async def test_a_stream_ends_with_a_finish_event_that_alone_has_the_usage(world):
-    *told, done = await events(world, request_id="R")
+    *reported, done = await events(world, request_id="R")
     assert done == "[DONE]"
-    assert [each["choices"][0]["text"] for each in told] == ["Hel", "lo", ""]
-    assert [each["choices"][0]["finish_reason"] for each in told] == [None, None, "stop"]
-    assert [each.get("usage") for each in told] == [None, None, USAGE]
-    assert {each["id"] for each in told} == {"cmpl-R"}
+    assert [each["choices"][0]["text"] for each in reported] == ["Hel", "lo", ""]
+    assert [each["choices"][0]["finish_reason"] for each in reported] == [None, None, "stop"]
+    assert [each.get("usage") for each in reported] == [None, None, USAGE]
+    assert {each["id"] for each in reported} == {"cmpl-R"}
 
 
 async def test_streams_of_several_prompts_are_braided_and_distinguished_by_index(world):
-    *told, done = await events(world, prompt=["a", "b", "c"])
+    *reported, done = await events(world, prompt=["a", "b", "c"])
     assert done == "[DONE]"
     texts = {0: "", 1: "", 2: ""}
-    for each in told:
+    for each in reported:
         choice = each["choices"][0]
         texts[choice["index"]] += choice["text"]
     assert texts == {0: "Hello", 1: "Hello", 2: "Hello"}
-    assert [each["usage"]["total_tokens"] for each in told if "usage" in each] == [12]
-    assert "usage" in told[-1]
+    assert [each["usage"]["total_tokens"] for each in reported if "usage" in each] == [12]
+    assert "usage" in reported[-1]
 
 
 async def test_the_first_of_several_to_fail_ends_them_all(world):
@@ -129,8 +129,8 @@ async def test_logprobs_have_openais_four_lists(world):
 
 async def test_tokens_whose_text_is_not_known_are_reported_by_id(world):
     script = {"result": {"text": "ab", "output_token_logprobs": [[-0.5, 7, None]]}}
-    told = (await complete_json(world, script, logprobs=1))["choices"][0]["logprobs"]
-    assert (told["tokens"], told["text_offset"]) == (["token_id:7"], [])
+    reported = (await complete_json(world, script, logprobs=1))["choices"][0]["logprobs"]
+    assert (reported["tokens"], reported["text_offset"]) == (["token_id:7"], [])
 
 
 async def test_stop_strings_cut_the_text(world):
@@ -188,9 +188,9 @@ async def test_more_streamed_prompts_than_may_be_in_flight_take_turns():
     async with opened(replace(SCRIPTED, max_in_flight=MAX_CONCURRENT)) as world:
         many = ["a"] * (2 * MAX_CONCURRENT)
         answer = await world.ask(PATH, prompt=many, stream=True)
-        *told, done = events_of(await answer.get_data())
+        *reported, done = events_of(await answer.get_data())
         assert done == "[DONE]"
-        ends = [each["choices"][0] for each in told if each["choices"][0]["finish_reason"]]
+        ends = [each["choices"][0] for each in reported if each["choices"][0]["finish_reason"]]
         assert sorted(each["index"] for each in ends) == list(range(len(many)))
 
 

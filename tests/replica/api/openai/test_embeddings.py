@@ -52,15 +52,15 @@ async def test_token_ids_are_one_input(tiny):
     ],
 )
 async def test_what_cannot_be_embedded_is_a_400_in_openais_envelope(tiny, body, words):
-    status, told = await embed(tiny, **body)
-    assert (status, told["error"]["type"]) == (400, "invalid_request_error")
-    assert words in told["error"]["message"]
+    status, reported = await embed(tiny, **body)
+    assert (status, reported["error"]["type"]) == (400, "invalid_request_error")
+    assert words in reported["error"]["message"]
 
 
 async def test_a_pipeline_without_embeddings_refuses_them(world):
-    status, told = await embed(world)
+    status, body = await embed(world)
     assert status == 400
-    assert "makes no embeddings" in told["error"]["message"]
+    assert "makes no embeddings" in body["error"]["message"]
 
 
 async def test_more_inputs_than_may_be_in_flight_take_turns():

@@ -11,26 +11,26 @@ HE, LLO, END = (
 ASK = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}
 
 
-def told(feeds):
+def aligned(feeds):
     tokens = LogprobAligner()
     return [[each[1] for each in tokens.feed(items, text)] for items, text in feeds]
 
 
 def test_a_token_is_reported_with_the_text_it_begins():
-    assert told([([HE], "H"), ([LLO], "e"), ([], "l"), ([END], "lo")]) == [[7], [], [8], []]
+    assert aligned([([HE], "H"), ([LLO], "e"), ([], "l"), ([END], "lo")]) == [[7], [], [8], []]
 
 
 def test_what_stands_behind_a_stop_string_is_never_reported():
-    assert told([([HE, LLO], "He"), ([HE], "")]) == [[7], []]
+    assert aligned([([HE, LLO], "He"), ([HE], "")]) == [[7], []]
 
 
 def test_tokens_without_text_are_refused_at_once():
-    assert told([([[-0.5, 7], [-0.5, 8, None]], "")]) == [[7, 8]]
+    assert aligned([([[-0.5, 7], [-0.5, 8, None]], "")]) == [[7, 8]]
 
 
 def test_half_a_character_is_reported_with_the_whole_one():
     first, second = [-1.0, 1, b"\xc3", []], [-1.0, 2, b"\xa4", []]
-    assert told([([first], ""), ([second], "ä")]) == [[], [1, 2]]
+    assert aligned([([first], ""), ([second], "ä")]) == [[], [1, 2]]
     (whole, half) = chat_logprobs([HE, first])["content"]
     assert (half["token"], half["bytes"]) == ("\ufffd", [0xC3])
     assert whole["top_logprobs"][1] == {"token": "<end>", "logprob": -2.0, "bytes": None}
@@ -66,8 +66,8 @@ async def test_a_streams_tokens_are_those_of_the_whole_answer(tiny):
         streamed[choice["index"]] += choice.get("logprobs", {}).get("content", [])
     for index, choice in enumerate(whole["choices"]):
         names = [
-            [each["token"] for each in told]
-            for told in (streamed[index], choice["logprobs"]["content"])
+            [each["token"] for each in reported]
+            for reported in (streamed[index], choice["logprobs"]["content"])
         ]
         assert names[0] == names[1]
 

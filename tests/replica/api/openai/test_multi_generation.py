@@ -15,14 +15,14 @@ def test_the_first_of_several_has_the_seed_itself_and_the_others_their_own():
 
 
 def test_a_prompt_counts_once_however_many_answers_it_has():
-    told = USAGE | {"prompt_tokens_details": {"cached_tokens": 1}}
-    assert total_usage([told] * 6, n=3) == {
+    reported = USAGE | {"prompt_tokens_details": {"cached_tokens": 1}}
+    assert total_usage([reported] * 6, n=3) == {
         "prompt_tokens": 4,
         "completion_tokens": 12,
         "total_tokens": 16,
         "prompt_tokens_details": {"cached_tokens": 2},
     }
-    assert total_usage([told, None], n=2) is None
+    assert total_usage([reported, None], n=2) is None
 
 
 async def test_several_choices_of_a_chat_have_an_index_each_and_one_usage(world):

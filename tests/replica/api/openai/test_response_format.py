@@ -127,8 +127,8 @@ async def test_an_answer_in_a_schema_has_its_log_probabilities(using):
                 logprobs=True, top_logprobs=20, temperature=0,
             ).choices  # fmt: skip
         assert json.loads(choice.message.content) in ("red", "green", "blue")
-        told = b"".join(bytes(each.bytes) for each in choice.logprobs.content)
-        assert told.decode() == choice.message.content
+        reported = b"".join(bytes(each.bytes) for each in choice.logprobs.content)
+        assert reported.decode() == choice.message.content
         assert all(each.logprob <= 0 for each in choice.logprobs.content)
 
     await using(use)
@@ -143,9 +143,9 @@ async def test_an_unsupported_schema_is_a_400_before_the_stream(using):
                 **ASK, stream=True,
                 response_format={"type": "json_schema", "json_schema": schema},
             )  # fmt: skip
-        told = refused.value.body["detail"]
-        assert told.startswith("response_format.json_schema.schema: ")
-        assert "uniqueItems" in told
+        output = refused.value.body["detail"]
+        assert output.startswith("response_format.json_schema.schema: ")
+        assert "uniqueItems" in output
 
     await using(use)
 
@@ -160,8 +160,8 @@ async def test_without_the_package_it_is_a_501_that_names_the_extra(tiny, monkey
 async def test_a_stage_that_is_not_ready_is_not_taken_for_one_that_cannot(world, monkeypatch):
     ask = {"response_format": {"type": "json_object"}}
     assert (await world.chat(**ask)).status_code == 400
-    told = world.client.health() | {"status": "starting"}
-    monkeypatch.setattr(world.client, "health", lambda: told)
+    reported = world.client.health() | {"status": "starting"}
+    monkeypatch.setattr(world.client, "health", lambda: reported)
     assert (await world.chat(**ask)).status_code == 200
     assert world.heard.params["json_schema"] == '{"type": "object"}'
 

@@ -326,15 +326,15 @@ async def test_items_override_what_they_share_and_keep_their_order():
         {"response_format": None},
     ]
     async with replica() as it:
-        status, told = await batch(it, input="Shared words here", voice="alloy", items=items)
+        status, body = await batch(it, input="Shared words here", voice="alloy", items=items)
         voices = {request.metadata["tts_params"]["voice"] for request in SEEN}
     assert status == 200
-    assert told.pop("id").startswith("speech-batch-")
+    assert body.pop("id").startswith("speech-batch-")
     assert voices == {"alloy"}
     shared = {"status": "success", "finish_reason": "stop"}
     as_wav = shared | {"format": "wav", "media_type": "audio/wav"}
     as_pcm = shared | {"format": "pcm", "media_type": "audio/pcm"}
-    assert told == {
+    assert body == {
         "results": [
             {"index": 0, **as_wav, "audio_data": audio("One", "wav")},
             {"index": 1, **as_pcm, "audio_data": audio("Two three", "pcm")},
@@ -357,9 +357,9 @@ async def test_one_items_failure_is_its_own_and_names_its_place():
         {"input": "REFUSED"},
     ]
     async with replica() as it:
-        status, told = await batch(it, items=items)
-    assert (status, told["total"], told["succeeded"], told["failed"]) == (200, 7, 1, 6)
-    results = told["results"]
+        status, body = await batch(it, items=items)
+    assert (status, body["total"], body["succeeded"], body["failed"]) == (200, 7, 1, 6)
+    results = body["results"]
     assert [result["index"] for result in results] == list(range(7))
     assert [result["status"] == "success" for result in results] == [i == 1 for i in range(7)]
     bad = {"type": "BadRequestError", "code": 400}
@@ -395,11 +395,11 @@ async def test_one_items_failure_is_its_own_and_names_its_place():
 )
 async def test_what_is_wrong_with_the_whole_refuses_all_of_it(body, param):
     async with replica(tts_batch_max_items=3) as it:
-        status, told = await batch(it, **body)
+        status, reported = await batch(it, **body)
         assert SEEN == []
     assert status == 400
-    assert told["error"]["param"] == param
-    assert (told["error"]["type"], told["error"]["code"]) == ("BadRequestError", 400)
+    assert reported["error"]["param"] == param
+    assert (reported["error"]["type"], reported["error"]["code"]) == ("BadRequestError", 400)
 
 
 async def test_a_body_that_is_no_json_is_refused():

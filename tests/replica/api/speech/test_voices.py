@@ -29,14 +29,14 @@ def upload(name="Anna", consent="yes", sample=None, kind="audio/wav", **fields):
     return form(texts, [("audio_sample", "a.wav", kind, data)])
 
 
-def told(call):
+def body_of(call):
     return json.loads(call.body)
 
 
 async def test_a_voice_is_kept_listed_and_deleted(tmp_path):
     async with replica(voices_dir=tmp_path / "voices") as it:
         call = await it.post(PATH, upload(ref_text="Hello.", speaker_description=" "), CONTENT_TYPE)
-        kept = told(call)
+        kept = body_of(call)
         assert (call.status, call.headers["content-type"]) == (200, "application/json")
         assert isinstance(kept["created_at"], int)
         assert kept == {
@@ -112,7 +112,7 @@ async def test_a_bad_upload_is_refused_and_names_its_field(body, param, tmp_path
     async with replica(voices_dir=tmp_path) as it:
         call = await it.post(PATH, body, CONTENT_TYPE)
     assert call.status == 400
-    error = told(call)["error"]
+    error = body_of(call)["error"]
     assert (error["type"], error["param"], error["code"]) == ("BadRequestError", param, 400)
     assert list(tmp_path.iterdir()) == []
 
@@ -127,7 +127,7 @@ async def test_what_is_no_form_is_refused(tmp_path):
         ):
             call = await it.post(PATH, body, kind)
             assert call.status == 400
-            assert list(told(call)["error"]) == ["message", "type", "param", "code"]
+            assert list(body_of(call)["error"]) == ["message", "type", "param", "code"]
 
 
 async def test_an_upload_beyond_the_limit_is_refused_before_it_is_read(tmp_path):
@@ -139,7 +139,7 @@ async def test_an_upload_beyond_the_limit_is_refused_before_it_is_read(tmp_path)
         with trio.fail_after(30):
             await call.run()
     assert call.status == 413
-    error = told(call)["error"]
+    error = body_of(call)["error"]
     assert (error["type"], error["param"], error["code"]) == (
         "RequestTooLargeError",
         "audio_sample",
@@ -162,7 +162,7 @@ async def test_an_upload_without_length_is_counted_while_it_arrives(tmp_path, nu
                     break
             await call.over.wait()
     assert call.status == 413
-    assert told(call)["error"]["code"] == 413
+    assert body_of(call)["error"]["code"] == 413
 
 
 async def test_uploads_stop_at_the_cap_but_may_replace(tmp_path):
@@ -170,7 +170,7 @@ async def test_uploads_stop_at_the_cap_but_may_replace(tmp_path):
         bodies = [upload(name=name) for name in ("a", "b", "c", "A")]
         answers = [await it.post(PATH, body, CONTENT_TYPE) for body in bodies]
     assert [call.status for call in answers] == [200, 200, 400, 200]
-    assert told(answers[2])["error"]["param"] == "name"
+    assert body_of(answers[2])["error"]["param"] == "name"
 
 
 async def test_an_uploaded_voice_is_not_spoken_by_a_model_with_one_voice(tmp_path):

@@ -19,7 +19,7 @@ def missing(name):
     )
 
 
-async def told(answer):
+async def status_and_body(answer):
     data = await answer.get_data()
     return answer.status_code, json.loads(data) if data else None
 
@@ -60,7 +60,7 @@ async def told(answer):
 )  # fmt: skip
 async def test_each_call_has_vllms_answer(engine, method, path, body, status, answer):
     data = b"" if body is None else json.dumps(body).encode()
-    assert await told(await engine.call(method, path, data)) == (status, answer)
+    assert await status_and_body(await engine.call(method, path, data)) == (status, answer)
 
 
 def error(message, param=None, status=400, kind="Bad Request"):
@@ -96,7 +96,7 @@ def error(message, param=None, status=400, kind="Bad Request"):
 )  # fmt: skip
 async def test_each_mistake_has_vllms_400(engine, path, body, answer):
     data = b"" if body is None else json.dumps(body).encode()
-    assert await told(await engine.call("POST", path, data)) == (400, answer)
+    assert await status_and_body(await engine.call("POST", path, data)) == (400, answer)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ async def test_each_mistake_has_vllms_400(engine, path, body, answer):
 async def test_what_a_worker_refuses_is_vllms_500(engine, path, body, why):
     data = b"" if body is None else json.dumps(body).encode()
     expected = error(RPC.format(why), status=500, kind="InternalServerError")
-    assert await told(await engine.call("POST", path, data)) == (500, expected)
+    assert await status_and_body(await engine.call("POST", path, data)) == (500, expected)
 
 
 async def test_levels_and_flags_that_are_none_are_refused_by_name(engine):
@@ -128,29 +128,29 @@ async def test_levels_and_flags_that_are_none_are_refused_by_name(engine):
         ("/sleep?level=x", "query.level"),
         ("/pause?clear_cache=maybe", "query.clear_cache"),
     ):
-        status, answer = await told(await engine.call("POST", path))
+        status, answer = await status_and_body(await engine.call("POST", path))
         assert (status, answer["error"]["param"]) == (400, param)
 
 
 async def test_the_checker_hashes_every_tensor_also_while_paused(engine):
     await engine.post("/pause?mode=keep")
-    _, answer = await told(await engine.post("/weight_checker", {"action": "checksum"}))
+    _, answer = await status_and_body(await engine.post("/weight_checker", {"action": "checksum"}))
     names = list(answer["checksums"])
     assert "dp0:pp0:pcp0:tp0:model.embed_tokens.weight" in names
     assert len(set(answer["checksums"].values())) > 10
     compare = {"action": "compare", "baseline": {**answer["checksums"], names[0]: "x", "y": "z"}}
-    _, unlike = await told(await engine.post("/weight_checker", compare))
+    _, unlike = await status_and_body(await engine.post("/weight_checker", compare))
     assert unlike == {"match": False, "mismatches": sorted([names[0], "y"])}
 
 
 async def test_what_changes_something_needs_the_key_and_reading_does_not(engine):
     locked = engine.with_options(admin_api_key="secret")
     for path in ("/pause", "/start_weight_update", "/sleep", "/wake_up", "/reset_prefix_cache"):
-        status, answer = await told(await locked.call("POST", path))
+        status, answer = await status_and_body(await locked.call("POST", path))
         assert (status, answer["error"]["type"]) == (401, "Unauthorized")
-    status, _ = await told(await locked.post("/abort_requests", {}))
+    status, _ = await status_and_body(await locked.post("/abort_requests", {}))
     assert status == 401
-    status, answer = await told(await locked.get("/is_paused"))
+    status, answer = await status_and_body(await locked.get("/is_paused"))
     assert (status, answer) == (200, {"is_paused": False})
     key = {"Authorization": "Bearer secret"}
     assert (await locked.call("POST", "/pause", headers=key)).status_code == 200
@@ -174,17 +174,21 @@ async def test_a_dialect_has_its_own_routes_and_no_others(dialect, there, absent
 
 
 async def test_the_version_route_of_both_is_sglangs_and_of_vllm_alone_vllms(tiny):
-    _, answer = await told(await tiny.post("/update_weight_version", {"new_version": "v"}))
+    _, answer = await status_and_body(
+        await tiny.post("/update_weight_version", {"new_version": "v"})
+    )
     assert {"new_version", "message", "results"} <= answer.keys()
     alone = tiny.with_options(dialect="vllm")
-    _, answer = await told(await alone.post("/update_weight_version", {"new_version": "w"}))
+    _, answer = await status_and_body(
+        await alone.post("/update_weight_version", {"new_version": "w"})
+    )
     assert answer == {"success": True, "new_version": "w"}
 
 
 async def test_a_pipeline_without_weights_refuses_weight_calls(world):
-    status, answer = await told(await world.post("/start_weight_update"))
+    status, answer = await status_and_body(await world.post("/start_weight_update"))
     assert (status, answer["error"]["code"]) == (500, 500)
-    assert await told(await world.get("/get_world_size")) == (200, {"world_size": 1})
+    assert await status_and_body(await world.get("/get_world_size")) == (200, {"world_size": 1})
 
 
 async def test_requests_at_a_stage_without_tokens_are_aborted(world):
@@ -193,12 +197,12 @@ async def test_requests_at_a_stage_without_tokens_are_aborted(world):
     answers = []
 
     async def ask():
-        answers.append(await told(await world.chat(HOLD)))
+        answers.append(await status_and_body(await world.chat(HOLD)))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask)
         while world.client.health()["pending_completions"] != 1:
             await trio.lowlevel.checkpoint()
-        assert (await told(await world.post("/abort_requests", {})))[1]["aborted"] == 1
+        assert (await status_and_body(await world.post("/abort_requests", {})))[1]["aborted"] == 1
     assert answers == [(500, {"detail": "aborted"})]
     assert (await world.chat(HELLO)).status_code == 200

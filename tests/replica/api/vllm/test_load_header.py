@@ -32,8 +32,8 @@ async def test_a_response_has_the_load_in_the_format_that_was_asked_for(loaded):
     assert await asked(loaded, "text") == (
         "TEXT named_metrics.kv_cache_usage_perc=0.25, named_metrics.num_requests_waiting=3.0"
     )
-    told = await asked(loaded, "JSON", "/v1/chat/completions", CHAT)
-    assert load_of_header(told.encode()) == LoadReport(3.0, 0.25)
+    reported = await asked(loaded, "JSON", "/v1/chat/completions", CHAT)
+    assert load_of_header(reported.encode()) == LoadReport(3.0, 0.25)
 
 
 @pytest.mark.parametrize("form", ["", "BIN", "json, text"])

@@ -10,7 +10,7 @@ ASK = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "
 PATH = "/v1/messages"
 
 
-async def told(answer):
+async def status_and_body(answer):
     return answer.status_code, json.loads(await answer.get_data())
 
 
@@ -28,7 +28,7 @@ def events_of(data):
 
 
 async def test_an_answer_is_a_message_with_anthropics_keys(world):
-    status, body = await told(await world.post(PATH, ASK))
+    status, body = await status_and_body(await world.post(PATH, ASK))
     assert status == 200
     assert body.pop("id").startswith("chatcmpl-")
     assert body == {
@@ -117,10 +117,10 @@ async def test_why_it_ended_is_reported_in_anthropics_words(engine, streamed):
 
 async def test_what_is_read_from_the_cache_is_distinguished(engine):
     ask = ASK | {"messages": [{"role": "user", "content": "hi " * 40}], "max_tokens": 2}
-    _, first = await told(await engine.post(PATH, ask))
-    _, second = await told(await engine.post(PATH, ask))
+    _, first = await status_and_body(await engine.post(PATH, ask))
+    _, second = await status_and_body(await engine.post(PATH, ask))
     count = {"model": "m", "messages": ask["messages"]}
-    _, counted = await told(await engine.post(f"{PATH}/count_tokens", count))
+    _, counted = await status_and_body(await engine.post(f"{PATH}/count_tokens", count))
     total = counted["input_tokens"]
     assert counted["context_management"] == {"original_input_tokens": total}
     assert first["usage"]["input_tokens"] == total
@@ -129,24 +129,26 @@ async def test_what_is_read_from_the_cache_is_distinguished(engine):
 
 
 async def test_errors_are_anthropics_and_those_of_a_body_vllms(world):
-    status, body = await told(await world.post(PATH, {"model": "m"}))
+    status, body = await status_and_body(await world.post(PATH, {"model": "m"}))
     assert (status, body["error"]["param"]) == (400, "body.messages")
-    status, body = await told(await world.post(PATH, ASK | {"tool_choice": {"type": "any"}}))
+    status, body = await status_and_body(
+        await world.post(PATH, ASK | {"tool_choice": {"type": "any"}})
+    )
     assert (status, body["type"], body["error"]["type"]) == (400, "error", "BadRequestError")
     unknown = [{"role": "user", "content": [{"type": "hologram"}]}]
-    status, body = await told(await world.post(PATH, ASK | {"messages": unknown}))
+    status, body = await status_and_body(await world.post(PATH, ASK | {"messages": unknown}))
     assert (status, body["error"]["type"]) == (400, "BadRequestError")
     assert "hologram" in body["error"]["message"]
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
     denied = world.with_options(capabilities=frozenset())
     turn = [{"role": "user", "content": [image]}]
-    status, body = await told(await denied.post(PATH, ASK | {"messages": turn}))
+    status, body = await status_and_body(await denied.post(PATH, ASK | {"messages": turn}))
     assert "takes no images" in body["error"]["message"]
-    assert (await told(await world.post(f"{PATH}/count_tokens", ASK)))[0] == 501
+    assert (await status_and_body(await world.post(f"{PATH}/count_tokens", ASK)))[0] == 501
 
 
 async def test_a_failure_before_the_first_event_is_a_plain_error(engine):
     body = ASK | {"messages": [{"role": "user", "content": "x" * 60_000}], "stream": True}
-    status, told_error = await told(await engine.post(PATH, body))
-    assert (status, told_error["type"]) == (400, "error")
-    assert "context length" in told_error["error"]["message"]
+    status, error = await status_and_body(await engine.post(PATH, body))
+    assert (status, error["type"]) == (400, "error")
+    assert "context length" in error["error"]["message"]

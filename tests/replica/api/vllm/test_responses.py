@@ -16,12 +16,12 @@ PATH = "/v1/responses"
 ASK = {"model": "m", "input": "hi", "max_output_tokens": 4, "temperature": 0}
 
 
-async def told(answer):
+async def status_and_body(answer):
     return answer.status_code, json.loads(await answer.get_data())
 
 
 async def ok(answer):
-    status, body = await told(answer)
+    status, body = await status_and_body(answer)
     assert status == 200, body
     return body
 
@@ -79,7 +79,7 @@ async def test_a_follow_up_continues_the_conversation_without_old_instructions(w
     third = {"model": "m", "input": "x", "previous_response_id": second["id"], "store": False}
     answer = await ok(await world.post(PATH, third))
     assert len(world.heard.inputs["messages"]) == 5
-    assert (await told(await world.get(f"{PATH}/{answer['id']}")))[0] == 404
+    assert (await status_and_body(await world.get(f"{PATH}/{answer['id']}")))[0] == 404
 
 
 async def test_items_become_messages_and_unknown_ones_are_refused(world):
@@ -97,7 +97,7 @@ async def test_items_become_messages_and_unknown_ones_are_refused(world):
         ("system", "d"), ("user", "u"), ("assistant", "a"), ("assistant", "f({})"), ("user", "r"),
     ]  # fmt: skip
     for wrong in ([{"type": "hologram"}], [{"type": "message", "content": "x"}]):
-        status, body = await told(await world.post(PATH, {"input": wrong}))
+        status, body = await status_and_body(await world.post(PATH, {"input": wrong}))
         assert (status, body["error"]["param"]) == (400, "input")
 
 
@@ -105,7 +105,7 @@ async def test_a_stored_response_can_be_forgotten_and_not_cancelled(world):
     made = await ok(await world.post(PATH, ASK))
     one = f"{PATH}/{made['id']}"
     assert await ok(await world.get(one)) == made
-    status, body = await told(await world.post(f"{one}/cancel"))
+    status, body = await status_and_body(await world.post(f"{one}/cancel"))
     assert (status, body["error"]["message"]) == (400, "Cannot cancel a synchronous response.")
     gone = await ok(await world.call("DELETE", one))
     assert gone == {"id": made["id"], "object": "response", "deleted": True}
@@ -116,16 +116,16 @@ async def test_a_stored_response_can_be_forgotten_and_not_cancelled(world):
         "code": 404,
     }
     for method, path in (("GET", one), ("DELETE", one), ("POST", f"{one}/cancel")):
-        assert await told(await world.call(method, path)) == (404, {"error": missing})
+        assert await status_and_body(await world.call(method, path)) == (404, {"error": missing})
     follow_up = ASK | {"previous_response_id": made["id"]}
-    assert await told(await world.post(PATH, follow_up)) == (404, {"error": missing})
+    assert await status_and_body(await world.post(PATH, follow_up)) == (404, {"error": missing})
 
 
 async def test_a_server_that_stores_none_is_as_vllm_by_default(world):
     forgetful = world.with_options(stored_responses=0)
     made = await ok(await forgetful.post(PATH, ASK))
-    assert (await told(await forgetful.get(f"{PATH}/{made['id']}")))[0] == 404
-    status, body = await told(await forgetful.post(PATH, ASK | {"background": True}))
+    assert (await status_and_body(await forgetful.get(f"{PATH}/{made['id']}")))[0] == 404
+    status, body = await status_and_body(await forgetful.post(PATH, ASK | {"background": True}))
     assert (status, body["error"]["param"]) == (400, "background")
 
 
@@ -140,7 +140,7 @@ async def test_a_server_that_stores_none_is_as_vllm_by_default(world):
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(world, body, why):
-    status, answer = await told(await world.post(PATH, body))
+    status, answer = await status_and_body(await world.post(PATH, body))
     assert status == 400
     assert why in answer["error"]["message"]
 
@@ -218,7 +218,7 @@ async def test_an_abort_from_outside_is_reported_as_cancelled(using):
 
     async def ask():
         body = ASK | {"max_output_tokens": 6000, "ignore_eos": True, "request_id": "resp_mine"}
-        answers.append(await told(await using.world.post(PATH, body)))
+        answers.append(await status_and_body(await using.world.post(PATH, body)))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask)

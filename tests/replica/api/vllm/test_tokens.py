@@ -14,12 +14,12 @@ GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
 GENERATE = "/inference/v1/generate"
 
 
-async def told(answer):
+async def status_and_body(answer):
     return answer.status_code, json.loads(await answer.get_data())
 
 
 async def ok(answer):
-    status, body = await told(answer)
+    status, body = await status_and_body(answer)
     assert status == 200, body
     return body
 
@@ -56,11 +56,11 @@ async def test_detokenizing_is_the_way_back_in_both_forms(engine):
 
 async def test_sglangs_form_takes_lists_and_has_both_paths_to_itself(engine):
     body = {"prompt": ["a", "b c"]}
-    told_lists = await ok(await engine.post("/v1/tokenize", body))
-    assert told_lists["count"] == [len(each) for each in told_lists["tokens"]] == [1, 3]
+    lists = await ok(await engine.post("/v1/tokenize", body))
+    assert lists["count"] == [len(each) for each in lists["tokens"]] == [1, 3]
     async with opened(TINY, dialect="sglang", tokenizer_model="tiny") as world:
-        assert await ok(await world.post("/tokenize", body)) == told_lists
-        spelled = await world.post("/detokenize", {"tokens": told_lists["tokens"]})
+        assert await ok(await world.post("/tokenize", body)) == lists
+        spelled = await world.post("/detokenize", {"tokens": lists["tokens"]})
         assert await ok(spelled) == {"text": body["prompt"]}
 
 
@@ -83,13 +83,13 @@ async def test_sglangs_form_takes_lists_and_has_both_paths_to_itself(engine):
     ],
 )
 async def test_what_cannot_be_is_a_400_that_names_it(engine, path, body, why):
-    status, answer = await told(await engine.post(path, body))
+    status, answer = await status_and_body(await engine.post(path, body))
     assert status == 400
     assert why in answer["error"]["message"]
 
 
 async def test_a_server_without_a_tokenizer_refuses_token_calls(world):
-    status, answer = await told(await world.post("/tokenize", {"prompt": "x"}))
+    status, answer = await status_and_body(await world.post("/tokenize", {"prompt": "x"}))
     assert (status, answer["error"]["type"]) == (501, "NotImplementedError")
 
 
@@ -189,7 +189,7 @@ async def test_prompts_are_rendered_one_by_one_with_vllms_defaults(engine):
     same = {"prompt": [5, 6]}
     assert (await ok(await engine.post("/v1/completions/render", same)))[0]["token_ids"] == [5, 6]
     schema = prompts | {"response_format": {"type": "json_object"}}
-    status, answer = await told(await engine.post("/v1/completions/render", schema))
+    status, answer = await status_and_body(await engine.post("/v1/completions/render", schema))
     assert (status, "response_format" in answer["error"]["message"]) == (400, True)
 
 

@@ -151,12 +151,12 @@ class World:
     def open(self, request_id):
         try:
             self.deliveries[request_id] = self.hub.open(request_id, REQUEST)
-            told = "opened"
+            reported = "opened"
         except QueueFullError:
-            told = "full"
+            reported = "full"
         except RequestFailed as error:
-            told = error.status
-        assert told == self.naive.open(request_id)
+            reported = error.status
+        assert reported == self.naive.open(request_id)
 
     def abort(self, request_id):
         assert self.hub.abort(request_id) == self.naive.live(request_id)
@@ -189,13 +189,13 @@ class World:
 
 
 def compare(hub, naive, deliveries, board):
-    told = hub.health()
+    reported = hub.health()
     states = [state for state, _ in naive.requests.values()]
-    assert told["request_states"] == {state: states.count(state) for state in set(states)}
-    assert told["total_requests"] == len(states)
-    assert told["pending_completions"] == hub.live_count == sum(map(naive.live, naive.requests))
-    assert told["status"] == ("unhealthy" if naive.down else "healthy")
-    assert told["stream_delivery"]["open_stream_count"] == len(states)
+    assert reported["request_states"] == {state: states.count(state) for state in set(states)}
+    assert reported["total_requests"] == len(states)
+    assert reported["pending_completions"] == hub.live_count == sum(map(naive.live, naive.requests))
+    assert reported["status"] == ("unhealthy" if naive.down else "healthy")
+    assert reported["stream_delivery"]["open_stream_count"] == len(states)
     # Every early end is sent to every stage once.
     assert len(board.kinds(Abort)) == naive.early_ends * len(STAGES)
     for request_id, (state, _) in naive.requests.items():
@@ -383,7 +383,7 @@ def made(request=TEXT):
     return coordinator, board, coordinator.open("r", request)
 
 
-def told(board):
+def end_early_messages(board):
     return [(name, message) for name, message in board.sent if isinstance(message, EndEarly)]
 
 
@@ -391,7 +391,7 @@ async def test_the_stage_that_generates_is_reported_and_its_result_ends_the_requ
     coordinator, board, delivery = made()
     coordinator.receive(Result("r", "a", {}))
     assert coordinator.end_early(everyone) == ["r"]
-    assert told(board) == [("d", EndEarly("r"))]
+    assert end_early_messages(board) == [("d", EndEarly("r"))]
     assert coordinator.live_count == 1
     coordinator.receive(Result("r", "d", {"text": "x", "finish_reason": "abort"}))
     assert delivery.end.results["d"]["finish_reason"] == "abort"
@@ -401,7 +401,7 @@ async def test_the_stage_that_generates_is_reported_and_its_result_ends_the_requ
 async def test_a_request_before_that_stage_is_ended_as_soon_as_it_gets_there():
     coordinator, board, _ = made()
     assert coordinator.end_early(everyone) == ["r"]
-    assert told(board) == []
+    assert end_early_messages(board) == []
     coordinator.receive(Result("r", "a", {}))
     kinds = [type(message).__name__ for name, message in board.sent if name == "d"]
     assert kinds == ["Submit", "EndEarly"]
@@ -411,7 +411,7 @@ async def test_a_request_at_a_stage_that_cannot_is_aborted_everywhere():
     coordinator, board, delivery = made(REQUEST)
     coordinator.receive(Result("r", "a", {}))  # d, and s that d streams into
     assert coordinator.end_early(everyone) == ["r"]
-    assert told(board) == []
+    assert end_early_messages(board) == []
     assert set(board.kinds(Abort)) == {"a", "d", "s"}
     assert isinstance(delivery.end, RequestAborted)
 
@@ -423,7 +423,7 @@ async def test_only_those_that_are_wanted_are_ended():
     assert coordinator.end_early(lambda request_id: request_id == "x") == []
     coordinator.receive(Result("r", "a", {}))
     coordinator.receive(Result("other", "a", {}))
-    assert told(board) == [("d", EndEarly("other"))]
+    assert end_early_messages(board) == [("d", EndEarly("other"))]
 
 
 async def test_a_stage_that_has_ended_fails_the_request_all_the_same():
@@ -432,4 +432,4 @@ async def test_a_stage_that_has_ended_fails_the_request_all_the_same():
     coordinator.receive(StageEnded("d", "it crashed"))
     coordinator.receive(Result("r", "a", {}))
     assert delivery.end.status == 503
-    assert told(board) == []
+    assert end_early_messages(board) == []

@@ -20,7 +20,7 @@ CUTS = st.lists(st.integers(0, 12), max_size=6)
 
 def backlog(cut=None, **bounds):
     cuts = []
-    return DeliveryBacklog(cut or (lambda *told: cuts.append(told)), **bounds), cuts
+    return DeliveryBacklog(cut or (lambda *reported: cuts.append(reported)), **bounds), cuts
 
 
 async def test_chunks_are_delivered_in_order_before_the_end():
@@ -60,10 +60,10 @@ async def test_counters_report_the_waits_of_each_stage(autojump_clock):
     slow.put(DeliveredChunk("s", {"audio_data": b"x" * 1000}))
     done.finish(DeliveryEnd({}))
     await trio.sleep(7)
-    told = line.counters()
-    assert told["stream_backlog_bytes"] > 1000
-    assert told["longest_reader_idle_s"] == 7
-    assert (told["open_stream_count"], told["generation_finished_stream_count"]) == (2, 1)
+    reported = line.counters()
+    assert reported["stream_backlog_bytes"] > 1000
+    assert reported["longest_reader_idle_s"] == 7
+    assert (reported["open_stream_count"], reported["generation_finished_stream_count"]) == (2, 1)
     await slow.take()
     assert line.counters()["longest_reader_idle_s"] == 0
     line.close(slow)
@@ -88,8 +88,8 @@ async def test_one_reader_past_its_bound_is_cut_and_what_waited_is_forgotten():
     ((request_id, error),) = cuts
     assert (request_id, error.status) == ("r", 503)
     assert "too slow" in error.message
-    told = line.counters()
-    assert (told["failed_stream_count"], told["stream_backlog_bytes"]) == (1, 0)
+    reported = line.counters()
+    assert (reported["failed_stream_count"], reported["stream_backlog_bytes"]) == (1, 0)
 
 
 async def test_past_the_common_bound_the_reader_that_idled_longest_is_cut(autojump_clock):

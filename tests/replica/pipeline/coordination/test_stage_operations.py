@@ -55,17 +55,17 @@ async def run(stages, answers, *words, **keys):
             outcome.append(await asked(stages, *words, **keys))
 
         await trio.testing.wait_all_tasks_blocked()
-        for name, success, told in answers:
-            stages.answer(name, success, **told)
+        for name, success, reported in answers:
+            stages.answer(name, success, **reported)
     return outcome[0]
 
 
 async def test_results_are_in_arrival_order_after_unsupported_stages(stages):
-    told = await run(stages, [("talk", True, {"rank": 0}), ("decode", True, {})])
-    assert (told["success"], told["message"], told["action"]) == (True, "ok", "model_info")
-    assert [result["stage"] for result in told["results"]] == ["pre", "talk", "decode"]
-    assert told["results"][0] == {
-        "op_id": told["op_id"],
+    body = await run(stages, [("talk", True, {"rank": 0}), ("decode", True, {})])
+    assert (body["success"], body["message"], body["action"]) == (True, "ok", "model_info")
+    assert [result["stage"] for result in body["results"]] == ["pre", "talk", "decode"]
+    assert body["results"][0] == {
+        "op_id": body["op_id"],
         "stage": "pre",
         "action": "model_info",
         "success": True,
@@ -75,32 +75,32 @@ async def test_results_are_in_arrival_order_after_unsupported_stages(stages):
         "rank": None,
         "role": "single",
     }
-    assert told["results"][1]["rank"] == 0
+    assert body["results"][1]["rank"] == 0
     assert [name for name, _ in stages.orders] == ["decode", "talk"]
 
 
 async def test_only_the_selected_stages_are_called(stages):
-    told = await run(stages, [("talk", True, {})], chosen=["talk", "talk"])
-    assert [result["stage"] for result in told["results"]] == ["talk"]
+    body = await run(stages, [("talk", True, {})], chosen=["talk", "talk"])
+    assert [result["stage"] for result in body["results"]] == ["talk"]
 
 
 async def test_the_errors_of_the_stages_are_the_message(stages):
     answers = [("decode", False, {"error": "no"}), ("talk", False, {"error": "never"})]
-    told = await run(stages, answers)
-    assert (told["success"], told["message"]) == (False, "no; never")
+    body = await run(stages, answers)
+    assert (body["success"], body["message"]) == (False, "no; never")
 
 
 async def test_a_failure_without_a_word_has_a_message_all_the_same(stages):
-    told = await run(stages, [("decode", False, {}), ("talk", True, {})])
-    assert told["message"] == "admin operation did not complete successfully"
+    body = await run(stages, [("decode", False, {}), ("talk", True, {})])
+    assert body["message"] == "admin operation did not complete successfully"
 
 
 @pytest.mark.parametrize(
     ("action", "success"), [("pause_generation", True), ("update_weights_from_disk", False)]
 )
 async def test_an_unknown_update_is_none(stages, action, success):
-    told = await run(stages, [], action, chosen=["pre"])
-    assert told["success"] is success
+    body = await run(stages, [], action, chosen=["pre"])
+    assert body["success"] is success
 
 
 async def test_a_stage_that_is_late_ends_the_wait_and_is_named(stages, autojump_clock):
@@ -181,8 +181,8 @@ async def test_a_stage_that_cannot_be_reached_has_failed_it_too(stages):
     def refuse(name, message):
         raise RuntimeError(f"{name} is far")
 
-    told = await StageOperations(refuse).run(Admin("", "model_info"), ["decode"], READY)
-    assert (told["success"], told["message"]) == (False, "decode is far")
+    body = await StageOperations(refuse).run(Admin("", "model_info"), ["decode"], READY)
+    assert (body["success"], body["message"]) == (False, "decode is far")
 
 
 def test_an_unknown_stage_is_refused_with_the_nearest_name(stages):
