@@ -294,6 +294,13 @@ _Workers = list[Worker]
 _Step = tuple[str, Callable[[_Workers], str], Callable[[_Workers], _Workers]]
 
 
+def _of_model(workers: _Workers, model: str | None) -> _Workers:
+    """Those that serve it; those that name no model where none does."""
+    if not model:
+        return workers
+    return [w for w in workers if w.serves(model)] or [w for w in workers if w.model is None]
+
+
 def _steps(requirements: Requirements, role: Role) -> Iterator[_Step]:
     yield (
         _NO_SUCH_ROLE[role],
@@ -314,11 +321,7 @@ def _steps(requirements: Requirements, role: Role) -> Iterator[_Step]:
     yield (
         "model_not_found",
         lambda _: f"no worker serves the model {requirements.model!r}",
-        lambda remaining: [
-            w
-            for w in remaining
-            if not requirements.model or w.model is None or w.serves(requirements.model)
-        ],
+        lambda remaining: _of_model(remaining, requirements.model),
     )
     yield (
         "all_disabled",

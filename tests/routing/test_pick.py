@@ -272,6 +272,12 @@ def test_without_capacity_the_error_is_all_full():
     assert refusal(fleet, Requirements(CHAT)).code == "all_full"
 
 
+def test_a_model_whose_workers_are_full_is_full_beside_a_worker_without_a_name():
+    fleet = fleet_of(entry("a"), entry("b", model="m", max_inflight=1))
+    fleet.workers[1].in_flight = 1
+    assert refusal(fleet, Requirements(CHAT, "m")).code == "all_full"
+
+
 def test_a_model_that_only_an_unroutable_worker_serves_is_distinguished():
     fleet = fleet_of(entry("a", model="m"), entry("b", model="n", disabled=True))
     assert refusal(fleet, Requirements(CHAT, "n")).code == "all_disabled"
