@@ -14,6 +14,7 @@ import os
 import random
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -29,6 +30,8 @@ from omni_proxy.admin_api.hypercorn_server import serve
 from omni_proxy.admin_api.services import KvEventFacts, Services
 from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
+from omni_proxy.cluster_member.member import ClusterMember
+from omni_proxy.cluster_member.proxy_load import ProxyLoad
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
@@ -155,6 +158,10 @@ class Server:
         self.watchdog = Watchdog()
         self.view = AggregateView(self.process_manager, self.watchdog)
         fleet.await_replicated = self.process_manager.await_replicated
+        self.cluster = ClusterMember(
+            fleet, config_store,
+            ProxyLoad(self.process_manager, self.view, config_store), self._node_name,
+        )  # fmt: skip
         self.reloader = Reloader(config_store)
         self.admin_keys = KeySources(
             ("admin", "keys"), lambda config: config.admin.keys, str(config_store.file or "")
@@ -188,6 +195,7 @@ class Server:
             kv_events=KvEventFacts(self.event_follower.counts, self.data_plane.kv_blocks),
             drains=self.drains,
             discovery=self.discovery,
+            cluster=self.cluster,
             supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
             leaving=lambda: self.leaving,
             find_admin_key=lambda key: self.admin_keys.table.find(key),
@@ -237,6 +245,7 @@ class Server:
                 lambda status: self.instruments.ticker.run(task_status=status),
                 old_name="pulse",
             ),
+            Supervisor("cluster", lambda status: self.cluster.run(task_status=status)),
             Supervisor("caller_keys", lambda status: self.caller_keys.run(task_status=status)),
             Supervisor("admin_keys", lambda status: self.admin_keys.run(task_status=status)),
             Supervisor("reloader", lambda status: self.reloader.run(task_status=status)),
@@ -346,6 +355,14 @@ class Server:
         if new.routing.load_poll_secs != old.routing.load_poll_secs:
             self.engine_pages.restart(self.load_reader)
         self.event_follower.settings_changed()
+
+    def _node_name(self) -> str:
+        """Host and port, for the proxies of a cluster."""
+        port = self.config_store.config.server.port
+        for address in self.data_plane.addresses():
+            port = int(address.rpartition(":")[2]) if address[-1:].isdecimal() else port
+            break
+        return f"{socket.gethostname()}:{port}"
 
     def _load_poll_secs(self) -> float:
         return self.config_store.config.routing.load_poll_secs

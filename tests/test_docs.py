@@ -57,7 +57,7 @@ PAGES = (
     "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/bench.md", "docs/configuration.md", "docs/dashboard.md", "docs/discovery.md",
     "docs/design.md", "docs/glossary.md", "docs/http.md", "docs/install.md", "docs/keys.md",
     "docs/migration.md", "docs/operations.md", "docs/performance.md", "docs/replica.md", "docs/rl.md", "docs/routing.md",
-    "docs/security.md", "docs/start.md", "docs/trainers.md", "docs/weight-sync.md",
+    "docs/scale.md", "docs/security.md", "docs/start.md", "docs/trainers.md", "docs/weight-sync.md",
 )  # fmt: skip
 
 # Which argument of these calls is the code of an error.

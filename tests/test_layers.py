@@ -5,7 +5,7 @@ import sys
 from tests.tree import PACKAGE, ROOT, imports, name_of, parsed, sources
 
 PURE = (
-    "config", "wire", "api_keys", "fleet", "routing", "admin_ops", "discovery",
+    "config", "wire", "api_keys", "cluster", "fleet", "routing", "admin_ops", "discovery",
     "weight_sync/protocol",
 )  # fmt: skip
 IMPURE = {"trio", "quart", "quart_trio", "hypercorn", "httpx", "torch", "time", "random", "socket"}
@@ -19,9 +19,9 @@ SHARED = (
 )  # by the proxy and the replica
 # From the bottom to the top: a package imports only from packages before it.
 LAYERS = (
-    *SHARED, "wire", "config", "api_keys", "process_group", "fleet", "system", "routing", "admin_ops", "discovery",
+    *SHARED, "wire", "config", "api_keys", "cluster", "process_group", "fleet", "system", "routing", "admin_ops", "discovery",
     "upstream_http", "runtime_config", "dataplane", "telemetry", "health", "launch", "discovery_watch",
-    "weight_sync", "multiprocess", "kv_events", "admin_api", "supervisor", "server", "replica", "simulate",
+    "weight_sync", "multiprocess", "kv_events", "cluster_member", "admin_api", "supervisor", "server", "replica", "simulate",
     "cli", "compat", "__main__",
 )  # fmt: skip
 

@@ -48,7 +48,8 @@ from omni_proxy.config.fields import (
 )
 from omni_proxy.config.flags import FLAGS
 from omni_proxy.config.problem import to_toml_literal
-from omni_proxy.config.tables import discover
+from omni_proxy.config.tables import cluster, discover
+from omni_proxy.config.tables.cluster import read_cluster_name, read_node_name, read_store_url
 from omni_proxy.config.tables.discover import (
     read_api_server,
     read_dns_name,
@@ -90,6 +91,9 @@ READ_AS: Final = {
     read_dns_name: "a DNS name, or empty",
     read_dns_server: "host:port, or empty",
     read_mode: 'a file mode in octal, such as "0660"',
+    read_store_url: "`redis://` or `rediss://` URL, or empty",
+    read_cluster_name: "1 to 64 letters, digits and `_.:@/-`",
+    read_node_name: "a name as of the cluster, or empty",
 }
 HEAD: Final = """# Configuration
 
@@ -160,7 +164,7 @@ def json_schema() -> str:
 def _comments() -> tuple[dict[str, str], dict[str, str]]:
     """Of the example, by dotted key; of the schema, by "Struct.key"."""
     why = _schema_comments(inspect.getsource(schema))
-    for module in (api_keys, discover):
+    for module in (api_keys, discover, cluster):
         why |= _schema_comments(inspect.getsource(module))
     return _example_comments(EXAMPLE.read_text()), why
 

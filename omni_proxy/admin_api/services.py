@@ -66,6 +66,14 @@ class DataPlaneView(Protocol):
     def session_count(self, worker: Worker) -> int: ...
 
 
+class ClusterView(Protocol):
+    """This proxy as a member of a cluster."""
+
+    @property
+    def refuses(self) -> bool: ...
+    def status(self) -> dict[str, object] | None: ...
+
+
 class LauncherView(Protocol):
     def status(self) -> list[dict[str, object]]: ...
 
@@ -107,6 +115,7 @@ class Services:
     drains: WorkerDrains
     kv_events: KvEventFacts = field(default_factory=lambda: KvEventFacts({}, BlockIndex()))
     discovery: DiscoveryView = field(default_factory=_NoDiscovery)
+    cluster: ClusterView | None = None
     leaving: Callable[[], bool] = lambda: False
     find_admin_key: Callable[[bytes], AdminKey | None] = lambda _: None  # of [[admin.keys]]
     find_caller: Callable[[bytes], CallerKey | None] = lambda _: None  # of [[keys]]

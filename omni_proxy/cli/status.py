@@ -39,6 +39,7 @@ from omni_proxy.cli.screen.diagnosis import (
 )
 from omni_proxy.cli.screen.feed_model import (
     PATH,
+    ClusterStatus,
     FeedModel,
     FleetRow,
     HistoryPoint,
@@ -153,8 +154,23 @@ def _summary(feed: FeedModel, url: str, width: int) -> Iterator[str]:
     yield f"reload    {describe_reload(feed.last_reload, now)}"
     if weights := describe_weights(feed):
         yield f"weights   {weights}"
+    if feed.cluster is not None:
+        yield f"cluster   {describe_cluster(feed.cluster)}"
     for line in paused_lines(feed):
         yield f"PAUSED    {line}"
+
+
+def describe_cluster(cluster: ClusterStatus) -> str:
+    """The store, and each peer with the age of its counts."""
+    store = (
+        "connected" if cluster.connected else f"LOST ({printable(cluster.error or 'connecting')})"
+    )
+    peers = [
+        f"{printable(peer.member.rpartition('/')[0])} {peer.in_flight} in flight, "
+        f"{peer.age_secs:.1f} s ago"
+        for peer in cluster.peers
+    ]
+    return f"{printable(cluster.name)}, store {store}; {'; '.join(peers) or 'no other proxy'}"
 
 
 def paused_lines(feed: FeedModel) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from omni_proxy.config.schema import Config
+from omni_proxy.config.tables.cluster import hide_password
 
 _HIDDEN: Final = "***"
 _SECRET: Final = re.compile(r"(?:key|token|secret|password)$", re.IGNORECASE)
@@ -26,6 +27,7 @@ def redacted(config: Config) -> dict[str, Any]:
     tables = _tables(config)
     for table in ("server", "admin"):
         tables[table]["api_key"] = _hidden(tables[table]["api_key"])
+    tables["cluster"]["url"] = hide_password(tables["cluster"]["url"])
     for entry in (*tables["admin"]["keys"], *tables["keys"]):
         entry["key_sha256"] = _hidden(entry["key_sha256"])
     for entry in tables["workers"]:

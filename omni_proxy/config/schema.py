@@ -48,6 +48,7 @@ from omni_proxy.config.fields import (
     WorkerRanks,
     WorkerUrl,
 )
+from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.config.url import normalize_url
 
@@ -489,6 +490,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     admin: AdminConfig = AdminConfig()
     observe: ObserveConfig = ObserveConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
+    cluster: ClusterConfig = ClusterConfig()
     workers: tuple[WorkerEntry, ...] = ()
     launch: tuple[LaunchEntry, ...] = ()
     discover: tuple[DiscoverEntry, ...] = ()

@@ -18,6 +18,7 @@ from omni_proxy.config.api_keys import source_findings, unknown_key_hint
 from omni_proxy.config.fields import DEFAULT_BOOTSTRAP_PORT
 from omni_proxy.config.problem import Path, did_you_mean, format_path, to_toml_literal
 from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.config.tables.cluster import cluster_findings
 from omni_proxy.config.tables.discover import discover_findings
 
 # Where, why, and what may help.
@@ -215,6 +216,7 @@ def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _aliases_of_aliases(aliases)
     yield from source_findings(tables.get("keys", []), ("keys",))
     yield from discover_findings(tables.get("discover", []), ("discover",))
+    yield from cluster_findings(tables.get("cluster", {}))
 
 
 def _role_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:

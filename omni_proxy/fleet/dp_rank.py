@@ -32,7 +32,8 @@ class DpRank(Worker):
         self.id = f"{worker.id}@{index}"
         self.display_id = f"{worker.display_id}@{index}"
         self.header_line = f"{HEADER}: {index}\r\n".encode()
-        self.in_flight = 0
+        self.in_flight = self.in_flight_elsewhere = 0
+        self.load_offset = 0.0
         self.peak_in_flight = 0
         self.counts = zero_counters()
         self.dp_ranks = ()
@@ -51,7 +52,7 @@ class DpRank(Worker):
         """Take over the settings that a pick reads most often. `ranks`: of the worker. A rank has
         its share of the worker's `max_inflight`, rounded up; the worker's own bound holds, too."""
         self.weight, self.model = self.worker.weight, self.worker.model
-        self.max_inflight = -(-self.worker.max_inflight // ranks)
+        self.max_inflight = self.inflight_bound = -(-self.worker.max_inflight // ranks)
 
 
 def rank_of(target: Worker) -> DpRank | None:

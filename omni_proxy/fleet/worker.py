@@ -94,6 +94,8 @@ class _RequestFields:
         "counts",
         "health",
         "in_flight",
+        "inflight_bound",
+        "load_offset",
         "peak_in_flight",
         "route_line",
         "version",
@@ -101,7 +103,10 @@ class _RequestFields:
 
 
 class Worker(_RequestFields):
-    """A server behind a base URL. `in_flight` counts exchanges until their last byte."""
+    """A server behind a base URL. `in_flight` counts exchanges until their last byte, those of
+    other proxies of the cluster too (`in_flight_elsewhere`). It gets none from `inflight_bound` on:
+    `max_inflight`, or in a cluster what this proxy may have of it. A policy that looks for the
+    least load adds `load_offset`, which smooths what is in flight elsewhere."""
 
     __slots__ = (
         "adapters",
@@ -120,6 +125,7 @@ class Worker(_RequestFields):
         "health_body",
         "hop_line",
         "id",
+        "in_flight_elsewhere",
         "instance",
         "kv_connector",
         "kv_events",
@@ -153,7 +159,8 @@ class Worker(_RequestFields):
         self.health = HealthMachine(now)
         self.registered_at = now
         self.disabled_changed_at = now  # the last change of `disabled`
-        self.in_flight = 0
+        self.in_flight = self.in_flight_elsewhere = 0
+        self.load_offset = 0.0
         self.peak_in_flight = 0
         self.cordon_reasons: set[str] = set()
         self.health_body: object = None
@@ -179,7 +186,7 @@ class Worker(_RequestFields):
         self.mask = capability_mask(spec.capabilities)
         self.disabled = spec.disabled
         self.weight = spec.weight
-        self.max_inflight = spec.max_inflight
+        self.max_inflight = self.inflight_bound = spec.max_inflight
         self.origin = spec.origin
         self.discovered = spec.discovered
         self.api_key_env = spec.api_key_env

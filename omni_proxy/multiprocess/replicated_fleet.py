@@ -31,7 +31,16 @@ from omni_proxy.multiprocess.ipc import (
     RequestFailedEvent,
     RequestSucceededEvent,
 )
-from omni_proxy.multiprocess.shared_counters import Cells, SharedCounters, fence
+from omni_proxy.multiprocess.shared_counters import (
+    BOUNDS_ROW,
+    OFFSETS_ROW,
+    PROCESS_CELL,
+    Cells,
+    SharedCounters,
+    fence,
+    unpacked_bound,
+    unpacked_offset,
+)
 
 # So recounting takes a small share of the time, and counts of large fleets are a few ms old.
 RECOUNT_PAUSE_SECS_PER_CELL: Final = 2e-6
@@ -42,10 +51,14 @@ SendEvent = Callable[[ProcessEvent], object]
 
 class _SharedCount:
     """An `in_flight` that is written to the shared counters at once: the sum over all processes.
+    In a cluster its `inflight_bound` and `load_offset` are read there, too.
     Its fields are slots of the classes below: two bases with slots can't be combined."""
 
     serial: int
     cell: int
+    max_inflight: int
+    inflight_bound: int
+    load_offset: float
     _own: int
     _total: int
     _row: Cells
@@ -71,6 +84,11 @@ class _SharedCount:
         for row in others:
             total += row[cell]
         self._total = total
+
+    def follow_cluster(self, bounds: Cells, offsets: Cells) -> None:
+        """Rows of the shared counters in which the main process has them."""
+        self.inflight_bound = unpacked_bound(bounds[self.cell], self.max_inflight)
+        self.load_offset = unpacked_offset(offsets[self.cell])
 
 
 class SharedWorker(_SharedCount, Worker):
@@ -108,6 +126,8 @@ class ReplicatedFleet(Fleet):
         self._counters = counters
         self._index = index
         self._row = counters.row(index)
+        self._bounds, self._offsets = counters.row(BOUNDS_ROW), counters.row(OFFSETS_ROW)
+        self._in_cluster = False
         self._now = now
         self._send_event = send_event
         self._ids_by_url: dict[
@@ -203,7 +223,7 @@ class ReplicatedFleet(Fleet):
             return False
         fence()
         worker.recount(self.others)
-        if worker.in_flight > worker.max_inflight:
+        if worker.in_flight > worker.inflight_bound:
             return True
         return isinstance(worker, SharedDpRank) and self.is_over_limit(worker.worker)
 
@@ -212,6 +232,11 @@ class ReplicatedFleet(Fleet):
         others = self.others
         for worker in self._by_serial.values():
             worker.recount(others)
+        in_cluster = bool(self._bounds[PROCESS_CELL])
+        if in_cluster or self._in_cluster:
+            self._in_cluster = in_cluster
+            for worker in self._by_serial.values():
+                worker.follow_cluster(self._bounds, self._offsets)
         cells = len(others) * len(self._by_serial)
         self._recount_at = self._now() + max(
             MIN_RECOUNT_PAUSE_SECS, cells * RECOUNT_PAUSE_SECS_PER_CELL

@@ -1,14 +1,13 @@
 """The shared counters: requests in flight, in memory that all processes share.
 
 `SharedCounters` is the memory, one row of cells for each process; `FreeSlots` says which cells are
-free. Invariant: every cell has one writer, the process of its row, so no update is lost
-without locks; the main process takes a row over when its process has exited. Row 0 is the main
-process's; cell 0 of a row counts all requests of its process, the other cells one worker each.
+free. Invariant: every cell has one writer, the process of its row, so no update is lost without
+locks; the main process takes a row over when its process has exited. Row 0 is the main process's
+and has the requests of a cluster's other proxies, too; cell 0 of a row is for all of its process.
 `WorkerIds` gives workers their serial numbers, for ever, and their cells, until the worker is gone.
 After each `recount`, `in_flight` of the main process's workers is the sum over all rows.
-`KeyCounters` are the same for callers' keys, in memory of their own: a name has its slot as long as
-it is configured (`KeySlots`). What a process that has exited had in flight is cleared, the rest
-stays.
+`KeyCounters` are the same for callers' keys, in memory of their own: a name has its slot while it
+is configured (`KeySlots`). What a process that exited had in flight is cleared, the rest stays.
 """
 
 from __future__ import annotations
@@ -28,7 +27,10 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker, WorkerState, worker_state
 
-ROWS: Final = 1025  # [server] processes has at most 1024
+# Of all workers `inflight_bound` and `load_offset`, see `WorkerIds.share_cluster_state`.
+BOUNDS_ROW: Final = 1025  # [server] processes has at most 1024, and row 0 is the main process's
+OFFSETS_ROW: Final = 1026
+ROWS: Final = OFFSETS_ROW + 1
 CELLS: Final = 1 << 16
 CELL_BYTES: Final = 4
 PROCESS_CELL: Final = 0  # of a row: all requests of its process
@@ -47,6 +49,24 @@ def fence() -> None:
     """
     _fence.release()
     _fence.acquire()
+
+
+OFFSET_STEPS: Final = 1024  # in one request
+_NO_OFFSET: Final = 1 << 31
+
+
+def packed_offset(offset: float) -> int:
+    """A cell for it; 0 for 0."""
+    return int(offset * OFFSET_STEPS) + _NO_OFFSET if offset else 0
+
+
+def unpacked_offset(cell: int) -> float:
+    return (cell - _NO_OFFSET) / OFFSET_STEPS if cell else 0.0
+
+
+def unpacked_bound(cell: int, max_inflight: int) -> int:
+    """A cell has the bound plus 1; 0 where it is the worker's own."""
+    return cell - 1 if cell else max_inflight
 
 
 class SharedCounters:
@@ -186,7 +206,8 @@ class WorkerIds:
             return
         own_row = self._counters.row(0)
         others = [self._counters.row(index) for index in range(1, self.processes + 1)]
-        own_row[PROCESS_CELL] = self._dataplane.in_flight
+        inflight = self._dataplane.inflight
+        own_row[PROCESS_CELL] = inflight.in_flight + inflight.elsewhere
         self.in_flight = self._dataplane.in_flight + sum(row[PROCESS_CELL] for row in others)
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         members = set(self._fleet.workers)
@@ -201,9 +222,25 @@ class WorkerIds:
             if worker.worker not in members and not worker.in_flight:
                 self._drop(worker, serial, cell)
 
+    def follow_cluster(self, *, member: bool) -> None:
+        """Whether the proxy is a member of a cluster."""
+        if self._counters is not None:
+            self._counters.row(BOUNDS_ROW)[PROCESS_CELL] = member
+
+    def share_cluster_state(self, target: Worker) -> None:
+        """Its `inflight_bound` and `load_offset` are those of all processes from now on."""
+        ids = self._ids.get(target)
+        if self._counters is not None and ids is not None:
+            limited = target.inflight_bound != target.max_inflight
+            bound = target.inflight_bound + 1 if limited else 0
+            self._counters.row(BOUNDS_ROW)[ids[1]] = bound
+            self._counters.row(OFFSETS_ROW)[ids[1]] = packed_offset(target.load_offset)
+
     def _drop(self, worker: Worker, serial: int, cell: int) -> None:
         """It was removed, and its last request has ended. A request that a process sends it now,
         before its next snapshot, is counted nowhere."""
+        if self._counters is not None:
+            self._counters.row(BOUNDS_ROW)[cell] = self._counters.row(OFFSETS_ROW)[cell] = 0
         del self._ids[worker]
         del self._workers[serial]
         self._cells.release(cell)

@@ -30,7 +30,7 @@ def has_room(target: Worker) -> bool:
     if not target.max_inflight:
         return True
     worker = target.worker
-    return target.in_flight < target.max_inflight and worker.in_flight < worker.max_inflight
+    return target.in_flight < target.inflight_bound and worker.in_flight < worker.inflight_bound
 
 
 def eligible_workers(fleet: Fleet, requirements: Requirements, owner: str = "") -> Sequence[Worker]:
@@ -142,8 +142,8 @@ def ineligibility_reasons(
     ):
         reasons.append(requirements.version_constraint.reason_against(worker.version))
     if not has_room(worker):
-        full = worker if worker.in_flight >= worker.max_inflight else worker.worker
-        reasons.append(f"full: {full.in_flight} of {full.max_inflight} in flight")
+        full = worker if worker.in_flight >= worker.inflight_bound else worker.worker
+        reasons.append(_full_reason(full))
     if requirements.pinning is NAMED and fleet.get(requirements.named_worker) is not worker.worker:
         reasons.append("is not the worker that the request names")
     if requirements.dp_rank != ANY_RANK and not candidates_of_rank([worker], requirements.dp_rank):
@@ -151,6 +151,13 @@ def ineligibility_reasons(
     if requirements.pinning is VOICE_OWNER:
         reasons += _reasons_against_voice_owner(fleet, worker, requirements, owner)
     return reasons
+
+
+def _full_reason(worker: Worker) -> str:
+    reason = f"full: {worker.in_flight} of {worker.max_inflight} in flight"
+    if worker.in_flight < worker.max_inflight:
+        return f"{reason}; the rest of its bound is for other proxies"
+    return reason
 
 
 def _unroutable_reasons(worker: Worker) -> list[str]:

@@ -83,12 +83,13 @@ class EngineStallDetector:
 
 
 def _busy(worker: Worker) -> bool:
-    if not worker.in_flight:
+    in_flight = worker.in_flight - worker.in_flight_elsewhere
+    if not in_flight:
         return False
     routed, succeeded, failed = (
         worker.counts[counter_offset(SESSIONS) + kind] for kind in (ROUTED, SUCCEEDED, FAILED)
     )
-    return worker.in_flight > routed - succeeded - failed
+    return in_flight > routed - succeeded - failed
 
 
 class Instruments:

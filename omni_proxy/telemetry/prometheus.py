@@ -173,7 +173,7 @@ PHASES: Final[tuple[tuple[str, str, Callable[[RoutePhases], Histogram]], ...]] =
 )
 STATES: Final[tuple[tuple[str, str, Callable[[Worker], float]], ...]] = (
     ("worker_routable", "1 while it is in rotation", lambda w: w.routable),
-    ("worker_in_flight", "Requests in flight", lambda w: w.in_flight),
+    ("worker_in_flight", "Requests in flight", lambda w: w.in_flight - w.in_flight_elsewhere),
     ("worker_weight_epoch", "The weight epoch, 0 if unknown", lambda w: w.weight_epoch),
 )
 # Exported while they are 1: for nearly all workers they would be 0. Not for counters: one that
@@ -283,7 +283,9 @@ def _ranks(workers: Sequence[Worker]) -> Iterator[Metric]:
     ranks = [((w.url, str(n)), rank) for w in workers for n, rank in enumerate(w.dp_ranks)]
     if not ranks:
         return
-    rows: Iterable[tuple[Labels, float]] = ((key, rank.in_flight) for key, rank in ranks)
+    rows: Iterable[tuple[Labels, float]] = (
+        (key, rank.in_flight - rank.in_flight_elsewhere) for key, rank in ranks
+    )
     text = "Requests in flight at a data-parallel rank"
     yield from gauges("worker_rank_in_flight", text, ("worker", "rank"), rows)
     results = (("succeeded", "succeeded"), ("failed", "failed"))

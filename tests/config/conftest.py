@@ -33,6 +33,12 @@ SPELLED = {
     "admin.allowed_hosts": st.sampled_from([(), ("a",), ("proxy.internal", "b_c")]),
     "server.request_id_headers": st.sampled_from([(), ("x-session-id",), ("X-A", "x-b")]),
     "observe.otlp_endpoint": st.sampled_from(["", "http://c:4318", "https://c/otlp"]),
+    "cluster.url": st.sampled_from(["", "redis://a", "rediss://u:p@b:7000/3"]),
+    "cluster.url_env": st.just(""),  # stands for the URL
+    "cluster.password_file": st.just(""),  # needs one of them
+    "cluster.name": NAMES,
+    "cluster.node": st.just("") | NAMES,
+    "cluster.publish_secs": st.floats(0.005, 0.1),
     "server.request_id_header": st.sampled_from(["", "x-request-id", "X-Trace"]),
     "weight_sync.on_failure": st.just("quarantine"),  # the others need a mode
     "routing.policy": st.sampled_from([*POLICIES, "package.module:Class"]),

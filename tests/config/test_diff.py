@@ -105,6 +105,7 @@ def test_the_shown_tables_have_every_key():
         "admin",
         "observe",
         "weight_sync",
+        "cluster",
         "workers",
         "launch",
         "discover",

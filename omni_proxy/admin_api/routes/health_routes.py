@@ -114,6 +114,7 @@ class FleetHealthRoutes:
                 "fleet": services.fleet.count_by_state(),
                 "launch": services.launcher.status() if services.launcher else [],
                 "discovery": discovery_rows(services),
+                "cluster": services.cluster.status() if services.cluster else None,
             }
         )
 

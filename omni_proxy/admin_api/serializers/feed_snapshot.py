@@ -105,6 +105,7 @@ class Snapshots:
             "supervisors": services.supervisors(),
             "watchdog": plane.watchdog(),
             "weights": services.weight_operations.status(),
+            "cluster": services.cluster.status() if services.cluster else None,
         }
 
     def _row(self, worker: Worker, now: float, reason_of: Why) -> dict[str, object]:

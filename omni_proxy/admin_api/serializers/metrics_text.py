@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from omni_proxy import __version__
+from omni_proxy.admin_api.serializers.cluster_metrics import cluster_metrics
 from omni_proxy.admin_api.serializers.discovery_report import discovery_metrics
 from omni_proxy.admin_api.serializers.key_records import key_metrics
 from omni_proxy.admin_api.serializers.readiness import unready
@@ -46,6 +47,7 @@ def of_program(services: Services) -> Iterator[Metric]:
     yield from _kv_events(services)
     yield from discovery_metrics(services)
     yield from key_metrics(services)
+    yield from cluster_metrics(services.cluster.status() if services.cluster else None)
     yield from _weights(services)
     yield from _itself(services)
     yield from ProcessCollector(registry=CollectorRegistry(auto_describe=False)).collect()

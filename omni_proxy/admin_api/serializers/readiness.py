@@ -22,6 +22,7 @@ OPENING: Final = "first_probes"
 ALL_PAUSED: Final = "paused"
 NO_WORKER: Final = "no_routable_worker"
 NO_PAIR: Final = "no_pair"
+STORE_LOST: Final = "cluster_store_lost"
 HOW_TO_CONTINUE: Final = "`omni-proxy weights continue` (POST /continue_generation) ends it"
 
 
@@ -31,6 +32,8 @@ def unready(services: Services) -> str:
         return LEAVING
     if is_opening(services):
         return OPENING
+    if services.cluster is not None and services.cluster.refuses:
+        return STORE_LOST
     pauses = services.weight_operations.journal.pauses()
     workers = services.fleet.workers
     routable = [worker for worker in workers if worker.routable]
@@ -89,6 +92,8 @@ def describe_reason(services: Services, reason: str) -> str:
         return "no worker takes requests" if services.fleet.workers else "there is no worker"
     if reason == NO_PAIR:
         return "no prefill and decode worker that take requests make a pair"
+    if reason == STORE_LOST:
+        return "the store of the cluster can't be reached ([cluster] on_loss is refuse)"
     since = min(pause.at for pause in services.weight_operations.journal.pauses().values())
     when = f" since {since}" if since else ""
     return f"every worker that could take requests is paused{when}: {HOW_TO_CONTINUE}"

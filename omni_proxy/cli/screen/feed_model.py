@@ -139,6 +139,22 @@ class LastMinute(Struct, frozen=True):
     errors: int = 0
 
 
+class ClusterPeer(Struct, frozen=True):
+    member: str
+    age_secs: float = 0.0
+    in_flight: int = 0
+
+
+class ClusterStatus(Struct, frozen=True):
+    """This proxy as a member of a cluster."""
+
+    name: str = ""
+    store: str = ""
+    connected: bool = False
+    error: str | None = None
+    peers: tuple[ClusterPeer, ...] = ()
+
+
 class FeedModel(Struct, frozen=True):
     at: str
     revision: int
@@ -160,6 +176,7 @@ class FeedModel(Struct, frozen=True):
     supervisors: tuple[ServiceStatus, ...] = ()
     watchdog: WatchdogStatus = WatchdogStatus()
     weights: dict[str, Any] | None = None
+    cluster: ClusterStatus | None = None  # None: not a member of one
 
 
 def read_feed(text: str | bytes) -> FeedModel:

@@ -20,13 +20,14 @@ class InFlight:
         self._settings = settings
         self.draining = False
         self.in_flight = 0
+        self.elsewhere = 0  # at other proxies of the cluster, which the bound is for as well
         self.peak_in_flight = 0
         self.rejected = 0
         self.held_bytes = 0  # of requests
 
     def has_slot(self) -> bool:
         bound = self._settings.config.server.max_inflight
-        return not bound or self.in_flight < bound
+        return not bound or self.in_flight + self.elsewhere < bound
 
     def admit(self, exchange: Exchange, held: int = 0) -> bool:
         """Count it, and `held` bytes of its request; False where one of the bounds is reached, then
@@ -35,7 +36,7 @@ class InFlight:
         if held and held_bytes > settings.limits.held:
             return False
         bound, before = settings.config.server.max_inflight, self.in_flight
-        if bound and before >= bound:
+        if bound and before + self.elsewhere >= bound:
             return False
         self.in_flight = before + 1
         if bound and self.is_over_limit():

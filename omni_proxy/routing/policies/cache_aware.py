@@ -385,7 +385,7 @@ def _ranks(
 ) -> list[_Rank]:
     out = set(spared)
     return [
-        (worker.in_flight / worker.weight, size, index)
+        ((worker.in_flight + worker.load_offset) / worker.weight, size, index)
         for index, (size, worker) in enumerate(zip(sizes, candidates, strict=True))
         if worker not in out
     ]

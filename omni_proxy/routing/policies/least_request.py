@@ -41,12 +41,14 @@ class CandidateWeights:
 
 def fill(worker: Worker) -> float:
     """How full it would be with one request more, per unit of its weight."""
-    return (worker.in_flight + 1) / worker.weight
+    return (worker.in_flight + worker.load_offset + 1) / worker.weight
 
 
 def least(candidates: Sequence[Worker], offset: int) -> tuple[Worker, int]:
     """The least full in its turn, and how many are as full as it."""
-    fills = [(worker.in_flight + 1) / worker.weight for worker in candidates]  # as `fill`, inline
+    fills = [  # as `fill`, inline
+        (worker.in_flight + worker.load_offset + 1) / worker.weight for worker in candidates
+    ]
     lowest = min(fills)
     ties = [worker for worker, full in zip(candidates, fills, strict=True) if full == lowest]
     return ties[offset % len(ties)], len(ties)
@@ -86,14 +88,15 @@ class LeastRequest(Policy):
         count, offset = len(candidates), self._turn
         start = offset % count
         best = candidates[start]
-        fewest = best.in_flight
-        if fewest:
+        fewest = best.in_flight + best.load_offset
+        if fewest > 0:
             twice, place = self._twice, start
             for at in range(start + 1, start + count):
                 worker = twice[at]
-                if worker.in_flight < fewest:
-                    best, fewest, place = worker, worker.in_flight, at
-                    if not fewest:
+                load = worker.in_flight + worker.load_offset
+                if load < fewest:
+                    best, fewest, place = worker, load, at
+                    if load <= 0:
                         break
             offset += place - start
         self._turn = offset + 1
@@ -123,8 +126,7 @@ class PowerOfTwo(Policy):
 
     def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
         first, second = self._draw(candidates)
-        less = (second.in_flight + 1) * first.weight < (first.in_flight + 1) * second.weight
-        return second if less else first
+        return second if fill(second) < fill(first) else first
 
     def preview_pick(
         self, candidates: Sequence[Worker], requirements: Requirements

@@ -1,0 +1,65 @@
+"""What proxies of a cluster publish to each other: messages in msgpack, on one channel.
+
+Invariant: a message of an unknown kind, or one that can't be read, is dropped and nothing else:
+proxies of two releases may share a store. A worker stands as 8 bytes of the hash of its URL, for
+its counts are sent up to twenty times a second. Pure.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Final, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+MAX_TARGETS: Final = 1 << 17  # workers and ranks: as many as the shared counters have cells, twice
+
+
+class CountsMessage(Struct, frozen=True, array_like=True, tag="counts"):
+    """`number` rises by one. `whole`: targets that are missing have none in flight; else they are
+    as before. `total`: requests in flight at this proxy; `waits`: some wait for a worker."""
+
+    member: str
+    number: int
+    whole: bool
+    total: int
+    waits: bool
+    in_flight: dict[int, int]
+
+
+class HelloMessage(Struct, frozen=True, array_like=True, tag="hello"):
+    """A member begins to listen: the others publish their counts whole."""
+
+    member: str
+
+
+class ByeMessage(Struct, frozen=True, array_like=True, tag="bye"):
+    """A member ends: its counts hold no longer."""
+
+    member: str
+
+
+Message: TypeAlias = CountsMessage | HelloMessage | ByeMessage
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(payload: bytes) -> Message | None:
+    """None for what this release can't read."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+@lru_cache(maxsize=MAX_TARGETS)
+def target_key(url: str) -> int:
+    """Of a worker's URL, or a rank's; equal in every proxy."""
+    return int.from_bytes(blake2b(url.encode(), digest_size=8).digest(), "big")

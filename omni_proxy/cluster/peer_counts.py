@@ -1,0 +1,118 @@
+"""In-flight counts of the other proxies: merged, and dropped when their proxy is silent.
+
+Invariant: `totals` is, for each target, the sum over all peers whose last message is at most
+`lease_secs` old; a target without any is not in it. After a gap in a peer's numbers its counts stay
+as they were until it publishes all of them. `OwnCounts` is the other side: what a proxy publishes,
+changes only, or all on request. Pure: the time is an argument, in monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from omni_proxy.cluster.messages import CountsMessage
+
+_NOTHING: Final[frozenset[int]] = frozenset()
+
+
+class Peer:
+    """Another proxy. `is_whole`: no message of it is missing since it last published all counts."""
+
+    __slots__ = ("heard_at", "in_flight", "is_whole", "number", "total", "waits")
+
+    def __init__(self, now: float) -> None:
+        self.heard_at = now
+        self.in_flight: dict[int, int] = {}
+        self.is_whole = False
+        self.number = 0
+        self.total = 0
+        self.waits = False
+
+
+class PeerCounts:
+    """`member`: the own name, under which nothing is heard."""
+
+    def __init__(self, member: str) -> None:
+        self.member = member
+        self.peers: dict[str, Peer] = {}
+        self.totals: dict[int, int] = {}
+
+    def take(self, message: CountsMessage, now: float) -> Iterable[int]:
+        """The targets whose total may have changed."""
+        if message.member == self.member:
+            return _NOTHING
+        peer = self.peers.get(message.member)
+        if peer is None:
+            peer = self.peers[message.member] = Peer(now)
+        elif message.number <= peer.number:
+            return _NOTHING
+        follows = peer.is_whole and message.number == peer.number + 1
+        peer.heard_at = now
+        peer.number = message.number
+        peer.total, peer.waits = message.total, message.waits
+        peer.is_whole = message.whole or follows
+        if not peer.is_whole:
+            return _NOTHING
+        changed = set(message.in_flight)
+        if message.whole:
+            changed |= peer.in_flight.keys()
+        for target in changed:
+            self._set(peer, target, message.in_flight.get(target, 0))
+        return changed
+
+    def leave(self, member: str) -> Iterable[int]:
+        """It has ended; the targets whose total has changed."""
+        peer = self.peers.pop(member, None)
+        if peer is None:
+            return _NOTHING
+        changed = list(peer.in_flight)
+        for target in changed:
+            self._set(peer, target, 0)
+        return changed
+
+    def expire(self, now: float, lease_secs: float) -> dict[str, Iterable[int]]:
+        """Drop peers that are silent for longer; by name, the targets whose total has changed."""
+        silent = [name for name, peer in self.peers.items() if now - peer.heard_at > lease_secs]
+        return {name: self.leave(name) for name in silent}
+
+    def _set(self, peer: Peer, target: int, count: int) -> None:
+        before = peer.in_flight.get(target, 0)
+        total = self.totals.get(target, 0) + count - before
+        if count:
+            peer.in_flight[target] = count
+        else:
+            peer.in_flight.pop(target, None)
+        if total:
+            self.totals[target] = total
+        else:
+            self.totals.pop(target, None)
+
+
+class OwnCounts:
+    """What this proxy published last."""
+
+    def __init__(self, member: str) -> None:
+        self.member = member
+        self.published_at = float("-inf")
+        self._number = 0
+        self._in_flight: dict[int, int] = {}
+        self._waits = False
+
+    def message(
+        self, in_flight: Mapping[int, int], total: int, now: float, *, waits: bool, whole: bool
+    ) -> CountsMessage | None:
+        """What to publish now; None where nothing has changed. `in_flight`: by target, those with
+        none left out."""
+        before = self._in_flight
+        if whole:
+            changes = dict(in_flight)
+        else:
+            changes = {key: n for key, n in in_flight.items() if before.get(key) != n}
+            changes |= dict.fromkeys(before.keys() - in_flight.keys(), 0)
+            if not changes and waits == self._waits:
+                return None
+        self._in_flight, self._waits = dict(in_flight), waits
+        self._number += 1
+        self.published_at = now
+        return CountsMessage(self.member, self._number, whole, total, waits, changes)

@@ -1,0 +1,156 @@
+"""One connection to a Valkey or Redis, over trio: RESP3, requests in batches, published messages.
+
+hiredis encodes and parses; this file is the stream around it. Invariant: replies come in the order
+of their commands; those of a caller that was cancelled are dropped, and what was sent in part makes
+the connection useless. Nothing here retries: an error ends the connection. Source: the
+specification of RESP3 (redis.io/docs/reference/protocol-spec), `HELLO` and `SUBSCRIBE`.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeAlias
+
+import hiredis
+import trio
+
+from omni_proxy.config.tables.cluster import StoreAddress
+
+RECEIVE_BYTES: Final = 1 << 16
+
+Command: TypeAlias = tuple[str | bytes | int, ...]
+OnMessage = Callable[[bytes, bytes], None]  # channel, payload
+
+
+class StoreError(Exception):
+    """The store can't be used: not reached, refused, or its reply is an error."""
+
+
+class StoreRefused(StoreError):
+    """It answered a command with an error. `code` is its first word, such as WRONGPASS."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = text.partition(" ")[0]
+
+
+class _Batch:
+    """Commands that were sent together, and their replies as they come."""
+
+    __slots__ = ("arrived", "expected", "replies")
+
+    def __init__(self, expected: int) -> None:
+        self.expected = expected
+        self.replies: list[Any] = []
+        self.arrived = trio.Event()
+
+
+class RedisConnection:
+    def __init__(self, stream: trio.abc.Stream, on_message: OnMessage) -> None:
+        self._stream = stream
+        self._on_message = on_message
+        self._reader = hiredis.Reader(protocolError=StoreError, replyError=StoreRefused)
+        self._batches: deque[_Batch] = deque()  # in the order in which they were sent
+        self._sending = trio.Lock()
+        self._is_torn = False  # a batch was sent in part
+
+    async def call(self, *commands: Command) -> list[Any]:
+        """Replies in order. Raises StoreError, also for a reply that is an error; then every other
+        command of the batch was carried out."""
+        batch = await self.send(*commands)
+        await batch.arrived.wait()
+        for reply in batch.replies:
+            if isinstance(reply, StoreRefused):
+                raise reply
+        return batch.replies
+
+    async def send(self, *commands: Command) -> _Batch:
+        """Without waiting for the replies. Raises StoreError."""
+        packed = b"".join(bytes(hiredis.pack_command(command)) for command in commands)  # type: ignore[arg-type]
+        async with self._sending:
+            if self._is_torn:
+                raise StoreError("the connection broke")
+            batch = _Batch(len(commands))
+            self._batches.append(batch)
+            self._is_torn = True
+            try:
+                await self._stream.send_all(packed)
+            except (trio.BrokenResourceError, trio.ClosedResourceError, OSError) as error:
+                raise StoreError(f"the connection broke: {_cause(error)}") from None
+            self._is_torn = False
+        return batch
+
+    async def receive(self) -> None:
+        """Read replies and published messages. Ends by StoreError only."""
+        while True:
+            try:
+                piece = await self._stream.receive_some(RECEIVE_BYTES)
+            except (trio.BrokenResourceError, trio.ClosedResourceError, OSError) as error:
+                raise StoreError(f"the connection broke: {_cause(error)}") from None
+            if not piece:
+                raise StoreError("the store has closed the connection")
+            self._reader.feed(bytes(piece))
+            while (reply := self._reader.gets()) is not False:
+                self._take(reply)
+
+    def _take(self, reply: object) -> None:
+        if isinstance(reply, hiredis.PushNotification):
+            match list(reply):
+                case [b"message", bytes(channel), bytes(payload)]:
+                    self._on_message(channel, payload)
+                    return
+                case [b"subscribe", *_]:
+                    reply = None  # RESP3 sends it in the place of a reply
+                case _:
+                    return
+        if not self._batches:
+            raise StoreError("it sent a reply that nobody asked for")
+        batch = self._batches[0]
+        batch.replies.append(reply)
+        if len(batch.replies) == batch.expected:
+            self._batches.popleft()
+            batch.arrived.set()
+
+
+@asynccontextmanager
+async def connected(
+    address: StoreAddress, on_message: OnMessage, tls: ssl.SSLContext | None
+) -> AsyncIterator[RedisConnection]:
+    """A connection that has said HELLO and selected its database. Raises StoreError."""
+    try:
+        stream: trio.abc.Stream = await trio.open_tcp_stream(address.host, address.port)
+    except OSError as error:
+        raise StoreError(f"can't be reached: {_cause(error)}") from None
+    if tls is not None:
+        stream = trio.SSLStream(stream, tls, server_hostname=address.host)
+    connection = RedisConnection(stream, on_message)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.receive)
+            await connection.call(*_greeting(address))
+            yield connection
+            nursery.cancel_scope.cancel()
+    finally:
+        with trio.move_on_after(0) as scope:
+            scope.shield = True
+            await trio.aclose_forcefully(stream)
+
+
+def _greeting(address: StoreAddress) -> Sequence[Command]:
+    hello: Command = ("HELLO", 3)
+    if address.password:
+        hello = (*hello, "AUTH", address.user or "default", address.password)
+    return [hello, *([("SELECT", address.database)] if address.database else [])]
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    cause = error.__cause__ or error
+    if isinstance(cause, BaseExceptionGroup):
+        return _cause(cause)
+    return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__

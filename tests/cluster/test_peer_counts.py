@@ -1,0 +1,94 @@
+"""Counts of peers against a model that keeps every message, and what a proxy publishes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.cluster.messages import CountsMessage, decode, encode, target_key
+from omni_proxy.cluster.peer_counts import OwnCounts, PeerCounts
+
+MEMBERS = ("a", "b", "c")
+TARGETS = st.integers(0, 4)
+LEASE = 5.0
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("publish"),
+            st.sampled_from(MEMBERS),
+            st.dictionaries(TARGETS, st.integers(1, 9)),
+            st.booleans(),  # whole
+            st.booleans(),  # lost on the way
+        ),
+        st.tuples(st.just("wait"), st.sampled_from([0.1, 2.0, 6.0])),
+        st.tuples(st.just("leave"), st.sampled_from(MEMBERS)),
+    ),
+    max_size=30,
+)
+
+
+@given(STEPS)
+def test_totals_are_the_sum_of_what_each_live_peer_published_last(steps):
+    heard = PeerCounts("me")
+    senders = {name: OwnCounts(name) for name in MEMBERS}
+    seen: dict[
+        str, tuple[float, dict[int, int]]
+    ] = {}  # when heard, counts as of the last whole run
+    unbroken = dict.fromkeys(MEMBERS, False)
+    now = 0.0
+    for step in steps:
+        match step:
+            case ("wait", secs):
+                now += secs
+                heard.expire(now, LEASE)
+                for name in [name for name, (at, _) in seen.items() if now - at > LEASE]:
+                    del seen[name]
+                    unbroken[name] = False
+            case ("leave", name):
+                heard.leave(name)
+                seen.pop(name, None)
+                unbroken[name] = False
+            case ("publish", name, counts, whole, lost):
+                message = senders[name].message(
+                    counts, sum(counts.values()), now, waits=False, whole=whole
+                )
+                if message is None:
+                    continue
+                if lost:
+                    unbroken[name] = False
+                    continue
+                heard.take(message, now)
+                unbroken[name] |= whole
+                before = seen.get(name, (now, {}))[1]
+                seen[name] = (now, counts if unbroken[name] else before)
+    expected: dict[int, int] = {}
+    for _, counts in seen.values():
+        for target, count in counts.items():
+            expected[target] = expected.get(target, 0) + count
+    assert heard.totals == expected
+    assert set(heard.peers) == set(seen)
+
+
+def test_only_changes_are_published():
+    own = OwnCounts("me")
+    first = own.message({1: 2, 2: 1}, 3, 0.0, waits=False, whole=False)
+    assert first is not None
+    assert first.in_flight == {1: 2, 2: 1}
+    assert own.message({1: 2, 2: 1}, 3, 1.0, waits=False, whole=False) is None
+    changed = own.message({1: 3}, 3, 2.0, waits=False, whole=False)
+    assert changed is not None
+    assert (changed.number, changed.in_flight) == (2, {1: 3, 2: 0})
+    whole = own.message({1: 3}, 3, 3.0, waits=False, whole=True)
+    assert whole is not None
+    assert whole.in_flight == {1: 3}
+
+
+def test_a_proxy_does_not_count_its_own_messages():
+    heard = PeerCounts("me")
+    heard.take(CountsMessage("me", 1, True, 4, False, {1: 4}), 0.0)
+    assert heard.totals == {}
+
+
+def test_a_message_that_cannot_be_read_is_none():
+    message = CountsMessage("a", 1, True, 4, False, {target_key("http://w:80"): 4})
+    assert decode(encode(message)) == message
+    assert decode(b"\x93\xa5other\x01\x02") is None
+    assert decode(encode(message)[:-3]) is None

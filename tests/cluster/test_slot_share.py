@@ -1,0 +1,84 @@
+"""What each of several proxies may have of a worker's bound."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.cluster.slot_share import Sharing, own_limit, share_of
+
+
+@st.composite
+def fleets(draw):
+    """In flight by proxy, which of them wait, and what all of them know alike."""
+    count = draw(st.integers(2, 6))
+    own = draw(st.lists(st.integers(0, 6), min_size=count, max_size=count))
+    waits = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    return draw(st.integers(1, 9)), own, waits, draw(st.integers(0, 50)), draw(st.integers(0, 99))
+
+
+def sharings(own, waits, turn):
+    takers = [rank for rank, waiting in enumerate(waits) if waiting] or list(range(len(own)))
+    for rank in range(len(own)):
+        yield Sharing(
+            members=len(own),
+            rank=rank,
+            takers=len(takers),
+            taker_rank=takers.index(rank) if rank in takers else None,
+            turn=turn,
+            others_wait=any(waiting for other, waiting in enumerate(waits) if other != rank),
+        )
+
+
+def limits(bound, own, waits, turn, target):
+    total = sum(own)
+    return [
+        own_limit(bound, own[sharing.rank], total - own[sharing.rank], sharing, target)
+        for sharing in sharings(own, waits, turn)
+    ]
+
+
+@given(fleets())
+def test_shares_add_up_to_the_bound(fleet):
+    bound, own, waits, turn, target = fleet
+    shares = [share_of(bound, sharing, target) for sharing in sharings(own, waits, turn)]
+    assert sum(shares) == bound
+    assert max(shares) - min(shares) <= 1
+
+
+@given(fleets())
+def test_no_proxy_exceeds_the_bound_and_all_together_not_twice_of_it(fleet):
+    bound, own, waits, turn, target = fleet
+    free = max(0, bound - sum(own))
+    found = limits(bound, own, waits, turn, target)
+    grown = [max(0, limit - have) for limit, have in zip(found, own, strict=True)]
+    assert max(grown) <= free
+    assert sum(grown) <= min(bound, 2 * free) + free
+    if sum(own) <= bound:
+        assert sum(own) + sum(grown) <= 2 * bound
+
+
+@given(fleets())
+def test_who_has_more_than_its_share_gives_it_up_while_another_waits(fleet):
+    bound, own, waits, turn, target = fleet
+    own[0] = bound + 1
+    waits[-1] = True
+    sharing = next(sharings(own, waits, turn))
+    assert limits(bound, own, waits, turn, target)[0] <= share_of(bound, sharing, target)
+
+
+@given(fleets())
+def test_a_free_place_reaches_each_proxy_that_waits_in_some_turn(fleet):
+    bound, own, waits, _, target = fleet
+    if sum(own) >= bound:
+        return
+    for rank in (rank for rank, waiting in enumerate(waits) if waiting):
+        turns = [limits(bound, own, waits, turn, target)[rank] for turn in range(len(own))]
+        assert max(turns) > own[rank]
+
+
+def test_a_proxy_that_waits_alone_gets_all_free_places():
+    assert limits(4, [0, 0, 0], [True, False, False], 7, 3)[0] == 4
+    assert limits(4, [1, 0, 2], [True, False, False], 7, 3)[0] == 2
+
+
+def test_alone_the_bound_is_its_own():
+    assert own_limit(3, 1, 0, Sharing(1, 0, 1, 0, 5, others_wait=False), 9) == 3

@@ -1,0 +1,81 @@
+"""The connection to a real store: batches, published messages, and every way in which it ends."""
+
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from omni_proxy.cluster_member.redis_connection import StoreError, StoreRefused, connected
+from omni_proxy.config.tables.cluster import store_address
+from tests.redis_server import needs_store, redis_server
+
+pytestmark = needs_store
+
+
+def ignore(channel, payload):
+    pass
+
+
+@asynccontextmanager
+async def store(on_message=ignore):
+    async with (
+        redis_server() as server,
+        connected(store_address(server.url), on_message, None) as connection,
+    ):
+        yield server, connection
+
+
+async def test_replies_come_in_the_order_of_the_commands():
+    async with store() as (_, connection):
+        replies = await connection.call(("SET", "a", b"\x00\r\n"), ("GET", "a"), ("GET", "none"))
+        assert replies == [b"OK", b"\x00\r\n", None]
+
+
+async def test_messages_arrive_between_replies():
+    heard = []
+    async with store(lambda channel, payload: heard.append((channel, payload))) as (_, connection):
+        await connection.call(("SUBSCRIBE", "c"))
+        await connection.call(("PUBLISH", "c", b"1"), ("GET", "a"), ("PUBLISH", "c", b"2"))
+        assert heard == [(b"c", b"1"), (b"c", b"2")]
+
+
+async def test_replies_of_a_caller_that_gave_up_reach_no_other():
+    async with store() as (server, connection):
+        server.pause()
+        with trio.move_on_after(0.05):
+            await connection.call(("SET", "a", "late"))
+        server.resume()
+        assert await connection.call(("GET", "a")) == [b"late"]
+
+
+async def test_a_reply_that_is_an_error_is_raised_and_the_connection_goes_on():
+    async with store() as (_, connection):
+        with pytest.raises(StoreRefused) as caught:
+            await connection.call(("NO-SUCH-COMMAND",), ("SET", "a", "1"))
+        assert caught.value.code == "ERR"
+        assert await connection.call(("GET", "a")) == [b"1"]
+
+
+async def test_a_wrong_password_is_refused_by_name():
+    async with redis_server("--requirepass", "right") as server:
+        address = store_address(server.url)
+        async with connected(address._replace(password="right"), ignore, None) as connection:
+            assert await connection.call(("PING",)) == [b"PONG"]
+        with pytest.RaisesGroup(pytest.RaisesExc(StoreRefused, match="WRONGPASS")):
+            async with connected(address._replace(password="wrong"), ignore, None):
+                pass
+
+
+async def test_the_end_of_the_store_ends_the_connection():
+    with pytest.RaisesGroup(StoreError):
+        async with store() as (server, _):
+            server.kill()
+            await trio.sleep_forever()
+
+
+async def test_nobody_listens():
+    async with redis_server() as server:
+        server.kill()
+        with pytest.raises(StoreError, match="can't be reached"):
+            async with connected(store_address(server.url), ignore, None):
+                pass

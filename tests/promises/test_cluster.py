@@ -1,0 +1,188 @@
+"""Proxies of a cluster count each other's requests, whatever becomes of a proxy or of the store."""
+
+from contextlib import asynccontextmanager
+
+import trio
+
+from tests.promises.fleet_program import program, put, record, toml, workers
+from tests.redis_server import needs_store, redis_server
+
+pytestmark = needs_store
+
+LEASE_SECS = 0.5
+
+
+@asynccontextmanager
+async def cluster(tmp_path, *, count=2, more="", bound=0, table="", names=("a", "b")):
+    """A store, workers, and programs that know each other."""
+    async with redis_server() as store, workers(*names) as fleet:
+        programs = []
+        async with trio.open_nursery() as nursery:
+
+            async def start(number, *, task_status=trio.TASK_STATUS_IGNORED):
+                file = tmp_path / f"{number}.toml"
+                server = f"queue_size = 100\n{more}\n[routing]\npolicy = 'least_request'"
+                text = toml(fleet, more=server)
+                text = text.replace("[[workers]]", f"[[workers]]\nmax_inflight = {bound}")
+                shared = f'[cluster]\nurl = "{store.url}"\nnode = "p{number}"\n{table}\n'
+                put(file, f"{text}{shared}lease_secs = {LEASE_SECS}\npublish_secs = 0.01\n")
+                async with program("--config", file) as running:
+                    await running.until_routable(*fleet)
+                    task_status.started(running)
+                    await done.wait()
+
+            done = trio.Event()
+            try:
+                for number in range(count):
+                    running = await nursery.start(start, number)
+                    programs.append(running)
+                for running in programs:
+                    await running.until("/status", lambda reply: members(reply) == count)
+                yield store, fleet, programs
+            finally:
+                for worker in fleet:
+                    worker.gate.set()
+                done.set()
+
+
+def members(reply):
+    return reply["cluster"]["members"]
+
+
+def connected(reply):
+    return reply["cluster"]["connected"]
+
+
+def lost(reply):
+    return not connected(reply)
+
+
+async def in_flight(running, worker, count):
+    """Until the proxy counts so many at the worker."""
+    await running.until("/workers", lambda reply: record(reply, worker)["in_flight"] == count)
+
+
+@asynccontextmanager
+async def held_requests(running, fleet, count):
+    """Requests that stay at the workers, as many as are in flight in the whole cluster now."""
+    for worker in fleet:
+        worker.gate = trio.Event()
+    before = sum(worker.requests for worker in fleet)
+    async with trio.open_nursery() as nursery:
+        for _ in range(count):
+            nursery.start_soon(running.ask)
+        while sum(worker.requests for worker in fleet) < before + count:
+            await trio.sleep(0.01)
+        yield
+        for worker in fleet:
+            worker.gate.set()
+
+
+async def test_a_proxy_routes_by_the_requests_of_the_others_and_forgets_one_that_dies(tmp_path):
+    async with cluster(tmp_path) as (_, fleet, (first, second)):
+        async with held_requests(first, fleet, 1):
+            (busy,) = [worker for worker in fleet if worker.requests]
+            (idle,) = [worker for worker in fleet if worker is not busy]
+            await in_flight(second, busy, 1)
+            idle.gate.set()
+            for _ in range(4):
+                assert (await second.ask()).json()["worker"] == idle.name
+            reply = await second.get_json("/status")
+            assert [peer["in_flight"] for peer in reply["cluster"]["peers"]] == [1]
+            text = (await second.client.get("/metrics")).text
+            assert 'omni_proxy_cluster_peer_requests_in_flight{peer="p0"} 1.0' in text
+            assert "omni_proxy_cluster_store_connected 1.0" in text
+        await in_flight(second, busy, 0)
+        first.process.kill()
+        await first.process.wait()
+        await second.until("/status", lambda reply: members(reply) == 1)
+        assert "cluster_peer_gone peer=p0/" in second.log
+
+
+async def test_requests_of_a_proxy_that_was_killed_end_with_its_lease(tmp_path):
+    async with cluster(tmp_path, more="processes = 2") as (_, fleet, (first, second)):
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                for worker in fleet:
+                    worker.gate = trio.Event()
+
+                async def ask():
+                    with trio.CancelScope():
+                        await first.client.post(
+                            "/v1/chat/completions", json={"messages": [], "stream": True}
+                        )
+
+                nursery.start_soon(ask)
+                while not any(worker.requests for worker in fleet):
+                    await trio.sleep(0.01)
+                (busy,) = [worker for worker in fleet if worker.requests]
+                await in_flight(second, busy, 1)
+                nursery.cancel_scope.cancel()
+                first.process.kill()
+                await first.process.wait()
+            scope.cancel()
+        await in_flight(second, busy, 0)
+
+
+async def test_requests_go_on_while_the_store_is_gone_and_counts_come_back(tmp_path):
+    async with cluster(tmp_path) as (store, fleet, (first, second)):
+        store.pause()
+        await first.until("/status", lost)
+        for running in (first, second):
+            assert (await running.ask()).status_code == 200
+        store.resume()
+        await first.until("/status", lambda reply: connected(reply) and members(reply) == 2)
+        store.kill()
+        await first.until("/status", lost)
+        async with held_requests(first, fleet, 1):
+            (busy,) = [worker for worker in fleet if not worker.gate.is_set() and worker.requests][
+                :1
+            ]
+            assert (await second.get_json("/ready"))["status"] == "ready"
+            await store.start()
+            await second.until("/status", lambda reply: members(reply) == 2)
+            await second.until(
+                "/workers", lambda reply: sum(row["in_flight"] for row in reply["workers"]) == 1
+            )
+        assert busy
+        assert "cluster_store_lost" in first.log
+
+
+async def test_a_bound_holds_over_all_proxies(tmp_path):
+    async with cluster(tmp_path, bound=2, names=("a",)) as (_, (worker,), (first, second)):
+        async with held_requests(first, [worker], 2):
+            await in_flight(second, worker, 2)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(second.ask)
+                await second.until("/status", lambda reply: reply["data_plane"]["waiting"] == 1)
+                assert worker.requests == 2
+                worker.gate.set()
+        assert worker.requests == 3
+
+
+async def test_without_the_store_a_proxy_that_must_refuse_is_not_ready(tmp_path):
+    async with cluster(tmp_path, count=1, table="on_loss = 'refuse'") as (store, _, (only,)):
+        assert (await only.client.get("/ready")).status_code == 200
+        store.kill()
+        await only.until("/ready", lambda reply: reply.get("reason") == "cluster_store_lost")
+        await store.start()
+        await only.until("/ready", lambda reply: reply["status"] == "ready")
+
+
+async def test_a_wrong_password_is_named_and_hidden(tmp_path):
+    secret = tmp_path / "password"
+    secret.write_text("hunter2\n")
+    async with redis_server("--requirepass", "right") as store, workers("a") as fleet:
+        url = store.url.replace("//", "//:hunter1@")
+        table = f'[cluster]\nurl = "{url}"\npassword_file = "{secret}"\n'
+        file = tmp_path / "proxy.toml"
+        put(file, toml(fleet) + table)
+        async with program("--config", file) as running:
+            await running.says("cluster_store_lost .*the password is wrong")
+            await running.until_routable(*fleet)
+            assert (await running.ask()).status_code == 200
+            reply = (await running.client.get("/status")).text
+            reply += (await running.client.get("/config")).text + running.log
+            assert "hunter" not in reply
+            secret.write_text("right\n")
+            await running.until("/status", connected)

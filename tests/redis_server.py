@@ -1,0 +1,78 @@
+"""A real store for clusters: a redis-server, or valkey-server, of its own on loopback."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from tests.ports import free_port
+
+PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
+needs_store = pytest.mark.skipif(
+    PROGRAM is None, reason="no redis-server: apt-get install redis-server"
+)
+STARTED_SECS = 30  # a deadline for hung tests, not a claim about speed
+
+
+class RedisServer:
+    """`url` stays the same over restarts; what was stored is gone then."""
+
+    def __init__(self, *options: str) -> None:
+        assert PROGRAM is not None
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self._argv = [
+            PROGRAM, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
+            "--appendonly", "no", *options,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        """Returns when it listens."""
+        self._launch()
+        with trio.fail_after(STARTED_SECS):
+            while True:
+                try:
+                    stream = await trio.open_tcp_stream("127.0.0.1", self.port)
+                except OSError:
+                    await trio.sleep(0.02)
+                    continue
+                await stream.aclose()
+                return
+
+    def _launch(self) -> None:
+        self._process = subprocess.Popen(self._argv, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+
+    def pause(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        if self._process is not None:
+            self.kill()
+
+
+@asynccontextmanager
+async def redis_server(*options: str) -> AsyncIterator[RedisServer]:
+    server = RedisServer(*options)
+    try:
+        await server.start()
+        yield server
+    finally:
+        server.end()
