@@ -71,7 +71,7 @@ async def shows(page, selector, *texts):
 async def push(page, worker, word):
     """Press a button of its row, once the list has stopped moving."""
     await page.until("performance.now() - movedAt > SETTLE_MS")
-    await page.click(f"{row(worker)} button:nth-child({word})")
+    await page.click(f"{row(worker)} .acts button:nth-child({word})")
 
 
 SWITCH, DRAIN, REVIVE, REMOVE = 1, 2, 3, 4
@@ -109,8 +109,11 @@ async def test_a_client_on_call_sees_the_fleet_and_switches_workers(page, tmp_pa
 
         assert {url for url in page.asked if not url.startswith("data:")} <= {
             str(running.client.base_url.join(path))
-            for path in ("/dashboard", "/feed", *(f"/workers/{each}" for each in ids(fleet)))
-        }
+            for path in (
+                "/dashboard", "/feed", "/history?secs=900",
+                *(f"/workers/{each}" for each in ids(fleet)),
+            )
+        }  # fmt: skip
 
 
 def ids(fleet):
@@ -209,7 +212,7 @@ async def test_everything_can_be_done_with_the_keyboard(page, tmp_path):
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet) as running:
         (one,) = fleet
         await shows(page, row(one), "takes requests")
-        await page.tell(f"document.querySelector({json.dumps(row(one) + ' button')}).focus()")
+        await page.tell(f"document.querySelector({json.dumps(row(one) + ' .acts button')}).focus()")
         await page.press("Enter")
         await shows(page, "#confirm", "the only worker that takes requests")
         assert await page.tell("document.activeElement.id") == "confirm-no"
@@ -320,8 +323,9 @@ async def shifted_meanwhile(page, running):
     await page.tell("""
         window.moved = [];
         new PerformanceObserver((list) => moved.push(...list.getEntries().flatMap(
-          (entry) => entry.sources.filter(({node}) => !node?.closest?.(".key"))
-            .map(({node}) => node?.closest?.("section")?.id ?? "text"))))
+          (entry) => entry.sources.map(({node}) => node?.closest ? node : node?.parentElement)
+            .filter((it) => it && !it.closest(".key"))
+            .map((it) => `${it.closest("section")?.id} ${it.outerHTML.slice(0, 200)}`))))
           .observe({type: "layout-shift"}) ?? null
     """)
     seen = await page.tell("last.at")

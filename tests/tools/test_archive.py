@@ -55,7 +55,7 @@ def test_an_archive_runs_what_it_unpacked_and_unpacks_once(run, cache):
 def test_its_commands_find_their_pages_and_modules(run, cache):
     reported = run("status", "--url", "http://127.0.0.1:1")
     assert (reported.returncode, "cannot connect" in reported.stderr) == (2, True)
-    assert list((cache / "omni-proxy").rglob("admin_api/pages/dashboard.html"))
+    assert list((cache / "omni-proxy").rglob("admin_api/pages/dashboard/page.html"))
 
 
 def test_another_content_is_unpacked_beside_it(run, archive, cache, tmp_path):

@@ -1,8 +1,7 @@
 """GET /dashboard: one self-contained page, without any data of this proxy.
 
 Invariant: the page is the same bytes for every client, so it needs no key. It requests its data
-itself, with the key that its reader enters. Its content security policy allows only what is inside
-the page.
+itself, with the key that its reader enters.
 
 The feed: the state of the proxy once a second, for the dashboard and `omni-proxy top`.
 
@@ -12,13 +11,10 @@ bounded, and none of them delays a shutdown.
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
 from types import TracebackType
 from typing import Self
 
@@ -27,13 +23,11 @@ from quart import Quart, Response, request
 from quart.wrappers.response import ResponseBody
 
 from omni_proxy.admin_api.access import KeyCheck
+from omni_proxy.admin_api.dashboard_page import content_security_policy, dashboard_page
 from omni_proxy.admin_api.roles import ALL
 from omni_proxy.admin_api.serializers.feed_snapshot import Snapshots
 from omni_proxy.admin_api.services import Services
 from omni_proxy.wire.errors import HttpError
-
-PAGE = "dashboard.html"
-_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 class DashboardRoutes:
@@ -51,35 +45,15 @@ class DashboardRoutes:
 
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
-    body = (files("omni_proxy.admin_api") / "pages" / PAGE).read_bytes()
-    return body, {
-        "Content-Security-Policy": policy(body.decode()),
+    page = dashboard_page()
+    return page.encode(), {
+        "Content-Security-Policy": content_security_policy(page),
         "X-Frame-Options": "DENY",  # against clickjacking: its buttons disable workers
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin",
         "Cache-Control": "no-cache",
     }
-
-
-def policy(page: str) -> str:
-    """A Content-Security-Policy that allows the inline parts of this page and its own API."""
-    hashes: dict[str, list[str]] = {"script": [], "style": []}
-    for kind, text in _INLINE.findall(page):
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        hashes[kind].append(f"'sha256-{digest}'")
-    rules = {
-        "default-src": "'none'",
-        "script-src": " ".join(hashes["script"]),
-        "style-src": " ".join(hashes["style"]),
-        "connect-src": "'self'",
-        "img-src": "data:",  # its icon
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",
-    }
-    return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
 READERS = 32

@@ -16,7 +16,12 @@ import trio
 from omni_proxy import __version__
 from omni_proxy.admin_api.serializers.key_records import key_records
 from omni_proxy.admin_api.serializers.readiness import unready
-from omni_proxy.admin_api.serializers.worker_records import Why, disabled_by_record, reasons
+from omni_proxy.admin_api.serializers.worker_records import (
+    Why,
+    disabled_by_record,
+    engine_load_record,
+    reasons,
+)
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker, shown_adapters
@@ -137,6 +142,8 @@ class Snapshots:
             "kv_reason": worker.kv_reason,
             "ranks_in_flight": [rank.in_flight for rank in worker.dp_ranks],
             **instruments.recent.worker_window(worker, now)._asdict(),
+            "minute": instruments.history.minute_of(worker, now),
+            "engine_load": engine_load_record(self._services.fleet.loads, worker),
             "silent_secs": instruments.stall_detector.silent_secs(worker, now) if counted else None,
             "routed": sum(worker.routed.values()),
             "failed": sum(worker.failed.values()),

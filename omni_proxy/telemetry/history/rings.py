@@ -25,6 +25,12 @@ SERIES: Final = (
     "output_tokens_per_sec", "first_p50_ms", "first_p95_ms", "between_p50_ms", "between_p95_ms",
     "cache_hit_ratio",
 )  # fmt: skip
+# Of each worker's last minute, beside what `telemetry.recent_window` has of it.
+MINUTE_SERIES: Final = (
+    "waiting", "input_tokens_per_sec", "output_tokens_per_sec", "between_p50_ms", "cache_hit_ratio",
+)  # fmt: skip
+MINUTE_RANGE: Final = 900
+MINUTE_POINTS: Final = 12
 _COUNTED: Final = (
     "requests", "errors", "input_tokens", "output_tokens", "prompt_tokens", "cached_tokens",
 )  # fmt: skip
@@ -57,6 +63,7 @@ class _Bin:
     output_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    reports_tokens: bool = False  # some answer has reported its tokens
     secs: float = 0.0
     in_flight: int = 0  # the sum over `samples`
     samples: int = 0
@@ -67,6 +74,7 @@ class _Bin:
     def add(self, other: _Bin) -> None:
         for name in _COUNTED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.reports_tokens |= other.reports_tokens
         self.secs += other.secs
         self.in_flight += other.in_flight
         self.samples += other.samples
@@ -78,14 +86,14 @@ class _Bin:
 
     def values(self) -> tuple[float, ...]:
         """In the order of SERIES; nan for what is not known."""
-        input_rate, output_rate = self.input_tokens, self.output_tokens
+        token_secs = self.secs if self.reports_tokens else 0.0
         return (
             _share(self.requests, self.secs),
             _share(self.errors, self.secs),
             _share(self.in_flight, self.samples),
             nan if self.waiting is None else self.waiting,
-            _share(input_rate, self.secs),
-            _share(output_rate, self.secs),
+            _share(self.input_tokens, token_secs),
+            _share(self.output_tokens, token_secs),
             _quantile_ms(self.firsts, FINE, 0.5),
             _quantile_ms(self.firsts, FINE, 0.95),
             _quantile_ms(self.gaps, BETWEEN_CHUNKS, 0.5),
@@ -139,6 +147,13 @@ class _Ring:
             found.append(None if isnan(value) else float(f"{value:.4g}"))
         return found
 
+    def mean(self, name: str, at: float, points: int) -> float | None:
+        column = self._columns[SERIES.index(name)]
+        oldest = max(int(at // self._step) - points, self.slot - POINTS + 1)
+        slots = range(oldest, self.slot)
+        values = [value for slot in slots if not isnan(value := column[slot % POINTS])]
+        return float(f"{sum(values) / len(values):.4g}") if values else None
+
     def _move(self, slot: int) -> None:
         """To a later point. A clock that was set back begins anew: its past is in the future."""
         if slot == self.slot:
@@ -175,6 +190,7 @@ class Track:
         counts = _Bin(in_flight=in_flight, samples=1, waiting=waiting)
         if before is not None and secs > 0:
             counts.secs = secs
+            counts.reports_tokens = bool(totals.input_tokens or totals.output_tokens)
             for name in _COUNTED:
                 # WorkerTotals that fell began anew.
                 setattr(counts, name, max(0, getattr(totals, name) - getattr(before, name)))
@@ -190,6 +206,10 @@ class Track:
     def read(self, secs: int, name: str, at: float) -> list[float | None]:
         """`secs` is a key of STEPS, `name` one of SERIES."""
         return self._rings[secs].read(name, at)
+
+    def mean(self, secs: int, name: str, at: float, points: int) -> float | None:
+        """Of the newest points that are over; None where nothing is known of any."""
+        return self._rings[secs].mean(name, at, points)
 
 
 def _increase(before: Sequence[int], now: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -233,9 +253,17 @@ class History:
         rest = _Bin(
             input_tokens=counts.input_tokens, output_tokens=counts.output_tokens,
             prompt_tokens=counts.prompt_tokens, cached_tokens=counts.cached_tokens,
+            reports_tokens=counts.reports_tokens,
         )  # fmt: skip
         rest.gaps = counts.gaps
         self.fleet.add(at, rest)
+
+    def minute_of(self, worker: Worker, at: float) -> dict[str, float | None]:
+        """The means of some series over a worker's last minute; None where nothing is known."""
+        track = self.workers.get(worker)
+        if track is None:
+            return dict.fromkeys(MINUTE_SERIES)
+        return {name: track.mean(MINUTE_RANGE, name, at, MINUTE_POINTS) for name in MINUTE_SERIES}
 
     def keep(self, workers: Collection[Worker]) -> None:
         """Forget all others."""

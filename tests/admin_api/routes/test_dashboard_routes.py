@@ -1,14 +1,21 @@
 import re
 from html.parser import HTMLParser
-from importlib.resources import files
 
 import pytest
 
-from omni_proxy.admin_api.routes.dashboard_routes import policy
+from omni_proxy.admin_api.dashboard_page import (
+    SCRIPTS,
+    STYLES,
+    content_security_policy,
+    dashboard_page,
+)
 from tests.admin_api.api_fixture import A, build_api, entry
+from tests.tree import ROOT
 
-PAGE = (files("omni_proxy.admin_api") / "pages" / "dashboard.html").read_text()
-MOST_BYTES = 80_000
+PAGE = dashboard_page()
+PARTS = ROOT / "omni_proxy" / "admin_api" / "pages" / "dashboard"
+MOST_BYTES = 160_000
+MOST_LINES = 500
 
 
 class Tags(HTMLParser):
@@ -59,7 +66,9 @@ async def test_the_csp_allows_inline_code_and_this_api_only(api):
 
 
 def test_another_script_has_another_hash():
-    one, other = (policy(f"<style>a</style><script>{text}</script>") for text in ("1", "2"))
+    one, other = (
+        content_security_policy(f"<style>a</style><script>{text}</script>") for text in ("1", "2")
+    )
     assert one != other
 
 
@@ -81,7 +90,9 @@ async def test_an_unchanged_page_is_not_sent_again(api):
 
 def test_the_page_names_no_other_place():
     namespaces = {"http://www.w3.org/2000/svg"}
-    assert set(re.findall(r"https?://[^\s\"'`)<>]+", PAGE)) - namespaces <= {"https?:"}
+    examples = {"http://10.0.0.7:8000", "http://${typed}"}  # a placeholder, and what is typed
+    found = set(re.findall(r"https?://[^\s\"'`)<>]+", PAGE))
+    assert found - namespaces - examples <= {"https?:"}
     assert "@import" not in PAGE
     assert "url(" not in PAGE
 
@@ -111,10 +122,33 @@ def test_the_key_is_kept_for_this_tab_alone():
 
 
 def test_every_field_that_can_be_filled_has_a_name(tags):
-    labelled = {"only", "failures", "hold"}  # inside their labels
+    labelled = set(re.findall(r'<label[^>]*>(?:(?!</label>).)*?id="([\w-]+)"', PAGE))
     for tag, attributes in tags:
         if tag in ("input", "select", "textarea") and attributes["id"] not in labelled:
             assert attributes["aria-label"], attributes
+
+
+def test_each_part_is_in_the_page_once_and_short():
+    assert {path.name for path in PARTS.iterdir()} == {*SCRIPTS, *STYLES, "page.html"}
+    for name in (*SCRIPTS, *STYLES):
+        text = (PARTS / name).read_text()
+        assert PAGE.count(text) == 1
+        assert len(text.splitlines()) <= MOST_LINES
+        assert text.startswith("/* ") or name in STYLES, name  # what it is
+
+
+def test_no_two_parts_declare_the_same_name():
+    declared = re.compile(r"^(?:async )?(?:function|const|let) +(\w+)", re.MULTILINE)
+    names = declared.findall(PAGE)
+    assert sorted(set(names)) == sorted(names)
+
+
+def test_each_id_that_the_script_asks_for_is_in_the_page(tags):
+    ids = {attributes["id"] for _, attributes in tags if "id" in attributes}
+    asked = set(re.findall(r"""\$\("([\w-]+)"\)""", PAGE))
+    emptied = re.findall(r"empties\(([^)]*)\)", PAGE)
+    asked |= {name for each in emptied for name in re.findall(r'"([\w-]+)"', each)}
+    assert asked - ids == set()
 
 
 def test_the_page_is_small():

@@ -52,6 +52,16 @@ def test_totals_that_fell_began_anew():
     assert track.read(900, "requests_per_sec", START + 10)[-3:] == [None, 0, 1]
 
 
+def test_tokens_are_unknown_until_an_answer_reports_some():
+    track = Track()
+    for at in (0, 5):
+        track.sample(START + at, WorkerTotals(requests=at), 0)
+    assert track.read(900, "output_tokens_per_sec", START + 5) == NOTHING
+    for at in (10, 15):
+        track.sample(START + at, WorkerTotals(requests=at, output_tokens=50), 0)
+    assert track.read(900, "output_tokens_per_sec", START + 15)[-2:] == [10, 0]
+
+
 def test_quantiles_are_of_what_came_in_the_step_alone():
     track = Track()
     track.sample(START, WorkerTotals(firsts=firsts(at_5=1000)), 0)
@@ -120,6 +130,20 @@ def test_the_fleet_has_seconds_and_what_only_workers_count():
     assert history.fleet.read(900, "output_tokens_per_sec", at)[-1] == 80
     assert history.fleet.read(900, "waiting", at)[-1] == 2
     assert history.fleet.read(900, "in_flight", at)[-1] == 9
+
+
+def test_the_last_minute_of_a_worker_is_the_mean_of_its_points_that_are_over():
+    (worker,) = fleet_of(entry("a")).workers
+    history, at = History(), START
+    assert set(history.minute_of(worker, at).values()) == {None}
+    for count in range(40):
+        at = START + 5 * count
+        totals = WorkerTotals(output_tokens=count * 10 if count < 30 else 300 + (count - 30) * 50)
+        history.sample_worker(at, worker, totals, None)
+    # Of the last twelve points that are over, eight have 10 tokens a second and four 2.
+    assert history.minute_of(worker, at)["output_tokens_per_sec"] == pytest.approx(22 / 3, rel=1e-3)
+    assert history.minute_of(worker, at)["waiting"] is None
+    assert history.minute_of(worker, at + 3600)["output_tokens_per_sec"] is None
 
 
 def test_only_so_many_workers_are_kept_and_none_that_went(monkeypatch):

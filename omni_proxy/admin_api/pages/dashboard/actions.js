@@ -1,0 +1,166 @@
+/* What an operator changes: each call says what it did or why not, and what can't be undone asks first. */
+const TOLD_SECS = 8;
+let telling = 0;
+/* Good news goes by itself; what failed, and what has a button, stays until it is closed. */
+function report(text, kind, ...buttons) {
+  clearTimeout(telling);
+  say($("told-words"), text);
+  dress($("told-words"), kind);
+  $("told-acts").replaceChildren(...buttons, pressed("Close", "", () => report("", "")));
+  show($("told"), Boolean(text));
+  if (kind === "ok" && !buttons.length) telling = setTimeout(() => report("", ""), TOLD_SECS * 1000);
+}
+cleaners.push(() => { report("", ""); clearTimeout(undoing); undoing = 0; });
+const named = (worker) => short(worker.url);
+const pathOf = (worker) => "workers/" + worker.id;
+const JSON_BODY = { "Content-Type": "application/json" };
+const put = (worker, fields) => ["PUT", pathOf(worker), JSON.stringify(fields), JSON_BODY];
+const alone = (worker) => takes(worker) && (last.fleet ?? []).filter(takes).length === 1;
+
+/* `words`: what is being done; `done`: what it was. */
+async function change(words, done, ...call) {
+  report(`${words} …`, "quiet");
+  const answer = await ask(...call);
+  const at = clock(Date.now() / 1000);
+  if (answer.ok) report(`${at}: ${done}.`, "ok");
+  else report(`${at}: ${words} failed: ${answer.why}`, "bad");
+  return answer;
+}
+async function act(worker, button, words, done, ...call) {
+  if (button?.getAttribute("aria-busy") === "true") return null;
+  button?.setAttribute("aria-busy", "true");
+  const answer = await change(`${words} ${named(worker)}`, `${named(worker)} ${done}`, ...call);
+  button?.removeAttribute("aria-busy");
+  return answer;
+}
+const ONLY = "It is the only worker that takes requests: all requests will fail or wait until another one does.";
+async function flip(worker, button) {
+  const off = !(worker.disabled || worker.drain);
+  if (off && alone(worker) && !await sure(`Disable ${named(worker)}?`, ONLY, "Disable it")) return;
+  await setDisabled(worker, off, button);
+}
+async function setDisabled(worker, off, button) {
+  await act(worker, button, off ? "Disabling" : "Enabling", off ? "is disabled; it finishes what it has" : "is enabled", ...put(worker, { disabled: off }));
+}
+async function drain(worker, button) {
+  if (alone(worker) && !await sure(`Drain ${named(worker)}?`, ONLY, "Drain it")) return;
+  await act(worker, button, "Draining", "drains: it gets no new request", "POST", pathOf(worker) + "/drain", "{}", JSON_BODY);
+}
+async function revive(worker, button) {
+  await act(worker, button, "Reviving", "starts anew: its failures are forgotten, and it was probed", ...put(worker, { is_dead: false }));
+}
+async function setBalance(worker, weight, bound) {
+  if (!weight.reportValidity() || !bound.reportValidity()) return;
+  const answer = await act(worker, null, "Changing", `has weight ${weight.value} and ${Number(bound.value) ? `at most ${bound.value} in flight` : "no bound"}`, ...put(worker, { weight: Number(weight.value), max_inflight: Number(bound.value) }));
+  if (answer?.ok) weight.touched = bound.touched = false;
+}
+
+/* ---- removing, and undoing it ---- */
+const UNDO_SECS = 20;
+/* What a worker is added with again; the rest of it is what the proxy finds out. */
+const KEPT = ["model", "capabilities", "weight", "max_inflight", "loras", "kv_events", "kv_replay"];
+let undoing = 0;
+async function remove(worker, button) {
+  const running = worker.in_flight ? ` Its ${one(worker.in_flight, "request")} in flight will finish.` : "";
+  const stays = worker.origin === "api" ? "" : " It stays away until its entry in the file changes or it is added again.";
+  const ends = worker.origin === "launch" ? " Its process stops when its requests have ended." : "";
+  const only = alone(worker) ? " It is the only worker that takes requests." : "";
+  if (!await sure(`Remove ${named(worker)}?`, `It gets no new request and leaves the list.${running}${ends}${stays}${only}`, "Remove it")) return;
+  const before = await ask("GET", pathOf(worker));
+  const answer = await act(worker, button, "Removing", "was removed", "DELETE", pathOf(worker));
+  if (!answer?.ok) return;
+  $("fleet-title").focus();
+  if (before.ok) offerUndo(before.body);
+}
+function offerUndo(record) {
+  clearTimeout(undoing);
+  const until = Date.now() + UNDO_SECS * 1000;
+  const undo = pressed("", "main", () => { clearTimeout(undoing); addAgain(record); });
+  report(`${clock(Date.now() / 1000)}: ${short(record.url)} was removed.`, "ok", undo);
+  const tick = () => {
+    const secs = Math.ceil((until - Date.now()) / 1000);
+    if (secs <= 0) { if (undo.isConnected) report("", ""); return; }
+    say(undo, `Undo (${secs} s)`);
+    undoing = setTimeout(tick, 500);
+  };
+  tick();
+}
+function settingsOf(record) {
+  const body = { url: record.url };
+  for (const name of KEPT) if (known(record[name]) && record[name].length !== 0) body[name] = record[name];
+  if (record.configured_ranks === "auto" || record.configured_ranks > 1) body.ranks = record.configured_ranks;
+  if (record.role !== "regular") Object.assign(body, { role: record.role, kv_connector: record.kv_connector });
+  if (record.role === "prefill" && record.bootstrap_port) body.bootstrap_port = record.bootstrap_port;
+  return body;
+}
+async function addAgain(record) {
+  const answer = await change(`Adding ${short(record.url)} again`, `${short(record.url)} is back, with the settings that it had`, "POST", "workers", JSON.stringify(settingsOf(record)), JSON_BODY);
+  if (answer.ok && record.disabled) await change(`Disabling ${short(record.url)}`, `${short(record.url)} is back, disabled as it was`, ...put(answer.body.worker, { disabled: true }));
+}
+
+/* ---- adding ---- */
+$("add").addEventListener("click", () => $("add").why ? report($("add").why, "warn") : openAdding());
+function openAdding() {
+  say($("adding-told"), "");
+  $("adding-models").replaceChildren(...[...new Set((last.fleet ?? []).map((worker) => worker.model).filter(Boolean))].map((model) => new Option(model)));
+  $("adding").showModal();
+  $("add-url").focus();
+}
+$("adding-no").addEventListener("click", () => $("adding").close());
+$("adding-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const typed = $("add-url").value.trim(), body = { url: typed.includes("://") ? typed : `http://${typed}` };
+  for (const [id, name] of [["add-model", "model"], ["add-role", "role"]]) if ($(id).value.trim()) body[name] = $(id).value.trim();
+  if ($("add-weight").value) body.weight = Number($("add-weight").value);
+  if ($("add-bound").value) body.max_inflight = Number($("add-bound").value);
+  say($("adding-told"), "adding and probing it …");
+  dress($("adding-told"), "small quiet");
+  const answer = await ask("POST", "workers", JSON.stringify(body), JSON_BODY);
+  if (!answer.ok) {
+    say($("adding-told"), answer.why);
+    dress($("adding-told"), "small bad");
+    return;
+  }
+  const worker = answer.body.worker;
+  $("adding").close();
+  $("adding-form").reset();
+  report(`${clock(Date.now() / 1000)}: ${short(worker.url)} was added${worker.routable ? "; it takes requests" : `; ${worker.why ?? "it takes no requests yet"}`}.`, worker.routable ? "ok" : "warn");
+});
+
+/* ---- what ends a pause or a hold ---- */
+async function continueAll() {
+  const paused = (last.fleet ?? []).filter((worker) => worker.paused);
+  const by = [...new Set(paused.map((worker) => worker.paused.by).filter(Boolean))].join(", ");
+  if (!await sure("Let all workers continue?", `${one(paused.length, "worker")} ${paused.length === 1 ? "is" : "are"} paused${by ? ` by ${by}` : ""}. A trainer that paused them may be in the middle of an update.`, "Continue")) return;
+  await change("Continuing", "the workers continue", "POST", "continue_generation", "{}", JSON_BODY);
+}
+async function resolveAll() {
+  const urls = Object.keys(last.weights?.uncertain ?? {}).map(short).join(", ");
+  if (!await sure("Have you verified the weights?", `${urls} may have weights of an update that failed. Resolving returns them to rotation as they are.`, "I have, resolve")) return;
+  await change("Resolving", "the uncertain workers return to rotation", "POST", "weights/resolve", JSON.stringify({ acknowledge: true }), JSON_BODY);
+}
+async function steerRollout(word) {
+  if (word === "cancel" && !await sure("Cancel the rollout?", "Workers that were updated get their old weights back, where there are any.", "Cancel the rollout")) return;
+  await change(`Rollout: ${word}`, `the rollout was asked to ${word}`, "POST", `weights/rollout/${word}`, "{}", JSON_BODY);
+}
+function rolloutButtons() {
+  const rollout = rollingOut();
+  if (!rollout) return [];
+  const cancel = ["Cancel rollout", "weights", () => steerRollout("cancel")];
+  return rollout.state === "paused" ? [["Resume", "weights", () => steerRollout("resume")], cancel] : rollout.state === "rolling_back" ? [] : [["Pause", "weights", () => steerRollout("pause")], cancel];
+}
+
+function sure(title, text, word) {
+  const dialog = $("confirm");
+  say($("confirm-title"), title);
+  say($("confirm-text"), text);
+  say($("confirm-yes"), word);
+  dialog.showModal();
+  $("confirm-no").focus();
+  return new Promise((resolve) => {
+    const end = (answer) => () => { dialog.onclose = null; dialog.close(); resolve(answer); };
+    $("confirm-yes").onclick = end(true);
+    $("confirm-no").onclick = end(false);
+    dialog.onclose = () => resolve(false);
+  });
+}

@@ -1,0 +1,50 @@
+/* Callers of model routes by the names of their keys: limits and usage; and making a key, which the proxy never sees. */
+empties("caller-rows", "new-key");
+function usage(used, limit) {
+  if (!limit) return count(used);
+  const bar = make("div", "bar", make("i", used >= limit ? "body full" : "body"));
+  bar.firstChild.style.width = `${Math.min(100, (100 * used) / limit)}%`;
+  return make("div", "", `${count(used)} of ${count(limit)}`, bar);
+}
+function paintCallers() {
+  const callers = last.keys ?? [];
+  show($("caller-table"), callers.length > 0);
+  show($("no-callers"), !callers.length);
+  fill($("caller-rows"), callers, () => callers.map((caller) => make("tr", "",
+    make("td", "", make("b", "", caller.name), make("div", "quiet small", caller.models?.length ? `models ${caller.models.join(", ")}` : "")),
+    make("td", "", usage(caller.in_flight, caller.max_inflight)),
+    make("td", "", count(caller.requests), make("div", "quiet small", caller.requests_per_minute ? `at most ${count(caller.requests_per_minute)} a minute` : "")),
+    make("td", "", `${count(caller.input_tokens)}, ${count(caller.output_tokens)}`, make("div", "quiet small", caller.tokens_per_minute ? `at most ${count(caller.tokens_per_minute)} a minute` : "")),
+    make("td", "", Object.entries(caller.refused).filter((each) => each[1]).map(([reason, number]) => `${reason.replaceAll("_", " ")} ${count(number)}`).join(", ") || "none"))));
+}
+$("make-key").addEventListener("click", () => {
+  $("new-key").replaceChildren();
+  $("keying").showModal();
+  $("key-name").focus();
+});
+$("keying-no").addEventListener("click", () => { $("new-key").replaceChildren(); $("keying").close(); });
+$("keying").addEventListener("close", () => $("new-key").replaceChildren());
+const KEY_BYTES = 32;
+$("keying-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const name = $("key-name").value.trim();
+  const limits = [["max_inflight", "key-inflight"], ["requests_per_minute", "key-requests"], ["tokens_per_minute", "key-tokens"]];
+  const lines = (hash) => ["[[keys]]", `name = "${name}"`, `key_sha256 = "${hash}"`, ...limits.filter(([, id]) => $(id).value).map(([key, id]) => `${key} = ${Number($(id).value)}`)].join("\n") + "\n";
+  if (!crypto.subtle) {
+    $("new-key").replaceChildren(make("p", "warn", "A browser makes hashes only on https or on localhost. Make the key with omni-proxy keys new, and put its hash here:"), make("pre", "box", lines("THE HASH")));
+    return;
+  }
+  const random = btoa(String.fromCharCode(...crypto.getRandomValues(new Uint8Array(KEY_BYTES)))).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "");
+  const made = `omni-${random}`, digest = new Uint8Array(await crypto.subtle.digest("SHA-256", new TextEncoder().encode(made)));
+  const hash = [...digest].map((each) => each.toString(16).padStart(2, "0")).join("");
+  $("new-key").replaceChildren(
+    make("p", "", make("b", "", "1. "), `The key, for ${name}. It is shown once, and sent nowhere:`), copied(made),
+    make("p", "", make("b", "", "2. "), `Its entry, for the end of ${last?.config_file ?? "the configuration file"}; the file is read again when it changes:`), copied(lines(hash)));
+});
+function copied(text) {
+  const button = pressed("Copy", "", async () => {
+    const done = await navigator.clipboard?.writeText(text).then(() => true, () => false);
+    say(button, done ? "Copied" : "Select it, and copy");
+  });
+  return make("div", "copied", make("pre", "box", text), button);
+}

@@ -1,0 +1,90 @@
+/* A chat through the proxy, as a client has it. The caller's key is in the memory of this page alone. */
+let turns = [], chatting = null, chatKey = "";
+empties("chat-turns", "chat-says");
+cleaners.push(() => { chatting?.abort(); turns = []; chatKey = ""; $("chat-key").value = ""; });
+$("chat-key").addEventListener("input", () => { chatKey = $("chat-key").value.trim(); });
+function paintPlayground(fleet) {
+  const models = [...new Set(fleet.flatMap((worker) => [worker.model, ...worker.adapters ?? []]).filter(Boolean))].sort();
+  fill($("chat-models"), models, () => models.map((model) => new Option(model)));
+  if (!$("chat-model").value && !$("chat-model").touched && models.length) $("chat-model").value = models[0];
+}
+$("chat-model").addEventListener("input", () => { $("chat-model").touched = true; });
+$("chat-clear").addEventListener("click", () => { chatting?.abort(); turns = []; $("chat-turns").replaceChildren(); $("chat-says").replaceChildren(); $("chat-text").focus(); });
+$("chat-stop").addEventListener("click", () => chatting?.abort());
+$("chat-text").addEventListener("keydown", (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("chat").requestSubmit(); } });
+$("chat").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const text = $("chat-text").value.trim();
+  if (!text || chatting) return;
+  $("chat-text").value = "";
+  turns.push({ role: "user", content: text });
+  $("chat-turns").append(make("li", "user", text));
+  const answer = make("li", "assistant");
+  $("chat-turns").append(answer);
+  chatting = new AbortController();
+  show($("chat-stop"), true);
+  mark($("chat-turns"), "aria-busy", true);
+  const told = { begun: performance.now(), text: "", chunks: 0 };
+  try {
+    await chat(answer, told, chatting.signal);
+    turns.push({ role: "assistant", content: told.text });
+  } catch (error) {
+    turns.pop();
+    told.failed = chatting.signal.aborted ? "stopped" : error.message;
+    answer.append(make("p", chatting.signal.aborted ? "quiet" : "bad", told.failed));
+  }
+  chatting = null;
+  show($("chat-stop"), false);
+  mark($("chat-turns"), "aria-busy", false);
+  chatFacts(told);
+});
+/* Raises an error with the proxy's own words. */
+async function chat(answer, told, signal) {
+  const body = { model: $("chat-model").value.trim() || undefined, messages: turns, stream: true, stream_options: { include_usage: true }, max_tokens: Number($("chat-most").value) || undefined };
+  const headers = { "Content-Type": "application/json", ...chatKey ? { Authorization: "Bearer " + inBytes(chatKey) } : {} };
+  const reply = await fetch("v1/chat/completions", { method: "POST", body: JSON.stringify(body), headers, signal, cache: "no-store", credentials: "omit" });
+  told.status = reply.status;
+  told.worker = decodeURIComponent(reply.headers.get("X-SGLang-Omni-Worker") ?? "");
+  told.id = reply.headers.get("X-SGLang-Omni-Request-ID");
+  told.attempt = Number(reply.headers.get("X-SGLang-Omni-Route-Attempt") ?? 1);
+  if (!reply.ok) {
+    const said = await reply.json().catch(() => ({}));
+    throw new Error(`${reply.status}: ${said.error?.message ?? said.message ?? "refused"}${reply.status === 401 ? " Give a caller's key above." : ""}`);
+  }
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) break;
+    const events = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
+    rest = events.pop();
+    for (const event of events) takeChunk(event, answer, told);
+  }
+  if (!told.finished) throw new Error("the stream broke off");
+}
+function takeChunk(event, answer, told) {
+  const data = event.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim()).join("\n");
+  if (!data) return;
+  if (data === "[DONE]") { told.finished = true; return; }
+  const chunk = JSON.parse(data);
+  if (chunk.error) throw new Error(chunk.error.message ?? "the stream failed");
+  if (chunk.usage) told.tokens = chunk.usage.completion_tokens;
+  const piece = chunk.choices?.[0]?.delta?.content ?? chunk.choices?.[0]?.delta?.reasoning_content ?? "";
+  if (chunk.choices?.[0]?.finish_reason) told.finished = true;
+  if (!piece) return;
+  told.first ??= performance.now();
+  told.last = performance.now();
+  told.chunks += 1;
+  told.text += piece;
+  answer.textContent = told.text;
+  chatFacts(told);
+}
+function chatFacts(told) {
+  const tokens = told.tokens ?? told.chunks, secs = ((told.last ?? 0) - (told.first ?? 0)) / 1000;
+  $("chat-says").replaceChildren(facts([
+    ["Worker", told.worker ? `${short(told.worker)}${told.attempt > 1 ? `, attempt ${told.attempt}` : ""}` : "none"], ["Status", told.status ? String(told.status) : ""],
+    ["First token", known(told.first) && millis(told.first - told.begun)], ["Tokens/s", tokens > 1 && secs > 0 && count((tokens - 1) / secs)],
+    ["Tokens", tokens && `${count(tokens)}${known(told.tokens) ? "" : " chunks"}`], ["In all", millis(performance.now() - told.begun)],
+    ["Request id", told.id && make("code", "", told.id)],
+  ]));
+}

@@ -1,0 +1,54 @@
+/* What a worker's state is called, who brought it there, and which one is slow. */
+const isPaused = (worker) => Boolean(worker.paused) && !worker.drain && !worker.disabled;
+/* Requests to a paused engine hang, whether it is held out of routing for that or not. */
+const takes = (worker) => worker.routable && !worker.paused;
+function pauseWords({ at, by, path, mode }) {
+  const how = [path, mode].filter(Boolean).join(", ");
+  return `${at ? `for ${ago(seconds(last.at) - seconds(at))} ` : ""}${by ? `by ${by} ` : ""}${how ? `(${how})` : ""}`.trim();
+}
+/* Who took it out of rotation, and for how long now; "" where nobody did or nobody knows. */
+function byWhom(worker) {
+  if (isPaused(worker)) return pauseWords(worker.paused);
+  const who = worker.disabled ? worker.disabled_by : null;
+  if (!who) return "";
+  return `${who.at ? `for ${ago(seconds(last.at) - seconds(who.at))}` : ""}${who.by ? ` by ${who.by}` : ""}`.trim();
+}
+function standing(worker) {
+  const held = worker.held_by ?? [];
+  if (worker.health === "dead") return ["dead", "bad", true];
+  if (worker.health === "unhealthy") return ["unhealthy", "bad", true];
+  if (isPaused(worker)) return ["PAUSED", "bad", true];
+  if (held.includes("uncertain")) return ["weights uncertain", "bad", true];
+  if (worker.drain) return [{ drained: "drained", overdue: "drain overdue" }[worker.drain.state] ?? "draining", "warn", true];
+  if (worker.disabled) return ["disabled", "warn", true];
+  if (held.length) return [held.includes("launch") ? "starting" : held.join(", "), "blue", true];
+  if (worker.health === "unknown") return ["not checked yet", "warn", true];
+  if (worker.half_open) return ["half-open", "warn", !worker.routable];
+  return takes(worker) ? ["takes requests", "ok", false] : ["out", "warn", true];
+}
+/* Its reason without the state, which is shown before it. */
+/* A system's error text without errno, and without the repeated address. */
+const NOISE = /\[Errno -?\d+\] (?:Error connecting to \([^()]*\): )?/g;
+const reason = (why, name) => why === name || why === "held: " + name ? "" : why.startsWith(name + ": ") ? why.slice(name.length + 2) : why;
+function byModel(fleet) {
+  const groups = new Map();
+  for (const worker of fleet) groups.set(worker.model ?? "", [...(groups.get(worker.model ?? "") ?? []), worker]);
+  return [...groups.values()];
+}
+/* The slowest of those that have answered often enough lately, and by how much it is slower than the
+   others that serve the same model; nothing where it stays within what is usual. */
+const ENOUGH_ANSWERS = 5;
+function slowest(fleet) {
+  const found = [];
+  for (const group of byModel(fleet.filter((worker) => known(worker.first_p50_ms) && worker.answers >= ENOUGH_ANSWERS))) {
+    if (group.length < 2) continue;
+    const worst = group.reduce((a, b) => b.first_p50_ms > a.first_p50_ms ? b : a);
+    const usual = median(group.filter((worker) => worker !== worst).map((worker) => worker.first_p50_ms));
+    const times = worst.first_p50_ms / Math.max(usual, 0.1);
+    if (times >= 2 && worst.first_p50_ms - usual > 20) found.push({ id: worst.id, times, usual, worker: worst });
+  }
+  return found.sort((a, b) => b.times - a.times)[0] ?? null;
+}
+
+const isSilent = (worker) => worker.routable && known(worker.silent_secs);
+
