@@ -53,8 +53,7 @@ class SourceMembers:
         self._by_uid: dict[str, dict[str, SourceMember]] = {}  # then by URL
 
     def __iter__(self) -> Iterator[SourceMember]:
-        for members in self._by_uid.values():
-            yield from members.values()
+        return (member for members in self._by_uid.values() for member in members.values())
 
     def get(self, uid: str, url: str) -> SourceMember | None:
         return self._by_uid.get(uid, {}).get(url)
@@ -143,9 +142,10 @@ def combine(sources: Iterable[SourceMembers]) -> tuple[FoundWorker, ...]:
         for member in members:
             if member.standing is Standing.PENDING:
                 continue
-            other = chosen.get(member.url)
+            url = member.found.entry.url
+            other = chosen.get(url)
             if other is None or _replaces(member, number, *other):
-                chosen[member.url] = number, member
+                chosen[url] = number, member
     return tuple(member.found for _, member in chosen.values())
 
 

@@ -197,16 +197,15 @@ class Discovery:
     def _next_found(self) -> tuple[FoundWorker, ...]:
         """All that is found, with at most MAX_NEW that were not in the fleet before."""
         found = combine(source.members for source in self._sources.values())
-        room, chosen = MAX_NEW, []
-        for worker in found:
-            if (worker.discovered.uid, worker.entry.url) not in self._joined:
-                if not room:
-                    self._changed.set()
-                    continue
-                room -= 1
-            chosen.append(worker)
-        self._joined = {(worker.discovered.uid, worker.entry.url) for worker in chosen}
-        return tuple(chosen)
+        keys = [(worker.discovered.uid, worker.entry.url) for worker in found]
+        later = {key for key in keys if key not in self._joined}
+        for key in [key for key in keys if key in later][:MAX_NEW]:
+            later.discard(key)
+        self._joined = {*keys} - later
+        if not later:
+            return found
+        self._changed.set()
+        return tuple(each for each, key in zip(found, keys, strict=True) if key not in later)
 
     async def _end_drains(self) -> None:
         """Forget workers that have left, once they are idle or their time is over."""

@@ -109,6 +109,7 @@ class Worker(_RequestFields):
     least load adds `load_offset`, which smooths what is in flight elsewhere."""
 
     __slots__ = (
+        "_spec",
         "adapters",
         "address",
         "bootstrap_port",
@@ -181,6 +182,7 @@ class Worker(_RequestFields):
     def configure(self, spec: WorkerSpec) -> None:
         """Take over the settings of a spec with the same URL; health, counts and connections
         stay."""
+        self._spec = spec
         self.model = spec.model
         self.capabilities = spec.capabilities
         self.mask = capability_mask(spec.capabilities)
@@ -224,7 +226,7 @@ class Worker(_RequestFields):
 
     def matches(self, spec: WorkerSpec) -> bool:
         """Whether `configure(spec)` would change nothing."""
-        return (
+        return spec is self._spec or (
             self.model == spec.model
             and self.capabilities == spec.capabilities
             and self.disabled == spec.disabled

@@ -146,11 +146,20 @@ class EnginePages:
         workers = self._fleet.workers
         for gone in self._have_read.keys() - set(workers):
             del self._have_read[gone]
-        for worker in workers:
+        for worker in workers:  # often a thousand, of which a few are new
+            if worker.health.state is not Health.HEALTHY:
+                continue
             have_read = self._have_read.get(worker, ())
-            round_ = _Round(worker)
-            for reader in self._readers:
-                if reader not in have_read and (worker, reader) not in self._asking:
+            unread = [
+                reader
+                for reader in self._readers
+                if reader not in have_read
+                and reader.wants(worker)
+                and (worker, reader) not in self._asking
+            ]
+            if unread:
+                round_ = _Round(worker)
+                for reader in unread:
                     self._ask(worker, reader, round_)
 
     async def refresh(self, reader: PageReader) -> None:

@@ -135,8 +135,12 @@ class Prober:
             loop = self._loops.get(worker)
 
     def _follow_fleet(self) -> None:
-        for worker in [*self._loops, *self._fleet.workers]:
+        workers = self._fleet.workers
+        for worker in self._loops.keys() - set(workers):
             self._follow_worker(worker)
+        for worker in workers:
+            if (worker in self._loops) is (worker.health.state is Health.DEAD):
+                self._follow_worker(worker)
 
     def _follow_worker(self, worker: Worker) -> None:
         if self._nursery is None:

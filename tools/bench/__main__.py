@@ -27,7 +27,8 @@ what is measured:
   profile             where the proxy's time goes (profile unary, profile stream)
 
 `python -m tools.bench --replica` measures the replica, `--weights` what new weights cost on their
-way to a fleet, `python -m tools.bench.policies` policies, large fleets and metrics.
+way to a fleet, `--discovery` for how long pods that come and go keep the event loop,
+`python -m tools.bench.policies` policies, large fleets and metrics.
 """
 
 
@@ -93,8 +94,14 @@ def _weights(argv: list[str]) -> int:
     return weights(argv)
 
 
+def _discovery(argv: list[str]) -> int:
+    from tools.bench.discovery import main as discovery
+
+    return discovery(argv)
+
+
 # Benches of something else, each with words of its own.
-OTHERS = {"--replica": _replica, "--weights": _weights}
+OTHERS = {"--replica": _replica, "--weights": _weights, "--discovery": _discovery}
 KINDS = {
     **dict.fromkeys(CPU_BENCHES, measurements.paired),
     "memory": measurements.memory,
