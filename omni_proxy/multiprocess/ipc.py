@@ -251,6 +251,9 @@ class MetricsEvent(Struct, frozen=True, tag=True):
     fallbacks: dict[str, int]
     cached_tokens: list[tuple[int, int, int]]  # predicted, reported
     worker_ends: list[tuple[int, str, int, int, int]]  # traffic, routed, succeeded, failed
+    exemplars: list[
+        tuple[str, int, int, str, float, float]
+    ]  # route, worker, as `telemetry.exemplars`
 
 
 class ProcessStats(Struct, frozen=True, tag=True):

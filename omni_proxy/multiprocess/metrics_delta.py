@@ -20,6 +20,7 @@ from omni_proxy.multiprocess.ipc import (
     WindowDelta,
 )
 from omni_proxy.multiprocess.replicated_fleet import shared_ids
+from omni_proxy.telemetry.exemplars import Exemplars, Noted
 from omni_proxy.telemetry.histogram import DURATION, Histogram, LateHistogram
 from omni_proxy.telemetry.metrics import LEGS, Metrics, RoutePhases, RouteSeries
 from omni_proxy.telemetry.recent_window import RecentWindow, WindowCounts
@@ -69,6 +70,7 @@ class MetricsDelta(Metrics):
         failures, self.transfer_failures = self.transfer_failures, 0
         fallbacks, self.fallbacks = self.fallbacks, Counter()
         cached, self.cached_tokens = self.cached_tokens, {}
+        exemplars, self.exemplars = self.exemplars, Exemplars()
         recent, self._recent = self._recent, RecentDelta()
         assert isinstance(recent, RecentDelta)
         return MetricsEvent(
@@ -86,6 +88,10 @@ class MetricsDelta(Metrics):
             fallbacks=dict(fallbacks),
             cached_tokens=[(_serial(worker), *counts) for worker, counts in cached.items()],
             worker_ends=_worker_counts(self._fleet.targets()),
+            exemplars=[
+                (route, _serial(worker), kind, *noted)
+                for (route, worker), kind, noted in exemplars.rows()
+            ],
         )
 
 
@@ -128,6 +134,7 @@ def merge_metrics(
     _merge_legs(event, meters)
     _merge_cached_tokens(event, meters, find)
     _merge_recent(event, recent, find)
+    _merge_exemplars(event, meters, find)
     for serial, traffic, routed, succeeded, failed in event.worker_ends:
         worker = find(serial)
         if worker is not None:
@@ -210,6 +217,13 @@ def _merge_cached_tokens(event: MetricsEvent, meters: Metrics, find: FindWorker)
         worker = find(serial)
         if worker is not None:
             meters.count_cached(worker, predicted, reported)
+
+
+def _merge_exemplars(event: MetricsEvent, meters: Metrics, find: FindWorker) -> None:
+    for route, serial, kind, trace_id, secs, at in event.exemplars:
+        worker = find(serial)
+        if worker is not None or not serial:
+            meters.exemplars.put((route, worker), kind, Noted(trace_id, secs, at))
 
 
 def _merge_recent(event: MetricsEvent, recent: RecentWindow, find: FindWorker) -> None:

@@ -17,13 +17,14 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import compress
 from sys import intern
-from time import monotonic
+from time import monotonic, time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.response_usage import read_cached_tokens, tokens_in
+from omni_proxy.telemetry.exemplars import Exemplars
 from omni_proxy.telemetry.histogram import (
     BETWEEN_CHUNKS,
     COARSE,
@@ -155,6 +156,7 @@ class Metrics:
         self.failed_attempts: Counter[tuple[Worker, str]] = Counter()
         self.ejections: Counter[Worker] = Counter()
         self.health_changes: Counter[tuple[Worker, Health]] = Counter()
+        self.exemplars = Exemplars()
         self.retries = 0
         self.alias_targets: Counter[tuple[str, str]] = Counter()  # requests by alias and target
         self.legs = {leg: Histogram(DURATION) for leg in LEGS}  # times of legs that ended well
@@ -222,6 +224,9 @@ class Metrics:
         had."""
         before = self.cached_tokens.get(worker, (0, 0))
         self.cached_tokens[worker] = (before[0] + predicted, before[1] + reported)
+
+    def note_trace(self, exchange: Exchange, worker: Worker | None) -> None:
+        self.exemplars.note(exchange, worker, time())
 
     def record_prefill(self, exchange: Exchange, worker: Worker) -> None:
         """A prefill leg ended well: it counts in the last minute of its worker, and not as a
@@ -445,6 +450,7 @@ class Metrics:
             for worker in cells.keys() - current:
                 del cells[worker]
         self._recent.keep(current)
+        self.exemplars.keep(current)
         for worker in self.cached_tokens.keys() - current:
             del self.cached_tokens[worker]
         _keep(self.failed_attempts, {key for key in self.failed_attempts if key[0] in current})

@@ -11,7 +11,8 @@ series for each model that a worker names, whatever the size of the fleet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from prometheus_client import Metric
@@ -20,9 +21,11 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
 )
+from prometheus_client.samples import Exemplar
 
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.telemetry.exemplars import FIRST, TOTAL, Exemplars, Key, marked
 from omni_proxy.telemetry.histogram import FINE, FIRST_CHUNK, Histogram
 from omni_proxy.telemetry.metrics import Metrics, RoutePhases, RouteSeries
 
@@ -34,29 +37,38 @@ OPERATIONS: Final = {
 }
 LABELS: Final = ("gen_ai_operation_name", "gen_ai_request_model")
 CELLS_AT_ONCE: Final = 100  # to be added up: about a millisecond
-NAMES: Final[tuple[tuple[str, str, Callable[[RouteSeries], Histogram]], ...]] = (
-    ("duration", "From first byte to last byte", lambda cell: cell.total),
+# Name, meaning, times, and which exemplars they have.
+NAMES: Final[tuple[tuple[str, str, Callable[[RouteSeries], Histogram], int | None], ...]] = (
+    ("duration", "From first byte to last byte", lambda cell: cell.total, TOTAL),
     (
         "time_to_first_chunk",
         "From a request's first byte to its answer's",
         lambda cell: cell.first,
+        FIRST,
     ),
     (
         "time_per_output_chunk",
         "Between two chunks of a stream, each such time, also while it lasts",
         lambda cell: cell.between,
+        None,
     ),
 )
 
 
-def otel_families(cells: list[tuple[str, Worker | None, RouteSeries]]) -> Iterator[Metric]:
+def otel_families(
+    cells: list[tuple[str, Worker | None, RouteSeries]], exemplars: Exemplars | None = None
+) -> Iterator[Metric]:
     """Yields empty parts in between, so that the caller can yield to the event loop."""
     present = [
         ((OPERATIONS[route], worker.model or ""), cell)
         for route, worker, cell in cells
         if route in OPERATIONS and worker is not None
     ]
-    for name, text, timed in NAMES:
+    series: dict[tuple[str, str], list[tuple[str, Worker | None]]] = {}
+    for route, worker, _ in cells if exemplars is not None else ():
+        if route in OPERATIONS and worker is not None:
+            series.setdefault((OPERATIONS[route], worker.model or ""), []).append((route, worker))
+    for name, text, timed, kind in NAMES:
         metric_name = f"gen_ai_client_operation_{name}_seconds"
         sums: dict[tuple[str, str], Histogram] = {}
         for number, (key, cell) in enumerate(present, start=1):
@@ -65,8 +77,11 @@ def otel_families(cells: list[tuple[str, Worker | None, RouteSeries]]) -> Iterat
                 yield HistogramMetricFamily(metric_name, text, labels=LABELS)
         family = HistogramMetricFamily(metric_name, text, labels=LABELS)
         for key, times in sums.items():
-            bounds = FIRST_CHUNK if times.bounds is FINE else times.bounds
-            family.add_metric(key, times.buckets(bounds), times.sum)
+            marks: dict[str, Exemplar] = {}
+            if exemplars is not None and kind is not None:
+                marks = exemplars.marks(series[key], kind)
+            buckets = marked(times.buckets(_exported_bounds(times)), marks)
+            family.add_metric(key, buckets, times.sum)
         yield family
 
 
@@ -108,11 +123,18 @@ def counters(
 
 
 def histograms(
-    name: str, text: str, labels: Labels, rows: Iterable[tuple[Labels, Histogram]]
+    name: str,
+    text: str,
+    labels: Labels,
+    rows: Iterable[tuple[Labels, Histogram]],
+    marks_of: Callable[[Labels], Mapping[str, Exemplar]] = lambda _: {},
 ) -> Iterator[Metric]:
-    """Empty histograms are left out: each would be twenty lines of zeros."""
+    """Empty histograms are left out: each would be twenty lines of zeros. `marks_of`: the exemplars
+    of a row."""
     rows_with_samples = (
-        (key, of.buckets(_exported_bounds(of)), of.sum) for key, of in rows if any(of.counts)
+        (key, marked(of.buckets(_exported_bounds(of)), marks_of(key)), of.sum)
+        for key, of in rows
+        if any(of.counts)
     )
     return _in_parts(
         lambda: HistogramMetricFamily(f"omni_proxy_{name}", text, labels=labels), rows_with_samples
@@ -139,21 +161,24 @@ SUMS: Final[tuple[tuple[str, str, Callable[[RouteSeries], int]], ...]] = (
     ("response_body_bytes", "Bytes of response bodies", lambda one_series: one_series.bytes_out),
     ("response_chunks", "Chunks of responses relayed", lambda one_series: one_series.chunks),
 )
-TIMES: Final[tuple[tuple[str, str, Callable[[RouteSeries], Histogram]], ...]] = (
+TIMES: Final[tuple[tuple[str, str, Callable[[RouteSeries], Histogram], int | None], ...]] = (
     (
         "request_duration_seconds",
         "From first byte to last byte",
         lambda one_series: one_series.total,
+        TOTAL,
     ),
     (
         "time_to_first_chunk_seconds",
         "From the first byte of the request to that of the response",
         lambda one_series: one_series.first,
+        FIRST,
     ),
     (
         "time_between_chunks_seconds",
         "Each gap between two chunks of a stream, counted while it runs",
         lambda one_series: one_series.between,
+        None,
     ),
 )
 PHASES: Final[tuple[tuple[str, str, Callable[[RoutePhases], Histogram]], ...]] = (
@@ -200,13 +225,16 @@ def request_families(metrics: Metrics) -> Iterator[Metric]:
         yield from counters(
             name, text, BY_SERIES, [(key, summed(one_series)) for key, one_series in series]
         )
-    for name, text, timed in TIMES:
+    cells = [(*key, one_series) for key, one_series in metrics.series.items()]
+    keys: dict[Labels, Key] = {
+        labels: cell[:2] for (labels, _), cell in zip(series, cells, strict=True)
+    }
+    for name, text, timed, kind in TIMES:
         yield from histograms(
-            name, text, BY_SERIES, ((key, timed(one_series)) for key, one_series in series)
-        )
-    yield from otel_families(
-        [(route, worker, one_series) for (route, worker), one_series in metrics.series.items()]
-    )
+            name, text, BY_SERIES, ((key, timed(one_series)) for key, one_series in series),
+            marks_of=partial(_marks, metrics.exemplars, keys, kind),
+        )  # fmt: skip
+    yield from otel_families(cells, metrics.exemplars)
     phases = list(metrics.phases.items())
     for name, text, spent in PHASES:
         rows = (([route], spent(phase)) for route, phase in phases)
@@ -214,6 +242,12 @@ def request_families(metrics: Metrics) -> Iterator[Metric]:
     yield from _tokens(series)
     yield from _cached_tokens(metrics)
     yield from _attempts(metrics)
+
+
+def _marks(
+    exemplars: Exemplars, keys: Mapping[Labels, Key], kind: int | None, labels: Labels
+) -> Mapping[str, Exemplar]:
+    return exemplars.marks([keys[labels]], kind) if kind is not None else {}
 
 
 def _requests(series: SeriesRows) -> Iterator[Metric]:

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from omni_proxy.dataplane.tracing.request_trace import RequestTrace
 from omni_proxy.fleet.worker import worker_state
 from omni_proxy.multiprocess.ipc import MetricsEvent
 from omni_proxy.multiprocess.metrics_delta import PHASES, MetricsDelta, merge_metrics
@@ -138,3 +139,20 @@ def test_counters_of_workers_are_merged_and_those_of_a_removed_one_dropped():
     assert (whole.workers[0].routed["generation"], whole.workers[0].failed["generation"]) == (3, 1)
     assert not whole.workers[1].routed
     assert not dataplane.take().worker_ends
+
+
+def test_exemplars_of_processes_reach_the_main_process():
+    whole_fleet, follows = fleets()
+    delta, meters, recent = (
+        MetricsDelta(follows),
+        Metrics(whole_fleet, RecentWindow()),
+        RecentWindow(),
+    )
+    worker = follows.workers[0]
+    delta.note_trace(ended(worker, trace=RequestTrace(b"0" * 31 + b"1")), worker)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(delta.take()), type=MetricsEvent)
+    merge_metrics(sent, meters, recent, dict(enumerate(whole_fleet.workers, start=1)).get)
+    rows = list(meters.exemplars.rows())
+    assert {key for key, *_ in rows} == {("/v1/chat/completions", whole_fleet.workers[0])}
+    assert sorted(round(noted.secs, 3) for *_, noted in rows) == [0.2, 1.1]
+    assert list(delta.exemplars.rows()) == []

@@ -8,6 +8,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from omni_proxy.cli import main
 from omni_proxy.dataplane.tracing.trace_context import parse_traceparent
+from omni_proxy.telemetry.metrics import Metrics
+from omni_proxy.telemetry.recent_window import RecentWindow
 from tests.promises.clients import post
 from tests.promises.dataplane_fixture import Lines, dataplane_before
 from tests.promises.disaggregated_engines import fleet_of
@@ -54,6 +56,7 @@ async def answered(client, request):
 async def test_a_request_has_a_span_and_its_attempt_another(repeats):
     async with dataplane_before(GOOD, config=OBSERVED) as (opened, client):
         spans = traced(opened)
+        opened.door.recorders.meters = Metrics(opened.door.fleet, RecentWindow(), lambda: 0.0)
         for _ in range(repeats):
             assert (await answered(client, post(CHAT))).status == 200
         (context,) = sent(opened.workers[0])
@@ -81,6 +84,10 @@ async def test_a_request_has_a_span_and_its_attempt_another(repeats):
         assert attempt["attributes"]["server.port"] == int(port)
         assert "http.request.resend_count" not in attempt["attributes"]
         assert opened.last["trace_id"] == request["trace_id"]
+        # Of each bucket the newest; how long a request takes is not given.
+        noted = {each.trace_id for *_, each in opened.door.recorders.meters.exemplars.rows()}
+        assert request["trace_id"] in noted
+        assert len(noted) <= repeats
 
 
 async def test_a_clients_trace_is_continued_on_either_path():

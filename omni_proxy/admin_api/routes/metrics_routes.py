@@ -1,4 +1,5 @@
-"""`GET /metrics`: the metrics of the proxy, in the Prometheus text format; and `GET /history`.
+"""`GET /metrics`: the metrics of the proxy, in the Prometheus text format, or in OpenMetrics for
+scrapers that prefer it; and `GET /history`.
 
 Invariant: the text is made in slices, and the data plane runs in between; requests that arrive
 while it is made share the next one. A scraper that does not read holds that text, and one of a
@@ -8,19 +9,25 @@ bounded number of slots, for `SEND_SECS`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import trio
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.fleet_changes import FleetChanges
 from omni_proxy.admin_api.responses import bad_request, json_response
 from omni_proxy.admin_api.routes.dashboard_routes import Body, Places
-from omni_proxy.admin_api.serializers.metrics_text import CONTENT_TYPE, of_program
+from omni_proxy.admin_api.serializers.metrics_text import (
+    CONTENT_TYPE,
+    OPENMETRICS_TYPE,
+    of_program,
+    prefers_openmetrics,
+)
 from omni_proxy.admin_api.services import Services
 from omni_proxy.telemetry.history.rings import SERIES, STEPS, Track, start_of
 from omni_proxy.telemetry.prometheus import fleet_families, request_families
@@ -40,18 +47,26 @@ class _Part(Collector):
         yield self._part
 
 
-def written(families: Iterable[Metric]) -> Iterator[bytes]:
+_EOF: Final = b"# EOF\n"
+
+
+def written(families: Iterable[Metric], *, openmetrics: bool = False) -> Iterator[bytes]:
     """The text of the families in slices. A family may have several consecutive parts."""
+    generate: Callable[[CollectorRegistry], bytes] = (
+        generate_openmetrics if openmetrics else generate_latest
+    )
     family_name = ""
     for family in families:
         for begin in range(0, max(len(family.samples), 1), SLICE):
             registry = CollectorRegistry(auto_describe=False)
             registry.register(_Part(family, slice(begin, begin + SLICE)))
-            text = generate_latest(registry)
+            text = generate(registry).removesuffix(_EOF)
             if family.name == family_name:  # HELP and TYPE were written
                 text = text.split(b"\n", 2)[2]
             family_name = family.name
             yield text
+    if openmetrics:
+        yield _EOF
 
 
 class _Text(Body):
@@ -70,34 +85,41 @@ class MetricsRoutes:
         self._services = services
         self._places = Places(SCRAPES, "too_many_scrapes")
         self._making = trio.Lock()
-        self._text = b""
-        self._begun_at = float("-inf")
+        # The newest of each content type, and when it was begun.
+        self._texts: dict[str, tuple[float, bytes]] = {}
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/metrics", "metrics", self.show)
 
     async def show(self) -> Response:
         self._places.refuse_past_bound()
-        text = await self._exposition()
-        response = Response(b"", content_type=CONTENT_TYPE)
+        openmetrics = prefers_openmetrics(request.headers.get("accept", ""))
+        content_type = OPENMETRICS_TYPE if openmetrics else CONTENT_TYPE
+        text = await self._exposition(content_type)
+        response = Response(b"", content_type=content_type)
+        response.headers["Vary"] = "accept"
         response.headers["Content-Length"] = str(len(text))
         response.response = _Text(self._places, text)
         response.timeout = SEND_SECS
         return response
 
-    async def _exposition(self) -> bytes:
+    async def _exposition(self, content_type: str) -> bytes:
         """A scrape that started after the request."""
         asked_at = trio.current_time()
         async with self._making:
-            if self._begun_at < asked_at:
-                self._begun_at = trio.current_time()
-                text = bytearray()
-                await self._gather()
-                for part in written(self._families()):
-                    text += part
-                    await trio.lowlevel.checkpoint()
-                self._text = bytes(text)
-            return self._text
+            begun_at, text = self._texts.get(content_type, (float("-inf"), b""))
+            if begun_at >= asked_at:
+                return text
+            begun_at = trio.current_time()
+            parts = bytearray()
+            await self._gather()
+            openmetrics = content_type == OPENMETRICS_TYPE
+            for part in written(self._families(), openmetrics=openmetrics):
+                parts += part
+                await trio.lowlevel.checkpoint()
+            text = bytes(parts)
+            self._texts[content_type] = begun_at, text
+            return text
 
     async def _gather(self) -> None:
         """Before the metrics are read, which would do it for all workers without a checkpoint."""

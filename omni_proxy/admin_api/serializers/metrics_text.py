@@ -261,6 +261,7 @@ def _table(stats: Mapping[str, object], key: str) -> dict[str, int]:
 
 UP: Final = "omni_proxy_engine_metrics_up"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 TOTAL: Final = "_total"
 # Of one worker; past one of these its text counts as unreadable. The reader we use takes time by
 # the square of a line's length.
@@ -268,6 +269,25 @@ MAX_FAMILIES: Final = 1000
 MAX_LINE_CHARS: Final = 8192
 READ_SECS: Final = 2.0  # of CPU: 50,000 samples
 _KEPT_TYPES: Final = ("counter", "gauge", "histogram", "summary")
+
+
+def prefers_openmetrics(accept: str) -> bool:
+    """Whether a scraper with this Accept field wants OpenMetrics rather than the text format, which
+    is for all that do not name it (RFC 9110 12.5.1)."""
+    best = {"openmetrics": 0.0, "text": 0.0}
+    for item in accept.lower().split(","):
+        media_type, *parameters = (part.strip() for part in item.split(";"))
+        options = dict(part.replace(" ", "").partition("=")[::2] for part in parameters)
+        try:
+            share = float(options.get("q", "1"))
+        except ValueError:
+            continue
+        version = options.get("version", "1.0.0").strip('"')
+        if media_type == "application/openmetrics-text" and version in ("1.0.0", "0.0.1"):
+            best["openmetrics"] = max(best["openmetrics"], share)
+        elif media_type == "text/plain":
+            best["text"] = max(best["text"], share)
+    return best["openmetrics"] > 0 and best["openmetrics"] >= best["text"]
 
 
 async def merge_metrics(outcomes: Sequence[CallResult]) -> bytes:

@@ -192,6 +192,9 @@ class RequestObserver(Protocol):
 
     def record(self, exchange: Exchange, worker: Worker | None) -> None: ...
 
+    def note_trace(self, exchange: Exchange, worker: Worker | None) -> None:
+        """It has ended, and its trace is sampled."""
+
     def record_prefill(self, exchange: Exchange, worker: Worker) -> None:
         """A prefill leg ended well."""
 

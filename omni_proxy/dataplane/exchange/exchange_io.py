@@ -23,7 +23,7 @@ from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.tracing.span_records import encode_spans
 from omni_proxy.dataplane.upstream.cache_report import settle_prediction
 from omni_proxy.dataplane.upstream.pool import ResponseStart
-from omni_proxy.fleet.worker import FAILED, SUCCEEDED
+from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.response import UpstreamResponse
 
@@ -172,7 +172,7 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
         or (exchange.trace is not None and exchange.trace.sampled)
         or (need is not None and need.prediction is not None)
     ):
-        _settle_rarer(services, exchange)
+        _settle_rarer(services, exchange, worker)
     totals, recorders = services.totals, services.recorders
     if worker is not None and worker.version is not exchange.version:
         totals.across_versions += exchange.spans_versions(worker)
@@ -192,18 +192,20 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
         write_logs(recorders, exchange, worker, as_json=services.settings.access_log_is_json)
 
 
-def _settle_rarer(services: ExchangeServices, exchange: Exchange) -> None:
+def _settle_rarer(services: ExchangeServices, exchange: Exchange, worker: Worker | None) -> None:
     """What only some exchanges have: another leg, a trace, a caller, and a policy or metrics that
     read the answer."""
     if exchange.legs is not None:
         services.balancer.release_prefill(exchange.legs)
-    trace, spans = exchange.trace, services.recorders.spans
-    if trace is not None and trace.sampled and spans is not None:
-        spans.write(encode_spans(exchange, trace, services.loop.clock()))
+    trace, recorders = exchange.trace, services.recorders
+    if trace is not None and trace.sampled and recorders.spans is not None:
+        recorders.spans.write(encode_spans(exchange, trace, services.loop.clock()))
+        if recorders.meters is not None:
+            recorders.meters.note_trace(exchange, worker)
     if exchange.caller is not None:
         end_call(exchange, exchange.caller)
     need = exchange.requirements
     if need is not None and need.prediction is not None:
-        settle_prediction(services.recorders, exchange, need)
+        settle_prediction(recorders, exchange, need)
     if not services.settings.counts_usage:
         exchange.last_chunk = b""

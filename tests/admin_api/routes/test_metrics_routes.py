@@ -6,11 +6,16 @@ import pytest
 import trio
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from omni_proxy.admin_api.routes import metrics_routes
+from omni_proxy.admin_api.serializers.metrics_text import OPENMETRICS_TYPE, prefers_openmetrics
 from omni_proxy.config.schema import AdminConfig, RoutingConfig
+from omni_proxy.dataplane.tracing.request_trace import RequestTrace
 from omni_proxy.routing.policies import build_policy
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.metrics import RoutePhases, RouteSeries
@@ -95,6 +100,75 @@ def test_the_lint_would_see_what_is_wrong():
     found = "\n".join(problems(bad))
     for wrong in ("no HELP", "base unit", "part of its name", "nobody vouches", "twice"):
         assert wrong in found
+
+
+PROMETHEUS = (
+    "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;"
+    "q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
+TRACE = b"4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+@pytest.mark.parametrize(
+    ("accept", "preferred"),
+    [
+        (PROMETHEUS, True),
+        ("application/openmetrics-text", True),
+        ('application/openmetrics-text; version="1.0.0"; charset=utf-8', True),
+        ("text/plain;version=0.0.4;q=0.5,application/openmetrics-text;q=0.5", True),
+        ("text/plain, application/openmetrics-text; q=0.9", False),
+        ("application/openmetrics-text; q=0", False),
+        ("application/openmetrics-text; version=2.0.0", False),
+        ("application/openmetrics-text; q=x, */*", False),
+        ("*/*", False),
+        ("", False),
+        (",;,=;q", False),
+    ],
+)
+def test_openmetrics_is_for_scrapers_that_prefer_it(accept, preferred):
+    assert prefers_openmetrics(accept) is preferred
+
+
+async def scrape_openmetrics(api):
+    answer = await api.client().get("/metrics", headers={"Accept": PROMETHEUS})
+    assert answer.status_code == 200
+    assert answer.headers["Content-Type"] == OPENMETRICS_TYPE
+    assert answer.headers["Vary"] == "accept"
+    return (await answer.get_data()).decode()
+
+
+async def test_openmetrics_has_the_same_samples_and_the_traces_beside_them(busy):
+    worker = busy.worker(A)
+    meters = busy.instruments.metrics
+    meters.note_trace(ended(worker, trace=RequestTrace(TRACE)), worker)
+    text = await scrape_openmetrics(busy)
+    assert text.endswith("\n# EOF\n")
+    assert text.count("# EOF") == 1
+    families = list(openmetrics_families(text))  # it refuses what OpenMetrics does not allow
+    marks = {
+        (family.name, sample.labels["le"]): sample.exemplar
+        for family in families
+        for sample in family.samples
+        if sample.exemplar is not None
+    }
+    assert set(marks) == {
+        ("omni_proxy_request_duration_seconds", "1.28"),
+        ("omni_proxy_time_to_first_chunk_seconds", "0.25"),
+        ("gen_ai_client_operation_duration_seconds", "1.28"),
+        ("gen_ai_client_operation_time_to_first_chunk_seconds", "0.25"),
+    }
+    assert {mark.labels["trace_id"] for mark in marks.values()} == {TRACE.decode()}
+    plain = await scrape(busy)
+    assert TRACE.decode() not in plain
+    samples = [
+        {
+            (sample.name, *sorted(sample.labels.items()))
+            for family in each
+            for sample in family.samples
+        }
+        for each in (families, text_string_to_metric_families(plain))
+    ]
+    assert samples[0] == samples[1]
 
 
 async def test_requests_count_by_route_model_worker_status_and_end(busy):
