@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from itertools import chain
 
 from omni_proxy.admin_ops.routes import check_routes
 from omni_proxy.api_keys.resolve import KeyReader, resolve
@@ -12,6 +13,7 @@ from omni_proxy.config.api_keys import KeySource
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.problem import Path, Problem, format_path
 from omni_proxy.config.schema import Config
+from omni_proxy.fleet.worker import adapter_names
 from omni_proxy.routing.policies.plugins import check_policy
 from omni_proxy.runtime_config.config_store import read_file
 from omni_proxy.runtime_config.extras import check_extras
@@ -29,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         check_policy(config, str(arguments.file))
         check_extras(config, str(arguments.file))
         reject_own_addresses(config, (), str(arguments.file))
-        notes = check_keys(config, str(arguments.file))
+        notes = check_keys(config, str(arguments.file)) + alias_notes(config)
     except ConfigError as refusal:
         if arguments.json:
             print(json.dumps({"ok": False, **refusal.as_dict()}, indent=2))
@@ -70,6 +72,28 @@ def check_keys(config: Config, file: str) -> list[str]:
     if problems:
         raise ConfigError(problems, file)
     return [f"{place}: {name} is not set here; the start needs it" for place, name in unset.items()]
+
+
+def alias_notes(config: Config) -> list[str]:
+    """The targets of aliases that no worker of the file has. None where the file does not know all
+    that there will be: workers that are discovered, adapters that engines report."""
+    loras = [worker.loras for worker in config.workers]
+    if config.discover or "auto" in loras:
+        return []
+    named = [worker.model for worker in config.workers] + [group.model for group in config.launch]
+    models = {model or config.routing.model for model in named} - {""}
+    if not models:  # then any worker takes them
+        return []
+    known = set(models)
+    for lora in chain.from_iterable(loras):
+        known.update(adapter_names(lora, models))
+    return [
+        f"{format_path(('routing', 'models', index, 'targets', place, 'model'))}: "
+        f"no worker of this file has the model {target.model!r}"
+        for index, alias in enumerate(config.routing.models)
+        for place, target in enumerate(alias.targets)
+        if target.model not in known
+    ]
 
 
 def _summary(config: Config) -> str:

@@ -8,11 +8,13 @@ Source: features.md 8 (which route of which engine hears what).
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.body_fields import as_utf8
 from omni_proxy.routing.inspect.json_splice import find_members, splice_parts
 from omni_proxy.routing.inspect.large_json import JsonMember, key_text
 from omni_proxy.routing.inspect.requirements import ANY_RANK, Requirements
@@ -24,6 +26,7 @@ OLD_BODY_KEY: Final = "data_parallel_rank"  # of earlier SGLang versions
 # A body without these has neither key: a part of both, and how an escaped ASCII letter begins.
 _COMMON_PART: Final = b"_rank"
 _ESCAPE: Final = b"\\u00"
+_WIDE_MARKS: Final = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE  # UTF-32 begins with the same, or a 0
 # SGLang ignores the header on these routes.
 BODY_ONLY_PATHS: Final = frozenset(("/generate",))
 _KEYS: Final = (BODY_KEY, OLD_BODY_KEY)
@@ -35,7 +38,12 @@ _SOME_MEMBER: Final = (JsonMember(b"", 0, 0, 0),)
 
 def may_name_rank(body: bytes) -> bool:
     """Whether the body may have one of the keys; cheap."""
-    return _COMMON_PART in body or _ESCAPE in body
+    return _COMMON_PART in body or _ESCAPE in body or _is_of_other_encoding(body)
+
+
+def _is_of_other_encoding(body: bytes) -> bool:
+    """Whether it is in UTF-16 or UTF-32, as a JSON text is that begins so (RFC 4627, 3)."""
+    return b"\0" in body[:2] or body.startswith(_WIDE_MARKS)
 
 
 def pin_to_rank(need: Requirements, hints: Mapping[bytes, bytes], body: bytes) -> None:
@@ -64,7 +72,7 @@ def _chosen(
     if need.large_body_class:
         yield from need.ranks_in_large_body
     elif need.body_fields is not None and may_name_rank(body):
-        yield from _in_body(body)
+        yield from _in_body(as_utf8(body) if _is_of_other_encoding(body) else body)
 
 
 def _in_body(body: bytes) -> Iterable[tuple[str, bytes]]:

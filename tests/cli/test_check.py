@@ -83,6 +83,35 @@ def test_a_file_that_is_missing_brings_the_nearest_name(tmp_path, capsys):
     assert "did you mean" not in capsys.readouterr().err
 
 
+ALIAS = """\
+[[routing.models]]
+name = "gpt"
+targets = [{ model = "big" }, { model = "small" }, { model = "tuned" }]
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "noted"),
+    [
+        ('[[workers]]\nurl = "http://a:1"\nmodel = "big"\nloras = ["tuned"]\n', ["small"]),
+        ('[[launch]]\nname = "l"\ncommand = ["x"]\nmodel = "small"\n', ["big", "tuned"]),
+        ('[[workers]]\nurl = "http://a:1"\nmodel = "big"\nloras = "auto"\n', []),
+        ('[[workers]]\nurl = "http://a:1"\n', []),
+        ("", []),
+    ],
+)
+def test_a_target_of_an_alias_that_no_worker_has_is_noted(tmp_path, capsys, more, noted):
+    file = tmp_path / "proxy.toml"
+    file.write_text(ALIAS + more)
+    assert main(["check", str(file)]) == 0
+    said = capsys.readouterr().err
+    assert said.count("note: ") == len(noted)
+    for model in noted:
+        place = ["big", "small", "tuned"].index(model)
+        where = f"routing.models[0].targets[{place}].model"
+        assert f"{where}: no worker of this file has the model {model!r}" in said
+
+
 def test_a_key_that_cannot_be_read_is_refused_and_a_variable_that_is_not_set_is_noted(
     tmp_path, capsys, monkeypatch
 ):

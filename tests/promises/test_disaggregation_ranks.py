@@ -103,6 +103,17 @@ async def test_a_rank_that_no_decode_worker_has_is_refused(monkeypatch):
         await eventually(lambda: none_held(fleet))
 
 
+async def test_a_key_for_decode_alone_that_is_there_twice_reaches_no_engine(monkeypatch):
+    async with ranked_fleet(monkeypatch, "sglang") as (fleet, client):
+        twice = b'{"text": "a", "disagg_prefill_dp_rank": 1, "disagg_prefill_dp_rank": 2}'
+        await client.send(post(twice, path="/generate"))
+        answer = await client.answer()
+        assert (answer.status, json.loads(answer.body)["error"]["code"]) == (400, "duplicate_key")
+        assert not fleet.prefills[0].bodies
+        assert not fleet.decodes[0].bodies
+        await eventually(lambda: none_held(fleet))
+
+
 async def test_vllm_engines_hear_their_ranks_by_header(monkeypatch):
     async with ranked_fleet(monkeypatch, "nixl") as (fleet, client):
         for _ in range(6):

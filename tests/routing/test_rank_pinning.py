@@ -19,6 +19,7 @@ from omni_proxy.routing.rank_pinning import (
     OLD_BODY_KEY,
     body_for_rank,
     candidates_of_rank,
+    may_name_rank,
     pin_to_rank,
 )
 from omni_proxy.routing.routes import match_route
@@ -108,6 +109,26 @@ def test_a_key_that_is_spelled_with_escapes_names_a_rank(spelled, padding):
     assert (need.dp_rank, need.names_rank_in_body) == (5, True)
     with pytest.raises(HttpError):
         pin_to_rank(read(text), {RANK_HINT: b"3"}, text)
+
+
+ENCODINGS = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "utf-8-sig"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_in_another_encoding_names_a_rank(encoding, key):
+    text = f'{{"{key}": 5, "text": "h\u00e4"}}'.encode(encoding)
+    assert may_name_rank(text)
+    need = read(text)
+    pin_to_rank(need, {}, text)
+    assert (need.dp_rank, need.names_rank_in_body) == (5, True)
+    with pytest.raises(HttpError):
+        pin_to_rank(read(text), {RANK_HINT: b"3"}, text)
+
+
+def test_a_body_without_such_a_key_is_not_looked_at():
+    assert not may_name_rank('{"text": "h\u00e4"}'.encode())
+    assert not may_name_rank(b"")
 
 
 @pytest.mark.parametrize("value", [b"9" * 5000, b"0" * 5000 + b"1"])

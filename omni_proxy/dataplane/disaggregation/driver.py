@@ -200,9 +200,11 @@ class TwoLegDriver:
         random_below, path = self._io.services.random_below, self._requests.path
         made = sglang_legs(path, body, prefill.url, prefill.bootstrap_port, random_below)
         legs.rid = made.rid
+        rank = legs.prefill.rank if legs.prefill is not None else None
+        edits = with_prefill_rank(made.decode, rank)
+        self._requests.decode_body(edits)  # a key that is there twice is refused before any leg
         leg = self._start_leg(legs, made.prefill, keeps=made.merges_logprobs)
         rewrites = bool(made.client_rid) or made.merges_logprobs
-        edits = with_prefill_rank(made.decode, leg.exchange.rank)
         start = await self._decode(edits, leg, is_read=rewrites)
         return await self._rewritten(start, made, leg) if rewrites else start
 

@@ -107,13 +107,13 @@ def decode_body(body: bytes) -> BodyFields:
         try:
             body.decode()
         except UnicodeDecodeError:
-            _as_utf8(body)
+            as_utf8(body)
     return payload
 
 
 def _decode_oddly(body: bytes) -> BodyFields:
     """What is no strict JSON, or has a field of another type than most."""
-    text = _as_utf8(body)
+    text = as_utf8(body)
     if b"\\ud" in text or b"\\uD" in text:
         text = _LONE.sub(_as_bytes, text)
     plain = text
@@ -149,8 +149,9 @@ def body_fields_of(fields: dict[str, Any]) -> BodyFields:
     return decode_body(json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass"))
 
 
-def _as_utf8(body: bytes) -> bytes:
-    """Raises HttpError 400. Lone surrogates pass, as they do in Python's reader."""
+def as_utf8(body: bytes) -> bytes:
+    """A JSON text in the encoding that most have. Raises HttpError 400. Lone surrogates pass, as
+    they do in Python's reader."""
     try:
         encoding = json.detect_encoding(body)
         text: str = body.decode(encoding, "surrogatepass")

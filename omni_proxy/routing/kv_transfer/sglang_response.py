@@ -46,7 +46,7 @@ class ClientIds:
         self._by_number = [
             bytes(item)[1:-1] if starts_with(item, b'"') else b"" for item in read_elements(raw)
         ]
-        self._pattern = re.compile(re.escape(self._base) + rb"_([0-9]{1,9})\b")
+        self._pattern = re.compile(re.escape(self._base) + rb"(?:_([0-9]{1,9}))?\b")
 
     def restore(self, text: bytes) -> bytes:
         if self._base not in text:
@@ -56,7 +56,7 @@ class ClientIds:
         return self._pattern.sub(self._numbered, text)
 
     def _numbered(self, found: re.Match[bytes]) -> bytes:
-        number = int(found[1])
+        number = int(found[1] or 0)  # without one it is no batch
         known = self._by_number[number] if number < len(self._by_number) else b""
         return known or found[0]
 

@@ -88,6 +88,8 @@ def test_a_stream_is_rewritten_alike_however_it_is_cut(steps, befores, data):
         (b'"\\u00e9\\""', f'"id":"{RID}"', '"id":"\\u00e9\\""'),
         (b'["a","b"]', f'["{RID}_0","{RID}_1","{RID}_2"]', f'["a","b","{RID}_2"]'),
         (b'["a",null]', f'["{RID}_0","{RID}_1"]', f'["a","{RID}_1"]'),
+        (b'["a"]', f'"id":"{RID}","x":"{RID}0 {RID}_x"', f'"id":"a","x":"{RID}0 {RID}_x"'),
+        (b"[]", f'"id":"{RID}"', f'"id":"{RID}"'),
         (b'"m"', f'["{RID}_0","{RID}_1"]', '["m_0","m_1"]'),
         (b"7", f'"id":"{RID}"', f'"id":"{RID}"'),
         (b'"mine"', '"id":"other"', '"id":"other"'),
