@@ -104,12 +104,12 @@ def test_a_target_of_an_alias_that_no_worker_has_is_noted(tmp_path, capsys, more
     file = tmp_path / "proxy.toml"
     file.write_text(ALIAS + more)
     assert main(["check", str(file)]) == 0
-    said = capsys.readouterr().err
-    assert said.count("note: ") == len(noted)
+    printed = capsys.readouterr().err
+    assert printed.count("note: ") == len(noted)
     for model in noted:
         place = ["big", "small", "tuned"].index(model)
         where = f"routing.models[0].targets[{place}].model"
-        assert f"{where}: no worker of this file has the model {model!r}" in said
+        assert f"{where}: no worker of this file has the model {model!r}" in printed
 
 
 def test_a_key_that_cannot_be_read_is_refused_and_a_variable_that_is_not_set_is_noted(

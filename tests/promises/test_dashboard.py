@@ -315,6 +315,22 @@ async def test_ends_and_a_refused_reload_can_be_read(page, tmp_path):
         await shows(page, "#running-text", '"drain_timeout_secs"')
 
 
+async def test_both_workers_of_a_request_in_two_legs_can_be_read(page, tmp_path):
+    async with workers("one", "two") as fleet:
+        text = toml(fleet)
+        for worker, role in zip(fleet, ("prefill", "decode"), strict=True):
+            entry = f'url = "{worker.url}"\n'
+            text = text.replace(entry, f'{entry}role = "{role}"\nkv_connector = "nixl"\n')
+        put(tmp_path / "proxy.toml", text)
+        async with program("--config", tmp_path / "proxy.toml") as running:
+            await running.until_routable(*fleet)
+            await page.visit(url_of(running))
+            await running.ask()
+            await shows(page, "#end-rows", " \u203a ".join(map(address, fleet)))
+            await shows(page, row(fleet[0]), "prefill")
+            await shows(page, row(fleet[1]), "decode")
+
+
 async def shifted_meanwhile(page, running):
     """Which parts of the page moved while it drew two more seconds of requests.
 

@@ -171,6 +171,21 @@ async def test_load_is_counted_for_each_leg_until_that_leg_ends():
         await all_freed(fleet)
 
 
+async def test_a_pair_is_picked_by_the_whole_conversation():
+    """sglang#26263: only the first message was the routing text."""
+    config = '[routing]\npolicy = "cache_aware"'
+    async with fleet_of("sglang", 2, 2, config=config) as (fleet, client):
+        same_beginning = {"role": "system", "content": "You are a pilot." * 8}
+        for letter in "abab":
+            talk = [same_beginning, {"role": "user", "content": letter * 400}]
+            await client.send(post(json.dumps({"messages": talk}).encode()))
+            assert (await client.answer()).status == 200
+        for pool in (fleet.prefills, fleet.decodes):
+            users = [[body["messages"][1]["content"][0] for body in each.bodies] for each in pool]
+            assert sorted(users) == [["a", "a"], ["b", "b"]]
+        await all_freed(fleet)
+
+
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_stale_kept_connections_are_dialled_anew_silently(connector):
     """sglang#9926, #9266: after idle hours requests failed."""

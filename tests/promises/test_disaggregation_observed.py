@@ -78,6 +78,22 @@ async def test_legs_fallbacks_and_failed_transfers_are_counted():
         assert found["omni_proxy_kv_transfer_failures_total"] == "0.0"
 
 
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_recent_requests_name_both_workers_and_the_time_of_prefill(connector):
+    async with fleet_of(connector) as (fleet, client):
+        recent = RecentWindow()
+        clock = fleet.before.door.loop.clock
+        fleet.before.door.recorders.meters = Metrics(fleet.before.fleet, recent, clock)
+        for _ in range(3):  # the first ones of a connection are a coroutine's
+            await client.send(CHAT)
+            await client.answer()
+        prefill, decode = (engine.url for engine in fleet.engines)
+        ends = recent.ends()
+        assert [(end.steps.prefill, end.worker) for end in ends] == [(prefill, decode)] * 3
+        if connector == "nixl":  # else prefill may end behind the response
+            assert all(0 < end.steps.prefill_secs < end.total_secs for end in ends)
+
+
 async def test_prefill_workers_have_a_rate_and_latencies_but_the_fleet_counts_requests():
     async with fleet_of("sglang") as (fleet, client):
         window = RecentWindow()

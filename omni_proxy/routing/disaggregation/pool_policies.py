@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from omni_proxy.config.fields import Role
 from omni_proxy.config.schema import DisaggregationConfig, RoutingConfig
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.prefix_text import LIMIT, TOKENS
+from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
+from omni_proxy.routing.inspect.prefix_text import LIMIT, TOKENS, prompt_bytes
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.policies import Policy, RandomBelow, build_policy
@@ -25,6 +26,7 @@ from omni_proxy.routing.policies.session_load import PrefixedSessions, Sessions
 from omni_proxy.routing.policies.sticky import Sticky
 
 BYTES_PER_TOKEN: Final = 4  # of UTF-8 text, in the mean of English and code
+SHORTEST_TOKEN: Final = {TOKENS: 2}  # bytes by mark: a digit and a comma
 POOLS: Final[tuple[Role, ...]] = ("prefill", "decode")
 
 
@@ -125,15 +127,18 @@ class PoolPolicies:
         self, candidates: Sequence[Worker], requirements: Requirements
     ) -> Callable[[Worker], int | None]:
         """How many tokens of the prompt each candidate would have to compute, by its cache as known
-        before this request; None where that is unknown: no text, or more of it than is compared.
+        before this request; None where that is unknown. What is behind the text that is compared
+        counts as not cached.
         """
         known = self.of("decode").cached_prefix(candidates, requirements)
         if known is None:
             known = self._own_knowledge().cached_prefix(candidates, requirements)
         text, cached = known
-        if not text or len(text) >= LIMIT:
+        beyond = bytes_beyond(text, requirements)
+        if not text or beyond < 0:
             return lambda worker: None
-        return lambda worker: estimate_tokens(text[:1], text[1 + cached.get(worker, 0) :])
+        mark, most = text[:1], beyond // SHORTEST_TOKEN.get(text[:1], BYTES_PER_TOKEN)
+        return lambda worker: most + estimate_tokens(mark, text[1 + cached.get(worker, 0) :])
 
     def record_cached(self, worker: Worker, requirements: Requirements) -> None:
         """The decode worker gets this prompt: it has it cached from now on."""
@@ -166,6 +171,16 @@ class PoolPolicies:
     def _share_sessions(self, role: Role, policy: Policy) -> None:
         if isinstance(policy, Sticky) and self._sessions is not None:
             policy.use_sessions(PrefixedSessions(self._sessions, f"{role}\n"), self._routing)
+
+
+def bytes_beyond(text: bytes, requirements: Requirements) -> int:
+    """Of the prompt, behind the text that is compared; -1 where the whole prompt was not read."""
+    if len(text) < LIMIT:
+        return 0
+    fields = requirements.body_fields
+    if fields is None or requirements.large_body_class or isinstance(fields, KeyedBodyFields):
+        return -1
+    return max(0, prompt_bytes(fields) - len(text))
 
 
 def estimate_tokens(mark: bytes, text: bytes) -> int:

@@ -193,6 +193,20 @@ def test_any_feed_renders_to_a_frame_that_fits(reported, width, height, keys):
         assert display_width(line) <= width
 
 
+def test_a_request_in_two_legs_shows_both_workers_and_each_worker_its_role():
+    ends = [
+        {"route": "/generate", "end": "upstream_error", "status": 502, "total_ms": 3.0,
+         "prefill": "http://p:1", "worker": "http://d:1"},
+    ]  # fmt: skip
+    rows = row("p:1", role="prefill"), row("d:1", role="decode")
+    lines = drawn(feed_of(feed(*rows, recent_ends=ends)))
+    assert any("502 /generate p:1 > d:1 upstream_error after 3.0 ms" in line for line in lines)
+    shown = [line.split()[:2] for line in lines]
+    assert ["WORKER", "ROLE"] in shown
+    assert ["p:1", "prefill"] in shown
+    assert ["d:1", "decode"] in shown
+
+
 def test_a_worker_with_data_parallel_ranks_shows_the_load_of_each():
     text = "\n".join(drawn(feed_of(feed(row("a:1", ranks_in_flight=(3, 0, 12))))))
     assert "  ranks 3 0 12 in flight, " in text

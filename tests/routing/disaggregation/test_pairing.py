@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,8 @@ from omni_proxy.routing.disaggregation.pairing import (
     is_eligible,
     pick_usual_pair,
 )
+from omni_proxy.routing.inspect.body_fields import decode_body
+from omni_proxy.routing.inspect.prefix_text import LIMIT
 from omni_proxy.routing.routes import (
     BOTH_ENGINES,
     DECODE_ALONE,
@@ -255,6 +259,24 @@ def test_a_decode_worker_that_has_the_prompt_cached_needs_no_prefill(policy):
     assert chooser.names(request()) == ("d0", "p0")
     pools.forget_worker(worker(chooser.fleet, "d0"))
     assert chooser.names(request(text)) == ("d0", "p0")
+
+
+@pytest.mark.parametrize("key", ["prompt", "input_ids"])
+def test_what_is_behind_the_compared_text_counts_as_not_cached(key):
+    pools = pools_of(decode_policy="least_request", min_uncached_tokens=2000)
+    chooser = Chooser(pair_fleet(1, 1, kv_connector="nixl"), pools)
+
+    def asked(size, **fields):
+        value = "x" * size if key == "prompt" else [7] * (size // 2)
+        body = json.dumps({key: value}, separators=(",", ":")).encode()
+        return request(body_fields=decode_body(body), **fields)
+
+    per_token = 4 if key == "prompt" else 2
+    assert chooser.names(asked(LIMIT + 400 * per_token)) == ("d0", "p0")
+    assert chooser.names(asked(LIMIT + 1900 * per_token)) == ("d0", None)
+    assert chooser.names(asked(LIMIT + 2100 * per_token)) == ("d0", "p0")
+    part = asked(LIMIT + 400 * per_token, large_body_class="generation")  # was read in part
+    assert chooser.names(part) == ("d0", "p0")
 
 
 def test_a_short_prompt_needs_no_prefill_and_an_sglang_worker_always_does():
