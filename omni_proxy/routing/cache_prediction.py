@@ -77,10 +77,11 @@ class CacheReports:
 
 
 class CachePrediction(Struct):
-    """`text`: where the prompt is in the tree; None if it can't be learned from. It has `length`
-    bytes, behind `start` that are no text; `held` of them the worker is believed to have. `before`:
-    what was used at this number or later may have been on its way to the worker when the prompt was
-    sent. `former`: one of another policy, for the other leg."""
+    """Of the `length` bytes of a prompt's text, behind `start` that are no text, or where `text` is
+    None of its `length` tokens, the worker is believed to have `held`; a length of 0 can't be
+    judged. `text`: where the prompt is in the tree. `before`: what was used at this number or later
+    may have been on its way to the worker when the prompt was sent. `former`: one of another
+    policy, for the other leg."""
 
     learner: CacheLearner
     worker: Worker  # or a rank
@@ -90,8 +91,8 @@ class CachePrediction(Struct):
     length: int
     held: int
     number: int
-    before: int
     uncached: int = 0
+    before: int = 0
     answered: bool = False
     former: CachePrediction | None = None
 

@@ -73,41 +73,61 @@ class CacheFeedback:
         self._number = number = self._number + 1
         inserted = self._tree.insert(text.key, worker, number)
         held = text.matching(inserted.held) if inserted is not None else 0
-        reports = self.reports.get(worker)
-        if reports is None:
-            reports = self.reports[worker] = CacheReports()
+        reports = self._reports_of(worker)
         uncached = 0
         if counts_cost:
             uncached = uncached_tokens(count_prompt_tokens(text.length, requirements), held)
         elif reports.silent > SILENT and number % SILENT:
             return
+        length = text.length
         if requirements.mask & MEDIA or not has_one_prompt(requirements.body_fields):
-            inserted = None  # its tokens are not those of the text alone, or of one text
+            inserted, length = None, 0  # its tokens are not those of the text alone, or of one text
+        prediction = CachePrediction(
+            self, worker, reports, inserted, text.start, length, held, number, uncached
+        )
+        self._sent(prediction, requirements)
+
+    def expect(self, worker: Worker, requirements: Requirements, tokens: int, held: int) -> None:
+        """The worker gets a prompt of so many tokens, and is known to have `held` of them."""
+        reports = self._reports_of(worker)
+        self._number = number = self._number + 1
+        if self.rules.feedback and (reports.silent <= SILENT or not number % SILENT):
+            self._sent(
+                CachePrediction(self, worker, reports, None, 0, tokens, held, number), requirements
+            )
+
+    def _reports_of(self, worker: Worker) -> CacheReports:
+        reports = self.reports.get(worker)
+        if reports is None:
+            reports = self.reports[worker] = CacheReports()
+        return reports
+
+    def _sent(self, prediction: CachePrediction, requirements: Requirements) -> None:
         former = requirements.prediction
         if former is not None:
-            former = without_those_of(self, former)
-        before = reports.oldest_unanswered(number)
-        prediction = CachePrediction(
-            self, worker, reports, inserted, text.start, text.length, held, number, before,
-            uncached, former=former,
-        )  # fmt: skip
+            prediction.former = without_those_of(self, former)
+        reports = prediction.reports
+        prediction.before = reports.oldest_unanswered(prediction.number)
         requirements.prediction = prediction
         reports.unanswered.append(prediction)
-        reports.backlog += uncached
+        reports.backlog += prediction.uncached
 
     def learn(self, prediction: CachePrediction, cached: int, prompt: int, sent: int) -> int | None:
         """As `CacheLearner`. Forgets what the worker had less than predicted."""
-        text, reports, start = prediction.text, prediction.reports, prediction.start
-        if text is None:
+        text, reports, length = prediction.text, prediction.reports, prediction.length
+        if not length:
             return None
-        length = prediction.length
+        if text is None:  # its blocks were counted: nothing of it was inferred
+            predicted = min(prediction.held, prompt)
+            reports.note(predicted, cached)
+            return predicted
         if length >= LIMIT - 1:  # beside the mark: the text was cut, and the request is longer
             length = max(length, sent)
         predicted = prediction.held * prompt // length
         reports.note(predicted, cached)
         most = cached + cached // 2 + BLOCK_TOKENS
         if predicted > most and self.rules.feedback and reports.misses < MISSES:
-            kept = key_length(start + most * length // prompt)
+            kept = key_length(prediction.start + most * length // prompt)
             self._tree.forget_below(text, prediction.worker, kept, prediction.before)
             reports.corrections += 1
             self.corrections += 1

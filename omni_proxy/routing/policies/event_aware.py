@@ -101,9 +101,8 @@ class EventAware(CacheAware):
             return super().pick(candidates, requirements)
         choice, found = self._choose_known(candidates, requirements, prompt)
         self._count_choice(choice, candidates, found.length)
-        rest = found.length - found.matched
-        has_all = rest < found.block_size and choice.worker in found.holders
-        self._sent(choice.worker, requirements, prompt, has_all=has_all)
+        held = found.matched if choice.worker in found.holders and not found.inferred else -1
+        self._sent(choice.worker, requirements, prompt, held)
         return choice.worker
 
     def preview_pick(
@@ -243,17 +242,23 @@ class EventAware(CacheAware):
         }
 
     def _sent(
-        self, worker: Worker, requirements: Requirements, prompt: _Prompt, *, has_all: bool = False
+        self, worker: Worker, requirements: Requirements, prompt: _Prompt, held: int = -1
     ) -> None:
-        """The worker gets the prompt, and soon has its blocks, unless it has them."""
-        blocks = self._blocks
+        """The worker gets the prompt, and soon has its blocks, unless it has them. `held`: tokens
+        that it has now; -1 where they were not counted."""
+        blocks, known = self._blocks, prompt.known
         if blocks is None:
             return
-        keys = prompt.keys.get(blocks.block_size(worker.url))
-        if keys and not has_all:
+        size = blocks.block_size(worker.url)
+        keys = prompt.keys.get(size, [])
+        if held < 0:
+            held = size * blocks.match(keys, blocks.bit_of(worker.url), self._now)[0]
+        if keys and held < size * len(keys):
             blocks.predict(worker.url, keys, self._now)
-        if prompt.known.rest:
+        if known.rest:
             super().record_pick(worker, requirements)
+        if worker.url in known.by_url:
+            self._feedback.expect(worker, requirements, prompt.tokens, held)
 
     def _words_of(self, choice: CacheChoice, found: _Found) -> str:
         unit = "bytes match" if found.inferred else "tokens are cached"

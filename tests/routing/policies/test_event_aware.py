@@ -193,3 +193,27 @@ def test_without_a_match_trees_are_compared_where_a_cache_is_not_known(index):
     assert policy.preview_pick(fleet, tokens(PROMPT))[0] is fleet[1]
     exact(index, fleet[1])
     assert policy.preview_pick(fleet, tokens(PROMPT))[0] is fleet[0]
+
+
+def test_what_is_known_of_a_cache_is_compared_with_what_answers_report(index):
+    policy, fleet = policy_of(index), workers(0, 0)
+    exact(index, fleet[0], PROMPT[:32])
+    exact(index, fleet[1])
+    need = tokens(PROMPT)
+    assert policy.pick(fleet, need) is fleet[0]
+    prediction = need.prediction
+    assert prediction.learner.learn(prediction, 28, len(PROMPT), 0) == 32
+    facts = policy.explain_pick(fleet, need)["cache_reports"]
+    assert facts == {fleet[0].url: {"answers": 1, "predicted_tokens": 32, "reported_tokens": 28}}
+    assert policy.stats()["corrections"] == 0  # what is exact is not corrected by answers
+    fleet[0].in_flight = 100  # so another one gets it, which has nothing
+    assert policy.pick(fleet, need) is fleet[1]
+    assert (need.prediction.worker, need.prediction.held) == (fleet[1], 0)
+
+
+def test_without_feedback_nothing_is_expected_of_answers(index):
+    policy, fleet = policy_of(index, EVENTS + "feedback = false\n"), workers(0)
+    exact(index, fleet[0], PROMPT)
+    need = tokens(PROMPT)
+    policy.pick(fleet, need)
+    assert need.prediction is None
