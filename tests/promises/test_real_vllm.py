@@ -8,72 +8,28 @@ import faulthandler
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
-import httpx
 import pytest
 import trio
 
-from tests.ports import free_port
 from tests.promises import vllm_transfer
 from tests.promises.sync_program import Fleet
+from tests.promises.vllm_engine import (
+    NOT_RUN,
+    PYTHON,
+    SETTINGS,
+    START_SECS,
+    Engine,
+    write_model,
+)
 
-PYTHON = os.environ.get("OMNI_VLLM_PYTHON", "")
-pytestmark = pytest.mark.skipif(not PYTHON, reason=vllm_transfer.NOT_RUN)
+pytestmark = pytest.mark.skipif(not PYTHON, reason=NOT_RUN)
 
 HERE = Path(__file__).parent
 DIED = 9  # as the trainer's own process says
-START_SECS = 300  # a machine that does other things, too
 PROMPT = "The import system of Python"
 COMPLETION = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-SETTINGS = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-           "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
-
-
-class Engine:
-    """A vLLM server in a process group of its own: vLLM leaves its workers behind when killed."""
-
-    def __init__(self, folder, model, number):
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.process = None
-        self._log = folder / f"vllm-{number}.log"
-        self._folder, self._model = folder, model
-
-    def start(self):
-        argv = [
-            str(Path(PYTHON).parent / "vllm"), "serve", str(self._model),
-            "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port),
-            "--enforce-eager", "--max-num-seqs", "32", "--max-model-len", "1024",
-            "--enable-scale-out",
-            "--weight-transfer-config", json.dumps({"backend": vllm_transfer.BACKEND}),
-        ]  # fmt: skip
-        env = {**os.environ, **SETTINGS, "PYTHONPATH": str(self._folder / "plugin")}
-        with self._log.open("a") as out:
-            self.process = subprocess.Popen(
-                argv, stdout=out, stderr=out, env=env, cwd=self._folder, start_new_session=True
-            )
-
-    def kill(self):
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    async def up(self):
-        async with httpx.AsyncClient(base_url=self.url, timeout=5, trust_env=False) as client:
-            with trio.fail_after(START_SECS):
-                while True:
-                    assert self.process.poll() is None, self._log.read_text()[-3000:]
-                    try:
-                        if (await client.get("/health")).status_code == 200:
-                            return
-                    except httpx.TransportError:
-                        pass
-                    await trio.sleep(0.2)
-
-    async def get_json(self, path):
-        async with httpx.AsyncClient(base_url=self.url, timeout=60, trust_env=False) as client:
-            return (await client.get(path)).json()
 
 
 class Vllm:
@@ -84,9 +40,10 @@ class Vllm:
         vllm_transfer.install(folder / "plugin")
         self.models = [folder / "model-0", folder / "model-1"]
         for seed, model in enumerate(self.models):
-            command = [PYTHON, str(HERE / "vllm_model.py"), str(model), str(seed)]
-            subprocess.run(command, check=True, capture_output=True)
-        self.engines = [Engine(folder, self.models[0], number) for number in range(2)]
+            write_model(model, seed)
+        transfer = json.dumps({"backend": vllm_transfer.BACKEND})
+        words = ["--enable-scale-out", "--weight-transfer-config", transfer]
+        self.engines = [Engine(folder, self.models[0], number, *words) for number in range(2)]
         for engine in self.engines:
             engine.start()
         self.fleet = Fleet(folder, self.engines, ((), "coordinate", {"drain_secs": 30}))

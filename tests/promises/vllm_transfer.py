@@ -13,7 +13,6 @@ from pathlib import Path
 BACKEND = "gloo"
 PLUGIN = "omni_gloo_transfer"
 JOIN_SECS = 60
-NOT_RUN = "real vLLM engines were NOT tested: set OMNI_VLLM_PYTHON, see CONTRIBUTING.md"
 
 
 def install(folder: Path) -> None:
