@@ -73,14 +73,14 @@ class Callers:
         for caller in self._by_name.values():
             caller.publish()
 
-    def find(self, key: bytes) -> ApiCaller | None:
+    def find(self, key: bytes, *, counts: bool = True) -> ApiCaller | None:
         """The caller with this key; None for `[server] api_key`, which may do everything. Raises
-        HttpError 401."""
+        HttpError 401. `counts`: a request with it, if it is a wrong one."""
         if self._server_key and compare_digest(key, self._server_key):
             return None
         entry = self._table.find(key)
         if entry is None:
-            self._unknown[REFUSED] += 1
+            self._unknown[REFUSED] += counts
             raise HttpError(
                 401, "an API key is needed: Authorization: Bearer <key>", "invalid_api_key"
             ).with_headers(("www-authenticate", "Bearer"))

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget, merged
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
+from omni_proxy.api_keys.wrong_key_report import WrongKeyReport
 from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.accept.listener import Listener
@@ -109,6 +110,7 @@ class ProcessManager:
         self._caller_keys = caller_keys or KeySources(("keys",), lambda config: config.keys)
         self._key_counters: KeyCounters | None = None
         self._key_slots = KeySlots()
+        self._wrong_keys = WrongKeyReport()
         self._fleet = fleet
         self.draining = False
         self.slots: dict[int, ProcessSlot] = {}  # by index
@@ -149,7 +151,7 @@ class ProcessManager:
         """As `DataPlane.prepare`: the result applies `new`. Raises OSError, ConfigError."""
         prepared = self.dataplane.prepare(new)
         try:
-            if new.keys:
+            if new.keys or new.server.api_key:
                 _ = self.key_counters
             port = self._prepare_port(new, prepared.public)
         except OSError:
@@ -181,7 +183,7 @@ class ProcessManager:
     def _follow_keys(self) -> None:
         """The keys that were read last are in force, here at once and elsewhere by a snapshot."""
         table = self._caller_keys.table
-        if self._key_counters is None and not table:
+        if self._key_counters is None and not self.dataplane.settings.callers.guarded:
             return
         counters = self.key_counters
         slots = self._key_slots.assign([entry.name for entry in table.entries], counters)
@@ -482,6 +484,10 @@ class ProcessManager:
                 handle.kill()
             self._retry_listen(handle)
         self._publisher.send_all(self.handles, heartbeat=True)
+        if self._key_counters is not None:
+            refused = self._key_counters.refused_without_key()
+            if more := self._wrong_keys.due(refused, trio.current_time()):
+                _log.warning("wrong_api_key requests=%d: 401 without a right key", more)
 
     def _clear_cache(self, worker: Worker) -> None:
         for handle in self.handles:

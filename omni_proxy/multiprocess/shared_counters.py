@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Final
 
-from omni_proxy.api_keys.caller import IN_FLIGHT, SLOT_CELLS, slot_totals
+from omni_proxy.api_keys.caller import IN_FLIGHT, REFUSED, SLOT_CELLS, slot_totals
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
 from omni_proxy.config.api_keys import MAX_KEYS
 from omni_proxy.dataplane.dataplane import DataPlane
@@ -295,6 +295,9 @@ class KeyCounters:
 
     def totals(self, slot: int) -> dict[str, int]:
         return slot_totals(self._cells(index, slot) for index in self._indexes())
+
+    def refused_without_key(self) -> int:
+        return sum(self._cells(index, UNKNOWN_SLOT)[REFUSED] for index in self._indexes())
 
     def in_flight(self, slot: int) -> int:
         return sum(self._cells(index, slot)[IN_FLIGHT] for index in self._indexes())

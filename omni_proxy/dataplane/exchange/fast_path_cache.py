@@ -140,7 +140,7 @@ class FastPathCache:
         callers = self._callers
         assert callers is not None
         try:
-            cached.caller = callers.find(key)
+            cached.caller = callers.find(key, counts=False)
         except HttpError:
             return None
         if callers.keyed:
