@@ -5,7 +5,7 @@
 
 It calls what the driver calls and decides nothing of its own. At the first step that is not
 ordinary (an answer in parts or an error, a leg that fails, a time-out, a client that leaves, an
-answer that is to be changed, ranks, a body of an alias) the driver goes on with what was sent.
+answer that is to be changed, a body of an alias) the driver goes on with what was sent.
 Contract: as for `exchange.fast_path`; a leg that has begun is never sent again by the driver.
 """
 
@@ -20,7 +20,12 @@ from omni_proxy.dataplane.disaggregation.driver import (
     respond_in_two_legs,
     take_params,
 )
-from omni_proxy.dataplane.disaggregation.leg_requests import EngineLines
+from omni_proxy.dataplane.disaggregation.leg_requests import (
+    EngineLines,
+    for_prefill_rank,
+    for_rank,
+    with_prefill_rank,
+)
 from omni_proxy.dataplane.disaggregation.prefill_leg import (
     Interrupt,
     PrefillLeg,
@@ -30,15 +35,21 @@ from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.exchange.exchange_steps import Response, respond_by_worker
 from omni_proxy.dataplane.exchange.fast_path import FastPath
-from omni_proxy.dataplane.exchange.fast_path_cache import CachedRequest
+from omni_proxy.dataplane.exchange.fast_path_cache import (
+    CachedRequest,
+    decode_unless_ranked,
+    reject_rank,
+)
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.upstream.attempt import encode_request, length_lines, start_waiting
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
+from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.body_fields import BodyFields, decode_body
 from omni_proxy.routing.inspect.json_splice import JsonText
+from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_transfer import nixl
 from omni_proxy.routing.kv_transfer.mooncake import bootstrap_address, transfer_params
 from omni_proxy.routing.kv_transfer.plain_chat import (
@@ -47,18 +58,26 @@ from omni_proxy.routing.kv_transfer.plain_chat import (
     one_token_chat,
     sglang_chat,
 )
-from omni_proxy.routing.kv_transfer.sglang import sglang_legs
+from omni_proxy.routing.kv_transfer.sglang import CHAT, sglang_legs
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
 
 
 def fast_path_for(io: ExchangeIO, cached: CachedRequest) -> FastPath:
     """Of requests that are written like `cached`."""
-    source = cached.source
-    in_legs = source.has_pools and not source.has_ranks and cached.route.legs.connectors
+    in_legs = cached.source.has_pools and cached.route.legs.connectors
     return FastPairPath(io, cached) if in_legs else FastPath(io, cached)
 
 
+def _decode_chat_unless_ranked(body: bytes) -> BodyFields:
+    reject_rank(body)
+    return decode_chat(body)
+
+
+_DECODE_CHAT: Final = {
+    decode_body: decode_chat,
+    decode_unless_ranked: _decode_chat_unless_ranked,
+}
 _BLANK: Final = b"\r\n\r\n"
 _Bodies: TypeAlias = tuple[bytes, bytes | None]
 
@@ -67,8 +86,8 @@ class FastPairPath(FastPath):
     """`loop` as for `Interruptible`."""
 
     __slots__ = (
-        "_after_prefill", "_engine_lines", "_json", "_leg", "_lines", "_path", "_random_below",
-        "_spare_leg", "_transfer_due", "loop",
+        "_after_prefill", "_engine_lines", "_is_chat", "_json", "_leg", "_lines", "_path",
+        "_random_below", "_spare_leg", "_transfer_due", "loop",
     )  # fmt: skip
 
     def __init__(self, io: ExchangeIO, cached: CachedRequest) -> None:
@@ -76,6 +95,7 @@ class FastPairPath(FastPath):
         self.loop: EventLoop = io.loop
         self._leg: PrefillLeg | None = None  # of the present exchange, once it is sent
         self._path = cached.head.log_words[2]
+        self._is_chat = self._path == CHAT
         self._json: JsonText | None = None  # the client's body, if it was read
         self._lines = b""  # of its head
         self._engine_lines: EngineLines | None = None  # made for the first pair of vLLM's
@@ -116,8 +136,11 @@ class FastPairPath(FastPath):
     def _send_legs(self, exchange: Exchange, lines: list[bytes], body: bytes) -> bool:
         """Raises nothing: what can't be sent so is the driver's."""
         legs, need, worker, io = exchange.legs, exchange.requirements, exchange.worker, self._io
-        prefill = legs.prefill.worker if legs is not None and legs.prefill is not None else None
-        if legs is None or need is None or worker is None or prefill is None:
+        if legs is None or legs.prefill is None or need is None or worker is None:
+            return False
+        other = legs.prefill
+        prefill = other.worker
+        if prefill is None:
             return False
         trace = exchange.trace
         if (
@@ -129,14 +152,15 @@ class FastPairPath(FastPath):
             return False
         pools, waits = io.services.pools, legs.connector == "nixl"
         known = pools.known
-        pool = known.get(worker) or pools.of(worker)
-        prefill_pool = known.get(prefill) or pools.of(prefill)
+        target, prefill_target = exchange.rank or worker, other.rank or prefill
+        pool = known.get(target) or pools.of(target)
+        prefill_pool = known.get(prefill_target) or pools.of(prefill_target)
         if not prefill_pool.idle or not (waits or pool.idle):
             return False
         self._json = None  # not that of the last request
         try:
             bodies = (
-                self._sglang_bodies(legs, prefill, body)
+                self._sglang_bodies(legs, prefill, body, need, exchange.rank)
                 if legs.connector == "sglang"
                 else self._vllm_bodies(legs, prefill, body, need.body_fields)
             )
@@ -174,20 +198,30 @@ class FastPairPath(FastPath):
         self._lines = lines = made.with_id(parts, request_id)
         return made.of_read(parts, lines) if is_read else lines
 
-    def _sglang_bodies(self, legs: TwoLegs, prefill: Worker, body: bytes) -> _Bodies | None:
-        """Of both legs, None where the driver knows. Raises HttpError 400."""
+    def _sglang_bodies(
+        self, legs: TwoLegs, prefill: Worker, body: bytes, need: Requirements, rank: DpRank | None
+    ) -> _Bodies | None:
+        """Of both legs, None where the driver knows; `rank`: of decode. Raises HttpError 400."""
         path, port, random_below = self._path, prefill.bootstrap_port, self._random_below
-        plain = sglang_chat(path, body, prefill.url, port, random_below)
+        prefill_rank = legs.prefill.rank if legs.prefill is not None else None
+        index = prefill_rank.index if prefill_rank is not None else None
+        plain = sglang_chat(body, prefill.url, port, random_below, index) if self._is_chat else None
         if plain is not None:
-            legs.rid, both = plain
-            return both, both
+            legs.rid, for_prefill, for_decode = plain
+            return for_prefill, for_decode
         self._json = json = JsonText(body, is_checked=True)  # its fields were read
         made = sglang_legs(path, json, prefill.url, port, random_below)
         if made.client_rid or made.merges_logprobs:
             return None
         legs.rid = made.rid
-        both = json.splice(made.prefill, made.text)
-        return both, both
+        if rank is None and prefill_rank is None:
+            both = json.splice(made.prefill, made.text)
+            return both, both
+        edits = with_prefill_rank(made.decode, prefill_rank)
+        return (
+            json.splice(for_prefill_rank(need, path, made.prefill, prefill_rank)),
+            json.splice(for_rank(need, path, edits, rank)),
+        )
 
     def _vllm_bodies(
         self, legs: TwoLegs, prefill: Worker, body: bytes, fields: BodyFields | None
@@ -195,17 +229,19 @@ class FastPairPath(FastPath):
         """The same; decode's is None while it waits for prefill."""
         params, own_params = nixl.REMOTE_DECODE, None
         if legs.connector == "mooncake":
-            engine_id = self._io.services.engine_ids.find(prefill)
+            rank = legs.prefill.rank if legs.prefill is not None else None
+            index = rank.index if rank is not None else 0
+            engine_id = self._io.services.engine_ids.find(prefill, index)
             if engine_id is None:
                 return None
             address = bootstrap_address(prefill.url, prefill.bootstrap_port or 0)
             params, own_params = transfer_params(address, engine_id, self._random_below)
-        plain = one_token_chat(self._path, body, fields, params)
+        plain = one_token_chat(body, fields, params) if self._is_chat else None
         if plain is not None:
             return plain, None if own_params is None else chat_with_params(body, own_params)
         cached = self.cached
-        if cached.decode is decode_body:
-            cached.decode = decode_chat  # for the next request
+        if cached.decode in _DECODE_CHAT:
+            cached.decode = _DECODE_CHAT[cached.decode]  # for the next request
         self._json = json = JsonText(body, is_checked=True)
         made = json.splice(nixl.prefill_edits(self._path, json, params))
         return made, None if own_params is None else json.splice(nixl.decode_edits(own_params))
@@ -224,8 +260,8 @@ class FastPairPath(FastPath):
         exchange, json = self._io.exchange, self._json
         if exchange is None or exchange.legs is None or exchange.worker is None:
             return False
-        pool = self._io.services.pools.of(exchange.worker)
         worker = exchange.worker
+        pool = self._io.services.pools.of(exchange.rank or worker)
         if not pool.idle or worker.version is not exchange.version:
             return False
         if leg.worker.version is not leg.exchange.version:

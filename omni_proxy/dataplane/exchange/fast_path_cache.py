@@ -57,9 +57,14 @@ class CachedRequest:
 
 def decode_unless_ranked(body: bytes) -> BodyFields:
     """As `decode_body`; also refuses, for the fast path alone, a body that may name a rank."""
+    reject_rank(body)
+    return decode_body(body)
+
+
+def reject_rank(body: bytes) -> None:
+    """Raises HttpError for such a body."""
     if may_name_rank(body):
         raise HttpError(400, "it may name a data-parallel rank", "invalid_rank")
-    return decode_body(body)
 
 
 def has_fixed_traceparent(template: HeadTemplate) -> bool:

@@ -17,7 +17,6 @@ import msgspec
 from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED, BodyFields, decode_body
 from omni_proxy.routing.inspect.json_splice import ESCAPED_LETTER
 from omni_proxy.routing.kv_transfer.sglang import (
-    CHAT,
     MOST_DRAWN,
     ROOM_BITS,
     ROOMS,
@@ -31,6 +30,7 @@ from omni_proxy.routing.policies.policy import RandomBelow
 _ROOM_MASK: Final = ROOMS - 1
 _FIRST: Final = b'{"'  # no blank, no byte-order mark, no other encoding; and some member
 _ONE: Final = b"1"
+_PREFILL_RANK: Final = b'"disagg_prefill_dp_rank"'
 _MAX_TOKENS: Final = b'"max_tokens"'
 _OPTIONAL_LIMIT: Final = b'"max_completion_tokens"'
 _STREAM: Final = b'"stream"'
@@ -66,12 +66,16 @@ def decode_chat(body: bytes) -> BodyFields:
 
 
 def sglang_chat(
-    path: str, body: bytes, prefill_url: str, port: int | None, random_below: RandomBelow
-) -> tuple[str, bytes] | None:
-    """`rid`, and the body of both legs. `body`: known to be JSON; `port`: as for `sglang_legs`."""
+    body: bytes,
+    prefill_url: str,
+    port: int | None,
+    random_below: RandomBelow,
+    prefill_rank: int | None = None,
+) -> tuple[str, bytes, bytes] | None:
+    """`rid`, and the bodies of both legs. `body`: known to be JSON; `port`: as for `sglang_legs`;
+    `prefill_rank`: for decode's, where prefill has ranks."""
     if (
-        path != CHAT
-        or not body.startswith(_FIRST)
+        not body.startswith(_FIRST)
         or body.find(b'"n"') >= 0
         or body.find(b'"rid"') >= 0
         or body.find(b'"bootstrap_') >= 0
@@ -80,8 +84,14 @@ def sglang_chat(
         return None
     number = random_below(MOST_DRAWN)
     rid = rid_text(number >> ROOM_BITS)
-    beginning = _beginning(prefill_url, port)
-    return rid, b'%b%d,"rid":"%b",%b' % (beginning, number & _ROOM_MASK, rid.encode(), body[1:])
+    beginning, rest = _beginning(prefill_url, port), body[1:]
+    keys = b'%b%d,"rid":"%b",' % (beginning, number & _ROOM_MASK, rid.encode())
+    both = keys + rest
+    if prefill_rank is None:
+        return rid, both, both
+    if body.find(_PREFILL_RANK) >= 0:
+        return None
+    return rid, both, b"%b%b:%d,%b" % (keys, _PREFILL_RANK, prefill_rank, rest)
 
 
 @lru_cache(maxsize=4096)
@@ -91,13 +101,10 @@ def _beginning(prefill_url: str, port: int | None) -> bytes:
     return b'{"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":' % (host, shown_port)
 
 
-def one_token_chat(
-    path: str, body: bytes, fields: BodyFields | None, params: bytes
-) -> bytes | None:
+def one_token_chat(body: bytes, fields: BodyFields | None, params: bytes) -> bytes | None:
     """The body of vLLM's prefill leg. `fields`: of this body."""
     if (
-        path != CHAT
-        or type(fields) is not ChatFields
+        type(fields) is not ChatFields
         or not body.startswith(_FIRST)
         or _removed(fields) != _NONE_REMOVED
         or body.find(ESCAPED_LETTER) >= 0

@@ -20,10 +20,11 @@ class PairWorld(World):
     """`prefill` and `decode` answer a leg each, the one that has waited longest."""
 
     connector = "sglang"
+    ranks = 0
 
     def __init__(self, listeners, config="", *, short=True):
         fields = {
-            name: {"role": role, "kv_connector": self.connector}
+            name: {"role": role, "kv_connector": self.connector, "ranks": self.ranks}
             | ({"bootstrap_port": 9} if role == "prefill" and self.connector != "nixl" else {})
             for name, role in NAMES.items()
         }
@@ -32,7 +33,7 @@ class PairWorld(World):
     def ask(self, client, *pieces):
         """The ids of Mooncake's engines are known before."""
         for worker in self.fleet.workers if self.connector == "mooncake" else ():
-            self.dataplane.services.engine_ids.keep(worker, {0: "engine"})
+            self.dataplane.services.engine_ids.keep(worker, {0: "engine", 1: "other"})
         super().ask(client, *pieces)
 
     def finish(self):
@@ -73,16 +74,14 @@ class PairWorld(World):
         return client
 
 
-def world_of(connector):
-    return type(f"{connector}World", (PairWorld,), {"connector": connector})
+def world_of(connector, ranks=0):
+    return type(f"{connector}World", (PairWorld,), {"connector": connector, "ranks": ranks})
 
 
-def run_pairs(listeners, script, connector="sglang", config="", *, began, handed_over):
-    """As `run_fast_and_slow`."""
-    return run_fast_and_slow(
-        listeners, script, config, began=began, handed_over=handed_over,
-        new_world=world_of(connector),
-    )  # fmt: skip
+def run_pairs(listeners, script, connector="sglang", config="", *, ranks=0, **expected):
+    """As `run_fast_and_slow`; `ranks`: of each worker."""
+    new_world = world_of(connector, ranks)
+    return run_fast_and_slow(listeners, script, config, new_world=new_world, **expected)
 
 
 def bodies(end):

@@ -64,6 +64,59 @@ def test_the_next_request_may_come_while_the_last_prefill_leg_still_runs(listene
     run_pairs(listeners, script, connector, began={1, 2}, handed_over={1, 2})
 
 
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/completions", b"/generate"])
+def test_each_leg_gets_its_rank(listeners, connector, path):
+    def request(body):
+        return chat_request(body=body).replace(b"/v1/chat/completions", path)
+
+    def script(world, client):
+        for number in range(6):
+            more = (b"", b', "n": 2', b', "disagg_prefill_dp_rank": 7', b', "max_tokens": 9')
+            world.ask(
+                client, request(b'{"messages": [], "user": "%d"%b}' % (number, more[number % 4]))
+            )
+            if connector == "sglang" or path != b"/generate":
+                world.prefill()
+            world.decode()
+        ranks = [rank for worker in world.fleet.workers for rank in worker.dp_ranks]
+        assert [rank.in_flight for rank in ranks] == [0] * 8
+
+    world = run_pairs(
+        listeners,
+        script,
+        connector,
+        ranks=2,
+        began={0, 1, 2, 3, 4, 5, 6},
+        handed_over={0, 1, 2, 3, 4, 5, 6},
+    )
+    came = b"".join(end.came for end in world.lines)
+    assert came.lower().count(b"x-data-parallel-rank: ") == came.count(b"POST ")
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_ordinary_pairs_with_ranks_never_meet_the_driver(listeners, connector):
+    def script(world, client):
+        for number in range(4):
+            world.serve(client, chat_request(body=b'{"messages": [], "user": "%d"}' % number))
+
+    run_pairs(listeners, script, connector, ranks=2, began=4, handed_over=0)
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_leg_at_a_rank_that_breaks_begins_anew(listeners, connector, role):
+    def script(world, client):
+        for _ in range(2):
+            world.ask(client, chat_request())
+            if role == "decode" and connector == "nixl":
+                world.prefill()
+            (world.prefill if role == "prefill" else world.decode)(None)
+            finish(world)
+
+    run_pairs(listeners, script, connector, ranks=2, began={1, 2}, handed_over={0, 1, 2})
+
+
 def test_both_legs_of_sglang_get_one_room_and_id(listeners):
     def script(world, client):
         world.serve(client)

@@ -19,7 +19,7 @@ from omni_proxy.routing.kv_transfer.plain_chat import (
 from omni_proxy.routing.kv_transfer.sglang import sglang_legs
 from omni_proxy.wire.errors import HttpError
 
-GENERATE, CHAT = "/generate", "/v1/chat/completions"
+CHAT = "/v1/chat/completions"
 SPLICED = {"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"}
 URL = "http://h:1"
 names = st.sampled_from(
@@ -45,12 +45,15 @@ def test_a_plain_chat_is_changed_as_any_other(body, is_ascii, port):
     text = json.dumps(body, ensure_ascii=is_ascii).encode("utf-8", "replace")
     json_text = JsonText(text)
     legs = sglang_legs(CHAT, json_text, URL, port, Random(7).randrange)
-    plain = sglang_chat(CHAT, text, URL, port, Random(7).randrange)
+    plain = sglang_chat(text, URL, port, Random(7).randrange)
     if body.keys() & {"n", *SPLICED} or not body:
         assert plain is None
     elif plain is not None:
-        assert plain == (legs.rid, json_text.splice(legs.prefill, legs.text))
-    assert sglang_chat(GENERATE, text, URL, port, Random(7).randrange) is None
+        both = json_text.splice(legs.prefill, legs.text)
+        assert plain == (legs.rid, both, both)
+        ranked = sglang_chat(text, URL, port, Random(7).randrange, 3)
+        edits = {**legs.decode, "disagg_prefill_dp_rank": b"3"}
+        assert ranked == (legs.rid, both, json_text.splice(edits))
 
 
 NOT_PLAIN = [
@@ -68,16 +71,23 @@ NOT_PLAIN = [
 
 @pytest.mark.parametrize("body", NOT_PLAIN)
 def test_no_chat_is_plain_that_may_have_a_key_that_matters(body):
-    assert sglang_chat(CHAT, body, URL, 7, Random(7).randrange) is None
+    assert sglang_chat(body, URL, 7, Random(7).randrange) is None
 
 
 def test_a_plain_chat_gets_its_keys_in_front():
-    rid, body = sglang_chat(CHAT, b'{"a": 1}', URL, None, lambda bound: bound - 1)
+    rid, body, other = sglang_chat(b'{"a": 1}', URL, None, lambda bound: bound - 1)
+    assert body is other
     assert rid == "f" * 32
     assert body == (
         b'{"bootstrap_host":"h","bootstrap_port":null,"bootstrap_room":9223372036854775806,'
         b'"rid":"ffffffffffffffffffffffffffffffff","a": 1}'
     )
+
+
+def test_a_key_that_decode_alone_gets_is_not_there_before():
+    body = b'{"disagg_prefill_dp_rank": 1}'
+    assert sglang_chat(body, URL, 7, Random(7).randrange) is not None
+    assert sglang_chat(body, URL, 7, Random(7).randrange, 0) is None
 
 
 def fields_of(text):
@@ -93,8 +103,7 @@ def test_a_body_of_one_token_is_that_of_the_edits(body, separators, is_ascii):
     params = b'{"do_remote_decode":true}'
     made, fields = None, fields_of(text)
     if fields is not None:
-        made = one_token_chat(CHAT, text, fields, params)
-        assert one_token_chat("/v1/completions", text, fields, params) is None
+        made = one_token_chat(text, fields, params)
     if made is None:
         return
     json_text = JsonText(text)
@@ -116,7 +125,7 @@ PLAIN = [
 @pytest.mark.parametrize("body", PLAIN)
 def test_usual_bodies_are_plain(body):
     fields = decode_chat(body)
-    made = one_token_chat(CHAT, body, fields, nixl.REMOTE_DECODE)
+    made = one_token_chat(body, fields, nixl.REMOTE_DECODE)
     assert made is not None
     assert json.loads(made)["max_tokens"] == 1
     assert json.loads(made)["stream"] is False
@@ -147,13 +156,13 @@ NOT_ONE_TOKEN = [
 @pytest.mark.parametrize("body", NOT_ONE_TOKEN)
 def test_a_body_that_may_mean_something_else_is_not_plain(body):
     fields = fields_of(body)
-    assert fields is None or one_token_chat(CHAT, body, fields, nixl.REMOTE_DECODE) is None
+    assert fields is None or one_token_chat(body, fields, nixl.REMOTE_DECODE) is None
 
 
 def test_fields_that_were_read_without_the_limits_are_not_enough():
     body = b'{"max_tokens":3}'
-    assert one_token_chat(CHAT, body, decode_body(body), nixl.REMOTE_DECODE) is None
-    assert one_token_chat(CHAT, body, None, nixl.REMOTE_DECODE) is None
+    assert one_token_chat(body, decode_body(body), nixl.REMOTE_DECODE) is None
+    assert one_token_chat(body, None, nixl.REMOTE_DECODE) is None
 
 
 @given(bodies, st.booleans())
