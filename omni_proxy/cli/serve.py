@@ -21,6 +21,7 @@ from omni_proxy.config.flags import Dialect, Startup, parse_worker_urls, ranks_i
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.pool_flags import PoolFlags, connector_of, pool_workers
 from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.config.tables.discovery_flags import DiscoveryFlags, discover_entries
 
 # As sglang-router has it.
 DEFAULTS: Final[dict[str, object]] = {
@@ -47,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     parser = serve_parser()
     arguments = parser.parse_args(argv)
     given = arguments.worker_urls or arguments.prefill or arguments.decode
+    given = given or arguments.service_discovery
     if arguments.config is None and not given:
         parser.error(
             "nothing to serve: name a file with --config FILE (config/example.toml shows every "
@@ -86,6 +88,7 @@ def startup_of(
         admin_key=environment_key,
         launch=launch,
         pool_workers=pool_workers(pools, urls),
+        discover=discover_entries(_discovery_flags(arguments, pools)),
         kv_connector=connector_of(pools),
         warnings=warnings(arguments),
     )
@@ -100,6 +103,24 @@ def _pool_flags(arguments: Namespace) -> PoolFlags:
         sglang=bool(given.get("pd_disaggregation")),
         vllm=bool(given.get("vllm_pd_disaggregation")),
         connector=given.get("kv_connector") or "",
+    )
+
+
+def _discovery_flags(arguments: Namespace, pools: PoolFlags) -> DiscoveryFlags:
+    """`launch` has none of them."""
+    given = vars(arguments)
+    # vllm-router's arguments name a connector always, with pools or without.
+    selects_pools = given.get("prefill_selector") or given.get("decode_selector")
+    has_pools = pools.sglang or pools.vllm or (pools.connector and selects_pools)
+    return DiscoveryFlags(
+        on=bool(given.get("service_discovery")),
+        selector=given.get("selector") or (),
+        prefill_selector=given.get("prefill_selector") or (),
+        decode_selector=given.get("decode_selector") or (),
+        port=given.get("service_discovery_port") or "",
+        namespace=given.get("service_discovery_namespace") or "",
+        model_id_from=given.get("model_id_from") or "",
+        connector=connector_of(pools) if has_pools else None,
     )
 
 

@@ -235,11 +235,18 @@ _OWN: Final = {
     "--pd-disaggregation": "prefill and decode workers are SGLang engines",
     "--vllm-pd-disaggregation": "prefill and decode workers are vLLM engines",
     "--kv-connector": "how vLLM engines pass KV caches: nixl or mooncake",
+    "--service-discovery": "find pods of the own cluster",
+    "--selector": "labels of the pods",
+    "--prefill-selector": "labels of pods with prefill workers",
+    "--decode-selector": "labels of pods with decode workers",
+    "--service-discovery-port": "where workers listen; annotations of the pods are stronger",
+    "--service-discovery-namespace": "of the pods; all without it",
 }
 # Errors whose text differs between the command line and Python.
 _REFUSED: Final = {
     "--backend": "workers of any engine are taken as they are: name them in worker_urls",
-    "--bootstrap-port-annotation": peer_flags.MISSING["--service-discovery"],
+    "--bootstrap-port-annotation": "the annotations omni-proxy.dev/bootstrap-port, "
+    "sglang.ai/bootstrap-port and vllm.ai/bootstrap-port are read, and no others",
     "--ca-cert-paths": "name one file as tls_worker_ca in [server] of a configuration file, and "
     "start the proxy by its command",
 }

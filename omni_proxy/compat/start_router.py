@@ -89,8 +89,10 @@ def _pool_words(given: object) -> list[str]:
 
 def _words(flag: str, value: object) -> list[str]:
     """None, false and empty lists give no flag: they are its default."""
-    if value is None or value is False or value in ([], ()):
+    if value is None or value is False or value in ([], (), {}):
         return []
+    if isinstance(value, dict):
+        return [flag, *(f"{key}={text}" for key, text in value.items())]
     if value is True:
         return [flag]
     if flag in ("--prefill", "--decode") and isinstance(value, list | tuple):

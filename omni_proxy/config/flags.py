@@ -13,6 +13,7 @@ import msgspec
 from omni_proxy.config.fields import KvConnector
 from omni_proxy.config.problem import ConfigError, Problem, format_path, to_toml_literal
 from omni_proxy.config.schema import Config, LaunchEntry, WorkerEntry
+from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.config.url import normalize_url, split_rank
 from omni_proxy.config.validate import check_rules, walk
 
@@ -106,6 +107,7 @@ class Startup:
     launch: tuple[LaunchEntry, ...] = ()
     dialect: Dialect = "omni"
     pool_workers: tuple[WorkerEntry, ...] = ()  # of --prefill and --decode
+    discover: tuple[DiscoverEntry, ...] = ()  # of --service-discovery
     kv_connector: KvConnector = "sglang"  # of prefill and decode workers that name none
     # Flags without effect, to be logged.
     warnings: tuple[str, ...] = ()
@@ -123,6 +125,9 @@ class Startup:
         """The effective configuration for FILE's `config`. Raises ConfigError."""
         if self.launch:
             config = msgspec.structs.replace(config, launch=(*config.launch, *self.launch))
+        if self.discover:
+            entries = (*config.discover, *self.discover)
+            config = msgspec.structs.replace(config, discover=entries)
         config = apply_flags(config, self.overrides)
         if config.admin.api_key or not self.admin_key:
             return config

@@ -111,10 +111,19 @@ def test_each_argument_without_effect_has_one_warning_and_unknown_ones_share_one
     ("args", "named"),
     [
         (SglangRouterArgs(mini_lb=True), "mini_lb: a policy picks"),
-        (SglangRouterArgs(prefill_selector={"a": "b"}), "prefill_selector: Kubernetes"),
+        (
+            SglangRouterArgs(bootstrap_port_annotation="x/y"),
+            "bootstrap_port_annotation: the annotations",
+        ),
+        (
+            SglangRouterArgs(
+                service_discovery=True, prefill_selector={"a": "b"}, selector={"c": "d"}
+            ),
+            "--prefill-selector: does not say how",
+        ),
         (VllmRouterArgs(kv_connector="moriio"), "moriio"),
         (SglangRouterArgs(prefill_urls=[("http://p:1", 1)]), "--pd-disaggregation for SGLang"),
-        (SglangRouterArgs(service_discovery=True), "service_discovery: Kubernetes"),
+        (SglangRouterArgs(service_discovery=True), "--service-discovery: finds nothing without"),
         (SglangRouterArgs(backend="openai"), "backend: workers of any engine"),
         (SglangRouterArgs(oracle_password="s3cret"), "oracle_password: responses"),
         (VllmRouterArgs(policy="kv_aware"), "kv_aware"),

@@ -138,9 +138,9 @@ async def test_a_port_that_is_taken_is_an_error_of_the_caller(tmp_path):
 
 
 async def test_what_is_not_served_starts_nothing(tmp_path):
-    fields = repr({"service_discovery": True})
+    fields = repr({"mini_lb": True})
     async with trainer(IN_MAIN, tmp_path, fields, stderr=subprocess.PIPE) as running:
         body = b"".join([piece async for piece in running.process.stderr]).decode()
         assert await running.ended() == 1
         assert "RouterArgsError: not served by omni-proxy:" in body
-        assert "service_discovery: Kubernetes" in body
+        assert "mini_lb: a policy picks" in body

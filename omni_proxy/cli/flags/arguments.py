@@ -127,6 +127,7 @@ def serve_parser() -> argparse.ArgumentParser:
     )
     _add_serving(parser)
     _add_pools(parser)
+    _add_discovery(parser)
     add_ignored_flags(parser, "")
     return parser
 
@@ -142,6 +143,7 @@ def router_parser() -> argparse.ArgumentParser:
     )
     _add_serving(parser, policy="cache_aware")
     _add_pools(parser)
+    _add_discovery(parser)
     add_ignored_flags(parser, "")
     _add_verbose(parser, "--verbose")
     return parser
@@ -260,6 +262,23 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
     add("--vllm-pd-disaggregation", action="store_true", help="they are vLLM engines")
     add("--kv-connector", metavar="NAME", default="",
         help="of vLLM engines: nixl (default) or mooncake")  # fmt: skip
+
+
+def _add_discovery(parser: argparse.ArgumentParser) -> None:
+    """Pods of Kubernetes, by the flags of sglang-router and vllm-router."""
+    group = parser.add_argument_group("workers found in Kubernetes, as by [[discover]]")
+    add = group.add_argument
+    add("--service-discovery", action="store_true", help="find pods of the own cluster")
+    add("--selector", metavar="KEY=VALUE", nargs="+", default=[], help="labels of the pods")
+    add("--prefill-selector", metavar="KEY=VALUE", nargs="+", default=[],
+        help="labels of pods with prefill workers")  # fmt: skip
+    add("--decode-selector", metavar="KEY=VALUE", nargs="+", default=[],
+        help="labels of pods with decode workers")  # fmt: skip
+    add("--service-discovery-port", metavar="PORT", default="",
+        help="where workers listen (default 80); annotations of the pods are stronger")  # fmt: skip
+    add("--service-discovery-namespace", metavar="NAME", default="",
+        help="of the pods (default: all)")  # fmt: skip
+    add("--model-id-from", metavar="label:KEY", default="", help="the label with a pod's model")
 
 
 def check_parser() -> argparse.ArgumentParser:

@@ -196,13 +196,18 @@ _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
         ("--pd-admission-", "--prefill-max-", "--prefill-queue-"),
     ),
     (
-        "Kubernetes and discovery files are not watched; let engines register by "
-        "POST /add_worker?url=URL, or write [[workers]] into a file that is read as it changes",
-        (
-            "--service-discovery", "--service-discovery-", "--selector", "--router-selector",
-            "--prefill-selector", "--decode-selector", "--discovery-", "--model-id-from",
-            "--kv-connector-", "--kv-engine-id-",
-        ),
+        "replicas that launch starts are its workers; pods of Kubernetes are found by omni-proxy "
+        "launch-router with these flags, or by [[discover]] in a file",
+        ("--router-service-discovery", "--router-service-discovery-", "--router-selector"),
+    ),
+    (
+        "discovery files are not watched; write [[workers]] into a file that is read as it "
+        "changes, or find pods by --service-discovery",
+        ("--discovery-",),
+    ),
+    (
+        "annotations of the pods have other names here, which docs/discovery.md lists",
+        ("--kv-connector-", "--kv-engine-id-"),
     ),
     (
         "the policy picks among data-parallel ranks by requests in flight, which --policy "

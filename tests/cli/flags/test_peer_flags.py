@@ -185,8 +185,6 @@ def test_beside_an_engine_the_routers_flags_have_its_prefix(started):
     "words",
     [
         "--mini-lb",
-        "--prefill-selector app=x",
-        "--service-discovery --selector app=x",
         "--history-backend redis",
         "--dp-minimum-tokens-scheduler",
     ],
@@ -211,7 +209,7 @@ def test_a_family_is_reported_by_its_beginning():
     )
     assert (
         explain_missing_flag("--router-service-discovery")
-        == explain_missing_flag("--service-discovery")
+        == explain_missing_flag("--router-selector")
         != ""
     )
     assert explain_missing_flag("--port") == explain_missing_flag("--decodes") == ""

@@ -1,0 +1,87 @@
+import pytest
+
+from omni_proxy.cli.serve import router_startup
+from omni_proxy.config.parse import ConfigError
+from omni_proxy.config.schema import Config
+from omni_proxy.config.tables.label_selector import matches, parse_selector
+
+
+def found(words: str):
+    return router_startup(words.split()).effective_config(Config()).discover
+
+
+def refused(words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        found(words)
+    return str(error.value)
+
+
+def test_pods_are_found_as_sglang_router_finds_them():
+    (entry,) = found("--service-discovery --selector app=sglang tier=gpu")
+    assert (entry.kind, entry.namespace, entry.port, entry.role) == ("kubernetes", "*", 80, "")
+    assert matches(parse_selector(entry.selector), {"app": "sglang", "tier": "gpu"})
+    assert not matches(parse_selector(entry.selector), {"app": "sglang"})
+
+
+def test_port_namespace_and_model_come_from_their_flags():
+    (entry,) = found(
+        "--service-discovery --selector app=x --service-discovery-port 8000 "
+        "--service-discovery-namespace models --model-id-from label:omni.dev/model"
+    )
+    assert (entry.port, entry.namespace, entry.model_label) == (8000, "models", "omni.dev/model")
+
+
+@pytest.mark.parametrize(
+    ("flag", "connector"),
+    [
+        ("--pd-disaggregation", "sglang"),
+        ("--vllm-pd-disaggregation", "nixl"),
+        ("--vllm-pd-disaggregation --kv-connector mooncake", "mooncake"),
+    ],
+)
+def test_prefill_and_decode_pods_have_a_table_each(flag, connector):
+    entries = found(
+        f"--service-discovery {flag} --prefill-selector role=p --decode-selector role=d --selector x=y"
+    )
+    assert [(entry.role, entry.selector, entry.kv_connector) for entry in entries] == [
+        ("prefill", "role=p", connector), ("decode", "role=d", connector),
+    ]  # fmt: skip
+    assert len({entry.name for entry in entries}) == 2
+
+
+def test_without_service_discovery_its_flags_do_nothing():
+    assert found("--selector app=x --service-discovery-port 80 --prefill-selector a=b") == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("", "--service-discovery: finds nothing without a selector; add --selector"),
+        ("--selector app", '--selector: "app" has no "="'),
+        ("--selector a=b!", "is no term of a label selector"),
+        ("--selector a=b --decode-selector a=b", "does not say how the engines pass KV caches"),
+        ("--pd-disaggregation --selector a=b", "add --prefill-selector, --decode-selector"),
+        ("--selector a=b --service-discovery-port 0", '"0" is no port'),
+        (
+            "--selector a=b --model-id-from namespace",
+            '"namespace" is not supported; write label:KEY',
+        ),
+    ],
+)
+def test_what_would_find_nothing_is_refused_with_its_flag(words, reason):
+    assert reason in refused(f"--service-discovery {words}")
+
+
+def test_arguments_of_the_other_routers_become_these_flags():
+    from omni_proxy.compat.sglang_args import SglangRouterArgs
+    from omni_proxy.compat.start_router import order_for
+    from omni_proxy.compat.vllm_args import VllmRouterArgs
+
+    for cls in (SglangRouterArgs, VllmRouterArgs):
+        args = cls(
+            service_discovery=True, selector={"app": "x", "tier": "y"},
+            service_discovery_port=9000, service_discovery_namespace="n",
+        )  # fmt: skip
+        (entry,) = found(" ".join(order_for(args).words))
+        assert (entry.selector, entry.port, entry.namespace) == ("app=x,tier=y", 9000, "n")
+        assert found(" ".join(order_for(cls(selector={"app": "x"})).words)) == ()
