@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
         check_policy(config, str(arguments.file))
         check_extras(config, str(arguments.file))
         reject_own_addresses(config, (), str(arguments.file))
-        notes = check_keys(config, str(arguments.file)) + alias_notes(config)
+        file = str(arguments.file)
+        notes = [*check_keys(config, file), *alias_notes(config), *model_notes(config)]
     except ConfigError as refusal:
         if arguments.json:
             print(json.dumps({"ok": False, **refusal.as_dict()}, indent=2))
@@ -96,12 +97,28 @@ def alias_notes(config: Config) -> list[str]:
     ]
 
 
+def model_notes(config: Config) -> list[str]:
+    """Workers that have no model beside others that have one."""
+    if config.routing.model:
+        return []
+    named = [(f"workers[{i}]", each.model or each.loras) for i, each in enumerate(config.workers)]
+    named += [(f"launch[{i}]", each.model) for i, each in enumerate(config.launch)]
+    named += [(f"discover[{i}]", e.model or e.model_label) for i, e in enumerate(config.discover)]
+    unnamed = [place for place, model in named if not model]
+    if len(unnamed) == len(named):
+        return []
+    reason = "no request that names a model finds it, for others have one"
+    return [f"{place}: has no model: {reason}" for place in unnamed]
+
+
 def _summary(config: Config) -> str:
     server = config.server
     where = server.host if server.host.startswith("unix:") else f"{server.host} port {server.port}"
     replicas = sum(group.replicas for group in config.launch)
+    sources = len(config.discover)
+    found = f"{_counted(sources, 'source')} of discovery, " if sources else ""
     return (
-        f"{_counted(len(config.workers), 'worker')} named, "
+        f"{_counted(len(config.workers), 'worker')} named, {found}"
         f"{_counted(replicas, 'replica')} launched, policy {config.routing.policy}, "
         f"listens on {where}{' with TLS' if server.tls_cert else ''}"
     )

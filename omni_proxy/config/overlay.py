@@ -39,6 +39,7 @@ __all__ = [
     "read_state",
     "render_state",
     "spec_of",
+    "unnamed_workers",
     "with_added",
     "with_defaults",
     "with_deleted",
@@ -149,6 +150,13 @@ def _changed_over_http(found: FoundWorker, state: SavedState) -> FoundWorker | N
         return None
     entry = _switched(found.entry, _switch_of(state, url, uid))
     return FoundWorker(entry, found.discovered)
+
+
+def unnamed_workers(specs: Iterable[WorkerSpec]) -> list[WorkerSpec]:
+    """Those that no request finds by a model's name: they have none, and others do."""
+    specs = list(specs)
+    unnamed = [spec for spec in specs if not spec.model and not spec.loras]
+    return unnamed if len(unnamed) < len(specs) else []
 
 
 def with_defaults(worker: WorkerSpec, config: Config) -> WorkerSpec:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,6 +32,7 @@ from omni_proxy.config.overlay import (
     bind_to_found,
     desired_workers,
     prune_state,
+    unnamed_workers,
 )
 from omni_proxy.config.parse import ConfigError, Problem, parse
 from omni_proxy.config.problem import did_you_mean
@@ -116,6 +117,7 @@ class ConfigStore:
         self.operation_lock = trio.Lock()  # acquired before `_lock`, never while it is held
         self.membership_lock = MembershipLock()
         self._found: tuple[FoundWorker, ...] = ()  # by discovery
+        self._unnamed: set[str] = set()  # workers without a model, as the log has said
         self._deferred: Config | None = (
             None  # FILE with a change that waits for the membership lock
         )
@@ -213,6 +215,7 @@ class ConfigStore:
                     desired = self._desired(self.config, self.state)
                     await trio.lowlevel.checkpoint()  # two short turns instead of a long one
                     self.fleet.apply(desired, datetime.now(UTC))
+                    self._warn_of_unnamed(desired)
                     await self._state_writer.save(self.state_file, self.state)
                     break
             await self.membership_lock.wait_released()
@@ -322,11 +325,22 @@ class ConfigStore:
         )
         desired = self._desired(new, state)
         self._attempt(partial(self.fleet.apply, desired, datetime.now(UTC)))
+        self._warn_of_unnamed(desired)
         for commit in commits:
             self._attempt(commit)
         for callback, applied in self._subscribers.items():
             if self._attempt(partial(callback, applied, new)):
                 self._subscribers[callback] = new
+
+    def _warn_of_unnamed(self, desired: Iterable[WorkerSpec]) -> None:
+        before, self._unnamed = self._unnamed, {each.url for each in unnamed_workers(desired)}
+        new = sorted(self._unnamed - before)
+        if new:
+            _log.warning(
+                "workers_without_model workers=%d first=%s: no request that names a model finds "
+                "them, for others have one; set model, model_label, or [routing] model",
+                len(new), new[0],
+            )  # fmt: skip
 
     def _attempt(self, step: Callable[[], object]) -> bool:
         try:

@@ -18,6 +18,7 @@ import trio
 
 from omni_proxy.config.overlay import SavedState, with_deleted
 from omni_proxy.config.schema import Config
+from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
@@ -184,6 +185,18 @@ class WorkerDrains:
             elif not worker.disabled:
                 self._end(drain, CANCELLED)
                 del self._drains[worker]
+        self._resume_found_removals()
+
+    def _resume_found_removals(self) -> None:
+        """Of workers that discovery finds again after a restart: at the start they are not there
+        yet."""
+        for url in self._config_store.state.leaving:
+            worker = self._fleet.find(url)
+            if worker is None or worker in self._drains or not worker.disabled:
+                continue
+            if worker.discovered is not None and worker.health.state is Health.UNKNOWN:
+                timeout_secs = self._config_store.config.server.drain_timeout_secs
+                self.start(worker, timeout_secs, remove=True)
 
     def _end(self, drain: WorkerDrain, state: str) -> None:
         drain.state, drain.ended = state, datetime.now(UTC)

@@ -21,6 +21,7 @@ import httpx
 
 from omni_proxy.config.problem import ConfigError, Problem
 from omni_proxy.config.schema import Config, ServerConfig
+from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.system.files import FileSignature, file_signature
 
 _log = logging.getLogger(__name__)
@@ -133,8 +134,22 @@ def check_tls_files(config: Config, file: str) -> None:
     for key, ca in keys:
         if ca:
             problems += _authorities_problems(key, ca)
+    for index, source in enumerate(config.discover):
+        problems += _discovery_problems(source, f"discover[{index}]")
     if problems:
         raise ConfigError([replace(problem, file=file) for problem in problems], file)
+
+
+def _discovery_problems(entry: DiscoverEntry, key: str) -> Iterator[Problem]:
+    if entry.ca_file:
+        yield from _authorities_problems(f"{key}.ca_file", entry.ca_file)
+    if entry.client_cert:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            load_certificate(context, entry.client_cert, entry.client_key)
+        except PemError as error:
+            role = "client_key" if error.role == "key" else "client_cert"
+            yield Problem(f"{key}.{role}", None, str(error))
 
 
 def _server_problems(server: ServerConfig) -> Iterator[Problem]:

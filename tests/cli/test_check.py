@@ -134,3 +134,31 @@ def test_a_key_that_cannot_be_read_is_refused_and_a_variable_that_is_not_set_is_
     monkeypatch.setenv("GRAFANA_KEY", "k0")
     assert main(["check", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"]
+
+
+def test_workers_that_no_model_name_finds_are_noted(file, capsys):
+    pods = '[[discover]]\nmodel_label = "m"\n[[discover]]\nname = "more"\n'
+    file.write_text(
+        f'[[workers]]\nurl = "http://a"\nmodel = "m"\n[[workers]]\nurl = "http://b"\n{pods}'
+    )
+    assert main(["check", str(file)]) == 0
+    output = capsys.readouterr()
+    reason = "has no model: no request that names a model finds it, for others have one"
+    assert output.err.splitlines() == [
+        f"{file}: note: workers[1]: {reason}", f"{file}: note: discover[1]: {reason}",
+    ]  # fmt: skip
+    assert "2 workers named, 2 sources of discovery, 0 replicas launched" in output.out
+    file.write_text(f'[routing]\nmodel = "x"\n[[workers]]\nurl = "http://a"\nmodel = "m"\n{pods}')
+    assert main(["check", str(file)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_certificates_of_discovery_are_read(file, capsys, tmp_path):
+    table = '[[discover]]\napi_server = "https://k"\nnamespace = "n"\n'
+    file.write_text(
+        f'{table}ca_file = "{tmp_path}/ca"\nclient_cert = "{tmp_path}/c"\nclient_key = "k"\n'
+    )
+    assert main(["check", str(file)]) == 2
+    output = capsys.readouterr().err
+    assert f"discover[0].ca_file: {tmp_path}/ca cannot be read" in output
+    assert f"discover[0].client_cert: {tmp_path}/c cannot be read" in output

@@ -9,6 +9,7 @@ from omni_proxy.discovery_watch import discovery as module
 from omni_proxy.discovery_watch.discovery import CORDON, Discovery
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from tests.discovery_watch.api_server import ApiServer, pod
 from tests.fleet.entries import heal
 
@@ -31,8 +32,8 @@ async def api(nursery):
 class Running:
     """A store, a fleet and the discovery of one configuration file."""
 
-    def __init__(self, file, api):
-        self.file, self.api = file, api
+    def __init__(self, file, api, state_file="off"):
+        self.file, self.api, self.state_file = file, api, state_file
         self.write()
         self.fleet = Fleet()
         self.store = ConfigStore(Startup(file, {}, (), ""), self.fleet)
@@ -42,7 +43,9 @@ class Running:
     def write(self, *, named="", server="", tables=None):
         table = self.table() if tables is None else tables
         workers = "".join(f'[[workers]]\nurl = "{url}"\n' for url in named.split())
-        self.file.write_text(f'[server]\nstate_file = "off"\n{server}\n{workers}{table}')
+        self.file.write_text(
+            f'[server]\nstate_file = "{self.state_file}"\n{server}\n{workers}{table}'
+        )
 
     def table(self, name="pods", more=""):
         return f'[[discover]]\nname = "{name}"\napi_server = "{self.api.url}"\nnamespace = "*"\n{more}\n'
@@ -281,3 +284,29 @@ async def test_a_large_fleet_joins_in_steps(running, api, monkeypatch):
     await running.until(lambda: len(running.urls) == 10)
     await running.until(lambda: running.discovery.reports()[0].workers["open"] == 10)
     assert all(after - before <= 4 for before, after in zip([0, *steps], steps, strict=False))
+
+
+async def test_workers_that_no_model_name_finds_are_in_the_log(two, api, caplog):
+    assert "workers_without_model" not in caplog.text
+    api.put(pod("c", ip="10.0.0.3", annotations={"omni-proxy.dev/model": "m"}))
+    await two.until(lambda: len(two.urls) == 3)
+    assert f"workers_without_model workers=2 first={A}" in caplog.text
+    caplog.clear()
+    api.put(pod("d", ip="10.0.0.4", annotations={"omni-proxy.dev/model": "m"}))
+    await two.until(lambda: len(two.urls) == 4)
+    assert "workers_without_model" not in caplog.text
+
+
+async def test_a_removal_that_was_asked_for_goes_on_when_the_pod_is_found_again(
+    tmp_path, api, nursery
+):
+    (tmp_path / "proxy.state.toml").write_text(
+        f'leaving = ["{A}"]\n[switches."{A}"]\ndisabled = true\nfound = "uid-a"\n'
+    )
+    api.put(pod("a", ip="10.0.0.1"))
+    running = Running(tmp_path / "proxy.toml", api, state_file="auto")
+    drains = WorkerDrains(running.fleet, running.store)
+    await nursery.start(drains.run)
+    await nursery.start(running.discovery.run)
+    await running.until(lambda: running.store.state.tombstones == {A: "found:uid-a"})
+    assert (running.urls, running.store.state.leaving) == ([], ())
