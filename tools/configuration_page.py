@@ -119,6 +119,8 @@ a file whose first line is
 ```toml
 #:schema ./omni-proxy.schema.json
 ```
+
+The same checks on the command line, such as in CI: `taplo lint proxy.toml` (`pip install taplo`).
 """
 
 

@@ -129,8 +129,10 @@ def _flag(action: argparse.Action) -> Flag:
 
 def _values_of(key: str) -> tuple[str, ...]:
     """The values of a flag that sets a key of the configuration, where the key has a list."""
-    if key in ("routing.policy", "policy", "policies"):
+    if key.rpartition(".")[2] in ("policy", "policies", "prefill_policy", "decode_policy"):
         return POLICIES
+    if key == "kv_connector":
+        return ("nixl", "mooncake")  # of vLLM engines, see `--help`
     table, _, name = key.partition(".")
     kind: object = Config
     for step in (table, name):
