@@ -100,7 +100,9 @@ async def until_serving(program, count, without=()):
 
 async def serving(program):
     """Over a connection of its own: one that was kept may have ended with its door."""
-    async with httpx.AsyncClient(base_url=program.client.base_url, trust_env=False) as fresh:
+    async with httpx.AsyncClient(
+        base_url=program.client.base_url, trust_env=False, verify=False
+    ) as fresh:
         try:
             body = (await fresh.get("/status")).json()
         except httpx.TransportError:
@@ -154,7 +156,7 @@ async def test_a_sigkill_of_the_one_file_build_leaves_no_process_and_no_file(bin
                 while alive(child) or folder.exists():
                     await trio.sleep(0.02)
             # Of a connection that was kept, the next request learns of the end as a broken read.
-            async with httpx.AsyncClient(trust_env=False) as fresh:
+            async with httpx.AsyncClient(trust_env=False, verify=False) as fresh:
                 with pytest.raises(httpx.ConnectError):
                     await fresh.get(url.join("/live"))
 
@@ -193,7 +195,9 @@ async def test_a_sigkill_of_the_one_file_build_ends_its_data_plane_processes(bin
 
 
 async def answers(program, worker):
-    async with httpx.AsyncClient(base_url=program.client.base_url, trust_env=False) as fresh:
+    async with httpx.AsyncClient(
+        base_url=program.client.base_url, trust_env=False, verify=False
+    ) as fresh:
         program.client, kept = fresh, program.client
         await kept.aclose()
         await program.until_routable(worker)
