@@ -54,6 +54,9 @@ ROUTING = st.sampled_from(
 )
 
 
+WORLDS = [("sglang", 0), ("nixl", 0), ("mooncake", 0), ("sglang", 2), ("nixl", 2)]  # and ranks
+
+
 class PairCourse(Course):
     def exchange(self, who, request, prefill, decode=None):
         self.like(who, request)
@@ -80,10 +83,10 @@ def listeners(tmp_path):
 
 
 def course(listeners, reported, *, short):
-    connector, (server, routing), at_once, ids, steps = reported
+    kind, (server, routing), at_once, ids, steps = reported
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "MAX_PENDING_WRITERS", 1 if at_once else stream.MAX_PENDING_WRITERS)
-        made = world_of(connector)(listeners, configured(server, routing), short=short)
+        made = world_of(*kind)(listeners, configured(server, routing), short=short)
         with made.at_work() as world:
             made = PairCourse(world, server, routing, ids=ids, traced=False)
             made.go(False, steps)
@@ -97,7 +100,7 @@ def course(listeners, reported, *, short):
 @settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.tuples(
-        st.sampled_from(["sglang", "nixl"]),
+        st.sampled_from(WORLDS),
         st.tuples(SERVER, ROUTING),
         st.booleans(),
         st.booleans(),
