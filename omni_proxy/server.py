@@ -35,7 +35,7 @@ from omni_proxy.cluster_member.proxy_load import ProxyLoad
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
-from omni_proxy.dataplane.dataplane import DataPlane, Sources
+from omni_proxy.dataplane.dataplane import DataPlane, Sources, random_below
 from omni_proxy.discovery_watch.discovery import Discovery
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
@@ -136,7 +136,7 @@ class Server:
         proxy_id = secrets.token_hex(16)
         self.data_plane = DataPlane(
             fleet, config,
-            admin_socket=str(admin_socket), sources=Sources(random.randrange), proxy_id=proxy_id,
+            admin_socket=str(admin_socket), sources=Sources(random_below), proxy_id=proxy_id,
         )  # fmt: skip
         self.prober = Prober(fleet, config_store, jitter=random.random)
         self.prober.proxy_id = proxy_id

@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from random import getrandbits
 from time import monotonic, time
 
 import trio
@@ -50,6 +51,18 @@ from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 
 _log = logging.getLogger(__name__)
+
+
+def random_below(bound: int) -> int:
+    """0 to `bound` - 1, each as likely. As `random.randrange`, in a third of the time. Raises
+    ValueError below 1."""
+    if bound < 1:
+        raise ValueError("there is no number below 1")
+    bits = (bound - 1).bit_length()
+    drawn = getrandbits(bits)
+    while drawn >= bound:
+        drawn = getrandbits(bits)
+    return drawn
 
 
 @dataclass(frozen=True, slots=True)

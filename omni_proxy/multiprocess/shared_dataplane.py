@@ -17,12 +17,11 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from random import randrange
 from typing import Final
 
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.admission.inflight import InFlight
-from omni_proxy.dataplane.dataplane import DataPlane, Sources
+from omni_proxy.dataplane.dataplane import DataPlane, Sources, random_below
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ConnectionTask, EventHandler
@@ -86,7 +85,7 @@ class SharedDataPlane(DataPlane):
         self._replicated_fleet = fleet
         super().__init__(
             fleet, config,
-            admin_socket=start.admin_socket, sources=Sources(randrange), proxy_id=start.proxy_id,
+            admin_socket=start.admin_socket, sources=Sources(random_below), proxy_id=start.proxy_id,
         )  # fmt: skip
         self.pools.admin_api = self.main_process = MainProcessPool(self.loop, start)
         self.listens_elsewhere = True

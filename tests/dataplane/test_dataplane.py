@@ -3,7 +3,7 @@ import pytest
 
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import Config
-from omni_proxy.dataplane.dataplane import DataPlane, Sources
+from omni_proxy.dataplane.dataplane import DataPlane, Sources, random_below
 from omni_proxy.fleet.registry import Fleet
 from tests.fleet.entries import NOW, entry, fleet_of
 
@@ -91,3 +91,15 @@ async def test_requests_may_hold_an_alias_for_as_long_as_the_program_runs(tmp_pa
         dataplane.configure(config)
         seen.append(dataplane.balancer.is_plain)
     assert seen == [True, False, False]
+
+
+@pytest.mark.parametrize("bound", [1, 2, 3, 5, 2**63, 2**191 - 1])
+def test_a_number_that_is_drawn_is_below_its_bound(bound):
+    drawn = {random_below(bound) for _ in range(200)}
+    assert all(0 <= number < bound for number in drawn)
+    assert len(drawn) >= min(bound, 100)
+
+
+def test_there_is_no_number_below_nothing():
+    with pytest.raises(ValueError, match="below 1"):
+        random_below(0)

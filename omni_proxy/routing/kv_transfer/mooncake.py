@@ -44,10 +44,9 @@ def mooncake_legs(
 
 def transfer_params(address: str, engine_id: str, random_below: RandomBelow) -> tuple[bytes, bytes]:
     """`kv_transfer_params` of the prefill and the decode leg; the arguments as above."""
-    uuid = b"%032x" % random_below(_MOST_DRAWN)
-    transfer_id = b'"transfer_id":"xfer-%b-%b-%b-%b-%b"}' % (
-        uuid[:8], uuid[8:12], uuid[12:16], uuid[16:20], uuid[20:],
-    )  # fmt: skip
+    text = f"{random_below(_MOST_DRAWN):032x}"
+    uuid = f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+    transfer_id = f'"transfer_id":"xfer-{uuid}"}}'.encode()
     return _REMOTE_DECODE + transfer_id, _remote_prefill(address, engine_id) + transfer_id
 
 

@@ -18,18 +18,19 @@ from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED, BodyFields
 from omni_proxy.routing.inspect.json_splice import ESCAPED_LETTER
 from omni_proxy.routing.kv_transfer.sglang import (
     MOST_DRAWN,
+    RID_CHARS,
     ROOM_BITS,
     ROOMS,
     bootstrap_host,
     json_text,
     port_text,
-    rid_text,
 )
 from omni_proxy.routing.policies.policy import RandomBelow
 
 _ROOM_MASK: Final = ROOMS - 1
 _FIRST: Final = b'{"'  # no blank, no byte-order mark, no other encoding; and some member
 _ONE: Final = b"1"
+_BACKSLASH: Final = b"\\"  # one byte is found in a tenth of the time
 _PREFILL_RANK: Final = b'"disagg_prefill_dp_rank"'
 _MAX_TOKENS: Final = b'"max_tokens"'
 _OPTIONAL_LIMIT: Final = b'"max_completion_tokens"'
@@ -76,22 +77,23 @@ def sglang_chat(
     `prefill_rank`: for decode's, where prefill has ranks."""
     if (
         not body.startswith(_FIRST)
+        or (body.find(_BACKSLASH) >= 0 and body.find(ESCAPED_LETTER) >= 0)
         or body.find(b'"n"') >= 0
         or body.find(b'"rid"') >= 0
         or body.find(b'"bootstrap_') >= 0
-        or body.find(ESCAPED_LETTER) >= 0
     ):
         return None
     number = random_below(MOST_DRAWN)
-    rid = rid_text(number >> ROOM_BITS)
+    rid = f"{number >> ROOM_BITS:0{RID_CHARS}x}"
     beginning, rest = _beginning(prefill_url, port), body[1:]
-    keys = b'%b%d,"rid":"%b",' % (beginning, number & _ROOM_MASK, rid.encode())
-    both = keys + rest
+    keys = f'{number & _ROOM_MASK},"rid":"{rid}",'.encode()
+    both = b"".join((beginning, keys, rest))
     if prefill_rank is None:
         return rid, both, both
     if body.find(_PREFILL_RANK) >= 0:
         return None
-    return rid, both, b"%b%b:%d,%b" % (keys, _PREFILL_RANK, prefill_rank, rest)
+    own = b"%b:%d," % (_PREFILL_RANK, prefill_rank)
+    return rid, both, b"".join((beginning, keys, own, rest))
 
 
 @lru_cache(maxsize=4096)
@@ -107,7 +109,7 @@ def one_token_chat(body: bytes, fields: BodyFields | None, params: bytes) -> byt
         type(fields) is not ChatFields
         or not body.startswith(_FIRST)
         or _removed(fields) != _NONE_REMOVED
-        or body.find(ESCAPED_LETTER) >= 0
+        or (body.find(_BACKSLASH) >= 0 and body.find(ESCAPED_LETTER) >= 0)
     ):
         return None
     added, places = b"", list[tuple[int, int, bytes]]()
@@ -127,14 +129,17 @@ def one_token_chat(body: bytes, fields: BodyFields | None, params: bytes) -> byt
     if fields.max_completion_tokens:
         value = bytes(fields.max_completion_tokens)
         places.append((_value_at(body, _OPTIONAL_LIMIT, value), len(value), _ONE))
-    return _replaced(body, b'{"kv_transfer_params":%b,%b' % (params, added), places)
+    return _replaced(body, [b'{"kv_transfer_params":', params, b",", added], places)
 
 
-def _replaced(body: bytes, beginning: bytes, places: list[tuple[int, int, bytes]]) -> bytes | None:
-    """`body` with another beginning and other values at these places; None for a place below 0."""
+def _replaced(
+    body: bytes, parts: list[bytes], places: list[tuple[int, int, bytes]]
+) -> bytes | None:
+    """`body` with another beginning, `parts`, and other values at these places; None for a place
+    below 0."""
     if len(places) > 1:
         places.sort()
-    parts, start = [beginning], 1
+    start = 1
     for at, size, text in places:
         if at < 0:
             return None

@@ -80,10 +80,6 @@ def _is_number(raw: msgspec.Raw) -> bool:
     return memoryview(raw)[0] in b"-0123456789"
 
 
-def rid_text(number: int) -> str:
-    return f"{number:0{RID_CHARS}x}"
-
-
 def port_text(port: int | None) -> bytes:
     return b"null" if port is None else b"%d" % port
 
@@ -95,7 +91,7 @@ def sglang_legs(
     for a key that is there twice, and as `batch_size`."""
     size = batch_size(path, body)
     number = random_below(MOST_DRAWN)  # one draw costs half of two
-    host, rid = bootstrap_host(prefill_url), rid_text(number >> ROOM_BITS)
+    host, rid = bootstrap_host(prefill_url), f"{number >> ROOM_BITS:0{RID_CHARS}x}"
     hosts, ports = json_text(host), port_text(port)
     rids = b'"%b"' % rid.encode()
     if size is None:
