@@ -179,9 +179,10 @@ class CacheAwareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     request_cost_tokens: Count = 512
     # Forget what a worker had less of its prompt than believed, by its answer's cached tokens.
     feedback: bool = True
-    # What is cached where: inferred from what was sent; or, for prompts of token ids, by the KV
-    # events of the engines, inferred for workers that publish none.
+    # What is cached where: inferred from what was sent, or by the engines' KV events.
     source: Literal["inferred", "events"] = "inferred"
+    # With events: engines are asked for the tokens of long texts, beside the requests.
+    tokenize: Literal["off", "engine"] = "off"
     # Blocks that engines reported as cached, over all workers; past it the oldest go.
     max_index_blocks: AtLeastOne = 4 * 1024 * 1024
 

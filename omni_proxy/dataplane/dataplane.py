@@ -35,6 +35,7 @@ from omni_proxy.dataplane.loop.timeouts import Timers
 from omni_proxy.dataplane.services import ExchangeServices, Totals
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.dataplane.status import admission_record, status_record, totals_record
+from omni_proxy.dataplane.tokenize_calls import TokenizeCalls
 from omni_proxy.dataplane.upstream.acquire import Balancer
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.fleet.engine_load import bounds_of
@@ -118,6 +119,7 @@ class DataPlane:
             keep_voices_at=self.keep_voices_at,
             random_below=self.random_below,
         )
+        self.tokenize_calls = TokenizeCalls(self.services, self.kv_blocks.texts)
         self.listens_elsewhere = False  # another process opens the sockets of the listeners
         self._shared_sessions: Sessions | None = None
         self.listeners = Listeners(self.services)
@@ -324,6 +326,7 @@ class DataPlane:
     def _sweep(self) -> None:
         self.policy.maintain(self.loop.now)
         self.balancer.pools.maintain(self.loop.now)
+        self.tokenize_calls.start_due()
         self.pools.sweep()
         self.settings.callers.publish()
         self.listeners.retry_accepting()

@@ -73,6 +73,13 @@ class BodyFields(msgspec.Struct, gc=False):
     lora_path: msgspec.Raw = ABSENT
     cache_salt: msgspec.Raw = ABSENT
     extra_key: msgspec.Raw = ABSENT
+    # What an engine writes into a chat beside its messages, or in another way.
+    tools: msgspec.Raw = ABSENT
+    chat_template_kwargs: msgspec.Raw = ABSENT
+    add_generation_prompt: msgspec.Raw = ABSENT
+    continue_final_message: msgspec.Raw = ABSENT
+    chat_template: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
 
 
 class NonStandardBodyFields(BodyFields, gc=False):

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
+from omni_proxy.routing.kv_events.known_texts import KnownTexts
 
 # Parted by the lowest bits of the key, so that no growth of a table takes long.
 _PARTS: Final = 256
@@ -36,6 +37,7 @@ class BlockIndex:
     """Holders are URLs of workers, or of their data-parallel ranks. `now` is monotonic seconds."""
 
     def __init__(self) -> None:
+        self.texts = KnownTexts()  # whose blocks are known, wherever they are
         self.blocks = 0
         self.membership = 0  # changes with a holder's bit, trust or block size
         self._parts: list[dict[int, int]] = [{} for _ in range(_PARTS)]
@@ -195,6 +197,7 @@ class BlockIndex:
     def maintain(self, now: float) -> bool:
         """One slice of upkeep; whether more is to do."""
         self._turn(now)
+        self.texts.maintain(now)
         if self._dead:
             self._sweep()
         return bool(self._dead)

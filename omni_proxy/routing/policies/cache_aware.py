@@ -107,7 +107,7 @@ class CacheAware(Policy):
         self._among: tuple[Sequence[Worker], int, int] = ((), -1, 0)
 
     def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
-        text = _text(candidates, requirements)
+        text = prompt_text(candidates, requirements)
         choice = self._choose(candidates, text, requirements)
         self._count_choice(choice, candidates, text.length)
         if text.whole:
@@ -117,7 +117,7 @@ class CacheAware(Policy):
     def preview_pick(
         self, candidates: Sequence[Worker], requirements: Requirements
     ) -> tuple[Worker, str]:
-        text = _text(candidates, requirements)
+        text = prompt_text(candidates, requirements)
         judged = self._judged
         choice = self._choose(candidates, text, requirements)
         self._judged = judged  # else the next pick could go by another verdict
@@ -126,7 +126,7 @@ class CacheAware(Policy):
     def explain_pick(
         self, candidates: Sequence[Worker], requirements: Requirements
     ) -> dict[str, object]:
-        text = _text(candidates, requirements)
+        text = prompt_text(candidates, requirements)
         depths = self._tree.depths(text.key)
         matched = {worker.url: text.matching(depths.get(worker, 0)) for worker in candidates}
         reports = self._feedback.facts(candidates)
@@ -144,14 +144,14 @@ class CacheAware(Policy):
     def cached_prefix(
         self, candidates: Sequence[Worker], requirements: Requirements
     ) -> tuple[bytes, dict[Worker, int]]:
-        text = _text(candidates, requirements)
+        text = prompt_text(candidates, requirements)
         if not text.whole:
             return b"", {}
         mark = text.start - 1  # which begins the text and does not count
         return text.whole[mark:], _held(text, self._tree.depths(text.key))
 
     def record_pick(self, worker: Worker, requirements: Requirements) -> None:
-        text = _text((worker,), requirements)
+        text = prompt_text((worker,), requirements)
         if text.whole:
             self._feedback.insert(text, worker, requirements)
 
@@ -220,6 +220,10 @@ class CacheAware(Policy):
                 return self._shortest_queue(candidates, "spilled", choice)
             return choice
         return self._without_match(candidates, len(text.key), matched)
+
+    def _inferred(self, text: PromptText, candidates: Sequence[Worker]) -> int:
+        """How many bytes of the text some candidate holds, by the tree."""
+        return text.matching(self._tree.match(text.key, self._mask_of(candidates))[0])
 
     def _without_match(self, candidates: Sequence[Worker], more: int, matched: int) -> CacheChoice:
         """`more`: bytes that the tree of the chosen one gets."""
@@ -391,7 +395,7 @@ def _ranks(
     ]
 
 
-def _text(candidates: Sequence[Worker], requirements: Requirements) -> PromptText:
+def prompt_text(candidates: Sequence[Worker], requirements: Requirements) -> PromptText:
     text = prefix_text(requirements.body_fields)
     if not text:
         return _NO_TEXT

@@ -1,14 +1,14 @@
 """The cache_aware policy where engines publish KV events: prompts of token ids are matched exactly.
 
     prompt of token ids, and workers whose events are trusted -> by the blocks that they have
+    text whose beginning an engine has tokenized              -> by its blocks, if somebody has any
     anything else                                             -> by the tree, as `cache_aware`
 
 What is inferred of workers that publish nothing stands beside what is known of the others: the
-larger share of the prompt wins. Where all are known and none has enough, the shortest queue is
-taken, as there are no trees to compare. Invariants: with `source = "inferred"` every choice is that
-of `cache_aware`; a worker that is trusted is never believed to have a block that it did not report,
-but for what was sent to it a moment ago; a preview changes nothing.
-Source: features.md 7.
+larger share of the prompt wins; where all are known and none has enough, the shortest queue.
+Invariants: with `source = "inferred"` every choice is that of `cache_aware`; a trusted worker is
+never believed to have a block that it did not report, but for what was sent to it a moment ago; a
+preview changes nothing. Source: features.md 7.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.prompt_tokens import read_tokens, spelled_tokens
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.inspect.tokenize_body import template_mark, tokenize_body
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.kv_events.block_keys import block_keys
-from omni_proxy.routing.policies.cache_aware import CacheAware, CacheChoice
+from omni_proxy.routing.kv_events.known_texts import MIN_BYTES, TextQuestion
+from omni_proxy.routing.policies.cache_aware import CacheAware, CacheChoice, prompt_text
+from omni_proxy.routing.policies.cache_feedback import PromptText
+from omni_proxy.routing.tree_key import MOST_BLOCK, tree_key
 
 RECENT: Final = 64  # prompts
 RECENT_END: Final = 64  # bytes of its end that a prompt is looked for by; then all are compared
@@ -66,11 +70,12 @@ class _Recent(NamedTuple):
 
 
 class _Prompt(NamedTuple):
-    """`keys`: of its blocks, by their size."""
+    """`keys`: of its blocks, by their size; of a text of those that are known."""
 
     tokens: int
     keys: dict[int, list[int]]
     known: _Known
+    is_text: bool = False
 
 
 _NONE = _Known((), -1, (), {}, ())
@@ -79,12 +84,13 @@ _NONE = _Known((), -1, (), {}, ())
 class EventAware(CacheAware):
     """`blocks`: what the engines of this fleet have reported, from `use_blocks` on."""
 
-    __slots__ = ("_blocks", "_by_events", "_known", "_recent")
+    __slots__ = ("_blocks", "_by_events", "_known", "_recent", "_tokenizes")
 
     def __init__(self, routing: RoutingConfig, now: float) -> None:
         super().__init__(routing, now)
         self._blocks: BlockIndex | None = None
         self._by_events = routing.cache_aware.source == "events"
+        self._tokenizes = routing.cache_aware.tokenize == "engine"
         self._known = _NONE
         self._recent: dict[bytes, _Recent] = {}
 
@@ -93,13 +99,20 @@ class EventAware(CacheAware):
 
     def reconfigure(self, routing: RoutingConfig) -> bool:
         self._by_events = routing.cache_aware.source == "events"
+        self._tokenizes = routing.cache_aware.tokenize == "engine"
         return super().reconfigure(routing)
 
     def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
         prompt = self._prompt(candidates, requirements)
         if prompt is None or self._blocks is None:
-            return super().pick(candidates, requirements)
+            worker = super().pick(candidates, requirements)
+            if self._tokenizes:
+                self._ask(worker, candidates, requirements)
+            return worker
         choice, found = self._choose_known(candidates, requirements, prompt)
+        if prompt.is_text:
+            self._blocks.texts.note_use()
+            self._ask(choice.worker, candidates, requirements)
         self._count_choice(choice, candidates, found.length)
         held = found.matched if choice.worker in found.holders and not found.inferred else -1
         self._sent(choice.worker, requirements, prompt, held)
@@ -156,7 +169,8 @@ class EventAware(CacheAware):
         stats, blocks = super().stats(), self._blocks
         if blocks is None or not self._by_events:
             return stats
-        return {**stats, "index_blocks": blocks.blocks, "index_bytes": blocks.bytes}
+        tokenize = {"tokenize": blocks.texts.as_facts()} if self._tokenizes else {}
+        return {**stats, "index_blocks": blocks.blocks, "index_bytes": blocks.bytes, **tokenize}
 
     def _prompt(self, candidates: Sequence[Worker], requirements: Requirements) -> _Prompt | None:
         """None where the request is matched by the tree alone."""
@@ -173,10 +187,48 @@ class EventAware(CacheAware):
             return None
         raw = spelled_tokens(requirements)
         if raw is None:
-            return None
+            return self._text_prompt(candidates, requirements, known) if self._tokenizes else None
         sizes = {group.block_size for group in known.groups if group.block_size}
         length, keys = self._keys_of(raw, sizes)
         return _Prompt(length, keys, known) if length else None
+
+    def _text_prompt(
+        self, candidates: Sequence[Worker], requirements: Requirements, known: _Known
+    ) -> _Prompt | None:
+        """None where the tree knows more of the text than an engine has tokenized, or nobody has
+        its first block: what an engine tells is never worse than what was inferred."""
+        blocks, text = self._blocks, prompt_text(candidates, requirements)
+        assert blocks is not None
+        found = blocks.texts.find(_marked(text, requirements), text.length)
+        if found is None or self._inferred(text, candidates) > found.shared + MOST_BLOCK:
+            return None
+        sizes = {group.block_size for group in known.groups if group.block_size}
+        keys = {size: found.known.keys(size)[: found.tokens // size] for size in sizes}
+        if not any(
+            blocks.match(keys.get(group.block_size, []), group.mask, self._now)[0]
+            for group in known.groups
+        ):
+            return None
+        whole = text.length * len(found.known.tokens) // found.known.length
+        return _Prompt(max(1, whole, found.tokens), keys, known, is_text=True)
+
+    def _ask(
+        self, worker: Worker, candidates: Sequence[Worker], requirements: Requirements
+    ) -> None:
+        """The worker's engine may be asked for the tokens of what it gets."""
+        blocks = self._blocks
+        if blocks is None or not self._by_events or not blocks.is_exact(worker.url):
+            return
+        text = prompt_text(candidates, requirements)
+        if text.length < MIN_BYTES:
+            return
+        key = _marked(text, requirements)
+        found = blocks.texts.find(key, text.length)
+        if not blocks.texts.is_worth_asking(worker.worker.url, text.length, found, self._now):
+            return
+        body = tokenize_body(requirements)
+        if body is not None:
+            blocks.texts.ask(TextQuestion(worker.worker.url, key, text.length, body))
 
     def _keys_of(self, raw: msgspec.Raw, sizes: set[int]) -> tuple[int, dict[int, list[int]]]:
         """How many tokens the prompt has, 0 for none, and its keys. Samples of one prompt come one
@@ -255,14 +307,20 @@ class EventAware(CacheAware):
             held = size * blocks.match(keys, blocks.bit_of(worker.url), self._now)[0]
         if keys and held < size * len(keys):
             blocks.predict(worker.url, keys, self._now)
-        if known.rest:
+        if known.rest or prompt.is_text:
             super().record_pick(worker, requirements)
-        if worker.url in known.by_url:
+        if worker.url in known.by_url and not prompt.is_text:
             self._feedback.expect(worker, requirements, prompt.tokens, held)
 
     def _words_of(self, choice: CacheChoice, found: _Found) -> str:
         unit = "bytes match" if found.inferred else "tokens are cached"
         return self._words_for(choice, f"{choice.matched} of {found.length} {unit}")
+
+
+def _marked(text: PromptText, requirements: Requirements) -> bytes:
+    """Its key among known texts: equal texts with other tools are other tokens."""
+    mark = template_mark(requirements)
+    return tree_key(mark + text.whole) if mark else text.key
 
 
 def _known_of(candidates: Sequence[Worker], blocks: BlockIndex) -> _Known:

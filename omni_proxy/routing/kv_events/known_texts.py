@@ -1,0 +1,150 @@
+"""Texts whose tokens an engine has told, and texts that it is to be asked about.
+
+    a text was sent -> question -> /tokenize of its worker -> tokens -> keys of its blocks
+
+A later text with the same beginning has the same blocks there. Invariants: the newest texts are
+kept, in bounded memory; the number of questions is bounded by what the answers were used for; an
+engine that does not answer is not asked for a while. Pure: whoever asks is elsewhere.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from omni_proxy.routing.inspect.prefix_text import LIMIT
+from omni_proxy.routing.kv_events.block_keys import block_keys
+from omni_proxy.routing.prefix_tree import PrefixTree
+from omni_proxy.routing.tree_key import text_length
+
+# Of a text that is worth a question: about a thousand tokens, and no text that was cut.
+MIN_BYTES: Final = 4096
+MAX_BYTES: Final = LIMIT - 2
+MOST_TEXTS: Final = 256
+MOST_TOKENS: Final = 1 << 20  # of all texts
+MOST_QUESTIONS: Final = 16  # that wait; older ones are dropped
+ANSWERED_SHARE: Final = 0.75  # of a text that is known: then it is not asked about
+# Questions are free at first and one in each so many seconds, and two for each use of an answer.
+FREE_QUESTIONS: Final = 32
+FREE_SECS: Final = 10.0
+QUESTIONS_PER_USE: Final = 2
+SILENT_SECS: Final = 60.0  # that an engine is left alone after it did not answer
+
+
+class TextQuestion(NamedTuple):
+    """`url`: of the worker that got the text. `key`: as in the prefix tree, `length` bytes of text.
+    `body`: for /tokenize."""
+
+    url: str
+    key: bytes
+    length: int
+    body: bytes
+
+
+class KnownText:
+    """`length` in bytes."""
+
+    __slots__ = ("_keys", "length", "tokens")
+
+    def __init__(self, length: int, tokens: Sequence[int]) -> None:
+        self.length = length
+        self.tokens = array("Q", tokens)
+        self._keys: dict[int, list[int]] = {}
+
+    def keys(self, block_size: int) -> list[int]:
+        keys = self._keys.get(block_size)
+        if keys is None:
+            keys = self._keys[block_size] = block_keys(self.tokens, block_size)
+        return keys
+
+
+class FoundText(NamedTuple):
+    """The first `tokens` of `known` are those of the first `shared` bytes of a text. Tokens become
+    bytes by their mean, so it may be some more or fewer."""
+
+    known: KnownText
+    shared: int
+    tokens: int
+
+
+class KnownTexts:
+    """`now` is monotonic seconds."""
+
+    def __init__(self) -> None:
+        self.asked = self.failed = self.used = 0
+        self._tree: PrefixTree[int] = PrefixTree(1 << 24)
+        self._texts: dict[int, KnownText] = {}  # by number, the oldest first
+        self._number = self._tokens = 0
+        self._questions: deque[TextQuestion] = deque(maxlen=MOST_QUESTIONS)
+        self._silent: dict[str, float] = {}
+        self._free = float(FREE_QUESTIONS)
+        self._now: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def find(self, key: bytes, length: int) -> FoundText | None:
+        """What is known of the beginning of a text of `length` bytes. Changes nothing."""
+        depth, held = self._tree.match(key)
+        if not held:
+            return None
+        shared = length if depth >= len(key) else text_length(depth)
+        known = self._texts[self._tree.named(held)[-1]]
+        shared = min(shared, known.length)
+        return FoundText(known, shared, len(known.tokens) * shared // known.length)
+
+    def is_worth_asking(self, url: str, length: int, found: FoundText | None, now: float) -> bool:
+        """Whether the engine at `url` should be asked about a text of so many bytes."""
+        if self._free < 1 or not MIN_BYTES <= length <= MAX_BYTES:
+            return False
+        if self._silent.get(url, now) > now:
+            return False
+        return found is None or found.shared < ANSWERED_SHARE * length
+
+    def ask(self, question: TextQuestion) -> None:
+        self._free -= 1
+        self._questions.append(question)
+
+    def take_question(self) -> TextQuestion | None:
+        """The newest one: its blocks are still there when the next text like it comes."""
+        if not self._questions:
+            return None
+        self.asked += 1
+        return self._questions.pop()
+
+    def note_use(self) -> None:
+        """A text went where its blocks are, by an answer."""
+        self.used += 1
+        self._free = min(FREE_QUESTIONS, self._free + QUESTIONS_PER_USE)
+
+    def learn(self, question: TextQuestion, tokens: Sequence[int]) -> None:
+        if not tokens:
+            return
+        self._number += 1
+        self._texts[self._number] = KnownText(question.length, tokens)
+        self._tokens += len(tokens)
+        self._tree.insert(question.key, self._number)
+        while len(self._texts) > MOST_TEXTS or self._tokens > MOST_TOKENS:
+            oldest = next(iter(self._texts))
+            self._tokens -= len(self._texts.pop(oldest).tokens)
+            self._tree.forget(oldest)
+
+    def note_silence(self, question: TextQuestion, now: float) -> None:
+        """It was not answered."""
+        self.failed += 1
+        self._silent[question.url] = now + SILENT_SECS
+
+    def maintain(self, now: float) -> None:
+        before, self._now = self._now, now
+        if before is not None:
+            self._free = min(FREE_QUESTIONS, self._free + (now - before) / FREE_SECS)
+        if len(self._silent) > MOST_TEXTS:
+            self._silent = {url: until for url, until in self._silent.items() if until > now}
+        self._tree.maintain(evict=False)
+
+    def as_facts(self) -> dict[str, int]:
+        """JSON-able."""
+        count = len(self._texts)
+        return {"texts": count, "calls": self.asked, "failed": self.failed, "used": self.used}

@@ -1,0 +1,105 @@
+"""Known texts are bounded in memory, and questions by what their answers were used for."""
+
+import pytest
+
+from omni_proxy.routing.kv_events import known_texts as tested
+from omni_proxy.routing.kv_events.block_keys import block_keys
+from omni_proxy.routing.kv_events.known_texts import (
+    FREE_QUESTIONS,
+    FREE_SECS,
+    MAX_BYTES,
+    MIN_BYTES,
+    MOST_QUESTIONS,
+    SILENT_SECS,
+    KnownTexts,
+    TextQuestion,
+)
+from omni_proxy.routing.tree_key import tree_key
+
+URL = "http://w"
+
+
+def question(text, url=URL):
+    return TextQuestion(url, tree_key(text), len(text), b"{}")
+
+
+def learnt(*texts):
+    known = KnownTexts()
+    for text in texts:
+        known.learn(question(text), range(len(text) // 4))
+    return known
+
+
+def found(known, text):
+    return known.find(tree_key(text), len(text))
+
+
+def test_a_text_has_the_tokens_of_its_known_beginning():
+    text = b"".join(b"%04d" % number for number in range(2048))
+    known = learnt(text)
+    whole = found(known, text)
+    assert (whole.shared, whole.tokens) == (8192, 2048)
+    assert whole.known.keys(16) == block_keys(range(2048), 16)
+    longer = found(known, text + b"x" * 8192)
+    assert (longer.shared, longer.tokens) == (8192, 2048)
+    other = found(known, text[:4096] + b"x" * 4096)
+    assert (other.shared, other.tokens) == (4096, 1024)
+    assert found(known, b"x" * 8192) is None
+
+
+def test_the_oldest_texts_go_first(monkeypatch):
+    monkeypatch.setattr(tested, "MOST_TEXTS", 3)
+    texts = [bytes([mark]) * 5000 for mark in b"abcde"]
+    known = learnt(*texts)
+    assert len(known) == 3
+    assert [found(known, text) is not None for text in texts] == [False, False, True, True, True]
+    monkeypatch.setattr(tested, "MOST_TOKENS", 2500)
+    known.learn(question(b"f" * 5000), range(1250))
+    assert [found(known, text) is not None for text in texts] == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize(
+    ("length", "worth"),
+    [(MIN_BYTES - 1, False), (MIN_BYTES, True), (MAX_BYTES, True), (MAX_BYTES + 1, False)],
+)
+def test_short_texts_and_those_that_were_cut_are_not_worth_a_question(length, worth):
+    assert KnownTexts().is_worth_asking(URL, length, None, 0.0) is worth
+
+
+def test_a_text_that_is_known_for_the_most_part_is_not_worth_a_question():
+    text = b"t" * 8192
+    known = learnt(text)
+    for length, worth in ((10_000, False), (16_384, True)):
+        longer = text + b"x" * (length - len(text))
+        assert known.is_worth_asking(URL, length, found(known, longer), 0.0) is worth
+
+
+def test_questions_that_are_of_no_use_end_and_come_back_slowly():
+    known = KnownTexts()
+    known.maintain(0.0)
+
+    def asked():
+        count = 0
+        while known.is_worth_asking(URL, MIN_BYTES, None, 0.0):
+            known.ask(question(b"%d" % count * MIN_BYTES))
+            count += 1
+        return count
+
+    assert asked() == FREE_QUESTIONS
+    known.note_use()
+    assert asked() == 2
+    known.maintain(3 * FREE_SECS)
+    assert asked() == 3
+    waiting = 0
+    while known.take_question() is not None:
+        waiting += 1
+    assert waiting == MOST_QUESTIONS
+
+
+def test_an_engine_that_does_not_answer_is_left_alone_for_a_while():
+    known = KnownTexts()
+    known.note_silence(question(b"t" * MIN_BYTES), 10.0)
+    assert not known.is_worth_asking(URL, MIN_BYTES, None, 10.0 + SILENT_SECS - 1)
+    assert known.is_worth_asking(URL, MIN_BYTES, None, 10.0 + SILENT_SECS)
+    assert known.is_worth_asking("http://other", MIN_BYTES, None, 11.0)
+    assert known.as_facts() == {"texts": 0, "calls": 0, "failed": 1, "used": 0}

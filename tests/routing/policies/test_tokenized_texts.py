@@ -1,0 +1,77 @@
+"""Texts that an engine has tokenized go by its blocks, others by the tree."""
+
+import pytest
+
+from omni_proxy.routing.kv_events.block_index import BlockIndex
+from omni_proxy.routing.kv_events.known_texts import MIN_BYTES
+from tests.routing.policies.chats import chat, workers
+from tests.routing.policies.test_event_aware import EVENTS, SIZE, exact, policy_of
+
+TOKENIZE = EVENTS + 'tokenize = "engine"\n'
+TEXT = "t" * 8191  # and a byte for the role
+
+
+@pytest.fixture
+def index():
+    return BlockIndex()
+
+
+def answered(index, tokens):
+    question = index.texts.take_question()
+    index.texts.learn(question, tokens)
+    return question
+
+
+def test_the_worker_that_got_a_long_text_is_asked_and_its_answer_used(index):
+    policy, fleet = policy_of(index, TOKENIZE), workers(0, 0)
+    for worker in fleet:
+        exact(index, worker)
+    first = policy.pick(fleet, chat(TEXT))
+    assert answered(index, range(2048)).url == first.url
+    (other,) = {*fleet} - {first}
+    # Events: the first one has evicted it, the other one has computed it for somebody else.
+    exact(index, other, list(range(2048)), size=SIZE)
+    worker, words = policy.preview_pick(fleet, chat(TEXT + "u" * 500))
+    assert (worker, index.texts.used) == (other, 0)
+    assert words.startswith("2048 of 2173 tokens are cached")
+    assert policy.pick(fleet, chat(TEXT + "u" * 500)) is other
+    assert policy.stats()["tokenize"] == {"texts": 1, "calls": 1, "failed": 0, "used": 1}
+    assert index.texts.take_question() is None  # it is known for the most part
+
+
+def test_a_text_whose_blocks_nobody_has_goes_by_the_tree(index):
+    policy, fleet = policy_of(index, TOKENIZE), workers(0, 0)
+    for worker in fleet:
+        exact(index, worker, [9] * 8)
+    first = policy.pick(fleet, chat(TEXT))
+    answered(index, range(2048))
+    policy.maintain(10.0)
+    assert "bytes match" in policy.preview_pick(fleet, chat(TEXT))[1]
+    assert policy.pick(fleet, chat(TEXT)) is first
+    assert index.texts.used == 0
+
+
+def test_the_tree_decides_where_it_knows_more_of_the_text(index):
+    policy, fleet = policy_of(index, TOKENIZE), workers(0, 0)
+    for worker in fleet:
+        exact(index, worker)
+    policy.record_pick(fleet[0], chat(TEXT + "u" * 9000))
+    policy.pick(fleet[1:], chat(TEXT))
+    answered(index, range(2048))
+    exact(index, fleet[1], list(range(2048)))
+    assert policy.preview_pick(fleet, chat(TEXT + "u" * 9000))[0] is fleet[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "trusted"),
+    [(EVENTS, TEXT, True), (TOKENIZE, "t" * (MIN_BYTES - 2), True), (TOKENIZE, TEXT, False)],
+    ids=["off", "short", "not exact"],
+)
+def test_nobody_is_asked(index, config, text, trusted):
+    policy, fleet = policy_of(index, config), workers(0)
+    if trusted:
+        exact(index, fleet[0])
+    policy.pick(fleet, chat(text))
+    assert index.texts.take_question() is None
+    policy.preview_pick(fleet, chat(TEXT))
+    assert index.texts.take_question() is None
