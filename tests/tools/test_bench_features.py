@@ -1,0 +1,31 @@
+"""Each side of the bench of features is a configuration that the proxy takes."""
+
+from omni_proxy.config.parse import parse
+from tools.bench.features import LIMITS, PLAIN, sides
+from tools.bench.load_run import KEY
+from tools.bench.proxies import OMNI_FILE, Place, proxy
+
+
+def configs(folder):
+    found = {}
+    for side in sides(proxy("omni-proxy --config {config}", "omni-proxy"), "http://127.0.0.1:9"):
+        side.command(Place(30000, [8000], folder))
+        found[side.name] = parse((folder / OMNI_FILE).read_text())
+    return found
+
+
+def test_each_side_differs_from_the_plain_one_in_its_feature(tmp_path):
+    found = configs(tmp_path)
+    plain = found.pop(PLAIN)
+    assert (plain.server.metrics, plain.keys, plain.observe.otlp_endpoint) == (True, (), "")
+    assert plain not in found.values()
+    assert not found["no metrics"].server.metrics
+    assert found["[server] api_key"].server.api_key == KEY
+    limits = [
+        sum(bool(getattr(config.keys[0], name)) for name in LIMITS)
+        for config in found.values()
+        if config.keys
+    ]
+    assert limits == [0, 1, 2, 3]
+    shares = [each.observe.trace_sampling for each in found.values() if each.observe.otlp_endpoint]
+    assert shares == [0.0, 0.01, 1.0]
