@@ -158,16 +158,16 @@ class Server:
         self.watchdog = Watchdog()
         self.view = AggregateView(self.process_manager, self.watchdog)
         fleet.await_replicated = self.process_manager.await_replicated
-        self.cluster = ClusterMember(
-            fleet, config_store,
-            ProxyLoad(self.process_manager, self.view, config_store), self._node_name,
-        )  # fmt: skip
         self.reloader = Reloader(config_store)
         self.admin_keys = KeySources(
             ("admin", "keys"), lambda config: config.admin.keys, str(config_store.file or "")
         )
         folder = folder_for(config_store.state_file, config, os.environ)
         self.weight_operations = WeightOperations(fleet, config_store, JournalFile(folder))
+        self.cluster = ClusterMember(
+            fleet, config_store, self.weight_operations,
+            ProxyLoad(self.process_manager, self.view, config_store), self._node_name,
+        )  # fmt: skip
         self.weight_operations.history.on_end = self._trace_operation
         self.prober.tolerates_failures = self.weight_operations.is_updating
         self.leaving = False

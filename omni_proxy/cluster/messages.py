@@ -41,7 +41,33 @@ class ByeMessage(Struct, frozen=True, array_like=True, tag="bye"):
     member: str
 
 
-Message: TypeAlias = CountsMessage | HelloMessage | ByeMessage
+class WeightsMessage(Struct, frozen=True, array_like=True, tag="weights"):
+    """What the holder of the lease on weights has written into the store: see
+    `cluster_member.weight_state`. Each member applies and acknowledges it."""
+
+    member: str
+    state: bytes
+
+
+class AckMessage(Struct, frozen=True, array_like=True, tag="ack"):
+    """The state with that number, of the holder with that token, is in force at this member; what
+    it has in flight was published before."""
+
+    member: str
+    token: int
+    number: int
+
+
+class ResumedMessage(Struct, frozen=True, array_like=True, tag="resumed"):
+    """The engines of these workers were made to continue."""
+
+    member: str
+    urls: tuple[str, ...]
+
+
+Message: TypeAlias = (
+    CountsMessage | HelloMessage | ByeMessage | WeightsMessage | AckMessage | ResumedMessage
+)
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)

@@ -11,16 +11,20 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 import trio
 
 from omni_proxy.backoff import Backoff
 from omni_proxy.cluster.messages import (
+    AckMessage,
     ByeMessage,
     CountsMessage,
     HelloMessage,
+    Message,
+    ResumedMessage,
+    WeightsMessage,
     decode,
     encode,
 )
@@ -30,6 +34,7 @@ from omni_proxy.cluster_member.credentials import (
     shown_url,
     tls_context,
 )
+from omni_proxy.cluster_member.cut_off import CutOffHold
 from omni_proxy.cluster_member.redis_connection import (
     Command,
     RedisConnection,
@@ -38,10 +43,14 @@ from omni_proxy.cluster_member.redis_connection import (
     connected,
 )
 from omni_proxy.cluster_member.shared_load import LoadView, SharedLoad
+from omni_proxy.cluster_member.shared_weights import SharedWeights
+from omni_proxy.cluster_member.weight_state import decode_state
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
+from omni_proxy.weight_sync.worker_calls import read_labels
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +66,12 @@ class ClusterMember:
     """`node_name()`: how this proxy is called where the configuration names it not."""
 
     def __init__(
-        self, fleet: Fleet, config_store: ConfigStore, view: LoadView, node_name: Callable[[], str]
+        self,
+        fleet: Fleet,
+        config_store: ConfigStore,
+        operations: WeightOperations,
+        view: LoadView,
+        node_name: Callable[[], str],
     ) -> None:
         self._fleet = fleet
         self._config_store = config_store
@@ -65,7 +79,12 @@ class ClusterMember:
         self._node_name = node_name
         self._changed = trio.Event()  # the table has changed
         self._load: SharedLoad | None = None
-        self._member = ""
+        self.name = ""
+        self.connection: RedisConnection | None = None
+        self._weights = SharedWeights(fleet, operations, self)
+        self._cut_off = CutOffHold(fleet, self._lease_left, lambda each: read_labels(each, {}))
+        self._save_journal = operations.journal.save_adopted
+        self._applied = trio.Event()  # a state of another proxy: to be saved and acknowledged
         self._hello_heard = False
         self._heartbeat_at = float("-inf")
         self._clock_ahead = 0.0  # of the store's, beside ours
@@ -77,7 +96,7 @@ class ClusterMember:
 
     @property
     def enabled(self) -> bool:
-        return self._table.enabled
+        return self.table.enabled
 
     @property
     def is_connected(self) -> bool:
@@ -86,22 +105,23 @@ class ClusterMember:
     @property
     def refuses(self) -> bool:
         """Whether the proxy is not ready, for want of the store."""
-        return self.enabled and self._table.on_loss == "refuse" and not self.is_connected
+        return self.enabled and self.table.on_loss == "refuse" and not self.is_connected
 
     def status(self) -> dict[str, object] | None:
         """JSON-ready, for GET /status; None without a cluster."""
         if not self.enabled:
             return None
-        table, now = self._table, trio.current_time()
+        table, now = self.table, trio.current_time()
         peers = self._load.counts.peers if self._load is not None else {}
         return {
             "name": table.name,
-            "member": self._member or None,
+            "member": self.name or None,
             "store": shown_url(self._config_store.config),
             "connected": self.is_connected,
             "losses": self._losses,
             "error": self._error or None,
             "share": list(table.share),
+            "weights": self._weights.status() if "weights" in table.share else None,
             "members": 1 + len(peers),
             "peers": [
                 {
@@ -128,8 +148,34 @@ class ClusterMember:
                 await changed.wait()
 
     @property
-    def _table(self) -> ClusterConfig:
+    def table(self) -> ClusterConfig:
         return self._config_store.config.cluster
+
+    @property
+    def lock_timeout_secs(self) -> float:
+        return self._config_store.config.admin.lock_timeout_secs
+
+    async def live_members(self) -> set[str]:
+        """See `shared_weights.Membership`."""
+        connection = self.connection
+        if connection is None:
+            raise StoreError("it is not connected")
+        (found,) = await connection.call(("SMEMBERS", self._members_key))
+        others = sorted({name.decode() for name in found} - {self.name})
+        if not others:
+            return set()
+        (values,) = await connection.call(("MGET", *map(self._lease_key_of, others)))
+        live = {name for name, value in zip(others, values, strict=True) if value is not None}
+        if gone := [name for name in others if name not in live]:
+            await connection.call(("SREM", self._members_key, *gone))
+        return live
+
+    def _lease_left(self) -> float | None:
+        """See `cut_off.CutOffHold`."""
+        if "weights" not in self.table.share or not self._weights.in_use:
+            return None
+        renewed_at = self._weights.own_lease.renewed_at
+        return renewed_at + self.table.lease_secs - trio.current_time()
 
     def _follow_config(self, old: Config, new: Config) -> None:
         if new.cluster != old.cluster:
@@ -138,19 +184,21 @@ class ClusterMember:
 
     async def _be_member(self) -> None:
         """With the present table, until cancelled."""
-        self._member = f"{self._table.node or self._node_name()}/{secrets.token_hex(4)}"
-        self._load = load = SharedLoad(self._fleet, self._view, self._member)
+        self.name = f"{self.table.node or self._node_name()}/{secrets.token_hex(4)}"
+        self._load = load = SharedLoad(self._fleet, self._view, self.name)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._stay_connected, load)
+                nursery.start_soon(self._cut_off.run, self.table.lease_secs)
                 while True:
                     now = trio.current_time()
-                    load.expire(now, self._table)
-                    load.smooth(self._table)
-                    load.share_bounds(now, now + self._clock_ahead, self._table)
-                    await trio.sleep(self._table.publish_secs)
+                    load.expire(now, self.table)
+                    load.smooth(self.table)
+                    load.share_bounds(now, now + self._clock_ahead, self.table)
+                    await trio.sleep(self.table.publish_secs)
         finally:
             load.forget()
+            self._weights.disconnect()
             self._load = None
 
     async def _stay_connected(self, load: SharedLoad) -> None:
@@ -161,7 +209,7 @@ class ClusterMember:
             except* (StoreError, CredentialError) as errors:
                 self._note_loss(_reason(errors))
             finally:
-                self._connected_at = None
+                self._connected_at = self.connection = None
             await trio.sleep(backoff.next_delay())
 
     async def _connect(self, load: SharedLoad, backoff: Backoff) -> None:
@@ -173,12 +221,19 @@ class ClusterMember:
         with trio.CancelScope(deadline=deadline) as scope:
             async with connected(address, self._on_message, tls) as connection:
                 await connection.call(("SUBSCRIBE", self._channel))
-                hello = encode(HelloMessage(self._member))
+                self._heartbeat_at = -math.inf
+                await self._send_batch(connection, load)
+                if "weights" in self.table.share:
+                    await self._weights.connect(connection)
+                hello = encode(HelloMessage(self.name))
                 await connection.call(("PUBLISH", self._channel, hello))
                 scope.deadline = math.inf
                 backoff.reset()
+                self.connection = connection
                 self._note_connected()
-                await self._publish(connection, load)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._acknowledge, connection, load)
+                    await self._publish(connection, load)
         if scope.cancelled_caught:
             raise StoreError(f"no reply for {self._patience_secs:g} s")
 
@@ -186,43 +241,67 @@ class ClusterMember:
         """Again and again, until the connection is lost. Raises StoreError."""
         try:
             while True:
-                batch = list(self._batch(load))
                 with trio.move_on_after(self._patience_secs) as scope:
-                    replies = await connection.call(*batch) if batch else []
+                    await self._send_batch(connection, load)
+                    await self._weights.tick(connection)
                 if scope.cancelled_caught:
                     raise StoreError(f"no reply for {self._patience_secs:g} s")
-                self._note_store_clock(replies)
-                await trio.sleep(self._table.publish_secs)
+                await trio.sleep(self.table.publish_secs)
         except trio.Cancelled:
             with trio.move_on_after(BYE_SECS) as scope:
                 scope.shield = True
-                bye = encode(ByeMessage(self._member))
-                await connection.send(("PUBLISH", self._channel, bye), ("DEL", self._lease_key))
+                bye = encode(ByeMessage(self.name))
+                await connection.send(
+                    ("PUBLISH", self._channel, bye),
+                    ("DEL", self._lease_key_of(self.name)),
+                    ("SREM", self._members_key, self.name),
+                )
             raise
 
-    def _batch(self, load: SharedLoad) -> Iterator[Command]:
-        """What is new since the last one. A heartbeat comes first: its TIME has the first reply."""
-        now, table = trio.current_time(), self._table
+    async def _send_batch(self, connection: RedisConnection, load: SharedLoad) -> None:
+        """What is new since the last one, and a heartbeat when it is time. Raises StoreError."""
+        now, table = trio.current_time(), self.table
         beats = now - self._heartbeat_at >= table.lease_secs / HEARTBEATS
-        if beats:
-            self._heartbeat_at = now
-            yield ("TIME",)
-            lease_ms = int(1000 * table.lease_secs)
-            yield ("SET", self._lease_key, self._member, "PX", lease_ms)
         whole, self._hello_heard = beats or self._hello_heard, False
         message = load.own_message(now, whole=whole)
+        batch: list[Command] = []
         if message is not None:
-            yield ("PUBLISH", self._channel, encode(message))
+            batch.append(("PUBLISH", self._channel, encode(message)))
+        if beats:
+            self._heartbeat_at = now
+            lease_ms = int(1000 * table.lease_secs)
+            lease: Command = ("SET", self._lease_key_of(self.name), "", "PX", lease_ms)
+            batch += [lease, ("SADD", self._members_key, self.name), ("TIME",)]
+            of_weights = self._weights.heartbeat()
+            replies = (await connection.call(*batch, *of_weights))[len(batch) - 1 :]
+            secs, microsecs = map(int, replies[0])
+            self._clock_ahead = secs + microsecs / 1e6 - trio.current_time()
+            self._weights.own_lease.renewed(now)
+            self._weights.take_heartbeat(replies[1:])
+        elif batch:
+            await connection.call(*batch)
 
-    def _note_store_clock(self, replies: list[Any]) -> None:
-        for reply in replies[:1]:
-            if isinstance(reply, list):
-                secs, microsecs = map(int, reply)
-                self._clock_ahead = secs + microsecs / 1e6 - trio.current_time()
+    async def _acknowledge(self, connection: RedisConnection, load: SharedLoad) -> None:
+        """What others have published of weights, when it is in force in all processes here."""
+        while True:
+            await trio.lowlevel.checkpoint()
+            state = self._weights.followed.state
+            if state.token and state.holder != self.name:
+                await self._fleet.await_replicated()
+                messages: list[Message] = [AckMessage(self.name, state.token, state.number)]
+                counts = load.own_message(trio.current_time(), whole=True)
+                if counts is not None:
+                    messages.insert(0, counts)
+                for message in messages:
+                    await connection.call(("PUBLISH", self._channel, encode(message)))
+                await self._save_journal()
+            if self._weights.followed.state is state:
+                await self._applied.wait()
+                self._applied = trio.Event()
 
     def _on_message(self, channel: bytes, payload: bytes) -> None:
         load, message = self._load, decode(payload)
-        if load is None or message is None or message.member == self._member:
+        if load is None or message is None or message.member == self.name:
             return
         match message:
             case CountsMessage():
@@ -231,18 +310,36 @@ class ClusterMember:
                 self._hello_heard = True
             case ByeMessage():
                 load.leave(message.member)
+            case WeightsMessage() | AckMessage() | ResumedMessage():
+                self._on_weights(message)
+
+    def _on_weights(self, message: WeightsMessage | AckMessage | ResumedMessage) -> None:
+        if "weights" not in self.table.share:
+            return
+        match message:
+            case WeightsMessage():
+                state = decode_state(message.state)
+                if state is not None and self._weights.take(state):
+                    self._applied.set()
+            case AckMessage():
+                self._weights.take_ack(message.member, message.token, message.number)
+            case ResumedMessage():
+                self._weights.take_resumed(message.urls)
 
     @property
     def _channel(self) -> str:
-        return f"{self._table.name}:members"
+        return f"{self.table.name}:members"
 
     @property
-    def _lease_key(self) -> str:
-        return f"{self._table.name}:lease:{self._member}"
+    def _members_key(self) -> str:
+        return f"{self.table.name}:nodes"
+
+    def _lease_key_of(self, member: str) -> str:
+        return f"{self.table.name}:lease:{member}"
 
     @property
     def _patience_secs(self) -> float:
-        return max(SHORTEST_PATIENCE_SECS, self._table.lease_secs / 2)
+        return max(SHORTEST_PATIENCE_SECS, self.table.lease_secs / 2)
 
     def _note_connected(self) -> None:
         self._connected_at = trio.current_time()
@@ -250,7 +347,7 @@ class ClusterMember:
         self._error = ""
         self._is_logged = False
         store = shown_url(self._config_store.config)
-        _log.info("cluster_connected store=%s member=%s", store, self._member)
+        _log.info("cluster_connected store=%s member=%s", store, self.name)
 
     def _note_loss(self, reason: str) -> None:
         """Each loss is logged once, and so is each new reason why it lasts."""

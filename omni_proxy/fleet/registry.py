@@ -46,6 +46,9 @@ class Fleet:
         self.revision = 0
         # Returns when every process that routes requests has this state.
         self.await_replicated: Callable[[], Awaitable[None]] = _no_replicas
+        # Returns when no other proxy of a cluster sends requests to workers that are cordoned for
+        # their weights. Raises HttpError 503 where that can't be had: then no call may be sent.
+        self.await_cluster: Callable[[], Awaitable[None]] = _no_replicas
         self.thresholds = Thresholds()
         self.loads = EngineLoads()  # their reports change no candidates, only picks
         self.has_inflight_limits = (
@@ -71,6 +74,11 @@ class Fleet:
         self._ejection_watchers: list[Callable[[Worker], None]] = []
         self._cache_watchers: list[Callable[[Worker], None]] = []
         self._replaced_watchers: list[Callable[[Worker], None]] = []
+
+    async def await_held(self) -> None:
+        """As `await_replicated` and `await_cluster`."""
+        await self.await_replicated()
+        await self.await_cluster()
 
     @property
     def workers(self) -> list[Worker]:

@@ -54,7 +54,7 @@ def _sorted_names(mask: int) -> tuple[str, ...]:
 
 # With only these cordon reasons a worker is healthy: just its weights are in question.
 WEIGHT_CORDONS: Final = frozenset(
-    ("updating", "paused", "uncertain", "catching_up", "unproven", "rollout")
+    ("updating", "paused", "uncertain", "catching_up", "unproven", "rollout", "cut_off")
 )
 LAUNCH_CORDON: Final = "launch"  # the process that the proxy starts for it is not ready
 

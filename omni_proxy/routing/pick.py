@@ -291,6 +291,7 @@ _HELD_WORDS = {
     "uncertain": "uncertain since a weight update",
     "catching_up": "being brought up to the version of the others",
     "unproven": "being queried for its weight version",
+    "cut_off": "not known to have its weights while the store of the cluster is lost",
 }
 _NO_SUCH_ROLE: dict[Role, str] = {
     "regular": "no_regular_worker",

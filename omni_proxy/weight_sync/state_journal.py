@@ -339,6 +339,25 @@ class StateJournal:
                 if worker is not None:
                     self._fleet.uncordon(worker, UNCERTAIN)
 
+    def adopt(
+        self,
+        published: PublishedVersion,
+        pauses: Mapping[str, PauseRecord],
+        cordoned_paused: Iterable[str],
+    ) -> None:
+        """What another proxy of the cluster has published; `save_adopted` writes it."""
+        self.published = published
+        self.paused_engines, self._pauses = set(pauses), dict(pauses)
+        cordoned = set(cordoned_paused)
+        for url in self.cordoned_paused - cordoned:
+            self.uncordon_paused(url)
+        self.cordoned_paused |= cordoned
+        self._cordon_all()
+
+    async def save_adopted(self) -> None:
+        await self._write_published()
+        await self.save()
+
     def record_error(self, error: OSError) -> None:
         """The journal could not be written: shown in the status, and logged."""
         self.error = f"{self.path}: {error.strerror or error}"

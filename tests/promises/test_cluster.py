@@ -162,7 +162,7 @@ async def test_a_bound_holds_over_all_proxies(tmp_path):
 
 async def test_without_the_store_a_proxy_that_must_refuse_is_not_ready(tmp_path):
     async with cluster(tmp_path, count=1, table="on_loss = 'refuse'") as (store, _, (only,)):
-        assert (await only.client.get("/ready")).status_code == 200
+        await only.until("/ready", lambda reply: reply["status"] == "ready")
         store.kill()
         await only.until("/ready", lambda reply: reply.get("reason") == "cluster_store_lost")
         await store.start()

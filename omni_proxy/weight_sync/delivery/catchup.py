@@ -144,7 +144,7 @@ class CatchUp:
             async with self._config_store.operation_lock:
                 if self._target(worker) != target or lock.held:
                     continue  # a newer version is coming, or has come
-                await self._fleet.await_replicated()
+                await self._fleet.await_held()
                 reason = await self._deliver(worker, target)
             if not reason:
                 return True

@@ -92,6 +92,9 @@ class OperationQueue:
         self.current: Operation | None = None
         self.waiting: list[Operation] = []
         self._config_store = config_store
+        # With [cluster]: the lease over all proxies. `acquire_cluster` raises HttpError 503.
+        self.acquire_cluster: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        self.release_cluster: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._on_response = on_response
         self._on_end = on_end
 
@@ -107,8 +110,12 @@ class OperationQueue:
         finally:
             self.waiting.remove(operation)
         try:
+            await self.acquire_cluster()
             self.current = operation
-            response = await perform()
+            try:
+                response = await perform()
+            finally:
+                await self.release_cluster()
             self._on_response(operation, response)
             return response
         finally:

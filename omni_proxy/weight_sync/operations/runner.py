@@ -62,7 +62,7 @@ class OperationRunner:
         self._operation.target({worker.url: frozenset(worker.cordon_reasons) for worker in workers})
         self._cordon(workers)
         try:
-            await self._fleet.await_replicated()
+            await self._fleet.await_held()
             await self._drain(workers)
             await self._record()
         except BaseException:

@@ -148,15 +148,19 @@ class WeightOperations:
         self._fleet = fleet
         self._config_store = config_store
         self._context = OperationContext(fleet, config_store, self.journal)
-        self._queue = OperationQueue(config_store, self.history.record, self._after_operation)
+        self.queue = OperationQueue(config_store, self.history.record, self._after_operation)
         self.version_service = VersionService(self._context, file.folder, self.is_updating)
         versions = self.version_service
         self.rollback_source = RollbackSource(versions.store_service, versions.deliverer)
         self.sync = SyncEndpoint(self._context, versions)
-        self.sync.lifecycle.on_left = self._probe_again
+        self.sync.lifecycle.on_left = self.probe_again
         self.rollouts = RolloutService(
-            self._context, self._queue, self.rollback_source, self._check_no_group
+            self._context, self.queue, self.rollback_source, self._check_no_group
         )
+        # Workers whose weights another proxy of the cluster may be changing.
+        self.is_updated_elsewhere: Callable[[Worker], bool] = lambda worker: False
+        # Called with URLs of workers whose engines a caller of this proxy made to continue.
+        self.on_resumed: Callable[[Sequence[str]], None] = lambda urls: None
         self._deferred: set[str] = set()  # URLs to probe after the current operation
         self._calls = DetachedCalls(self.sync.store_response)
         self._probe = VersionProbe(
@@ -201,7 +205,7 @@ class WeightOperations:
     def status(self) -> dict[str, object]:
         """JSON-ready; the keys are documented in docs/http.md."""
         return {
-            **queue_status(self._queue),
+            **queue_status(self.queue),
             "sync": self.sync.status(),
             "rollout": self.rollouts.status(),
             "store": self.version_service.status(),
@@ -212,13 +216,13 @@ class WeightOperations:
     @property
     def waiting(self) -> int:
         """The number of queued operations."""
-        return len(self._queue.waiting)
+        return len(self.queue.waiting)
 
     def is_updating(self, worker: Worker) -> bool:
         """Whether its weights are being changed, or a long call of an operation runs on it."""
         lifecycle = self.sync.lifecycle
         in_sync = worker in lifecycle.quarantine or worker.url in lifecycle.leaving
-        return self._queue.targets(worker) or in_sync
+        return self.queue.targets(worker) or in_sync or self.is_updated_elsewhere(worker)
 
     async def _perform(self, call: AdminCall) -> AdminResponse:
         if not call.route.needs_lock:
@@ -237,7 +241,7 @@ class WeightOperations:
             _check_rank_clash(call, workers)
             return await self._runner(call, operation).run(workers)
 
-        return await self._queue.run(operation, perform)
+        return await self.queue.run(operation, perform)
 
     def _check_no_group(self, route: AdminRoute) -> None:
         """Raises HttpError 409: a trainer that has a group is about to change the weights."""
@@ -273,7 +277,7 @@ class WeightOperations:
             operation.enter(Step.CALLING, trio.current_time())
             return await self.sync.perform(call, workers)
 
-        return await self._queue.run(operation, perform)
+        return await self.queue.run(operation, perform)
 
     async def _call_at_once(self, call: AdminCall) -> AdminResponse:
         """Routes that change no weights: they are not queued. `continue` must never wait for an
@@ -324,8 +328,9 @@ class WeightOperations:
         """Compared checksums and ended pauses of the engines, as response keys."""
         awake = await self._awake(resumed, headers)
         more = await self.sync.verify_deferred(awake, headers)
-        if self._clear_pauses(awake):
+        if self.clear_pauses(awake):
             await self.journal.save()
+            self.on_resumed([worker.url for worker in awake])
         return more
 
     async def _abort_uncertain(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
@@ -370,13 +375,13 @@ class WeightOperations:
             resolved = [url for url in urls if url not in stuck]
             await self.journal.waive_targets(resolved)
             self.journal.clear_uncertain(resolved)
-            self._clear_pauses([worker for worker in alive if worker.url not in stuck])
+            self.clear_pauses([worker for worker in alive if worker.url not in stuck])
             await self.journal.finish_operation()
             ids = [self._worker_id(url) for url in resolved]
             more = {"journal_readable": readable, "resolved_worker_ids": ids}
             return _resolve_response(more, stuck)
 
-        return await self._queue.run(operation, perform)
+        return await self.queue.run(operation, perform)
 
     def _targets(self, call: AdminCall) -> list[Worker]:
         """Raises HttpError: 503 if no worker is alive, 404 if the selector matches none."""
@@ -399,7 +404,7 @@ class WeightOperations:
         operation.trace_parent = call.headers.get("traceparent", "")
         return operation
 
-    def _clear_pauses(self, workers: list[Worker]) -> bool:
+    def clear_pauses(self, workers: list[Worker]) -> bool:
         """The engines generate again. Return whether one of them was paused."""
         resumed = self.journal.forget_pauses(worker.url for worker in workers)
         return self._uncordon_paused(workers) or resumed
@@ -409,7 +414,7 @@ class WeightOperations:
 
         Return whether one of them was cordoned.
         """
-        current = self._queue.current
+        current = self.queue.current
         pausing = current if current and current.route.hold == PAUSED else None
         cordoned = [
             worker
@@ -423,9 +428,9 @@ class WeightOperations:
     def _after_operation(self, operation: Operation) -> None:
         self._probe_unknown(operation.targets)
         deferred, self._deferred = self._deferred, set()
-        self._probe_again(deferred)
+        self.probe_again(deferred)
 
-    def _probe_again(self, urls: Iterable[str]) -> None:
+    def probe_again(self, urls: Iterable[str]) -> None:
         """Check that they have the published weights, after a sync that may have changed them."""
         for url in urls:
             worker = self._fleet.find(url)
@@ -443,7 +448,7 @@ class WeightOperations:
         if not self.is_updating(worker):  # else the operation decides what it has
             self._probe.cordon(worker)  # no request may reach it in between
         self._fleet.uncordon(worker, CATCHING_UP)
-        self._probe_again([worker.url])
+        self.probe_again([worker.url])
 
     def _probe_unknown(self, urls: tuple[str, ...]) -> None:
         """Probe targets whose result was unclear or missing, but that are not cordoned for it."""

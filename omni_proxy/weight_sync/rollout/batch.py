@@ -92,7 +92,7 @@ class BatchChange:
             if UPDATING not in worker.cordon_reasons:
                 self._fleet.cordon(worker, UPDATING)
         try:
-            await self._fleet.await_replicated()
+            await self._fleet.await_held()
             self._operation.enter(Step.DRAINING, trio.current_time())
             started = await self._drain() and await self._record()
         finally:

@@ -206,7 +206,7 @@ class RoundCommit:
         config = self._lifecycle.config_store.config.weight_sync
         if config.while_updating != "pass":
             self._lifecycle.quarantine.cordon(workers)
-            await self._lifecycle.fleet.await_replicated()
+            await self._lifecycle.fleet.await_held()
         paused = self._lifecycle.journal.paused_engines
         running = [worker for worker in workers if worker.url not in paused]
         await drain_cordoned(running, config.drain_secs, operation)

@@ -1,0 +1,82 @@
+"""Who may change weights: the scripts of the store's lease, and who has acknowledged a hold.
+
+The lease is one key with a time to live; its value has a token that rises with each holder. A write
+is a script that compares that value first, so a holder that was cut off for longer than its lease
+can't write over what its successor wrote (a fencing token). Invariant: of two proxies that both
+believe to have the lease, only one can publish, and a proxy acknowledges only what it has applied.
+Pure: the scripts are texts, and the time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+# KEYS: lease, token. ARGV: member, milliseconds. The token of the new holder, or who has it.
+ACQUIRE: Final = """
+local held = redis.call('GET', KEYS[1])
+if held then return {0, held} end
+local token = redis.call('INCR', KEYS[2])
+redis.call('SET', KEYS[1], token .. ':' .. ARGV[1], 'PX', ARGV[2])
+return {token, ''}
+"""
+# KEYS: lease, state. ARGV: value of the lease, milliseconds, state, channel, message. 1 if written.
+WRITE: Final = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+redis.call('SET', KEYS[2], ARGV[3])
+redis.call('PUBLISH', ARGV[4], ARGV[5])
+return 1
+"""
+# KEYS: lease. ARGV: its value, milliseconds. 1 if it still holds.
+RENEW: Final = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+"""
+# KEYS: token, state. ARGV: token and number of the state, the state. For a store that has lost it.
+RESTORE: Final = """
+local stored = redis.call('GET', KEYS[2])
+local token, number = tonumber(ARGV[1]), tonumber(ARGV[2])
+if stored then
+  local known = cmsgpack.unpack(stored)
+  if known.token > token or (known.token == token and known.number >= number) then return 0 end
+end
+redis.call('SET', KEYS[2], ARGV[3])
+if tonumber(redis.call('GET', KEYS[1]) or '0') < token then redis.call('SET', KEYS[1], token) end
+return 1
+"""
+# KEYS: lease. ARGV: its value.
+RELEASE: Final = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
+return 1
+"""
+
+
+class Acknowledgements:
+    """The highest number that each member has acknowledged, under one token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+        self._numbers: dict[str, int] = {}
+
+    def take(self, member: str, token: int, number: int) -> None:
+        if token == self.token:
+            self._numbers[member] = max(number, self._numbers.get(member, 0))
+
+    def missing(self, members: Iterable[str], number: int) -> list[str]:
+        """Those that have not applied it."""
+        return sorted(name for name in members if self._numbers.get(name, 0) < number)
+
+
+class MemberLease:
+    """This proxy's own sign of life in the store, judged by its own clock: it ends no later than
+    the store's key does, for it counts from before the command was sent."""
+
+    def __init__(self) -> None:
+        self.renewed_at = float("-inf")
+
+    def renewed(self, sent_at: float) -> None:
+        self.renewed_at = sent_at
+
+    def holds(self, now: float, lease_secs: float) -> bool:
+        return now - self.renewed_at < lease_secs

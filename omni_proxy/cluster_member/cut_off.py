@@ -1,0 +1,92 @@
+"""While the lease of this proxy has ended: which workers may it still send requests to?
+
+Another proxy may change weights then without this one knowing. So, once weights have ever been
+changed, a worker gets requests only while it reports the version that it had when the store was
+last heard; the others are held (`cut_off`) until it is heard again. Versions are read before the
+lease ends, so that a worker that proves itself is not held at all. Invariant: with a lease that
+holds nothing is held, and neither is it where no weights were ever changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+import trio
+
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+
+_log = logging.getLogger(__name__)
+
+CUT_OFF: Final = "cut_off"
+READ_SECS: Final = 1.0  # between two looks at the workers' versions
+LOOKS: Final = 10  # at the lease, in its time
+
+ReadLabels = Callable[[Sequence[Worker]], Awaitable[dict[Worker, str | None]]]
+
+
+class CutOffHold:
+    """`lease_left()`: seconds until it ends, negative after that; None: nothing is to be held."""
+
+    def __init__(
+        self, fleet: Fleet, lease_left: Callable[[], float | None], read_labels: ReadLabels
+    ) -> None:
+        self._fleet = fleet
+        self._lease_left = lease_left
+        self._read_labels = read_labels
+        self._labels: dict[Worker, str | None] = {}  # as they were when the store was last heard
+        self._seen_at: dict[Worker, float] = {}  # when a worker last reported that
+        self._logged = False
+
+    async def run(self, lease_secs: float) -> None:
+        """Until cancelled; then nothing is held."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._read, lease_secs)
+                while True:
+                    self._look(lease_secs)
+                    await trio.sleep(lease_secs / LOOKS)
+        finally:
+            self._release()
+
+    def _look(self, lease_secs: float) -> None:
+        left = self._lease_left()
+        if left is None or left > lease_secs / 2:
+            self._labels = {worker: worker.version.label for worker in self._fleet.workers}
+            self._seen_at.clear()
+        if left is None or left > 0:
+            self._release()
+            return
+        now = trio.current_time()
+        for worker in self._fleet.workers:
+            is_proven = now - self._seen_at.get(worker, float("-inf")) < 2 * READ_SECS
+            if not is_proven and CUT_OFF not in worker.cordon_reasons:
+                self._fleet.cordon(worker, CUT_OFF)
+            elif is_proven and CUT_OFF in worker.cordon_reasons:
+                self._fleet.uncordon(worker, CUT_OFF)
+        held = [worker.url for worker in self._fleet.workers if CUT_OFF in worker.cordon_reasons]
+        if not self._logged:
+            self._logged = True
+            _log.warning("cluster_lease_lost held=%d: until the store is heard again", len(held))
+
+    async def _read(self, lease_secs: float) -> None:
+        while True:
+            left = self._lease_left()
+            if left is not None and left < lease_secs / 2:
+                now = trio.current_time()
+                for worker, label in (await self._read_labels(self._fleet.workers)).items():
+                    expected = self._labels.get(worker, worker.version.label)
+                    if label is not None and label == expected:
+                        self._seen_at[worker] = now
+                    else:
+                        self._seen_at.pop(worker, None)
+                self._look(lease_secs)
+            await trio.sleep(min(READ_SECS, lease_secs / LOOKS))
+
+    def _release(self) -> None:
+        self._logged = False
+        for worker in self._fleet.workers:
+            if CUT_OFF in worker.cordon_reasons:
+                self._fleet.uncordon(worker, CUT_OFF)

@@ -1,0 +1,354 @@
+"""One operation on weights at a time over all proxies: the lease, the hold before it, what follows.
+
+Invariant: while an operation calls workers, each member of the cluster has acknowledged that these
+are held there, or its own lease has ended; without that the operation is refused (503). What a
+holder publishes after it has lost its lease is dropped by the store (`cluster.operation_lease`).
+What an operation has left is published before the lease is given back. A holder that is gone in the
+middle leaves workers that are uncertain everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import trio
+from msgspec.structs import replace
+
+from omni_proxy.cluster.messages import ResumedMessage, WeightsMessage, encode
+from omni_proxy.cluster.operation_lease import (
+    ACQUIRE,
+    RELEASE,
+    RENEW,
+    RESTORE,
+    WRITE,
+    Acknowledgements,
+    MemberLease,
+)
+from omni_proxy.cluster_member.redis_connection import Command, RedisConnection, StoreError
+from omni_proxy.cluster_member.weight_state import (
+    FollowedWeights,
+    WeightState,
+    collect,
+    decode_state,
+    encode_state,
+)
+from omni_proxy.config.tables.cluster import ClusterConfig
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
+from omni_proxy.wire.errors import HttpError
+
+_log = logging.getLogger(__name__)
+
+POLL_SECS: Final = 0.02
+ACQUIRE_POLL_SECS: Final = 0.1
+END_SECS: Final = 2.0  # for all to learn how an operation ended; those that don't learn it later
+PUBLISH_SECS: Final = 0.2  # between two looks for what has changed in an operation that goes on
+
+
+class Membership(Protocol):
+    """The member that this is a part of."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def table(self) -> ClusterConfig: ...
+    @property
+    def connection(self) -> RedisConnection | None: ...
+    @property
+    def lock_timeout_secs(self) -> float: ...
+    async def live_members(self) -> set[str]:
+        """Those whose leases hold, without this one. Raises StoreError."""
+
+
+class SharedWeights:
+    def __init__(self, fleet: Fleet, operations: WeightOperations, member: Membership) -> None:
+        self.followed = FollowedWeights(fleet, operations.journal)
+        self.own_lease = MemberLease()
+        self.on_applied: Callable[[WeightState], None] = lambda state: None
+        self._fleet = fleet
+        self._operations = operations
+        self._member = member
+        self._acks: Acknowledgements | None = None  # while this proxy has the lease
+        self._number = 0
+        self._published = WeightState()
+        self._looked_at = float("-inf")
+        # The value of a lease that was lost in an operation, whose end is not published yet.
+        self._lost_lease = ""
+        fleet.await_cluster = self.hold
+        operations.queue.acquire_cluster = self.acquire
+        operations.queue.release_cluster = self.release
+        operations.is_updated_elsewhere = self.followed.is_held
+        operations.on_resumed = self._note_resumed
+        self._resumed: list[str] = []
+
+    @property
+    def is_holder(self) -> bool:
+        return self._acks is not None
+
+    @property
+    def token(self) -> int:
+        return self._acks.token if self._acks is not None else 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether weights were ever changed, as far as is known."""
+        return self.followed.state.token > 0 or self._operations.journal.published.epoch > 0
+
+    def status(self) -> dict[str, object]:
+        state = self.followed.state
+        return {
+            "holder": (
+                self._member.name if self.is_holder else state.holder if state.busy else None
+            ),
+            "token": max(self.token, state.token),
+            "busy": self.is_holder or state.busy,
+            "held_elsewhere": [w.url for w in self._fleet.workers if self.followed.is_held(w)],
+        }
+
+    async def acquire(self) -> None:
+        """Have the lease. Raises HttpError 503."""
+        if not self._shares or self.is_holder:
+            return
+        deadline = trio.current_time() + self._member.lock_timeout_secs
+        while True:
+            token, holder = await self._call_store(self._acquire_once)
+            if token:
+                break
+            if trio.current_time() >= deadline:
+                message = f"another proxy of the cluster has the lease on weights: {holder}"
+                error = HttpError(503, message, "update_in_progress")
+                raise error.with_headers(("retry-after", "1"))
+            await trio.sleep(ACQUIRE_POLL_SECS)
+        self._acks, self._number = Acknowledgements(token), 0
+        if self.followed.state.busy and self.followed.state.holder != self._member.name:
+            self.followed.orphan(_lost(self.followed.state))
+        self._lost_lease = ""
+        _log.info("cluster_weights_acquired token=%d", token)
+
+    async def hold(self) -> None:
+        """Returns when the cordons of now hold at every member. Raises HttpError 503."""
+        if not self._shares:
+            return
+        await self.acquire()
+        number = await self._call_store(lambda connection: self._write(connection, busy=True))
+        deadline = trio.current_time() + self._member.table.lease_secs + 1
+        missing = await self._missing(number, deadline)
+        if missing:
+            names = ", ".join(missing)
+            message = f"nothing was sent: proxies of the cluster did not acknowledge: {names}"
+            raise HttpError(503, message, "cluster_unacknowledged")
+
+    async def release(self) -> None:
+        """An operation is over: everybody gets to know how it ended. Never raises."""
+        if not self.is_holder:
+            self._doubt_own_result()
+            return
+        try:
+            busy = self._keeps_lease
+            number = await self._call_store(lambda connection: self._write(connection, busy=busy))
+            missing = await self._missing(number, trio.current_time() + END_SECS)
+            if missing:
+                _log.warning("cluster_weights_unacknowledged members=%s", ",".join(missing))
+            if not busy:
+                await self._call_store(self._give_back)
+        except HttpError as error:
+            self._lose(error.message)
+
+    def heartbeat(self) -> list[Command]:
+        """Of the lease on weights; replies go to `take_heartbeat`."""
+        renew: list[Command] = []
+        if self.is_holder:
+            renew = [("EVAL", RENEW, 1, self._lease_key, self._lease_value, self._lease_ms)]
+        return [("GET", self._lease_key), *renew]
+
+    def take_heartbeat(self, replies: list[Any]) -> None:
+        value = replies[0]
+        if self.is_holder and len(replies) > 1 and not replies[1]:
+            self._lose("it has ended in the store")
+        state = self.followed.state
+        token = int(value.partition(b":")[0]) if value else 0
+        if state.busy and token != state.token and not self.is_holder:
+            if state.holder != self._member.name:
+                self.followed.orphan(_lost(state))
+            self.followed.note(replace(state, busy=False))
+
+    async def connect(self, connection: RedisConnection) -> None:
+        """The member is registered: learn what holds. Raises StoreError."""
+        (payload,) = await connection.call(("GET", self._state_key))
+        state = decode_state(payload) if payload else None
+        known = self.followed.state
+        if state is not None and state.order > known.order:
+            self.take(state)
+        elif known.token and (state is None or state.order < known.order):
+            # The store was restarted without what it had.
+            keys = ("EVAL", RESTORE, 2, self._token_key, self._state_key)
+            await connection.call((*keys, known.token, known.number, encode_state(known)))
+
+    def take(self, state: WeightState) -> bool:
+        """Whether it is in force now, and has to be acknowledged."""
+        if self.is_holder or not self.followed.apply(state):
+            return False
+        if self._operations.queue.current is None:
+            self._lost_lease = ""  # another proxy has decided what the workers have
+        self.on_applied(state)
+        return True
+
+    def take_ack(self, member: str, token: int, number: int) -> None:
+        if self._acks is not None:
+            self._acks.take(member, token, number)
+
+    def take_resumed(self, urls: tuple[str, ...]) -> None:
+        found = [worker for url in urls if (worker := self._fleet.find(url)) is not None]
+        self._operations.clear_pauses(found)
+
+    async def tick(self, connection: RedisConnection) -> None:
+        """Publish what an operation has changed meanwhile. Raises StoreError."""
+        if self._resumed:
+            urls, self._resumed = tuple(self._resumed), []
+            message = encode(ResumedMessage(self._member.name, urls))
+            await connection.call(("PUBLISH", self._channel, message))
+        now = trio.current_time()
+        if now - self._looked_at < PUBLISH_SECS:
+            return
+        self._looked_at = now
+        busy = self._keeps_lease or self._operations.queue.current is not None
+        if self._lost_lease and not busy:
+            await self._publish_late(connection)
+        if not self.is_holder:
+            return
+        state = collect(self._fleet, self._operations.journal, holder=self._member.name, busy=busy)
+        if state != self._published:
+            await self._write(connection, busy=busy)
+        if not busy and self.is_holder:
+            await self._give_back(connection)
+
+    def disconnect(self) -> None:
+        """The table has changed, or the program ends."""
+        self._acks = None
+
+    async def _publish_late(self, connection: RedisConnection) -> None:
+        """Nobody has had the lease since it was lost: how the operation ended here is the truth."""
+        await connection.call(("EVAL", RELEASE, 1, self._lease_key, self._lost_lease))
+        token, _ = await self._acquire_once(connection)
+        if token:
+            self._acks, self._number = Acknowledgements(token), 0
+            if self._lost_lease:
+                await self._write(connection, busy=False)
+            self._lost_lease = ""
+            await self._give_back(connection)
+
+    def _doubt_own_result(self) -> None:
+        """Another proxy had the lease before this operation was over: both may have changed the
+        same workers."""
+        operation, state = self._operations.queue.current, self.followed.state
+        lost_token = int(self._lost_lease.partition(":")[0] or 0)
+        if operation is not None and lost_token and state.token > lost_token:
+            self._lost_lease = ""
+            reason = "the lease on weights of the cluster was lost during the update"
+            self._operations.journal.mark_uncertain(dict.fromkeys(operation.targets, reason))
+
+    @property
+    def _keeps_lease(self) -> bool:
+        """Whether further operations belong to what has begun: a trainer's group, a rollout."""
+        journal = self._operations.journal
+        return journal.in_group or journal.rollout is not None
+
+    @property
+    def _shares(self) -> bool:
+        return self._member.table.enabled and "weights" in self._member.table.share
+
+    async def _call_store(self, call: Callable[[RedisConnection], Any]) -> Any:
+        """Raises HttpError 503 where the store does not carry it out."""
+        connection = self._member.connection
+        reason = "it is not connected"
+        if connection is not None:
+            try:
+                with trio.fail_after(self._member.table.lease_secs):
+                    return await call(connection)
+            except StoreError as error:
+                reason = str(error)
+            except trio.TooSlowError:
+                reason = "it does not answer"
+        message = f"nothing was sent: the store of the cluster can't be used: {reason}"
+        refusal = HttpError(503, message, "cluster_store_lost")
+        raise refusal.with_headers(("retry-after", "1"))
+
+    async def _acquire_once(self, connection: RedisConnection) -> tuple[int, str]:
+        """The token, or 0 and who has it. The newest state is in force then."""
+        command = ("EVAL", ACQUIRE, 2, self._lease_key, self._token_key)
+        reply, payload = await connection.call(
+            (*command, self._member.name, self._lease_ms), ("GET", self._state_key)
+        )
+        state = decode_state(payload) if payload else None
+        if state is not None:
+            self.take(state)
+        return int(reply[0]), bytes(reply[1]).decode(errors="replace").partition(":")[2]
+
+    async def _write(self, connection: RedisConnection, *, busy: bool) -> int:
+        """The number under which the present state was published."""
+        state = collect(self._fleet, self._operations.journal, holder=self._member.name, busy=busy)
+        self._number += 1
+        numbered = replace(state, token=self.token, number=self._number)
+        payload = encode_state(numbered)
+        message = encode(WeightsMessage(self._member.name, payload))
+        (written,) = await connection.call(
+            ("EVAL", WRITE, 2, self._lease_key, self._state_key, self._lease_value,
+             self._lease_ms, payload, self._channel, message)
+        )  # fmt: skip
+        if not written:
+            raise StoreError("the lease on weights was lost")
+        self._published = state
+        self.followed.note(numbered)
+        return numbered.number
+
+    async def _give_back(self, connection: RedisConnection) -> None:
+        value, self._acks = self._lease_value, None
+        await connection.call(("EVAL", RELEASE, 1, self._lease_key, value))
+
+    async def _missing(self, number: int, deadline: float) -> list[str]:
+        """Members that have not acknowledged by then, and whose leases hold."""
+        while True:
+            live = await self._call_store(lambda _: self._member.live_members())
+            missing = self._acks.missing(live, number) if self._acks is not None else sorted(live)
+            if not missing or trio.current_time() >= deadline:
+                return missing
+            await trio.sleep(POLL_SECS)
+
+    def _lose(self, reason: str) -> None:
+        if self.is_holder:
+            _log.error("cluster_weights_lost token=%d error=%r", self.token, reason)
+            self._lost_lease, self._acks = self._lease_value, None
+
+    def _note_resumed(self, urls: Any) -> None:
+        if self._shares:
+            self._resumed += urls
+
+    @property
+    def _lease_value(self) -> str:
+        return f"{self.token}:{self._member.name}"
+
+    @property
+    def _lease_ms(self) -> int:
+        return int(1000 * self._member.table.lease_secs)
+
+    @property
+    def _channel(self) -> str:
+        return f"{self._member.table.name}:members"
+
+    @property
+    def _lease_key(self) -> str:
+        return f"{self._member.table.name}:weights-lease"
+
+    @property
+    def _token_key(self) -> str:
+        return f"{self._member.table.name}:weights-token"
+
+    @property
+    def _state_key(self) -> str:
+        return f"{self._member.table.name}:weights"
+
+
+def _lost(state: WeightState) -> str:
+    return f"the proxy {state.holder} was lost while it was updating weights"

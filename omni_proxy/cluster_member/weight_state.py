@@ -1,0 +1,162 @@
+"""What proxies share of weights, as one value: the holder of the lease makes it, others apply it.
+
+Invariant: a worker that the holder keeps out for its weights is out at each proxy that has applied
+the value, and one that comes back has its new version first. A worker whose version was changed by
+an operation is not uncertain any more where the holder does not call it so; one that a proxy finds
+uncertain by itself stays so. No I/O.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.weight_sync.protocol.journal import PauseRecord
+from omni_proxy.weight_sync.protocol.published_version import PublishedVersion
+from omni_proxy.weight_sync.state_journal import ROLLOUT_BATCH, UPDATING, StateJournal
+
+# Why a worker is out while its weights change. `paused` and `uncertain` are in the journal.
+CHANGING: Final = frozenset((UPDATING, ROLLOUT_BATCH, "catching_up"))
+
+
+class WeightState(Struct, frozen=True, kw_only=True):
+    """`token` and `number` order all values. `busy`: an operation of the holder is not over.
+
+    `held`: worker URL to the reasons for which it is out. `versions`: label and epoch, of all.
+    """
+
+    token: int = 0
+    number: int = 0
+    holder: str = ""
+    busy: bool = False
+    held: dict[str, tuple[str, ...]] = {}
+    versions: dict[str, tuple[str | None, int]] = {}
+    published: PublishedVersion = PublishedVersion(0, None)
+    uncertain: dict[str, str] = {}
+    pauses: dict[str, PauseRecord] = {}
+    paused: tuple[str, ...] = ()
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.token, self.number
+
+
+_decoder: Final = msgspec.msgpack.Decoder(WeightState)
+
+
+def encode_state(state: WeightState) -> bytes:
+    return msgspec.msgpack.encode(state)
+
+
+def decode_state(payload: bytes) -> WeightState | None:
+    """None for what this release can't read."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def collect(fleet: Fleet, journal: StateJournal, *, holder: str, busy: bool) -> WeightState:
+    """The present one, without token and number."""
+    workers = fleet.workers
+    held = {worker.url: tuple(sorted(worker.cordon_reasons & CHANGING)) for worker in workers}
+    return WeightState(
+        holder=holder,
+        busy=busy,
+        held={url: reasons for url, reasons in held.items() if reasons},
+        versions={worker.url: (worker.version.label, worker.version.epoch) for worker in workers},
+        published=journal.published,
+        uncertain=dict(journal.uncertain),
+        pauses=journal.pauses(),
+        paused=tuple(sorted(journal.cordoned_paused)),
+    )
+
+
+class FollowedWeights:
+    """The last value of another proxy, in force here. `held`: URLs that it keeps out."""
+
+    def __init__(self, fleet: Fleet, journal: StateJournal) -> None:
+        self.state = WeightState()
+        self._fleet = fleet
+        self._journal = journal
+        self._applied: dict[str, frozenset[str]] = {}
+        self._uncertain: set[str] = set()  # as others said, or for an operation that was cut off
+        fleet.watch_members(self._hold)
+
+    def is_held(self, worker: Worker) -> bool:
+        return worker.url in self._applied
+
+    def note(self, state: WeightState) -> None:
+        """Published by this proxy itself."""
+        self.state = state
+
+    def apply(self, state: WeightState) -> bool:
+        """Whether it is newer than the last one, and in force now."""
+        before = self.state
+        if state.order <= before.order:
+            return False
+        self.state = state
+        reasons = {
+            url: frozenset(held) & {UPDATING, ROLLOUT_BATCH} for url, held in state.held.items()
+        }
+        was_held = set(self._applied)
+        self._applied = {url: names or frozenset((UPDATING,)) for url, names in reasons.items()}
+        self._hold()
+        changed = {url for url in state.versions if before.versions.get(url) != state.versions[url]}
+        if before.token:
+            changed |= was_held
+        self._follow_uncertain(state, changed if before.token else set())
+        self._journal.adopt(state.published, state.pauses, state.paused)
+        for url in changed:
+            self._follow_version(url, state, is_first=not before.token)
+        self._release(was_held - set(self._applied))
+        return True
+
+    def orphan(self, reason: str) -> None:
+        """The holder is gone in the middle of an operation: nobody knows what these have."""
+        left = dict.fromkeys(self._applied, reason)
+        self._uncertain |= set(left)
+        self._journal.mark_uncertain(left)
+        self._applied = {}
+        self._release(set(left))
+
+    def _hold(self) -> None:
+        for url, reasons in self._applied.items():
+            worker = self._fleet.find(url)
+            for reason in reasons if worker is not None else ():
+                if worker is not None and reason not in worker.cordon_reasons:
+                    self._fleet.cordon(worker, reason)
+
+    def _release(self, urls: set[str]) -> None:
+        for url in urls:
+            worker = self._fleet.find(url)
+            for reason in (UPDATING, ROLLOUT_BATCH) if worker is not None else ():
+                if worker is not None and reason in worker.cordon_reasons:
+                    self._fleet.uncordon(worker, reason)
+
+    def _follow_uncertain(self, state: WeightState, changed: set[str]) -> None:
+        current = self._journal.uncertain
+        known = set(state.uncertain)
+        self._journal.mark_uncertain(
+            {url: reason for url, reason in state.uncertain.items() if url not in current}
+        )
+        proven = {url for url in changed if state.versions.get(url, (None, 0))[1]}
+        self._journal.clear_uncertain((self._uncertain | proven) - known)
+        self._uncertain = known
+
+    def _follow_version(self, url: str, state: WeightState, *, is_first: bool) -> None:
+        worker, (label, epoch) = self._fleet.find(url), state.versions.get(url, (None, 0))
+        if worker is None:
+            return
+        # At the start an own probe is newer than what stands in the store.
+        if not is_first or (epoch and worker.version.label in (None, label)):
+            self._fleet.set_version(worker, label, epoch)
+
+
+def describe(state: WeightState) -> dict[str, object]:
+    """For GET /status."""
+    return {"token": state.token, "busy": state.busy, "held": sorted(state.held)}

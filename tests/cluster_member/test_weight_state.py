@@ -1,0 +1,122 @@
+"""What another proxy publishes of weights, in force here."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from omni_proxy.cluster_member.weight_state import (
+    FollowedWeights,
+    WeightState,
+    collect,
+    decode_state,
+    encode_state,
+)
+from omni_proxy.config.fields import CAPABILITIES
+from omni_proxy.config.overlay import WorkerSpec
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.weight_sync.protocol.published_version import PublishedVersion
+from omni_proxy.weight_sync.state_journal import JournalFile, StateJournal
+
+A, B = "http://a:1", "http://b:1"
+
+
+class Proxy:
+    def __init__(self, folder) -> None:
+        self.fleet = Fleet()
+        self.journal = StateJournal(self.fleet, JournalFile(folder))
+        specs = [
+            WorkerSpec(url, None, frozenset(CAPABILITIES), False, 1, 0, "file") for url in (A, B)
+        ]
+        self.fleet.apply(specs, datetime.now(UTC))
+        self.followed = FollowedWeights(self.fleet, self.journal)
+
+    def worker(self, url):
+        return self.fleet.find(url)
+
+    def reasons(self, url):
+        return self.worker(url).cordon_reasons
+
+    def state(self, token, number, *, busy=True):
+        made = collect(self.fleet, self.journal, holder="p", busy=busy)
+        fields = {name: getattr(made, name) for name in made.__struct_fields__}
+        return WeightState(**fields | {"token": token, "number": number})
+
+
+@pytest.fixture
+def proxies(tmp_path):
+    return Proxy(tmp_path / "holder"), Proxy(tmp_path / "other")
+
+
+def updated(holder, url, label, epoch):
+    holder.fleet.set_version(holder.worker(url), label, epoch)
+    holder.journal.published = PublishedVersion(epoch, label)
+
+
+def test_a_worker_is_held_from_the_hold_to_its_new_version(proxies):
+    holder, other = proxies
+    holder.fleet.cordon(holder.worker(A), "updating")
+    assert other.followed.apply(holder.state(1, 1))
+    assert other.reasons(A) == {"updating"}
+    assert other.followed.is_held(other.worker(A))
+    assert not other.followed.is_held(other.worker(B))
+    updated(holder, A, "v1", 1)
+    holder.fleet.uncordon(holder.worker(A), "updating")
+    seen = []
+    other.fleet.watch_worker(lambda worker: seen.append((worker.routable, worker.weight_version)))
+    assert other.followed.apply(holder.state(1, 2, busy=False))
+    assert other.reasons(A) == set()
+    assert (other.worker(A).weight_version, other.worker(A).weight_epoch) == ("v1", 1)
+    assert other.journal.published.epoch == 1
+
+
+def test_an_older_state_changes_nothing(proxies):
+    holder, other = proxies
+    assert other.followed.apply(holder.state(2, 1))
+    holder.fleet.cordon(holder.worker(A), "updating")
+    assert not other.followed.apply(holder.state(1, 9))
+    assert not other.followed.apply(holder.state(2, 1))
+    assert other.reasons(A) == set()
+
+
+def test_workers_of_a_lost_holder_are_uncertain_until_an_operation_has_changed_them(proxies):
+    holder, other = proxies
+    assert other.followed.apply(holder.state(1, 1))
+    holder.fleet.cordon(holder.worker(A), "updating")
+    assert other.followed.apply(holder.state(1, 2))
+    other.followed.orphan("it was lost")
+    assert other.reasons(A) == {"uncertain"}
+    assert other.journal.uncertain == {A: "it was lost"}
+    updated(holder, A, "v2", 2)
+    holder.fleet.uncordon(holder.worker(A), "updating")
+    assert other.followed.apply(holder.state(2, 1, busy=False))
+    assert other.reasons(A) == set()
+    assert other.journal.uncertain == {}
+
+
+def test_what_a_proxy_finds_uncertain_by_itself_stays_so(proxies):
+    holder, other = proxies
+    assert other.followed.apply(holder.state(1, 1))
+    other.journal.mark_uncertain({B: "missed an update"})
+    updated(holder, A, "v1", 1)
+    assert other.followed.apply(holder.state(1, 2))
+    assert other.journal.uncertain == {B: "missed an update"}
+
+
+def test_uncertain_and_paused_workers_are_so_everywhere_and_come_back(proxies):
+    holder, other = proxies
+    holder.journal.mark_uncertain({A: "cut short"})
+    holder.journal.cordon_paused(B)
+    assert other.followed.apply(holder.state(1, 1))
+    assert (other.reasons(A), other.reasons(B)) == ({"uncertain"}, {"paused"})
+    holder.journal.clear_uncertain([A])
+    holder.journal.uncordon_paused(B)
+    assert other.followed.apply(holder.state(1, 2))
+    assert (other.reasons(A), other.reasons(B)) == (set(), set())
+
+
+def test_a_state_survives_its_encoding(proxies):
+    holder, _ = proxies
+    holder.journal.mark_uncertain({A: "cut short"})
+    state = holder.state(3, 4)
+    assert decode_state(encode_state(state)) == state
+    assert decode_state(b"\x01") is None

@@ -1,0 +1,167 @@
+"""Weights change at one proxy of a cluster at a time, and no proxy serves a worker meanwhile."""
+
+from contextlib import asynccontextmanager
+
+import trio
+
+from tests.promises.fleet_program import program, put, routable, toml
+from tests.redis_server import needs_store, redis_server
+from tools.bench.cluster.weights import UPDATE, Traffic, workers
+
+pytestmark = needs_store
+
+SYNC = "[weight_sync]\nmode = 'off'\nverify = 'off'\ndrain_secs = 5\n"
+
+
+@asynccontextmanager
+async def cluster(tmp_path, *, lease_secs=1.0):
+    """A store, two engines, two programs."""
+    async with redis_server() as store, workers(2) as fleet, trio.open_nursery() as nursery:
+        done, programs = trio.Event(), []
+
+        async def start(number, *, task_status=trio.TASK_STATUS_IGNORED):
+            file = tmp_path / f"{number}.toml"
+            shared = f'[cluster]\nurl = "{store.url}"\nnode = "p{number}"\npublish_secs = 0.02\n'
+            text = toml(fleet, more="queue_size = 100") + SYNC + shared
+            put(file, f"{text}lease_secs = {lease_secs}\n")
+            async with program("--config", file) as running:
+                await running.until_routable(*fleet)
+                task_status.started(running)
+                await done.wait()
+
+        try:
+            for number in range(2):
+                running = await nursery.start(start, number)
+                programs.append(running)
+            for running in programs:
+                await running.until("/status", lambda reply: reply["cluster"]["members"] == 2)
+            yield store, fleet, programs
+        finally:
+            for worker in fleet:
+                worker.gate.set()
+            done.set()
+
+
+def port_of(running):
+    return running.client.base_url.port
+
+
+async def update(running, label, query=""):
+    body = {"model_path": "m", "weight_version": label}
+    return await running.client.post(UPDATE + query, json=body)
+
+
+def labels(reply):
+    return {row["weight_version"] for row in reply["workers"]}
+
+
+def held(reply, worker):
+    (row,) = [row for row in reply["workers"] if row["url"] == worker.url]
+    return row["held_by"]
+
+
+async def begin_update(nursery, running, worker, label):
+    """Through `running`, at one worker, which has it and does not answer yet."""
+    before, worker.gate = worker.changes, trio.Event()
+    replies = []
+
+    async def call():
+        replies.append(await update(running, label, f"?selector=url={worker.url}"))
+
+    nursery.start_soon(call)
+    while worker.changes == before:
+        await trio.sleep(0.01)
+    return replies
+
+
+async def test_no_response_mixes_versions_whichever_proxy_updates(tmp_path):
+    async with cluster(tmp_path) as (_, fleet, programs):
+        traffic = Traffic([port_of(running) for running in programs])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(traffic.run, 6)
+            for number in (1, 2, 3):
+                while traffic.answered < 20 * number:
+                    await trio.sleep(0.01)
+                reply = await update(programs[number % 2], f"v{number}")
+                assert (reply.status_code, reply.json()["weight_epoch"]) == (200, number)
+            nursery.cancel_scope.cancel()
+        assert (traffic.failures, traffic.wrong) == ([], 0)
+        assert sum(worker.mixed for worker in fleet) == 0
+        for running in programs:
+            assert labels(await running.get_json("/workers")) == {"v3"}
+
+
+async def test_a_second_proxy_waits_for_the_lease(tmp_path):
+    async with cluster(tmp_path) as (_, (busy, _), (first, second)):
+        async with trio.open_nursery() as nursery:
+            await begin_update(nursery, first, busy, "v1")
+            await second.until("/workers", lambda reply: "updating" in held(reply, busy))
+            assert (await second.get_json("/status"))["cluster"]["weights"]["busy"]
+            replies = []
+
+            async def later():
+                replies.append(await update(second, "v2"))
+
+            nursery.start_soon(later)
+            await trio.sleep(0.2)
+            assert busy.changes == 1
+            busy.gate.set()
+        assert replies[0].status_code == 200
+        assert replies[0].json()["weight_epoch"] == 2
+
+
+async def test_workers_of_a_proxy_that_died_in_an_update_are_uncertain_everywhere(tmp_path):
+    async with cluster(tmp_path) as (_, (busy, other), (first, second)):
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                await begin_update(nursery, first, busy, "v1")
+                nursery.cancel_scope.cancel()
+            scope.cancel()
+        first.process.kill()
+        await first.process.wait()
+        await second.until("/workers", lambda reply: held(reply, busy) == ["uncertain"])
+        served = busy.served
+        for _ in range(4):
+            assert (await second.ask()).status_code == 200
+        assert busy.served == served
+        busy.gate.set()
+        assert (await update(second, "v2")).status_code == 200
+        await second.until_routable(busy, other)
+
+
+async def test_without_the_store_updates_are_refused_and_requests_go_on(tmp_path):
+    async with cluster(tmp_path) as (store, fleet, (first, second)):
+        assert (await update(first, "v1")).status_code == 200
+        await second.until("/workers", lambda reply: labels(reply) == {"v1"})
+        store.kill()
+        await first.until("/status", lambda reply: not reply["cluster"]["connected"])
+        refused = await update(first, "v2")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "cluster_store_lost")
+        await second.says("cluster_lease_lost held=0")
+        for running in (first, second):
+            assert (await running.ask()).status_code == 200
+            assert routable(await running.get_json("/workers")) == {w.url for w in fleet}
+        await store.start()
+        for running in (first, second):
+            await running.until("/status", lambda reply: reply["cluster"]["members"] == 2)
+        updated = await update(second, "v2")
+        assert (updated.status_code, updated.json()["weight_epoch"]) == (200, 2)
+        await first.until("/workers", lambda reply: labels(reply) == {"v2"})
+
+
+async def test_a_store_that_dies_in_an_update_leaves_nobody_with_a_worker_of_two_versions(tmp_path):
+    async with cluster(tmp_path) as (store, (busy, other), (first, second)):
+        async with trio.open_nursery() as nursery:
+            replies = await begin_update(nursery, first, busy, "v1")
+            store.kill()
+            await second.says("cluster_lease_lost|cluster_store_lost")
+            assert "updating" in held(await second.get_json("/workers"), busy)
+            busy.gate.set()
+        assert replies[0].status_code == 200
+        served = busy.served
+        assert (await second.ask()).status_code == 200
+        assert busy.served == served
+        await store.start()
+        await second.until_routable(busy, other)
+        assert labels(await second.get_json("/workers")) == {"v0", "v1"}
+        assert busy.mixed == 0
