@@ -75,6 +75,10 @@ def _add_load(result: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="FILE",
         help="requests of a trace, Mooncake's .jsonl or Azure's .csv, at their times",
     )  # fmt: skip
+    source.add_argument(
+        "--route-log", type=Path, metavar="FILE",
+        help="requests of a route log of omni-proxy, at their times; as large, of other text",
+    )  # fmt: skip
     load.add_argument(
         "--requests", type=whole(1, MAX_REQUESTS), metavar="N",
         help=f"how many, or the first N of a trace (default {REQUESTS}, or all)",
@@ -84,7 +88,10 @@ def _add_load(result: argparse.ArgumentParser) -> None:
         help=f"requests per second of a workload (default {DEFAULT_RATE:g})",
     )  # fmt: skip
     load.add_argument(
-        "--speed", type=positive, metavar="X", help="of a trace: 2 halves its times (default 1)"
+        "--speed",
+        type=positive,
+        metavar="X",
+        help="of a trace or a log: 2 halves its times (default 1)",
     )
     load.add_argument(
         "--concurrency", type=whole(1, MAX_CONCURRENCY), metavar="N",
@@ -106,10 +113,11 @@ def _add_load(result: argparse.ArgumentParser) -> None:
 
 def contradiction(arguments: argparse.Namespace) -> str | None:
     """Flags that do not go together, in words."""
-    if arguments.trace is not None and arguments.rate is not None:
+    recorded = arguments.trace is not None or arguments.route_log is not None
+    if recorded and arguments.rate is not None:
         return "--rate is for workloads; a trace has its own times, which --speed scales"
-    if arguments.trace is None and arguments.speed is not None:
-        return "--speed is for --trace; a workload has --rate"
+    if not recorded and arguments.speed is not None:
+        return "--speed is for --trace and --route-log; a workload has --rate"
     if arguments.rate is not None and arguments.rate > MAX_RATE:
         return f"--rate {arguments.rate:g}: expected at most {MAX_RATE:g}"
     return None

@@ -35,7 +35,7 @@ from omni_proxy.cli.bench.report import draw, print_figures
 from omni_proxy.cli.bench.target import BenchTarget, TargetError, find_model, target_of
 from omni_proxy.cli.client.tls_options import ClientCertError, client_cert_of
 from omni_proxy.cli.screen.text_table import printable
-from omni_proxy.simulate.traces import TraceError, read_trace
+from omni_proxy.simulate.traces import TraceError, read_route_log, read_trace
 from omni_proxy.simulate.workload import RATE_PER_WORKER, WORKLOADS, Workload
 
 ALL_FAILED: Final = 1
@@ -83,6 +83,9 @@ def _workload(arguments: argparse.Namespace) -> tuple[Workload, int]:
     if arguments.trace is not None:
         trace = read_trace(arguments.trace, arguments.requests)
         return trace, len(trace.requests)
+    if arguments.route_log is not None:
+        log = read_route_log(arguments.route_log, arguments.requests)
+        return log, len(log.requests)
     number = arguments.requests or REQUESTS
     workers = (arguments.rate or DEFAULT_RATE) / RATE_PER_WORKER
     make = WORKLOADS[arguments.workload or DEFAULT_WORKLOAD]
@@ -167,7 +170,8 @@ def _show(
 ) -> int:
     figures = result.figures
     assert figures is not None
-    source = str(arguments.trace or arguments.workload or DEFAULT_WORKLOAD)
+    recorded = arguments.trace or arguments.route_log
+    source = str(recorded or arguments.workload or DEFAULT_WORKLOAD)
     heading = f"{target.base}, model {result.model}, {source}, seed {arguments.seed}"
     if arguments.json:
         head = {

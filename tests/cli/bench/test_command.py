@@ -121,6 +121,22 @@ def test_a_trace_is_sent_at_its_times_with_a_key(engine, capsys, tmp_path, monke
     assert {body["model"] for _, body, _ in engine.asked} == {"other"}
 
 
+def test_a_route_log_is_sent_again_at_its_times(engine, capsys, tmp_path):
+    log = tmp_path / "route.log"
+    lines = [
+        {"timestamp": f"2026-01-01T00:00:0{second}+00:00", "traffic": "generation", "stream": True,
+         "completed": True, "status_code": 200, "duration_s": 0.5, "request_bytes": 80 + 4 * second,
+         "response_bytes": 480}
+        for second in range(3)
+    ]  # fmt: skip
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    status, result, _ = found(capsys, engine.url, "--route-log", str(log), "--speed", "100")
+    assert (status, result["completed"], result["source"]) == (0, 3, str(log))
+    prompts = [body["messages"][0]["content"].split() for _, body, _ in engine.asked]
+    assert sorted(map(len, prompts)) == [20, 21, 22]
+    assert {body["max_tokens"] for _, body, _ in engine.asked} == {2}
+
+
 def test_a_first_token_after_the_deadline_is_no_goodput(engine, capsys):
     engine.answer = lambda number: (200, [partial(threading.Event().wait, 0.02), *stream()])
     status, result, _ = found(capsys, engine.url, *QUICK, "--deadline-ms", "10")
@@ -204,6 +220,7 @@ def test_what_cannot_be_measured_is_refused_with_a_reason(capsys, words, reason)
     [
         (["--trace", "x.csv", "--rate", "2"], "--speed scales"),
         (["--speed", "2"], "--speed is for --trace"),
+        (["--route-log", "x", "--rate", "2"], "--speed scales"),
         (["--requests", "0"], "whole number"),
         (["--rate", "1e9"], "at most"),
     ],
