@@ -18,6 +18,7 @@ from tests.program_forkserver import PROXY, Forked, forkserver
 
 KILLED_SECS = 5  # of grace, for a program whose test failed
 PATIENCE_SECS = 90  # a deadline for hung tests, not a claim about speed
+POLL_SECS = 0.05  # between two requests that wait for a state: each costs milliseconds of CPU time
 PROBES = "[health]\ninterval_secs = 0.2\nsuccess_threshold = 1\non_threshold = 'unhealthy'\n"
 
 
@@ -143,7 +144,7 @@ class Program:
         try:
             with trio.fail_after(PATIENCE_SECS):
                 while not holds(reported := await self.get_json(path)):
-                    await trio.sleep(0.02)
+                    await trio.sleep(POLL_SECS)
         except trio.TooSlowError:
             raise AssertionError(
                 f"{path} stays at {json.dumps(reported)[:2000]}\n{self.log}"

@@ -15,6 +15,7 @@ import trio
 from omni_proxy.watchdog import STALL_EVENT
 from tests.ports import free_port
 from tests.program_forkserver import PROXY, REPLICA, forkserver
+from tests.promises.fleet_program import POLL_SECS
 
 FAR, BASE = "far", "base"
 PATIENCE_SECS = 120  # a deadline for hung tests, not a claim about speed
@@ -249,7 +250,7 @@ class FleetClient:
                             return body
                     except httpx.TransportError as error:
                         body = repr(error)
-                    await trio.sleep(0.02)
+                    await trio.sleep(POLL_SECS)
         except trio.TooSlowError:
             raise AssertionError(f"{path} stays at {body}\n{self.fleet.log()[-3000:]}") from None
 

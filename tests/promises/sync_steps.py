@@ -11,6 +11,7 @@ from itertools import count
 import httpx
 import trio
 
+from tests.promises.fleet_program import POLL_SECS
 from tests.promises.sync_program import (
     BASE,
     COMPLETE,
@@ -96,13 +97,14 @@ async def watch_for_early_changes(seen):
                     assert each["weight_version"] == label_of(seed), each
                     assert digests[each["url"]] == expected_checksum(seed), each
             looks += 1
+            await trio.sleep(POLL_SECS)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(look)
         yield
         already = looks
         while looks < already + 2:
-            await trio.sleep(0.02)
+            await trio.sleep(POLL_SECS)
         enough = True  # a request that is cancelled leaves a generator of httpx to the collector
 
 
@@ -129,7 +131,7 @@ async def wait_disarmed(seen):
                 base_url=each.url, trust_env=False, verify=False
             ) as client:
                 while (await client.get("/server_info")).json()["weight_sync"]["groups"]:
-                    await trio.sleep(0.02)
+                    await trio.sleep(POLL_SECS)
 
 
 class ManualSync:
@@ -218,4 +220,4 @@ async def wait_received(seen, count):
                 while (await client.get("/server_info")).json()["weight_sync"][
                     "buckets_done"
                 ] < count:
-                    await trio.sleep(0.02)
+                    await trio.sleep(POLL_SECS)
