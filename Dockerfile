@@ -3,15 +3,17 @@
 # In proxy.toml: host = "0.0.0.0", and access_log = "-" so that `docker logs` has it.
 
 FROM python:3.11-slim AS build
+# Optional dependencies, such as "[replica]" or "[kv-events,otel]".
+ARG EXTRAS=""
 COPY pyproject.toml README.md LICENSE /source/
 COPY omni_proxy /source/omni_proxy
-RUN python -m venv /opt/omni-proxy && /opt/omni-proxy/bin/pip install --no-cache-dir /source
+RUN python -m venv /opt/omni-proxy && /opt/omni-proxy/bin/pip install --no-cache-dir "/source$EXTRAS"
 
 FROM python:3.11-slim
 COPY --from=build /opt/omni-proxy /opt/omni-proxy
 ENV PATH=/opt/omni-proxy/bin:$PATH
 # Workers that are added over HTTP are kept beside the file.
-RUN useradd --system omni-proxy && install -d -o omni-proxy /etc/omni-proxy
+RUN useradd --system omni-proxy && install -d -o omni-proxy /etc/omni-proxy /var/lib/omni-proxy /models
 USER omni-proxy
 EXPOSE 30000
 # /live: a restart mends neither workers that are down nor a mistake in the file. For another [server] port set

@@ -155,7 +155,7 @@ async def _ask(
 ) -> dns.resolver.Answer | None:
     """None where the name, or records of this kind, do not exist. Raises DnsFailure."""
     try:
-        return await resolver.resolve(name, kind)
+        return await resolver.resolve(name, kind, search=bool(resolver.search))
     except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
         return None
     except (dns.exception.DNSException, OSError) as error:

@@ -26,7 +26,7 @@ from tests.telemetry.lint import names, problems
 
 ROOT = Path(__file__).parents[3]
 BOARD = json.loads((ROOT / "contrib/grafana/omni-proxy.json").read_text())
-ALERTS = (ROOT / "contrib/grafana/alerts.yaml").read_text()
+ALERTS = (ROOT / "contrib/prometheus/alerts.yml").read_text()
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
 
 

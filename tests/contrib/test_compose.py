@@ -1,0 +1,44 @@
+"""The compose file by the schema of its specification, and the files that it mounts."""
+
+import importlib.resources
+import json
+
+import jsonschema
+import yaml
+
+from omni_proxy.config.parse import parse
+from tests.tree import ROOT
+
+FOLDER = ROOT / "contrib/compose"
+COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+
+
+def test_it_is_what_the_specification_allows():
+    schemas = importlib.resources.files("check_jsonschema") / "builtin_schemas/vendor"
+    schema = json.loads((schemas / "compose-spec.json").read_text())
+    jsonschema.validate(COMPOSE, schema)
+
+
+def test_every_file_that_is_mounted_is_there():
+    mounts = [
+        mount for service in COMPOSE["services"].values() for mount in service.get("volumes", [])
+    ]
+    files = [mount.split(":")[0] for mount in mounts if mount.startswith(".")]
+    assert len(files) >= 5
+    for file in files:
+        assert (FOLDER / file).resolve().is_file(), file
+
+
+def test_the_proxy_knows_the_other_services_by_their_names():
+    config = parse((FOLDER / "proxy.toml").read_text())
+    services = set(COMPOSE["services"])
+    assert {worker.url.split("/")[2].split(":")[0] for worker in config.workers} <= services
+    assert config.cluster.url == "redis://valkey:6379/0"
+    assert "valkey" in services
+    scrape = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"][0]
+    (target,) = scrape["static_configs"][0]["targets"]
+    assert target == f"proxy:{config.admin.metrics_listen.rpartition(':')[2]}"
+    grace = int(COMPOSE["services"]["proxy"]["stop_grace_period"].removesuffix("s"))
+    assert grace > config.server.drain_timeout_secs
+    source = yaml.safe_load((FOLDER / "grafana-datasource.yaml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"

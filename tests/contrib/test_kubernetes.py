@@ -1,0 +1,181 @@
+"""Manifests and chart: what the schemas of the Kubernetes API say of them, and what they agree on."""
+
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from omni_proxy.config.parse import parse
+from tests.tree import ROOT
+
+FOLDER = ROOT / "contrib/kubernetes"
+MANIFESTS = ("omni-proxy.yaml", "valkey.yaml")
+SCHEMAS = "1.37"
+NAME = "app.kubernetes.io/name"
+
+
+def things(text: str) -> list[dict]:
+    return [thing for thing in yaml.safe_load_all(text) if thing is not None]
+
+
+def manifests() -> list[dict]:
+    return [thing for name in MANIFESTS for thing in things((FOLDER / name).read_text())]
+
+
+def rendered(**values) -> list[dict]:
+    """What Helm makes of the chart."""
+    helm = pytest.importorskip("helm_python.chart", reason="pip install helm-python-sdk")
+    texts = helm.Chart.load(FOLDER / "chart").render(values, name="r", namespace="n")
+    return [thing for text in texts.values() for thing in things(text)]
+
+
+def named(found: list[dict], kind: str, name: str = "") -> dict:
+    return next(each for each in found if each["kind"] == kind and name in each["metadata"]["name"])
+
+
+def check(found: list[dict]) -> None:
+    """By the schemas, and by what the parts say of each other."""
+    for thing in found:
+        if thing["kind"] != "ServiceMonitor":  # a resource of the Prometheus operator
+            kubernetes_validate.validate(thing, SCHEMAS, strict=True)
+    for deployment in (each for each in found if each["kind"] == "Deployment"):
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        service = named(found, "Service", deployment["metadata"]["name"])
+        assert service["spec"]["selector"].items() <= labels.items()
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        ports = {port["name"] for port in container["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    agree(found)
+
+
+def agree(found: list[dict]) -> None:
+    """The proxy's configuration with its deployment, its rights and its disruption budget."""
+    config = parse(named(found, "ConfigMap")["data"]["proxy.toml"])
+    deployment = next(
+        each
+        for each in found
+        if each["kind"] == "Deployment" and "valkey" not in each["metadata"]["name"]
+    )
+    pod = deployment["spec"]["template"]["spec"]
+    server = config.server
+    assert pod["terminationGracePeriodSeconds"] > server.ready_off_secs + server.drain_timeout_secs
+    ports = {port["name"]: port["containerPort"] for port in pod["containers"][0]["ports"]}
+    assert ports == {
+        "http": server.port,
+        "metrics": int(config.admin.metrics_listen.rpartition(":")[2]),
+    }
+    mounts = [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
+    assert any(server.state_file.startswith(mount) for mount in mounts)
+    for role in (each for each in found if each["kind"] in ("Role", "ClusterRole")):
+        assert role["rules"] == [
+            {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
+        ]
+        (entry,) = config.discover
+        assert entry.namespace == ("*" if role["kind"] == "ClusterRole" else "")
+        binding = named(found, f"{role['kind']}Binding")
+        assert binding["roleRef"]["name"] == role["metadata"]["name"]
+        assert binding["subjects"][0]["name"] == pod["serviceAccountName"]
+    if config.cluster.url and "valkey" in config.cluster.url:
+        service = named(found, "Service", "valkey")["metadata"]["name"]
+        assert config.cluster.url == f"redis://{service}:6379/0"
+
+
+def test_the_manifests_are_what_the_api_takes_and_agree_with_each_other():
+    check(manifests())
+
+
+def test_two_proxies_run_and_one_of_them_always():
+    deployment = named(manifests(), "Deployment")
+    assert deployment["spec"]["replicas"] == 2
+    assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert named(manifests(), "PodDisruptionBudget")["spec"]["minAvailable"] == 1
+
+
+def test_the_kustomization_names_files_that_are_there():
+    kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+    assert {*MANIFESTS, "servicemonitor.yaml"} == {*kustomization["resources"]}
+    (image,) = kustomization["images"]
+    used = named(manifests(), "Deployment")["spec"]["template"]["spec"]["containers"][0]["image"]
+    assert image["name"] == used
+
+
+def test_the_service_monitor_scrapes_the_port_of_the_service():
+    (monitor,) = things((FOLDER / "servicemonitor.yaml").read_text())
+    service = named(manifests(), "Service")
+    assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
+    assert (
+        monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    )
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert (
+        named(manifests(), "Service", "valkey")["metadata"]["labels"]
+        != service["metadata"]["labels"]
+    )
+
+
+def test_kubectl_builds_the_kustomization():
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed")
+    done = subprocess.run(
+        [kubectl, "kustomize", FOLDER], capture_output=True, text=True, check=True
+    )
+    assert len(things(done.stdout)) == len(manifests()) + 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"serviceMonitor": {"enabled": True, "labels": {"team": "a"}}, "adminKeySecret": "k"},
+        {"discovery": {"allNamespaces": True, "port": "http", "modelLabel": "m"}},
+        {"discovery": {"selector": ""}, "config": '[[workers]]\nurl = "http://engine:8000"\n'},
+        {"cluster": {"url": "rediss://store:6379/0"}, "podDisruptionBudget": {"enabled": False}},
+        {
+            "cluster": {"enabled": False},
+            "replicas": 1,
+            "image": {"tag": "x"},
+            "podAnnotations": {"a": "b"},
+        },
+        {
+            "nodeSelector": {"a": "b"},
+            "tolerations": [{"key": "k"}],
+            "imagePullSecrets": [{"name": "s"}],
+        },
+    ],
+)
+def test_the_chart_makes_what_the_api_takes_whatever_its_values(values):
+    check(rendered(**values))
+
+
+def test_the_chart_makes_the_same_parts_as_the_manifests():
+    kinds = sorted(thing["kind"] for thing in rendered())
+    assert kinds == sorted(thing["kind"] for thing in manifests())
+
+
+def test_the_chart_has_the_version_of_the_program():
+    chart = yaml.safe_load((FOLDER / "chart/Chart.yaml").read_text())
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("version")
+    from omni_proxy import __version__
+
+    assert chart["appVersion"] == (version or __version__)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(FOLDER / "chart/templates").glob("*.yaml")), ids=lambda path: path.name
+)
+def test_each_value_that_a_template_reads_is_in_the_values(path):
+    import re
+
+    values = yaml.safe_load((FOLDER / "chart/values.yaml").read_text())
+    for dotted in set(re.findall(r"\.Values\.([A-Za-z.]+)", path.read_text())):
+        inner = values
+        for key in dotted.split("."):
+            assert key in inner, dotted
+            inner = inner[key]
