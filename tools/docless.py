@@ -2,29 +2,45 @@
 
 Invariant: nothing that runs is another: asserts stay, and each line has its number. Docstrings of
 classes stay too: where one is missing, `dataclasses` makes one at each start, which takes longer.
+A docstring is the first constant of its code, which the code of a function never loads, and that of
+a module once.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable
-from pathlib import Path
+import dis
+import inspect
 from types import CodeType
 
-_Documented = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+_HAS_DOCSTRING = getattr(inspect, "CO_HAS_DOCSTRING", 0)  # Python 3.13; before, each has its place
+_LOADS = frozenset(dis.hasconst)
 
 
-def without_docstrings(modules: Iterable[tuple[str, str | None, str]]) -> dict[str, CodeType]:
-    """By name, of those rows (name, path, kind) of PyInstaller's that have a source."""
-    return {name: docless(Path(path)) for name, path, _ in modules if path and path.endswith(".py")}
+def docless(code: CodeType) -> CodeType:
+    """The same code, and all that is defined in it, without docstrings."""
+    constants = [docless(each) if isinstance(each, CodeType) else each for each in code.co_consts]
+    if constants and isinstance(constants[0], str) and _only_docstring(code):
+        constants[0] = None
+    return code.replace(co_consts=tuple(constants))
 
 
-def docless(path: Path) -> CodeType:
-    """Raises OSError, SyntaxError."""
-    tree = ast.parse(path.read_bytes(), str(path))
-    for node in ast.walk(tree):
-        if isinstance(node, _Documented) and ast.get_docstring(node, clean=False) is not None:
-            text = node.body.pop(0)
-            if not node.body:
-                node.body.append(ast.copy_location(ast.Pass(), text))
-    return compile(tree, str(path), "exec", dont_inherit=True)
+def _only_docstring(code: CodeType) -> bool:
+    """Whether the first constant is the docstring, and nothing else is equal to it."""
+    bytecode = code.co_code
+    loaded = sum(
+        bytecode[at] in _LOADS and not bytecode[at + 1] for at in range(0, len(bytecode), 2)
+    )
+    if code.co_name == "<module>":
+        return loaded == 1 and _stores_docstring(code)
+    if not code.co_flags & inspect.CO_OPTIMIZED or code.co_name.startswith("<"):
+        return False  # a class, a comprehension, a lambda
+    return loaded == 0 and (not _HAS_DOCSTRING or bool(code.co_flags & _HAS_DOCSTRING))
+
+
+def _stores_docstring(code: CodeType) -> bool:
+    loaded = None
+    for step in dis.get_instructions(code):
+        if step.opname == "STORE_NAME":
+            return step.argval == "__doc__" and loaded == 0
+        loaded = step.arg if step.opcode in _LOADS else loaded
+    return False

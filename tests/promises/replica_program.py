@@ -67,7 +67,7 @@ class Program:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_SECS)
+        return httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_SECS, verify=False)
 
     def children(self) -> set[int]:
         found = set()

@@ -91,7 +91,7 @@ async def _written(folder):
 
 
 async def routable(url, count):
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False) as client:
 
         async def holds():
             body = (await client.get("/workers")).json()
@@ -102,7 +102,7 @@ async def routable(url, count):
 
 
 async def healthy(url):
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False) as client:
 
         async def holds():
             return (await client.get("/health")).status_code == 200
@@ -213,7 +213,9 @@ async def test_a_replica_of_the_page_lives_in_two_processes_and_is_profiled(tmp_
             person = json.loads(await typing.type(in_json))["choices"][0]
             assert person["finish_reason"] == "length" or json.loads(person["message"]["content"])
             assert json.loads(await typing.type(page.next("curl ")))
-            async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
+            async with httpx.AsyncClient(
+                base_url=url, trust_env=False, timeout=60, verify=False
+            ) as client:
                 for _ in range(2):  # some requests
                     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
                     answer = await client.post("/v1/chat/completions", json=body)

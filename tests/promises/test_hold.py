@@ -258,7 +258,10 @@ async def test_a_rolling_restart_costs_no_error(tmp_path):
 
             async def traffic(reported):
                 async with httpx.AsyncClient(
-                    base_url=running.client.base_url, timeout=PATIENCE_SECS, trust_env=False
+                    base_url=running.client.base_url,
+                    timeout=PATIENCE_SECS,
+                    trust_env=False,
+                    verify=False,
                 ) as client:
                     while not enough.is_set():
                         answer = await client.post("/v1/chat/completions", content=CHAT)

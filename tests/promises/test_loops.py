@@ -21,7 +21,9 @@ async def test_an_own_address_is_no_worker(tmp_path):
         put(file, toml(fleet, port=port, more=more))
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{admin}") as client:
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{admin}", verify=False
+            ) as client:
                 for url in (
                     f"http://127.0.0.1:{port}", f"http://localhost:{port}",
                     f"http://0.0.0.0:{port}", f"http://[::ffff:127.0.0.1]:{port}",

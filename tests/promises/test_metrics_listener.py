@@ -12,7 +12,7 @@ async def client_of(running, times=1):
     found = await running.says(
         r"(?s)" + r".*?".join([r"listening on (http://\S+) for metrics"] * times)
     )
-    return httpx.AsyncClient(base_url=found[times], trust_env=False)
+    return httpx.AsyncClient(base_url=found[times], trust_env=False, verify=False)
 
 
 async def test_it_serves_metrics_without_a_key_and_nothing_else():
@@ -60,7 +60,7 @@ async def test_it_may_be_added_and_moved_by_a_reload_beside_the_admin_listener(t
             async with httpx.AsyncClient(transport=transport, base_url="http://m") as client:
                 assert (await client.get("/metrics")).status_code == 200
             with pytest.raises(httpx.ConnectError):
-                async with httpx.AsyncClient(trust_env=False) as client:
+                async with httpx.AsyncClient(trust_env=False, verify=False) as client:
                     await client.get(f"http://{where}/metrics")
 
 

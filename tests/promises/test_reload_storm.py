@@ -18,7 +18,10 @@ class Storm:
 
     async def client(self, number: int) -> None:
         async with httpx.AsyncClient(
-            base_url=self.running.client.base_url, timeout=PATIENCE_SECS, trust_env=False
+            base_url=self.running.client.base_url,
+            timeout=PATIENCE_SECS,
+            trust_env=False,
+            verify=False,
         ) as client:
             turn = number
             while not self.over:

@@ -24,7 +24,9 @@ async def replica(*words):
     argv = [sys.executable, "-m", "omni_proxy", "replica", "--port", str(port), *words]
     process = await trio.lowlevel.open_process(argv, stderr=subprocess.PIPE)
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False
+        ) as client:
             yield process, client
     finally:
         process.kill()

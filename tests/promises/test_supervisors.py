@@ -40,7 +40,9 @@ async def running_server(tmp_path, fleet):
             while not built.data_plane.addresses():
                 await trio.sleep(0.01)
         base = f"http://{built.data_plane.addresses()[0]}"
-        async with httpx.AsyncClient(base_url=base, trust_env=False, timeout=5) as client:
+        async with httpx.AsyncClient(
+            base_url=base, trust_env=False, timeout=5, verify=False
+        ) as client:
             yield client
         nursery.cancel_scope.cancel()
 

@@ -52,7 +52,9 @@ async def test_a_trainer_of_sglang_finds_at_the_proxy_what_it_finds_at_one_repli
         file.write_text(toml(both))
         async with program("--config", file) as running:
             await known(running, 2)
-            alone = httpx.AsyncClient(base_url=both[0].url, timeout=15, trust_env=False)
+            alone = httpx.AsyncClient(
+                base_url=both[0].url, timeout=15, trust_env=False, verify=False
+            )
             async with alone:
                 at_one = await sglang_sync(alone, new_weights.path, "v1")
             assert await sglang_sync(running.client, new_weights.path, "v2") == at_one
@@ -107,7 +109,9 @@ async def test_what_a_trainer_sends_wrong_is_a_4xx_and_touches_nothing(tmp_path,
     file = tmp_path / "proxy.toml"
     async with replicas(1, "--weights-root", str(root)) as (one_replica,):
         file.write_text(toml([one_replica], "mode = 'off'"))
-        alone = httpx.AsyncClient(base_url=one_replica.url, timeout=15, trust_env=False)
+        alone = httpx.AsyncClient(
+            base_url=one_replica.url, timeout=15, trust_env=False, verify=False
+        )
         async with program("--config", file) as running, alone:
             await known(running, 1)
             before = (await alone.get("/weights_checker")).json()["results"][-1]["data"]

@@ -82,7 +82,7 @@ class SglangTrainer:
 
     def __init__(self, engines, given):
         self.engines, self.given = engines, given
-        self.client = httpx.Client(timeout=PATIENCE_SECS, trust_env=False)
+        self.client = httpx.Client(timeout=PATIENCE_SECS, trust_env=False, verify=False)
         self.url = f"http://127.0.0.1:{given.sglang_router_port}"
 
     def post(self, url, body, **headers):
@@ -243,7 +243,7 @@ class SkyRlClient:
 
     def __init__(self, proxy_url, weights):
         self.url, self.weights = proxy_url, weights
-        self.client = httpx.Client(timeout=PATIENCE_SECS, trust_env=False)
+        self.client = httpx.Client(timeout=PATIENCE_SECS, trust_env=False, verify=False)
 
     def post(self, path, body=None, **how):
         answer = self.client.post(f"{self.url}{path}", json=body, **how)

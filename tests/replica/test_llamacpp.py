@@ -50,7 +50,9 @@ def replica() -> Iterator[Replica]:
     argv += ["--port", port, "--parallel", "2"]
     with (
         subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client,
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60, verify=False
+        ) as client,
     ):
         assert process.stderr is not None
         starting = list(takewhile(lambda line: "is served at" not in line, process.stderr))

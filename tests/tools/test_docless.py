@@ -2,7 +2,7 @@ import traceback
 
 import pytest
 
-from tools.docless import docless, without_docstrings
+from tools.docless import docless
 
 SOURCE = '''"""Of the module."""
 
@@ -28,19 +28,22 @@ def broken():
 
 def text():
     return """no docstring either"""
+
+
+def shared():
+    """One text."""
+    return "One text.", [each for each in ("first", "second")], lambda: "third"
 '''
 
 
 @pytest.fixture
-def path(tmp_path):
-    path = tmp_path / "it.py"
-    path.write_text(SOURCE)
-    return path
-
-
-def test_only_docstrings_of_modules_and_functions_go(path):
+def names():
     names = {}
-    exec(docless(path), names)
+    exec(docless(compile(SOURCE, "it.py", "exec", dont_inherit=True)), names)
+    return names
+
+
+def test_only_docstrings_of_modules_and_functions_go(names):
     assert names.get("__doc__") is None
     assert names["Kept"].__doc__ == "Of a class."
     assert names["Kept"].method.__doc__ is names["bare"].__doc__ is None
@@ -48,16 +51,14 @@ def test_only_docstrings_of_modules_and_functions_go(path):
     assert names["text"]() == "no docstring either"
 
 
-def test_asserts_stay_and_every_line_has_its_number(path):
-    names = {}
-    exec(docless(path), names)
+def test_a_text_that_is_also_used_stays(names):
+    text, listed, made = names["shared"]()
+    assert (text, listed, made()) == ("One text.", ["first", "second"], "third")
+
+
+def test_asserts_stay_and_every_line_has_its_number(names):
     with pytest.raises(AssertionError, match="asserts are there") as failure:
         names["broken"]()
     last = traceback.extract_tb(failure.value.__traceback__)[-1]
     number = 1 + next(i for i, line in enumerate(SOURCE.splitlines()) if "assert not" in line)
-    assert (last.filename, last.lineno) == (str(path), number)
-
-
-def test_what_has_no_source_is_left_out(path):
-    rows = [("it", str(path), "PYMODULE"), ("space", "-", "PYMODULE"), ("gone", None, "PYMODULE")]
-    assert list(without_docstrings(rows)) == ["it"]
+    assert (last.filename, last.lineno) == ("it.py", number)

@@ -109,7 +109,7 @@ async def test_options_that_do_not_exist_are_refused():
 async def test_several_requests_share_a_connection(world):
     async with listening(world.app) as port:
         url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False) as client:
             for stream in (False, True, False, True):
                 body = {"messages": MESSAGES, "stream": stream}
                 assert (await client.post(CHAT, json=body)).status_code == 200
