@@ -12,6 +12,7 @@ Contract: as for `exchange.fast_path`; a leg that has begun is never sent again 
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 from typing import Final, TypeAlias
 
 from omni_proxy.dataplane.disaggregation.driver import (
@@ -29,7 +30,6 @@ from omni_proxy.dataplane.disaggregation.leg_requests import (
 from omni_proxy.dataplane.disaggregation.prefill_leg import (
     Interrupt,
     PrefillLeg,
-    limit_by_transfer,
 )
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
@@ -43,7 +43,13 @@ from omni_proxy.dataplane.exchange.fast_path_cache import (
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
-from omni_proxy.dataplane.upstream.attempt import encode_request, length_lines, start_waiting
+from omni_proxy.dataplane.upstream.attempt import (
+    CACHED_LENGTHS,
+    LENGTHS,
+    encode_request,
+    length_lines,
+    start_waiting,
+)
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
@@ -136,11 +142,9 @@ class FastPairPath(FastPath):
     def _send_legs(self, exchange: Exchange, lines: list[bytes], body: bytes) -> bool:
         """Raises nothing: what can't be sent so is the driver's."""
         legs, need, worker, io = exchange.legs, exchange.requirements, exchange.worker, self._io
-        if legs is None or legs.prefill is None or need is None or worker is None:
-            return False
-        other = legs.prefill
-        prefill = other.worker
-        if prefill is None:
+        other = legs.prefill if legs is not None else None
+        prefill = other.worker if other is not None else None
+        if legs is None or other is None or prefill is None or need is None or worker is None:
             return False
         trace = exchange.trace
         if (
@@ -152,10 +156,12 @@ class FastPairPath(FastPath):
             return False
         pools, waits = io.services.pools, legs.connector == "nixl"
         known = pools.known
-        target, prefill_target = exchange.rank or worker, other.rank or prefill
-        pool = known.get(target) or pools.of(target)
-        prefill_pool = known.get(prefill_target) or pools.of(prefill_target)
-        if not prefill_pool.idle or not (waits or pool.idle):
+        target = other.rank or prefill
+        pool = prefill_pool = known.get(target) or pools.of(target)
+        if not waits:
+            target = exchange.rank or worker
+            pool = known.get(target) or pools.of(target)
+        if not prefill_pool.idle or not pool.idle:
             return False
         self._json = None  # not that of the last request
         try:
@@ -173,7 +179,8 @@ class FastPairPath(FastPath):
         else:
             text = self._vllm_lines(lines, exchange.request_id, is_read=waits)
         for_prefill, for_decode = bodies
-        length_line = length_lines(len(for_prefill))[1]
+        size = len(for_prefill)
+        length_line = LENGTHS[size][1] if size < CACHED_LENGTHS else length_lines(size)[1]
         leg, self._spare_leg = self._spare_leg, None
         if leg is None:
             leg = PrefillLeg(io, legs, self._after_prefill, keeps=waits)
@@ -253,7 +260,11 @@ class FastPairPath(FastPath):
         if leg.failure is not None:
             self.loop.wake(Interrupt(self, leg))
             return
-        self._transfer_due = limit_by_transfer(self._io)
+        io = self._io
+        due = io.loop.now + io.settings.limits.transfer  # as in `limit_by_transfer`
+        if due < io.phase_deadline:
+            io.phase_deadline = due
+        self._transfer_due = due if due < inf else 0.0
 
     def _send_after_prefill(self, leg: PrefillLeg) -> bool:
         """NIXL: decode's leg, with what prefill answered; False where the driver has to send it."""
@@ -302,9 +313,11 @@ class FastPairPath(FastPath):
             self._leg = leg
             return False
         exchange.legs = None
-        if leg.readable:
-            self._keep(leg)
-        else:
+        if leg.ended_directly:  # as in `_keep`
+            self._spare_leg = leg
+            if self._spare is not None:
+                self._spare.spare_leg = leg.exchange
+        elif not leg.readable:
             leg.on_end = partial(self._late_leg_ended, legs.rid)
         return True
 

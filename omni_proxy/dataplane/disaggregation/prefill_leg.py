@@ -143,8 +143,10 @@ class PrefillLeg(SideTask):
         self.connections = "idle"
         if legs.connector == "nixl":  # whose prefill engine alone says what it had cached
             self.connections = "redialled"
-            self._prediction = prediction_of_leg(exchange)
-            self._sent_bytes = io.exchange.bytes_in if io.exchange is not None else 0
+            need = exchange.requirements
+            if need is not None and need.prediction is not None:
+                self._prediction = prediction_of_leg(exchange)
+                self._sent_bytes = io.exchange.bytes_in if io.exchange is not None else 0
         exchange.requirements = None  # the body is changed already
         self.deadline = io.deadline
         self._keeps = keeps

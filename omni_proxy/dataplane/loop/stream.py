@@ -189,7 +189,11 @@ async def connect(task: ConnectionTask, address: tuple[str, int] | str) -> Strea
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setblocking(False)
-    code = sock.connect_ex(address)
+    try:
+        code = sock.connect_ex(address)
+    except OSError:  # of an address that is none
+        sock.close()
+        raise
     if code not in (0, errno.EINPROGRESS):
         sock.close()
         raise OSError(code, os.strerror(code))

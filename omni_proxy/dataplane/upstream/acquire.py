@@ -198,6 +198,16 @@ class Balancer:
         if need.alias is not None and choose_target(need, self, tried):
             self._count_target(need.alias.split.name, need.model)
         if fleet.has_pools and need.legs is not NO_LEGS:
+            if not (tried or fleet.has_ranks or fleet.has_inflight_limits):
+                pair = pick_usual_pair(self._pairing, need, self.pools)
+                if pair is not None:
+                    worker, prefill = pair
+                    worker.in_flight += 1
+                    prefill.in_flight += 1
+                    leg = self._begin_prefill(exchange, prefill)
+                    exchange.legs = TwoLegs(worker.kv_connector, leg)
+                    exchange.last_rank = None
+                    return worker
             return self._acquire_placement(exchange, need, tried)
         worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
         worker.in_flight += 1
@@ -238,16 +248,6 @@ class Balancer:
     ) -> Worker:
         """Counts both workers as in flight and begins the prefill leg. Raises HttpError."""
         fleet = self._fleet
-        if not (tried or fleet.has_ranks or fleet.has_inflight_limits):
-            pair = pick_usual_pair(self._pairing, need, self.pools)
-            if pair is not None:
-                worker, prefill = pair
-                worker.in_flight += 1
-                prefill.in_flight += 1
-                leg = self._begin_prefill(exchange, prefill)
-                exchange.legs = TwoLegs(worker.kv_connector, leg)
-                exchange.last_rank = None
-                return worker
         policies = self._policies
         if policies.regular is not self.policy:
             policies = self._policies = Policies(self.policy, self.pools)

@@ -24,6 +24,7 @@ from omni_proxy.fleet.registry import CANDIDATE_LISTS, Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.errors import no_pair_error
 from omni_proxy.routing.disaggregation.partners import Pools, alone, pair_up, pinned
+from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.pick import (
     eligible_workers,
@@ -143,20 +144,21 @@ class Pairing:
 
 
 def pick_usual_pair(
-    pairing: Pairing, need: Requirements, policies: PoolChoice
+    pairing: Pairing, need: Requirements, policies: PoolPolicies
 ) -> tuple[Worker, Worker] | None:
     """The decode and the prefill worker that `pick_placement` gives for a first attempt, in fewer
     steps; None where it has more to look at."""
-    pools = pairing.usual_pools(need)
+    pools, built = pairing.usual_pools(need), policies.built
     if (
         pools is None
         or not pools.paired
         or pairing.fleet.loads.overloaded
         or policies.rules.min_uncached_tokens
+        or len(built) < 2
     ):
         return None
-    decode = policies.of("decode").pick(pools.paired, need)
-    return decode, policies.of("prefill").pick(pools.partners[decode], need)
+    decode = built["decode"].pick(pools.paired, need)
+    return decode, built["prefill"].pick(pools.partners[decode], need)
 
 
 def pick_placement(

@@ -40,7 +40,7 @@ class PoolPolicies:
         self._routing = routing
         self._random_below = random_below
         self._now = now
-        self._policies: dict[Role, Policy] = {}
+        self.built: dict[Role, Policy] = {}  # for those who ask often; `of` builds the others
         self._needs_affinity_key: bool | None = None  # None: not asked under this configuration
         self._knowledge: EventAware | None = None  # where the decode policy has none
         self._sessions: Sessions | None = None
@@ -49,17 +49,17 @@ class PoolPolicies:
 
     def of(self, role: Role) -> Policy:
         """The policy of the prefill or the decode pool."""
-        policy = self._policies.get(role)
+        policy = self.built.get(role)
         if policy is None:
-            policy = self._policies[role] = self._build(role, None)
+            policy = self.built[role] = self._build(role, None)
         return policy
 
     def configure(self, routing: RoutingConfig) -> None:
         """Put another configuration in force."""
         self._routing, self.rules = routing, routing.disaggregation
         self._needs_affinity_key = None
-        for role, before in self._policies.items():
-            self._policies[role] = self._build(role, before)
+        for role, before in self.built.items():
+            self.built[role] = self._build(role, before)
         if not self.rules.min_uncached_tokens:
             self._knowledge = None
         elif self._knowledge is not None:
@@ -68,7 +68,7 @@ class PoolPolicies:
     def use_sessions(self, sessions: Sessions) -> None:
         """A table for sticky sessions that other policies use too."""
         self._sessions = sessions
-        for role, policy in self._policies.items():
+        for role, policy in self.built.items():
             self._share_sessions(role, policy)
 
     def use_blocks(self, blocks: BlockIndex) -> None:
@@ -81,7 +81,7 @@ class PoolPolicies:
         """As for `Sticky`: a session waits for its decode worker, whose cache has its past; not for
         its prefill worker."""
         self._held = (reasons, is_member)
-        policy = self._policies.get("decode")
+        policy = self.built.get("decode")
         if isinstance(policy, Sticky):
             policy.hold_for(reasons, is_member)
 
@@ -99,14 +99,14 @@ class PoolPolicies:
     def finish_session(self, key: str) -> bool:
         known = [
             policy.finish_session(key)
-            for policy in self._policies.values()
+            for policy in self.built.values()
             if isinstance(policy, Sticky)
         ]
         return any(known)
 
     def session_count(self, worker: Worker) -> int:
         """The sessions of its pool that are at this worker."""
-        policy = self._policies.get(worker.role)
+        policy = self.built.get(worker.role)
         return policy.session_count(worker) if isinstance(policy, Sticky) else 0
 
     def forget_worker(self, worker: Worker) -> None:
@@ -120,7 +120,7 @@ class PoolPolicies:
     def stats(self) -> dict[str, dict[str, object]]:
         """JSON-able, by role; empty while no pool was used."""
         return {
-            role: {"name": policy.name, **policy.stats()} for role, policy in self._policies.items()
+            role: {"name": policy.name, **policy.stats()} for role, policy in self.built.items()
         }
 
     def uncached_tokens(
@@ -153,7 +153,7 @@ class PoolPolicies:
         return self._knowledge
 
     def _known(self) -> list[Policy]:
-        known = list(self._policies.values())
+        known = list(self.built.values())
         return [*known, self._knowledge] if self._knowledge is not None else known
 
     def _build(self, role: Role, before: Policy | None) -> Policy:

@@ -1,6 +1,7 @@
 """How the door dials: over TCP, over a Unix socket, and where nobody listens."""
 
 import errno
+import gc
 import socket
 
 from omni_proxy.dataplane.loop.stream import connect
@@ -45,4 +46,12 @@ async def test_a_refused_connect_leaves_no_socket_behind(loop, tmp_path):
         assert task.outcome == errno.ECONNREFUSED
     task = dialling(loop, str(tmp_path / "nobody"))
     assert task.outcome == errno.ENOENT
+    assert not any(loop._handlers)
+
+
+async def test_an_address_that_is_none_leaves_no_socket_behind(loop):
+    task = dialling(loop, ("/not/a/host", 9))
+    assert task.outcome is not None
+    del task
+    gc.collect()  # a socket that is still open would be reported
     assert not any(loop._handlers)
