@@ -2,77 +2,29 @@
 
 import hashlib
 import json
-from contextlib import asynccontextmanager
 
-import pytest
 import trio
 
 from tests.ports import free_port
+from tests.promises.dashboard_page import (
+    address,
+    browser,
+    dashboard,
+    ids,
+    no_chromium,
+    page,
+    push,
+    row,
+    shows,
+    url_of,
+)
 from tests.promises.engines import engines
 from tests.promises.fleet_program import Worker, program, put, record, toml, workers
-from tools.screenshots.chromium import Browser, find_chromium
+
+__all__ = ["browser", "page"]  # fixtures
 
 KEY = "open-sesame"
-CHROMIUM = find_chromium()
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    made = Browser(CHROMIUM)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-async def page(browser):
-    async with browser.tab() as page:
-        await page.resize(1400, 1000)
-        yield page
-        assert page.complaints == []
-
-
-@asynccontextmanager
-async def dashboard(page, tmp_path, fleet, **settings):
-    """The program before `fleet`, and the page that shows it."""
-    file = tmp_path / "proxy.toml"
-    put(file, toml(fleet, **settings))
-    async with program("--config", file) as running:
-        await running.until_routable(*fleet)
-        await page.visit(url_of(running))
-        yield running
-
-
-def url_of(running):
-    return str(running.client.base_url.join("/dashboard"))
-
-
-def row(worker):
-    name = worker.url.replace(":", "%3A").replace("/", "%2F")
-    return f'tr[data-worker="{name}"]'
-
-
-def address(worker):
-    return worker.url.removeprefix("http://")
-
-
-async def shows(page, selector, *texts):
-    """Until all of them can be read there."""
-    wanted = f"""(() => {{
-        const text = document.querySelector({json.dumps(selector)})?.innerText ?? "";
-        return {json.dumps(texts)}.every((each) => text.includes(each));
-    }})()"""
-    try:
-        await page.until(wanted)
-    except TimeoutError:
-        raise AssertionError(f"{texts} not in {await page.text(selector)!r}") from None
-
-
-async def push(page, worker, word):
-    """Press a button of its row, once the list has stopped moving."""
-    await page.until("performance.now() - movedAt > SETTLE_MS")
-    await page.click(f"{row(worker)} .acts button:nth-child({word})")
-
+pytestmark = no_chromium
 
 SWITCH, DRAIN, REVIVE, REMOVE = 1, 2, 3, 4
 
@@ -114,10 +66,6 @@ async def test_a_client_on_call_sees_the_fleet_and_switches_workers(page, tmp_pa
                 *(f"/workers/{each}" for each in ids(fleet)),
             )
         }  # fmt: skip
-
-
-def ids(fleet):
-    return [worker.url.replace(":", "%3A").replace("/", "%2F") for worker in fleet]
 
 
 async def test_a_paused_fleet_is_no_serving_fleet(page, tmp_path):

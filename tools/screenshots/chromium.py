@@ -128,10 +128,13 @@ class Page:
         await self.call("Input.insertText", text=text)
 
     async def press(self, key: str) -> None:
+        """A key of KEYS, or a character."""
+        text = "\r" if key == "Enter" else key if key not in KEYS else ""
         for kind in ("keyDown", "keyUp"):
             await self.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=KEYS[key],
-                text="\r" if key == "Enter" and kind == "keyDown" else "",
+                "Input.dispatchKeyEvent", type=kind, key=key,
+                windowsVirtualKeyCode=KEYS.get(key, ord(key[0].upper())),
+                text=text if kind == "keyDown" else "",
             )  # fmt: skip
 
     async def resize(self, width: int, height: int, *, dark: bool = False) -> None:

@@ -145,9 +145,11 @@ function drawChart(chart, begin, end, step, chosen) {
   const y = (value) => BOTTOM - ((BOTTOM - TOP) * value) / high;
   drawAxes(chart, width, x, y, { begin, end, high });
   if (!values.length && chart.none) {
-    const words = draw("text", { class: "axis", x: (width + LEFT) / 2, y: 52, "text-anchor": "middle" });
-    words.textContent = width > 340 ? chart.none : chart.none.split(";")[0];
-    chart.fixed.append(words);
+    chart.none.split("; ").forEach((line, at) => {
+      const words = draw("text", { class: "axis none", x: (width + LEFT) / 2, y: 40 + 16 * at, "text-anchor": "middle" });
+      words.textContent = line;
+      chart.fixed.append(words);
+    });
   }
   const spots = (series) => series.map((value, at) => [x(begin + (at + 0.5) * step), known(value) ? y(value) : null]);
   mark(chart.other, "d", trace(spots(other)));

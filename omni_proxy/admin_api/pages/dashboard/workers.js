@@ -1,8 +1,9 @@
 /* The table of workers: searched, sorted, grouped by model, and no longer than a screen or two. Rows are made for what
    is shown alone, and are kept, so that a fleet of hundreds costs what a small one does. */
-const SHOWN = 25;
+const SHOWN = 25, SHOWN_OF_MORE = 15;
 const rows = new Map(), sparks = new Map(), opened = new Set(), unfolded = new Set();
 const view = { by: "", down: false, more: 0 };
+let longest = 1;  // time to the first token of all of them
 /* When rows last moved: a press just then was meant for another button. */
 let movedAt = -Infinity;
 const SETTLE_MS = 600;
@@ -62,6 +63,8 @@ function wanted(fleet, slow) {
   }).map(([worker]) => worker);
 }
 function paintFleet(fleet, slow) {
+  const most = (fleet.length > SHOWN ? SHOWN_OF_MORE : SHOWN) + view.more;
+  longest = Math.max(1, ...fleet.map((each) => each.first_p99_ms ?? each.first_p50_ms ?? 0));
   const list = wanted(fleet, slow), grouped = $("by-model").checked && !$("by-model-box").hidden;
   const models = new Set(fleet.map((worker) => worker.model ?? ""));
   show($("by-model-box"), models.size > 1);
@@ -70,11 +73,11 @@ function paintFleet(fleet, slow) {
   if ($("sort").value !== view.by) $("sort").value = view.by;
   const lines = [];
   if (grouped) for (const group of byModel(list)) lines.push(...groupLines(group, slow));
-  else lines.push(...list.slice(0, SHOWN + view.more).map((worker) => workerLines(worker, slow, fleet)).flat());
+  else lines.push(...list.slice(0, most).flatMap((worker) => workerLines(worker, slow)));
   place(lines);
   const shown = new Set(lines.map((line) => line.dataset.worker));
   for (const id of rows.keys()) if (!shown.has(id)) { rows.delete(id); if (!fleet.some((worker) => worker.id === id)) { sparks.delete(id); opened.delete(id); } }
-  const left = grouped ? 0 : list.length - Math.min(list.length, SHOWN + view.more);
+  const left = grouped ? 0 : list.length - Math.min(list.length, most);
   fill($("more"), [left > 0, Math.min(left, 50), list.length], () => left > 0 ? [
     pressed(`Show ${Math.min(left, 50)} more`, "", () => { view.more += 50; paint(); }), pressed(`Show all ${list.length}`, "", () => { view.more = Infinity; paint(); }),
   ] : []);
@@ -87,11 +90,12 @@ function paintFleet(fleet, slow) {
 function place(lines) {
   const keep = new Set(lines), body = $("rows");
   for (const it of [...body.children]) if (!keep.has(it)) { it.remove(); movedAt = performance.now(); }
-  lines.forEach((it, index) => {
-    if (body.children[index] === it) return;
-    body.insertBefore(it, body.children[index] ?? null);
+  let next = body.firstElementChild;
+  for (const it of lines) {
+    if (it === next) { next = next.nextElementSibling; continue; }
+    body.insertBefore(it, next);
     movedAt = performance.now();
-  });
+  }
 }
 const groups = new Map();
 function groupLines(group, slow) {
@@ -110,19 +114,18 @@ function groupLines(group, slow) {
   const out = group.filter((worker) => !takes(worker)).length, times = group.map((worker) => worker.first_p50_ms).filter(known);
   const sum = (name) => group.reduce((total, worker) => total + (worker[name] ?? 0), 0);
   say(says, [one(group.length, "worker"), out && `${out} out`, `${count(sum("in_flight"))} in flight`, `${count(sum("rate"))} req/s`, times.length && `first token p50 ${millis(median(times))}`, sum("errors") && one(sum("errors"), "error")].filter(Boolean).join(" · "));
-  return [it, ...open ? group.flatMap((worker) => workerLines(worker, slow, group)) : []];
+  return [it, ...open ? group.flatMap((worker) => workerLines(worker, slow)) : []];
 }
-function workerLines(worker, slow, fleet) {
+function workerLines(worker, slow) {
   if (!rows.has(worker.id)) rows.set(worker.id, newRow(worker.id));
   const row = rows.get(worker.id);
-  paintRow(row, worker, slow, fleet);
+  paintRow(row, worker, slow);
   if (!opened.has(worker.id)) return [row.it];
   row.detail ??= newDetail(row);
   paintDetail(row, worker);
   return [row.it, row.detail];
 }
-function paintRow(row, worker, slow, fleet) {
-  const longest = Math.max(1, ...fleet.map((each) => each.first_p99_ms ?? each.first_p50_ms ?? 0));
+function paintRow(row, worker, slow) {
   const [name, kind, out] = standing(worker);
   const isSlow = slow?.id === worker.id || isSilent(worker);
   row.worker = worker;

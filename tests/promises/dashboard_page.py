@@ -1,0 +1,75 @@
+"""A browser, the real program before workers, and the dashboard that shows them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.promises.fleet_program import program, put, toml
+from tools.screenshots.chromium import Browser, find_chromium
+
+CHROMIUM = find_chromium()
+no_chromium = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    made = Browser(CHROMIUM)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def page(browser):
+    async with browser.tab() as page:
+        await page.resize(1400, 1000)
+        yield page
+        assert page.complaints == []
+
+
+@asynccontextmanager
+async def dashboard(page, tmp_path, fleet, **settings):
+    """The program before `fleet`, and the page that shows it."""
+    file = tmp_path / "proxy.toml"
+    put(file, toml(fleet, **settings))
+    async with program("--config", file) as running:
+        await running.until_routable(*fleet)
+        await page.visit(url_of(running))
+        yield running
+
+
+def url_of(running):
+    return str(running.client.base_url.join("/dashboard"))
+
+
+def row(worker):
+    name = worker.url.replace(":", "%3A").replace("/", "%2F")
+    return f'tr[data-worker="{name}"]'
+
+
+def address(worker):
+    return worker.url.removeprefix("http://")
+
+
+async def shows(page, selector, *texts):
+    """Until all of them can be read there."""
+    wanted = f"""(() => {{
+        const text = document.querySelector({json.dumps(selector)})?.innerText ?? "";
+        return {json.dumps(texts)}.every((each) => text.includes(each));
+    }})()"""
+    try:
+        await page.until(wanted)
+    except TimeoutError:
+        raise AssertionError(f"{texts} not in {await page.text(selector)!r}") from None
+
+
+async def push(page, worker, word):
+    """Press a button of its row, once the list has stopped moving."""
+    await page.until("performance.now() - movedAt > SETTLE_MS")
+    await page.click(f"{row(worker)} .acts button:nth-child({word})")
+
+
+def ids(fleet):
+    return [worker.url.replace(":", "%3A").replace("/", "%2F") for worker in fleet]

@@ -1,0 +1,237 @@
+"""What people do on the dashboard, in a real browser, before the real program."""
+
+import hashlib
+import json
+from contextlib import asynccontextmanager
+
+import trio
+
+from tests.promises.dashboard_page import (
+    address,
+    browser,
+    dashboard,
+    no_chromium,
+    page,
+    push,
+    row,
+    shows,
+)
+from tests.promises.fleet_program import Worker, record
+
+__all__ = ["browser", "page"]  # fixtures
+pytestmark = no_chromium
+REMOVE = 4
+
+
+class ChatWorker(Worker):
+    """Streams a chat of two tokens; a `broken` one closes the connection instead."""
+
+    broken = False
+
+    async def _answer(self, stream, body):
+        if self.broken:
+            raise trio.BrokenResourceError
+        if not body.get("stream"):
+            await super()._answer(stream, body)
+            return
+        chunks = [{"choices": [{"delta": {"content": text}}]} for text in ("Hello, ", "operator")]
+        chunks.append({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}})
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+        await stream.send_all(head + b"transfer-encoding: chunked\r\n\r\n")
+        for line in lines:
+            await stream.send_all(b"%x\r\n%b\r\n" % (len(line), line.encode()))
+        await stream.send_all(b"0\r\n\r\n")
+
+
+@asynccontextmanager
+async def chat_workers(*names):
+    made = [ChatWorker(name) for name in names]
+    async with trio.open_nursery() as nursery:
+        for worker in made:
+            await nursery.start(worker.serve)
+        yield made
+        nursery.cancel_scope.cancel()
+
+
+def button(words):
+    """In a selector: the button with these words, marked for a click."""
+    return f"""(() => {{
+        for (const it of document.querySelectorAll("[data-wanted]")) delete it.dataset.wanted;
+        const it = [...document.querySelectorAll("button")].find(
+            (each) => each.innerText.startsWith({json.dumps(words)}) && each.checkVisibility());
+        if (it) it.dataset.wanted = "";
+        return Boolean(it);
+    }})()"""
+
+
+async def push_words(page, words):
+    await page.until(button(words))
+    await page.click("[data-wanted]")
+
+
+async def fill(page, selector, text):
+    await page.click(selector)
+    await page.tell(f"document.querySelector({json.dumps(selector)}).select()")
+    await page.type(text)
+
+
+async def test_traffic_is_charted_and_a_request_says_what_became_of_it(page, tmp_path):
+    async with chat_workers("one", "two") as fleet, dashboard(page, tmp_path, fleet) as running:
+        one, two = fleet
+        one.broken = True
+        for _ in range(2):
+            await running.ask(model="some-model", stream=True)
+        await shows(page, "#end-rows", "2 attempts")
+        opened = "[...document.querySelectorAll('#end-rows tr')].find((it) => /2 att/.test(it.innerText))"
+        await page.tell(f"{opened}.querySelector('button').click()")
+        told = (address(one), address(two), "Why this worker?", "round_robin", "had failed")
+        await shows(page, ".life", *told, "worker, until its head", "omni-proxy trace")
+        await push_words(page, "Where would such a one go now?")
+        await shows(page, "#answer", "It would go to")
+        await push_words(page, "Close it, and go on")
+        await page.until("!document.querySelector('.life')")
+
+        seen = "past?.series.requests_per_sec.some((value) => value > 0)"
+        await page.until("points.some((point) => point.requests > 0)")
+        await page.tell("choose(900, '')")  # fetches at once
+        await page.until(seen)
+        label = "document.querySelector('#charts svg').getAttribute('aria-label')"
+        assert "Requests per second of the fleet over the last 15 min; now all" in await page.tell(
+            label
+        )
+        await page.tell("document.activeElement.blur()")
+        await page.press("2")
+        await page.until("past?.secs === 3600")
+        await page.tell(f"document.querySelector({json.dumps(row(two) + ' .name')}).click()")
+        await shows(page, "#rows", two.url, "Requests since it was added")
+        await push_words(page, "Charts of it")
+        await page.until(f"past?.worker === {json.dumps(two.url)} && Boolean(fleetPast)")
+        assert f"of {address(two)} over the last 1 h" in await page.tell(label)
+        await page.click("#traffic summary")
+        await shows(page, "#chart-values", "Time to first token, p95", "highest")
+
+
+async def test_workers_are_changed_removed_added_and_brought_back(page, tmp_path):
+    async with chat_workers("one", "two", "three") as all_of_them:
+        one, two, three = all_of_them
+        async with dashboard(page, tmp_path, [one, two]) as running:
+
+            async def of(worker):
+                return record(await running.get_json("/workers"), worker)
+
+            await shows(page, row(two), "takes requests")
+            await page.tell(f"document.querySelector({json.dumps(row(two) + ' .name')}).click()")
+            await page.until("document.querySelector('.detail') !== null")
+            await fill(page, ".detail label:nth-of-type(1) input", "3")
+            await fill(page, ".detail label:nth-of-type(2) input", "7")
+            await push_words(page, "Save")
+            await shows(page, "#told", "has weight 3 and at most 7 in flight")
+            changed = await of(two)
+            assert (changed["weight"], changed["max_inflight"]) == (3, 7)
+
+            await push(page, two, REMOVE)
+            await page.click("#confirm-yes")
+            await push_words(page, "Undo")
+            await shows(page, "#told", "is back")
+            again = await of(two)
+            assert (again["weight"], again["max_inflight"], again["disabled"]) == (3, 7, False)
+
+            await page.tell("document.activeElement.blur()")
+            await page.press("a")
+            await page.type(address(three))
+            await page.press("Enter")
+            await shows(page, row(three), "takes requests")
+            assert (await of(three))["origin"] == "api"
+
+            who = {"User-Agent": "deploy-bot"}
+            path = "/workers/" + (await of(one))["id"].replace("%", "%25")
+            await running.client.post(f"{path}/drain", json={}, headers=who)
+            await shows(page, "#alerts", f"{address(one)} is out", "by deploy-bot from 127.0.0.1")
+            await push_words(page, "Enable")
+            await shows(page, "#alerts", "No problems")
+
+            await running.client.post("/pause_generation", json={}, headers=who)
+            await shows(page, "#alerts", "PAUSED: 3 of 3 workers", "by deploy-bot")
+            await push_words(page, "Continue")
+            await shows(page, "#confirm", "paused by deploy-bot")
+            await page.click("#confirm-yes")
+            await shows(page, "#alerts", "No problems")
+
+
+async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
+    async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
+        await shows(page, "#no-callers", "whoever reaches the port")
+        await page.click("#make-key")
+        await page.type("team-a")
+        await page.click("#key-inflight")
+        await page.type("4")
+        await page.press("Enter")
+        await shows(page, "#new-key", "[[keys]]", "max_inflight = 4")
+        made, entry = await page.tell(
+            "[...document.querySelectorAll('#new-key pre')].map((it) => it.innerText)"
+        )
+        assert f'"{hashlib.sha256(made.encode()).hexdigest()}"' in entry
+        await page.click("#keying-no")
+        assert made not in await page.tell("document.documentElement.outerHTML")
+        file = tmp_path / "proxy.toml"
+        file.write_text(f"{file.read_text()}\n{entry}")
+        await shows(page, "#callers", "team-a", "0 of 4")
+
+        await fill(page, "#chat-text", "Hi")
+        await page.press("Enter")
+        await shows(page, "#chat-turns", "401", "Give a caller's key above")
+        await page.click("#chat-key")
+        await page.type(made)
+        await fill(page, "#chat-text", "Hi again")
+        await page.press("Enter")
+        await shows(page, "#chat-turns", "Hello, operator")
+        await shows(page, "#chat-says", address(fleet[0]), "First token", "Tokens", "2")
+        await shows(page, "#callers", "9, 2")
+        stored = "[localStorage.length, sessionStorage.length, document.cookie]"
+        assert await page.tell(stored) == [0, 0, ""]
+        assert [url for url in page.asked if made in url] == []
+
+
+MANY = """(() => {
+    stop();  // the feed: what follows is made here
+    const one = last.fleet[0];
+    last.fleet = Array.from({length: 200}, (_, at) => ({
+        ...one, id: `w${at}`, url: `http://10.0.0.${at}:1`, display_id: `10.0.0.${at}:1`, in_flight: at,
+        model: at % 2 ? "odd" : "even", why: null,
+        ...at === 150 ? {health: "dead", routable: false, why: "dead: for a test"} : {},
+    }));
+    paint();
+})()"""
+ROWS = "[...document.querySelectorAll('#rows > tr')].map((it) => it.innerText)"
+
+
+async def test_two_hundred_workers_are_searched_sorted_and_grouped(page, tmp_path):
+    async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
+        await shows(page, row(fleet[0]), "takes requests")
+        await page.tell(MANY)
+        shown = await page.tell(ROWS)
+        assert (len(shown), "10.0.0.150:1" in shown[0]) == (15, True)
+        assert "15 of 200 shown" in await page.text("#fleet-says")
+
+        await page.press("/")
+        await page.type("10.0.0.77")
+        assert await page.tell("document.activeElement.id") == "find"
+        (found,) = await page.tell(ROWS)
+        assert "10.0.0.77:1" in found
+        await page.press("Escape")
+        await page.click('#heads [data-by="load"] button')
+        assert "10.0.0.199:1" in (await page.tell(ROWS))[0]
+        assert await page.tell("document.querySelector('[data-by=load]').ariaSort") == "descending"
+        await page.click("#by-model")
+        groups = await page.tell(ROWS)
+        assert [group.split("\n")[0].split()[1] for group in groups] == ["odd", "even"]
+        assert "100 workers" in groups[0]
+        await page.click("#rows .fold")
+        assert len(await page.tell(ROWS)) == 102
+        await page.press("?")
+        await shows(page, "#helping", "search the workers")
+        await page.press("Escape")
+        await page.click("#by-model")
+        await push_words(page, "Show all 200")
+        assert len(await page.tell(ROWS)) == 200
