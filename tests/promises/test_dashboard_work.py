@@ -85,8 +85,8 @@ async def test_traffic_is_charted_and_a_request_says_what_became_of_it(page, tmp
         await shows(page, "#end-rows", "2 attempts")
         opened = "[...document.querySelectorAll('#end-rows tr')].find((it) => /2 att/.test(it.innerText))"
         await page.tell(f"{opened}.querySelector('button').click()")
-        told = (address(one), address(two), "Why this worker?", "round_robin", "had failed")
-        await shows(page, ".life", *told, "worker, until its head", "omni-proxy trace")
+        expected = (address(one), address(two), "Why this worker?", "round_robin", "had failed")
+        await shows(page, ".life", *expected, "worker, until its head", "omni-proxy trace")
         await push_words(page, "Where would such a one go now?")
         await shows(page, "#answer", "It would go to")
         await push_words(page, "Close it, and go on")

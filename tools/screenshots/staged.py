@@ -83,13 +83,22 @@ class Pretender:
     async def _stream(self, stream: trio.SocketStream) -> None:
         await trio.sleep(self.first_secs * random.lognormvariate(0, 0.35))
         await stream.send_all(HEAD % b"text/event-stream" + b"transfer-encoding: chunked\r\n\r\n")
-        for _ in range(400 if random.random() < 0.05 else random.randrange(5, 20)):
+        tokens = 400 if random.random() < 0.05 else random.randrange(5, 20)
+        for _ in range(tokens):
             await stream.send_all(_chunk(b'data: {"choices": []}\n\n'))
             await trio.sleep(0.05)
             if random.random() < 0.0002:
                 await stream.aclose()  # as a worker that breaks
                 return
+        await stream.send_all(_chunk(b"data: %b\n\n" % json.dumps(_usage(tokens)).encode()))
         await stream.send_all(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+
+def _usage(tokens: int) -> dict[str, object]:
+    prompt = random.randrange(40, 400)
+    details = {"cached_tokens": int(prompt * random.uniform(0.3, 0.8))}
+    counts = {"prompt_tokens": prompt, "completion_tokens": tokens}
+    return {"choices": [], "usage": {**counts, "prompt_tokens_details": details}}
 
 
 def _chunk(data: bytes) -> bytes:
@@ -183,7 +192,8 @@ def _configuration(pretenders: list[Pretender]) -> str:
         f'[[workers]]\nurl = "{each.url}"\nmodel = "{MODEL}"\n\n' for each in pretenders
     )
     health = "[health]\ninterval_secs = 1\nsuccess_threshold = 1\n\n"
-    return f"[server]\nport = 0\nqueue_size = 100\n\n{health}{entries}[routing]\n"
+    server = "[server]\nport = 0\nqueue_size = 100\nusage_metrics = true\n\n"
+    return f"{server}{health}{entries}[routing]\n"
 
 
 async def _address(process: trio.Process) -> str:

@@ -280,15 +280,15 @@ function legOf(worker) {
 }
 /* The cause that the figures speak for. */
 function whySlow({ worker, times, usual }) {
-  const others = (last.fleet ?? []).filter((each) => each !== worker && (each.model ?? "") === (worker.model ?? ""));
-  const busier = median(others.map((each) => each.in_flight / each.weight)), mine = worker.in_flight / worker.weight;
-  const cache = median(others.map((each) => each.minute?.cache_hit_ratio ?? 0));
+  const others = (last.fleet ?? []).filter((each) => each !== worker && takes(each) && (each.model ?? "") === (worker.model ?? ""));
+  const usually = others.length ? median(others.map((each) => each.rate / each.weight)) : 0, own = worker.rate / worker.weight;
+  const cache = others.length ? median(others.map((each) => each.minute?.cache_hit_ratio ?? 0)) : 0;
   const causes = [
     worker.engine_load?.waiting > 0 && `its engine has ${count(worker.engine_load.waiting)} waiting`,
     worker.engine_load?.kv_usage > 0.9 && `its KV cache is ${share(worker.engine_load.kv_usage)} full`,
-    mine > 1.5 * busier && mine - busier >= 2 && `${count(worker.in_flight)} in flight, the others ${count(busier)}`,
+    others.length && own > 1.3 * usually && `it gets ${count(worker.rate)} requests/s, the others ${count(usually * worker.weight)}`,
     known(worker.minute?.cache_hit_ratio) && worker.minute.cache_hit_ratio < cache - 0.2 && `it finds ${share(worker.minute.cache_hit_ratio)} of its prompts cached, the others ${share(cache)}`,
   ].filter(Boolean);
   const slower = `${times.toFixed(1)} times the ${millis(usual)} of the others`;
-  return `${slower}; ${causes.length ? causes.join("; ") : "with no more in flight than they have, so the machine or its engine is slow"}`;
+  return `${slower}; ${causes.length ? causes.join("; ") : "it gets no more requests than they do, so its machine or engine is slow"}`;
 }
