@@ -1,8 +1,8 @@
-"""`omni-proxy keys ...`: makes keys and their hashes, and says whose a key is by a configuration.
+"""`omni-proxy keys ...`: makes keys and their hashes, says whose a key is, and what callers use.
 
-Starts nothing and calls nobody. A key is read from stdin and never an argument, which other users
-of the machine could see; none is printed but a new one. Exit status 0: done; 1: `check` found no
-owner of the key; 2: no usable key, or the configuration is refused.
+Only `usage` calls anybody, a running proxy. A key is read from stdin and never an argument, which
+other users of the machine could see; none is printed but a new one. Exit status 0: done; 1: `check`
+found no owner of the key; 2: no usable key, a refused configuration, or no proxy to reach.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import getpass
 import json
+import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,15 @@ from pathlib import Path
 from typing import Final
 
 from omni_proxy.api_keys.resolve import MAX_KEY_BYTES, UnusableKey, sha256_of_key
+from omni_proxy.cli.client.admin_client import (
+    AdminClient,
+    AdminClientError,
+    JsonObject,
+    add_target_arguments,
+    admin_target_of,
+)
 from omni_proxy.cli.flags.peer_flags import CommandParser
+from omni_proxy.cli.screen.text_table import printable, render_table
 from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
@@ -29,9 +38,13 @@ from omni_proxy.runtime_config.key_sources import resolve_keys
 PREFIX: Final = "omni-"  # by which scanners of sources find a key that was committed
 KEY_BYTES: Final = 32
 NOBODY, UNUSABLE = 1, 2
+ANSWER_SECS: Final = 30.0
+LIMITS: Final = ("max_inflight", "requests_per_minute", "tokens_per_minute")
+_USAGE: Final = ("CALLER", "BUSY", "REQUESTS", "IN", "OUT", "REQ/MIN", "TOKENS/MIN", "REFUSED")
 _EPILOG = """\
 examples:
-  omni-proxy keys new
+  omni-proxy keys new --name team-a --max-inflight 4 --tokens-per-minute 100000
+  omni-proxy keys usage
   omni-proxy keys hash < /run/secrets/team-a
   printenv TEAM_A_KEY | omni-proxy keys check --config proxy.toml
 """
@@ -55,7 +68,18 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    new = commands.add_parser("new", help="print a new key and its hash", allow_abbrev=False)
+    new = commands.add_parser(
+        "new", help="print a new key, and its hash or its entry for FILE", allow_abbrev=False
+    )
+    new.add_argument("--name", type=_name, help="of the caller: prints its [[keys]] entry for FILE")
+    for limit in LIMITS:
+        new.add_argument(
+            f"--{limit.replace('_', '-')}", metavar="N", type=_limit, help="with --name: a limit"
+        )
+    usage = commands.add_parser(
+        "usage", help="what the callers of a running proxy have used", allow_abbrev=False
+    )
+    add_target_arguments(usage)
     digest = commands.add_parser(
         "hash", help="print the hash of the key on stdin, for key_sha256", allow_abbrev=False
     )
@@ -65,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--config", metavar="FILE", type=Path, required=True, help="the TOML file that has the keys"
     )
-    for command in (new, digest, check):
+    for command in (new, digest, check, usage):
         command.add_argument("--json", action="store_true", help="for machines: one object")
     return parser
 
@@ -74,7 +98,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
         if arguments.command == "new":
-            return _new(as_json=arguments.json)
+            return _new(arguments)
+        if arguments.command == "usage":
+            return _usage(arguments)
         digest = sha256_of_key(_read_key())
         if arguments.command == "hash":
             print(json.dumps({"key_sha256": digest}) if arguments.json else digest)
@@ -84,6 +110,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"omni-proxy keys: stdin {unusable}", file=sys.stderr)
     except ConfigError as refusal:
         print(refusal, file=sys.stderr)
+    except AdminClientError as error:
+        print(f"omni-proxy keys: {error}", file=sys.stderr)
     return UNUSABLE
 
 
@@ -93,15 +121,73 @@ def _read_key() -> bytes:
     return sys.stdin.buffer.read(MAX_KEY_BYTES + 64)
 
 
-def _new(*, as_json: bool) -> int:
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.:@/-]{1,64}", text):
+        raise argparse.ArgumentTypeError("1 to 64 letters, digits and _.:@/-")
+    return text
+
+
+def _limit(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError("a whole number from 1 on; without it there is no limit")
+    return int(text)
+
+
+def _new(arguments: argparse.Namespace) -> int:
     key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
     made = {"key": key, "key_sha256": sha256_of_key(key.encode())}
-    if as_json:
-        print(json.dumps(made))
+    limits = {name: getattr(arguments, name) for name in LIMITS if getattr(arguments, name)}
+    if limits and not arguments.name:
+        print("omni-proxy keys: limits stand in an entry: give it a --name", file=sys.stderr)
+        return UNUSABLE
+    if arguments.json:
+        named = {"name": arguments.name, **limits} if arguments.name else {}
+        print(json.dumps(made | named))
+    elif arguments.name:
+        print(f"The key, for the caller alone:\n{key}\n\nFor the configuration file:\n[[keys]]")
+        print(f'name = "{arguments.name}"\nkey_sha256 = "{made["key_sha256"]}"')
+        for name, value in limits.items():
+            print(f"{name} = {value}")
     else:
         for name, value in made.items():
             print(f"{name:<11} {value}")
     return 0
+
+
+def _usage(arguments: argparse.Namespace) -> int:
+    with AdminClient(admin_target_of(arguments), ANSWER_SECS) as proxy:
+        reply = proxy.get("/keys")
+    if reply.refusal:
+        print(f"omni-proxy keys: {printable(reply.refusal)}", file=sys.stderr)
+        return UNUSABLE
+    if arguments.json:
+        print(json.dumps(reply.body, indent=2))
+    else:
+        print("\n".join(usage_lines(reply.body)))
+    return 0
+
+
+def usage_lines(body: JsonObject) -> list[str]:
+    """Of a response of GET /keys."""
+    callers = body.get("keys") or []
+    if not callers:
+        return ["no callers: the configuration has no [[keys]]; `omni-proxy keys new --name NAME`"]
+
+    def row(caller: JsonObject) -> tuple[object, ...]:
+        bound = caller.get("max_inflight")
+        refused = (f"{why} {n}" for why, n in (caller.get("refused") or {}).items() if n)
+        return (
+            printable(caller.get("name")),
+            f"{caller.get('in_flight', 0)}{f' of {bound}' if bound else ''}",
+            caller.get("requests", 0),
+            caller.get("input_tokens", 0),
+            caller.get("output_tokens", 0),
+            caller.get("requests_per_minute") or "-",
+            caller.get("tokens_per_minute") or "-",
+            ", ".join(refused) or "-",
+        )
+
+    return render_table(_USAGE, [row(each) for each in callers], right_aligned=_USAGE[1:7])
 
 
 def _check(digest: str, file: Path, *, as_json: bool) -> int:

@@ -27,6 +27,7 @@ from omni_proxy.cli.screen.text_table import (
 )
 
 SLOW_FACTOR: Final = 2.0  # time to first chunk, as a multiple of the others'
+FULL_KV: Final = 0.9  # of its KV cache in use: then it preempts requests
 SLOW_MS: Final = 20.0  # and at least this much longer: else 2 ms beside 1 ms would be slow
 SLOW_ANSWERS: Final = 5  # responses in the last minute; a median of fewer is chance
 FAILING_SHARE: Final = 0.05
@@ -105,9 +106,22 @@ def _verdict(row: FleetRow, usual_ms: float | None, now: datetime | None) -> Dia
         return Diagnosis(WELL, state, "")
     reason = (
         f"is slow: first chunk after {format_millis(own_ms)}, "
-        f"the others' after {format_millis(usual_ms)}"
+        f"the others' after {format_millis(usual_ms)}{_cause(row)}"
     )
     return Diagnosis(SLOW, "slow", reason)
+
+
+def _cause(row: FleetRow) -> str:
+    """What its engine's report says of its slowness; "" for nothing."""
+    load = row.engine_load
+    if load is None:
+        return ""
+    causes = []
+    if load.waiting:
+        causes.append(f"{load.waiting:g} wait in its engine")
+    if load.kv_usage is not None and load.kv_usage >= FULL_KV:
+        causes.append(f"its KV cache is {load.kv_usage:.0%} full")
+    return "".join(f"; {cause}" for cause in causes)
 
 
 def state_of(row: FleetRow) -> str:

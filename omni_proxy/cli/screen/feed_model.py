@@ -33,6 +33,13 @@ class PausedWorker(Struct, frozen=True):
     mode: str | None = None
 
 
+class EngineLoadRow(Struct, frozen=True):
+    """What a worker's engine reported last."""
+
+    waiting: float | None = None
+    kv_usage: float | None = None  # 0 to 1
+
+
 class FleetRow(Struct, frozen=True):
     """A worker; rates, errors and times are of the last minute."""
 
@@ -70,6 +77,7 @@ class FleetRow(Struct, frozen=True):
     weight: int = 1
     drain: DrainRow | None = None
     launch: dict[str, Any] | None = None
+    engine_load: EngineLoadRow | None = None
     paused: PausedWorker | None = None
 
     @property

@@ -1,11 +1,15 @@
+import contextlib
 import io
 import json
+import re
 import sys
 from hashlib import sha256
 
 import pytest
 
+from omni_proxy.cli.config_file import keys
 from omni_proxy.cli.config_file.keys import main
+from omni_proxy.config.parse import parse
 
 CONFIG = """
 [server]
@@ -19,6 +23,62 @@ requests_per_minute = 60
 name = "grafana"
 key_sha256 = "{digest}"
 """
+
+
+def test_a_new_key_with_a_name_comes_with_its_entry(capsys, tmp_path):
+    assert main(["new", "--name", "team-b", "--max-inflight", "4", "--tokens-per-minute", "9"]) == 0
+    key, entry = re.search(
+        r"(omni-\S+)\n.*?(\[\[keys\]\].*)", capsys.readouterr().out, re.DOTALL
+    ).groups()
+    (caller,) = parse(entry).keys
+    assert (caller.name, caller.max_inflight, caller.tokens_per_minute) == ("team-b", 4, 9)
+    assert caller.key_sha256 == digest_of(key)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--max-inflight", "4"), "--name"),
+        (("--name", 'a"b'), "letters"),
+        (("--name", "a", "--max-inflight", "0"), "from 1 on"),
+    ],
+)
+def test_an_entry_that_would_be_refused_is_not_made(capsys, words, text):
+    with contextlib.suppress(SystemExit):
+        assert main(["new", *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, text in err) == ("", True)
+
+
+CALLER = {
+    "name": "team-a", "models": [], "max_inflight": 5, "requests_per_minute": 60,
+    "tokens_per_minute": 0, "priority": 0, "in_flight": 2, "requests": 7, "input_tokens": 80,
+    "output_tokens": 9, "refused": {"max_inflight": 3, "models": 0},
+}  # fmt: skip
+
+
+def test_what_callers_use_is_a_table(proxy, capsys):
+    proxy.says["/keys"] = (200, {"keys": [CALLER], "refused_without_key": 0, "error": None})
+    assert main(["usage", "--url", proxy.url]) == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.split() == list(keys._USAGE)
+    assert line.split() == [
+        "team-a",
+        "2",
+        "of",
+        "5",
+        "7",
+        "80",
+        "9",
+        "60",
+        "-",
+        "max_inflight",
+        "3",
+    ]
+    proxy.says["/keys"] = (200, {"keys": []})
+    assert main(["usage", "--url", proxy.url]) == 0
+    assert "no callers" in capsys.readouterr().out
+    assert main(["usage", "--url", "http://127.0.0.1:1"]) == 2
 
 
 def digest_of(key):

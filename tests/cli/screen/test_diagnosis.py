@@ -36,6 +36,9 @@ def test_a_worker_is_slow_beside_the_others_of_its_model():
     ]
     output = diagnose(feed_of(feed(*rows, slow)))[slow["id"]].problem
     assert output == "is slow: first chunk after 250 ms, the others' after 100 ms"
+    slow["engine_load"] = {"waiting": 12, "kv_usage": 0.97, "state": "ok", "age_secs": 1}
+    output = diagnose(feed_of(feed(*rows, slow)))[slow["id"]].problem
+    assert output.endswith("; 12 wait in its engine; its KV cache is 97% full")
 
 
 def test_of_two_the_slower_one_is_slow_and_a_few_ms_are_no_matter():
