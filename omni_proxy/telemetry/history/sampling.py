@@ -1,22 +1,25 @@
 """Reads the counters of the fleet into its history, from the ticker.
 
-Invariant: requests pay nothing for it. Each step of the ticker reads a hundredth of the workers, so
-each of them is read every five seconds and the event loop never waits for all of them.
+Invariant: requests pay nothing for it. Each worker is read once in each of the shortest points, a
+few of them in each step of the ticker, so that the event loop never waits for all of them.
 """
 
 from __future__ import annotations
 
 from itertools import islice
+from math import ceil
 from operator import add
 from typing import Final
 
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.telemetry.history.rings import History, WorkerTotals
+from omni_proxy.telemetry.history.rings import STEPS, History, WorkerTotals
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow, WindowCounts
 
-PARTS: Final = 100
+ROUND_SECS: Final = min(STEPS.values())
+# The part of a round in which all are read: late steps still fall into it.
+BUSY_SHARE: Final = 0.9
 
 
 class HistorySampler:
@@ -27,7 +30,8 @@ class HistorySampler:
         self._fleet = fleet
         self._metrics = metrics
         self._recent = recent
-        self._part = 0
+        self._round = 0.0
+        self._next = 0  # the first worker that this round has not read
 
     def end_second(self, at: float, second: WindowCounts, in_flight: int, waiting: int) -> None:
         counts = (second.requests, second.errors, second.firsts)
@@ -35,11 +39,14 @@ class HistorySampler:
 
     def step(self, at: float) -> None:
         workers = self._fleet.workers
-        self._part = (self._part + 1) % PARTS
-        for worker in islice(workers, self._part, None, PARTS):
-            self.history.sample_worker(at, worker, self._totals(worker), self._waiting(worker))
-        if self._part == 0:
+        number, passed = divmod(at, ROUND_SECS)
+        if number != self._round:
+            self._round, self._next = number, 0
             self.history.keep(set(workers))
+        due = min(len(workers), ceil(len(workers) * passed / (ROUND_SECS * BUSY_SHARE)))
+        for worker in islice(workers, self._next, due):
+            self.history.sample_worker(at, worker, self._totals(worker), self._waiting(worker))
+        self._next = max(self._next, due)
 
     def _totals(self, worker: Worker) -> WorkerTotals:
         self._recent.gather(worker)

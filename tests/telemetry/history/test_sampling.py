@@ -30,6 +30,20 @@ def run(instruments, seconds, at=START):
         instruments._on_second(at + second + 0.99)
 
 
+def test_each_worker_is_read_once_in_each_point_however_late_the_steps_are(fleet, instruments):
+    read = []
+    sampler = instruments.history_sampler
+    sampler.history.sample_worker = lambda at, worker, *_: read.append((at // ROUND_SECS, worker))
+    at = START
+    for late in range(200):
+        sampler.step(at)
+        at += 0.05 + late % 7 * 0.02
+    points = {point for point, _ in read[:-2]}
+    assert len(points) > 3
+    for point in points:
+        assert [worker for found, worker in read if found == point] == fleet.workers
+
+
 def test_each_worker_is_read_every_five_seconds(fleet, instruments):
     a, b = fleet.workers
     run(instruments, ROUND_SECS)

@@ -41,9 +41,14 @@ async function refreshPast() {
   if (mine !== pastTurn || !last) return;
   if (own.status === 404) { choose(range, ""); return; }
   if (!own.ok) return;
-  past = own.body;
-  fleetPast = all?.ok ? all.body : null;
+  past = whole(own.body);
+  fleetPast = all?.ok ? whole(all.body) : null;
   drawCharts();
+}
+/* Of the shortest steps the running one has not heard of all workers yet. */
+function whole(body) {
+  if (body.step_secs < 10) for (const series of Object.values(body.series)) series[series.length - 1] = null;
+  return body;
 }
 cleaners.push(() => {
   past = fleetPast = null;
