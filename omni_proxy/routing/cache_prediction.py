@@ -54,10 +54,11 @@ class CacheReports:
         self.silent = 0
         self.predicted += predicted
         self.reported += reported
+        if self.reuses:
+            return
         if reported:
-            if not self.reuses:
-                self.reuses, self.misses = True, 0
-        elif predicted and not self.reuses:
+            self.reuses, self.misses = True, 0
+        elif predicted:
             self.misses += 1
 
     def as_facts(self) -> dict[str, int]:
@@ -77,11 +78,11 @@ class CacheReports:
 
 
 class CachePrediction(Struct):
-    """Of the `length` bytes of a prompt's text, behind `start` that are no text, or where `text` is
-    None of its `length` tokens, the worker is believed to have `held`; a length of 0 can't be
-    judged. `text`: where the prompt is in the tree. `before`: what was used at this number or later
-    may have been on its way to the worker when the prompt was sent. `former`: one of another
-    policy, for the other leg."""
+    """Of the `length` bytes of a prompt's text, behind `start` that are no text, the worker is
+    believed to have `text.held`; where `text` is None, `held` of its `length` tokens. A length of 0
+    can't be judged. `text`: where the prompt is in the tree. `before`: what was used at this number
+    or later may have been on its way to the worker when the prompt was sent. `former`: one of
+    another policy, for the other leg."""
 
     learner: CacheLearner
     worker: Worker  # or a rank
@@ -103,7 +104,11 @@ def note_first_byte(prediction: CachePrediction | None) -> None:
     while prediction is not None:
         if not prediction.answered:
             prediction.answered = True
-            prediction.reports.backlog -= prediction.uncached
+            reports = prediction.reports
+            reports.backlog -= prediction.uncached
+            waiting = reports.unanswered
+            if waiting and waiting[0] is prediction:
+                waiting.popleft()
         prediction = prediction.former
 
 

@@ -217,12 +217,9 @@ class PrefixTree(Generic[Holder]):
             path.append(child)
             node = child
         self._sizes[bit] += grown
-        self._use(path)
+        self._use(path, number)
         if not number or not end:
             return None
-        used = self._used
-        for node in path:
-            used[node] = number
         last = path[-1]
         return InsertedText(last, self._generations[last], end, held)
 
@@ -338,11 +335,12 @@ class PrefixTree(Generic[Holder]):
         self._labels[only] = label + lower
         self._vacate(node)
 
-    def _use(self, path: list[int]) -> None:
-        """The deepest first: a parent is newer than its children."""
-        older, newer = self._older, self._newer
+    def _use(self, path: list[int], number: int) -> None:
+        """The deepest first: a parent is newer than its children. `number`: of this use."""
+        older, newer, used = self._older, self._newer, self._used
         newest = older[ROOT]
         for node in reversed(path):
+            used[node] = number
             if node == newest:
                 continue
             before, after = older[node], newer[node]

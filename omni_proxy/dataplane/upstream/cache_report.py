@@ -24,13 +24,18 @@ if TYPE_CHECKING:
 def settle_prediction(recorders: Recorders, exchange: Exchange, need: Requirements) -> None:
     """The exchange is over: learn from its answer, if it says anything."""
     prediction, need.prediction = need.prediction, None
-    note_first_byte(prediction)
-    if not exchange.last_chunk or exchange.outcome != "completed" or exchange.status // 100 != 2:
+    if prediction is None:
+        return
+    if not prediction.answered or prediction.former is not None:
+        note_first_byte(prediction)
+    answer = exchange.last_chunk
+    if not answer or exchange.outcome != "completed" or not 200 <= exchange.status < 300:
         return
     if exchange.legs is not None:
         prediction = _of_reporting_worker(exchange.legs, prediction)
-    if prediction is not None:
-        learn_from(recorders, prediction, exchange.last_chunk, exchange.bytes_in)
+        if prediction is None:
+            return
+    learn_from(recorders, prediction, answer, exchange.bytes_in)
 
 
 def learn_from(

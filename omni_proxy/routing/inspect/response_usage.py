@@ -19,6 +19,11 @@ import msgspec
 TAIL_BYTES: Final = 8192  # the counts come at the end, behind the text
 SHORT: Final = 512  # decoding so many bytes costs less than looking for their end
 _COUNT: Final = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*([0-9]{1,15})(?![0-9.eE])")
+# The counts as vLLM and OpenAI write them, with nothing behind that could be another one.
+_USUAL: Final = re.compile(
+    rb'"prompt_tokens":[ ]?([0-9]{1,15}),[^{}]*"prompt_tokens_details":[ ]?'
+    rb'\{[^{}]*"cached_tokens":[ ]?([0-9]{1,15})[,}][^c]*\Z'
+)
 _CACHED: Final = b'"cached_tokens"'
 _READ: Final = b'"cache_read_input_tokens"'
 _CREATED: Final = b'"cache_creation_input_tokens"'
@@ -118,6 +123,12 @@ def _is_count(value: object) -> bool:
 def read_cached_tokens(body: bytes) -> tuple[int, int] | None:
     """(cached tokens, prompt tokens) of a response that ends with `body`; the first is never the
     larger one. None where it does not say both."""
+    at = body.rfind(_PROMPT, -TAIL_BYTES)
+    usual = _USUAL.match(body, at) if at >= 0 else None
+    if usual is not None:
+        total, cached = int(usual[1]), int(usual[2])
+        if total:
+            return (cached if cached < total else total), total  # noqa: FURB136 - each request
     at = body.rfind(_CACHED, -TAIL_BYTES)
     if at < 0:
         return _read_anthropic(body) if body.rfind(_READ, -TAIL_BYTES) >= 0 else None

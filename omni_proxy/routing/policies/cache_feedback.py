@@ -21,7 +21,7 @@ from omni_proxy.routing.cache_prediction import (
 from omni_proxy.routing.inspect.prefix_text import LIMIT, has_one_prompt
 from omni_proxy.routing.inspect.requirements import AUDIO, IMAGE, VIDEO, Requirements
 from omni_proxy.routing.policies.cache_cost import count_prompt_tokens, uncached_tokens
-from omni_proxy.routing.prefix_tree import PrefixTree
+from omni_proxy.routing.prefix_tree import InsertedText, PrefixTree
 from omni_proxy.routing.tree_key import key_length, text_length
 
 # Engines reuse whole blocks, of 1 to 128 tokens, and compute a prompt's last token always. What is
@@ -33,6 +33,7 @@ MISSES = 16
 # Of a worker whose last so many answers reported nothing, one in so many is asked.
 SILENT = 32
 MEDIA = IMAGE | AUDIO | VIDEO
+CUT_LENGTH = LIMIT - 1  # beside the mark
 
 
 class PromptText(NamedTuple):
@@ -71,67 +72,79 @@ class CacheFeedback:
             self._tree.insert(text.key, worker)
             return
         self._number = number = self._number + 1
-        inserted = self._tree.insert(text.key, worker, number)
-        held = text.matching(inserted.held) if inserted is not None else 0
-        reports = self._reports_of(worker)
-        uncached = 0
-        if counts_cost:
-            uncached = uncached_tokens(count_prompt_tokens(text.length, requirements), held)
-        elif reports.silent > SILENT and number % SILENT:
+        whole, start, key = text
+        inserted = self._tree.insert(key, worker, number)
+        reports = self.reports.get(worker) or self._reports_of(worker)
+        if reports.silent > SILENT and number % SILENT and not counts_cost:
             return
-        length = text.length
-        if requirements.mask & MEDIA or not has_one_prompt(requirements.body_fields):
-            inserted, length = None, 0  # its tokens are not those of the text alone, or of one text
         prediction = CachePrediction(
-            self, worker, reports, inserted, text.start, length, held, number, uncached
+            self, worker, reports, inserted, start, len(whole) - start, 0, number
         )
-        self._sent(prediction, requirements)
+        if counts_cost:
+            held = text.matching(inserted.held) if inserted is not None else 0
+            tokens = count_prompt_tokens(text.length, requirements)
+            prediction.uncached = uncached_tokens(tokens, held)
+        if requirements.mask & MEDIA or not has_one_prompt(requirements.body_fields):
+            # Its tokens are not those of the text alone, or of one text.
+            prediction.text, prediction.length = None, 0
+        self._sent(prediction, reports, requirements)
 
     def expect(self, worker: Worker, requirements: Requirements, tokens: int, held: int) -> None:
         """The worker gets a prompt of so many tokens, and is known to have `held` of them."""
-        reports = self._reports_of(worker)
+        reports = self.reports.get(worker) or self._reports_of(worker)
         self._number = number = self._number + 1
         if self.rules.feedback and (reports.silent <= SILENT or not number % SILENT):
-            self._sent(
-                CachePrediction(self, worker, reports, None, 0, tokens, held, number), requirements
-            )
+            prediction = CachePrediction(self, worker, reports, None, 0, tokens, held, number)
+            self._sent(prediction, reports, requirements)
 
     def _reports_of(self, worker: Worker) -> CacheReports:
-        reports = self.reports.get(worker)
-        if reports is None:
-            reports = self.reports[worker] = CacheReports()
+        reports = self.reports[worker] = CacheReports()
         return reports
 
-    def _sent(self, prediction: CachePrediction, requirements: Requirements) -> None:
-        former = requirements.prediction
-        if former is not None:
-            prediction.former = without_those_of(self, former)
-        reports = prediction.reports
-        prediction.before = reports.oldest_unanswered(prediction.number)
+    def _sent(
+        self, prediction: CachePrediction, reports: CacheReports, requirements: Requirements
+    ) -> None:
+        if requirements.prediction is not None:
+            prediction.former = without_those_of(self, requirements.prediction)
+        number, waiting = prediction.number, reports.unanswered
+        prediction.before = reports.oldest_unanswered(number) if waiting else number
         requirements.prediction = prediction
-        reports.unanswered.append(prediction)
+        waiting.append(prediction)
         reports.backlog += prediction.uncached
 
     def learn(self, prediction: CachePrediction, cached: int, prompt: int, sent: int) -> int | None:
         """As `CacheLearner`. Forgets what the worker had less than predicted."""
         text, reports, length = prediction.text, prediction.reports, prediction.length
-        if not length:
-            return None
-        if text is None:  # its blocks were counted: nothing of it was inferred
-            predicted = min(prediction.held, prompt)
+        if text is None:
+            if not length:
+                return None
+            predicted = min(
+                prediction.held, prompt
+            )  # its blocks were counted: nothing was inferred
             reports.note(predicted, cached)
             return predicted
-        if length >= LIMIT - 1:  # beside the mark: the text was cut, and the request is longer
+        held = length
+        if text.held < text.length:
+            held = max(0, text_length(text.held) - prediction.start)
+        if length >= CUT_LENGTH:  # the text was cut, and the request is longer
             length = max(length, sent)
-        predicted = prediction.held * prompt // length
+        predicted = held * prompt // length
         reports.note(predicted, cached)
-        most = cached + cached // 2 + BLOCK_TOKENS
+        if predicted > cached + BLOCK_TOKENS:  # else it may be nothing but a block
+            self._correct(prediction, text, cached, predicted, length / prompt)
+        return predicted
+
+    def _correct(
+        self, prediction: CachePrediction, text: InsertedText, cached: int, predicted: int,
+        bytes_each: float,
+    ) -> None:  # fmt: skip
+        """Forget what the worker had less than predicted, if that is clearly less."""
+        reports, most = prediction.reports, cached + cached // 2 + BLOCK_TOKENS
         if predicted > most and self.rules.feedback and reports.misses < MISSES:
-            kept = key_length(prediction.start + most * length // prompt)
+            kept = key_length(prediction.start + int(most * bytes_each))
             self._tree.forget_below(text, prediction.worker, kept, prediction.before)
             reports.corrections += 1
             self.corrections += 1
-        return predicted
 
     def is_small_by_eviction(self, worker: Worker, candidates: Sequence[Worker]) -> bool:
         """Whether it has the smallest tree for what it has evicted, and enough to do: it would get
