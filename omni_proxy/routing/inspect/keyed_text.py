@@ -20,6 +20,8 @@ _decode_object: Callable[[msgspec.Raw], dict[str, msgspec.Raw]] = msgspec.json.D
     dict[str, msgspec.Raw]
 ).decode
 KeyedValue = tuple[str, msgspec.Raw]
+# With one of them an engine caches the same tokens apart.
+CACHED_APART: Final = ("lora_path", "cache_salt", "extra_key")
 
 
 class KeyedBodyFields(BodyFields, gc=False):
@@ -30,7 +32,12 @@ class KeyedBodyFields(BodyFields, gc=False):
 
 def keyed_fields(body: bytes, keys: Sequence[str]) -> KeyedBodyFields:
     """Refers to `body`; empty if that is not a JSON object in UTF-8."""
-    return KeyedBodyFields(keyed=tuple(_values(body, tuple(keys))))
+    found = dict(_values(body, (*dict.fromkeys(keys), *CACHED_APART)))
+    keyed = tuple((key, found[key]) for key in dict.fromkeys(keys) if key in found)
+    lora_path, cache_salt, extra_key = (found.get(name, ABSENT) for name in CACHED_APART)
+    return KeyedBodyFields(
+        keyed=keyed, lora_path=lora_path, cache_salt=cache_salt, extra_key=extra_key
+    )
 
 
 def keyed_value(body: bytes, key: str) -> msgspec.Raw:

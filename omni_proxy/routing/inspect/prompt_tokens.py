@@ -61,8 +61,9 @@ def read_tokens(raw: msgspec.Raw) -> list[int] | None:
 def _only_list(fields: BodyFields) -> msgspec.Raw | None:
     """The one value that may be a list of ids."""
     if isinstance(fields, KeyedBodyFields):
-        return None  # its other keys were not read
-    given = [raw for raw in _sources(fields) if is_given(raw)]
+        given = [raw for _, raw in fields.keyed]
+    else:
+        given = [raw for raw in _sources(fields) if is_given(raw)]
     return given[0] if len(given) == 1 and starts_with(given[0], b"[") else None
 
 

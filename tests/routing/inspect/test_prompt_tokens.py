@@ -51,9 +51,21 @@ def test_an_absent_salt_spelled_as_null_makes_no_difference():
     assert tokens_of({"prompt": [1], "cache_salt": None, "lora_path": None}) == [1]
 
 
-def test_keys_of_configured_routes_are_not_compared():
-    need = Requirements(0, body_fields=keyed_fields(b'{"token_ids": [1, 2]}', ("token_ids",)))
-    assert prompt_tokens(need) is None
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"ids": [1, 2], "model": "m"}, [1, 2]),
+        ({"ids": [1, 2], "instructions": "be kind"}, None),
+        ({"ids": "text"}, None),
+        ({"ids": [1, 2], "cache_salt": "tenant"}, None),
+        ({"ids": [1, 2], "lora_path": "sql"}, None),
+        ({"ids": [1, 2], "cache_salt": None}, [1, 2]),
+        ({"token_ids": [1, 2]}, None),
+    ],
+)
+def test_a_configured_route_has_the_tokens_of_its_one_key_that_is_there(body, expected):
+    fields = keyed_fields(json.dumps(body).encode(), ("instructions", "ids"))
+    assert prompt_tokens(Requirements(0, body_fields=fields)) == expected
 
 
 def test_only_the_first_tokens_of_a_long_prompt_are_compared(monkeypatch):

@@ -73,6 +73,18 @@ def test_an_answer_without_both_counts_reports_nothing(response):
     assert read_cached_tokens(response) is None
 
 
+@given(COUNTS, st.integers(1, 10**9), st.booleans(), st.binary(max_size=20))
+def test_counts_in_the_usual_order_are_those_of_any_order(cached, prompt, spaced, behind):
+    """As vLLM writes them, with the same counts somewhere else in front of them."""
+    details = {"prompt_tokens_details": {"cached_tokens": cached}}
+    usage = {"prompt_tokens": prompt, "total_tokens": prompt + 3, "completion_tokens": 3, **details}
+    separators = None if spaced else (",", ":")
+    answer = json.dumps({"x": {"cached_tokens": 9}, "usage": usage}, separators=separators).encode()
+    assert read_cached_tokens(answer) == (min(cached, prompt), prompt)
+    later = answer + b'{"cached_tokens":1,' + behind.replace(b'"', b"")
+    assert read_cached_tokens(later) == (1, prompt)
+
+
 @given(st.text(), COUNTS, st.integers(1, 10**9))
 def test_no_text_of_a_model_reads_as_a_count(text, cached, prompt):
     usage = {"prompt_tokens": prompt, "details": {"cached_tokens": cached}}
