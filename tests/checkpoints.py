@@ -13,6 +13,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+
+_text = cache(ast.unparse)
 
 # Methods and functions of trio that are checkpoints, whether they wait or not.
 CALLS = frozenset(
@@ -61,6 +64,7 @@ class Tree:
     attributes: dict[Owner, dict[str, str]] = field(default_factory=dict)  # annotated by __init__
     here: Owner = ("", "")  # whose code is looked at
     parameters: dict[str, str] = field(default_factory=dict)  # of the function: their annotations
+    all_parameters: dict[FUNCTIONS, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, modules: Mapping[str, ast.AST]) -> Tree:
@@ -77,14 +81,14 @@ class Tree:
         return tree
 
     def _enter(self, node: ast.AST, owner: Owner) -> None:
-        for child in ast.iter_child_nodes(node):
+        for child in _statements(node):
             within = owner
             if isinstance(child, ast.ImportFrom) and child.module:
                 names = self.imported.setdefault(owner[0], {})
                 names |= {alias.asname or alias.name: child.module for alias in child.names}
             elif isinstance(child, ast.ClassDef):
                 within = (owner[0], child.name)
-                self.bases[within] = [ast.unparse(base) for base in child.bases]
+                self.bases[within] = [_text(base) for base in child.bases]
             elif isinstance(child, FUNCTIONS):
                 self.owners[child] = owner
                 if child.name == "__init__":
@@ -102,7 +106,7 @@ class Tree:
             owner = (self.imported.get(module, {}).get(called.id, module), "")
             one = self.owned.get((owner, _name(call)))
         elif isinstance(called, ast.Attribute):
-            target = ast.unparse(called.value)
+            target = _text(called.value)
             if target == "self":
                 one = self.method(self.here, _name(call))
             else:
@@ -124,11 +128,13 @@ class Tree:
     def enter(self, function: FUNCTIONS) -> None:
         """From now on calls are those of this function."""
         self.here = self.owners[function]
-        self.parameters = _annotations(function)
-        known = self.attributes.get(self.here, {})
-        for name, value in _assigned(function):
-            if value.removeprefix("self.") in known and value.startswith("self."):
-                self.parameters[name] = known[value.removeprefix("self.")]
+        if function not in self.all_parameters:
+            self.all_parameters[function] = parameters = _annotations(function)
+            known = self.attributes.get(self.here, {})
+            for name, value in _assigned(function):
+                if value.removeprefix("self.") in known and value.startswith("self."):
+                    parameters[name] = known[value.removeprefix("self.")]
+        self.parameters = self.all_parameters[function]
 
     def always(self, function: FUNCTIONS) -> bool:
         self.enter(function)
@@ -137,9 +143,7 @@ class Tree:
 
     def quiet_loops(self, module: ast.AST) -> Iterator[tuple[str, ast.While]]:
         """Loops that break the rule, with the name of their function."""
-        for function in ast.walk(module):
-            if not isinstance(function, FUNCTIONS):
-                continue
+        for function in _functions(module):
             self.enter(function)
             for node in _own(function):
                 if isinstance(node, ast.While) and _awaits(node) and self.may_spin(node):
@@ -241,7 +245,7 @@ class Tree:
     def _try(self, node: ast.Try | ast.TryStar) -> Paths:
         body = self.block([*node.body, *node.orelse])
         # What is raised in a pause comes from the pump, so there was one.
-        paused = [ast.unparse(statement) for statement in node.body] == ["await pause"]
+        paused = [_text(statement) for statement in node.body] == ["await pause"]
         for handler in node.handlers:
             handled = self.block(handler.body)
             body |= _raised(handled) if paused else handled
@@ -253,7 +257,7 @@ class Tree:
 
 def _annotations(function: FUNCTIONS) -> dict[str, str]:
     named = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    return {arg.arg: ast.unparse(arg.annotation) for arg in named if arg.annotation is not None}
+    return {arg.arg: _text(arg.annotation) for arg in named if arg.annotation is not None}
 
 
 def _assigned(function: FUNCTIONS) -> Iterator[tuple[str, str]]:
@@ -263,11 +267,11 @@ def _assigned(function: FUNCTIONS) -> Iterator[tuple[str, str]]:
             target, value = node.targets[0], node.value
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
                 yield from (
-                    (ast.unparse(one), ast.unparse(other))
+                    (_text(one), _text(other))
                     for one, other in zip(target.elts, value.elts, strict=False)
                 )
             else:
-                yield ast.unparse(target), ast.unparse(value)
+                yield _text(target), _text(value)
 
 
 def _attributes(init: FUNCTIONS) -> dict[str, str]:
@@ -280,7 +284,7 @@ def _attributes(init: FUNCTIONS) -> dict[str, str]:
         and isinstance(node.value, ast.Name)
         and node.value.id in known
         for target in node.targets
-        if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+        if isinstance(target, ast.Attribute) and _text(target.value) == "self"
     }
 
 
@@ -290,6 +294,19 @@ def _raised(paths: Paths) -> Paths:
         *(frozenset((LOUD,)) if each else each
           for each in (paths.on, paths.again, paths.out, paths.back))
     )  # fmt: skip
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Those directly in a statement, and its handlers and cases: the nodes that have some, too."""
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        yield from getattr(node, name, ())
+
+
+def _functions(node: ast.AST) -> Iterator[FUNCTIONS]:
+    for child in _statements(node):
+        if isinstance(child, FUNCTIONS):
+            yield child
+        yield from _functions(child)
 
 
 def _own(function: ast.AST) -> Iterator[ast.AST]:
@@ -330,7 +347,7 @@ def _is_checkpoint(tree: Tree, awaited: ast.expr) -> bool:
     if isinstance(awaited, ast.Name):
         return awaited.id == "pause"
     name = _name(awaited)
-    if name in CALLS and ast.unparse(awaited).startswith("trio."):
+    if name in CALLS and _text(awaited).startswith("trio."):
         return True
     if name in ("await_direct", "nested") and isinstance(awaited, ast.Call):
         return _is_checkpoint(tree, awaited.args[0])
