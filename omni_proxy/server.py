@@ -65,6 +65,9 @@ from omni_proxy.telemetry.instruments import Instruments
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.logs import configure
 from omni_proxy.telemetry.operation_spans import encode_operation_span
+from omni_proxy.upgrade.control_socket import UpgradeService
+from omni_proxy.upgrade.incoming import Incoming, NoState
+from omni_proxy.upgrade.parts import ProgramParts
 from omni_proxy.watchdog import Watchdog
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.state_journal import JournalFile, folder_for
@@ -79,15 +82,21 @@ NEVER_READY = 1
 def run(startup: Startup) -> int:
     """Serve until a signal ends the program; returns the exit status."""
     fleet = Fleet()
+    incoming = Incoming.from_environment(os.environ)
     try:
         config_store = ConfigStore(startup, fleet)
-    except ConfigError as error:
+        if incoming is not None:  # what is on the disk may change until the state has come
+            startup = incoming.wait_state(startup)
+            fleet = Fleet()
+            config_store = ConfigStore(startup, fleet)
+            incoming.adopt_state(config_store)
+    except (ConfigError, NoState) as error:
         print(error, file=sys.stderr)  # noqa: T201  the log isn't configured yet
         return BAD_CONFIGURATION
     configure(config_store.config.server.log_level, config_store.config.server.log_format)
     raise_fd_limit()
     with private_runtime_dir() as runtime_dir:
-        server = Server(config_store, fleet, runtime_dir)
+        server = Server(config_store, fleet, runtime_dir, incoming)
         log = config_store.config.server
         configure(log.log_level, log.log_format, server.logs["log_file"])
         for line in startup.warnings:
@@ -128,8 +137,16 @@ def _print(line: str) -> None:
 class Server:
     """All services of the running program."""
 
-    def __init__(self, config_store: ConfigStore, fleet: Fleet, runtime_dir: Path) -> None:
+    def __init__(
+        self,
+        config_store: ConfigStore,
+        fleet: Fleet,
+        runtime_dir: Path,
+        incoming: Incoming | None = None,
+    ) -> None:
+        """`incoming`: what is taken over from a running program."""
         config = config_store.config
+        self._incoming = incoming
         admin_socket = runtime_dir / "front.sock"
         self.config_store = config_store
         self.logs = {name: LineLog(target) for name, target in _log_targets(config).items()}
@@ -172,6 +189,7 @@ class Server:
         self.prober.tolerates_failures = self.weight_operations.is_updating
         self.leaving = False
         self.supervisors: list[Supervisor] = []
+        self.upgrades = UpgradeService(self._program_parts(admin_socket))
         services = self._build_services(proxy_id)
         self.admin_api = self._supervise_admin_api(services, admin_socket)
         self.supervisors = self._build_supervisors()
@@ -179,6 +197,21 @@ class Server:
         config_store.add_prepare(self.caller_keys.prepare)
         config_store.add_prepare(self.process_manager.prepare)
         config_store.subscribe(self._follow_config)
+
+    def _program_parts(self, admin_socket: Path) -> ProgramParts:
+        """What an upgrade needs."""
+        self._handed_over = trio.Event()
+        return ProgramParts(
+            fleet=self.data_plane.fleet,
+            config_store=self.config_store,
+            data_plane=self.data_plane,
+            process_manager=self.process_manager,
+            weight_operations=self.weight_operations,
+            launcher=self.launcher,
+            admin_socket=admin_socket,
+            supervisors=lambda: self.supervisors,
+            leave=self._handed_over.set,
+        )
 
     def _build_services(self, proxy_id: str) -> Services:
         """What the admin API uses."""
@@ -207,6 +240,7 @@ class Server:
             kv_connector=config_store.startup.kv_connector,
             given=config_store.startup.given_urls,
             proxy_id=proxy_id,
+            upgrade=self.upgrades.status,
         )
 
     def _build_engine_pages(self, fleet: Fleet) -> EnginePages:
@@ -249,6 +283,7 @@ class Server:
             Supervisor("caller_keys", lambda status: self.caller_keys.run(task_status=status)),
             Supervisor("admin_keys", lambda status: self.admin_keys.run(task_status=status)),
             Supervisor("reloader", lambda status: self.reloader.run(task_status=status)),
+            Supervisor("upgrade", lambda status: self.upgrades.run(task_status=status)),
         ]
 
     def _supervise_admin_api(self, services: Services, admin_socket: Path) -> Supervisor:
@@ -287,7 +322,11 @@ class Server:
             await root.start(self.data_plane.run)
             await root.start(self.process_manager.run)
             await root.start(self.admin_api.run)
-            self.data_plane.listeners.held = bool(self.config_store.startup.launch)
+            await root.start(self._supervisor_of("upgrade").run)
+            if self._incoming is not None:
+                self._incoming.inherit(self.data_plane, self.process_manager)
+            elif self.config_store.startup.launch:
+                self.data_plane.listeners.held = True
             try:
                 self.config_store.start()
             except ConfigError as error:
@@ -298,9 +337,7 @@ class Server:
                 root.cancel_scope.cancel()
                 return self._cannot_listen(error)
             root.start_soon(self._handle_signals, root.cancel_scope)
-            for supervisor in self.supervisors:
-                if supervisor is not self.admin_api:
-                    await root.start(supervisor.run)
+            await self._start_services(root)
             # Objects of the start live on: keep them out of every later garbage collection.
             gc.collect()
             gc.freeze()
@@ -313,6 +350,23 @@ class Server:
                     return status
         _log.info("omni-proxy has stopped")
         return 0
+
+    async def _start_services(self, root: trio.Nursery) -> None:
+        """All but the admin API, which runs; those that change things after a takeover is done."""
+        first = [self.admin_api, self._supervisor_of("upgrade")]
+        if self._incoming is not None:
+            if self.config_store.config.discover:
+                first.append(self._supervisor_of("discovery"))
+                await root.start(first[-1].run)
+            await self._incoming.take_over(self.upgrades.parts)
+            root.start_soon(self._incoming.follow_predecessor)
+        for supervisor in self.supervisors:
+            if supervisor not in first:
+                await root.start(supervisor.run)
+        self.upgrades.open.set()
+
+    def _supervisor_of(self, name: str) -> Supervisor:
+        return next(each for each in self.supervisors if each.name == name)
 
     async def _open_when_ready(self) -> int:
         """Open the listeners once the replicas of the command line are ready; 0, or the exit status
@@ -373,11 +427,15 @@ class Server:
             self.instruments.spans.write(span)
 
     async def _handle_signals(self, root_scope: trio.CancelScope) -> None:
+        numbers = signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2
         async with trio.open_nursery() as nursery:
-            with trio.open_signal_receiver(signal.SIGHUP, signal.SIGTERM, signal.SIGINT) as signals:
+            nursery.start_soon(self._leave_after_upgrade, root_scope)
+            with trio.open_signal_receiver(*numbers) as signals:
                 async for number in signals:
                     if number == signal.SIGHUP:
                         self.reloader.request_reload("SIGHUP")
+                    elif number == signal.SIGUSR2:
+                        self.upgrades.request()
                     elif self.leaving:
                         _log.warning("shutdown_aborted signal=%s", signal.Signals(number).name)
                         root_scope.cancel()
@@ -392,6 +450,17 @@ class Server:
             await trio.sleep(server.ready_off_secs)
         _log.info("drain_started timeout=%gs", server.drain_timeout_secs)
         self.process_manager.begin_drain()
+        await self._end_when_drained(root_scope)
+
+    async def _leave_after_upgrade(self, root_scope: trio.CancelScope) -> None:
+        """The new program serves: end with the last connection."""
+        await self._handed_over.wait()
+        self.leaving = True
+        await self.upgrades.wait_reported()
+        await self._end_when_drained(root_scope)
+
+    async def _end_when_drained(self, root_scope: trio.CancelScope) -> None:
+        server = self.config_store.config.server
         with trio.move_on_after(server.drain_timeout_secs) as scope:
             await self.process_manager.drained()
         if scope.cancelled_caught:

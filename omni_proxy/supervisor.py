@@ -38,6 +38,13 @@ class Supervisor:
         self._restarts = 0
         self._last_error = ""
         self._since = datetime.now(UTC)
+        self._scope = trio.CancelScope()
+        self._over = trio.Event()
+
+    async def stop(self) -> None:
+        """End it for good, and wait until it has ended. It must have been started."""
+        self._scope.cancel()
+        await self._over.wait()
 
     def status(self) -> dict[str, object]:
         return {
@@ -58,6 +65,15 @@ class Supervisor:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Reports `started` when the first run does, or when it fails: it never blocks the
         start."""
+        try:
+            with self._scope:
+                await self._run_again_and_again(task_status)
+            if self._scope.cancelled_caught:
+                self._enter("ended")
+        finally:
+            self._over.set()
+
+    async def _run_again_and_again(self, task_status: trio.TaskStatus[None]) -> None:
         started = _StartedOnce(task_status, lambda: self._enter("running"))
         backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, RESET_SECS)
         while True:

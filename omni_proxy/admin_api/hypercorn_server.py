@@ -48,7 +48,7 @@ async def serve(
             task_status.started()
     finally:
         listener.close()
-        _unlink(path)
+        _unlink_own(path)
 
 
 def _listen(path: Path) -> socket.socket:
@@ -58,6 +58,12 @@ def _listen(path: Path) -> socket.socket:
     path.chmod(0o600)
     listener.listen(BACKLOG)
     return listener
+
+
+def _unlink_own(path: Path) -> None:
+    """Unless it leads to the admin API of a program that took over."""
+    if not path.is_symlink():
+        _unlink(path)
 
 
 def _unlink(path: Path) -> None:

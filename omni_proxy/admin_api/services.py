@@ -125,6 +125,7 @@ class Services:
     write_audit: Callable[[bytes], None] = lambda _: None  # takes a line of the audit log
     # Reads anew which adapters the workers have.
     refresh_adapters: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+    upgrade: Callable[[], dict[str, object]] = dict  # for GET /status
     dialect: Dialect = "omni"
     kv_connector: KvConnector = "sglang"  # of workers added over HTTP that name none
     # URLs of the workers on the command line.

@@ -32,6 +32,7 @@ COMMANDS: Final = {
     "status": "omni_proxy.cli.status",
     "top": "omni_proxy.cli.top.command",
     "trace": "omni_proxy.cli.logs.trace",
+    "upgrade": "omni_proxy.cli.client.upgrade",
     "weights": "omni_proxy.cli.weights",
     "workers": "omni_proxy.cli.workers",
 }

@@ -61,6 +61,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     # Imported here: no other command must wait for all of them.
     from omni_proxy.cli import explain, status, weights, workers
     from omni_proxy.cli.bench import arguments as bench
+    from omni_proxy.cli.client import upgrade
     from omni_proxy.cli.config_file import init, keys, schema
     from omni_proxy.cli.flags import arguments
     from omni_proxy.cli.flags.engines import ENGINES
@@ -90,6 +91,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield "replica", replica.serve_parser()
     yield "replica fetch", replica.fetch_parser()
     yield "replica profile", profile._parser()
+    yield "upgrade", upgrade.parser()
     yield "completion", parser()
 
 

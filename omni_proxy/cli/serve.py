@@ -63,9 +63,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start(startup: Startup) -> int:
-    # A SIGHUP before its handler is installed would end the process. A function and not SIG_IGN:
-    # child processes inherit ignored signals.
+    # A SIGHUP or SIGUSR2 before its handler is installed would end the process. A function and not
+    # SIG_IGN: child processes inherit ignored signals.
     signal.signal(signal.SIGHUP, lambda *_: None)
+    signal.signal(signal.SIGUSR2, lambda *_: None)
     # Imported here: --help must not wait for a web framework.
     from omni_proxy.server import run
 

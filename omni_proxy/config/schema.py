@@ -121,8 +121,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # Browsers' origins that may call model routes and read open routes, without credentials; "*" is
     # any. They can never change anything.
     cors_allow_origins: tuple[WebOrigin, ...] = ("*",)
-    # After SIGTERM: time for requests in flight, then they are aborted.
-    drain_timeout_secs: Duration = 120.0
+    drain_timeout_secs: Duration = 120.0  # after SIGTERM, for requests in flight
+    upgrade_timeout_secs: Duration = 60.0  # for a new program to be ready, else the old goes on
     # For load balancers that poll /ready: it answers 503 for this long before draining begins.
     ready_off_secs: Duration = 0.0
     # The file for changes made over HTTP: `auto` is beside the configuration, `off` memory only.

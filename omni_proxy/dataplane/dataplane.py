@@ -255,11 +255,17 @@ class DataPlane:
             self.pools.close()
             self.loop.flush()
 
-    def begin_drain(self) -> None:
-        """No new connection; idle ones close now, the others after the response they wait for."""
+    def begin_drain(self, *, keeps_idle: bool = False) -> None:
+        """No new connection; idle ones close now, the others after the response they wait for.
+
+        `keeps_idle`: idle ones too; a second call without it closes them."""
         self.inflight.draining = True
+        self.inflight.closes_idle = not keeps_idle
         self.listeners.close()
         self.close_after_responses(admin=True)
+        if keeps_idle:
+            self.loop.flush()
+            return
         for task in [task for task in self.loop.tasks if task.phase == "idle"]:
             if isinstance(task, Connection) and not task.client.pending:
                 task.throw(ClientDisconnected())

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
+from msgspec import Struct
+
 from omni_proxy.config.schema import Config
 
 LAST_ERROR_CHARS = 512
@@ -55,6 +57,22 @@ def thresholds_of(config: Config, *, probe_failures_only: bool = False) -> Thres
         max_failed_requests=config.routing.max_worker_retries,
         probe_failures_only=probe_failures_only,
     )
+
+
+class HealthRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What another program needs to go on with a machine; but for `since` the same names."""
+
+    state: Health = Health.UNKNOWN
+    since: datetime | None = None
+    consecutive_failures: int = 0
+    consecutive_successes: int = 0
+    last_status_code: int | None = None
+    last_error: str | None = None
+    last_checked_at: datetime | None = None
+    declared_dead: bool = False
+    probe_failed: bool = False
+    failed_requests: int = 0
+    breaker_tripped: bool = False
 
 
 class _RequestFields:
@@ -215,6 +233,20 @@ class HealthMachine(_RequestFields):
         self.declared_dead = False
         if self.state is Health.DEAD:
             self._enter(Health.UNKNOWN, at)
+
+    def record(self) -> HealthRecord:
+        """A half-open request in flight is left out: another program may begin the next."""
+        names = HealthRecord.__struct_fields__
+        return HealthRecord(**{name: getattr(self, name) for name in names})
+
+    def restore(self, record: HealthRecord) -> None:
+        """Go on where another program was."""
+        for name in HealthRecord.__struct_fields__:
+            setattr(self, name, getattr(record, name))
+        self.since = record.since or self.since
+        self._failure_run = record.consecutive_failures
+        self.half_open_id = 0
+        self.epoch += 1
 
     @property
     def half_open_count(self) -> int:

@@ -306,6 +306,12 @@ class Fleet:
             self._changed(worker)
             self._replaced(replaced)
 
+    def restored(self, worker: Worker) -> None:
+        """Its state was set to that of another program, which counts as no event of its health."""
+        self._note_roles()
+        self._note_models()
+        self._changed(worker)
+
     def set_hop_line(self, worker: Worker, hop_line: bytes) -> None:
         """Set the header line of its requests by which a proxy loop is detected."""
         if hop_line != worker.hop_line:

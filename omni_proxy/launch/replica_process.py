@@ -88,7 +88,7 @@ def environment_of(
     """`environ`, overridden by the allocated GPUs, overridden by the `env` of the entry."""
     env = {"PYTHONUNBUFFERED": "1", **environ}  # output to a pipe comes line by line
     if getattr(sys, "frozen", False) and entry.command[0] != OWN_COMMAND:
-        env = _without_frozen_variables(env)
+        env = without_frozen_variables(env)
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     filled = {
@@ -97,7 +97,7 @@ def environment_of(
     return env | filled
 
 
-def _without_frozen_variables(env: Mapping[str, str]) -> dict[str, str]:
+def without_frozen_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Without the variables of a frozen binary: its libraries fit no other program."""
     clean_env = {name: text for name, text in env.items() if not name.startswith("_PYI_")}
     original = clean_env.pop(ORIGINAL_LIBRARY_PATH, None)

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         sys.exit(
             "data-plane-process is internal: omni-proxy starts it where [server] processes > 1"
         )
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     trio.run(run, socket.socket(fileno=int(argv[0])))
     return 0
@@ -196,8 +196,8 @@ class DataPlaneProcess:
                 take_rows(self.fleet.loads, rows, self.fleet.serial)
             case KvChangesCommand(holder, changes):
                 self.dataplane.take_kv_changes(holder, changes)
-            case DrainCommand():
-                self.dataplane.begin_drain()
+            case DrainCommand(keeps_idle):
+                self.dataplane.begin_drain(keeps_idle=keeps_idle)
                 self._drain_started.set()
             case StartCommand():
                 raise AssertionError("a process gets StartCommand once")

@@ -120,7 +120,10 @@ class AbortCommand(Struct, frozen=True, tag=True):
 
 
 class DrainCommand(Struct, frozen=True, tag=True):
-    """Accept no new connection; exit after the last one has ended."""
+    """Accept no new connection; exit after the last one has ended. `keeps_idle`: see
+    `DataPlane.begin_drain`."""
+
+    keeps_idle: bool = False
 
 
 ProcessCommand: TypeAlias = (

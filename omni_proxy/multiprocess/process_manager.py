@@ -48,7 +48,7 @@ from omni_proxy.multiprocess.ipc import (
 from omni_proxy.multiprocess.load_reports import LoadCollector, load_rows
 from omni_proxy.multiprocess.process_slot import ProcessHandle, ProcessSlot
 from omni_proxy.multiprocess.replication import ReportHandler, SnapshotPublisher
-from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
+from omni_proxy.multiprocess.reuseport_group import GroupSockets, ReuseportGroup
 from omni_proxy.multiprocess.shared_counters import KeyCounters, KeySlots, WorkerIds
 from omni_proxy.multiprocess.shared_dataplane import (
     SharedSessions,
@@ -129,6 +129,7 @@ class ProcessManager:
         self._aborts: dict[int, list[AbortFindings]] = {}  # by the number of their command
         self._last_abort = 0
         self._port: ReuseportGroup | None = None
+        self.inherited = GroupSockets()  # from another program, for the first port
         self._start_watchers: list[Callable[[], None]] = []
         self._process_count = 0
         self._nursery: trio.Nursery | None = None
@@ -265,16 +266,20 @@ class ProcessManager:
         if self.slots:
             self.worker_ids.recount()
 
-    def begin_drain(self) -> None:
+    def begin_drain(self, *, keeps_idle: bool = False) -> None:
         """Accept no new connection anywhere; each process exits after its last one has ended."""
         self.draining = True
         if self._port is not None:
             self._port.close_all()
-        self.dataplane.begin_drain()
+        self.dataplane.begin_drain(keeps_idle=keeps_idle)
         for slot in self.slots.values():
             slot.retire()
         for handle in self.handles:
-            handle.send(DrainCommand())
+            handle.send(DrainCommand(keeps_idle))
+
+    def dup_sockets(self) -> GroupSockets | None:
+        """Of the processes, for another program; None without processes. Raises OSError."""
+        return self._port.dup_sockets() if self._port is not None else None
 
     async def drained(self) -> None:
         """Until the last connection has ended; the caller's scope bounds it."""
@@ -295,7 +300,7 @@ class ProcessManager:
             return None
         if self._port is not None and self._port.listener is listener:
             return None
-        return ReuseportGroup(self.dataplane.loop, listener)
+        return ReuseportGroup(self.dataplane.loop, listener, self.inherited)
 
     def _apply(self, new: Config, port: ReuseportGroup | None) -> None:
         """Have as many slots as `new` configures; `port`: new sockets, if any. Can't fail."""

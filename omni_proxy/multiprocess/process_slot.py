@@ -146,6 +146,11 @@ class ProcessHandle:
         return self.acked >= 2 and not self.closed
 
     @property
+    def accepts(self) -> bool:
+        """Its listening socket is in use."""
+        return self.listening and self.acked == self.sent
+
+    @property
     def is_unresponsive(self) -> bool:
         """It has acknowledged nothing for too long; one that starts up has more time."""
         max_ticks = MAX_UNACKED_TICKS if self.acked else MAX_STARTUP_TICKS

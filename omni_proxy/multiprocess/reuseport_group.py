@@ -14,6 +14,7 @@ import logging
 import socket
 import struct
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from omni_proxy.dataplane.accept.listener import BACKLOG, Listener
@@ -28,11 +29,29 @@ _HASH: Final = (0x20, 0, 0, (-0x1000 + 32) & 0xFFFFFFFF)  # A = hash of the addr
 _MOD, _IF_EQUAL, _RETURN = 0x94, 0x15, 0x06
 
 
+@dataclass(frozen=True, slots=True)
+class GroupSockets:
+    """What another program takes over of a group: its sockets by slot but the first, the slots that
+    listen in the kernel's order, and the indexes that connections are steered to."""
+
+    sockets: dict[int, socket.socket] = field(default_factory=dict)
+    group: tuple[int, ...] = ()
+    steered: tuple[int, ...] = ()
+
+    def close(self) -> None:
+        for sock in self.sockets.values():
+            sock.close()
+        self.sockets.clear()
+
+
 class ReuseportGroup:
     """Sockets by slot, from 0 on; for a Unix socket all slots share one."""
 
-    def __init__(self, loop: EventLoop, listener: Listener) -> None:
-        """`listener`: the main process's own. Raises OSError, changing nothing."""
+    def __init__(
+        self, loop: EventLoop, listener: Listener, inherited: GroupSockets | None = None
+    ) -> None:
+        """`listener`: the main process's own. `inherited`: of another program; the group empties
+        it. Raises OSError, changing nothing."""
         self.listener = listener
         self._loop = loop
         first = listener.dup_socket()
@@ -46,6 +65,28 @@ class ReuseportGroup:
         if not self.shared:
             first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if inherited is not None and inherited.group:
+            self._adopt(inherited)
+
+    def dup_sockets(self) -> GroupSockets:
+        """Duplicates for another program. Raises OSError."""
+        later = {slot: sock for slot, sock in self._sockets.items() if slot}
+        return GroupSockets(
+            {slot: sock.dup() for slot, sock in later.items()}, tuple(self._group), self._steered
+        )
+
+    def _adopt(self, inherited: GroupSockets) -> None:
+        """Go on with the sockets of another program; the first is the listener's already. A later
+        group of this program, on another address, gets none."""
+        name = self._sockets[0].getsockname()
+        moved = any(sock.getsockname() != name for sock in inherited.sockets.values())
+        if moved or (not inherited.sockets and len(inherited.group) > 1):
+            return
+        self._sockets |= inherited.sockets
+        self._group[:] = inherited.group
+        self._vacant.update(inherited.sockets)
+        self._steered = inherited.steered
+        inherited.sockets.clear()
 
     def pause(self) -> None:
         """The main process accepts no connection; the socket stays open."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 from msgspec.structs import replace
@@ -54,6 +54,16 @@ _log = logging.getLogger(__name__)
 Prepare = Callable[[Config], Callable[[], None]]
 Subscriber = Callable[[Config, Config], None]
 Edit = Callable[[SavedState, Config], SavedState]
+
+
+class Predecessor(Protocol):
+    """A program that still serves requests that came before an upgrade."""
+
+    def hurry(self) -> None:
+        """Close connections that are idle."""
+
+    async def wait_gone(self) -> None:
+        """Until its last request has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,7 @@ class ConfigStore:
         self.reloads: Counter[tuple[str, str]] = Counter()  # outcome, source
         self.operation_lock = trio.Lock()  # acquired before `_lock`, never while it is held
         self.membership_lock = MembershipLock()
+        self.predecessor: Predecessor | None = None  # the program before an upgrade
         self._found: tuple[FoundWorker, ...] = ()  # by discovery
         self._unnamed: set[str] = set()  # workers without a model, as the log has said
         self._deferred: Config | None = (
@@ -173,6 +184,41 @@ class ConfigStore:
             changed = await self._change(source, new, state)
             self._report_deferred()
             return changed
+
+    @asynccontextmanager
+    async def frozen(self) -> AsyncIterator[Callable[[], None]]:
+        """Nothing changes, no operation runs. With a call of the result that stays so: another
+        program makes all changes from then on."""
+        keeps = False
+
+        def keep() -> None:
+            nonlocal keeps
+            keeps = True
+
+        await self.operation_lock.acquire()
+        try:
+            await self._lock.acquire()
+            try:
+                yield keep
+            finally:
+                if not keeps:
+                    self._lock.release()
+        finally:
+            if not keeps:
+                self.operation_lock.release()
+
+    def adopt_state(self, state: SavedState) -> None:
+        """Go on with the state of another program, before `start`; the file may have an older
+        one."""
+        self.state = state
+
+    async def wait_predecessor_gone(self) -> None:
+        """Until the program before an upgrade serves no request any more: those know nothing of an
+        operation on weights here, so none may run while there are any."""
+        if self.predecessor is not None:
+            self.predecessor.hurry()
+            await self.predecessor.wait_gone()
+            self.predecessor = None
 
     async def release_membership(self) -> None:
         """Release the membership lock, and apply the change that waited for it."""

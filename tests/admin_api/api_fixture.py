@@ -64,6 +64,7 @@ class FakeConfigStore:
         self.next_reload = Outcome("unchanged", 1)
         self.operation_lock = trio.Lock()
         self.membership_lock = MembershipLock()
+        self.predecessor = None
         self.apply()
 
     def apply(self):
@@ -84,6 +85,9 @@ class FakeConfigStore:
         if if_match is not None and if_match.strip('"') != str(self.revision):
             return Outcome("precondition_failed", self.revision)
         return self.next_reload
+
+    async def wait_predecessor_gone(self):
+        """No program came before."""
 
     async def release_membership(self):
         self.membership_lock.release()

@@ -112,6 +112,7 @@ class FleetHealthRoutes:
                 "data_plane": data_plane,
                 "door": data_plane,  # the old name
                 "fleet": services.fleet.count_by_state(),
+                "upgrade": services.upgrade(),
                 "launch": services.launcher.status() if services.launcher else [],
                 "discovery": discovery_rows(services),
                 "cluster": services.cluster.status() if services.cluster else None,

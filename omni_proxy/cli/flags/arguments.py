@@ -36,6 +36,7 @@ commands for a running proxy (--url URL or --config FILE):
   omni-proxy explain [FILE]  where a request would go, and why
   omni-proxy logs --follow   its access log, pretty-printed
   omni-proxy weights ...     its workers' weights: status, pause, resolve, ...
+  omni-proxy upgrade         start a new program, which takes over; nothing is cut
   omni-proxy completion bash completion script for your shell (also zsh, fish)
 """
 EXAMPLES: Final = """\

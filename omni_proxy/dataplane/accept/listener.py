@@ -189,6 +189,10 @@ class Listener:
         """A duplicate of the socket, to be closed by the caller. Raises OSError."""
         return self._sock.dup()
 
+    def keep_file(self) -> None:
+        """Another program accepts on the socket: its file stays when this one closes."""
+        self._file = None
+
     def set_file_mode(self, mode: int) -> None:
         """Set the permissions of a Unix socket's file."""
         if self._is_file:

@@ -82,6 +82,9 @@ class Listeners:
     def __init__(self, services: ExchangeServices) -> None:
         self.certificates = Certificates()
         self.held = False  # addresses are bound, but do not listen yet
+        # Listening sockets from another program, by address as configured: taken instead of new
+        # ones.
+        self.inherited: dict[str, socket.socket] = {}
         self._services = services
         self._open: list[tuple[ListenAddress, Listener]] = []  # the public one first
 
@@ -123,7 +126,9 @@ class Listeners:
         opened: dict[ListenAddress, Listener] = {}
         for address in addresses:
             try:
-                sock = open_socket(address.host, address.port, listening=not self.held, mode=mode)
+                sock = self.inherited.pop(str(address), None) or open_socket(
+                    address.host, address.port, listening=not self.held, mode=mode
+                )
                 opened[address] = Listener(self._services.loop, sock, self._accept)
             except OSError as error:
                 self._close_all(opened)
@@ -213,6 +218,25 @@ class Listeners:
         if address.is_file:
             return listener.address
         return f"{'http' if self.certificates.context is None else 'https'}://{listener.address}"
+
+    def dup_sockets(self) -> dict[str, socket.socket]:
+        """Duplicates of the listening sockets by address as configured, to be closed by the caller.
+        Raises OSError."""
+        return {
+            str(address): listener.dup_socket()
+            for address, listener in self._open
+            if listener.is_listening
+        }
+
+    def keep_files(self) -> None:
+        """Another program accepts on the same sockets: their files stay."""
+        for _, listener in self._open:
+            listener.keep_file()
+
+    def drop_inherited(self) -> None:
+        """Close what no address of the configuration has taken."""
+        while self.inherited:
+            self.inherited.popitem()[1].close()
 
     def addresses(self) -> list[str]:
         return [listener.address for _, listener in self._open]

@@ -14,11 +14,12 @@ from omni_proxy.wire.errors import HttpError
 
 
 class InFlight:
-    """The accounts of admission. `draining`: no new connections, each ends with its response."""
+    """The accounts of admission. `draining`: no new connections, each ends with its response.
+    `closes_idle`: connections without a request end, too."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.draining = False
+        self.draining = self.closes_idle = False
         self.in_flight = 0
         self.elsewhere = 0  # at other proxies of the cluster, which the bound is for as well
         self.peak_in_flight = 0

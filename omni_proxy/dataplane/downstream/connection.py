@@ -160,7 +160,7 @@ class Connection(ExchangeIO):
         buffer, self.rest = skip_empty_lines(self.rest), b""
         self.request_started_at = self.loop.now
         searched = 0
-        while buffer or client.pending or not self.services.inflight.draining:
+        while buffer or client.pending or not self.services.inflight.closes_idle:
             if buffer and buffer != b"\r":  # which may be half of an empty line
                 end = find_head_end(buffer, searched)
                 if end:

@@ -145,7 +145,7 @@ class FastPath:
         """It had nothing to read."""
         self.waiting_on = stream
         # Its pending bytes may have left, and a draining proxy keeps no idle connection.
-        drains = self._io.services.inflight.draining and self._io.exchange is None
+        drains = self._io.services.inflight.closes_idle and self._io.exchange is None
         if stream.readable or drains:
             self._io.step()
 

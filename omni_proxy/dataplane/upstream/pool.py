@@ -271,6 +271,11 @@ class UpstreamPools:
         for pool in self._all():
             pool.close()
 
+    def keep_no_admin_connections(self) -> None:
+        """The next control request dials: its path may lead elsewhere from now on."""
+        for pool in (self.admin_api, self.admin_listener, self.metrics_listener):
+            pool.close()
+
     def _all(self) -> list[UpstreamPool]:
         return [self.admin_api, self.admin_listener, self.metrics_listener, *self.known.values()]
 

@@ -128,16 +128,20 @@ class OperationQueue:
             self._config_store.operation_lock,
             self._config_store.config.admin.lock_timeout_secs,
         )
-        try:
-            lock.acquire_nowait()
-            return
-        except trio.WouldBlock:
-            pass
+        if self._config_store.predecessor is None:
+            try:
+                lock.acquire_nowait()
+                return
+            except trio.WouldBlock:
+                pass
         with trio.move_on_after(secs) as scope:
+            await self._config_store.wait_predecessor_gone()
             await lock.acquire()
         if scope.cancelled_caught:
             now = trio.current_time()
             holder = self.current.describe(now) if self.current else "a change of the fleet"
+            if self._config_store.predecessor is not None:
+                holder = "the program before the upgrade still serves requests"
             message = (
                 f"admin update lock not acquired within {secs:g}s; another update operation may be "
                 f"in progress: {holder}"

@@ -1,0 +1,89 @@
+"""The socket between the running program and the new one: messages, and descriptors beside them.
+
+A frame is a length of four bytes, a number of descriptors of four bytes, and the message; then the
+descriptors come in batches, each with one byte. Every call blocks: the running program makes them
+in a thread. Invariant: what was received is either handed to the caller or closed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from omni_proxy.upgrade.state import Message, decode, encode
+
+HEAD_BYTES: Final = 8
+MAX_BYTES: Final = 1 << 30
+BATCH: Final = 200  # descriptors; the kernel takes 253 at once
+
+
+class ChannelClosed(Exception):
+    """The other program has closed the socket, or it has ended."""
+
+
+class HandoverChannel:
+    """One end of it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        sock.set_inheritable(False)
+        self._sock = sock
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Raises ChannelClosed."""
+        body = encode(message)
+        head = len(body).to_bytes(4, "big") + len(descriptors).to_bytes(4, "big")
+        try:
+            self._sock.sendall(head + body)
+            for start in range(0, len(descriptors), BATCH):
+                socket.send_fds(self._sock, [b"F"], descriptors[start : start + BATCH])
+        except OSError as error:
+            raise ChannelClosed(str(error)) from None
+
+    def receive(self) -> tuple[Message, list[int]]:
+        """The next message with its descriptors. Raises ChannelClosed, UnreadableMessage."""
+        head = self._read(HEAD_BYTES)
+        size, count = int.from_bytes(head[:4], "big"), int.from_bytes(head[4:], "big")
+        if size > MAX_BYTES:
+            raise ChannelClosed(f"a message of {size} bytes")
+        message = decode(self._read(size))
+        return message, self._read_descriptors(count)
+
+    def shut(self) -> None:
+        """Wake up a thread that waits in `receive`, here and at the other side."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                piece = self._sock.recv(min(size - len(data), 1 << 20))
+            except OSError as error:
+                raise ChannelClosed(str(error)) from None
+            if not piece:
+                raise ChannelClosed("the other program has closed the connection")
+            data += piece
+        return bytes(data)
+
+    def _read_descriptors(self, count: int) -> list[int]:
+        found: list[int] = []
+        try:
+            while len(found) < count:
+                data, numbers, _, _ = socket.recv_fds(self._sock, 1, BATCH)
+                found += numbers
+                if not data or not numbers:
+                    raise ChannelClosed("descriptors are missing: is the limit of open files low?")
+        except (OSError, ChannelClosed) as error:
+            for number in found:
+                os.close(number)
+            raise ChannelClosed(str(error)) from None
+        for number in found:
+            os.set_inheritable(number, False)
+        return found

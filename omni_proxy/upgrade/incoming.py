@@ -1,0 +1,169 @@
+"""The new program's side of an upgrade: takes the sockets and the state of the running one.
+
+Order: `wait_state` (before any service exists; it has the valid configuration by then), `inherit`
+before the listeners open, `take_over` once they have. Invariant: until the running program commits,
+this one changes nothing that outlives it: it writes no journal and no state file, and supervises no
+replica. If the running program ends without a word, this one goes on: its sockets would be gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import MutableMapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+import trio
+
+from omni_proxy import __version__
+from omni_proxy.config.flags import Startup
+from omni_proxy.config.schema import LaunchEntry
+from omni_proxy.config.state import read_state
+from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.multiprocess.process_manager import ProcessManager
+from omni_proxy.multiprocess.reuseport_group import GroupSockets
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
+from omni_proxy.upgrade.fleet_state import missing_workers, restore_workers
+from omni_proxy.upgrade.new_program import ENVIRONMENT
+from omni_proxy.upgrade.parts import ProgramParts
+from omni_proxy.upgrade.state import (
+    FORMAT,
+    CommitMessage,
+    HandoverState,
+    HurryMessage,
+    ReadyMessage,
+    StartedMessage,
+    StateMessage,
+    UnreadableMessage,
+)
+
+_log = logging.getLogger(__name__)
+
+FOUND_SECS: Final = 5.0  # for discovery to find the workers that the running program has
+POLL_SECS: Final = 0.02
+
+
+class NoState(Exception):
+    """The running program has given up, or its state can't be read."""
+
+
+class Incoming:
+    """What this program takes over, from its first message to the end of the other program."""
+
+    def __init__(self, channel: HandoverChannel, stderr: int) -> None:
+        self.state = HandoverState()
+        self._channel = channel
+        self._stderr = stderr
+        self._socks: list[socket.socket] = []
+        self._gone = trio.Event()
+
+    @classmethod
+    def from_environment(cls, environ: MutableMapping[str, str]) -> Incoming | None:
+        """None where no running program has started this one."""
+        numbers = environ.pop(ENVIRONMENT, "").split()
+        if len(numbers) != 2:
+            return None
+        sock, stderr = map(int, numbers)
+        os.set_inheritable(stderr, False)
+        return cls(HandoverChannel(socket.socket(fileno=sock)), stderr)
+
+    def wait_state(self, startup: Startup) -> Startup:
+        """The configuration is valid: get the state. Returns the startup to go on with, whose
+        replicas are those that run already. Blocks. Raises NoState."""
+        try:
+            self._channel.send(StartedMessage((FORMAT,), __version__))
+            message, descriptors = self._channel.receive()
+        except (ChannelClosed, UnreadableMessage) as error:
+            raise NoState(f"no state from the running program: {error}") from None
+        if not isinstance(message, StateMessage) or message.state.format != FORMAT:
+            raise NoState("the running program's state has a format that this version can't read")
+        self.state = message.state
+        self._socks = [socket.socket(fileno=number) for number in descriptors]
+        for sock in self._socks:
+            sock.setblocking(False)
+        if not startup.launch:
+            return startup
+        return _with_launch(startup, self.state)
+
+    def adopt_state(self, config_store: ConfigStore) -> None:
+        """What was changed over HTTP. Raises ConfigError."""
+        config_store.adopt_state(read_state(self.state.saved.encode(), "the running program"))
+
+    def inherit(self, data_plane: DataPlane, process_manager: ProcessManager) -> None:
+        """The sockets are taken by the addresses that the configuration still has."""
+        record = self.state.listeners
+        count = len(record.addresses)
+        data_plane.listeners.inherited.update(
+            zip(record.addresses, self._socks[:count], strict=True)
+        )
+        if record.slots:
+            sockets = dict(zip(record.slots, self._socks[count:], strict=True))
+            process_manager.inherited = GroupSockets(sockets, record.group, record.steered)
+
+    async def take_over(self, parts: ProgramParts) -> None:
+        """Listeners are open: go on with the fleet's state, and wait until the running program has
+        handed over everything."""
+        parts.data_plane.listeners.drop_inherited()
+        parts.process_manager.inherited.close()
+        parts.process_manager.inherited = GroupSockets()
+        with trio.move_on_after(FOUND_SECS):
+            while missing_workers(parts.fleet, self.state.workers):
+                if not parts.config_store.config.discover:
+                    break
+                await trio.sleep(POLL_SECS)
+        count = restore_workers(parts.fleet, self.state.workers)
+        for slot in list(parts.process_manager.slots.values()):
+            while slot.handle is None or not slot.handle.accepts:  # noqa: ASYNC110
+                await trio.sleep(POLL_SECS)
+        await trio.to_thread.run_sync(
+            self._channel.send, ReadyMessage(os.getpid(), str(parts.admin_socket))
+        )
+        await self._wait_commit()
+        parts.config_store.predecessor = self
+        _log.info("upgrade_taken_over version=%s workers=%d", self.state.version, count)
+
+    async def _wait_commit(self) -> None:
+        try:
+            message, _ = await trio.to_thread.run_sync(
+                self._channel.receive, abandon_on_cancel=True
+            )
+            if not isinstance(message, CommitMessage):
+                raise ChannelClosed(f"{type(message).__name__} instead of CommitMessage")
+        except (ChannelClosed, UnreadableMessage) as error:
+            _log.error("upgrade_commit_missing reason=%r: the other program has ended", str(error))
+        os.dup2(self._stderr, 2)
+        os.close(self._stderr)
+
+    async def follow_predecessor(self) -> None:
+        """Until the last request of the program before has ended."""
+        with suppress(ChannelClosed, UnreadableMessage):
+            await trio.to_thread.run_sync(self._channel.receive, abandon_on_cancel=True)
+        self._channel.close()
+        _log.info("upgrade_predecessor_ended")
+        self._gone.set()
+
+    def hurry(self) -> None:
+        """Have the program before close its idle connections."""
+        try:
+            self._channel.send(HurryMessage())
+        except ChannelClosed:
+            return  # it is gone
+
+    async def wait_gone(self) -> None:
+        await self._gone.wait()
+
+
+def _with_launch(startup: Startup, state: HandoverState) -> Startup:
+    """With the entries whose replicas run: their ports are in use, so others would be chosen."""
+    names = LaunchEntry.__struct_fields__
+    known = [{key: entry[key] for key in names if key in entry} for entry in state.launch]
+    try:
+        entries = tuple(msgspec.convert(entry, LaunchEntry) for entry in known)
+    except msgspec.ValidationError as error:
+        raise NoState(f"the launched replicas of the running program: {error}") from None
+    return replace(startup, launch=entries)

@@ -1,0 +1,143 @@
+"""The new program as the running one sees it: its process, its messages, what it prints.
+
+Invariant: its stderr comes through the running program until it has taken over, so that its own
+error can be shown; every line is passed on. It is ended by `kill`, or goes on by itself after
+`let_go`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar
+
+import trio
+
+from omni_proxy.launch.replica_process import without_frozen_variables
+from omni_proxy.self_exec import program_argv
+from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
+from omni_proxy.upgrade.state import Message, UnreadableMessage
+
+ENVIRONMENT: Final = "OMNI_PROXY_UPGRADE"  # numbers of the socket, and of the stderr to go on with
+ERROR_LINES: Final = 20
+EXIT_SECS: Final = 2.0  # from the end of its connection to that of the process
+LAST_OUTPUT_SECS: Final = 1.0
+
+Expected = TypeVar("Expected")
+
+
+class NewProgramFailed(Exception):
+    """It has ended, or said what it must not; the text has its own error."""
+
+
+def new_program_argv(binary: str | None) -> list[str]:
+    """The arguments of this program, for itself or for another executable."""
+    first = program_argv() if binary is None else [binary]
+    return [*first, *sys.argv[1:]]
+
+
+class NewProgram:
+    """Started by `start`; `pid` is that of the process which was started."""
+
+    def __init__(self, process: trio.Process, channel: HandoverChannel) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._channel = channel
+        self._lines: deque[str] = deque(maxlen=ERROR_LINES)
+        self._output_ended = trio.Event()
+
+    @classmethod
+    async def start(cls, argv: Sequence[str], environ: Mapping[str, str]) -> NewProgram:
+        """Raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            stderr = os.dup(2)
+            try:
+                process = await trio.lowlevel.open_process(
+                    list(argv),
+                    stderr=subprocess.PIPE,
+                    pass_fds=[theirs.fileno(), stderr],
+                    env=_environment(environ) | {ENVIRONMENT: f"{theirs.fileno()} {stderr}"},
+                )
+            except OSError:
+                ours.close()
+                raise
+            finally:
+                os.close(stderr)
+        return cls(process, HandoverChannel(ours))
+
+    async def forward_output(self) -> None:
+        """Pass on what it prints, until it goes on without us or has ended."""
+        assert self._process.stderr is not None
+        try:
+            async for chunk in self._process.stderr:
+                await trio.to_thread.run_sync(_write_all, bytes(chunk))
+                self._lines.extend(chunk.decode(errors="replace").splitlines())
+        finally:
+            self._output_ended.set()
+
+    async def receive(self, kind: type[Expected]) -> tuple[Expected, list[int]]:
+        """Its next message. Raises NewProgramFailed."""
+        try:
+            message, descriptors = await trio.to_thread.run_sync(
+                self._channel.receive, abandon_on_cancel=True
+            )
+        except UnreadableMessage as error:
+            raise NewProgramFailed(f"its message can't be read: {error}") from None
+        except ChannelClosed:
+            raise NewProgramFailed(await self._end_text()) from None
+        if not isinstance(message, kind):
+            raise NewProgramFailed(f"it sent {type(message).__name__} instead of {kind.__name__}")
+        return message, descriptors
+
+    async def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Raises NewProgramFailed."""
+        try:
+            await trio.to_thread.run_sync(self._channel.send, message, descriptors)
+        except ChannelClosed:
+            raise NewProgramFailed(await self._end_text()) from None
+
+    def kill(self) -> None:
+        """End it, and all calls that wait for it."""
+        self._channel.shut()
+        if self._process.returncode is None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """Nothing is sent any more: the new program learns that this one has ended."""
+        self._channel.shut()
+        self._channel.close()
+
+    async def _end_text(self) -> str:
+        """Its last lines, else how it ended."""
+        status: int | None = None
+        with trio.move_on_after(EXIT_SECS):
+            status = await self._process.wait()
+        with trio.move_on_after(LAST_OUTPUT_SECS):
+            await self._output_ended.wait()
+        end = "it closed the connection" if status is None else _status_text(status)
+        lines = "\n".join(line for line in self._lines if line.strip())
+        return f"{end}\n{lines}" if lines else end
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without what belongs to a frozen binary: the new one unpacks itself."""
+    env = {name: text for name, text in environ.items() if name != ENVIRONMENT}
+    return without_frozen_variables(env) if getattr(sys, "frozen", False) else env
+
+
+def _status_text(status: int) -> str:
+    if status < 0:
+        return f"it was ended by {signal.Signals(-status).name}"
+    return f"it ended with exit status {status}"
+
+
+def _write_all(data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(2, view) :]

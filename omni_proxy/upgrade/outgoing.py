@@ -1,0 +1,261 @@
+"""The running program's side of an upgrade: starts the new one, hands over, drains.
+
+    start -> started (valid configuration) -> nothing changes any more -> state and sockets
+          -> ready (it accepts) -> services end -> commit -> drain
+
+Invariant: up to `commit` any failure ends the new program and this one goes on as before. From
+there on this one changes nothing: configuration and weights stay locked, and control requests on
+its connections reach the new program. Operations on weights never overlap an upgrade.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import trio
+
+from omni_proxy import __version__
+from omni_proxy.config.state import render_state
+from omni_proxy.upgrade.fleet_state import worker_records
+from omni_proxy.upgrade.new_program import NewProgram, NewProgramFailed, new_program_argv
+from omni_proxy.upgrade.parts import ProgramParts
+from omni_proxy.upgrade.state import (
+    FORMAT,
+    CommitMessage,
+    HandoverState,
+    HurryMessage,
+    ListenerRecord,
+    ReadyMessage,
+    StartedMessage,
+    StateMessage,
+)
+
+_log = logging.getLogger(__name__)
+
+BUSY_POLL_SECS: Final = 0.1
+STOP_SECS: Final = 5.0  # for services to end
+ADMIN_SECS: Final = 1.0  # for control requests in flight
+# What goes on until the last connection has ended.
+KEPT_SERVICES: Final = frozenset(
+    ("access_log", "route_log", "audit_log", "log_file", "spans", "ticker", "upgrade", "admin_api")
+)
+
+Report = Callable[[str], None]
+StartSoon = Callable[[Callable[[], Awaitable[None]]], None]
+
+
+class UpgradeFailed(Exception):
+    """This program goes on; the text says why there was no upgrade."""
+
+
+class Outgoing:
+    """One upgrade after another, of which the first that succeeds is the last."""
+
+    def __init__(self, parts: ProgramParts, start_soon: StartSoon) -> None:
+        self._parts = parts
+        self._start_soon = start_soon
+        self._successor: NewProgram | None = None
+        self.running = self.handed_over = False
+        self.last_error = ""
+
+    def status(self) -> dict[str, object]:
+        """For GET /status."""
+        state = "running" if self.running else "handed_over" if self.handed_over else "idle"
+        return {"state": state, "last_error": self.last_error or None}
+
+    async def upgrade(self, binary: str | None, report: Report) -> int:
+        """The pid of the new program, which serves. Raises UpgradeFailed, changing nothing."""
+        reason = self._refusal(binary)
+        if reason:
+            raise UpgradeFailed(reason)
+        self.running = True
+        timeout_secs = self._parts.config_store.config.server.upgrade_timeout_secs
+        _log.info("upgrade_started binary=%s timeout=%gs", binary or "same", timeout_secs)
+        try:
+            with trio.move_on_after(timeout_secs):
+                pid = await self._start_and_hand_over(binary, report)
+                _log.info("upgrade_done pid=%d", pid)
+                return pid
+            waits = self._busy()
+            why = f": an operation on weights goes on: {waits}" if waits else ""
+            raise UpgradeFailed(f"the new program was not ready within {timeout_secs:g} s{why}")
+        except UpgradeFailed as failure:
+            self.last_error = str(failure)
+            _log.error("upgrade_failed: this program goes on: %s", failure)
+            raise
+        finally:
+            self.running = False
+
+    def end(self) -> None:
+        """This program has served its last request."""
+        if self._successor is not None:
+            self._successor.close()
+
+    def _refusal(self, binary: str | None) -> str:
+        if self.running:
+            return "an upgrade is running already"
+        if self.handed_over or self._parts.data_plane.draining:
+            return "this program is shutting down"
+        if os.getpid() == 1:
+            return (
+                "this program is process 1 of its container, which ends with it: replace the "
+                "container instead"
+            )
+        if sys.argv[1:2] == ["router-process"]:
+            return "this program ends with the one that called launch_router: restart that one"
+        if binary is not None and not os.access(binary, os.X_OK):
+            return f"{binary} is no executable file"
+        if self._parts.config_store.config.launch:
+            return "launched replicas can't be handed over"
+        if reason := self._busy_for_long():
+            return f"weights may not be changed during an upgrade: {reason}"
+        return ""
+
+    async def _start_and_hand_over(self, binary: str | None, report: Report) -> int:
+        argv = new_program_argv(binary)
+        report(f"starting {' '.join(argv)}")
+        try:
+            new = await NewProgram.start(argv, os.environ)
+        except OSError as error:
+            raise UpgradeFailed(f"cannot start {argv[0]}: {error.strerror or error}") from None
+        self._start_soon(new.forward_output)
+        try:
+            return await self._hand_over(new, report)
+        except NewProgramFailed as error:
+            raise UpgradeFailed(f"the new program failed: {error}") from None
+        finally:
+            if not self.handed_over:
+                new.kill()
+
+    async def _hand_over(self, new: NewProgram, report: Report) -> int:
+        """Raises NewProgramFailed, UpgradeFailed."""
+        started, _ = await new.receive(StartedMessage)
+        if FORMAT not in started.formats:
+            raise UpgradeFailed(
+                f"version {started.version} reads states of format "
+                f"{', '.join(map(str, started.formats))}, and this program writes {FORMAT}"
+            )
+        report(f"version {started.version} has started, and accepts the configuration")
+        store = self._parts.config_store
+        await self._wait_quiet(report)
+        async with store.frozen() as keep_frozen:
+            if busy := self._busy():  # it began while this waited for the lock
+                raise UpgradeFailed(f"an operation on weights has begun: {busy}")
+            with ExitStack() as stack:
+                state, socks = self._collect(stack)
+                await new.send(StateMessage(state), [sock.fileno() for sock in socks])
+            ready, _ = await new.receive(ReadyMessage)
+            report(f"process {ready.pid} accepts connections")
+            with trio.CancelScope(shield=True):
+                keep_frozen()
+                await self._commit(new, ready)
+            report("this program ends when its last request has ended")
+            return ready.pid
+
+    async def _wait_quiet(self, report: Report) -> None:
+        reported = ""
+        while busy := self._busy():
+            if busy != reported:
+                reported = busy
+                report(f"waiting for an operation on weights: {busy}")
+            await trio.sleep(BUSY_POLL_SECS)
+
+    def _busy(self) -> str:
+        """What is going on with weights, in words; "" for nothing."""
+        operation = self._parts.weight_operations.status()["operation"]
+        if isinstance(operation, dict):
+            return str(operation.get("path", "an update"))
+        held = [
+            worker.url
+            for worker in self._parts.fleet.workers
+            if worker.cordon_reasons & {"catching_up", "updating", "rollout"}
+        ]
+        return f"{held[0]} is being updated" if held else self._busy_for_long()
+
+    def _busy_for_long(self) -> str:
+        operations = self._parts.weight_operations
+        if operations.journal.in_group:
+            return f"a trainer has a group with the workers: {operations.sync.lifecycle.describe()}"
+        return "a rollout is in progress" if operations.journal.rollout is not None else ""
+
+    def _collect(self, stack: ExitStack) -> tuple[HandoverState, list[socket.socket]]:
+        """The state, and the sockets in the order of its record; `stack` closes them."""
+        parts = self._parts
+        by_address = parts.data_plane.listeners.dup_sockets()
+        socks = [stack.enter_context(sock) for sock in by_address.values()]
+        group = parts.process_manager.dup_sockets()
+        if group is not None:
+            socks += [stack.enter_context(sock) for sock in group.sockets.values()]
+        listeners = ListenerRecord(
+            addresses=tuple(by_address),
+            slots=tuple(group.sockets) if group else (),
+            group=group.group if group else (),
+            steered=group.steered if group else (),
+        )
+        launch = parts.config_store.startup.launch
+        state = HandoverState(
+            version=__version__,
+            listeners=listeners,
+            saved=render_state(parts.config_store.state),
+            launch=tuple(msgspec.to_builtins(entry) for entry in launch),
+            workers=worker_records(parts.fleet),
+        )
+        return state, socks
+
+    async def _commit(self, new: NewProgram, ready: ReadyMessage) -> None:
+        """The new program is ready, and takes over. Can't fail."""
+        self.handed_over = True
+        self._successor = new
+        parts = self._parts
+        ending = [row for row in parts.supervisors() if row.name not in KEPT_SERVICES]
+        with trio.move_on_after(STOP_SECS):
+            async with trio.open_nursery() as nursery:
+                for supervisor in ending:
+                    nursery.start_soon(supervisor.stop)
+        try:
+            await new.send(CommitMessage())
+        except NewProgramFailed as error:  # it has taken over the sockets: nobody else may
+            _log.error("upgraded_program_ended: %s", error)
+        _redirect(parts.admin_socket, ready.admin_socket)
+        parts.data_plane.pools.keep_no_admin_connections()
+        parts.data_plane.listeners.keep_files()
+        parts.process_manager.begin_drain(keeps_idle=True)
+        self._start_soon(self._follow_successor)
+        self._start_soon(self._end_admin_api)
+        parts.leave()
+
+    async def _follow_successor(self) -> None:
+        """Do what the new program asks for, until it ends."""
+        successor = self._successor
+        while successor is not None:
+            try:
+                await successor.receive(HurryMessage)
+            except NewProgramFailed:
+                return
+            self._parts.process_manager.begin_drain()
+
+    async def _end_admin_api(self) -> None:
+        """Control requests that have begun here end here; then connections to it close, and the
+        next requests reach the new program."""
+        await trio.sleep(ADMIN_SECS)
+        for supervisor in self._parts.supervisors():
+            if supervisor.name == "admin_api":
+                await supervisor.stop()
+
+
+def _redirect(path: Path, target: str) -> None:
+    """Whoever connects to `path` reaches `target` from here on."""
+    link = path.with_name(f"{path.name}.next")
+    try:
+        link.symlink_to(target)
+        link.replace(path)
+    except OSError as error:
+        _log.warning("admin_socket_not_redirected path=%s error=%r", path, error.strerror)

@@ -1,0 +1,30 @@
+"""What an upgrade needs of a running program, on either side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.launch.launcher import Launcher
+from omni_proxy.multiprocess.process_manager import ProcessManager
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.supervisor import Supervisor
+from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramParts:
+    """`supervisors`: of all services. `leave`: end when the last connection has ended."""
+
+    fleet: Fleet
+    config_store: ConfigStore
+    data_plane: DataPlane
+    process_manager: ProcessManager
+    weight_operations: WeightOperations
+    launcher: Launcher
+    admin_socket: Path
+    supervisors: Callable[[], list[Supervisor]]
+    leave: Callable[[], None]

@@ -1,0 +1,111 @@
+"""What one program hands over to the next, as JSON: the form of docs/upgrade.md.
+
+Invariant: what a reader does not know is ignored, and what is missing has a default, so a record
+may get further fields under the same `FORMAT`. A change that an older reader would misread needs
+another number. Pure.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from omni_proxy.fleet.health_state import HealthRecord
+
+FORMAT: Final = 1
+
+
+class WorkerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker, by its URL. `cordons`: why it was held; counters are by traffic class."""
+
+    url: str
+    health: HealthRecord = HealthRecord()
+    registered_at: datetime | None = None
+    cordons: tuple[str, ...] = ()
+    weight_label: str | None = None
+    weight_epoch: int = 0
+    instance: str = ""
+    hop_line: str = ""
+    reported_role: str = ""
+    reported_ranks: int = 0
+    reported_adapters: tuple[str, ...] = ()
+    reported_bootstrap_port: int | None = None
+    routed: dict[str, int] = {}
+    succeeded: dict[str, int] = {}
+    failed: dict[str, int] = {}
+
+
+class ListenerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The addresses of the listening sockets, as configured, in the order of their descriptors;
+    then come those of the processes: their slots, which of them listen in the order of the kernel,
+    and the indexes that connections are steered to."""
+
+    addresses: tuple[str, ...] = ()
+    slots: tuple[int, ...] = ()
+    group: tuple[int, ...] = ()
+    steered: tuple[int, ...] = ()
+
+
+class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything, at one moment. `saved`: the text of a state file. `launch`: the [[launch]]
+    entries of the command line."""
+
+    format: int = FORMAT
+    version: str = ""
+    listeners: ListenerRecord = ListenerRecord()
+    saved: str = ""
+    launch: tuple[dict[str, Any], ...] = ()
+    workers: tuple[WorkerRecord, ...] = ()
+
+
+class StartedMessage(Struct, frozen=True, tag="started", tag_field="kind"):
+    """The new program's first message: its configuration is valid. `formats` that it can read."""
+
+    formats: tuple[int, ...]
+    version: str = ""
+
+
+class StateMessage(Struct, frozen=True, tag="state", tag_field="kind"):
+    """The running program's answer; the descriptors follow."""
+
+    state: HandoverState
+
+
+class ReadyMessage(Struct, frozen=True, tag="ready", tag_field="kind"):
+    """The new program accepts connections. `admin_socket`: the path of its admin API."""
+
+    pid: int
+    admin_socket: str
+
+
+class CommitMessage(Struct, frozen=True, tag="commit", tag_field="kind"):
+    """From here on the new program is the one that changes things."""
+
+
+class HurryMessage(Struct, frozen=True, tag="hurry", tag_field="kind"):
+    """From the new program: close idle connections now."""
+
+
+Message: TypeAlias = StartedMessage | StateMessage | ReadyMessage | CommitMessage | HurryMessage
+
+_encoder: Final = msgspec.json.Encoder()
+_decoder: Final[msgspec.json.Decoder[Message]] = msgspec.json.Decoder(Message)
+
+
+class UnreadableMessage(Exception):
+    """The other program's message has another form."""
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(text: bytes) -> Message:
+    """Raises UnreadableMessage."""
+    try:
+        return _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnreadableMessage(str(error)) from None

@@ -1,0 +1,170 @@
+"""Promises of an upgrade: nothing is cut or refused, state goes along, a failed one changes nothing."""
+
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import trio
+
+from omni_proxy.upgrade.control_socket import UpgradeReport, request_upgrade
+from tests.promises.clients import STREAMED, client_of, post
+from tests.promises.fleet_program import Program, program, put, toml, workers
+from tests.promises.processes_fixture import serving
+
+pytestmark = pytest.mark.usefixtures("soon")
+
+
+async def upgrade(running: Program, binary: str | None = None) -> UpgradeReport:
+    """The outcome."""
+    reply = await status(running)
+    path = Path(reply["upgrade"]["socket"])
+    reports = await trio.to_thread.run_sync(lambda: list(request_upgrade(path, binary)))
+    return reports[-1]
+
+
+async def status(running: Program) -> dict:
+    """Of the program that accepts new connections."""
+    return (await running.client.get("/status", headers={"connection": "close"})).json()
+
+
+async def until_gone(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            await trio.lowlevel.wait_readable(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@asynccontextmanager
+async def upgradable(tmp_path, more: str = "", names: tuple[str, ...] = ("w",)):
+    """The program and its workers; whatever serves at the end is ended."""
+    file = tmp_path / "proxy.toml"
+    async with workers(*names) as fleet:
+        put(file, toml(fleet, more=more))
+        async with program("--config", file) as running:
+            running.file, running.fleet = file, fleet
+            await running.until_routable(*fleet)
+            if "processes" in more:
+                await running.until("/status", serving)
+            try:
+                yield running
+            finally:
+                for worker in fleet:
+                    worker.gate.set()
+                with trio.CancelScope(shield=True):
+                    pid = (await status(running))["pid"]
+                    if pid != running.process.pid:
+                        os.kill(pid, signal.SIGTERM)
+                        await until_gone(pid)
+
+
+def address(running: Program) -> str:
+    return running.client.base_url.netloc.decode()
+
+
+async def keep_asking(running: Program, tally: list[int], stop: trio.Event) -> None:
+    """On kept connections, and a new one where the proxy ends it with a response."""
+    while not stop.is_set():
+        async with client_of(address(running)) as client:
+            while not stop.is_set():
+                await client.send(post())
+                answer = await client.answer()
+                assert answer.status == 200, answer
+                tally[0] += 1
+                if answer.one("connection") == "close":
+                    assert await client.until_closed() == b""
+                    break
+                await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("more", ["", "processes = 2\n"], ids=["one", "processes"])
+async def test_two_upgrades_cut_no_stream_and_refuse_no_request(tmp_path, more):
+    async with upgradable(tmp_path, more) as running, trio.open_nursery() as nursery:
+        (worker,), tally, stop = running.fleet, [0], trio.Event()
+        first = running.process.pid
+        async with client_of(address(running)) as stream, client_of(address(running)) as idle:
+            await idle.send(post())
+            assert (await idle.answer()).status == 200
+            worker.gate = trio.Event()
+            await stream.send(post(STREAMED))
+            await stream.until(b"\n\n")
+            worker.gate, gate = trio.Event(), worker.gate
+            worker.gate.set()
+            for _ in range(3):
+                nursery.start_soon(keep_asking, running, tally, stop)
+            pids = [(await upgrade(running)).pid for _ in range(2)]
+            assert len({first, *pids}) == 3
+            reply = await status(running)
+            assert (reply["pid"], reply["ready"]) == (pids[1], True)
+            await until_gone(pids[0])  # it had neither a stream nor an idle connection
+            before = tally[0]
+            while tally[0] == before:
+                await trio.sleep(0.01)
+            stop.set()
+            await idle.send(post())
+            answer = await idle.answer()
+            assert (answer.status, answer.one("connection")) == (200, "close")
+            assert running.process.returncode is None
+            gate.set()
+            assert (await stream.until(b"0\r\n\r\n")).endswith(b"0\r\n\r\n")
+        assert await running.process.wait() == 0
+
+
+async def test_a_signal_upgrades_and_health_goes_along(tmp_path):
+    more = "ready_off_secs = 0\n"
+    async with upgradable(tmp_path, more, ("up", "off")) as running:
+        off = running.fleet[1]
+        worker_id = next(
+            each["worker_id"]
+            for each in (await running.get_json("/workers"))["workers"]
+            if each["url"] == off.url
+        )
+        await running.client.put(f"/workers/{worker_id}", json={"disabled": True})
+        assert (await running.ask()).status_code == 200
+        running.process.send_signal(signal.SIGUSR2)
+        await running.says("upgrade_taken_over")
+        reply = await running.until("/status", lambda t: t["pid"] != running.process.pid)
+        assert reply["ready"] is True
+        rows = {row["url"]: row for row in (await running.get_json("/workers"))["workers"]}
+        assert [rows[w.url]["routable"] for w in running.fleet] == [True, False]
+        assert rows[off.url]["disabled"] is True
+
+
+def script(tmp_path, line: str) -> str:
+    path = tmp_path / "binary"
+    path.write_text(f"#!{sys.executable} -SEs\n{line}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+async def test_a_new_program_that_fails_leaves_the_old_one_serving(tmp_path):
+    async with upgradable(tmp_path, "upgrade_timeout_secs = 0.5\n") as running:
+        first = running.process.pid
+        broken = script(tmp_path, "import sys; sys.exit('it can not start')")
+        failed = await upgrade(running, broken)
+        assert failed.outcome == "failed"
+        assert "exit status 1" in failed.text
+        assert "it can not start" in failed.text
+        hung = script(tmp_path, "import signal; signal.pause()")
+        failed = await upgrade(running, hung)
+        assert (failed.outcome, "within 0.5 s" in failed.text) == ("failed", True)
+        failed = await upgrade(running, str(tmp_path / "none"))
+        assert "no executable file" in failed.text
+        assert "within 0.5 s" in (await status(running))["upgrade"]["last_error"]
+        assert (await status(running))["pid"] == first
+        assert (await running.ask()).status_code == 200
+        assert "upgrade_failed" in running.log
+
+
+async def test_a_file_that_is_refused_is_named_and_the_old_program_goes_on(tmp_path):
+    async with upgradable(tmp_path) as running:
+        put(running.file, running.file.read_text() + "[routing]\npolicy = 'no_such'\n")
+        failed = await upgrade(running)
+        assert failed.outcome == "failed"
+        assert "no_such" in failed.text
+        assert (await status(running))["pid"] == running.process.pid
+        assert (await running.ask()).status_code == 200
