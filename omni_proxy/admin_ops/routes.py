@@ -167,7 +167,8 @@ _PATHS: Final = frozenset(
         "/workers", "/list_workers", "/add_worker", "/remove_worker", "/config", "/reload",
         "/server_info", "/get_server_info", "/get_model_info", "/get_loads", "/v1/loads",
         "/v1/models", "/metrics", "/engine_metrics", "/explain", "/feed", "/keys", "/dashboard",
-        "/finish_session", "/openapi.json", "/weights", "/weights/versions", "/v1/rl/workers",
+        "/history", "/finish_session", "/openapi.json", "/weights", "/weights/versions",
+        "/v1/rl/workers",
     )
 )  # fmt: skip
 _BELOW: Final = ("/workers/", "/v1/models/", "/v1/rl/workers/", "/v1/rl/engine/")

@@ -30,12 +30,12 @@ class FleetLife(RuleBasedStateMachine):
         self.objects = {}
         self.owing = set()  # who was ejected and has not made it good
         self.trying = {}  # the trial that runs, by URL
-        self.reported = 0
+        self.notified = 0  # calls of the watcher
         self.fleet.watch(self.hear)
         self.reported = {}  # the role that its engine reported, by URL
 
     def hear(self):
-        self.reported += 1
+        self.notified += 1
 
     def some(self, data):
         return data.draw(st.sampled_from(self.fleet.workers))
@@ -46,7 +46,7 @@ class FleetLife(RuleBasedStateMachine):
     def the_configuration_changes(self, wanted):
         before = self.entries
         after = {each.url: each for each in wanted}
-        revision, reported = self.fleet.revision, self.reported
+        revision, notified = self.fleet.revision, self.notified
         change = self.fleet.apply(wanted, NOW)
         assert [w.url for w in change.added] == [url for url in after if url not in before]
         assert [w.url for w in change.removed] == [url for url in before if url not in after]
@@ -54,7 +54,7 @@ class FleetLife(RuleBasedStateMachine):
             url for url in after if url in before and before[url] != after[url]
         ]
         moved = list(before.items()) != list(after.items())
-        assert (self.fleet.revision, self.reported) == (revision + moved, reported + moved)
+        assert (self.fleet.revision, self.notified) == (revision + moved, notified + moved)
         self.entries = after
         self.health = {url: self.health.get(url, Health.UNKNOWN) for url in after}
         self.holds = {url: self.holds.get(url, set()) for url in after}
