@@ -21,7 +21,9 @@ from omni_proxy.dataplane.tracing.span_records import SpanRecord
 
 if TYPE_CHECKING:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 _log = logging.getLogger(__name__)
 
@@ -124,26 +126,33 @@ class _Sender:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self._exporter: OTLPSpanExporter | None = None
+        # Of all spans: to make a resource starts a thread for each of its detectors.
+        self._origin: tuple[Resource, InstrumentationScope] | None = None
 
     def send(self, records: Sequence[bytes]) -> tuple[int, int]:
         """How many spans were sent, and how many were not."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
         from opentelemetry.sdk.trace.export import SpanExportResult
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+        if self._origin is None:
+            about = {SERVICE_NAME: "omni-proxy", SERVICE_VERSION: __version__}
+            scope = InstrumentationScope("omni_proxy", __version__)
+            self._origin = Resource.create(about), scope
         if self._exporter is None:
             # Its lines would come with each batch; ours come once a minute.
             logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
             self._exporter = OTLPSpanExporter(endpoint=self.endpoint + PATH, timeout=SEND_SECS)
-        spans = [_sdk_span(span) for record in records for span in _decode(record)]
+        origin = self._origin
+        spans = [_sdk_span(span, *origin) for record in records for span in _decode(record)]
         if self._exporter.export(spans) is SpanExportResult.SUCCESS:
             return len(spans), 0
         return 0, len(spans)
 
 
-def _sdk_span(record: SpanRecord) -> ReadableSpan:
-    from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+def _sdk_span(record: SpanRecord, resource: Resource, scope: InstrumentationScope) -> ReadableSpan:
     from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
     from opentelemetry.trace.status import Status, StatusCode
 
@@ -156,11 +165,11 @@ def _sdk_span(record: SpanRecord) -> ReadableSpan:
         record.name,
         context=context(record.span_id, remote=False),
         parent=context(record.parent_id, remote=is_server) if record.parent_id else None,
-        resource=Resource.create({SERVICE_NAME: "omni-proxy", SERVICE_VERSION: __version__}),
+        resource=resource,
         attributes=record.attributes,
         kind=SpanKind[record.kind.upper()],
         status=Status(StatusCode.ERROR, record.error) if record.error else Status(StatusCode.UNSET),
         start_time=record.started_ns,
         end_time=record.ended_ns,
-        instrumentation_scope=InstrumentationScope("omni_proxy", __version__),
+        instrumentation_scope=scope,
     )

@@ -56,7 +56,9 @@ async def answered(client, request):
 async def test_a_request_has_a_span_and_its_attempt_another(repeats):
     async with dataplane_before(GOOD, config=OBSERVED) as (opened, client):
         spans = traced(opened)
-        opened.door.recorders.meters = Metrics(opened.door.fleet, RecentWindow(), lambda: 0.0)
+        opened.dataplane.recorders.meters = Metrics(
+            opened.dataplane.fleet, RecentWindow(), lambda: 0.0
+        )
         for _ in range(repeats):
             assert (await answered(client, post(CHAT))).status == 200
         (context,) = sent(opened.workers[0])
@@ -85,7 +87,7 @@ async def test_a_request_has_a_span_and_its_attempt_another(repeats):
         assert "http.request.resend_count" not in attempt["attributes"]
         assert opened.last["trace_id"] == request["trace_id"]
         # Of each bucket the newest; how long a request takes is not given.
-        noted = {each.trace_id for *_, each in opened.door.recorders.meters.exemplars.rows()}
+        noted = {each.trace_id for *_, each in opened.dataplane.recorders.meters.exemplars.rows()}
         assert request["trace_id"] in noted
         assert len(noted) <= repeats
 
