@@ -65,8 +65,22 @@ class ResumedMessage(Struct, frozen=True, array_like=True, tag="resumed"):
     urls: tuple[str, ...]
 
 
+class WorkerMessage(Struct, frozen=True, array_like=True, tag="worker"):
+    """A worker was changed over HTTP: see `cluster.worker_changes`."""
+
+    member: str
+    revision: int
+    change: bytes
+
+
 Message: TypeAlias = (
-    CountsMessage | HelloMessage | ByeMessage | WeightsMessage | AckMessage | ResumedMessage
+    CountsMessage
+    | HelloMessage
+    | ByeMessage
+    | WeightsMessage
+    | AckMessage
+    | ResumedMessage
+    | WorkerMessage
 )
 
 _encoder: Final = msgspec.msgpack.Encoder()

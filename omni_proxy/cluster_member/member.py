@@ -25,6 +25,7 @@ from omni_proxy.cluster.messages import (
     Message,
     ResumedMessage,
     WeightsMessage,
+    WorkerMessage,
     decode,
     encode,
 )
@@ -44,11 +45,13 @@ from omni_proxy.cluster_member.redis_connection import (
 )
 from omni_proxy.cluster_member.shared_load import LoadView, SharedLoad
 from omni_proxy.cluster_member.shared_weights import SharedWeights
+from omni_proxy.cluster_member.shared_workers import SharedWorkers
 from omni_proxy.cluster_member.weight_state import decode_state
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import read_labels
 
@@ -69,10 +72,11 @@ class ClusterMember:
         self,
         fleet: Fleet,
         config_store: ConfigStore,
-        operations: WeightOperations,
+        services: tuple[WeightOperations, WorkerDrains],
         view: LoadView,
         node_name: Callable[[], str],
     ) -> None:
+        operations, drains = services
         self._fleet = fleet
         self._config_store = config_store
         self._view = view
@@ -82,6 +86,7 @@ class ClusterMember:
         self.name = ""
         self.connection: RedisConnection | None = None
         self._weights = SharedWeights(fleet, operations, self)
+        self._workers = SharedWorkers(config_store, drains, lambda: self.table)
         self._cut_off = CutOffHold(fleet, self._lease_left, lambda each: read_labels(each, {}))
         self._save_journal = operations.journal.save_adopted
         self._applied = trio.Event()  # a state of another proxy: to be saved and acknowledged
@@ -190,6 +195,7 @@ class ClusterMember:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._stay_connected, load)
                 nursery.start_soon(self._cut_off.run, self.table.lease_secs)
+                nursery.start_soon(self._workers.run)
                 while True:
                     now = trio.current_time()
                     load.expire(now, self.table)
@@ -225,6 +231,7 @@ class ClusterMember:
                 await self._send_batch(connection, load)
                 if "weights" in self.table.share:
                     await self._weights.connect(connection)
+                await self._workers.connect(connection)
                 hello = encode(HelloMessage(self.name))
                 await connection.call(("PUBLISH", self._channel, hello))
                 scope.deadline = math.inf
@@ -244,6 +251,7 @@ class ClusterMember:
                 with trio.move_on_after(self._patience_secs) as scope:
                     await self._send_batch(connection, load)
                     await self._weights.tick(connection)
+                    await self._workers.tick(connection, self.name)
                 if scope.cancelled_caught:
                     raise StoreError(f"no reply for {self._patience_secs:g} s")
                 await trio.sleep(self.table.publish_secs)
@@ -310,6 +318,8 @@ class ClusterMember:
                 self._hello_heard = True
             case ByeMessage():
                 load.leave(message.member)
+            case WorkerMessage():
+                self._workers.take(message)
             case WeightsMessage() | AckMessage() | ResumedMessage():
                 self._on_weights(message)
 

@@ -55,7 +55,7 @@ class OutlierRemoval:
         error = worker.health.last_error
         await self._config_store.membership_lock.wait_released()
         try:
-            changed = await self._config_store.change(edit)
+            changed = await self._config_store.change(edit, own=False)
         except HttpError:  # a weight sync started in between: after that one
             self._queue.append(worker)
             return

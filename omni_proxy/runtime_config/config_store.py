@@ -132,6 +132,8 @@ class ConfigStore:
         self._deferred: Config | None = (
             None  # FILE with a change that waits for the membership lock
         )
+        # Called with the state before and after a change over HTTP, or by this proxy itself.
+        self.on_change: Callable[[SavedState, SavedState], None] = lambda before, after: None
         self._lock = trio.Lock()
         self._prepares: list[Prepare] = []
         self._subscribers: dict[
@@ -231,9 +233,10 @@ class ConfigStore:
             self._report_deferred()
 
     async def change(
-        self, edit: Edit, if_match: str | None = None, *, at_once: bool = False
+        self, edit: Edit, if_match: str | None = None, *, at_once: bool = False, own: bool = True
     ) -> ChangeResult:
-        """Edit the saved state: workers and switches that were set over HTTP.
+        """Edit the saved state: workers and switches that were set over HTTP; not `own`: of no
+        concern to `on_change`.
 
         An exception of `edit` passes through, and nothing changes. Raises HttpError 503 where the
         membership lock is held for too long.
@@ -247,7 +250,11 @@ class ConfigStore:
                 if not self.membership_lock.held or not self._changes_membership(
                     self.config, state
                 ):
-                    return await self._change("api", self.config, state)
+                    before = self.state
+                    result = await self._change("api", self.config, state)
+                    if own and result.outcome == "applied":
+                        self.on_change(before, self.state)
+                    return result
             await self.membership_lock.wait_released_within(deadline - trio.current_time())
 
     async def follow_found(self, found: Callable[[], tuple[FoundWorker, ...]]) -> None:

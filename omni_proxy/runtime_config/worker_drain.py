@@ -112,7 +112,7 @@ class WorkerDrains:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         for drain in self._drains.values():
             drain.removing = False
-        self._resume_removals()
+        self.resume_removals()
         async with trio.open_nursery() as nursery:
             task_status.started()
             while True:
@@ -123,7 +123,7 @@ class WorkerDrains:
                     await trio.sleep(POLL_SECS)
                 await self._started.wait()
 
-    def _resume_removals(self) -> None:
+    def resume_removals(self) -> None:
         """Continue the removals that were requested before this program started."""
         for url in self._config_store.state.leaving:
             worker = self._fleet.find(url)

@@ -1,6 +1,7 @@
 """Proxies of a cluster count each other's requests, whatever becomes of a proxy or of the store."""
 
 from contextlib import asynccontextmanager
+from urllib.parse import quote
 
 import trio
 
@@ -186,3 +187,21 @@ async def test_a_wrong_password_is_named_and_hidden(tmp_path):
             assert "hunter" not in reply
             secret.write_text("right\n")
             await running.until("/status", connected)
+
+
+async def test_a_change_over_http_reaches_all_proxies_also_later(tmp_path):
+    async with cluster(tmp_path) as (store, fleet, (first, second)), workers("c") as (added,):
+        body = {"url": added.url, "max_inflight": 3}
+        assert (await first.client.post("/workers", json=body)).status_code == 200
+        await second.until_routable(*fleet, added)
+        assert record(await second.get_json("/workers"), added)["max_inflight"] == 3
+        store.kill()
+        await second.until("/status", lost)
+        name = quote(fleet[0].url, safe="")
+        await second.client.put(f"/workers/{name}", json={"disabled": True})
+        await second.client.delete(f"/workers/{quote(added.url, safe='')}")
+        await store.start()
+        await first.until_routable(fleet[1])
+        reply = await first.get_json("/workers")
+        assert [row["url"] for row in reply["workers"]] == [worker.url for worker in fleet]
+        assert record(reply, fleet[0])["disabled"]

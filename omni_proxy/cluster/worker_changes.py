@@ -1,0 +1,120 @@
+"""Changes of workers over HTTP, one value for each URL: what the saved state has of it.
+
+Invariant: `with_change(state, change)` has of that URL exactly what the state had from which the
+change was made, and of all others what `state` has. Voices are no part of it. The order of changes
+of a URL is that of the store's revisions: the last writer holds. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, TypeVar
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from omni_proxy.config.state import DisabledBy, SavedState, StateWorker, WorkerOverride
+
+Value = TypeVar("Value")
+
+# KEYS: changes by URL. ARGV: URL, revision, change, channel, message. 1 if it is the newest.
+PUT: Final = """
+local known = redis.call('HGET', KEYS[1], ARGV[1])
+if known and tonumber(string.match(known, '^%d+')) >= tonumber(ARGV[2]) then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ':' .. ARGV[3])
+redis.call('PUBLISH', ARGV[4], ARGV[5])
+return 1
+"""
+
+
+class WorkerChange(Struct, frozen=True, kw_only=True):
+    """`added`: over HTTP; `switch`: over what another source names; `tombstone`: of a deleted one;
+    `leaves`: it is deleted once it is drained. Nothing at all: as the other sources have it."""
+
+    url: str
+    added: StateWorker | None = None
+    switch: WorkerOverride | None = None
+    tombstone: str = ""
+    leaves: bool = False
+    disabled_by: DisabledBy | None = None
+
+
+_decoder: Final = msgspec.msgpack.Decoder(WorkerChange)
+
+
+def encode_change(change: WorkerChange) -> bytes:
+    return msgspec.msgpack.encode(change)
+
+
+def decode_change(payload: bytes) -> WorkerChange | None:
+    """None for what this release can't read."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def split_stored(value: bytes) -> tuple[int, WorkerChange | None]:
+    """Revision and change of a value that PUT has stored."""
+    revision, _, payload = value.partition(b":")
+    return int(revision), decode_change(payload)
+
+
+def change_of(state: SavedState, url: str) -> WorkerChange:
+    added = [worker for worker in state.workers if worker.url == url]
+    return WorkerChange(
+        url=url,
+        added=added[0] if added else None,
+        switch=state.switches.get(url),
+        tombstone=state.tombstones.get(url, ""),
+        leaves=url in state.leaving,
+        disabled_by=state.disabled_by.get(url),
+    )
+
+
+def changes_between(before: SavedState, after: SavedState) -> Iterator[WorkerChange]:
+    """Of each URL of which they differ."""
+    for url in dict.fromkeys((*_urls(before), *_urls(after))):
+        change = change_of(after, url)
+        if change != change_of(before, url):
+            yield change
+
+
+def with_change(state: SavedState, change: WorkerChange) -> SavedState:
+    url = change.url
+    return replace(
+        state,
+        workers=tuple(_workers(state, change)),
+        switches=_with(state.switches, url, change.switch),
+        tombstones=_with(state.tombstones, url, change.tombstone or None),
+        leaving=tuple(
+            dict.fromkeys((*(u for u in state.leaving if u != url), *([url] * change.leaves)))
+        ),
+        disabled_by=_with(state.disabled_by, url, change.disabled_by),
+    )
+
+
+def _workers(state: SavedState, change: WorkerChange) -> Iterator[StateWorker]:
+    """In the place that it has."""
+    found = False
+    for worker in state.workers:
+        if worker.url != change.url:
+            yield worker
+        elif change.added is not None:
+            found = True
+            yield change.added
+    if change.added is not None and not found:
+        yield change.added
+
+
+def _with(table: dict[str, Value], url: str, value: Value | None) -> dict[str, Value]:
+    rest = {key: each for key, each in table.items() if key != url}
+    return rest if value is None else rest | {url: value}
+
+
+def _urls(state: SavedState) -> Iterator[str]:
+    yield from (worker.url for worker in state.workers)
+    for table in (state.switches, state.tombstones, state.disabled_by):
+        yield from table
+    yield from state.leaving
