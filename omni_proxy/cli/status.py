@@ -40,6 +40,7 @@ from omni_proxy.cli.screen.diagnosis import (
 from omni_proxy.cli.screen.feed_model import (
     PATH,
     ClusterStatus,
+    DiscoverySource,
     FeedModel,
     FleetRow,
     HistoryPoint,
@@ -154,10 +155,24 @@ def _summary(feed: FeedModel, url: str, width: int) -> Iterator[str]:
     yield f"reload    {describe_reload(feed.last_reload, now)}"
     if weights := describe_weights(feed):
         yield f"weights   {weights}"
+    for source in feed.discovery:
+        yield f"discovery {describe_source(source)}"
     if feed.cluster is not None:
         yield f"cluster   {describe_cluster(feed.cluster)}"
     for line in paused_lines(feed):
         yield f"PAUSED    {line}"
+
+
+def describe_source(source: DiscoverySource) -> str:
+    """What it found, and whether what it says is recent."""
+    counts = [f"{count} {printable(kind)}" for kind, count in source.workers.items() if count]
+    found = ", ".join(counts) or "no workers"
+    state = printable(source.state)
+    if source.error:
+        heard = f" {format_age(source.age_secs)}" if source.age_secs is not None else ""
+        state = f"{state.upper()}{heard} ({printable(source.error)})"
+    ignored = f"; {len(source.ignored)} ignored" if source.ignored else ""
+    return f"{printable(source.name)} {state}: {found.replace('_', ' ')}{ignored}"
 
 
 def describe_cluster(cluster: ClusterStatus) -> str:

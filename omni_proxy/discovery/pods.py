@@ -198,9 +198,10 @@ def _table(value: Mapping[str, object], key: str) -> Mapping[str, object]:
 
 
 def _texts(value: Mapping[str, object], key: str) -> Mapping[str, str]:
-    return {name: text for name, text in _table(value, key).items() if isinstance(text, str)}
+    table = _table(value, key)
+    return {name: text for name, text in table.items() if isinstance(text, str)}
 
 
 def _text(value: Mapping[str, object], key: str) -> str:
     text = value.get(key)
-    return text if isinstance(text, str) else ""
+    return text if isinstance(text, str) and text.isprintable() else ""  # for it is logged

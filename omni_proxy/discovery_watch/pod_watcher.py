@@ -3,7 +3,7 @@
 Invariant: the members change only by what the API server says: whatever fails keeps them as they
 are, and the next list brings them up to date. A version that the server no longer has (410) leads
 to a new list, a watch that was cut or silent to a new watch. Attempts that fail are further and
-further apart, with jitter. Between two checkpoints at most `SLICE_SECS` of a list are read.
+further apart, with jitter. Lists and events are read for `SLICE_SECS` between two checkpoints.
 Source: Kubernetes API concepts, "Efficient detection of changes", "Retrieving large results sets".
 """
 
@@ -202,9 +202,12 @@ class PodWatcher:
             while piece := await response.read(self.silence_secs):
                 heard = True
                 await trio.lowlevel.checkpoint()
+                begun = time.perf_counter()
                 for line in lines.feed(piece):
                     self._read_event(line)
-                    await trio.lowlevel.checkpoint()
+                    if time.perf_counter() - begun > SLICE_SECS:
+                        await trio.lowlevel.checkpoint()
+                        begun = time.perf_counter()
         except ApiSilence:
             _log.debug("discovery_watch_silent source=%s", self.status.name)
         except ValueError as error:

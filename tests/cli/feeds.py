@@ -106,5 +106,13 @@ FEEDS = st.fixed_dictionaries(
             ),
         ),
         "supervisors": st.lists(st.builds(dict, name=ODD, state=ODD), max_size=3),
+        "discovery": st.lists(
+            st.builds(
+                dict, name=ODD, state=ODD, error=st.one_of(st.none(), ODD), age_secs=_TIMES,
+                workers=st.dictionaries(ODD, st.integers(0, 10**6), max_size=2),
+                ignored=st.dictionaries(ODD, ODD, max_size=2),
+            ),
+            max_size=2,
+        ),
     },
 )  # fmt: skip

@@ -113,6 +113,22 @@ def test_what_is_wrong_with_the_proxy_itself_is_reported():
     ]
 
 
+def test_each_source_of_discovery_is_shown_with_what_is_wrong_with_it():
+    sources = [
+        {"name": "pods", "state": "synced", "workers": {"open": 3, "not_ready": 1, "leaving": 0}},
+        {"name": "far", "state": "stale", "error": "status 403: no", "age_secs": 61.0,
+         "workers": {"open": 2}, "ignored": {"n/p": "no port"}},
+        {"name": "new", "state": "failing", "error": "refused"},
+    ]  # fmt: skip
+    lines = render_status(feed_of(feed(row(), discovery=sources)), "http://p", 120)
+    shown = [line for line in lines if line.startswith("discovery ")]
+    assert shown == [
+        "discovery pods synced: 3 open, 1 not ready",
+        "discovery far STALE 1 min (status 403: no): 2 open; 1 ignored",
+        "discovery new FAILING (refused): no workers",
+    ]
+
+
 @pytest.mark.parametrize(
     ("watchdog", "words"),
     [

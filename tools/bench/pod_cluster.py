@@ -37,7 +37,7 @@ class Cluster:
         self.late = 0  # requests to a pod, LATE_SECS after the event that it is gone
         self.requests: Counter[int] = Counter()
         self.failed = 0
-        self._events: list[tuple[int, bytes]] = []
+        self._events: list[tuple[int, bytes, int | None]] = []  # and which pod is gone by it
         self._more = trio.Event()
         self._pages: dict[str, list[dict[str, Any]]] = {}
         self._names = itertools.count()
@@ -51,7 +51,6 @@ class Cluster:
         pod = _pod(number)
         pod["metadata"]["deletionTimestamp"] = "2026-11-23T10:00:00Z"
         self._change(number, "MODIFIED", pod)
-        self.gone_at[number] = time.perf_counter()
 
     def delete(self, number: int) -> None:
         self._change(number, "DELETED", _pod(number))
@@ -62,7 +61,8 @@ class Cluster:
         pod["metadata"]["resourceVersion"] = str(self.version)
         self.pods[number] = pod
         line = json.dumps({"type": kind, "object": pod}).encode() + b"\n"
-        self._events.append((self.version, b"%x\r\n%b\r\n" % (len(line), line)))
+        gone = number if kind == "MODIFIED" else None
+        self._events.append((self.version, b"%x\r\n%b\r\n" % (len(line), line), gone))
         self._more.set()
         self._more = trio.Event()
 
@@ -93,10 +93,12 @@ class Cluster:
         await stream.send_all(HEAD + b"transfer-encoding: chunked\r\n\r\n")
         while True:
             more = self._more
-            for version, chunk in self._events:
+            for version, chunk, gone in self._events:
                 if version > position:
                     position = version
                     await stream.send_all(chunk)
+                    if gone is not None:
+                        self.gone_at.setdefault(gone, time.perf_counter())
             await more.wait()
 
     async def worker(self, number: int, stream: trio.SocketStream) -> None:

@@ -355,7 +355,8 @@ SCHEMAS: Final[dict[str, Schema]] = {
         admission=OBJECT, data_plane=OBJECT, door=OBJECT, policy=OBJECT, fleet=listed(OBJECT),
         last_minute=OBJECT, recent_ends=listed(OBJECT), last_reload=OBJECT,
         supervisors=listed(OBJECT),
-        watchdog=OBJECT, weights=OBJECT, keys=listed(OBJECT), cluster=OBJECT_OR_NULL,
+        watchdog=OBJECT, weights=OBJECT, keys=listed(OBJECT), discovery=listed(OBJECT),
+        cluster=OBJECT_OR_NULL,
     ),
     "Outcome": {**_OUTCOME, "description": "Of a weight route, refusals included."},
     "Weights": shape(

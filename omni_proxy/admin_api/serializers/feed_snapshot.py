@@ -14,6 +14,7 @@ from typing import Final
 import trio
 
 from omni_proxy import __version__
+from omni_proxy.admin_api.serializers.discovery_report import discovery_rows
 from omni_proxy.admin_api.serializers.key_records import key_records
 from omni_proxy.admin_api.serializers.readiness import unready
 from omni_proxy.admin_api.serializers.worker_records import (
@@ -110,6 +111,7 @@ class Snapshots:
             "supervisors": services.supervisors(),
             "watchdog": plane.watchdog(),
             "weights": services.weight_operations.status(),
+            "discovery": discovery_rows(services),
             "cluster": services.cluster.status() if services.cluster else None,
         }
 

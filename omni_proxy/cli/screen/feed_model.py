@@ -163,6 +163,17 @@ class ClusterStatus(Struct, frozen=True):
     peers: tuple[ClusterPeer, ...] = ()
 
 
+class DiscoverySource(Struct, frozen=True):
+    """One `[[discover]]`."""
+
+    name: str = ""
+    state: str = ""
+    error: str | None = None
+    age_secs: float | None = None  # since it was heard last
+    workers: dict[str, int] = {}  # by standing
+    ignored: dict[str, str] = {}  # what can't be used, and why
+
+
 class FeedModel(Struct, frozen=True):
     at: str
     revision: int
@@ -184,6 +195,7 @@ class FeedModel(Struct, frozen=True):
     supervisors: tuple[ServiceStatus, ...] = ()
     watchdog: WatchdogStatus = WatchdogStatus()
     weights: dict[str, Any] | None = None
+    discovery: tuple[DiscoverySource, ...] = ()
     cluster: ClusterStatus | None = None  # None: not a member of one
 
 
