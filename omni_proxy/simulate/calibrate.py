@@ -10,12 +10,11 @@ its own.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from time import perf_counter
 from typing import Final
 
@@ -23,6 +22,12 @@ import httpx
 
 from omni_proxy.simulate.engine import EngineSpec
 from omni_proxy.simulate.report import percentile
+from omni_proxy.upstream_http.event_stream import (
+    EventStreamError,
+    EventStreamReader,
+    TokenUsage,
+    read_chunk,
+)
 
 SHORT_WORDS: Final = 64
 LONG_WORDS: Final = (512, 256, 128)  # the longest that its context can hold
@@ -147,7 +152,7 @@ def _ask(client: httpx.Client, base: str, model: str, prompt: str) -> _Timing:
         "stream_options": {"include_usage": True},
     }
     times: list[float] = []
-    prompt_tokens = cached = 0
+    reader, usage = EventStreamReader(), TokenUsage(0, 0)
     began_at = perf_counter()
     try:
         with client.stream("POST", f"{base}/v1/completions", json=body) as response:
@@ -157,35 +162,19 @@ def _ask(client: httpx.Client, base: str, model: str, prompt: str) -> _Timing:
                 raise kind(
                     f"{base}/v1/completions: status {response.status_code}: {response.text[:200]}"
                 )
-            for line in response.iter_lines():
-                event = _event(line)
-                if event.get("choices"):
+            for data in chain.from_iterable(map(reader.feed, response.iter_bytes())):
+                chunk = read_chunk(data)
+                if chunk.generated:
                     times.append(perf_counter())
-                usage = event.get("usage")
-                if isinstance(usage, dict):
-                    prompt_tokens = int(usage.get("prompt_tokens") or 0)
-                    cached = _cached(usage)
-    except httpx.HTTPError as error:
+                usage = chunk.usage or usage
+    except (httpx.HTTPError, EventStreamError) as error:
         raise CalibrationError(
             f"{base}/v1/completions: {str(error) or type(error).__name__}"
         ) from None
-    if len(times) < 2 or not prompt_tokens:
+    if len(times) < 2 or not usage.input:
         raise CalibrationError(f"{base}/v1/completions: no stream of tokens with usage at its end")
     # Not their mean: between two tokens the worker may compute the prompt of another request.
     gaps = sorted(later - earlier for earlier, later in pairwise(times))
     first_secs = times[0] - began_at
-    return _Timing(prompt_tokens - cached, cached, first_secs, percentile(gaps, 50))
-
-
-def _cached(usage: dict[str, object]) -> int:
-    details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
-    return cached if isinstance(cached, int) else 0
-
-
-def _event(line: str) -> dict[str, object]:
-    data = line.removeprefix("data:").strip()
-    if not line.startswith("data:") or data == "[DONE]":
-        return {}
-    event = json.loads(data)
-    return event if isinstance(event, dict) else {}
+    cached = usage.cached or 0
+    return _Timing(usage.input - cached, cached, first_secs, percentile(gaps, 50))

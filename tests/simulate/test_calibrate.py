@@ -57,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
         for _ in range(body["max_tokens"]):
             self._event({"choices": [{"text": "x"}]})
         if server.usage:
-            usage = {"prompt_tokens": words}
+            usage = {"prompt_tokens": words, "completion_tokens": body["max_tokens"]}
             if server.caches:
                 usage["prompt_tokens_details"] = {"cached_tokens": cached}
             self._event({"choices": [], "usage": usage})

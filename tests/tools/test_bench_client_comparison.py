@@ -5,8 +5,8 @@ import json
 import httpx
 import trio
 
-from omni_proxy.cli.bench.event_stream import EventStreamReader, read_chunk
 from omni_proxy.simulate.traces import read_trace
+from omni_proxy.upstream_http.event_stream import EventStreamReader, read_chunk
 from tools.bench.client_comparison import StreamingEngine, write_trace
 
 

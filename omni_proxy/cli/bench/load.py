@@ -15,10 +15,10 @@ from typing import Final
 import httpx
 import trio
 
-from omni_proxy.cli.bench.event_stream import EventStreamError, EventStreamReader, read_chunk
 from omni_proxy.cli.bench.measurements import LoadMeasurements, RequestTimes
 from omni_proxy.cli.bench.prompts import PromptTexts
 from omni_proxy.simulate.workload import Request, Workload
+from omni_proxy.upstream_http.event_stream import EventStreamError, EventStreamReader, read_chunk
 
 Messages = list[dict[str, str]]
 EVENT_STREAM: Final = "text/event-stream"

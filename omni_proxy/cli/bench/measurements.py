@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from omni_proxy.cli.bench.event_stream import AnswerChunk, TokenUsage
 from omni_proxy.simulate.report import spread_ms
+from omni_proxy.upstream_http.event_stream import AnswerChunk, TokenUsage
 
 
 class RequestTimes:

@@ -1,7 +1,7 @@
 import pytest
 
-from omni_proxy.cli.bench.event_stream import AnswerChunk, TokenUsage
 from omni_proxy.cli.bench.measurements import LoadMeasurements, RequestTimes
+from omni_proxy.upstream_http.event_stream import AnswerChunk, TokenUsage
 
 
 def answered(sent_at, arrivals, ended_at, usage=None):

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.cli.bench import event_stream
-from omni_proxy.cli.bench.event_stream import (
+from omni_proxy.upstream_http import event_stream
+from omni_proxy.upstream_http.event_stream import (
     AnswerChunk,
     EventStreamError,
     EventStreamReader,
