@@ -163,6 +163,7 @@ function paintRow(row, worker, slow) {
   mark(row.label, "title", worker.weight_version ?? "not known");
   say(row.epoch, worker.weight_epoch ? `epoch ${worker.weight_epoch}` : "");
   say(row.switch, worker.disabled || worker.drain ? "Enable" : "Disable");
+  for (const each of ["switch", "drain", "revive", "remove"]) mark(row[each], "aria-label", `${row[each].textContent} ${row.name.textContent}`);
   permit(row.switch, "operate");
   permit(row.drain, "operate", !worker.drain);
   permit(row.revive, "operate", worker.health !== "healthy");
