@@ -36,8 +36,8 @@ from omni_proxy.dataplane.upstream.attempt import (
     run_attempt,
     usual_body,
 )
-from omni_proxy.dataplane.upstream.cache_report import learn_from, prediction_of_leg
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
+from omni_proxy.dataplane.upstream.response_reports import learn_from, prediction_of_leg
 from omni_proxy.dataplane.upstream.retry import counts_as_failed
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
 from omni_proxy.routing.cache_prediction import CachePrediction

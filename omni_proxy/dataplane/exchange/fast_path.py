@@ -38,9 +38,9 @@ from omni_proxy.dataplane.upstream.attempt import (
     length_lines,
     start_waiting,
 )
-from omni_proxy.dataplane.upstream.load_header import take_load
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans, parts_for_target
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
+from omni_proxy.dataplane.upstream.response_reports import take_load
 from omni_proxy.routing.inspect.requirements import Requirements, requirements_of_fields
 from omni_proxy.routing.rank_pinning import body_for_rank
 from omni_proxy.wire.errors import HttpError

@@ -18,9 +18,9 @@ from omni_proxy.dataplane.exchange.exchange_io import AttemptIO, StreamedBody
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
-from omni_proxy.dataplane.upstream.load_header import host_line_of, read_load, take_load
 from omni_proxy.dataplane.upstream.outgoing_body import changed_parts
 from omni_proxy.dataplane.upstream.pool import ResponseStart, UpstreamPool, with_key
+from omni_proxy.dataplane.upstream.response_reports import host_line_of, read_load, take_load
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.wire.errors import HttpError, UpstreamError

@@ -3,14 +3,12 @@ import argparse
 import pytest
 
 from omni_proxy.replica.command import serve_parser
-from omni_proxy.replica.kv_events.command_line import (
-    add_kv_event_options,
-    kv_event_params,
-    kv_events_problem,
-)
 from omni_proxy.replica.kv_events.settings import (
+    add_kv_event_options,
     bind_address,
     binds,
+    kv_event_params,
+    kv_events_problem,
     parse_kv_event_settings,
     tcp_parts,
 )

@@ -1,13 +1,14 @@
 import pytest
 
 from omni_proxy.replica.command import serve_parser
-from omni_proxy.replica.kv_transfer.command_line import transfer_params, transfer_problem
 from omni_proxy.replica.kv_transfer.settings import (
     LOOPBACK,
     TransferSettings,
     is_allowed,
     parse_peers,
     parse_transfer_settings,
+    transfer_params,
+    transfer_problem,
 )
 
 

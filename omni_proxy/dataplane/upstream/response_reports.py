@@ -1,11 +1,12 @@
-"""What an answer says about the cache of the worker that gave it, handed to the policy that sent
-the prompt there.
+"""What a worker reports in its responses: the load of its engine, in the head, and what it had in
+its cache, in the body, handed to the policy that sent the prompt there.
 
-Contract: reads the last chunk that was kept, changes no byte, and never fails. Only a complete
-answer of 2xx is read. Of a request in two legs the protocol says whose cache is meant: SGLang's
-decode engine reports what prefill had cached, which comes over with the KV cache; vLLM's counts all
-that was transferred, which says nothing, so with NIXL the prefill engine's own answer is read. A
-decode worker that has computed the prompt itself reports its own.
+Contract: no byte of a body changes, and nothing here fails. The request asks for the load
+(`UpstreamPool.asks_for_load`); the field reaches only a client that has asked for it itself, as the
+engine wrote it (real-engines.md 5.3), and of a worker with data-parallel ranks nothing is asked.
+The cache's report is read from the last chunk of a complete 2xx; in two legs the protocol says
+whose cache is meant: SGLang's decode engine reports what prefill had cached; with NIXL the prefill
+engine's own answer is read. A decode worker that has computed the prompt itself reports its own.
 """
 
 from __future__ import annotations
@@ -13,12 +14,53 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from omni_proxy.config.fields import Role
+from omni_proxy.dataplane.upstream.pool import UpstreamPool
+from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.cache_prediction import CachePrediction, note_first_byte
 from omni_proxy.routing.inspect.response_usage import read_cached_tokens
+from omni_proxy.wire.load_report import (
+    LOAD_FORMAT_LINE,
+    NO_REPORT,
+    EngineLoad,
+    find_load_field,
+    load_of_header,
+    split_load_field,
+)
+from omni_proxy.wire.request import LOAD_HINT, RequestHead
 
 if TYPE_CHECKING:
     from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders, TwoLegs
     from omni_proxy.routing.inspect.requirements import Requirements
+
+
+def host_line_of(pool: UpstreamPool, head: RequestHead) -> bytes:
+    """The pool's own lines of a request; where the client asks for the load, it alone asks."""
+    if pool.asks_for_load and LOAD_HINT in head.hints:
+        return pool.host_line.replace(LOAD_FORMAT_LINE, b"")
+    return pool.host_line
+
+
+def take_load(fleet: Fleet, pool: UpstreamPool, top: bytes) -> bytes:
+    """A response's head as most engines write it, without the field, which is reported."""
+    rest, value = split_load_field(top)
+    if value:
+        _report(fleet, pool, value)
+    return rest
+
+
+def read_load(fleet: Fleet, pool: UpstreamPool, top: bytes, head: RequestHead) -> bytes:
+    """The same of any head; `head`: of the request."""
+    rest, value = find_load_field(top)
+    if value:
+        _report(fleet, pool, value)
+    return top if LOAD_HINT in head.hints else rest
+
+
+def _report(fleet: Fleet, pool: UpstreamPool, value: bytes) -> None:
+    report = load_of_header(value)
+    worker = pool.worker
+    if report != NO_REPORT and worker is not None and not worker.dp_ranks:
+        fleet.loads.report(worker, EngineLoad(report, pool.loop.now))
 
 
 def settle_prediction(recorders: Recorders, exchange: Exchange, need: Requirements) -> None:
