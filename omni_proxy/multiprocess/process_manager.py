@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget, merged
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
-from omni_proxy.api_keys.wrong_key_report import WrongKeyReport
 from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.accept.listener import Listener
@@ -49,7 +48,12 @@ from omni_proxy.multiprocess.load_reports import LoadCollector, load_rows
 from omni_proxy.multiprocess.process_slot import ProcessHandle, ProcessSlot
 from omni_proxy.multiprocess.replication import ReportHandler, SnapshotPublisher
 from omni_proxy.multiprocess.reuseport_group import GroupSockets, ReuseportGroup
-from omni_proxy.multiprocess.shared_counters import KeyCounters, KeySlots, WorkerIds
+from omni_proxy.multiprocess.shared_counters import (
+    KeyCounters,
+    KeySlots,
+    WorkerIds,
+    report_wrong_keys,
+)
 from omni_proxy.multiprocess.shared_dataplane import (
     SharedSessions,
     WorkerDirectory,
@@ -110,7 +114,6 @@ class ProcessManager:
         self._caller_keys = caller_keys or KeySources(("keys",), lambda config: config.keys)
         self._key_counters: KeyCounters | None = None
         self._key_slots = KeySlots()
-        self._wrong_keys = WrongKeyReport()
         self._fleet = fleet
         self.draining = False
         self.slots: dict[int, ProcessSlot] = {}  # by index
@@ -210,6 +213,7 @@ class ProcessManager:
                 nursery.start_soon(self._repeat, TICK_SECS, self._tick)
                 nursery.start_soon(self._repeat, TICK_SECS / 4, self._publish)
                 nursery.start_soon(self._loads.run)
+                nursery.start_soon(report_wrong_keys, lambda: self._key_counters)
                 task_status.started()
                 await self._publish_changes()
         finally:
@@ -489,10 +493,6 @@ class ProcessManager:
                 handle.kill()
             self._retry_listen(handle)
         self._publisher.send_all(self.handles, heartbeat=True)
-        if self._key_counters is not None:
-            refused = self._key_counters.refused_without_key()
-            if more := self._wrong_keys.due(refused, trio.current_time()):
-                _log.warning("wrong_api_key requests=%d: 401 without a right key", more)
 
     def _clear_cache(self, worker: Worker) -> None:
         for handle in self.handles:

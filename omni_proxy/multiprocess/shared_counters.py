@@ -12,6 +12,7 @@ is configured (`KeySlots`). What a process that exited had in flight is cleared,
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections import deque
@@ -19,13 +20,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Final
 
+import trio
+
 from omni_proxy.api_keys.caller import IN_FLIGHT, REFUSED, SLOT_CELLS, slot_totals
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
+from omni_proxy.api_keys.wrong_key_report import WrongKeyReport
 from omni_proxy.config.api_keys import MAX_KEYS
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker, WorkerState, worker_state
+
+_log = logging.getLogger(__name__)
 
 # Of all workers `inflight_bound` and `load_offset`, see `WorkerIds.share_cluster_state`.
 BOUNDS_ROW: Final = 1025  # [server] processes has at most 1024, and row 0 is the main process's
@@ -253,6 +259,7 @@ KEY_ROW_CELLS: Final = KEY_SLOTS * SLOT_CELLS
 KEY_ROW_BYTES: Final = -(-KEY_ROW_CELLS * KEY_CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
 MAX_TRIES: Final = 8
+REPORT_SECS: Final = 1.0  # between two looks at the requests without a right key
 _ZERO: Final = bytes(KEY_CELL_BYTES)
 
 Row = memoryview  # of signed 64-bit integers
@@ -331,6 +338,18 @@ class KeyCounters:
                 return memoryview(bytearray(copy)).cast("q")
             row = self._rows[index] = memoryview(memory).cast("q")
         return row[slot * SLOT_CELLS : (slot + 1) * SLOT_CELLS]
+
+
+async def report_wrong_keys(find: Callable[[], KeyCounters | None]) -> None:
+    """Log now and then that requests of any process came without a right key, until cancelled.
+    `find`: the counters, once there are some."""
+    report = WrongKeyReport()
+    while True:
+        await trio.sleep(REPORT_SECS)
+        counters = find()
+        refused = counters.refused_without_key() if counters is not None else 0
+        if more := report.due(refused, trio.current_time()):
+            _log.warning("wrong_api_key requests=%d: 401 without a right key", more)
 
 
 def _offset(index: int, slot: int) -> int:

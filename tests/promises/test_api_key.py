@@ -49,6 +49,7 @@ async def test_only_requests_with_the_key_reach_a_worker():
             assert refused in metrics
             wrong = 'omni_proxy_key_refused_total{key="",reason="invalid_api_key"}'
             assert f"{wrong} {2 * len(WRONG) + 1}.0\n" in metrics
+            await running.says("WARNING .*wrong_api_key requests=")
             # Control routes have no key of their own, so this one is theirs; reading is open.
             body = {"url": "http://127.0.0.1:1"}
             assert (await running.client.post("/workers", json=body)).status_code == 401
