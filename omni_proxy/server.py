@@ -182,7 +182,7 @@ class Server:
         folder = folder_for(config_store.state_file, config, os.environ)
         self.weight_operations = WeightOperations(fleet, config_store, JournalFile(folder))
         self.cluster = ClusterMember(
-            fleet, config_store, (self.weight_operations, self.drains),
+            fleet, config_store, (self.weight_operations, self.drains, self.prober),
             ProxyLoad(self.process_manager, self.view, config_store), self._node_name,
         )  # fmt: skip
         self.weight_operations.history.on_end = self._trace_operation

@@ -73,6 +73,13 @@ class WorkerMessage(Struct, frozen=True, array_like=True, tag="worker"):
     change: bytes
 
 
+class HealthMessage(Struct, frozen=True, array_like=True, tag="health"):
+    """Workers, by URL, that have left or come back into rotation at a member."""
+
+    member: str
+    healthy: dict[str, bool]
+
+
 Message: TypeAlias = (
     CountsMessage
     | HelloMessage
@@ -81,6 +88,7 @@ Message: TypeAlias = (
     | AckMessage
     | ResumedMessage
     | WorkerMessage
+    | HealthMessage
 )
 
 _encoder: Final = msgspec.msgpack.Encoder()

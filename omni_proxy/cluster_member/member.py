@@ -21,6 +21,7 @@ from omni_proxy.cluster.messages import (
     AckMessage,
     ByeMessage,
     CountsMessage,
+    HealthMessage,
     HelloMessage,
     Message,
     ResumedMessage,
@@ -43,6 +44,7 @@ from omni_proxy.cluster_member.redis_connection import (
     StoreRefused,
     connected,
 )
+from omni_proxy.cluster_member.shared_health import SharedHealth
 from omni_proxy.cluster_member.shared_load import LoadView, SharedLoad
 from omni_proxy.cluster_member.shared_weights import SharedWeights
 from omni_proxy.cluster_member.shared_workers import SharedWorkers
@@ -50,6 +52,7 @@ from omni_proxy.cluster_member.weight_state import decode_state
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.health.prober import Prober
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
@@ -72,11 +75,11 @@ class ClusterMember:
         self,
         fleet: Fleet,
         config_store: ConfigStore,
-        services: tuple[WeightOperations, WorkerDrains],
+        services: tuple[WeightOperations, WorkerDrains, Prober],
         view: LoadView,
         node_name: Callable[[], str],
     ) -> None:
-        operations, drains = services
+        operations, drains, prober = services
         self._fleet = fleet
         self._config_store = config_store
         self._view = view
@@ -87,6 +90,7 @@ class ClusterMember:
         self.connection: RedisConnection | None = None
         self._weights = SharedWeights(fleet, operations, self)
         self._workers = SharedWorkers(config_store, drains, lambda: self.table)
+        self._health = SharedHealth(fleet, prober, lambda: self.table)
         self._cut_off = CutOffHold(fleet, self._lease_left, lambda each: read_labels(each, {}))
         self._save_journal = operations.journal.save_adopted
         self._applied = trio.Event()  # a state of another proxy: to be saved and acknowledged
@@ -252,6 +256,7 @@ class ClusterMember:
                     await self._send_batch(connection, load)
                     await self._weights.tick(connection)
                     await self._workers.tick(connection, self.name)
+                    await self._health.tick(connection, self.name)
                 if scope.cancelled_caught:
                     raise StoreError(f"no reply for {self._patience_secs:g} s")
                 await trio.sleep(self.table.publish_secs)
@@ -318,6 +323,8 @@ class ClusterMember:
                 self._hello_heard = True
             case ByeMessage():
                 load.leave(message.member)
+            case HealthMessage():
+                self._health.take(message)
             case WorkerMessage():
                 self._workers.take(message)
             case WeightsMessage() | AckMessage() | ResumedMessage():

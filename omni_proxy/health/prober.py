@@ -102,7 +102,8 @@ class Prober:
         self.tolerates_failures: Callable[[Worker], bool] = lambda _: False
         fleet.watch_members(self._follow_fleet)
         fleet.watch_worker(self._follow_worker)
-        fleet.watch_ejected(self._probe_ejected)
+        # One that was ejected for failed requests can recover soon.
+        fleet.watch_ejected(self.hasten)
         config_store.subscribe(self._follow_config)
         fleet.watch_health(self._resume_probes)
 
@@ -153,8 +154,8 @@ class Prober:
             loop = self._loops[worker] = _ProbeLoop()
             self._nursery.start_soon(self._run_loop, worker, loop)
 
-    def _probe_ejected(self, worker: Worker) -> None:
-        """Probe now a worker that was ejected for failed requests, so it can recover soon."""
+    def hasten(self, worker: Worker) -> None:
+        """Probe it now."""
         loop = self._loops.get(worker)
         if loop is not None:
             loop.woken.set()

@@ -5,7 +5,7 @@ from urllib.parse import quote
 
 import trio
 
-from tests.promises.fleet_program import program, put, record, toml, workers
+from tests.promises.fleet_program import program, put, record, routable, toml, workers
 from tests.redis_server import needs_store, redis_server
 
 pytestmark = needs_store
@@ -14,7 +14,7 @@ LEASE_SECS = 0.5
 
 
 @asynccontextmanager
-async def cluster(tmp_path, *, count=2, more="", bound=0, table="", names=("a", "b")):
+async def cluster(tmp_path, *, count=2, more="", bound=0, table="", names=("a", "b"), probes=""):
     """A store, workers, and programs that know each other."""
     async with redis_server() as store, workers(*names) as fleet:
         programs = []
@@ -24,6 +24,7 @@ async def cluster(tmp_path, *, count=2, more="", bound=0, table="", names=("a", 
                 file = tmp_path / f"{number}.toml"
                 server = f"queue_size = 100\n{more}\n[routing]\npolicy = 'least_request'"
                 text = toml(fleet, more=server)
+                text = text.replace("interval_secs = 0.2", probes or "interval_secs = 0.2")
                 text = text.replace("[[workers]]", f"[[workers]]\nmax_inflight = {bound}")
                 shared = f'[cluster]\nurl = "{store.url}"\nnode = "p{number}"\n{table}\n'
                 put(file, f"{text}{shared}lease_secs = {LEASE_SECS}\npublish_secs = 0.01\n")
@@ -205,3 +206,15 @@ async def test_a_change_over_http_reaches_all_proxies_also_later(tmp_path):
         reply = await first.get_json("/workers")
         assert [row["url"] for row in reply["workers"]] == [worker.url for worker in fleet]
         assert record(reply, fleet[0])["disabled"]
+
+
+async def test_what_one_proxy_finds_of_health_makes_the_others_probe_now(tmp_path):
+    seldom = "interval_secs = 60\nfailure_threshold = 1"
+    async with cluster(tmp_path, probes=seldom) as (_, fleet, (first, second)):
+        async with workers("c") as (victim,):
+            await first.client.post("/workers", json={"url": victim.url})
+            for running in (first, second):
+                await running.until_routable(*fleet, victim)
+        while victim.url in routable(await first.get_json("/workers")):
+            assert (await first.ask()).status_code == 200
+        await second.until_routable(*fleet)

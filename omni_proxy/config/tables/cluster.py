@@ -91,7 +91,7 @@ ClusterName = Annotated[str, Meta(min_length=1, extra={"read": read_cluster_name
 NodeName = Annotated[str, Meta(extra={"read": read_node_name})]
 PublishInterval = Annotated[float, Meta(ge=0.005, le=10)]
 LeaseDuration = Annotated[float, Meta(ge=0.5, le=3600)]
-Shared = Literal["in_flight", "weights", "workers"]
+Shared = Literal["in_flight", "health", "weights", "workers"]
 SHARED: Final[tuple[Shared, ...]] = get_args(Shared)
 
 
