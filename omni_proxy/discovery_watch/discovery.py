@@ -24,12 +24,13 @@ from omni_proxy.discovery_watch.cluster_access import ClusterAccess
 from omni_proxy.discovery_watch.dns_watcher import DnsWatcher
 from omni_proxy.discovery_watch.pod_watcher import PodWatcher
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.fleet.worker import LEAVING_CORDON, Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
 
 _log = logging.getLogger(__name__)
 
-CORDON: Final = "discovery"
+CORDON: Final = "discovery"  # its pod is not ready
+CORDONS: Final = frozenset((CORDON, LEAVING_CORDON))
 GONE: Final = "it is no longer found"
 APPLY_PAUSE_SECS: Final = 0.1  # changes of the fleet are collected for so long
 DRAIN_POLL_SECS: Final = 0.05
@@ -96,7 +97,7 @@ class Discovery:
 
     def reason(self, worker: Worker) -> str:
         """Why discovery keeps new requests from the worker; "" where it does not."""
-        if CORDON not in worker.cordon_reasons:
+        if worker.cordon_reasons.isdisjoint(CORDONS):
             return ""
         member = self._member(worker)
         return (member.reason if member is not None else "") or GONE
@@ -172,19 +173,24 @@ class Discovery:
         return source.members.get(found.uid, worker.url) if source and found else None
 
     def _cordon(self, worker: Worker, member: SourceMember | None) -> None:
-        held = member is None or member.standing is not Standing.OPEN
-        if held and CORDON not in worker.cordon_reasons:
-            self._fleet.cordon(worker, CORDON)
-        elif not held and CORDON in worker.cordon_reasons:
-            self._fleet.uncordon(worker, CORDON)
+        leaves = member is None or member.standing is Standing.LEAVING
+        wanted = LEAVING_CORDON if leaves else CORDON
+        if leaves or (member is not None and member.standing is Standing.NOT_READY):
+            if wanted not in worker.cordon_reasons:
+                self._fleet.cordon(worker, wanted)
+        else:
+            wanted = ""
+        for reason in worker.cordon_reasons & CORDONS - {wanted}:
+            self._fleet.uncordon(worker, reason)
 
     def _cordon_all(self) -> None:
         """After a change of the fleet: a worker may have become another source's, or FILE's."""
         for worker in self._fleet.workers:
             if worker.discovered is not None:
                 self._cordon(worker, self._member(worker))
-            elif CORDON in worker.cordon_reasons:
-                self._fleet.uncordon(worker, CORDON)
+            else:
+                for reason in worker.cordon_reasons & CORDONS:
+                    self._fleet.uncordon(worker, reason)
 
     async def _apply_changes(self) -> None:
         """Bring what is found into the fleet, step by step."""

@@ -18,7 +18,7 @@ from omni_proxy.fleet.dp_rank import DpRank, with_ranks
 from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.health_state import Health, Thresholds
 from omni_proxy.fleet.weight_version import WeightVersion
-from omni_proxy.fleet.worker import ReportedRole, Worker
+from omni_proxy.fleet.worker import LEAVING_CORDON, ReportedRole, Worker
 
 CANDIDATE_LISTS = 1024  # clients choose model names: a bound on memory
 
@@ -83,6 +83,16 @@ class Fleet:
     @property
     def workers(self) -> list[Worker]:
         return list(self._by_url.values())
+
+    @property
+    def live_workers(self) -> list[Worker]:
+        """Those that operations on all workers are for: not dead, and not leaving the fleet."""
+        return [
+            worker
+            for worker in self._by_url.values()
+            if worker.health.state is not Health.DEAD
+            and LEAVING_CORDON not in worker.cordon_reasons
+        ]
 
     def watch(self, callback: Callable[[], None]) -> None:
         """`callback` runs synchronously after each change of membership, health or switch.

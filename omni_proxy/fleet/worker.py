@@ -57,6 +57,7 @@ WEIGHT_CORDONS: Final = frozenset(
     ("updating", "paused", "uncertain", "catching_up", "unproven", "rollout", "cut_off")
 )
 LAUNCH_CORDON: Final = "launch"  # the process that the proxy starts for it is not ready
+LEAVING_CORDON: Final = "leaving"  # discovery no longer finds it: it ends its requests, no more
 
 CLASSES: Final = 16  # at most so many traffic classes
 ROUTED, SUCCEEDED, FAILED = range(3)  # attempts begun, and the results of those that ended

@@ -6,7 +6,7 @@ import trio
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import with_deleted, with_override
 from omni_proxy.discovery_watch import discovery as module
-from omni_proxy.discovery_watch.discovery import CORDON, Discovery
+from omni_proxy.discovery_watch.discovery import CORDONS, Discovery
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
@@ -61,7 +61,7 @@ class Running:
 
     def open(self):
         """Workers to which discovery lets requests go."""
-        return [worker.url for worker in self.fleet.workers if CORDON not in worker.cordon_reasons]
+        return [each.url for each in self.fleet.workers if not each.cordon_reasons & CORDONS]
 
     async def until(self, holds):
         with trio.fail_after(20):
@@ -310,3 +310,16 @@ async def test_a_removal_that_was_asked_for_goes_on_when_the_pod_is_found_again(
     await nursery.start(running.discovery.run)
     await running.until(lambda: running.store.state.tombstones == {A: "found:uid-a"})
     assert (running.urls, running.store.state.leaving) == ([], ())
+
+
+async def test_operations_on_all_workers_are_not_for_those_that_leave(two, api):
+    worker = two.worker()
+    worker.in_flight = 1
+    api.ready("uid-a", False)
+    await two.until_open(B)
+    assert [each.url for each in two.fleet.live_workers] == [A, B]
+    api.begin_deletion("uid-a")
+    await two.until(lambda: [each.url for each in two.fleet.live_workers] == [B])
+    assert worker.cordon_reasons == {"leaving"}
+    worker.in_flight = 0
+    await two.until(lambda: two.urls == [B])

@@ -385,7 +385,7 @@ class WeightOperations:
 
     def _targets(self, call: AdminCall) -> list[Worker]:
         """Raises HttpError: 503 if no worker is alive, 404 if the selector matches none."""
-        alive = [w for w in self._fleet.workers if w.health.state is not Health.DEAD]
+        alive = self._fleet.live_workers
         if not alive:
             raise HttpError(503, "no live upstream workers", "no_live_worker")
         selected = [w for w in alive if call.chosen is None or w.url in call.chosen]

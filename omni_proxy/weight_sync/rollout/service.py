@@ -185,7 +185,7 @@ class RolloutService:
             raise unknown_version(str(error), store) from None
 
     def _targets(self, selected: frozenset[str] | None) -> list[Worker]:
-        alive = [w for w in self._fleet.workers if w.health.state is not Health.DEAD]
+        alive = self._fleet.live_workers
         if not alive:
             raise HttpError(503, "no live upstream workers", "no_live_worker")
         workers = [worker for worker in alive if selected is None or worker.url in selected]
