@@ -61,6 +61,7 @@ from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.supervisor import Supervisor
 from omni_proxy.system.fd_limit import raise_fd_limit
 from omni_proxy.system.files import private_runtime_dir
+from omni_proxy.system.service_manager import ServiceManager
 from omni_proxy.telemetry.instruments import Instruments
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.logs import configure
@@ -146,7 +147,7 @@ class Server:
     ) -> None:
         """`incoming`: what is taken over from a running program."""
         config = config_store.config
-        self._incoming = incoming
+        self._incoming, self.service_manager = incoming, ServiceManager(os.environ, os.getpid())
         admin_socket = runtime_dir / "front.sock"
         self.config_store = config_store
         self.logs = {name: LineLog(target) for name, target in _log_targets(config).items()}
@@ -175,7 +176,7 @@ class Server:
         self.watchdog = Watchdog()
         self.view = AggregateView(self.process_manager, self.watchdog)
         fleet.await_replicated = self.process_manager.await_replicated
-        self.reloader = Reloader(config_store)
+        self.reloader = Reloader(config_store, self.service_manager)
         self.admin_keys = KeySources(
             ("admin", "keys"), lambda config: config.admin.keys, str(config_store.file or "")
         )
@@ -209,6 +210,7 @@ class Server:
             weight_operations=self.weight_operations,
             launcher=self.launcher,
             admin_socket=admin_socket,
+            service_manager=self.service_manager,
             supervisors=lambda: self.supervisors,
             leave=self._handed_over.set,
         )
@@ -323,6 +325,7 @@ class Server:
             await root.start(self.process_manager.run)
             await root.start(self.admin_api.run)
             await root.start(self._supervisor_of("upgrade").run)
+            self._take_activated_sockets()
             if self._incoming is not None:
                 self._incoming.inherit(self.data_plane, self.process_manager)
             elif self.config_store.startup.launch:
@@ -336,6 +339,8 @@ class Server:
             except OSError as error:
                 root.cancel_scope.cancel()
                 return self._cannot_listen(error)
+            if self._is_activated:  # systemd keeps the files of its sockets
+                self.data_plane.listeners.keep_files()
             root.start_soon(self._handle_signals, root.cancel_scope)
             await self._start_services(root)
             # Objects of the start live on: keep them out of every later garbage collection.
@@ -364,6 +369,16 @@ class Server:
             if supervisor not in first:
                 await root.start(supervisor.run)
         self.upgrades.open.set()
+        self.service_manager.ready(taken_over=self._incoming is not None)
+        root.start_soon(self.service_manager.run_watchdog)
+
+    def _take_activated_sockets(self) -> None:
+        """Of systemd's socket activation."""
+        socks = self.service_manager.take_sockets()
+        listeners = self.data_plane.listeners
+        for name in listeners.inherit(socks, self.config_store.config):
+            _log.warning("activated_socket_unused address=%s: no address of the file", name)
+        self._is_activated = bool(socks)
 
     def _supervisor_of(self, name: str) -> Supervisor:
         return next(each for each in self.supervisors if each.name == name)
@@ -445,6 +460,7 @@ class Server:
 
     async def _shut_down(self, root_scope: trio.CancelScope) -> None:
         server = self.config_store.config.server
+        self.service_manager.stopping()
         if server.ready_off_secs:
             _log.info("shutdown_started ready_off=%gs", server.ready_off_secs)
             await trio.sleep(server.ready_off_secs)

@@ -47,7 +47,7 @@ from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.kv_events.held_changes import PackedChanges, unpack_changes
 from omni_proxy.routing.policies import Policy, RandomBelow, build_policy
-from omni_proxy.routing.policies.session_load import Sessions
+from omni_proxy.routing.policies.session_load import SessionRow, Sessions
 from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 
@@ -189,6 +189,15 @@ class DataPlane:
         in_pools = self.balancer.pools.finish_session(key)
         known = isinstance(self.policy, Sticky) and self.policy.finish_session(key)
         return known or in_pools
+
+    def session_rows(self, most: int) -> list[SessionRow]:
+        """Sticky sessions, for a program that takes over."""
+        return self.policy.session_rows(most) if isinstance(self.policy, Sticky) else []
+
+    def restore_sessions(self, rows: Sequence[SessionRow]) -> None:
+        if isinstance(self.policy, Sticky):
+            by_url = {target.url: target for target in self.fleet.targets()}
+            self.policy.restore_sessions(rows, by_url.get)
 
     def session_count(self, worker: Worker) -> int:
         """The sticky sessions that are at this worker, or at a rank."""

@@ -17,6 +17,7 @@ from watchfiles import awatch
 
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.system.files import FileSignature, file_signature
+from omni_proxy.system.service_manager import SILENT, ServiceManager
 
 with suppress(ImportError):  # a private module: without this, awatch imports it in the event loop
     import anyio._backends._trio  # noqa: F401
@@ -29,8 +30,9 @@ POLL_MILLIS: Final = 500  # for files without inotify: network file systems, tar
 class Reloader:
     """Requests that arrive before a reload begins are merged into one."""
 
-    def __init__(self, config_store: ConfigStore) -> None:
+    def __init__(self, config_store: ConfigStore, service_manager: ServiceManager = SILENT) -> None:
         self._config_store = config_store
+        self._service_manager = service_manager
         self._requests_in, self._requests = trio.open_memory_channel[str](1)
         self._signature = config_store.loaded_signature  # an edit during the start counts too
 
@@ -52,7 +54,9 @@ class Reloader:
                     self._signature = (
                         file_signature(file) if is_settled else await self._wait_settled(file)
                     )
+                self._service_manager.reloading()
                 await self._config_store.reload(source)
+                self._service_manager.ready()
 
     async def _watch(self, file: Path) -> None:
         stop = trio.Event()

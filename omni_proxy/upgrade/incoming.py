@@ -117,6 +117,7 @@ class Incoming:
                     break
                 await trio.sleep(POLL_SECS)
         count = restore_workers(parts.fleet, self.state.workers)
+        parts.data_plane.restore_sessions(self.state.sessions)
         for slot in list(parts.process_manager.slots.values()):
             while slot.handle is None or not slot.handle.accepts:  # noqa: ASYNC110
                 await trio.sleep(POLL_SECS)

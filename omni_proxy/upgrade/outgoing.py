@@ -41,6 +41,7 @@ from omni_proxy.upgrade.state import (
 _log = logging.getLogger(__name__)
 
 BUSY_POLL_SECS: Final = 0.1
+MAX_SESSIONS: Final = 50_000  # handed over: the state is made in one turn of the event loop
 STOP_SECS: Final = 5.0  # for services to end
 ADMIN_SECS: Final = 1.0  # for control requests in flight
 # What goes on until the last connection has ended.
@@ -123,7 +124,8 @@ class Outgoing:
         argv = new_program_argv(binary)
         report(f"starting {' '.join(argv)}")
         try:
-            new = await NewProgram.start(argv, os.environ)
+            environ = os.environ | self._parts.service_manager.variables
+            new = await NewProgram.start(argv, environ)
         except OSError as error:
             raise UpgradeFailed(f"cannot start {argv[0]}: {error.strerror or error}") from None
         self._start_soon(new.forward_output)
@@ -207,6 +209,7 @@ class Outgoing:
             saved=render_state(parts.config_store.state),
             launch=tuple(msgspec.to_builtins(entry) for entry in launch),
             workers=worker_records(parts.fleet),
+            sessions=tuple(parts.data_plane.session_rows(MAX_SESSIONS)),
         )
         return state, socks
 
@@ -215,6 +218,7 @@ class Outgoing:
         self.handed_over = True
         self._successor = new
         parts = self._parts
+        parts.service_manager.silent = True
         ending = [row for row in parts.supervisors() if row.name not in KEPT_SERVICES]
         with trio.move_on_after(STOP_SECS):
             async with trio.open_nursery() as nursery:

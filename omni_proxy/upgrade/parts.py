@@ -12,6 +12,7 @@ from omni_proxy.launch.launcher import Launcher
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.supervisor import Supervisor
+from omni_proxy.system.service_manager import ServiceManager
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 
 
@@ -26,5 +27,6 @@ class ProgramParts:
     weight_operations: WeightOperations
     launcher: Launcher
     admin_socket: Path
+    service_manager: ServiceManager
     supervisors: Callable[[], list[Supervisor]]
     leave: Callable[[], None]

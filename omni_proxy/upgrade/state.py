@@ -51,7 +51,8 @@ class ListenerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything, at one moment. `saved`: the text of a state file. `launch`: the [[launch]]
-    entries of the command line."""
+    entries of the command line. `sessions`: key, URL of the worker or rank, and last use by
+    CLOCK_MONOTONIC, oldest first."""
 
     format: int = FORMAT
     version: str = ""
@@ -59,6 +60,7 @@ class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     saved: str = ""
     launch: tuple[dict[str, Any], ...] = ()
     workers: tuple[WorkerRecord, ...] = ()
+    sessions: tuple[tuple[str, str, float], ...] = ()
 
 
 class StartedMessage(Struct, frozen=True, tag="started", tag_field="kind"):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -114,9 +115,23 @@ async def test_two_upgrades_cut_no_stream_and_refuse_no_request(tmp_path, more):
         assert await running.process.wait() == 0
 
 
-async def test_a_signal_upgrades_and_health_goes_along(tmp_path):
-    more = "ready_off_secs = 0\n"
+@pytest.fixture
+def notified(tmp_path, monkeypatch):
+    """The socket of a service manager."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(str(tmp_path / "notify"))
+        sock.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", sock.getsockname())
+        yield sock
+
+
+async def test_a_signal_upgrades_and_state_goes_along(tmp_path, notified):
+    more = "[routing]\nsticky_sessions = true\n"
     async with upgradable(tmp_path, more, ("up", "off")) as running:
+        for turn in range(3):
+            await running.client.post(
+                "/v1/chat/completions", json={"messages": []}, headers={"x-session-id": str(turn)}
+            )
         off = running.fleet[1]
         worker_id = next(
             each["worker_id"]
@@ -132,6 +147,9 @@ async def test_a_signal_upgrades_and_health_goes_along(tmp_path):
         rows = {row["url"]: row for row in (await running.get_json("/workers"))["workers"]}
         assert [rows[w.url]["routable"] for w in running.fleet] == [True, False]
         assert rows[off.url]["disabled"] is True
+        assert reply["data_plane"]["policy"]["sticky"]["sessions"] == 3
+        assert notified.recv(99) == b"READY=1"
+        assert notified.recv(99) == f"MAINPID={reply['pid']}\nREADY=1".encode()
 
 
 def script(tmp_path, line: str) -> str:

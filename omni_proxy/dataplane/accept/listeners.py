@@ -76,6 +76,20 @@ class PreparedListeners:
         self.commit()
 
 
+def _is_bound_to(sock: socket.socket, address: ListenAddress) -> bool:
+    if sock.family == socket.AF_UNIX:
+        return address.is_file and sock.getsockname() == address.host[5:]
+    if address.is_file:
+        return False
+    try:
+        found = socket.getaddrinfo(
+            address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError:
+        return False
+    return sock.getsockname()[:2] in [row[4][:2] for row in found]
+
+
 class Listeners:
     """All listeners, and what each does with an accepted socket."""
 
@@ -218,6 +232,19 @@ class Listeners:
         if address.is_file:
             return listener.address
         return f"{'http' if self.certificates.context is None else 'https'}://{listener.address}"
+
+    def inherit(self, socks: Sequence[socket.socket], config: Config) -> list[str]:
+        """Take listening sockets by the addresses that they are bound to. The others are closed;
+        returns their addresses."""
+        for address in listen_addresses(config):
+            for sock in socks:
+                if sock.fileno() >= 0 and _is_bound_to(sock, address):
+                    self.inherited.setdefault(str(address), sock)
+        unused = [sock for sock in socks if sock not in self.inherited.values()]
+        names = [str(sock.getsockname()) for sock in unused]
+        for sock in unused:
+            sock.close()
+        return names
 
     def dup_sockets(self) -> dict[str, socket.socket]:
         """Duplicates of the listening sockets by address as configured, to be closed by the caller.

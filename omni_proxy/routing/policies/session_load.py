@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import islice
+from typing import Protocol, TypeAlias
 
 from omni_proxy.fleet.worker import Worker
 
 DROPPED_PER_SLICE = 1000
+SessionRow: TypeAlias = tuple[str, str, float]  # its key, the URL of its worker or rank, last use
 
 
 class Sessions(Protocol):
@@ -83,6 +85,14 @@ class OwnSessions:
             if oldest is None or (not full and not self._idle(oldest[1], now)):
                 break
             self._drop_oldest()
+
+    def rows(self, most: int) -> list[SessionRow]:
+        """The `most` that were used last, oldest first."""
+        first = max(0, len(self._sessions) - most)
+        return [
+            (key, worker.url, used)
+            for key, (worker, used) in islice(self._sessions.items(), first, None)
+        ]
 
     def __len__(self) -> int:
         return len(self._sessions)

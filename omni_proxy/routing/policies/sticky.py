@@ -18,7 +18,12 @@ from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.policies.least_request import load_word
 from omni_proxy.routing.policies.policy import Policy
-from omni_proxy.routing.policies.session_load import OwnSessions, Sessions, fewest_sessions
+from omni_proxy.routing.policies.session_load import (
+    OwnSessions,
+    SessionRow,
+    Sessions,
+    fewest_sessions,
+)
 from omni_proxy.wire.errors import HttpError
 
 HOLDING_CORDONS = frozenset(("paused", "updating"))  # of a worker that comes back as it was
@@ -163,6 +168,19 @@ class Sticky(Policy):
         known = self._sessions.finish(key)
         self._finished += known
         return known
+
+    def session_rows(self, most: int) -> list[SessionRow]:
+        """For another program; none where the sessions are shared with other processes."""
+        return self._sessions.rows(most) if isinstance(self._sessions, OwnSessions) else []
+
+    def restore_sessions(
+        self, rows: Sequence[SessionRow], find: Callable[[str], Worker | None]
+    ) -> None:
+        """Go on with those of another program; `find`: by URL."""
+        for key, url, used in rows:
+            worker = find(url)
+            if worker is not None:
+                self._sessions.keep(key, worker, used)
 
     def session_count(self, worker: Worker) -> int:
         return self._sessions.count(worker)
