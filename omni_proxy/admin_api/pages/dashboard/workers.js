@@ -182,7 +182,7 @@ function newRow(id) {
   row.spark = draw("svg", { class: "spark", viewBox: "0 0 72 22", "aria-hidden": "true" });
   row.spark.append(draw("path", {}));
   const cells = [
-    make("td", "state", make("div", "one", part("badge", "span", "badge"), " ", part("slow", "span", "badge slow"), " ", part("since", "span", "quiet small")), part("why", "div", "one small")),
+    make("td", "state", make("div", "badges", part("badge", "span", "badge"), part("slow", "span", "badge slow"), part("since", "span", "quiet small")), part("why", "div", "one small")),
     make("td", "num", part("load", "span"), part("queue", "div", "quiet small")),
     make("td", "num", part("rate", "span")),
     make("td", "firsts", make("div", "first", part("first", "span", "says"), row.spark), make("div", "bar", part("tail", "i", "tail"), part("body", "i", "body"))),
