@@ -56,7 +56,8 @@ async def test_commands_show_the_certificate_that_is_named(place):
         status, body = await asked("status", *words, *OWN)
         assert (status, f"at {url}: ready" in body) == (0, True), body
     status, body = await asked("workers", "disable", worker, "--url", url, *CA, *OWN)
-    assert (status, body) == (0, f"disabled {worker}: disabled, healthy\n")
+    assert status == 0
+    assert body.startswith(f"disabled {worker}: disabled, healthy, by omni-proxy-cli/")
     status, body = await asked("top", "--once", "--url", url.removeprefix("https://"), *CA, *OWN)
     assert (status, "1 disabled" in body) == (0, True), body
 

@@ -38,9 +38,9 @@ async def test_every_route_of_a_replica_answers_as_its_description_declares(tmp_
                     command, cwd=tmp_path, check=False,
                     capture_stdout=True, stderr=subprocess.STDOUT,
                 )  # fmt: skip
-            body = done.stdout.decode()
-            assert done.returncode == 0, body[-10000:]
+            output = done.stdout.decode()
+            assert done.returncode == 0, output[-10000:]
             paths = [path for path in body["paths"] if not re.search(LEFT_OUT, path)]
-            asked = int(re.search(r"Tested: (\d+)", body)[1])
+            asked = int(re.search(r"Tested: (\d+)", output)[1])
             assert asked == sum(len(body["paths"][path]) for path in paths) > 30
             assert (await client.get("/health")).status_code == 200

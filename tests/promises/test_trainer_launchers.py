@@ -45,11 +45,11 @@ async def trained(manner, tmp_path, new_weights, *words_of_engines):
             [*words, *(each.url for each in engines)],
             env=env, cwd=ROOT, check=False, capture_stderr=True, stdin=subprocess.DEVNULL,
         )  # fmt: skip
-        body = done.stderr.decode()
-        assert done.returncode == 0, body
-        body = json.loads(facts.read_text())
+        output = done.stderr.decode()
+        assert done.returncode == 0, output
+        reported = json.loads(facts.read_text())
         await until_closed(ports.router)
-        yield SimpleNamespace(**body, output=body, engines={each.url for each in engines})
+        yield SimpleNamespace(**reported, output=output, engines={each.url for each in engines})
 
 
 async def up(engines):
