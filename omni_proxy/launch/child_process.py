@@ -16,6 +16,8 @@ from contextlib import suppress
 
 import trio
 
+from omni_proxy.launch.handed_replica import HandedProcess, HandedReplica
+
 log = logging.getLogger(__name__)
 
 TERM_SECS = 10.0  # from SIGTERM to SIGKILL
@@ -79,6 +81,18 @@ class ParentDeathGuard:
             await self._send_groups(self._groups | {process.pid})
         return ChildProcess(process, on_line, self)
 
+    async def adopt(self, handed: HandedReplica, on_line: Callable[[str], None]) -> ChildProcess:
+        """A process that another program started, and has handed over. Raises OSError."""
+        process = HandedProcess(handed)
+        with trio.CancelScope(shield=True):
+            await self._send_groups(self._groups | {process.pid})
+        return ChildProcess(process, on_line, self)
+
+    async def release_all(self) -> None:
+        """Another program watches the groups: the end of this one ends none of them."""
+        with trio.CancelScope(shield=True):
+            await self._send_groups(set())
+
     async def release(self, group: int) -> None:
         await self._send_groups(self._groups - {group})
 
@@ -97,7 +111,10 @@ class ChildProcess:
     """One started process, leader of its group."""
 
     def __init__(
-        self, process: trio.Process, on_line: Callable[[str], None], guard: ParentDeathGuard
+        self,
+        process: trio.Process | HandedProcess,
+        on_line: Callable[[str], None],
+        guard: ParentDeathGuard,
     ) -> None:
         self.pid = process.pid
         self._process = process
@@ -108,6 +125,8 @@ class ChildProcess:
     async def wait_exit(self) -> str:
         """How the process ended, in words."""
         status = await self._process.wait()
+        if isinstance(self._process, HandedProcess):
+            return "process ended; it was started before an upgrade, so its status is not known"
         if status >= 0:
             return f"process ended with exit status {status}"
         return f"process ended with signal {signal.Signals(-status).name}"
@@ -116,6 +135,15 @@ class ChildProcess:
     def status(self) -> int | None:
         """The exit status, negative for a signal; None while the process runs."""
         return self._process.returncode
+
+    def dup_descriptors(self) -> tuple[int, int] | None:
+        """Of the process and of its output, to be closed by the caller; None once it has ended.
+        Raises OSError."""
+        if self._process.returncode is not None or self._process.stdout is None:
+            return None
+        handed = isinstance(self._process, HandedProcess)
+        pidfd = self._process.dup_pidfd() if handed else os.pidfd_open(self.pid)  # type: ignore[union-attr]
+        return pidfd, os.dup(self._process.stdout.fileno())  # type: ignore[attr-defined]
 
     async def forward_output(self) -> None:
         """Hand on each line of output until every writer has closed the pipe."""
@@ -136,6 +164,8 @@ class ChildProcess:
                 await self._terminate()
                 nursery.cancel_scope.deadline = trio.current_time() + LAST_OUTPUT_SECS
             await self._process.stdout.aclose()
+            if isinstance(self._process, HandedProcess):
+                self._process.close()
             await self._guard.release(self.pid)
 
     async def _terminate(self) -> None:

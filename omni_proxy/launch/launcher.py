@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 import trio
 
@@ -19,6 +19,7 @@ from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.health.prober import Prober
 from omni_proxy.launch.child_process import ParentDeathGuard
+from omni_proxy.launch.handed_replica import HandedReplica
 from omni_proxy.launch.replica_process import (
     GpuAllocator,
     ReplicaProcess,
@@ -47,6 +48,8 @@ class Launcher:
         self._prober = prober
         self._jitter = jitter
         self._replicas: dict[ReplicaKey, ReplicaProcess] = {}
+        self._handed: dict[ReplicaKey, HandedReplica] = {}  # to go on with
+        self._released = False  # another program has the replicas
         self._changed = trio.Event()
         self._state_changed = trio.Event()
         config_store.subscribe(lambda _old, _new: self._wake())
@@ -54,6 +57,21 @@ class Launcher:
 
     def status(self) -> list[dict[str, object]]:
         return [replica.status() for _, replica in sorted(self._replicas.items())]
+
+    def adopt(self, replicas: Iterable[HandedReplica]) -> None:
+        """Go on with replicas of another program, before `run`."""
+        self._handed = {(each.record.name, each.record.index): each for each in replicas}
+
+    def hand_over(self) -> list[HandedReplica]:
+        """All processes that run, for another program. Raises OSError."""
+        found = [replica.hand_over() for replica in self._replicas.values()]
+        return [each for each in found if each is not None]
+
+    def release(self, pids: Collection[int]) -> None:
+        """Another program has these processes: the end of `run` ends only others."""
+        self._released = True
+        for replica in self._replicas.values():
+            replica.release(pids)
 
     async def wait_state_change(self) -> None:
         """Until a replica enters another state."""
@@ -72,9 +90,17 @@ class Launcher:
                     for key, entry in self._reconcile():
                         replica = ReplicaProcess(entry, key[1], link, guard, gpus)
                         self._replicas[key] = replica
+                        if key in self._handed:
+                            replica.adopt(self._handed.pop(key))
                         nursery.start_soon(self._run_replica, key, replica)
+                    unwanted, self._handed = self._handed, {}  # no entry has them any more
+                    for handed in unwanted.values():
+                        child = await guard.adopt(handed, lambda _: None)
+                        nursery.start_soon(child.stop)
                     await self._changed.wait()
         finally:
+            if self._released:
+                await guard.release_all()
             await guard.detach()
 
     async def _run_replica(self, key: ReplicaKey, replica: ReplicaProcess) -> None:

@@ -16,18 +16,21 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import trio
 
 from omni_proxy.backoff import Backoff
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.launch.child_process import ChildProcess, ParentDeathGuard
+from omni_proxy.launch.handed_replica import HandedReplica, ReplicaRecord
 from omni_proxy.launch.worker_link import LaunchedWorkerLink
 from omni_proxy.self_exec import program_argv
 
@@ -52,6 +55,10 @@ class GpuAllocator:
         names = tuple(free[:count])
         self._allocated.update(names)
         return names
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """They belong to a replica that was handed over."""
+        self._allocated.update(names)
 
     def release(self, names: Iterable[str]) -> None:
         self._allocated.difference_update(names)
@@ -147,6 +154,9 @@ REFUSED_STATUSES: Final = (2, 126, 127)
 NOT_INSTALLED: Final = re.compile(r"\bnot installed\b|No module named|ModuleNotFoundError")
 
 
+_ENTRY_KEYS: Final = LaunchEntry.__struct_fields__
+
+
 class ReplicaStartError(Exception):
     """The process could not be started; another attempt may help unless it is `fatal`."""
 
@@ -185,6 +195,41 @@ class ReplicaProcess:
         self._fatal = False  # every further attempt is expected to fail in the same way
         self._last_line = ""
         self._last_error: str | None = None
+        self._child: ChildProcess | None = None
+        self._handed: HandedReplica | None = None  # the process to go on with
+        self._released = False  # another program has the process
+
+    def adopt(self, handed: HandedReplica) -> None:
+        """Go on with a running process, before `run`."""
+        record = handed.record
+        self._handed = handed
+        self._restarts, self._last_error = record.restarts, record.last_error
+        known = {key: record.entry[key] for key in _ENTRY_KEYS if key in record.entry}
+        with suppress(msgspec.ValidationError):  # of another version: as if it were unchanged
+            self._running_entry = msgspec.convert(known, LaunchEntry)
+        self._allocated_gpus = record.gpus
+        self._gpus.adopt(record.gpus)
+
+    def hand_over(self) -> HandedReplica | None:
+        """Its process, for another program; None where none runs. Raises OSError."""
+        descriptors = self._child.dup_descriptors() if self._child is not None else None
+        if self._child is None or descriptors is None or self.ending:
+            return None
+        record = ReplicaRecord(
+            name=self.name,
+            index=self._index,
+            pid=self._child.pid,
+            ready=self.state is ReplicaState.READY,
+            restarts=self._restarts,
+            last_error=self._last_error,
+            gpus=self._allocated_gpus,
+            entry=msgspec.to_builtins(self._running_entry),
+        )
+        return HandedReplica(record, *descriptors)
+
+    def release(self, pids: Collection[int]) -> None:
+        """Another program has these processes: if this one is among them, it outlives `run`."""
+        self._released = self._pid in pids
 
     @property
     def name(self) -> str:
@@ -237,38 +282,44 @@ class ReplicaProcess:
             while not self.retired:
                 await trio.lowlevel.checkpoint()  # a start may fail without one
                 self._end_requested = trio.Event()
-                self._running_entry = self.entry
+                if self._handed is None:
+                    self._running_entry = self.entry
                 await self._run_once()
                 if self._failure and not self.ending:
                     await self._back_off(backoff, jitter)
                 await self._link.wait_membership_released()
         finally:
             self._gpus.release(self._allocated_gpus)
-            self._enter(ReplicaState.STOPPED)
+            if not self._released:
+                self._enter(ReplicaState.STOPPED)
 
     async def _run_once(self) -> None:
         """Start the process and wait until it is gone; `_failure` is the reason if it failed."""
-        self._enter(ReplicaState.STARTING)
+        handed, self._handed = self._handed, None
+        is_ready = handed is not None and handed.record.ready
+        self._enter(ReplicaState.READY if is_ready else ReplicaState.STARTING)
         self._failure = self._last_line = ""
         self._fatal = False
-        self._ready_at = float("inf")
-        self._worker = None
-        self._link.cordon(self.url)
+        self._ready_at = trio.current_time() if is_ready else float("inf")
+        self._worker = self._link.find(self.url) if is_ready else None
+        if not is_ready:
+            self._link.cordon(self.url)
         try:
-            child = await self._start()
+            child = await (self._start() if handed is None else self._resume(handed))
         except ReplicaStartError as error:
             self._failure = self._last_error = str(error)
             self._fatal = error.fatal
             self._link.process_exited(self.url, self._failure)
             return
-        self._pid = child.pid
+        self._pid, self._child = child.pid, child
         try:
             await self._supervise(child)
         finally:
-            self._link.cordon(self.url)
-            self._pid = None
-            self._enter(ReplicaState.BACKING_OFF if self._failure else ReplicaState.STOPPED)
-            await child.stop()
+            self._pid = self._child = None
+            if not self._released:
+                self._link.cordon(self.url)
+                self._enter(ReplicaState.BACKING_OFF if self._failure else ReplicaState.STOPPED)
+                await child.stop()
         if self._failure:
             self._last_error = f"{self._failure}; last line: {self._last_line or '(none)'}"
             self._fatal = self._is_fatal(child.status)
@@ -279,6 +330,14 @@ class ReplicaProcess:
         if self._ready_at != float("inf"):
             return False
         return status in REFUSED_STATUSES or bool(NOT_INSTALLED.search(self._last_line))
+
+    async def _resume(self, handed: HandedReplica) -> ChildProcess:
+        """Raises ReplicaStartError."""
+        log.info("replica_handed_over replica=%s pid=%d", self._label, handed.record.pid)
+        try:
+            return await self._guard.adopt(handed, self._log_line)
+        except OSError as error:
+            raise ReplicaStartError(f"cannot go on with it: {error.strerror}") from error
 
     async def _start(self) -> ChildProcess:
         """Raises ReplicaStartError."""
@@ -303,7 +362,8 @@ class ReplicaProcess:
     async def _supervise(self, child: ChildProcess) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(child.forward_output)
-            nursery.start_soon(self._become_ready, nursery.cancel_scope)
+            if self.state is not ReplicaState.READY:
+                nursery.start_soon(self._become_ready, nursery.cancel_scope)
             nursery.start_soon(self._drain_when_requested, nursery.cancel_scope)
             self._failure = await child.wait_exit()
             nursery.cancel_scope.cancel()

@@ -24,6 +24,7 @@ from omni_proxy.config.flags import Startup
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.config.state import read_state
 from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.launch.handed_replica import HandedReplica
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.multiprocess.reuseport_group import GroupSockets
 from omni_proxy.runtime_config.config_store import ConfigStore
@@ -60,6 +61,7 @@ class Incoming:
         self._channel = channel
         self._stderr = stderr
         self._socks: list[socket.socket] = []
+        self._replicas: list[HandedReplica] = []
         self._gone = trio.Event()
 
     @classmethod
@@ -83,7 +85,14 @@ class Incoming:
         if not isinstance(message, StateMessage) or message.state.format != FORMAT:
             raise NoState("the running program's state has a format that this version can't read")
         self.state = message.state
-        self._socks = [socket.socket(fileno=number) for number in descriptors]
+        record = self.state.listeners
+        count = len(record.addresses) + len(record.slots)
+        self._socks = [socket.socket(fileno=number) for number in descriptors[:count]]
+        pairs = zip(descriptors[count::2], descriptors[count + 1 :: 2], strict=True)
+        self._replicas = [
+            HandedReplica(replica, pidfd, output)
+            for replica, (pidfd, output) in zip(self.state.replicas, pairs, strict=True)
+        ]
         for sock in self._socks:
             sock.setblocking(False)
         if not startup.launch:
@@ -125,6 +134,7 @@ class Incoming:
             self._channel.send, ReadyMessage(os.getpid(), str(parts.admin_socket))
         )
         await self._wait_commit()
+        parts.launcher.adopt(self._replicas)
         parts.config_store.predecessor = self
         _log.info("upgrade_taken_over version=%s workers=%d", self.state.version, count)
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -114,8 +113,6 @@ class Outgoing:
             return "this program ends with the one that called launch_router: restart that one"
         if binary is not None and not os.access(binary, os.X_OK):
             return f"{binary} is no executable file"
-        if self._parts.config_store.config.launch:
-            return "launched replicas can't be handed over"
         if reason := self._busy_for_long():
             return f"weights may not be changed during an upgrade: {reason}"
         return ""
@@ -152,13 +149,13 @@ class Outgoing:
             if busy := self._busy():  # it began while this waited for the lock
                 raise UpgradeFailed(f"an operation on weights has begun: {busy}")
             with ExitStack() as stack:
-                state, socks = self._collect(stack)
-                await new.send(StateMessage(state), [sock.fileno() for sock in socks])
+                state, descriptors = self._collect(stack)
+                await new.send(StateMessage(state), descriptors)
             ready, _ = await new.receive(ReadyMessage)
             report(f"process {ready.pid} accepts connections")
             with trio.CancelScope(shield=True):
                 keep_frozen()
-                await self._commit(new, ready)
+                await self._commit(new, ready, [each.pid for each in state.replicas])
             report("this program ends when its last request has ended")
             return ready.pid
 
@@ -188,8 +185,8 @@ class Outgoing:
             return f"a trainer has a group with the workers: {operations.sync.lifecycle.describe()}"
         return "a rollout is in progress" if operations.journal.rollout is not None else ""
 
-    def _collect(self, stack: ExitStack) -> tuple[HandoverState, list[socket.socket]]:
-        """The state, and the sockets in the order of its record; `stack` closes them."""
+    def _collect(self, stack: ExitStack) -> tuple[HandoverState, list[int]]:
+        """The state, and the descriptors in the order of its records; `stack` closes them."""
         parts = self._parts
         by_address = parts.data_plane.listeners.dup_sockets()
         socks = [stack.enter_context(sock) for sock in by_address.values()]
@@ -202,6 +199,11 @@ class Outgoing:
             group=group.group if group else (),
             steered=group.steered if group else (),
         )
+        replicas = parts.launcher.hand_over()
+        descriptors = [sock.fileno() for sock in socks]
+        for replica in replicas:
+            stack.callback(replica.close)
+            descriptors += [replica.pidfd, replica.output]
         launch = parts.config_store.startup.launch
         state = HandoverState(
             version=__version__,
@@ -209,16 +211,19 @@ class Outgoing:
             saved=render_state(parts.config_store.state),
             launch=tuple(msgspec.to_builtins(entry) for entry in launch),
             workers=worker_records(parts.fleet),
+            replicas=tuple(each.record for each in replicas),
             sessions=tuple(parts.data_plane.session_rows(MAX_SESSIONS)),
         )
-        return state, socks
+        return state, descriptors
 
-    async def _commit(self, new: NewProgram, ready: ReadyMessage) -> None:
-        """The new program is ready, and takes over. Can't fail."""
+    async def _commit(self, new: NewProgram, ready: ReadyMessage, replicas: Sequence[int]) -> None:
+        """The new program is ready, and takes over; `replicas`: the processes that it was given.
+        Can't fail."""
         self.handed_over = True
         self._successor = new
         parts = self._parts
         parts.service_manager.silent = True
+        parts.launcher.release(replicas)
         ending = [row for row in parts.supervisors() if row.name not in KEPT_SERVICES]
         with trio.move_on_after(STOP_SECS):
             async with trio.open_nursery() as nursery:

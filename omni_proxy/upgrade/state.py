@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from omni_proxy.fleet.health_state import HealthRecord
+from omni_proxy.launch.handed_replica import ReplicaRecord
 
 FORMAT: Final = 1
 
@@ -51,8 +52,9 @@ class ListenerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything, at one moment. `saved`: the text of a state file. `launch`: the [[launch]]
-    entries of the command line. `sessions`: key, URL of the worker or rank, and last use by
-    CLOCK_MONOTONIC, oldest first."""
+    entries of the command line. `replicas`: launched ones that run; of each come the descriptors of
+    process and output, behind those of the sockets. `sessions`: key, URL of the worker or rank, and
+    last use by CLOCK_MONOTONIC, oldest first."""
 
     format: int = FORMAT
     version: str = ""
@@ -60,6 +62,7 @@ class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     saved: str = ""
     launch: tuple[dict[str, Any], ...] = ()
     workers: tuple[WorkerRecord, ...] = ()
+    replicas: tuple[ReplicaRecord, ...] = ()
     sessions: tuple[tuple[str, str, float], ...] = ()
 
 

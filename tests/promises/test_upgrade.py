@@ -149,6 +149,7 @@ async def test_a_signal_upgrades_and_state_goes_along(tmp_path, notified):
         assert rows[off.url]["disabled"] is True
         assert reply["data_plane"]["policy"]["sticky"]["sessions"] == 3
         assert notified.recv(99) == b"READY=1"
+        await trio.lowlevel.wait_readable(notified)
         assert notified.recv(99) == f"MAINPID={reply['pid']}\nREADY=1".encode()
 
 

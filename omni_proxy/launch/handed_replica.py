@@ -1,0 +1,77 @@
+"""Replicas that go from one program to the next: the record, and a process that is no child of us.
+
+Invariant: a process is known by its pidfd, which its parent opened, so a reused process id is never
+meant. Its exit status is not known, for only its parent can ask for that.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from dataclasses import dataclass
+from typing import Any, Final
+
+import trio
+from msgspec import Struct
+
+UNKNOWN_STATUS: Final = 1  # of a process that has ended
+
+
+class ReplicaRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A running replica. `entry`: what it was started from, a [[launch]] table."""
+
+    name: str
+    index: int
+    pid: int
+    ready: bool = False
+    restarts: int = 0
+    last_error: str | None = None
+    gpus: tuple[str, ...] = ()
+    entry: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class HandedReplica:
+    """A record with the descriptors of the process and of its output, which the owner closes."""
+
+    record: ReplicaRecord
+    pidfd: int
+    output: int
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+        os.close(self.output)
+
+
+class HandedProcess:
+    """What `ChildProcess` uses of a trio.Process. Takes over the descriptors."""
+
+    def __init__(self, handed: HandedReplica) -> None:
+        self.pid = handed.record.pid
+        self._pidfd = handed.pidfd
+        self._lock = trio.Lock()
+        # Opened anew: flags of a descriptor that was passed are shared with the other program,
+        # which would make it blocking again at its end.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        self.stdout = trio.lowlevel.FdStream(os.open(f"/proc/self/fd/{handed.output}", flags))
+        os.close(handed.output)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        ended = select.poll()
+        ended.register(self._pidfd, select.POLLIN)
+        return UNKNOWN_STATUS if ended.poll(0) else None
+
+    async def wait(self) -> int:
+        async with self._lock:
+            await trio.lowlevel.wait_readable(self._pidfd)
+        return UNKNOWN_STATUS
+
+    def dup_pidfd(self) -> int:
+        return os.dup(self._pidfd)
+
+    def close(self) -> None:
+        os.close(self._pidfd)
