@@ -82,8 +82,8 @@ async def test_legs_fallbacks_and_failed_transfers_are_counted():
 async def test_recent_requests_name_both_workers_and_the_time_of_prefill(connector):
     async with fleet_of(connector) as (fleet, client):
         recent = RecentWindow()
-        clock = fleet.before.door.loop.clock
-        fleet.before.door.recorders.meters = Metrics(fleet.before.fleet, recent, clock)
+        clock = fleet.before.dataplane.loop.clock
+        fleet.before.dataplane.recorders.meters = Metrics(fleet.before.fleet, recent, clock)
         for _ in range(3):  # the first ones of a connection are a coroutine's
             await client.send(CHAT)
             await client.answer()
