@@ -21,10 +21,11 @@ from torch.nn import functional
 
 from omni_proxy.replica.model_file import MODELS, cache_folder, fetch
 from omni_proxy.replica.models import tiny
+from omni_proxy.replica.models.chat_template import ChatTemplate
 from omni_proxy.replica.models.gguf import GGUFError, GGUFFile
 from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.llama import BatchPart, Llama, LlamaConfig
-from omni_proxy.replica.models.tokenizer import BytePairTokenizer, ChatTemplate, Tokenizer
+from omni_proxy.replica.models.tokenizer import BytePairTokenizer, Tokenizer
 
 CONTROL = 3  # the kind of a token that is no text
 

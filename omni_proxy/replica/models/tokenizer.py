@@ -1,9 +1,8 @@
-"""Byte-pair tokenizer: text to token ids and back, by the merges of a model file; chat templates.
+"""Byte-pair tokenizer: text to token ids and back, by the merges of a model file.
 
 Invariant: decoding encoded text gives the same text, except for characters that the vocabulary
 cannot represent. `encode` returns ids of control tokens only with `special`, and they have no text.
-No text makes it fail. A chat template is Jinja that is part of the weights, so it is rendered in a
-sandbox: it gets messages and token names, no objects of this program.
+No text makes it fail.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Protocol
 
-import jinja2
 import tiktoken
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 REPLACEMENT = "\ufffd"
 # The pattern's look-ahead uses stack for each space: a million of them would overflow it.
@@ -183,45 +180,3 @@ def _ranks(vocabulary: Sequence[str], controls: Mapping[str, int]) -> dict[bytes
         if ranks.setdefault(spelt, token_id) != token_id:
             raise ValueError(f"token {token_id} of the vocabulary, {token!r}, is there twice")
     return ranks
-
-
-class ChatTemplateError(ValueError):
-    """The template rejects these messages, or is invalid; the text is the reason."""
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ChatTemplateError(f"the chat template refuses the messages: {message}")
-
-
-class ChatTemplate:
-    """Renders messages as the text that the model was trained to continue."""
-
-    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
-        """Raises ChatTemplateError for a source that is not a Jinja template."""
-        self.source = source
-        self._names = {"bos_token": bos_token, "eos_token": eos_token}
-        # Chat templates expect these whitespace rules.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ChatTemplateError(f"the model's chat template is broken: {error}") from error
-
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> str:
-        """Return the text; with the generation prompt it ends where the model's response begins.
-
-        Raises ChatTemplateError, for example for a role that the template does not support.
-        """
-        try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._names
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            if isinstance(error, ChatTemplateError):
-                raise
-            raise ChatTemplateError(
-                f"the chat template fails on these messages: {error}"
-            ) from error

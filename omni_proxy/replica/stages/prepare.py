@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_proxy.replica.model_file import MODELS, cache_folder, fetch
+from omni_proxy.replica.models.chat_template import ChatTemplate, ChatTemplateError
 from omni_proxy.replica.models.gguf import GGUFFile
 from omni_proxy.replica.models.text_model import (
     PACKAGED_MODELS,
@@ -27,7 +28,7 @@ from omni_proxy.replica.models.text_model import (
     load_tokenizer,
 )
 from omni_proxy.replica.models.tiny import CHAT_TEMPLATE, CONFIG, TinyTokenizer
-from omni_proxy.replica.models.tokenizer import ChatTemplate, ChatTemplateError, Tokenizer
+from omni_proxy.replica.models.tokenizer import Tokenizer
 from omni_proxy.replica.pipeline.messages import StagePayload
 from omni_proxy.replica.pipeline.stage import (
     Aborted,

@@ -6,8 +6,6 @@ from omni_proxy.replica.models.tiny import TinyTokenizer
 from omni_proxy.replica.models.tokenizer import (
     MAX_ENCODE_CHARS,
     BytePairTokenizer,
-    ChatTemplate,
-    ChatTemplateError,
     Utf8Stream,
     byte_letters,
 )
@@ -15,14 +13,6 @@ from omni_proxy.replica.models.tokenizer import (
 LETTERS = {byte: letter for letter, byte in byte_letters().items()}
 CONTROLS = ["<|end|>", "<|start|>"]
 MERGED = ["Ġt", "he", "Ġthe", "in", "ĠĠ", "Ċ", "ðŁ"]
-SOURCE = """{% for message in messages %}
-    {% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}
-{{ bos_token }}{{ message['role'] }}: {{ message['content'] + eos_token }}
-{% endfor %}
-{% if add_generation_prompt %}
-assistant:
-{% endif %}"""
-ASKED = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi <b>"}]
 
 
 def vocabulary(without: bytes = b"") -> list[str]:
@@ -140,34 +130,3 @@ def test_an_unfinished_character_is_held_back_and_flushed_once():
     assert stream.feed(b"\xe2\x82") == ""
     assert (stream.flush(), stream.flush()) == ("\ufffd", "")
     assert stream.feed(b"b") == "b"
-
-
-def test_messages_are_written_one_after_another_and_left_as_they_are():
-    template = ChatTemplate(SOURCE, bos_token="[", eos_token="]")
-    assert template.render(ASKED) == "[system: Be kind.]\n[user: Hi <b>]\nassistant:\n"
-    assert template.render(ASKED, add_generation_prompt=False).endswith("Hi <b>]\n")
-
-
-@pytest.mark.parametrize(
-    ("messages", "reason"),
-    [
-        ([{"role": "tool", "content": "4"}], "refuses the messages: no tools here"),
-        ([{"role": "user", "content": None}], "fails on these messages: unsupported operand"),
-        ([{"role": "user"}], "fails on these messages"),
-    ],
-)
-def test_messages_it_cannot_write_are_refused_with_its_reason(messages, reason):
-    with pytest.raises(ChatTemplateError, match=reason):
-        ChatTemplate(SOURCE).render(messages)
-
-
-def test_a_broken_template_is_refused_at_once():
-    with pytest.raises(ChatTemplateError, match=r"chat template is broken: .*endfor"):
-        ChatTemplate("{% for m in messages %}")
-
-
-def test_a_template_cannot_reach_out_of_its_sandbox():
-    with pytest.raises(ChatTemplateError, match="unsafe"):
-        ChatTemplate("{{ messages.__class__.__mro__ }}").render(ASKED)
-    with pytest.raises(ChatTemplateError, match="unsafe"):
-        ChatTemplate("{{ messages.append(1) }}").render(ASKED)
