@@ -1,0 +1,233 @@
+"""Upgrades in a row under load: what fails, what is cut, descriptors, memory, p99 with and without.
+
+`python -m tools.upgrades [--upgrades N] [--clients N]`: starts a worker and the proxy on loopback.
+Half of the clients send small requests on kept connections, the others read long streams. Exit
+status 1 where a request failed or a stream was cut, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import trio
+
+EVENTS: Final = 40
+EVENT_SECS: Final = 0.25
+PAUSE_SECS: Final = 0.05  # between two requests of a client
+APART_SECS: Final = 1.0  # between two upgrades
+BODY: Final = b'{"messages": []}'
+STREAMED: Final = b'{"messages": [], "stream": true}'
+
+
+@dataclass
+class Tally:
+    """What the clients have seen."""
+
+    millis: list[float] = field(default_factory=list)
+    streams: int = 0
+    failed: list[str] = field(default_factory=list)
+
+
+async def serve_worker(stream: trio.SocketStream) -> None:
+    rest = b""
+    try:
+        while True:
+            while b"\r\n\r\n" not in rest:
+                chunk = await stream.receive_some(65536)
+                if not chunk:
+                    return
+                rest += chunk
+            head, rest = rest.split(b"\r\n\r\n", 1)
+            counted = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
+            length = int(counted[1]) if counted else 0
+            while len(rest) < length:
+                rest += await stream.receive_some(65536)
+            body, rest = rest[:length], rest[length:]
+            if b'"stream": true' not in body:
+                await stream.send_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+                continue
+            await stream.send_all(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+                b"transfer-encoding: chunked\r\n\r\n"
+            )
+            for number in range(EVENTS):
+                event = b"data: %d\n\n" % number
+                await stream.send_all(b"%x\r\n%b\r\n" % (len(event), event))
+                await trio.sleep(EVENT_SECS)
+            await stream.send_all(b"0\r\n\r\n")
+    except trio.BrokenResourceError:
+        return
+
+
+def request(body: bytes) -> bytes:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return head + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+async def read_until(stream: trio.SocketStream, end: bytes) -> bytes:
+    """Raises EOFError where it ends before."""
+    data = b""
+    while end not in data:
+        chunk = await stream.receive_some(65536)
+        if not chunk:
+            raise EOFError(f"cut after {data[-200:]!r}")
+        data += chunk
+    return data
+
+
+async def ask_again_and_again(port: int, tally: Tally, stop: trio.Event) -> None:
+    while not stop.is_set():
+        stream = await trio.open_tcp_stream("127.0.0.1", port)
+        async with stream:
+            while not stop.is_set():
+                started_at = time.monotonic()
+                try:
+                    await stream.send_all(request(BODY))
+                    answer = await read_until(stream, b"\r\n\r\n{}")
+                except (EOFError, trio.BrokenResourceError) as error:
+                    tally.failed.append(f"request: {error!r}")
+                    break
+                tally.millis.append((time.monotonic() - started_at) * 1000)
+                if b" 200 " not in answer[:20]:
+                    tally.failed.append(f"request: {answer[:80]!r}")
+                if b"connection: close" in answer.lower():
+                    break
+                await trio.sleep(PAUSE_SECS)
+
+
+async def stream_again_and_again(port: int, tally: Tally, stop: trio.Event) -> None:
+    while not stop.is_set():
+        stream = await trio.open_tcp_stream("127.0.0.1", port)
+        async with stream:
+            try:
+                await stream.send_all(request(STREAMED))
+                data = await read_until(stream, b"0\r\n\r\n")
+            except (EOFError, trio.BrokenResourceError) as error:
+                tally.failed.append(f"stream: {error!r}")
+                continue
+            tally.streams += 1
+            if data.count(b"data: ") != EVENTS:
+                tally.failed.append(f"stream of {data.count(b'data: ')} events")
+
+
+def status(port: int) -> dict[str, object]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=10) as answer:
+        return dict(json.load(answer))
+
+
+def resources(pid: int) -> tuple[int, int]:
+    """Descriptors, and MiB of resident memory."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    resident = re.search(r"VmRSS:\s+(\d+)", text)
+    return len(os.listdir(f"/proc/{pid}/fd")), int(resident[1]) // 1024 if resident else 0
+
+
+def percentile(millis: list[float], share: float) -> float:
+    ordered = sorted(millis)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+async def upgrade(port: int) -> None:
+    command = [sys.executable, "-m", "omni_proxy", "upgrade", "--url", f"http://127.0.0.1:{port}"]
+    done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr.decode())
+
+
+async def measure(port: int, clients: int, upgrades: int, secs: float) -> Tally:
+    """Under load for the time of so many upgrades, or without any for `secs`."""
+    tally, stop = Tally(), trio.Event()
+    async with trio.open_nursery() as nursery:
+        for number in range(clients):
+            work = ask_again_and_again if number % 2 else stream_again_and_again
+            nursery.start_soon(work, port, tally, stop)
+        await trio.sleep(APART_SECS)
+        for _ in range(upgrades):
+            await upgrade(port)
+            await trio.sleep(APART_SECS)
+        await trio.sleep(secs)
+        stop.set()
+    return tally
+
+
+def line(name: str, tally: Tally, secs: float) -> str:
+    half, most = percentile(tally.millis, 0.5), percentile(tally.millis, 0.99)
+    return (
+        f"{name}: {secs:.0f} s, {len(tally.millis)} requests, p50 {half:.1f} ms, "
+        f"p99 {most:.1f} ms, "
+        f"{tally.streams} whole streams, {len(tally.failed)} failed"
+    )
+
+
+async def run(port: int, clients: int, upgrades: int) -> int:
+    first = int(str((await trio.to_thread.run_sync(status, port))["pid"]))
+    started_at = time.monotonic()
+    calm = await measure(port, clients, 0, EVENTS * EVENT_SECS)
+    calm_secs, started_at = time.monotonic() - started_at, time.monotonic()
+    before = resources(first)
+    tally = await measure(port, clients, upgrades, 0)
+    print(line("without", calm, calm_secs))
+    print(line(f"with {upgrades} upgrades", tally, time.monotonic() - started_at))
+    await trio.sleep(2)
+    last = int(str((await trio.to_thread.run_sync(status, port))["pid"]))
+    print(
+        f"descriptors and MiB: {before} at the start (process {first}), {resources(last)} ({last})"
+    )
+    for text in (calm.failed + tally.failed)[:10]:
+        print(text)
+    os.kill(last, signal.SIGTERM)
+    return 1 if calm.failed or tally.failed else 0
+
+
+async def main(clients: int, upgrades: int) -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    async with trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, serve_worker, [listener])
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "proxy.toml"
+            worker = listener.socket.getsockname()[1]
+            file.write_text(
+                f'[server]\nport = {port}\nstate_file = "off"\n[health]\nsuccess_threshold = 1\n'
+                f'[[workers]]\nurl = "http://127.0.0.1:{worker}"\n'
+            )
+            log = (Path(folder) / "log").open("wb")
+            command = [sys.executable, "-m", "omni_proxy", "--config", str(file)]
+            with log:
+                subprocess.Popen(command, stderr=log)  # noqa: ASYNC220  it returns at once
+            await trio.sleep(1)
+            with trio.fail_after(60):
+                while not await _is_ready(port):  # noqa: ASYNC110  another process
+                    await trio.sleep(0.2)
+            result = await run(port, clients, upgrades)
+        nursery.cancel_scope.cancel()
+    return result
+
+
+async def _is_ready(port: int) -> bool:
+    try:
+        return bool((await trio.to_thread.run_sync(status, port))["ready"])
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--upgrades", type=int, default=20)
+    parser.add_argument("--clients", type=int, default=32)
+    given = parser.parse_args()
+    sys.exit(trio.run(main, given.clients, given.upgrades))
