@@ -12,6 +12,7 @@ more than their shares and what is free, and each that waits gets its share in t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +30,33 @@ class Sharing:
     others_wait: bool
 
 
-def share_of(bound: int, sharing: Sharing, target: int) -> int:
-    """Places that are this proxy's own. `target`: the worker's key."""
-    odd = (sharing.rank - target) % sharing.members < bound % sharing.members
-    return bound // sharing.members + odd
+class Use(NamedTuple):
+    """Of a worker's `bound`: the own requests in flight, those of others as last heard, and the
+    places that others, which wait, may still take of their shares."""
+
+    bound: int
+    own: int
+    elsewhere: int
+    reserved: int = 0
 
 
-def own_limit(bound: int, own: int, elsewhere: int, sharing: Sharing, target: int) -> int:
-    """The most requests in flight that this proxy may have at the worker now. `own`: those that it
-    has; `elsewhere`: those of the others, as last heard."""
+def share_of(bound: int, members: int, rank: int, target: int) -> int:
+    """Places that are one member's own. `target`: the worker's key."""
+    return bound // members + ((rank - target) % members < bound % members)
+
+
+def own_limit(use: Use, sharing: Sharing, target: int) -> int:
+    """The most requests in flight that this proxy may have at the worker now."""
     if sharing.members < 2:
-        return bound
-    free = max(0, bound - own - elsewhere)
+        return use.bound
+    share = share_of(use.bound, sharing.members, sharing.rank, target)
+    kept = max(use.own, share)
+    # Free places of nobody's share, and of shares of those that do not need them.
+    free = max(0, use.bound - kept - use.elsewhere - use.reserved)
     granted = 0
     if sharing.taker_rank is not None:
         # Of the free places 0, 1, … those that are this proxy's turn.
         first = (sharing.taker_rank - target - sharing.turn) % sharing.takers
         granted = len(range(first, free, sharing.takers))
-    kept = 0 if sharing.others_wait and not granted else own + granted
-    return min(max(share_of(bound, sharing, target), kept), max(0, bound - elsewhere))
+    most = share if sharing.others_wait and not granted else kept + granted
+    return min(most, max(0, use.bound - use.elsewhere))

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import Final, Protocol
 
 from omni_proxy.cluster.messages import CountsMessage, target_key
-from omni_proxy.cluster.peer_counts import OwnCounts, PeerCounts
-from omni_proxy.cluster.slot_share import Sharing, own_limit
+from omni_proxy.cluster.peer_counts import OwnCounts, Peer, PeerCounts
+from omni_proxy.cluster.slot_share import Sharing, Use, own_limit, share_of
 from omni_proxy.cluster.smoothing import first_seen, smoothed
 from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.fleet.registry import Fleet
@@ -61,8 +61,9 @@ class SharedLoad:
         self._view = view
         self._targets: dict[int, Worker] = {}
         self._smooth: dict[int, float] = {}  # in flight elsewhere, those with none left out
-        self._waited_at = float("-inf")
+        self._waited_at = self._waits_since = float("-inf")
         self._revision = -1
+        self._waiting_peers: list[tuple[int, Peer]] = []  # with their ranks
         self._sharing: Sharing | None = None  # None: the bounds are this proxy's alone
         self._follow_fleet()
 
@@ -77,6 +78,8 @@ class SharedLoad:
                 own[key] = in_flight
         total, waiting = self._view.load
         if waiting:
+            if not self._waits(now):
+                self._waits_since = now
             self._waited_at = now
         return self._own.message(own, total, now, waits=self._waits(now), whole=whole)
 
@@ -119,7 +122,9 @@ class SharedLoad:
         if not self._fleet.has_inflight_limits:
             return
         turn = int(store_now / (TURN_INTERVALS * table.publish_secs))
-        self._sharing = self._sharing_at(turn, waits=self._waits(now))
+        # Others that wait, too, are heard of by then.
+        waits = now - self._waits_since >= TURN_INTERVALS * table.publish_secs
+        self._sharing = self._sharing_at(turn, waits=waits and self._waits(now))
         grown = [key for key, target in self._targets.items() if self._share_bound(key, target)]
         if grown:
             self._view.room_made()
@@ -144,9 +149,14 @@ class SharedLoad:
             return None
         members = sorted((*peers, own))
         takers = [name for name in members if (waits if name == own else peers[name].waits)]
-        takers = takers or members  # while nobody waits, everybody takes turns
+        if not takers:
+            # A burst that comes to all of them at once finds each place with one of them.
+            takers, turn = members, 0
         rank = takers.index(own) if own in takers else None
-        others_wait = any(peer.waits for peer in peers.values())
+        self._waiting_peers = [
+            (members.index(name), peer) for name, peer in peers.items() if peer.waits
+        ]
+        others_wait = bool(self._waiting_peers)
         return Sharing(len(members), members.index(own), len(takers), rank, turn, others_wait)
 
     def _share_bound(self, key: int, target: Worker) -> bool:
@@ -157,12 +167,21 @@ class SharedLoad:
         limit = bound
         if self._sharing is not None:
             elsewhere = target.in_flight_elsewhere
-            own = target.in_flight - elsewhere
-            limit = elsewhere + own_limit(bound, own, elsewhere, self._sharing, key)
+            reserved = self._reserved(key, bound, self._sharing.members)
+            use = Use(bound, target.in_flight - elsewhere, elsewhere, reserved)
+            limit = elsewhere + own_limit(use, self._sharing, key)
         if limit != before:
             target.inflight_bound = limit
             self._view.share(target)
         return limit > before
+
+    def _reserved(self, key: int, bound: int, members: int) -> int:
+        """See `slot_share.Use`. Who has no request there may have none for it."""
+        return sum(
+            max(0, share_of(bound, members, rank, key) - peer.in_flight[key])
+            for rank, peer in self._waiting_peers
+            if key in peer.in_flight
+        )
 
     def _waits(self, now: float) -> bool:
         return now - self._waited_at < WAITS_SECS

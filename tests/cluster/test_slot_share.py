@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.cluster.slot_share import Sharing, own_limit, share_of
+from omni_proxy.cluster.slot_share import Sharing, Use, own_limit, share_of
 
 
 @st.composite
@@ -29,17 +29,23 @@ def sharings(own, waits, turn):
 
 
 def limits(bound, own, waits, turn, target):
-    total = sum(own)
-    return [
-        own_limit(bound, own[sharing.rank], total - own[sharing.rank], sharing, target)
-        for sharing in sharings(own, waits, turn)
-    ]
+    found, members = [], len(own)
+    for sharing in sharings(own, waits, turn):
+        reserved = sum(
+            max(0, share_of(bound, members, rank, target) - own[rank])
+            for rank in range(members)
+            if waits[rank] and rank != sharing.rank
+        )
+        have = own[sharing.rank]
+        use = Use(bound, have, sum(own) - have, reserved)
+        found.append(own_limit(use, sharing, target))
+    return found
 
 
 @given(fleets())
 def test_shares_add_up_to_the_bound(fleet):
-    bound, own, waits, turn, target = fleet
-    shares = [share_of(bound, sharing, target) for sharing in sharings(own, waits, turn)]
+    bound, own, _, _, target = fleet
+    shares = [share_of(bound, len(own), rank, target) for rank in range(len(own))]
     assert sum(shares) == bound
     assert max(shares) - min(shares) <= 1
 
@@ -51,9 +57,16 @@ def test_no_proxy_exceeds_the_bound_and_all_together_not_twice_of_it(fleet):
     found = limits(bound, own, waits, turn, target)
     grown = [max(0, limit - have) for limit, have in zip(found, own, strict=True)]
     assert max(grown) <= free
-    assert sum(grown) <= min(bound, 2 * free) + free
     if sum(own) <= bound:
         assert sum(own) + sum(grown) <= 2 * bound
+
+
+@given(fleets())
+def test_where_all_wait_their_limits_add_up_to_the_bound(fleet):
+    bound, own, _, turn, target = fleet
+    found = limits(bound, own, [True] * len(own), turn, target)
+    grown = sum(max(0, limit - have) for limit, have in zip(found, own, strict=True))
+    assert sum(own) + grown <= max(bound, sum(own))
 
 
 @given(fleets())
@@ -61,18 +74,21 @@ def test_who_has_more_than_its_share_gives_it_up_while_another_waits(fleet):
     bound, own, waits, turn, target = fleet
     own[0] = bound + 1
     waits[-1] = True
-    sharing = next(sharings(own, waits, turn))
-    assert limits(bound, own, waits, turn, target)[0] <= share_of(bound, sharing, target)
+    share = share_of(bound, len(own), 0, target)
+    assert limits(bound, own, waits, turn, target)[0] <= share
 
 
 @given(fleets())
-def test_a_free_place_reaches_each_proxy_that_waits_in_some_turn(fleet):
+def test_a_free_place_is_given_to_a_proxy_that_waits_in_some_turn(fleet):
     bound, own, waits, _, target = fleet
-    if sum(own) >= bound:
+    if sum(own) >= bound or not any(waits):
         return
-    for rank in (rank for rank, waiting in enumerate(waits) if waiting):
-        turns = [limits(bound, own, waits, turn, target)[rank] for turn in range(len(own))]
-        assert max(turns) > own[rank]
+    takers = [rank for rank, waiting in enumerate(waits) if waiting]
+    assert any(
+        limits(bound, own, waits, turn, target)[rank] > own[rank]
+        for turn in range(len(own))
+        for rank in takers
+    )
 
 
 def test_a_proxy_that_waits_alone_gets_all_free_places():
@@ -81,4 +97,4 @@ def test_a_proxy_that_waits_alone_gets_all_free_places():
 
 
 def test_alone_the_bound_is_its_own():
-    assert own_limit(3, 1, 0, Sharing(1, 0, 1, 0, 5, others_wait=False), 9) == 3
+    assert own_limit(Use(3, 1, 0), Sharing(1, 0, 1, 0, 5, others_wait=False), 9) == 3

@@ -8,6 +8,7 @@ takes a time that is drawn, whatever else runs.
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import shutil
 import subprocess
@@ -106,6 +107,8 @@ async def proxies(
             found.append((port, stack.enter_context(running(argv, subprocess.DEVNULL))))
         for port, _ in found:
             await until_ready(port, len(urls))
+            if "[cluster]" in more:
+                await until_members(port, count)
         yield found
 
 
@@ -115,6 +118,16 @@ async def until_ready(port: int, workers: int) -> None:
     with trio.fail_after(READY_SECS):
         while wanted not in (await fetch(port, "/ready")).replace(" ", ""):  # noqa: ASYNC110
             await trio.sleep(0.1)
+
+
+async def until_members(port: int, count: int) -> None:
+    """It knows so many proxies, or more. Raises trio.TooSlowError."""
+    with trio.fail_after(READY_SECS):
+        while True:
+            text = (await fetch(port, "/status")).partition("\r\n\r\n")[2]
+            if json.loads(text or "{}").get("cluster", {}).get("members", 0) >= count:
+                return
+            await trio.sleep(0.05)
 
 
 async def fetch(port: int, path: str) -> str:
