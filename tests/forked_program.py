@@ -1,4 +1,5 @@
-"""Stands in for the interpreter where a program of the tests starts another one: `-m omni_proxy …`.
+"""Stands in for the interpreter where a program of the tests starts another one: `-m omni_proxy …`,
+or the trainer of tools, `-m tools.training …`.
 
 It has the fork server make a process with its own words, environment, folder and descriptors, and
 ends as that one ends. Signals are handed on; SIGKILL, too, for the fork server kills the process as
@@ -12,24 +13,25 @@ import marshal
 import posix as os
 import sys
 
-MODULE = ("-m", "omni_proxy")
+PROXY, TRAINER = "omni_proxy", "tools.training"
 TORCH = ("replica", "receiver-process")  # commands that need the fork server which has it
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(folder: str, words: list[str]) -> int:
-    if tuple(words[:2]) != MODULE:
+    if words[:1] != ["-m"] or words[1] not in (PROXY, TRAINER):
         os.execv(sys.executable, [sys.executable, *words])
-    words = words[2:]
+    module, first = words[1], "".join(words[2:3])
+    server = "replica" if module == TRAINER or first in TORCH else "proxy"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connection.connect(f"{folder}/{'replica' if words[0] in TORCH else 'proxy'}")
+        connection.connect(f"{folder}/{server}")
     except OSError:  # there is no such fork server, or not any more
-        os.execv(sys.executable, [sys.executable, *MODULE, *words])
+        os.execv(sys.executable, [sys.executable, *words])
     opened = [number for number in map(int, os.listdir("/proc/self/fd")) if number < 1000]
     given = [number for number in opened if number != connection.fileno() and is_open(number)]
     environ = {key.decode(): value.decode() for key, value in os.environ.items()}
-    asked = marshal.dumps((words, environ, os.getcwd(), given))
+    asked = marshal.dumps((words[1:], environ, os.getcwd(), given))
     descriptors = b"".join(number.to_bytes(4, sys.byteorder) for number in given)
     connection.sendmsg([asked], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
     for number in given:

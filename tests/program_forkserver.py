@@ -89,7 +89,7 @@ class ForkServer:
     def _start(
         self, words: tuple[str, ...], stderr: int | None, environ: Mapping[str, str]
     ) -> tuple[int, int, socket.socket]:
-        request = {"words": words, "environ": dict(environ), "folder": os.getcwd()}
+        request = {"words": ("omni_proxy", *words), "environ": dict(environ), "folder": os.getcwd()}
         ended, reports = socket.socketpair()
         with self._lock, reports, open(os.devnull, "wb") as discarded:
             sent = [discarded.fileno() if stderr is None else stderr, reports.fileno()]
@@ -216,7 +216,7 @@ class Fork:
 
 
 def serve(control: socket.socket, listener: socket.socket, stand_in: str) -> list[str] | None:
-    """The words of a fork, in each fork; None in the server, once its client has gone."""
+    """The module and the words of a fork, in each fork; None in the server, once its client has gone."""
     with selectors.DefaultSelector() as selector:
         server = _Server(selector, control, listener, stand_in)
         while True:
@@ -356,5 +356,6 @@ if __name__ == "__main__":
     # In a fork nothing of the fork server is left on the stack: it ends as any program does.
     given = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
     if given is not None:
-        sys.argv = ["omni-proxy", *given]
-        runpy.run_module("omni_proxy", run_name="__main__", alter_sys=True)
+        module, *words = given
+        sys.argv = ["omni-proxy", *words]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)

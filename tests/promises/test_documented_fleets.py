@@ -183,6 +183,9 @@ async def test_the_page_of_weight_syncs_is_true_of_its_three_replicas_and_its_tr
             assert lines[1].split() == head.split()
             assert [line.split()[0] for line in lines[2:]] == list("01234")
             assert all(" 3 equal " in line for line in lines[2:])
+            # From now on as a fork: each start of the script imports torch for seconds.
+            trainer = f"env PYTHONPATH={ROOT} {forking_interpreter()} -m tools.training"
+            typing.places["tools/trainer"] = f"{trainer} --endpoint {url}"
             body = await typing.type(page.next("tools/trainer --rounds 1 --fault short"), status=1)
             assert "was announced with" in body
             assert "Nothing was changed" in body
