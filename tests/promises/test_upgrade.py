@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from omni_proxy.cli.client.upgrade import main
 from omni_proxy.upgrade.control_socket import UpgradeReport, request_upgrade
 from tests.promises.clients import STREAMED, client_of, post
 from tests.promises.fleet_program import Program, program, put, toml, workers
@@ -177,6 +178,21 @@ async def test_a_new_program_that_fails_leaves_the_old_one_serving(tmp_path):
         assert (await status(running))["pid"] == first
         assert (await running.ask()).status_code == 200
         assert "upgrade_failed" in running.log
+
+
+async def test_the_command_reports_progress_and_the_outcome(tmp_path, capsys):
+    async with upgradable(tmp_path) as running:
+        words = ["--url", str(running.client.base_url)]
+        broken = script(tmp_path, "import sys; sys.exit('it can not start')")
+        failed = await trio.to_thread.run_sync(main, [*words, "--binary", broken])
+        printed = capsys.readouterr()
+        assert failed == 1
+        assert "it can not start\nthe old program goes on" in printed.err
+        assert await trio.to_thread.run_sync(main, words) == 0
+        printed = capsys.readouterr()
+        pid = (await status(running))["pid"]
+        assert f"upgraded: the new program serves, process {pid}" in printed.out
+        assert "accepts the configuration" in printed.out
 
 
 async def test_a_file_that_is_refused_is_named_and_the_old_program_goes_on(tmp_path):
