@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import suppress
 
 import pytest
 import trio
@@ -30,18 +31,22 @@ async def test_replicas_go_on_and_the_new_program_restarts_and_ends_them(tmp_pat
             assert await running.process.wait() == 0
         finally:
             running.client = type(running.client)(base_url=running.client.base_url, timeout=60)
-        assert [row["pid"] for row in await until_ready(running)] == before
-        assert all(map(alive, before))
-        os.kill(before[0], signal.SIGKILL)
-        await running.says(r"replica_failed replica=local\[0\]")
-        rows = await until_ready(running)
-        after = [row["pid"] for row in rows]
-        assert after[0] != before[0]
-        assert after[1] == before[1]
-        assert [row["restarts"] for row in rows] == [1, 0]
-        pid = (await status(running))["pid"]
-        os.kill(pid, signal.SIGTERM)
-        await until_gone(pid)
-        with trio.fail_after(20):
-            for each in after:
-                await until_gone(each)
+        try:
+            assert [row["pid"] for row in await until_ready(running)] == before
+            assert all(map(alive, before))
+            os.kill(before[0], signal.SIGKILL)
+            await running.says(r"replica_failed replica=local\[0\]")
+            rows = await until_ready(running)
+            after = [row["pid"] for row in rows]
+            assert after[0] != before[0]
+            assert after[1] == before[1]
+            assert [row["restarts"] for row in rows] == [1, 0]
+            pid = (await status(running))["pid"]
+            os.kill(pid, signal.SIGTERM)
+            await until_gone(pid)
+            with trio.fail_after(20):
+                for each in after:
+                    await until_gone(each)
+        finally:  # of a test that failed; its guard ends the replicas
+            with suppress(ProcessLookupError):
+                os.kill(done.pid, signal.SIGKILL)
