@@ -105,13 +105,13 @@ async def test_for_how_long_it_is_switched_off_is_reported_not_how_long_it_is_we
         later = "seconds(last.fleet[0].state_since) > seconds(last.fleet[0].since)"
         await shows(page, row(fleet[0]), "takes requests")  # else it may be drawn under the click
         await push(page, fleet[0], DRAIN)
-        await shows(page, row(fleet[0]), "drained for")
+        await shows(page, row(fleet[0]), "drained", "for ")
         assert await page.tell(later)
         await push(page, fleet[0], SWITCH)
         await shows(page, row(fleet[0]), "takes requests")
         assert not await page.tell(later)
         await push(page, fleet[0], SWITCH)
-        await shows(page, row(fleet[0]), "disabled for")
+        await shows(page, row(fleet[0]), "disabled", "for ")
         assert await page.tell(later)
 
 

@@ -18,6 +18,7 @@ async def scraped(world):
 
 
 async def test_gauges_are_there_before_any_request(tiny):
+    await until(lambda: any(tiny.client.stats().values()))  # a stage reports some time after ready
     body = await scraped(tiny)
     for name in ("num_running_reqs", "num_queue_reqs", "token_usage", "gen_throughput",
                  "cache_hit_rate", "prompt_tokens_total", "generation_tokens_total"):  # fmt: skip
