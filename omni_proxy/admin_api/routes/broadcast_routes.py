@@ -38,6 +38,7 @@ from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.proxy_protocol import FIELD, peer_host
 
 PEER = FIELD.decode()
+PROGRAM_CHARS = 120
 NO_TENSORS = {
     "error": {
         "message": "This weight update path is not yet implemented. Use /update_weights_from_disk "
@@ -200,8 +201,19 @@ def worker_headers(body: bytes) -> dict[str, str]:
 
 
 def caller() -> str:
-    """The caller for logs and records: its own name, its address, and the name of its key."""
-    agent = request.headers.get("User-Agent", "")[:120]
+    """The caller for logs and records: its program, its address, and the name of its key."""
+    agent = _program()
     addresses = request.headers.getlist(PEER)
     text = f"{agent} from {peer_host(addresses[-1])}".strip() if addresses else agent
     return f"{key} ({text})" if (key := named_key()) else text
+
+
+def _program() -> str:
+    """`dashboard` for a page of this proxy, `browser` for another use of one, else the first
+    product of its User-Agent (RFC 9110, 10.1.5); "" if it names none."""
+    agent = request.headers.get("User-Agent", "").split()
+    if not agent or not agent[0].startswith("Mozilla/"):
+        return agent[0][:PROGRAM_CHARS] if agent else ""
+    # Control routes refuse pages of other origins. Beyond this machine plain HTTP has Origin alone.
+    own_page = request.headers.get("Sec-Fetch-Site") == "same-origin" or "Origin" in request.headers
+    return "dashboard" if own_page else "browser"

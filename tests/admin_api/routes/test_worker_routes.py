@@ -319,6 +319,22 @@ async def test_who_disabled_a_worker_is_kept_until_it_is_enabled(api):
     assert api.config_store.state.disabled_by == {}
 
 
+@pytest.mark.parametrize(
+    ("fields", "who"),
+    [
+        ({"User-Agent": "curl/8.5.0 (x86_64) libcurl/8.5.0"}, "curl/8.5.0"),
+        ({"User-Agent": "Mozilla/5.0 (X11)", "Origin": "http://localhost"}, "dashboard"),
+        ({"User-Agent": "Mozilla/5.0 (X11)", "Sec-Fetch-Site": "same-origin"}, "dashboard"),
+        ({"User-Agent": "Mozilla/5.0 (X11)"}, "browser"),
+        ({"User-Agent": ""}, ""),
+    ],
+)
+async def test_the_program_of_a_caller_is_a_page_or_the_first_product(api, fields, who):
+    api.healthy(A)
+    await call(api, "PUT", f"/workers/{ID_A}", {"disabled": True}, **fields)
+    assert api.config_store.state.disabled_by[A].by == who
+
+
 async def test_only_with_the_key_it_is_shown_who_disabled_a_worker():
     api = build_api(entry(A), key="k")
     api.healthy(A)
