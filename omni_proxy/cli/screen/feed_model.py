@@ -40,6 +40,12 @@ class EngineLoadRow(Struct, frozen=True):
     kv_usage: float | None = None  # 0 to 1
 
 
+class MinuteRow(Struct, frozen=True):
+    """Means over a worker's last minute."""
+
+    between_p50_ms: float | None = None  # between two chunks of a stream
+
+
 class FleetRow(Struct, frozen=True):
     """A worker; rates, errors and times are of the last minute."""
 
@@ -78,6 +84,7 @@ class FleetRow(Struct, frozen=True):
     drain: DrainRow | None = None
     launch: dict[str, Any] | None = None
     engine_load: EngineLoadRow | None = None
+    minute: MinuteRow = MinuteRow()
     paused: PausedWorker | None = None
 
     @property
@@ -197,6 +204,8 @@ class FeedModel(Struct, frozen=True):
     weights: dict[str, Any] | None = None
     discovery: tuple[DiscoverySource, ...] = ()
     cluster: ClusterStatus | None = None  # None: not a member of one
+    refused_without_key: int = 0  # since the start
+    refused_without_key_last_minute: int = 0
 
 
 def read_feed(text: str | bytes) -> FeedModel:

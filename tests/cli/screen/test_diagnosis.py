@@ -47,6 +47,23 @@ def test_of_two_the_slower_one_is_slow_and_a_few_ms_are_no_matter():
     assert judged(row(first_p50_ms=500.0)) == [("well", "ok")]
 
 
+def gaps(name, millis, **fields):
+    return row(name, first_p50_ms=10.0, minute={"between_p50_ms": millis}, **fields)
+
+
+def test_a_worker_is_slow_by_the_time_between_its_chunks():
+    slow = gaps("b:1", 875.0)
+    assert judged(gaps("a:1", 5.0), gaps("a:2", 5.0), slow)[2] == ("slow", "slow")
+    output = diagnose(feed_of(feed(gaps("a:1", 5.0), slow)))[slow["id"]].problem
+    assert output == "is slow: 875 ms between two chunks, the others' 5.0 ms"
+    # Two adjacent buckets of the histogram are no difference, nor are other roles a reference.
+    for own, others in ((37.5, 17.5), (17.5, 5.0), (1750.0, 875.0)):
+        assert judged(gaps("a:1", others), gaps("b:1", own))[1][0] == "well"
+    assert (
+        judged(gaps("a:1", 5.0, role="prefill"), gaps("b:1", 875.0, role="decode"))[1][0] == "well"
+    )
+
+
 def test_few_responses_neither_make_a_worker_slow_nor_a_reference():
     few = {"first_p50_ms": 900.0, "answers": 4}
     assert judged(row(first_p50_ms=10.0), row("b:1", **few)) == [("well", "ok")] * 2
