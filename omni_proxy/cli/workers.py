@@ -48,6 +48,7 @@ REFUSED: Final = 1
 ANSWER_SECS: Final = 600.0
 INTERRUPTED: Final = 130
 POLL_SECS: Final = 0.3
+NOT_HEALTHY: Final = "worker_not_healthy"
 _PAUSE: Final = threading.Event()  # never set: a pause that Ctrl-C ends at once
 _HEAD: Final = ("WORKER", "MODEL", "BUSY", "ROUTED", "FAILED", "WEIGHTS", "ORIGIN", "STATE")
 _DONE: Final = {
@@ -55,7 +56,7 @@ _DONE: Final = {
 }  # fmt: skip
 COMMANDS: Final = {
     "list": "the fleet as a table (the default)",
-    "add": "add workers; each is probed once",
+    "add": "add workers once they are healthy; with --no-wait at once",
     "remove": "remove workers; their requests in flight complete",
     "disable": "send workers no new requests",
     "enable": "send them requests again",
@@ -64,7 +65,7 @@ COMMANDS: Final = {
     "set": "change their weight, or how many requests each may have in flight",
 }
 _EPILOG: Final = """\
-A worker is named by its URL, by HOST:PORT, or by any unique part of these.
+A worker is named by its URL or HOST:PORT, or by a host or port that no other worker has.
 
 examples:
   omni-proxy workers
@@ -113,6 +114,10 @@ def _add_command_flags(subparser: argparse.ArgumentParser, name: str) -> None:
         subparser.add_argument(
             "--bootstrap-port", metavar="PORT", type=int, help="of a prefill worker"
         )
+        subparser.add_argument(
+            "--no-wait", action="store_true",
+            help="add it now, healthy or not: it gets requests once its probes succeed",
+        )  # fmt: skip
     if name in ("add", "set"):
         subparser.add_argument(
             "--weight", metavar="N", type=int, help="share of requests; one of 2 gets twice as many"
@@ -194,7 +199,15 @@ def _add(proxy: AdminClient, arguments: argparse.Namespace, url: str) -> JsonObj
     for key in ("role", "kv_connector", "bootstrap_port", "weight", "max_inflight"):
         if getattr(arguments, key) is not None:
             body[key] = getattr(arguments, key)
-    return require_accepted(proxy.send("POST", "/workers", body)).body
+    if arguments.no_wait:
+        reply = proxy.send("POST", "/workers", body, headers={"Prefer": "respond-async"})
+        return require_accepted(reply).body
+    # The reply may take as long as the proxy waits for a worker that starts.
+    print(f"waiting until {printable(body['url'])} is healthy", file=sys.stderr, flush=True)
+    reply = proxy.send("POST", "/workers", body)
+    if reply.code == NOT_HEALTHY:
+        raise ChangeRefused(f"{printable(reply.refusal)}; to add it now: --no-wait")
+    return require_accepted(reply).body
 
 
 def _print_result(body: JsonObject, done: str, arguments: argparse.Namespace) -> int:

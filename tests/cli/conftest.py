@@ -26,12 +26,13 @@ def proxy(monkeypatch):
     monkeypatch.delenv("SGLANG_OMNI_ADMIN_KEY", raising=False)
 
     class Answers(Quiet):
-        says, asked = {}, []
+        says, asked, preferences = {}, [], []
 
         def do_GET(self):
             length = int(self.headers.get("content-length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             self.asked.append((self.path, body, self.headers.get("authorization")))
+            self.preferences.append(self.headers.get("prefer"))
             answer = self.says.get(self.path.partition("?")[0], (404, {}))
             status, reported = answer() if callable(answer) else answer
             raw = reported if isinstance(reported, bytes) else json.dumps(reported).encode()

@@ -52,12 +52,21 @@ def test_who_disabled_a_worker_is_shown():
 @pytest.mark.parametrize(
     ("named", "url"),
     [
-        (A, A), (f"{A}/", A), ("10.0.0.1:8000", A), (".12", B), ("10.0.0.12:8000", B),
+        (A, A), (f"{A}/", A), ("10.0.0.1:8000", A), ("10.0.0.12", B), ("10.0.0.12:8000", B),
         ("http%3A%2F%2F10.0.0.1%3A8000", A), ("HTTP://10.0.0.1:8000/", A),
     ],
 )  # fmt: skip
-def test_a_worker_is_found_by_any_of_its_names_or_a_part_that_only_it_has(named, url):
+def test_a_worker_is_found_by_any_of_its_names_or_a_host_that_only_it_has(named, url):
     assert find_worker(FLEET, named)["url"] == url
+
+
+def test_a_port_is_a_name_only_as_a_whole():
+    fleet = [record("http://h:48439"), record("http://[::1]:80"), record("http://plain")]
+    assert find_worker(fleet, "48439")["url"] == "http://h:48439"
+    assert find_worker(fleet, "::1")["url"] == find_worker(fleet, "[::1]")["url"]
+    for part in ("9", "4843", "80", ""):
+        with pytest.raises(ChangeRefused):
+            find_worker(fleet, part)
 
 
 def test_upper_case_is_no_other_name():
@@ -72,8 +81,9 @@ def test_upper_case_is_no_other_name():
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ("10.0.0", "is a part of 2 workers: http://10.0.0.1:8000, http://10.0.0.12:8000"),
-        ("10.0.0.3", "no worker is called 10.0.0.3; workers: http://10.0.0.1:8000, "),
+        ("8000", "names 2 workers: http://10.0.0.1:8000, http://10.0.0.12:8000"),
+        (".12", r"no worker is called .12 \(its URL, host:port, host or port\); workers: "),
+        ("10.0.0.3", r"no worker is called 10.0.0.3 \(.*\); workers: http://10.0.0.1:8000, "),
     ],
 )
 def test_an_ambiguous_or_unknown_name_lists_the_workers(named, message):
@@ -149,6 +159,20 @@ def test_adding_names_model_and_capabilities(fleet, capsys):
     body = {"url": "http://h:1", "model": "m", "capabilities": ["chat", "streaming"]}
     assert fleet.asked[-1][:2] == ("/workers", body)
     assert capsys.readouterr().out == "added http://h:1: healthy\n"
+
+
+def test_a_worker_that_is_not_up_is_added_only_without_waiting(fleet, capsys):
+    refusal = {"message": "h:1 did not become healthy", "code": "worker_not_healthy"}
+    fleet.says["/workers"] = (400, {"error": refusal})
+    assert run(fleet, "add", "h:1") == 1
+    waiting, error = capsys.readouterr().err.splitlines()
+    assert "waiting until http://h:1 is healthy" in waiting
+    assert error.endswith("h:1 did not become healthy; to add it now: --no-wait")
+    new = record("http://h:1", health_state="unknown")
+    fleet.says["/workers"] = (202, {"status": "accepted", "worker": new})
+    assert run(fleet, "add", "h:1", "--no-wait") == 0
+    assert fleet.preferences[-2:] == ["wait", "respond-async"]
+    assert capsys.readouterr().out == "added http://h:1: unknown\n"
 
 
 def test_removing_may_wait_for_what_is_in_flight(fleet, capsys):

@@ -167,6 +167,12 @@ class AdminReply:
             return str(error["message"])
         return "" if self.status < 400 else f"status {self.status}"
 
+    @property
+    def code(self) -> str:
+        """Of the refusal; "" if it has none."""
+        error = self.body.get("error")
+        return str(error.get("code") or "") if isinstance(error, dict) else ""
+
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that every command has to find the proxy."""
@@ -180,7 +186,8 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"admin key (default: the file's, else {KEY_VARIABLE}, else one of the file's key_env",
+        help=f"admin key (default: the file's, else {KEY_VARIABLE}, else one of the file's "
+        "key_env)",
     )
     add_tls_arguments(parser)
 
@@ -353,11 +360,18 @@ class AdminClient:
             return self._read(self._client.get(path, params=query))
 
     def send(
-        self, method: str, path: str, body: object = None, query: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> AdminReply:
         """`body` goes as JSON. Raises AdminClientError."""
         with self._asking():
-            return self._read(self._client.request(method, path, json=body, params=query))
+            return self._read(
+                self._client.request(method, path, json=body, params=query, headers=headers)
+            )
 
     def post_bytes(self, path: str, body: bytes, headers: Mapping[str, str]) -> AdminReply:
         """`path` with its query. Raises AdminClientError."""

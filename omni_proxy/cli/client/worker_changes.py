@@ -6,11 +6,13 @@ Invariant: a change is sent only if the given name matches exactly one worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-from urllib.parse import quote
+from typing import Any, Final
+from urllib.parse import quote, urlsplit
 
 from omni_proxy.cli.client.admin_client import AdminClient, AdminReply, JsonObject
 from omni_proxy.cli.screen.text_table import printable
+
+DEFAULT_PORTS: Final = {"http": "80", "https": "443"}
 
 
 class ChangeRefused(Exception):
@@ -34,26 +36,36 @@ def require_accepted(reply: AdminReply) -> AdminReply:
 
 
 def find_worker(fleet: Sequence[JsonObject], given: str) -> JsonObject:
-    """The worker with this URL, id or HOST:PORT, or with this text as a part of one of them.
+    """The worker with this URL, id or HOST:PORT, or the only one with this host or port.
 
     Raises ChangeRefused if no worker matches, or more than one.
     """
-    names = [
-        (record, [str(record.get(k)).lower() for k in ("url", "id", "display_id")])
-        for record in fleet
-    ]
     wanted = given.rstrip("/").lower()  # as `workers add` accepts it
-    exact = [record for record, aliases in names if wanted in aliases]
-    matches = exact or [
-        record for record, aliases in names if any(wanted in name for name in aliases)
-    ]
+    exact = [record for record in fleet if wanted in _whole_names(record)]
+    matches = exact or [record for record in fleet if wanted in _host_and_port(record)]
     if len(matches) == 1:
         return matches[0]
     urls = [printable(record.get("url")) for record in matches or fleet]
     listed = ", ".join(urls[:6]) + (f" and {len(urls) - 6} more" if len(urls) > 6 else "")
     if matches:
-        raise ChangeRefused(f"{given} is a part of {len(matches)} workers: {listed}")
-    raise ChangeRefused(f"no worker is called {given}; workers: {listed or 'none'}")
+        raise ChangeRefused(f"{given} names {len(matches)} workers: {listed}")
+    raise ChangeRefused(
+        f"no worker is called {given} (its URL, host:port, host or port); "
+        f"workers: {listed or 'none'}"
+    )
+
+
+def _whole_names(record: JsonObject) -> set[str]:
+    names = {str(record.get(key)).lower() for key in ("url", "id", "display_id")}
+    return names | {urlsplit(str(record.get("url"))).netloc.lower()}
+
+
+def _host_and_port(record: JsonObject) -> set[str]:
+    parts = urlsplit(str(record.get("url")))
+    host, port = parts.hostname or "", parts.netloc.rpartition(":")[2]
+    if not port.isdecimal():
+        port = DEFAULT_PORTS.get(parts.scheme, "")
+    return {host, f"[{host}]", port} - {"", "[]"}
 
 
 def worker_path(worker_id: str) -> str:
