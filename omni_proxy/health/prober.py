@@ -5,10 +5,9 @@ began. A probe reports success or failure; the health machine decides the transi
 process answers than at the last probe, the fleet drops the state of the old one: its cached
 prefixes and its weight version.
 
-Also spreads the starts of many tasks over iterations of the event loop.
-
-Invariant: waiting tasks start in the order of their arrival. If all of them ran in the same
-iteration, each checkpoint of a status request would take as long as all of them.
+The starts of the probes of many workers are spread over iterations of the event loop, in the order
+of their arrival: if all of them ran in the same iteration, each checkpoint of a status request
+would take as long as all of them.
 """
 
 from __future__ import annotations

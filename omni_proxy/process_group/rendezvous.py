@@ -1,13 +1,10 @@
-"""The address and size of a process group, validated before anything is opened.
+"""The rendezvous of a process group: its address and size, and a connection to the trainer's store.
 
-Pure. Backends do not detect a wrong or duplicate rank: the group then never forms, or forms and
-hangs (weight-sync.md 0.7). So the numbers are validated here.
-
-A plain connection to the trainer's store: does it exist, does it answer, is it still open?
-
-torch waits for ever on a port that accepts and does not answer, and detects a trainer that died
-during a transfer only when the group times out. This connection detects the first within seconds
-and the second at once. It only sends pings; it never reads keys.
+Invariant: the numbers are validated, by pure functions, before anything is opened: backends do not
+detect a wrong or duplicate rank, and the group then never forms, or forms and hangs (weight-sync.md
+0.7). The connection says whether the store exists, responds and is still open: torch waits for ever
+on a port that accepts and does not respond, and detects a trainer that died during a transfer only
+when the group times out. It only sends pings and must never read keys.
 """
 
 from __future__ import annotations
