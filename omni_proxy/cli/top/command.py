@@ -34,7 +34,8 @@ from omni_proxy.cli.client.admin_client import (
 from omni_proxy.cli.client.worker_changes import ChangeRefused, change_worker
 from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.cli.screen.feed_model import feed_of
-from omni_proxy.cli.status import WIDTH, fetch_feed
+from omni_proxy.cli.screen.text_table import display_width, truncate
+from omni_proxy.cli.status import LEGEND, WIDTH, fetch_feed
 from omni_proxy.cli.top.follower import FeedFollower, FeedStatus
 from omni_proxy.cli.top.frame import render_frame
 from omni_proxy.cli.top.view import QUIT, Click, PendingAction, TopView
@@ -122,7 +123,9 @@ def parser() -> argparse.ArgumentParser:
     add_target_arguments(result)
     result.add_argument("--no-mouse", action="store_true", help="leave the mouse to the terminal")
     result.add_argument(
-        "--once", action="store_true", help="print one frame with all rows, and end"
+        "--once",
+        action="store_true",
+        help="print one frame with all rows, and end; in a pipe lines are whole, or COLUMNS wide",
     )
     return result
 
@@ -157,9 +160,13 @@ def _once(target: AdminTarget) -> int:
     feed = feed_of(fetch_feed(target))
     view.show(feed)
     width = shutil.get_terminal_size((WIDTH, 24)).columns
-    Console(highlight=False, width=width, soft_wrap=True).print(
-        render_frame(view, FeedStatus(feed, feed.history, "", 0.0), target.url, width)
-    )
+    # The reader of a pipe gets whole lines, unless it says how wide its screen is.
+    view.uncut = not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdecimal()
+    status = FeedStatus(feed, feed.history, "", 0.0)
+    frame = render_frame(view, status, target.url, width)
+    frame.append(f"\n{truncate(LEGEND, width)}", "dim")
+    widest = max(map(display_width, frame.plain.split("\n")))
+    Console(highlight=False, width=max(width, widest), soft_wrap=True).print(frame)
     return 0
 
 

@@ -62,11 +62,12 @@ HELP: Final = (
     ("v", "revive it: it is dead, and gets probes again"),
     ("y", "confirm; any other key cancels"),
 )
+UNCUT: Final = 1 << 16  # columns; no line is wider
 _LEAST_WHY: Final = 12  # columns; a shorter reason is useless
 FEW_ROWS: Final = 4  # have priority over the lines below them
 _ABOUT_LINES: Final = 4  # the selected worker, the message, the keys
 _BARS: Final = "▁▂▃▄▅▆▇█"
-_SPARK_LABEL: Final = 28  # columns beside a spark line
+_SPARK_LABEL: Final = 36  # columns beside a spark line
 _GOOD_ENDS: Final = frozenset(("completed", "client_disconnected", "stream_cancelled"))
 
 Line = tuple[str, str]  # text and its style
@@ -90,11 +91,14 @@ def render_frame(
         view.set_page_rows(height - len(head) - len(tail) - 1)
     else:
         view.set_page_rows(len(view.rows))
-    body = list(_body(view, width))
+    widest = UNCUT if view.uncut else width
+    body = list(_body(view, widest))
     view.title, view.title_line = body[0][0], len(head)
     if height is not None:
         body += [("", "")] * (height - len(head) - len(body) - len(tail))
-    return _joined([*head, *body, *tail], width, height)
+    if view.uncut:
+        widest = max(width, *(display_width(text) for text, _ in (*head, *body, *tail)))
+    return _joined([*head, *body, *tail], widest, height)
 
 
 def _fit_height(head: list[Line], tail: list[Line], lines: int) -> None:
@@ -180,7 +184,7 @@ def _sparks(history: Sequence[HistoryPoint], width: int) -> str:
     slowest = sparkline([point.first_p99_ms for point in points])
     last = points[-1] if points else HistoryPoint(at=0)
     worst = next((p.first_p99_ms for p in reversed(points) if p.first_p99_ms is not None), None)
-    return f"          {rates} {last.requests}/s   {slowest} p99 {format_millis(worst)}"
+    return f"          {rates} {last.requests}/s   {slowest} p99 of 1 s: {format_millis(worst)}"
 
 
 def sparkline(values: Sequence[float | None]) -> str:
