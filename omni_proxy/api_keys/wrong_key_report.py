@@ -1,4 +1,4 @@
-"""When requests without a right API key are worth a log line. Pure.
+"""When requests without a right API key are worth a log line, and how many came lately. Pure.
 
 Invariant: at most one line in `PAUSE_SECS`, however many are refused and from however many
 addresses; each refused request is in exactly one of the lines.
@@ -6,10 +6,12 @@ addresses; each refused request is in exactly one of the lines.
 
 from __future__ import annotations
 
+from collections import deque
 from math import inf
 from typing import Final
 
 PAUSE_SECS: Final = 60.0
+RECENT_SECS: Final = 60.0
 
 
 class WrongKeyReport:
@@ -25,3 +27,21 @@ class WrongKeyReport:
             return 0
         self._reported, self._due_at = refused, now + PAUSE_SECS
         return more
+
+
+class RecentRefusals:
+    """How many were refused in the last minute; exact to the time between two `note`s."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int]] = deque()
+        self._before = 0  # refused before the last minute
+
+    def note(self, refused: int, now: float) -> None:
+        """`refused`: of all time; `now`: of any clock, in seconds."""
+        self._marks.append((now, refused))
+        while self._marks[0][0] <= now - RECENT_SECS:
+            self._before = self._marks.popleft()[1]
+
+    def count(self, refused: int) -> int:
+        """Of `refused` of all time, those in the last minute."""
+        return refused - self._before

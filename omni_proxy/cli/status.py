@@ -62,7 +62,7 @@ WIDTH: Final = 80  # without a terminal, and the minimum
 ROWS: Final = 12
 REMARKS: Final = 8
 _LABEL_WIDTH: Final = 10
-_LEGEND: Final = "P50, P99: from sending to the first chunk; they, REQ/S and ERR: last minute"
+LEGEND: Final = "P50, P99: from sending to the first chunk; they, REQ/S and ERR: last minute"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -116,7 +116,7 @@ def render_status(feed: FeedModel, url: str, width: int = WIDTH, rows: int = ROW
     for line in _summary(feed, url, width):
         lines += wrap(line, width, subsequent_indent=" " * _LABEL_WIDTH)
     if ordered:
-        lines += ["", *fleet_table(ordered[:rows], verdicts, width), *wrap(_LEGEND, width)]
+        lines += ["", *fleet_table(ordered[:rows], verdicts, width), *wrap(LEGEND, width)]
         if len(ordered) > rows:
             hidden = Counter(verdicts[row.id].kind for row in ordered[rows:])
             kinds = ", ".join(f"{count} {kind}" for kind, count in hidden.items())
@@ -202,6 +202,19 @@ def describe_stalls(watched: WatchdogStatus, now: datetime | None) -> str:
     return f"the proxy was blocked for a second or more {times}{last}: its log has the stacks"
 
 
+def _key_refusals(feed: FeedModel) -> Iterator[str]:
+    count, total = feed.refused_without_key_last_minute, feed.refused_without_key
+    if not count:
+        return
+    noun = "request" if count == 1 else "requests"
+    yield (
+        f"{count} {noun} without a right key refused (401) in the last minute, {total} since the "
+        "start: with [[keys]] or [server] api_key every client needs one; give each a key "
+        "(omni-proxy keys new --name NAME), or remove these entries to open the model routes; "
+        "omni-proxy logs shows who sends them"
+    )
+
+
 def describe_versions(feed: FeedModel) -> str:
     """A warning where the proxy is not of this command's version; "" where it is."""
     if not feed.version or feed.version == __version__:
@@ -243,7 +256,9 @@ def describe_requests(feed: FeedModel, history: Sequence[HistoryPoint]) -> str:
     else:
         ended, errors = last_minute(history)
     share = f" ({100 * errors / ended:.1f} %)" if errors and ended else ""
-    return f"{text}; last minute: {ended} ended, {errors} errors{share}"
+    keyless = feed.refused_without_key_last_minute
+    refused = f", {keyless} refused without a right key" if keyless else ""
+    return f"{text}; last minute: {ended} ended, {errors} errors{share}{refused}"
 
 
 def _remarks(
@@ -255,6 +270,7 @@ def _remarks(
         yield "the last reload was refused: omni-proxy check lists all problems"
     if feed.last_reload and feed.last_reload.get("incomplete"):
         yield "a part of the proxy could not apply the new configuration: see its log, then reload"
+    yield from _key_refusals(feed)
     for supervisor in feed.supervisors:
         if supervisor.state != "running" and not supervisor.same_as:
             because = f": {printable(supervisor.last_error)}" if supervisor.last_error else ""

@@ -24,7 +24,7 @@ import trio
 
 from omni_proxy.api_keys.caller import IN_FLIGHT, REFUSED, SLOT_CELLS, slot_totals
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
-from omni_proxy.api_keys.wrong_key_report import WrongKeyReport
+from omni_proxy.api_keys.wrong_key_report import RecentRefusals, WrongKeyReport
 from omni_proxy.config.api_keys import MAX_KEYS
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
@@ -275,6 +275,7 @@ class KeyCounters:
         self.descriptor = descriptor
         self.index = index
         self.highest = 0
+        self.recent_refusals = RecentRefusals()  # the main process's part
         self._rows: dict[int, Row] = {}
 
     @classmethod
@@ -301,7 +302,10 @@ class KeyCounters:
         return [self._cells(index, slot) for index in self._indexes() if index != self.index]
 
     def totals(self, slot: int) -> dict[str, int]:
-        return slot_totals(self._cells(index, slot) for index in self._indexes())
+        totals = slot_totals(self._cells(index, slot) for index in self._indexes())
+        if slot == UNKNOWN_SLOT:
+            totals["refused_last_minute"] = self.recent_refusals.count(self.refused_without_key())
+        return totals
 
     def refused_without_key(self) -> int:
         return sum(self._cells(index, UNKNOWN_SLOT)[REFUSED] for index in self._indexes())
@@ -341,13 +345,16 @@ class KeyCounters:
 
 
 async def report_wrong_keys(find: Callable[[], KeyCounters | None]) -> None:
-    """Log now and then that requests of any process came without a right key, until cancelled.
+    """Log now and then that requests of any process came without a right key, and note how many
+    of them each minute had, until cancelled.
     `find`: the counters, once there are some."""
     report = WrongKeyReport()
     while True:
         await trio.sleep(REPORT_SECS)
         counters = find()
         refused = counters.refused_without_key() if counters is not None else 0
+        if counters is not None:
+            counters.recent_refusals.note(refused, trio.current_time())
         if more := report.due(refused, trio.current_time()):
             _log.warning("wrong_api_key requests=%d: 401 without a right key", more)
 

@@ -156,3 +156,13 @@ def test_any_feed_renders_to_single_lines_that_fit(reported, width):
     for line in render_status(read_feed(json.dumps(reported)), "http://p", width):
         assert line.isprintable()
         assert display_width(line) <= width
+
+
+def test_requests_refused_without_a_key_need_attention_while_they_come():
+    counts = {"refused_without_key": 1165, "refused_without_key_last_minute": 20}
+    text = " ".join(map(str.strip, render_status(feed_of(feed(row(), **counts)), "http://p")))
+    assert "0 errors, 20 refused without a right key" in text
+    assert "Needs attention 20 requests without a right key refused (401)" in text
+    assert "1165 since the start" in text
+    over = counts | {"refused_without_key_last_minute": 0}
+    assert "right key" not in str(render_status(feed_of(feed(row(), **over)), "http://p"))

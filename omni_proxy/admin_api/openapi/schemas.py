@@ -37,6 +37,11 @@ TIME: Final[Schema] = {"type": "string", "format": "date-time"}
 COUNTS: Final[Schema] = {"type": "object", "additionalProperties": COUNT}
 CAPABILITY: Final[Schema] = {"type": "string", "enum": list(CAPABILITIES)}
 
+# Requests without a right key.
+_KEY_REFUSALS: Final[dict[str, Schema]] = {
+    "refused_without_key": COUNT, "refused_without_key_last_minute": COUNT,
+}  # fmt: skip
+
 
 def or_auto(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"const": "auto"}]}
@@ -264,14 +269,14 @@ SCHEMAS: Final[dict[str, Schema]] = {
             input_tokens=COUNT, output_tokens=COUNT,
             refused=shape(**dict.fromkeys(REASONS, COUNT)),
         )),
-        refused_without_key=COUNT, error=TEXT_OR_NULL,
+        **_KEY_REFUSALS, error=TEXT_OR_NULL,
     ),
     "Status": shape(
         version=TEXT, pid=COUNT, started_at=TIME, uptime_secs=NUMBER, listeners=listed(TEXT),
         revision=COUNT, config_file=TEXT_OR_NULL, state_file=TEXT_OR_NULL,
         state_error=TEXT_OR_NULL, last_reload=OBJECT, supervisors=listed(OBJECT),
         watchdog=OBJECT, data_plane=OBJECT, door=OBJECT, fleet=shape(**COUNTED),
-        launch=listed(OBJECT),
+        launch=listed(OBJECT), **_KEY_REFUSALS,
         discovery=listed(OBJECT), cluster=OBJECT_OR_NULL,
     ),
     "Workers": {
@@ -357,7 +362,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
         supervisors=listed(OBJECT),
         watchdog=OBJECT, weights=OBJECT, keys=listed(OBJECT),
         reader=shape(name=TEXT_OR_NULL, role=TEXT), discovery=listed(OBJECT),
-        cluster=OBJECT_OR_NULL,
+        cluster=OBJECT_OR_NULL, **_KEY_REFUSALS,
     ),
     "Outcome": {**_OUTCOME, "description": "Of a weight route, refusals included."},
     "Weights": shape(

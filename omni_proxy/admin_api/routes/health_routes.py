@@ -15,6 +15,7 @@ from omni_proxy import __version__
 from omni_proxy.admin_api.access import KeyCheck
 from omni_proxy.admin_api.responses import etag, if_match, json_response, raise_on_mismatch
 from omni_proxy.admin_api.serializers.discovery_report import discovery_rows
+from omni_proxy.admin_api.serializers.key_records import key_refusals
 from omni_proxy.admin_api.serializers.readiness import describe_reason, is_opening, unready
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
@@ -109,6 +110,7 @@ class FleetHealthRoutes:
                 },
                 "supervisors": services.supervisors(),
                 "watchdog": services.data_plane.watchdog(),
+                **key_refusals(services),
                 "data_plane": data_plane,
                 "door": data_plane,  # the old name
                 "fleet": services.fleet.count_by_state(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quart import Quart, Response
 
 from omni_proxy.admin_api.responses import json_response
-from omni_proxy.admin_api.serializers.key_records import key_records, refused_without_key
+from omni_proxy.admin_api.serializers.key_records import key_records, key_refusals
 from omni_proxy.admin_api.services import Services
 
 
@@ -21,7 +21,7 @@ class KeyRoutes:
         return json_response(
             {
                 "keys": key_records(services),
-                "refused_without_key": refused_without_key(services),
+                **key_refusals(services),
                 "error": services.keys_error() or None,
             }
         )

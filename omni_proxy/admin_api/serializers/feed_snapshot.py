@@ -15,7 +15,7 @@ import trio
 
 from omni_proxy import __version__
 from omni_proxy.admin_api.serializers.discovery_report import discovery_rows
-from omni_proxy.admin_api.serializers.key_records import key_records
+from omni_proxy.admin_api.serializers.key_records import key_records, key_refusals
 from omni_proxy.admin_api.serializers.readiness import unready
 from omni_proxy.admin_api.serializers.worker_records import (
     Why,
@@ -84,6 +84,7 @@ class Snapshots:
             "uptime_secs": round(time.monotonic() - services.started, 3),
             "revision": config_store.revision,
             "keys": key_records(services),
+            **key_refusals(services),
             "ready": not reason,
             "reason": reason or None,
             "leaving": leaving,

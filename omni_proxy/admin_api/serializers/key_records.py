@@ -15,6 +15,7 @@ from omni_proxy.telemetry.prometheus import counters, gauges
 
 UNKNOWN = ""  # the name of those without a right key
 UNKNOWN_REASON = "invalid_api_key"
+_UNKNOWN_CELL = f"refused_{REASONS[0]}"
 _TOKENS = {"input": "input_tokens", "output": "output_tokens"}
 
 
@@ -35,7 +36,16 @@ def key_records(services: Services) -> list[dict[str, object]]:
 
 
 def refused_without_key(services: Services) -> int:
-    return services.key_usage().get(UNKNOWN, {}).get(f"refused_{REASONS[0]}", 0)
+    return services.key_usage().get(UNKNOWN, {}).get(_UNKNOWN_CELL, 0)
+
+
+def key_refusals(services: Services) -> dict[str, int]:
+    """Requests without a right key, since the start and in the last minute."""
+    counts = services.key_usage().get(UNKNOWN, {})
+    return {
+        "refused_without_key": counts.get(_UNKNOWN_CELL, 0),
+        "refused_without_key_last_minute": counts.get("refused_last_minute", 0),
+    }
 
 
 def _usage(counts: dict[str, int]) -> dict[str, object]:

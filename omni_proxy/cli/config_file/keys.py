@@ -40,10 +40,13 @@ KEY_BYTES: Final = 32
 NOBODY, UNUSABLE = 1, 2
 ANSWER_SECS: Final = 30.0
 LIMITS: Final = ("max_inflight", "requests_per_minute", "tokens_per_minute")
+PRIORITIES: Final = range(-1000, 1001)
+CLOSES: Final = "With the first such entry, model routes answer 401 to everyone without a key."
 _USAGE: Final = ("CALLER", "BUSY", "REQUESTS", "IN", "OUT", "REQ/MIN", "TOKENS/MIN", "REFUSED")
 _EPILOG = """\
 examples:
   omni-proxy keys new --name team-a --max-inflight 4 --tokens-per-minute 100000
+  omni-proxy keys new --name team-b --models qwen3-32b lora-b --priority 5
   omni-proxy keys usage
   omni-proxy keys hash < /run/secrets/team-a
   printenv TEAM_A_KEY | omni-proxy keys check --config proxy.toml
@@ -76,6 +79,14 @@ def parser() -> argparse.ArgumentParser:
         new.add_argument(
             f"--{limit.replace('_', '-')}", metavar="N", type=_limit, help="with --name: a limit"
         )
+    new.add_argument(
+        "--models", metavar="NAME", nargs="+", type=_model,
+        help="with --name: the models that its requests may name (default all)",
+    )  # fmt: skip
+    new.add_argument(
+        "--priority", metavar="N", type=_priority,
+        help="with --name: of requests that wait, a higher one leaves the queue first (default 0)",
+    )  # fmt: skip
     usage = commands.add_parser(
         "usage", help="what the callers of a running proxy have used", allow_abbrev=False
     )
@@ -133,10 +144,27 @@ def _limit(text: str) -> int:
     return int(text)
 
 
+def _model(text: str) -> str:
+    if not text or not text.isprintable():
+        raise argparse.ArgumentTypeError("the name of a model, alias or adapter")
+    return text
+
+
+def _priority(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = PRIORITIES.stop
+    if value not in PRIORITIES:
+        raise argparse.ArgumentTypeError("a whole number from -1000 to 1000")
+    return value
+
+
 def _new(arguments: argparse.Namespace) -> int:
     key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
     made = {"key": key, "key_sha256": sha256_of_key(key.encode())}
-    limits = {name: getattr(arguments, name) for name in LIMITS if getattr(arguments, name)}
+    names = ("models", *LIMITS, "priority")
+    limits = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
     if limits and not arguments.name:
         print("omni-proxy keys: limits stand in an entry: give it a --name", file=sys.stderr)
         return UNUSABLE
@@ -144,10 +172,12 @@ def _new(arguments: argparse.Namespace) -> int:
         named = {"name": arguments.name, **limits} if arguments.name else {}
         print(json.dumps(made | named))
     elif arguments.name:
-        print(f"The key, for the caller alone:\n{key}\n\nFor the configuration file:\n[[keys]]")
+        print(f"The key, for the caller alone:\n{key}\n\nFor the configuration file:")
+        print(f"# {CLOSES}\n[[keys]]")
         print(f'name = "{arguments.name}"\nkey_sha256 = "{made["key_sha256"]}"')
         for name, value in limits.items():
-            print(f"{name} = {value}")
+            # A string or an array of strings is the same in JSON and in TOML.
+            print(f"{name} = {json.dumps(value, ensure_ascii=False)}")
     else:
         for name, value in made.items():
             print(f"{name:<11} {value}")
@@ -171,7 +201,8 @@ def usage_lines(body: JsonObject) -> list[str]:
     """Of a response of GET /keys."""
     callers = body.get("keys") or []
     if not callers:
-        return ["no callers: the configuration has no [[keys]]; `omni-proxy keys new --name NAME`"]
+        none = "no callers: the configuration has no [[keys]]; `omni-proxy keys new --name NAME`"
+        return [none, *_refusal_lines(body)]
 
     def row(caller: JsonObject) -> tuple[object, ...]:
         bound = caller.get("max_inflight")
@@ -187,7 +218,18 @@ def usage_lines(body: JsonObject) -> list[str]:
             ", ".join(refused) or "-",
         )
 
-    return render_table(_USAGE, [row(each) for each in callers], right_aligned=_USAGE[1:7])
+    table = render_table(_USAGE, [row(each) for each in callers], right_aligned=_USAGE[1:7])
+    return [*table, *_refusal_lines(body)]
+
+
+def _refusal_lines(body: JsonObject) -> list[str]:
+    """Of requests without a right key, where there were any."""
+    if not (total := body.get("refused_without_key")):
+        return []
+    recent = body.get("refused_without_key_last_minute", 0)
+    return [
+        f"without a right key: {total} refused (401) since the start, {recent} in the last minute"
+    ]
 
 
 def _check(digest: str, file: Path, *, as_json: bool) -> int:

@@ -22,7 +22,7 @@ commands:
   omni-proxy init [FILE]     write FILE: it asks for what no flag sets
   omni-proxy check FILE      validate FILE; binds nothing
   omni-proxy schema          JSON schema of FILE, for editors
-  omni-proxy keys ...        new: make a key; hash, check: of a key on stdin
+  omni-proxy keys ...        new: make a key; hash, check: of a key on stdin; usage
   omni-proxy replica ...     run one inference replica; see `omni-proxy replica --help`
   omni-proxy launch ...      start replicas and the proxy in front of them
   omni-proxy launch-router   as sglang-router's launch_router: --worker-urls URL ...
@@ -35,6 +35,7 @@ commands for a running proxy (--url URL or --config FILE):
   omni-proxy workers ...     list, add, remove, disable, enable, drain, revive
   omni-proxy explain [FILE]  where a request would go, and why
   omni-proxy logs --follow   its access log, pretty-printed
+  omni-proxy trace ID        what its route log has of a trace or a request
   omni-proxy weights ...     its workers' weights: status, pause, resolve, ...
   omni-proxy upgrade         start a new program, which takes over; nothing is cut
   omni-proxy completion bash completion script for your shell (also zsh, fish)

@@ -11,7 +11,10 @@ USED = {
 async def test_callers_are_shown_with_limits_and_usage_but_no_hash():
     digest = "ab" * 32
     caller = CallerKey(name="team-a", key_sha256=digest, models=("m",), requests_per_minute=60)
-    usage = {"team-a": USED, "": dict.fromkeys(USED, 0) | {"refused_max_inflight": 4}}
+    usage = {
+        "team-a": USED,
+        "": dict.fromkeys(USED, 0) | {"refused_max_inflight": 4, "refused_last_minute": 2},
+    }
     api = build_api(entry(A), keys=(caller,), services={"key_usage": lambda: usage})
     answer = await api.client().get("/keys")
     body = await answer.get_json()
@@ -20,6 +23,9 @@ async def test_callers_are_shown_with_limits_and_usage_but_no_hash():
     assert (shown["in_flight"], shown["requests"], shown["input_tokens"]) == (2, 7, 30)
     assert shown["refused"]["model"] == 3
     assert (body["refused_without_key"], body["error"]) == (4, None)
+    for path in ("/keys", "/status", "/feed?once=true"):
+        body = await (await api.client().get(path)).get_json()
+        assert body["refused_without_key_last_minute"] == 2
     metrics = (await (await api.client().get("/metrics")).get_data()).decode()
     assert 'omni_proxy_key_refused_total{key="team-a",reason="model"} 3.0' in metrics
     assert 'omni_proxy_key_refused_total{key="",reason="invalid_api_key"} 4.0' in metrics

@@ -26,13 +26,15 @@ key_sha256 = "{digest}"
 
 
 def test_a_new_key_with_a_name_comes_with_its_entry(capsys, tmp_path):
-    assert main(["new", "--name", "team-b", "--max-inflight", "4", "--tokens-per-minute", "9"]) == 0
-    key, entry = re.search(
-        r"(omni-\S+)\n.*?(\[\[keys\]\].*)", capsys.readouterr().out, re.DOTALL
-    ).groups()
+    words = ("--max-inflight", "4", "--tokens-per-minute", "9", "--priority", "-5")
+    assert main(["new", "--name", "team-b", *words, "--models", 'a"b', "m:é"]) == 0
+    out = capsys.readouterr().out
+    key, entry = re.search(r"(omni-\S+)\n.*?(\[\[keys\]\].*)", out, re.DOTALL).groups()
+    assert keys.CLOSES in out
     (caller,) = parse(entry).keys
     assert (caller.name, caller.max_inflight, caller.tokens_per_minute) == ("team-b", 4, 9)
     assert caller.key_sha256 == digest_of(key)
+    assert (caller.models, caller.priority) == (('a"b', "m:é"), -5)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,8 @@ def test_a_new_key_with_a_name_comes_with_its_entry(capsys, tmp_path):
         (("--max-inflight", "4"), "--name"),
         (("--name", 'a"b'), "letters"),
         (("--name", "a", "--max-inflight", "0"), "from 1 on"),
+        (("--name", "a", "--priority", "1001"), "-1000 to 1000"),
+        (("--priority", "1"), "--name"),
     ],
 )
 def test_an_entry_that_would_be_refused_is_not_made(capsys, words, text):
@@ -75,9 +79,12 @@ def test_what_callers_use_is_a_table(proxy, capsys):
         "max_inflight",
         "3",
     ]
-    proxy.says["/keys"] = (200, {"keys": []})
+    refused = {"refused_without_key": 9, "refused_without_key_last_minute": 2}
+    proxy.says["/keys"] = (200, {"keys": [], **refused})
     assert main(["usage", "--url", proxy.url]) == 0
-    assert "no callers" in capsys.readouterr().out
+    none, keyless = capsys.readouterr().out.splitlines()
+    assert "no callers" in none
+    assert keyless.endswith("9 refused (401) since the start, 2 in the last minute")
     assert main(["usage", "--url", "http://127.0.0.1:1"]) == 2
 
 
