@@ -1,4 +1,5 @@
 import io
+import re
 import signal
 import subprocess
 import sys
@@ -6,7 +7,7 @@ import sys
 import pytest
 
 import omni_proxy
-from omni_proxy.cli import INNER, check, main
+from omni_proxy.cli import COMMANDS, INNER, check, main
 from omni_proxy.config.schema import Config
 
 
@@ -290,6 +291,13 @@ def test_what_is_no_command_is_distinguished_from_those_that_are(refused, word, 
     assert f'unknown command "{word}"' in output
     assert reported in output
     assert len(output.splitlines()) == 1
+
+
+def test_the_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert [name for name in COMMANDS if not re.search(rf"omni-proxy \[?{name}\b", shown)] == []
 
 
 @pytest.mark.parametrize("words", [["help"], ["help", "status"], ["help", "weights", "rollback"]])

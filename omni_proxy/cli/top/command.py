@@ -164,7 +164,7 @@ def _once(target: AdminTarget) -> int:
     view.uncut = not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdecimal()
     status = FeedStatus(feed, feed.history, "", 0.0)
     frame = render_frame(view, status, target.url, width)
-    frame.append(f"\n{truncate(LEGEND, width)}", "dim")
+    frame.append(f"\n{LEGEND if view.uncut else truncate(LEGEND, width)}", "dim")
     widest = max(map(display_width, frame.plain.split("\n")))
     Console(highlight=False, width=max(width, widest), soft_wrap=True).print(frame)
     return 0

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_proxy.cli import main
 from omni_proxy.cli.screen.feed_model import feed_of, read_feed
 from omni_proxy.cli.screen.text_table import display_width
 from omni_proxy.cli.top.follower import FeedStatus
@@ -211,3 +212,17 @@ def test_a_worker_with_data_parallel_ranks_shows_the_load_of_each():
     text = "\n".join(drawn(feed_of(feed(row("a:1", ranks_in_flight=(3, 0, 12))))))
     assert "  ranks 3 0 12 in flight, " in text
     assert "ranks" not in "\n".join(drawn(feed_of(feed(row("a:1")))))
+
+
+@pytest.mark.parametrize("columns", ["", "60"])
+def test_a_pipe_gets_whole_lines_or_as_many_columns_as_its_reader_has(
+    proxy, capsys, monkeypatch, columns
+):
+    monkeypatch.setenv("COLUMNS", columns)
+    why = "dead: " + "long reason " * 20 + "end"
+    proxy.says["/feed"] = (200, feed(row(), row("b:1", routable=False, health="dead", why=why)))
+    assert main(["top", "--once", "--url", proxy.url]) == 0
+    out = capsys.readouterr().out
+    assert ("reason end" in out) is not bool(columns)
+    assert max(map(len, out.splitlines())) < (61 if columns else 500)
+    assert out.splitlines()[-1].startswith("P50, P99: from sending to the first chunk")
