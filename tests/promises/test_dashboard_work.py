@@ -108,6 +108,9 @@ async def test_traffic_is_charted_and_a_request_says_what_became_of_it(page, tmp
         await push_words(page, "Charts of it")
         await page.until(f"past?.worker === {json.dumps(two.url)} && Boolean(fleetPast)")
         assert f"of {address(two)} over the last 15 min" in await page.tell(label)
+        await page.tell("past.series.requests_per_sec.fill(0).fill(0.4, 0, 2); paintCharts()")
+        assert await page.text("#traffic-says") == "4 requests, 0 errors in 15 min"
+        assert "tokens are not counted" in await page.text("#charts")
         await page.click("#traffic summary")
         await shows(page, "#chart-values", "Time to first token, p95", "highest")
 
@@ -166,8 +169,13 @@ async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
         await page.type("team-a")
         await page.click("#key-inflight")
         await page.type("4")
+        await fill(page, "#key-models", "m, n")
+        await fill(page, "#key-priority", "-2")
+        await shows(page, "#keying-first", "each request without a key is refused")
         await page.press("Enter")
-        await shows(page, "#new-key", "[[keys]]", "max_inflight = 4")
+        limits = ("max_inflight = 4", 'models = ["m", "n"]', "priority = -2")
+        await shows(page, "#new-key", "[[keys]]", *limits)
+        assert await page.tell("document.querySelector('#keying .main').innerText") == "Close"
         made, entry = await page.tell(
             "[...document.querySelectorAll('#new-key pre')].map((it) => it.innerText)"
         )
@@ -176,11 +184,14 @@ async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
         assert made not in await page.tell("document.documentElement.outerHTML")
         file = tmp_path / "proxy.toml"
         file.write_text(f"{file.read_text()}\n{entry}")
-        await shows(page, "#callers", "team-a", "0 of 4")
+        await shows(page, "#callers", "team-a", "0 of 4", "models m, n")
 
+        await fill(page, "#chat-model", "m")
         await fill(page, "#chat-text", "Hi")
         await page.press("Enter")
         await shows(page, "#chat-turns", "401", "Give a caller's key above")
+        await shows(page, "#alerts", "1 request without a right key was refused in the last minute")
+        await shows(page, "#callers", "without a right key")
         await page.click("#chat-key")
         await page.type(made)
         await fill(page, "#chat-text", "Hi again")
@@ -191,6 +202,60 @@ async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
         stored = "[localStorage.length, sessionStorage.length, document.cookie]"
         assert await page.tell(stored) == [0, 0, ""]
         assert [url for url in page.asked if made in url] == []
+
+
+SLOW_ONES = """(() => {
+    stop();
+    const one = last.fleet[0], long = seconds(last.at) - 600, begun = (secs) => new Date(1000 * secs).toISOString();
+    const of = (at, model, first_p50_ms, rate, fields) => ({
+        ...one, id: `w${at}`, url: `http://10.0.0.${at}:1`, display_id: null, model, answers: 9, first_p50_ms,
+        first_p99_ms: first_p50_ms, rate, state_since: begun(long), since: begun(long), ...fields});
+    const added = begun(seconds(last.at) - 20);
+    const drained = {routable: false, disabled: true, drain: {state: "drained"}, why: "drained"};
+    last.fleet = [
+        of(1, "a", 100, 1), of(2, "a", 110, 1), of(3, "a", 400, 1), of(4, "a", 300, 1), of(5, "a", 900, 1, drained),
+        of(6, "b", 50, 0.6, {state_since: added}), of(7, "b", 50, 0.6, {state_since: added}), of(8, "b", 500, 0.8),
+        ...[9, 10].map((at) => of(at, "a", 100, 1))];
+    paint();
+})()"""
+
+
+async def test_every_slow_worker_is_named_and_found_by_that_word(page, tmp_path):
+    async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
+        await shows(page, row(fleet[0]), "takes requests")
+        await page.tell(SLOW_ONES)
+        alerts = await page.text("#alerts")
+        assert [at for at in range(1, 11) if f"10.0.0.{at}:1 is slow" in alerts] == [3, 4, 8]
+        assert "10.0.0.5:1 is out" in alerts
+        # Its rate is of a minute in which the others were not there for long.
+        (cause,) = [line for line in alerts.split("\n") if "10.0.0.8:1 is slow" in line]
+        assert ("requests/s" in cause, "have not served for as long" in cause) == (False, True)
+        drained = "document.querySelector('[data-worker=w5] .badge.slow')"
+        colours = f"(({{color, backgroundColor}}) => [color, backgroundColor])(getComputedStyle({drained}))"
+        text, back = await page.tell(colours)
+        assert text != back
+        await page.press("/")
+        await page.type("slow")
+        found = await page.tell(
+            "[...document.querySelectorAll('#rows > tr')].map((it) => it.dataset.worker)"
+        )
+        assert found == ["w3", "w4", "w5", "w8"]
+
+
+async def test_a_warning_goes_when_its_worker_is_removed(page, tmp_path):
+    async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
+        await shows(page, row(fleet[0]), "takes requests")
+        hidden = await page.tell("""(() => {
+            stop();
+            report("was added; not checked yet", "warn");
+            toldOf = {id: last.fleet[0].id, seen: false};
+            paint();
+            const before = $("told").hidden;
+            last.fleet = [];
+            paint();
+            return [before, $("told").hidden];
+        })()""")
+        assert hidden == [False, True]
 
 
 MANY = """(() => {

@@ -73,6 +73,7 @@ class Snapshots:
         reason_of = reasons(services, pauses, disabled_by)
         launch = services.launcher.status() if services.launcher else []
         launches = {row["url"]: row for row in launch}
+        server = config_store.config.server
         loop_lag_ms = round(instruments.ticker.worst_secs * 1000, 2)
         counts = {**plane.counts(), "loop_lag_ms": loop_lag_ms}
         now = time.time()
@@ -85,10 +86,12 @@ class Snapshots:
             "revision": config_store.revision,
             "keys": key_records(services),
             **key_refusals(services),
+            "key_required": bool(server.api_key or config_store.config.keys),
             "ready": not reason,
             "reason": reason or None,
             "leaving": leaving,
-            "metrics": config_store.config.server.metrics,
+            "metrics": server.metrics,
+            "usage_metrics": server.metrics and server.usage_metrics,
             "config_file": str(config_store.file) if config_store.file else None,
             "admission": plane.admission(),
             "data_plane": counts,

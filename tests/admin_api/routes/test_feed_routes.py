@@ -47,6 +47,8 @@ async def test_one_look_reports_fleet_history_ends_and_what_runs(api):
     assert {end["end"] for end in body["recent_ends"]} == {"completed", "stream_error"}
     assert body["recent_ends"][0]["total_ms"] == pytest.approx(1100)
     assert body["last_reload"] == {"outcome": "applied"}
+    assert (body["key_required"], body["refused_without_key"]) == (False, 0)
+    assert body["usage_metrics"] is False
     assert body["weights"]["workers"][0]["worker"] == A
 
 

@@ -26,6 +26,7 @@ async def test_callers_are_shown_with_limits_and_usage_but_no_hash():
     for path in ("/keys", "/status", "/feed?once=true"):
         body = await (await api.client().get(path)).get_json()
         assert body["refused_without_key_last_minute"] == 2
+    assert (body["key_required"], body["refused_without_key"]) == (True, 4)
     metrics = (await (await api.client().get("/metrics")).get_data()).decode()
     assert 'omni_proxy_key_refused_total{key="team-a",reason="model"} 3.0' in metrics
     assert 'omni_proxy_key_refused_total{key="",reason="invalid_api_key"} 4.0' in metrics

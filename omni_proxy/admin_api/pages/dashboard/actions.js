@@ -1,14 +1,22 @@
 /* What an operator changes: each call says what it did or why not, and what can't be undone asks first. */
-const TOLD_SECS = 8;
-let telling = 0;
-/* Good news goes by itself; what failed, and what has a button, stays until it is closed. */
+const TOLD_SECS = { ok: 8, warn: 8, bad: 30 };
+let telling = 0, toldOf = null;  // the worker that it is about: { id, seen }
+/* It goes by itself, what failed after longer; what is still being done, and what has a button, ends it itself. */
 function report(text, kind, ...buttons) {
   clearTimeout(telling);
+  toldOf = null;
   say($("told-words"), text);
   dress($("told-words"), kind);
   $("told-acts").replaceChildren(...buttons, pressed("Close", "", () => report("", "")));
   show($("told"), Boolean(text));
-  if (kind === "ok" && !buttons.length) telling = setTimeout(() => report("", ""), TOLD_SECS * 1000);
+  if (text && TOLD_SECS[kind] && !buttons.length) telling = setTimeout(() => report("", ""), TOLD_SECS[kind] * 1000);
+}
+/* What was said of a worker goes with it. */
+function dropReport(fleet) {
+  if (!toldOf) return;
+  const there = fleet.some((worker) => worker.id === toldOf.id);
+  if (toldOf.seen && !there) report("", "");
+  else toldOf.seen = there;  // the feed may be older than a worker that was just added
 }
 cleaners.push(() => { report("", ""); clearTimeout(undoing); undoing = 0; });
 const named = (worker) => short(worker.url);
@@ -31,6 +39,7 @@ async function act(worker, button, words, done, ...call) {
   button?.setAttribute("aria-busy", "true");
   const answer = await change(`${words} ${named(worker)}`, `${named(worker)} ${done}`, ...call);
   button?.removeAttribute("aria-busy");
+  if (!answer.ok) toldOf = { id: worker.id, seen: false };
   return answer;
 }
 const ONLY = "It is the only worker that takes requests: all requests will fail or wait until another one does.";
@@ -125,6 +134,7 @@ $("adding-form").addEventListener("submit", async (event) => {
   $("adding").close();
   $("adding-form").reset();
   report(`${clock(Date.now() / 1000)}: ${short(worker.url)} was added${worker.routable ? "; it takes requests" : `; ${worker.why ?? "it takes no requests yet"}`}.`, worker.routable ? "ok" : "warn");
+  toldOf = { id: worker.id, seen: false };
 });
 
 /* ---- what ends a pause or a hold ---- */

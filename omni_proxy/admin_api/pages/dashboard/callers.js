@@ -8,36 +8,48 @@ function usage(used, limit) {
 }
 function paintCallers() {
   const callers = last.keys ?? [];
-  show($("caller-table"), callers.length > 0);
+  const refused = last.refused_without_key ?? 0;
+  show($("caller-table"), callers.length > 0 || refused > 0);
   show($("no-callers"), !callers.length);
-  fill($("caller-rows"), callers, () => callers.map((caller) => make("tr", "",
+  say($("no-callers"), last.key_required ? "All callers share the key of [server] api_key; no [[keys]]." : "No [[keys]]: whoever reaches the port may send requests.");
+  fill($("caller-rows"), [callers, refused], () => [...callers.map((caller) => make("tr", "",
     make("td", "", make("b", "", caller.name), make("div", "quiet small", caller.models?.length ? `models ${caller.models.join(", ")}` : "")),
     make("td", "", usage(caller.in_flight, caller.max_inflight)),
     make("td", "", count(caller.requests), make("div", "quiet small", caller.requests_per_minute ? `at most ${count(caller.requests_per_minute)} a minute` : "")),
     make("td", "", `${count(caller.input_tokens)}, ${count(caller.output_tokens)}`, make("div", "quiet small", caller.tokens_per_minute ? `at most ${count(caller.tokens_per_minute)} a minute` : "")),
-    make("td", "", Object.entries(caller.refused).filter((each) => each[1]).map(([reason, number]) => `${reason.replaceAll("_", " ")} ${count(number)}`).join(", ") || "none"))));
+    make("td", "", Object.entries(caller.refused).filter((each) => each[1]).map(([reason, number]) => `${reason.replaceAll("_", " ")} ${count(number)}`).join(", ") || "none"))), ...refused ? [make("tr", "", make("td", "quiet", "without a right key"), ...["", "", ""].map(() => make("td", "quiet", "–")), make("td", "", count(refused)))] : []]);
+}
+/* Once a key is shown the next step is to put its entry into the file, not to make another. */
+function showKey(...parts) {
+  $("new-key").replaceChildren(...parts);
+  say($("keying-make"), parts.length ? "Make another" : "Make a key");
+  dress($("keying-make"), parts.length ? "" : "main");
+  dress($("keying-no"), parts.length ? "main" : "");
 }
 $("make-key").addEventListener("click", () => {
-  $("new-key").replaceChildren();
+  showKey();
+  show($("keying-first"), !last.key_required);
+  $("key-known").replaceChildren(...[...new Set((last.fleet ?? []).flatMap((worker) => [worker.model, ...worker.adapters ?? []]).filter(Boolean))].map((model) => new Option(model)));
   $("keying").showModal();
   $("key-name").focus();
 });
-$("keying-no").addEventListener("click", () => { $("new-key").replaceChildren(); $("keying").close(); });
-$("keying").addEventListener("close", () => $("new-key").replaceChildren());
+$("keying-no").addEventListener("click", () => { showKey(); $("keying").close(); });
+$("keying").addEventListener("close", () => showKey());
 const KEY_BYTES = 32;
 $("keying-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   const name = $("key-name").value.trim();
-  const limits = [["max_inflight", "key-inflight"], ["requests_per_minute", "key-requests"], ["tokens_per_minute", "key-tokens"]];
-  const lines = (hash) => ["[[keys]]", `name = "${name}"`, `key_sha256 = "${hash}"`, ...limits.filter(([, id]) => $(id).value).map(([key, id]) => `${key} = ${Number($(id).value)}`)].join("\n") + "\n";
+  const limits = [["max_inflight", "key-inflight"], ["requests_per_minute", "key-requests"], ["tokens_per_minute", "key-tokens"], ["priority", "key-priority"]];
+  const models = [...new Set($("key-models").value.split(",").map((each) => each.trim()).filter(Boolean))];
+  const lines = (hash) => ["[[keys]]", `name = "${name}"`, `key_sha256 = "${hash}"`, ...models.length ? [`models = [${models.map((each) => JSON.stringify(each)).join(", ")}]`] : [], ...limits.filter(([, id]) => $(id).value).map(([key, id]) => `${key} = ${Number($(id).value)}`)].join("\n") + "\n";
   if (!crypto.subtle) {
-    $("new-key").replaceChildren(make("p", "warn", "A browser makes hashes only on https or on localhost. Make the key with omni-proxy keys new, and put its hash here:"), make("pre", "box", lines("THE HASH")));
+    showKey(make("p", "warn", "A browser makes hashes only on https or on localhost. Make the key with omni-proxy keys new, and put its hash here:"), make("pre", "box", lines("THE HASH")));
     return;
   }
   const random = btoa(String.fromCharCode(...crypto.getRandomValues(new Uint8Array(KEY_BYTES)))).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "");
   const made = `omni-${random}`, digest = new Uint8Array(await crypto.subtle.digest("SHA-256", new TextEncoder().encode(made)));
   const hash = [...digest].map((each) => each.toString(16).padStart(2, "0")).join("");
-  $("new-key").replaceChildren(
+  showKey(
     make("p", "", make("b", "", "1. "), `The key, for ${name}. It is shown once, and sent nowhere:`), copied(made),
     make("p", "", make("b", "", "2. "), `Its entry, for the end of ${last?.config_file ?? "the configuration file"}; the file is read again when it changes:`), copied(lines(hash)));
 });

@@ -1,12 +1,13 @@
 /* Charts of the last hours, of the fleet or of one worker, from GET /history. One pointer for all of them. */
-const NO_USAGE = "no answer reports its tokens; they are counted with [server] usage_metrics";
+/* What a chart without values says, by whether tokens are counted. */
+const lacks = (what) => () => last.usage_metrics ? `no answer reports ${what}` : `${what} are not counted; [server] usage_metrics is off`;
 const CHARTS = [
   { name: "Requests per second", unit: count, least: 4, lines: [["requests_per_sec", "all", "blue", true], ["errors_per_sec", "errors", "bad", true]] },
   { name: "Time to first token", unit: millis, least: 10, compared: true, lines: [["first_p95_ms", "p95", "soft"], ["first_p50_ms", "p50", "blue"]] },
   { name: "Time between tokens", unit: millis, least: 10, compared: true, lines: [["between_p95_ms", "p95", "soft"], ["between_p50_ms", "p50", "blue"]] },
   { name: "In flight and queue", unit: count, least: 4, lines: [["in_flight", "in flight", "blue", true], ["waiting", "queue", "warn"]] },
-  { name: "Tokens per second", unit: count, least: 10, none: NO_USAGE, lines: [["input_tokens_per_sec", "in", "soft"], ["output_tokens_per_sec", "out", "blue"]] },
-  { name: "Cache hit rate", unit: share, least: 1, none: "no answer reports cached tokens", compared: true, lines: [["cache_hit_ratio", "of prompt tokens", "blue", true]] },
+  { name: "Tokens per second", unit: count, least: 10, none: lacks("tokens"), lines: [["input_tokens_per_sec", "in", "soft"], ["output_tokens_per_sec", "out", "blue"]] },
+  { name: "Cache hit rate", unit: share, least: 1, none: lacks("cached tokens"), compared: true, lines: [["cache_hit_ratio", "of prompt tokens", "blue", true]] },
 ];
 const RANGES = [[900, "15 min"], [3600, "1 h"], [21600, "6 h"]];
 const LEFT = 46, RIGHT = 4, TOP = 6, BOTTOM = 92, TALL = 112;
@@ -122,10 +123,18 @@ function paintCharts() {
   if ($("scope").value !== scope) $("scope").value = scope;
   const due = past ? Math.min(past.step_secs, 30) * 1000 : 1500;
   if (performance.now() - pastAt > due) refreshPast();
-  const failed = lately("errors", WINDOW_SECS), all = lately("requests", WINDOW_SECS);
-  say($("traffic-says"), last.metrics === false ? OFF : `${one(all, "request")}, ${one(failed, "error")} in 15 min`);
+  say($("traffic-says"), last.metrics === false ? OFF : trafficWords());
+}
+/* Of the same time, and of the same worker, as the charts. */
+function trafficWords() {
+  const words = (all, failed, span) => `${one(all, "request")}, ${one(failed, "error")} in ${span}`;
+  if (!scope && range === WINDOW_SECS) return words(lately("requests", range), lately("errors", range), "15 min");
+  if (!past) return "";
+  const sum = (name) => Math.round(past.series[name].filter(known).reduce((total, value) => total + value * past.step_secs, 0));
+  return words(sum("requests_per_sec"), sum("errors_per_sec"), RANGES.find(([secs]) => secs === range)[1]);
 }
 function drawCharts() {
+  say($("traffic-says"), last.metrics === false ? OFF : trafficWords());
   const step = past.step_secs, begin = past.from, end = begin + past.secs;
   const length = past.series.in_flight.length;
   const chosen = cross === null ? null : Math.round(cross * (length - 1));
@@ -150,7 +159,7 @@ function drawChart(chart, begin, end, step, chosen) {
   const y = (value) => BOTTOM - ((BOTTOM - TOP) * value) / high;
   drawAxes(chart, width, x, y, { begin, end, high });
   if (!values.length && chart.none) {
-    chart.none.split("; ").forEach((line, at) => {
+    chart.none().split("; ").forEach((line, at) => {
       const words = draw("text", { class: "axis none", x: (width + LEFT) / 2, y: 40 + 16 * at, "text-anchor": "middle" });
       words.textContent = line;
       chart.fixed.append(words);

@@ -13,10 +13,11 @@ function paint() {
   mark($("link"), "title", utc(last.at));
   say($("reader"), last.reader?.name ? `${last.reader.name}, role ${last.reader.role}` : "");
   document.title = `${able}/${fleet.length} up · omni-proxy`;
-  const slow = slowest(fleet);
+  const slow = slowOnes(fleet);
   paintAlerts(fleet, able, slow);
   paintTiles(fleet, able);
   paintFleet(fleet, slow);
+  dropReport(fleet);
   paintCharts();
   paintWeights(fleet);
   paintConfig();
@@ -50,11 +51,15 @@ function paintAlerts(fleet, able, slow) {
   const silent = fleet.filter(isSilent);
   for (const worker of silent.slice(0, 5)) add("warn", `${short(worker.url)} is silent`, `${count(worker.in_flight)} in flight, and nothing has come from it for ${ago(worker.silent_secs)}`);
   if (silent.length > 5) add("warn", `${silent.length - 5} more are silent`, "");
-  if (slow) {
-    add("warn", `${short(slow.worker.url)} is slow`, `half of its answers begin within ${millis(slow.worker.first_p50_ms)}, ${whySlow(slow)}`, ["Details", "read", () => showWorker(slow.worker.id)]);
+  const serving = [...slow.values()].filter(({ worker }) => !standing(worker)[2]).sort((a, b) => b.times - a.times);
+  for (const each of serving.slice(0, 5)) {
+    add("warn", `${short(each.worker.url)} is slow`, `half of its answers begin within ${millis(each.worker.first_p50_ms)}, ${whySlow(each)}`, ["Details", "read", () => showWorker(each.worker.id)]);
   }
+  if (serving.length > 5) add("warn", `${serving.length - 5} more are slow`, "");
   const failed = lately("errors", 60), ended = lately("requests", 60);
   if (failed >= 3 && failed * 100 >= ended) add("bad", "Requests fail", `${count(failed)} of ${count(ended)} in the last minute${usualFailure()}`);
+  const refused = last.refused_without_key_last_minute ?? 0;
+  if (refused) add("warn", "Requests are refused", `${one(refused, "request")} without a right key ${refused === 1 ? "was" : "were"} refused in the last minute`);
   for (const group of byModel(fleet.filter((worker) => worker.routable && known(worker.weight_version)))) {
     const labels = new Set(group.map((worker) => worker.weight_version));
     if (labels.size > 1 && !rollingOut()) add("warn", `The workers${group[0].model ? ` of ${group[0].model}` : ""} have different weights`, [...labels].join(", "));

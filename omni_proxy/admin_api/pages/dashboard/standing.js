@@ -1,4 +1,4 @@
-/* What a worker's state is called, who brought it there, and which one is slow. */
+/* What a worker's state is called, who brought it there, and which ones are slow. */
 const isPaused = (worker) => Boolean(worker.paused) && !worker.drain && !worker.disabled;
 /* Requests to a paused engine hang, whether it is held out of routing for that or not. */
 const takes = (worker) => worker.routable && !worker.paused;
@@ -35,19 +35,26 @@ function byModel(fleet) {
   for (const worker of fleet) groups.set(worker.model ?? "", [...(groups.get(worker.model ?? "") ?? []), worker]);
   return [...groups.values()];
 }
-/* The slowest of those that have answered often enough lately, and by how much it is slower than the
-   others that serve the same model; nothing where it stays within what is usual. */
+/* By id, those that take much longer than the others that serve the same model, of all that have answered often
+   enough lately; as omni-proxy status judges. */
 const ENOUGH_ANSWERS = 5;
-function slowest(fleet) {
-  const found = [];
+function slowOnes(fleet) {
+  const slow = new Map();
   for (const group of byModel(fleet.filter((worker) => known(worker.first_p50_ms) && worker.answers >= ENOUGH_ANSWERS))) {
     if (group.length < 2) continue;
-    const worst = group.reduce((a, b) => b.first_p50_ms > a.first_p50_ms ? b : a);
-    const usual = median(group.filter((worker) => worker !== worst).map((worker) => worker.first_p50_ms));
-    const times = worst.first_p50_ms / Math.max(usual, 0.1);
-    if (times >= 2 && worst.first_p50_ms - usual > 20) found.push({ id: worst.id, times, usual, worker: worst });
+    const ordered = group.map((worker) => worker.first_p50_ms).sort((a, b) => a - b);
+    for (const worker of group) {
+      const usual = medianWithout(ordered, ordered.indexOf(worker.first_p50_ms));
+      const times = worker.first_p50_ms / Math.max(usual, 0.1);
+      if (times >= 2 && worker.first_p50_ms - usual >= 20) slow.set(worker.id, { times, usual, worker });
+    }
   }
-  return found.sort((a, b) => b.times - a.times)[0] ?? null;
+  return slow;
+}
+/* Of sorted values, at least two: of a fleet of hundreds no list is copied for each worker. */
+function medianWithout(ordered, left) {
+  const most = ordered.length - 1, at = (rank) => ordered[rank + (rank >= left)];
+  return (at((most - 1) >> 1) + at(most >> 1)) / 2;
 }
 
 const isSilent = (worker) => worker.routable && known(worker.silent_secs);

@@ -44,16 +44,17 @@ function trouble(worker) {
   const [, kind, out] = standing(worker);
   return (out ? 4 : 0) + (kind === "bad" ? 8 : kind === "warn" ? 2 : 0) + (isSilent(worker) ? 2 : 0) + (worker.errors ? 1 : 0);
 }
-function found(worker, words) {
-  const text = [worker.url, worker.model, worker.role, worker.origin, standing(worker)[0], worker.why, worker.weight_version, byWhom(worker), ...worker.adapters ?? []].join(" ").toLowerCase();
+/* All that a row says of it but figures. */
+function found(worker, words, slow) {
+  const text = [worker.url, worker.display_id, worker.model, worker.role, worker.origin, standing(worker)[0], slowWords(worker, slow), whyWords(worker), worker.why, worker.health, worker.overloaded && "overloaded", worker.last_error, worker.weight_version, byWhom(worker), under(worker), ...worker.adapters ?? []].join(" ").toLowerCase();
   return words.every((word) => text.includes(word));
 }
 function wanted(fleet, slow) {
   const words = $("find").value.toLowerCase().split(/\s+/).filter(Boolean), only = $("only").checked;
-  const list = fleet.filter((worker) => found(worker, words) && (!only || trouble(worker) || slow?.id === worker.id));
+  const list = fleet.filter((worker) => found(worker, words, slow) && (!only || trouble(worker) || slow.has(worker.id)));
   const column = COLUMNS.find(([name]) => name === view.by);
   /* Of many the ones with trouble come first. */
-  const value = column?.[3] ?? (fleet.length > SHOWN ? (worker) => trouble(worker) + (slow?.id === worker.id ? 2 : 0) : null);
+  const value = column?.[3] ?? (fleet.length > SHOWN ? (worker) => trouble(worker) + (slow.has(worker.id) ? 2 : 0) : null);
   if (!value) return list;
   const down = column ? view.down : true;
   const order = (a, b) => typeof a === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
@@ -122,29 +123,36 @@ function workerLines(worker, slow) {
   paintRow(row, worker, slow);
   if (!opened.has(worker.id)) return [row.it];
   row.detail ??= newDetail(row);
-  paintDetail(row, worker);
+  paintDetail(row, worker, slow);
   return [row.it, row.detail];
+}
+const slowWords = (worker, slow) => isSilent(worker) ? `silent for ${ago(worker.silent_secs)}` : slow.has(worker.id) ? `slow, ${slow.get(worker.id).times.toFixed(1)} ×` : "";
+function under(worker) {
+  const adapters = worker.adapters ?? [];
+  return [worker.role && worker.role !== "regular" && worker.role, worker.model, adapters.length && `adapters ${adapters.filter((each) => !each.includes(":")).join(", ") || adapters.join(", ")}`, worker.launch?.state && worker.launch.state !== "ready" && `process ${worker.launch.state}`, worker.launch?.restarts && one(worker.launch.restarts, "restart"), worker.kv_mode && worker.kv_mode !== "off" && `KV ${worker.kv_mode}`].filter(Boolean).join(" · ") || worker.origin;
+}
+function whyWords(worker) {
+  const who = worker.disabled && worker.disabled_by?.by;
+  return isPaused(worker) ? `${pauseWords({ ...worker.paused, at: null })}; omni-proxy weights continue`
+    : [reason((worker.why ?? "").replace(NOISE, ""), standing(worker)[0]), who && !(worker.why ?? "").includes(who) && `by ${who}`].filter(Boolean).join(" · ");
 }
 function paintRow(row, worker, slow) {
   const [name, kind, out] = standing(worker);
-  const isSlow = slow?.id === worker.id || isSilent(worker);
+  const tells = slowWords(worker, slow), isSlow = Boolean(tells);
   row.worker = worker;
   dress(row.it, [isSlow && kind === "ok" ? "warn" : kind, out && "out", isSlow && "slow"].filter(Boolean).join(" "));
   say(row.name, worker.display_id ?? short(worker.url));
   mark(row.name, "aria-expanded", opened.has(worker.id));
   mark(row.name, "title", `${worker.url}: details`);
-  const adapters = worker.adapters ?? [];
-  say(row.origin, [worker.role && worker.role !== "regular" && worker.role, worker.model, adapters.length && `adapters ${adapters.filter((each) => !each.includes(":")).join(", ") || adapters.join(", ")}`, worker.launch?.state && worker.launch.state !== "ready" && `process ${worker.launch.state}`, worker.launch?.restarts && one(worker.launch.restarts, "restart"), worker.kv_mode && worker.kv_mode !== "off" && `KV ${worker.kv_mode}`].filter(Boolean).join(" · ") || worker.origin);
+  say(row.origin, under(worker));
   say(row.badge, name);
   dress(row.badge, "badge " + kind);
   show(row.slow, isSlow);
-  say(row.slow, isSilent(worker) ? `silent for ${ago(worker.silent_secs)}` : isSlow ? `slowest, ${slow.times.toFixed(1)} ×` : "");
+  say(row.slow, tells);
   const begun = isPaused(worker) ? worker.paused.at : "state_since" in worker ? worker.state_since : worker.since;
   say(row.since, begun ? `for ${ago(seconds(last.at) - seconds(begun))}` : "");
   mark(row.since, "title", begun ? `since ${moment(begun)} (${utc(begun)})` : "");
-  const who = worker.disabled && worker.disabled_by?.by;
-  const why = isPaused(worker) ? `${pauseWords({ ...worker.paused, at: null })}; omni-proxy weights continue`
-    : [reason((worker.why ?? "").replace(NOISE, ""), name), who && !(worker.why ?? "").includes(who) && `by ${who}`].filter(Boolean).join(" · ");
+  const why = whyWords(worker);
   say(row.why, why);
   mark(row.why, "title", why);
   say(row.load, worker.max_inflight ? `${count(worker.in_flight)} of ${count(worker.max_inflight)}` : count(worker.in_flight));
@@ -247,14 +255,15 @@ function numberField(words, least, most) {
   input.addEventListener("input", () => { input.touched = true; });
   return make("label", "small", words + " ", input);
 }
-function paintDetail(row, worker) {
+function paintDetail(row, worker, slow) {
+  dress(row.detail, ["detail", ...["ok", "warn", "bad", "blue"].filter((each) => row.it.classList.contains(each))].join(" "));
   for (const [field, value] of [[row.weightField, worker.weight], [row.boundField, worker.max_inflight ?? 0]]) {
     if (!field.lastChild.touched && field.lastChild.value !== String(value)) field.lastChild.value = value;
   }
   permit(row.save, "operate");
   const minute = worker.minute ?? {}, load = worker.engine_load, who = byWhom(worker);
-  const slow = slowest(last.fleet ?? []);
-  const key = [worker.url, worker.state_since, who.replace(/for \S+ \S+/, ""), worker.in_flight, worker.routed, worker.failed, minute, load?.waiting, worker.kv_mode, worker.ranks_in_flight, worker.last_error, slow?.id === worker.id];
+  const slowness = slow.has(worker.id) && whySlow(slow.get(worker.id));
+  const key = [worker.url, worker.state_since, who.replace(/for \S+ \S+/, ""), worker.in_flight, worker.routed, worker.failed, minute, load?.waiting, worker.kv_mode, worker.ranks_in_flight, worker.last_error, slowness];
   fill(row.facts, key, () => [
     facts([
       ["URL", worker.url], ["Model", worker.model], ["Adapters", (worker.adapters ?? []).join(", ")], ["Origin", worker.origin],
@@ -263,7 +272,7 @@ function paintDetail(row, worker) {
       ["Why", (worker.why ?? "").replace(NOISE, "")], ["Held by", (worker.held_by ?? []).join(", ")], ["Last error", (worker.last_error ?? "").replace(NOISE, "")],
     ]),
     facts([
-      ["Slow", slow?.id === worker.id && whySlow(slow)],
+      ["Slow", slowness],
       ["Between tokens, p50", known(minute.between_p50_ms) && millis(minute.between_p50_ms)],
       ["Prompt tokens/s", known(minute.input_tokens_per_sec) && count(minute.input_tokens_per_sec)],
       ["Engine", load && `${known(load.waiting) ? `${count(load.waiting)} waiting` : ""}${known(load.kv_usage) ? `, KV cache ${share(load.kv_usage)} full` : ""}${load.state !== "ok" ? `, ${load.state}` : ""}`.replace(/^, /, "")],
@@ -282,14 +291,21 @@ function legOf(worker) {
 /* The cause that the figures speak for. */
 function whySlow({ worker, times, usual }) {
   const others = (last.fleet ?? []).filter((each) => each !== worker && takes(each) && (each.model ?? "") === (worker.model ?? ""));
-  const usually = others.length ? median(others.map((each) => each.rate / each.weight)) : 0, own = worker.rate / worker.weight;
+  const beside = others.filter((each) => Math.abs(inMinute(each) - inMinute(worker)) <= SAME_SECS);
+  const usually = beside.length ? median(beside.map((each) => each.rate / each.weight)) : 0, own = worker.rate / worker.weight;
   const cache = others.length ? median(others.map((each) => each.minute?.cache_hit_ratio ?? 0)) : 0;
   const causes = [
     worker.engine_load?.waiting > 0 && `its engine has ${count(worker.engine_load.waiting)} waiting`,
     worker.engine_load?.kv_usage > 0.9 && `its KV cache is ${share(worker.engine_load.kv_usage)} full`,
-    others.length && own > 1.3 * usually && `it gets ${count(worker.rate)} requests/s, the others ${count(usually * worker.weight)}`,
+    beside.length && own > 1.3 * usually && `it gets ${count(worker.rate)} requests/s, the others ${count(usually * worker.weight)}`,
     known(worker.minute?.cache_hit_ratio) && worker.minute.cache_hit_ratio < cache - 0.2 && `it finds ${share(worker.minute.cache_hit_ratio)} of its prompts cached, the others ${share(cache)}`,
   ].filter(Boolean);
   const slower = `${times.toFixed(1)} times the ${millis(usual)} of the others`;
-  return `${slower}; ${causes.length ? causes.join("; ") : "it gets no more requests than they do, so its machine or engine is slow"}`;
+  return `${slower}; ${causes.length ? causes.join("; ") : beside.length ? "it gets no more requests than they do, so its machine or engine is slow" : "their requests can't be compared yet: they have not served for as long"}`;
+}
+/* How much of the last minute it was there: rates are compared only between workers with the same. */
+const SAME_SECS = 3;
+function inMinute(worker) {
+  const since = worker.state_since ?? worker.since;
+  return since ? Math.min(60, seconds(last.at) - seconds(since)) : 60;
 }
