@@ -42,7 +42,8 @@ def shown(page):
 
 
 def typed(line, fleet, url, folder):
-    """The line with our places in it."""
+    """The line with our places in it, without its comment: more words may follow."""
+    line = re.sub(r"\s+# .*", "", line)
     host = url.removeprefix("http://")
     for example, ours in (
         ("127.0.0.1:30000", host),
