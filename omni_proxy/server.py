@@ -45,7 +45,7 @@ from omni_proxy.health.engine_load import EngineLoadReader
 from omni_proxy.health.engine_pages import EnginePages
 from omni_proxy.health.engine_ranks import EngineRanks
 from omni_proxy.health.engine_roles import EngineRoles
-from omni_proxy.health.outlier_ejection import OutlierRemoval
+from omni_proxy.health.outlier_removal import OutlierRemoval
 from omni_proxy.health.prober import Prober
 from omni_proxy.health.voice_list import VoiceList
 from omni_proxy.kv_events.event_follower import EventFollower

@@ -1,13 +1,13 @@
-"""The health state machine and circuit breaker of one worker.
+"""The health state machine of one worker.
 
     unknown ──rise──> healthy ──fall──> unhealthy ──rise──> healthy    (on_threshold = "unhealthy")
        └─────fall──────┴──fall──> dead ──revive──> unknown              (on_threshold = "dead")
 
 rise: `success_threshold` good probes in a row. fall: `failure_threshold` failures in a row, or
 `max_worker_retries` failed requests in a row. A run with a failed probe in it ends in
-`on_threshold`, any other in `eject`; an ejected worker's breaker is tripped: when it is healthy
-again it is half- open and gets one request at a time, until one succeeds. Invariant: only `revive`
-leaves dead. Source: omni-router.md 9, rules of config.md.
+`on_threshold`, any other in `eject`: an outlier ejection, whose rule and circuit breaker are in
+`outlier_ejection.py`. Invariant: only `revive` leaves dead. Source: omni-router.md 9, rules of
+config.md.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from omni_proxy.config.schema import Config
+from omni_proxy.fleet.outlier_ejection import OutlierEjection
 
 LAST_ERROR_CHARS = 512
 
@@ -52,7 +53,7 @@ def thresholds_of(config: Config, *, probe_failures_only: bool = False) -> Thres
         rise=config.health.success_threshold,
         fall=config.health.failure_threshold,
         on_threshold=Health(config.health.on_threshold),
-        # eject = "remove": unhealthy at once, the outlier ejector removes it later.
+        # eject = "remove": unhealthy at once, `health/outlier_removal.py` removes it later.
         eject=Health.DEAD if eject == "dead" else Health.UNHEALTHY,
         max_failed_requests=config.routing.max_worker_retries,
         probe_failures_only=probe_failures_only,
@@ -75,23 +76,15 @@ class HealthRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     breaker_tripped: bool = False
 
 
-class _RequestFields:
-    """Fields that every request reads, see `fleet.worker`."""
-
-    __slots__ = ("breaker_tripped", "failed_requests")
-
-
-class HealthMachine(_RequestFields):
+class HealthMachine(OutlierEjection):
     """State and counters of one worker; every method is one atomic change."""
 
     __slots__ = (
         "_failure_run",
-        "_half_open_count",
         "consecutive_failures",
         "consecutive_successes",
         "declared_dead",
         "epoch",
-        "half_open_id",
         "last_checked_at",
         "last_error",
         "last_status_code",
@@ -101,6 +94,7 @@ class HealthMachine(_RequestFields):
     )
 
     def __init__(self, now: datetime) -> None:
+        super().__init__()
         self.state = Health.UNKNOWN
         self.consecutive_failures = 0
         self.consecutive_successes = 0
@@ -111,10 +105,6 @@ class HealthMachine(_RequestFields):
         self.declared_dead = False  # by an operator, not by probes or the launcher
         self.epoch = 0  # rises with mark_dead and revive: a probe begun before is void
         self.probe_failed = False  # the current run of failures has a failed probe in it
-        self.failed_requests = 0  # failed requests since the last successful one
-        self.breaker_tripped = False  # ejected: half-open until a request succeeds
-        self.half_open_id = 0  # number of the half-open request in flight, 0 without one
-        self._half_open_count = 0
         self._failure_run = 0  # failures in a row since the last ejection, compared with `fall`
 
     def record_probe_success(
@@ -157,52 +147,29 @@ class HealthMachine(_RequestFields):
         if self.state is Health.DEAD:
             return False
         self._note(at, status, error)
-        half_open = self.breaker_tripped and half_open_id == self.half_open_id != 0
-        if not half_open and (self.breaker_tripped or self.state is Health.UNHEALTHY):
+        if self.state is Health.UNHEALTHY or not self.is_evidence(half_open_id):
             return False
         self._count(in_failure_run=not thresholds.probe_failures_only)
-        self.failed_requests += 1
         over_fall = not thresholds.probe_failures_only and self._failure_run >= thresholds.fall
-        if over_fall and self.probe_failed and not half_open:
+        if over_fall and self.probe_failed and not self.breaker_tripped:
+            self.failed_requests += 1
             self._enter(thresholds.on_threshold, at)
             return False
-        enough = over_fall or 0 < thresholds.max_failed_requests <= self.failed_requests
-        if half_open or enough:
+        ejects = self.count_failure(thresholds.max_failed_requests, over_threshold=over_fall)
+        if ejects:
             self._failure_run = 0
-            self.breaker_tripped = True
             self._enter(thresholds.eject, at)
-            return True
-        return False
+        return ejects
 
     def record_request_success(self, half_open_id: int) -> bool:
         """Count a good response to request `half_open_id` (0: not half-open). True if that closed
         the breaker."""
-        if self.state is not Health.HEALTHY:
+        if self.state is not Health.HEALTHY or not self.is_evidence(half_open_id):
             return False
-        if self.breaker_tripped:
-            if not half_open_id or half_open_id != self.half_open_id:
-                return False  # begun before the ejection: no evidence
-            self.breaker_tripped = False
-            self.half_open_id = self.failed_requests = 0
-            return True
-        self.failed_requests = 0
-        if not self.probe_failed:
+        closed = self.count_success()
+        if not closed and not self.probe_failed:
             self.consecutive_failures = self._failure_run = 0
-        return False
-
-    def begin_half_open(self) -> int:
-        """One request goes to the worker, and no other until it has ended; returns its number."""
-        self._half_open_count += 1
-        self.half_open_id = self._half_open_count
-        return self.half_open_id
-
-    def end_half_open(self, half_open_id: int) -> bool:
-        """The request ended without evidence: the next may be half-open. False if it was
-        recorded."""
-        if half_open_id != self.half_open_id:
-            return False
-        self.half_open_id = 0
-        return True
+        return closed
 
     def process_exited(self, at: datetime, error: str) -> None:
         """Its process has exited: unhealthy at once, without a threshold."""
@@ -211,8 +178,7 @@ class HealthMachine(_RequestFields):
         self._note(at, None, error)
         self._count()
         self.epoch += 1
-        self.failed_requests = 0
-        self.breaker_tripped = False  # a restart is another process
+        self.reset_breaker()  # a restart is another process
         self._enter(Health.UNHEALTHY, at)
 
     def mark_dead(self, at: datetime, *, declared: bool = False) -> None:
@@ -226,10 +192,8 @@ class HealthMachine(_RequestFields):
         self.epoch += 1
         self.consecutive_failures = self._failure_run = 0
         self.consecutive_successes = 0
-        self.failed_requests = 0
         self.probe_failed = False
-        self.breaker_tripped = False
-        self.half_open_id = 0
+        self.reset_breaker()
         self.declared_dead = False
         if self.state is Health.DEAD:
             self._enter(Health.UNKNOWN, at)
@@ -247,11 +211,6 @@ class HealthMachine(_RequestFields):
         self._failure_run = record.consecutive_failures
         self.half_open_id = 0
         self.epoch += 1
-
-    @property
-    def half_open_count(self) -> int:
-        """Half-open requests begun so far."""
-        return self._half_open_count
 
     @property
     def is_half_open(self) -> bool:
