@@ -13,7 +13,7 @@ from tests.config.test_example import TEXT as EXAMPLE
 
 CONTRIB = Path(__file__).parents[2] / "contrib"
 MANIFESTS = list(yaml.safe_load_all((CONTRIB / "kubernetes/omni-proxy.yaml").read_text()))
-COMPOSE = yaml.safe_load((CONTRIB / "docker/compose.yaml").read_text())
+ENGINES = yaml.safe_load((CONTRIB / "compose/engines.yaml").read_text())
 
 
 def of_kind(kind):
@@ -22,7 +22,7 @@ def of_kind(kind):
 
 
 CONFIGS = {
-    "docker": (CONTRIB / "docker/proxy.toml").read_text(),
+    "compose": (CONTRIB / "compose/engines.toml").read_text(),
     "kubernetes": of_kind("ConfigMap")["data"]["proxy.toml"],
 }
 
@@ -42,8 +42,8 @@ def drain_secs(text):
 def test_who_starts_the_proxy_gives_it_time_to_drain():
     pod = of_kind("Deployment")["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > drain_secs(CONFIGS["kubernetes"])
-    grace = COMPOSE["services"]["proxy"]["stop_grace_period"]
-    assert int(grace.removesuffix("s")) > drain_secs(CONFIGS["docker"])
+    grace = ENGINES["services"]["proxy"]["stop_grace_period"]
+    assert int(grace.removesuffix("s")) > drain_secs(CONFIGS["compose"])
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str
     unit.read(CONTRIB / "systemd/omni-proxy.service")
@@ -77,9 +77,9 @@ def test_selectors_find_what_the_manifests_make():
 def test_workers_of_the_composition_are_its_services():
     hosts = [
         re.fullmatch(r"http://([a-z-]+):30000", worker.url)[1]
-        for worker in parse(CONFIGS["docker"]).workers
+        for worker in parse(CONFIGS["compose"]).workers
     ]
-    assert set(hosts) == COMPOSE["services"].keys() - {"proxy"}
+    assert set(hosts) == ENGINES["services"].keys() - {"proxy"}
 
 
 def test_every_panel_of_the_board_is_of_the_chosen_instances():
