@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import trio
 
@@ -32,7 +34,9 @@ from omni_proxy.weight_sync.state_journal import JournalFile
 from tests.idle import wait_until_idle
 
 NOW = datetime(2026, 11, 21, 5, 44, 28, tzinfo=UTC)
-A, B = "http://127.0.0.1:8011", "http://127.0.0.1:8012"
+A, B = "http://127.0.0.1:8011", "http://127.0.0.1:8012"  # workers of the fixture `api`
+C = "http://127.0.0.1:8013"  # one that is not
+ID_A = quote(A, safe="")
 NO_FOLDER = Path(tempfile.gettempdir(), "omni-proxy-tests", "there-is-no-such-folder")
 
 # A request's scope as the server passes it.
@@ -220,3 +224,16 @@ def build_api(*entries, key="", folder=NO_FOLDER, services=None, **tables):
     )
     api.app = create_app(api.services)
     return api
+
+
+async def call(api, method, path, body=None, **headers):
+    """Status, JSON and header fields of the answer. `body`: bytes as they are, or a JSON value."""
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    answer = await api.client().open(path, method=method, data=data, headers=headers)
+    return answer.status_code, await answer.get_json(), answer.headers
+
+
+async def message(api, method, path, body=None, **headers):
+    """Status and message of an error."""
+    status, reported, _ = await call(api, method, path, body, **headers)
+    return status, reported["error"]["message"]

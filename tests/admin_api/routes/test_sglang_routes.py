@@ -4,9 +4,7 @@ import trio
 
 from omni_proxy.admin_api.fleet_changes import ROUTABLE_SECS
 from omni_proxy.config.overlay import with_deleted
-from tests.admin_api.api_fixture import NOW, A, B, build_api, entry
-
-C = "http://127.0.0.1:8013"
+from tests.admin_api.api_fixture import NOW, A, B, C, build_api, entry
 
 
 async def call_route(api, method, path, **headers):

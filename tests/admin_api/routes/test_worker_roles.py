@@ -2,9 +2,7 @@
 
 import pytest
 
-from tests.admin_api.api_fixture import A, build_api, entry
-
-C = "http://127.0.0.1:8013"
+from tests.admin_api.api_fixture import A, C, build_api, entry
 
 
 async def test_a_prefill_worker_is_registered_as_sglang_router_takes_it(api):
