@@ -24,6 +24,8 @@ from typing import Final
 
 import trio
 
+from tools.http_requests import RequestReader
+
 EVENTS: Final = 40
 EVENT_SECS: Final = 0.25
 PAUSE_SECS: Final = 0.05  # between two requests of a client
@@ -42,21 +44,10 @@ class Tally:
 
 
 async def serve_worker(stream: trio.SocketStream) -> None:
-    rest = b""
+    requests = RequestReader(stream)
     try:
-        while True:
-            while b"\r\n\r\n" not in rest:
-                chunk = await stream.receive_some(65536)
-                if not chunk:
-                    return
-                rest += chunk
-            head, rest = rest.split(b"\r\n\r\n", 1)
-            counted = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
-            length = int(counted[1]) if counted else 0
-            while len(rest) < length:
-                rest += await stream.receive_some(65536)
-            body, rest = rest[:length], rest[length:]
-            if b'"stream": true' not in body:
+        while received := await requests.read():
+            if b'"stream": true' not in received[1]:
                 await stream.send_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
                 continue
             await stream.send_all(

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from omni_proxy.cli.client.admin_client import add_target_arguments, admin_target_of
-from tests.cli.admin_server import Quiet, served
+from tests.http_server import Quiet, served
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import trio
 
 from omni_proxy.config.tables.label_selector import matches, parse_selector
+from tools.http_requests import RequestReader
 
 HISTORY = 1000  # events that a watch can begin at
 
@@ -191,13 +192,10 @@ class ApiServer:
             await trio.aclose_forcefully(secure)
 
     async def _answer(self, stream: trio.abc.Stream) -> None:
-        head = b""
-        while b"\r\n\r\n" not in head:
-            piece = await stream.receive_some(65536)
-            if not piece:
-                return
-            head += piece
-        line, *lines = head.decode("latin-1").split("\r\n")
+        received = await RequestReader(stream).read()
+        if received is None:
+            return
+        line, *lines = received[0].decode("latin-1").split("\r\n")
         fields = {
             name.lower(): value.strip()
             for name, _, value in (each.partition(":") for each in lines)

@@ -10,7 +10,7 @@ from omni_proxy.discovery_watch.discovery import CORDONS, Discovery
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
-from tests.discovery_watch.api_server import ApiServer, pod
+from tests.discovery_watch.api_server import pod
 from tests.fleet.entries import heal
 
 A, B = "http://10.0.0.1:30000", "http://10.0.0.2:30000"
@@ -20,13 +20,6 @@ A, B = "http://10.0.0.1:30000", "http://10.0.0.2:30000"
 def quick_clocks(monkeypatch):
     monkeypatch.setattr(module, "APPLY_PAUSE_SECS", 0)
     monkeypatch.setattr(module, "DRAIN_POLL_SECS", 0.005)
-
-
-@pytest.fixture
-async def api(nursery):
-    made = ApiServer()
-    await nursery.start(made.serve)
-    return made
 
 
 class Running:

@@ -10,14 +10,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.discovery_watch import pod_watcher
 from omni_proxy.discovery_watch.cluster_access import ClusterAccess
 from omni_proxy.discovery_watch.pod_watcher import PodWatcher
-from tests.discovery_watch.api_server import ApiServer, pod
-
-
-@pytest.fixture
-async def api(nursery):
-    made = ApiServer()
-    await nursery.start(made.serve)
-    return made
+from tests.discovery_watch.api_server import pod
 
 
 class Watched:
@@ -92,32 +85,32 @@ async def test_all_namespaces_are_watched_where_the_table_says_so(api, watching)
     assert {path for path, _, _ in api.requests} == {"/api/v1/pods"}
 
 
-async def test_a_long_list_comes_in_pages(api, watching, monkeypatch):
+@pytest.fixture
+def three_pages(api, monkeypatch):
+    """Pods that fill two pages and a half."""
     monkeypatch.setattr(pod_watcher, "PAGE_PODS", 10)
     for number in range(25):
         api.put(pod(f"p{number}", ip=f"10.0.0.{number}"))
+    return 25
+
+
+async def test_a_long_list_comes_in_pages(api, three_pages, watching):
     watched = watching()
-    await watched.until_holds(lambda: len(watched.found()) == 25)
+    await watched.until_holds(lambda: len(watched.found()) == three_pages)
     assert api.lists() == 3
 
 
-async def test_a_page_that_is_gone_leads_to_a_list_from_the_beginning(api, watching, monkeypatch):
-    monkeypatch.setattr(pod_watcher, "PAGE_PODS", 10)
+async def test_a_page_that_is_gone_leads_to_a_list_from_the_beginning(api, three_pages, watching):
     api.faults.page_gone = True
-    for number in range(25):
-        api.put(pod(f"p{number}", ip=f"10.0.0.{number}"))
     watched = watching()
-    await watched.until_holds(lambda: len(watched.found()) == 25)
+    await watched.until_holds(lambda: len(watched.found()) == three_pages)
     assert watched.status.failures == 0
 
 
-async def test_a_server_without_pages_is_read_all_the_same(api, watching, monkeypatch):
-    monkeypatch.setattr(pod_watcher, "PAGE_PODS", 10)
+async def test_a_server_without_pages_is_read_all_the_same(api, three_pages, watching):
     api.faults.ignore_limit = True
-    for number in range(25):
-        api.put(pod(f"p{number}", ip=f"10.0.0.{number}"))
     watched = watching()
-    await watched.until_holds(lambda: len(watched.found()) == 25)
+    await watched.until_holds(lambda: len(watched.found()) == three_pages)
     assert api.lists() == 1
 
 

@@ -15,6 +15,7 @@ import trio
 
 from omni_proxy.watchdog import STALL_EVENT
 from tests.program_forkserver import PROXY, Forked, forkserver
+from tools.http_requests import RequestReader
 
 KILLED_SECS = 5  # of grace, for a program whose test failed
 PATIENCE_SECS = 90  # a deadline for hung tests, not a claim about speed
@@ -38,20 +39,10 @@ class Worker:
         await trio.serve_listeners(self._connection, [listener], task_status=task_status)
 
     async def _connection(self, stream: trio.SocketStream) -> None:
-        rest, chatted = b"", False
+        requests, chatted = RequestReader(stream), False
         try:
-            while True:
-                while b"\r\n\r\n" not in rest:
-                    piece = await stream.receive_some(65536)
-                    if not piece:
-                        return
-                    rest += piece
-                head, rest = rest.split(b"\r\n\r\n", 1)
-                counted = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
-                length = int(counted[1]) if counted else 0
-                while len(rest) < length:
-                    rest += await stream.receive_some(65536)
-                body, rest = rest[:length], rest[length:]
+            while received := await requests.read():
+                head, body = received
                 if head.startswith(b"GET "):
                     await stream.send_all(_counted(b'{"status": "ok"}'))
                     continue

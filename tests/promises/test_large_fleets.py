@@ -12,6 +12,7 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.server import Server
 from tests.fleet.entries import NOW
 from tests.promises.fleet_program import program
+from tools.http_requests import RequestReader
 
 MANY = 300
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
@@ -60,13 +61,8 @@ async def test_a_health_change_of_one_worker_scans_no_other(running_server):
 
 async def serve(stream):
     async with stream:
-        head = b""
-        while b"\r\n\r\n" not in head:
-            piece = await stream.receive_some(65536)
-            if not piece:
-                return
-            head += piece
-        await stream.send_all(ANSWER)
+        if await RequestReader(stream).read():
+            await stream.send_all(ANSWER)
 
 
 async def test_hundreds_of_workers_all_become_routable(tmp_path, nursery):

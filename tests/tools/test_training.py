@@ -1,9 +1,6 @@
 """The trainer without a fleet: its words, its buckets, its faults, and that it learns."""
 
 import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -14,6 +11,7 @@ from omni_proxy.replica.api.vllm.weight_transfer_routes import ranked_checksums 
 from omni_proxy.replica.models.text_model import load_text_model  # noqa: E402
 from omni_proxy.replica.tp.sharded_model import Shard  # noqa: E402
 from omni_proxy.weight_sync.checksum import roll_up  # noqa: E402
+from tests.http_server import Quiet, served  # noqa: E402
 from tools.training.arguments import deadline_of, parser, understood, wishes_of  # noqa: E402
 from tools.training.buckets import FLATTENED, buckets_of  # noqa: E402
 from tools.training.endpoint import Answer, Endpoint  # noqa: E402
@@ -171,24 +169,17 @@ def test_the_first_cause_is_reported_wherever_it_stands():
 def test_an_endpoint_that_is_not_there_or_speaks_no_json_is_a_refusal_in_words():
     keys = []
 
-    class Plain(BaseHTTPRequestHandler):
+    class Plain(Quiet):
         def do_GET(self):
             keys.append(self.headers.get("authorization"))
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"hello")
 
-        def log_message(self, *_):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Plain) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", 5.0, key="sesame")
+    with served(Plain) as url:
+        endpoint = Endpoint(url, 5.0, key="sesame")
         with pytest.raises(ValueError, match="tells no tp_size"):
             endpoint.ranks()
-        server.shutdown()
-        thread.join()
     assert keys == ["Bearer sesame"]
     reported = endpoint.begin("/x", {})
     assert reported.wait()
@@ -196,11 +187,10 @@ def test_an_endpoint_that_is_not_there_or_speaks_no_json_is_a_refusal_in_words()
     endpoint.close()
 
 
-@contextmanager
 def answering(status, reported):
-    """The URL of one that gives everybody this answer."""
+    """Gives the URL of one that gives everybody this answer."""
 
-    class PayloadFields(BaseHTTPRequestHandler):
+    class PayloadFields(Quiet):
         def do_GET(self):
             body = json.dumps(reported).encode()
             self.send_response(status)
@@ -210,17 +200,7 @@ def answering(status, reported):
 
         do_POST = do_GET
 
-        def log_message(self, *_):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), PayloadFields) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    return served(PayloadFields)
 
 
 def test_a_missing_admin_key_names_the_flag_and_the_variable():

@@ -1,10 +1,9 @@
 import json
 import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from tests.http_server import Quiet, served
 from tests.ports import free_run
 from tools.training.endpoint import Endpoint
 from tools.training.readiness import wait_ready
@@ -13,12 +12,11 @@ UP = {"status": "ready", "unknown_workers": 0, "total_workers": 2}
 FACTS = {"tp_size": 1}
 
 
-@contextmanager
 def answering(port, *message):
     """Each question of /ready gets the next of these; the last one stays."""
     left = list(message)
 
-    class Answers(BaseHTTPRequestHandler):
+    class Answers(Quiet):
         def do_GET(self):
             status, body = (200, FACTS)
             if self.path == "/ready":
@@ -27,15 +25,7 @@ def answering(port, *message):
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
-        def log_message(self, *_):
-            pass
-
-    with HTTPServer(("127.0.0.1", port), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    return served(Answers, port)
 
 
 @pytest.fixture

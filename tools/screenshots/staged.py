@@ -21,6 +21,8 @@ from pathlib import Path
 import httpx
 import trio
 
+from tools.http_requests import RequestReader
+
 MODEL = "smollm2-135m"
 CLIENTS = 14
 WORDS = ("the", "sea", "is", "calm", "and", "wide", "tonight")
@@ -49,21 +51,11 @@ class Pretender:
                         nursery.start_soon(self._connection, await self.listener.accept())
 
     async def _connection(self, stream: trio.SocketStream) -> None:
-        rest = b""
+        requests = RequestReader(stream)
         async with stream:
             try:
-                while True:
-                    while b"\r\n\r\n" not in rest:
-                        piece = await stream.receive_some(65536)
-                        if not piece:
-                            return
-                        rest += piece
-                    head, rest = rest.split(b"\r\n\r\n", 1)
-                    counted = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
-                    length = int(counted[1]) if counted else 0
-                    while len(rest) < length:
-                        rest += await stream.receive_some(65536)
-                    body, rest = rest[:length], rest[length:]
+                while received := await requests.read():
+                    head, body = received
                     await self._answer(stream, head.split(b" ")[1].decode(), body)
             except LEFT:
                 return

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from omni_proxy.cli import main
-from tests.cli.admin_server import Quiet, served
+from tests.http_server import Quiet, served
 
 WAIT_SECS = 20
 

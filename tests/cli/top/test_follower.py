@@ -6,8 +6,8 @@ import pytest
 from omni_proxy.cli.client.admin_client import AdminTarget
 from omni_proxy.cli.top import follower
 from omni_proxy.cli.top.follower import FeedFollower
-from tests.cli.admin_server import Quiet, served
 from tests.cli.feeds import feed, point, row
+from tests.http_server import Quiet, served
 
 PATIENCE_SECS = 60
 

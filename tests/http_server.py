@@ -1,4 +1,4 @@
-"""An HTTP server in a thread, for commands that call the admin API."""
+"""An HTTP server in a thread, for what calls one and runs without an event loop."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Quiet(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def served(answers: type[Quiet]) -> Iterator[str]:
+def served(answers: type[Quiet], port: int = 0) -> Iterator[str]:
     """The URL where it answers."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), answers) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), answers) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
