@@ -33,7 +33,6 @@ class Callers:
         self._by_name: dict[str, ApiCaller] = {}
         self._rows: SlotRows = LocalRows()
         self._unknown = self._rows.own(UNKNOWN_SLOT)
-        self._own_slots: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[ApiCaller]:
         return iter(self._by_name.values())
@@ -60,13 +59,6 @@ class Callers:
                 caller.retire()
         self._table, self._rows = table, rows
         self._unknown = rows.own(UNKNOWN_SLOT)
-
-    def follow_alone(self, table: KeyTable[CallerKey]) -> None:
-        """As `follow`, with counts of this process alone."""
-        slots = self._own_slots
-        for entry in table.entries:
-            slots.setdefault(entry.name, UNKNOWN_SLOT + 1 + len(slots))
-        self.follow(table, slots, self._rows)
 
     def publish(self) -> None:
         """Bring the cells of all up to date."""

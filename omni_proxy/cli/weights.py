@@ -90,7 +90,6 @@ SELECTING: Final = ("pause", "continue", "checksum")
 READ_PATHS: Final = {"status": "/weights", "versions": "/weights/versions"}
 REFUSED: Final = 1
 INTERRUPTED: Final = 130
-HISTORYSHOWN: Final = 5
 
 
 def parser() -> argparse.ArgumentParser:

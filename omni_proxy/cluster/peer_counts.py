@@ -94,13 +94,12 @@ class OwnCounts:
 
     def __init__(self, member: str) -> None:
         self.member = member
-        self.published_at = float("-inf")
         self._number = 0
         self._in_flight: dict[int, int] = {}
         self._waits = False
 
     def message(
-        self, in_flight: Mapping[int, int], total: int, now: float, *, waits: bool, whole: bool
+        self, in_flight: Mapping[int, int], total: int, *, waits: bool, whole: bool
     ) -> CountsMessage | None:
         """What to publish now; None where nothing has changed. `in_flight`: by target, those with
         none left out."""
@@ -114,5 +113,4 @@ class OwnCounts:
                 return None
         self._in_flight, self._waits = dict(in_flight), waits
         self._number += 1
-        self.published_at = now
         return CountsMessage(self.member, self._number, whole, total, waits, changes)

@@ -81,7 +81,7 @@ class SharedLoad:
             if not self._waits(now):
                 self._waits_since = now
             self._waited_at = now
-        return self._own.message(own, total, now, waits=self._waits(now), whole=whole)
+        return self._own.message(own, total, waits=self._waits(now), whole=whole)
 
     def take(self, message: CountsMessage, now: float) -> None:
         if message.member not in self.counts.peers and message.member != self.counts.member:

@@ -55,11 +55,6 @@ class DpRank(Worker):
         self.max_inflight = self.inflight_bound = -(-self.worker.max_inflight // ranks)
 
 
-def rank_of(target: Worker) -> DpRank | None:
-    """The rank that a pick chose; None where it chose a worker that has none."""
-    return target if isinstance(target, DpRank) else None
-
-
 def with_ranks(workers: Sequence[Worker]) -> list[Worker]:
     """Each worker that has ranks replaced by them. Their first ranks come first, then their second
     ones: policies that take turns then spread neighbouring requests over the workers."""

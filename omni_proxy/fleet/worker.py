@@ -31,7 +31,6 @@ ReportedRole: TypeAlias = Literal["", "prefill", "decode"]
 CAPABILITY_BITS: dict[str, int] = {
     name: 1 << position for position, name in enumerate(CAPABILITIES)
 }
-ALL_CAPABILITIES = (1 << len(CAPABILITIES)) - 1
 
 
 def capability_mask(names: Iterable[str]) -> int:

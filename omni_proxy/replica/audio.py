@@ -86,13 +86,6 @@ def encode_wav(samples: Samples, rate: int) -> bytes:
     return head + struct.pack("<4sI", b"data", len(data)) + data
 
 
-def decode_pcm16(data: bytes) -> Samples:
-    """Read bare little-endian int16 mono samples, as their 32768th."""
-    if len(data) % 2:
-        raise AudioError(f"16-bit PCM of {len(data)} bytes ends within a sample")
-    return _integers(data, 16)
-
-
 def decode_audio(data: bytes) -> tuple[Samples, int]:
     """Return the file's samples, channels mixed down to one, and its rate in Hz.
 

@@ -48,7 +48,7 @@ def test_totals_are_the_sum_of_what_each_live_peer_published_last(steps):
                 unbroken[name] = False
             case ("publish", name, counts, whole, lost):
                 message = senders[name].message(
-                    counts, sum(counts.values()), now, waits=False, whole=whole
+                    counts, sum(counts.values()), waits=False, whole=whole
                 )
                 if message is None:
                     continue
@@ -69,14 +69,14 @@ def test_totals_are_the_sum_of_what_each_live_peer_published_last(steps):
 
 def test_only_changes_are_published():
     own = OwnCounts("me")
-    first = own.message({1: 2, 2: 1}, 3, 0.0, waits=False, whole=False)
+    first = own.message({1: 2, 2: 1}, 3, waits=False, whole=False)
     assert first is not None
     assert first.in_flight == {1: 2, 2: 1}
-    assert own.message({1: 2, 2: 1}, 3, 1.0, waits=False, whole=False) is None
-    changed = own.message({1: 3}, 3, 2.0, waits=False, whole=False)
+    assert own.message({1: 2, 2: 1}, 3, waits=False, whole=False) is None
+    changed = own.message({1: 3}, 3, waits=False, whole=False)
     assert changed is not None
     assert (changed.number, changed.in_flight) == (2, {1: 3, 2: 0})
-    whole = own.message({1: 3}, 3, 3.0, waits=False, whole=True)
+    whole = own.message({1: 3}, 3, waits=False, whole=True)
     assert whole is not None
     assert whole.in_flight == {1: 3}
 

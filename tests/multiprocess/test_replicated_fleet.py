@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from omni_proxy.fleet.worker import ALL_CAPABILITIES, worker_state
+from omni_proxy.config.fields import CAPABILITIES
+from omni_proxy.fleet.worker import capability_mask, worker_state
 from omni_proxy.multiprocess.ipc import (
     HalfOpenEndedEvent,
     HalfOpenStartedEvent,
@@ -182,7 +183,9 @@ def test_no_waiter_is_admitted_by_half_of_a_snapshot(counters):
     dataplane = replicas_of(counters, control)[0]
     seen = []
     dataplane.fleet.watch(
-        lambda: seen.append([w.url for w in dataplane.fleet.candidates(None, ALL_CAPABILITIES)])
+        lambda: seen.append(
+            [w.url for w in dataplane.fleet.candidates(None, capability_mask(CAPABILITIES))]
+        )
     )
     control.cordon(control.workers[1], "paused")
     changed = fleet_of(entry("a", disabled=True), entry("b"))

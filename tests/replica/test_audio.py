@@ -12,7 +12,6 @@ from omni_proxy.replica import audio
 from omni_proxy.replica.audio import (
     AudioError,
     decode_audio,
-    decode_pcm16,
     encode_pcm16,
     encode_wav,
     resample,
@@ -235,9 +234,3 @@ def test_a_float_that_is_no_number_is_refused():
     body = struct.pack("<2f", 0.0, float("nan"))
     with pytest.raises(AudioError, match="not finite"):
         decode_audio(riff(fmt(3, bits=32), chunk(b"data", body)))
-
-
-def test_bare_pcm_is_read_as_a_32768th():
-    assert decode_pcm16(struct.pack("<2h", -(1 << 15), 1 << 14)).tolist() == [-1.0, 0.5]
-    with pytest.raises(AudioError, match="ends within a sample"):
-        decode_pcm16(b"\0\0\0")

@@ -117,7 +117,6 @@ class FinishedRequest(Struct, frozen=True):
     ended_by: str | None = None
     error: str | None = None
     attempts: int = 0
-    first_ms: float | None = None
     total_ms: float | None = None
     request_id: str | None = None
 
@@ -125,8 +124,6 @@ class FinishedRequest(Struct, frozen=True):
 class Admission(Struct, frozen=True):
     inflight: int = 0
     max_inflight: int = 0
-    peak_inflight: int = 0
-    rejected_total: int = 0
     waiting: int = 0
     peak_waiting: int = 0
 

@@ -2,7 +2,7 @@
 
 That is the model of an alias with `rewrite`, and the key that names a data-parallel rank where the
 engine ignores the header. Invariant: without either it is the client's body itself, and a change is
-a splice. What a leg of a request changes further, it changes in what `outgoing_body` returns.
+a splice. What a leg of a request changes further, it changes in what `changed_parts` returns.
 """
 
 from __future__ import annotations
@@ -16,14 +16,9 @@ from omni_proxy.routing.routes import FORM, Route
 from omni_proxy.routing.weighted_split import AliasRequirement
 
 
-def outgoing_body(exchange: Exchange) -> bytes:
-    """The body for the present attempt, whole."""
-    parts = changed_parts(exchange)
-    return exchange.body if parts is None else b"".join(parts)
-
-
 def changed_parts(exchange: Exchange) -> Parts | None:
-    """The same in parts which refer to the client's body; None where it is that body."""
+    """The body for the present attempt, in parts which refer to the client's body; None where it is
+    that body."""
     need, route, body, rank = (
         exchange.requirements, exchange.route, exchange.body, exchange.rank
     )  # fmt: skip

@@ -24,7 +24,6 @@ CONNECTORS: Final[tuple[Connector, ...]] = get_args(Connector)
 DEFAULT_BOOTSTRAP_PORT: Final = 8998  # of SGLang and of Mooncake
 
 PARAMS: Final = "kv_transfer_params"
-ROOM_FIELDS: Final = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 MAX_ROOM: Final = 2**63 - 1
 MAX_NAME_CHARS: Final = 255
 LAST_PORT: Final = 65535

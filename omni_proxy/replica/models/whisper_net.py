@@ -48,7 +48,6 @@ FLOOR = 1e-10
 RANGE_DECADES = 8.0  # quieter values are raised to this distance from the loudest
 _LOG_STEP = np.log(6.4) / 27.0
 FFT_SAMPLES, HOP_SAMPLES = 400, 160
-FRAMES = WINDOW_SAMPLES // HOP_SAMPLES
 # Slaney's scale: linear up to 1 kHz, which is 15 mel, and then 27 mel for every factor of 6.4.
 _LINEAR_HERTZ, _LINEAR_MEL = 1000.0, 15.0
 

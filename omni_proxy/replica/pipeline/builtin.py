@@ -13,10 +13,6 @@ from omni_proxy.replica.pipeline.config import PipelineConfig, StageConfig
 from omni_proxy.replica.pipeline.messages import StagePayload
 
 OFF = "off"
-SPEECH = "hibari"
-TRANSCRIPTION = "whisper-tiny"
-IMAGES = "ocr"
-PROCESS_STAGES = ("decode", "look", "speak", "transcribe")  # stages that may have one
 
 _PACKAGE = "omni_proxy.replica"
 

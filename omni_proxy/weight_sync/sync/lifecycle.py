@@ -287,11 +287,6 @@ class SyncLifecycle:
         return self.leftovers.own_pauses
 
     @property
-    def is_watched(self) -> bool:
-        """Whether the trainer has a store, whose end would be noticed."""
-        return self._link is not None
-
-    @property
     def _affected_workers(self) -> list[Worker]:
         """Workers whose weights may be about to change."""
         delivers = self.sync.state is SyncState.VERIFYING
