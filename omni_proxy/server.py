@@ -31,6 +31,7 @@ from omni_proxy.admin_api.services import KvEventFacts, Services
 from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.cluster_member.member import ClusterMember
+from omni_proxy.cluster_member.own_figures import OwnFigures
 from omni_proxy.cluster_member.proxy_load import ProxyLoad
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
@@ -182,10 +183,7 @@ class Server:
         )
         folder = folder_for(config_store.state_file, config, os.environ)
         self.weight_operations = WeightOperations(fleet, config_store, JournalFile(folder))
-        self.cluster = ClusterMember(
-            fleet, config_store, (self.weight_operations, self.drains, self.prober),
-            ProxyLoad(self.process_manager, self.view, config_store), self._node_name,
-        )  # fmt: skip
+        self.cluster = self._build_cluster(fleet)
         self.weight_operations.history.on_end = self._trace_operation
         self.prober.tolerates_failures = self.weight_operations.is_updating
         self.leaving = False
@@ -214,6 +212,14 @@ class Server:
             supervisors=lambda: self.supervisors,
             leave=self._handed_over.set,
         )
+
+    def _build_cluster(self, fleet: Fleet) -> ClusterMember:
+        load = ProxyLoad(self.process_manager, self.view, self.config_store)
+        figures = OwnFigures(fleet, self.instruments, self.view)
+        return ClusterMember(
+            fleet, self.config_store, (self.weight_operations, self.drains, self.prober),
+            (load, figures), self._node_name,
+        )  # fmt: skip
 
     def _build_services(self, proxy_id: str) -> Services:
         """What the admin API uses."""

@@ -17,9 +17,9 @@ from typing import Final
 STYLES: Final = ("base.css", "table.css", "charts.css", "narrow.css")
 # Functions may be called before their part; values may not.
 SCRIPTS: Final = (
-    "dom.js", "access.js", "feed.js", "standing.js", "overview.js", "charts.js", "workers.js",
-    "actions.js", "weights.js", "config.js", "requests.js", "callers.js", "explain.js",
-    "playground.js", "keyboard.js", "begin.js",
+    "dom.js", "access.js", "feed.js", "standing.js", "cluster.js", "overview.js", "charts.js",
+    "workers.js", "actions.js", "weights.js", "config.js", "requests.js", "callers.js",
+    "explain.js", "playground.js", "keyboard.js", "begin.js",
 )  # fmt: skip
 _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 

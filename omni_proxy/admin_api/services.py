@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import trio
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
+from omni_proxy.cluster.proxy_figures import WorkerFigures
 from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.fields import KvConnector
 from omni_proxy.config.flags import Dialect
@@ -62,6 +63,10 @@ class DataPlaneView(Protocol):
     def watchdog(self) -> dict[str, object]: ...
     def rows(self) -> list[dict[str, object]]: ...
     def addresses(self) -> list[str]: ...
+    def served_at(self) -> tuple[str, str]:
+        """URLs of the listeners that take model traffic and that have the dashboard; see
+        `dataplane.accept.listeners.ServedAt`."""
+
     def finish_session(self, key: str) -> bool: ...
     def session_count(self, worker: Worker) -> int: ...
 
@@ -72,6 +77,8 @@ class ClusterView(Protocol):
     @property
     def refuses(self) -> bool: ...
     def status(self) -> dict[str, object] | None: ...
+    def elsewhere(self, worker: Worker) -> WorkerFigures | None:
+        """Of the other proxies together; None without any."""
 
 
 class LauncherView(Protocol):

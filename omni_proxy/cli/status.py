@@ -39,6 +39,7 @@ from omni_proxy.cli.screen.diagnosis import (
 )
 from omni_proxy.cli.screen.feed_model import (
     PATH,
+    ClusterPeer,
     ClusterStatus,
     DiscoverySource,
     FeedModel,
@@ -180,12 +181,16 @@ def describe_cluster(cluster: ClusterStatus) -> str:
     store = (
         "connected" if cluster.connected else f"LOST ({printable(cluster.error or 'connecting')})"
     )
-    peers = [
-        f"{printable(peer.member.rpartition('/')[0])} {peer.in_flight} in flight, "
-        f"{peer.age_secs:.1f} s ago"
-        for peer in cluster.peers
-    ]
-    return f"{printable(cluster.name)}, store {store}; {'; '.join(peers) or 'no other proxy'}"
+    peers = "; ".join(map(_describe_peer, cluster.peers))
+    return f"{printable(cluster.name)}, store {store}; {peers or 'no other proxy'}"
+
+
+def _describe_peer(peer: ClusterPeer) -> str:
+    """Its name, what it does, and the age of that."""
+    version = f" {printable(peer.version)}" if peer.version else ""
+    rate = f"{peer.requests_per_sec:g} req/s, " if peer.requests_per_sec is not None else ""
+    name = printable(peer.member.rpartition("/")[0])
+    return f"{name}{version} {rate}{peer.in_flight} in flight, {peer.age_secs:.1f} s ago"
 
 
 def paused_lines(feed: FeedModel) -> Iterator[str]:

@@ -14,6 +14,8 @@ from typing import Final, TypeAlias
 import msgspec
 from msgspec import Struct
 
+from omni_proxy.cluster.proxy_figures import ProxyFigures
+
 MAX_TARGETS: Final = 1 << 17  # workers and ranks: as many as the shared counters have cells, twice
 
 
@@ -80,6 +82,13 @@ class HealthMessage(Struct, frozen=True, array_like=True, tag="health"):
     healthy: dict[str, bool]
 
 
+class FiguresMessage(Struct, frozen=True, array_like=True, tag="figures"):
+    """What screens show of a member: see `cluster.proxy_figures`."""
+
+    member: str
+    figures: ProxyFigures
+
+
 Message: TypeAlias = (
     CountsMessage
     | HelloMessage
@@ -89,6 +98,7 @@ Message: TypeAlias = (
     | ResumedMessage
     | WorkerMessage
     | HealthMessage
+    | FiguresMessage
 )
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -21,6 +21,7 @@ from omni_proxy.cluster.messages import (
     AckMessage,
     ByeMessage,
     CountsMessage,
+    FiguresMessage,
     HealthMessage,
     HelloMessage,
     Message,
@@ -30,6 +31,7 @@ from omni_proxy.cluster.messages import (
     decode,
     encode,
 )
+from omni_proxy.cluster.proxy_figures import WorkerFigures
 from omni_proxy.cluster_member.credentials import (
     CredentialError,
     read_address,
@@ -44,6 +46,7 @@ from omni_proxy.cluster_member.redis_connection import (
     StoreRefused,
     connected,
 )
+from omni_proxy.cluster_member.shared_figures import FiguresSource, SharedFigures
 from omni_proxy.cluster_member.shared_health import SharedHealth
 from omni_proxy.cluster_member.shared_load import LoadView, SharedLoad
 from omni_proxy.cluster_member.shared_weights import SharedWeights
@@ -52,6 +55,7 @@ from omni_proxy.cluster_member.weight_state import decode_state
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import Prober
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
@@ -76,10 +80,11 @@ class ClusterMember:
         fleet: Fleet,
         config_store: ConfigStore,
         services: tuple[WeightOperations, WorkerDrains, Prober],
-        view: LoadView,
+        views: tuple[LoadView, FiguresSource],
         node_name: Callable[[], str],
     ) -> None:
         operations, drains, prober = services
+        view, figures = views
         self._fleet = fleet
         self._config_store = config_store
         self._view = view
@@ -90,6 +95,7 @@ class ClusterMember:
         self.connection: RedisConnection | None = None
         self._weights = SharedWeights(fleet, operations, self)
         self._workers = SharedWorkers(config_store, drains, lambda: self.table)
+        self._figures = SharedFigures(figures)
         self._health = SharedHealth(fleet, prober, lambda: self.table)
         self._cut_off = CutOffHold(fleet, self._lease_left, lambda each: read_labels(each, {}))
         self._save_journal = operations.journal.save_adopted
@@ -132,16 +138,27 @@ class ClusterMember:
             "share": list(table.share),
             "weights": self._weights.status() if "weights" in table.share else None,
             "members": 1 + len(peers),
+            "self": {
+                "member": self.name or None,
+                "in_flight": self._view.load[0],
+                **self._figures.own_record(),
+            },
             "peers": [
                 {
                     "member": name,
                     "age_secs": round(now - peer.heard_at, 3),
                     "in_flight": peer.total,
                     "waits": peer.waits,
+                    **self._figures.record_of(name),
                 }
                 for name, peer in sorted(peers.items())
             ],
         }
+
+    def elsewhere(self, worker: Worker) -> WorkerFigures | None:
+        """What the other proxies together say of their requests to it; None without any."""
+        alone = self._load is None or not self._load.counts.peers
+        return None if alone else self._figures.elsewhere(worker)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled; without [cluster] it waits for one."""
@@ -205,9 +222,13 @@ class ClusterMember:
                     load.expire(now, self.table)
                     load.smooth(self.table)
                     load.share_bounds(now, now + self._clock_ahead, self.table)
+                    peers = load.counts.peers
+                    in_flight = sum(peer.total for peer in peers.values())
+                    self._figures.keep(peers, in_flight)
                     await trio.sleep(self.table.publish_secs)
         finally:
             load.forget()
+            self._figures.forget()
             self._weights.disconnect()
             self._load = None
 
@@ -242,6 +263,7 @@ class ClusterMember:
                 backoff.reset()
                 self.connection = connection
                 self._note_connected()
+                self._figures.begin()
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._acknowledge, connection, load)
                     await self._publish(connection, load)
@@ -257,6 +279,7 @@ class ClusterMember:
                     await self._weights.tick(connection)
                     await self._workers.tick(connection, self.name)
                     await self._health.tick(connection, self.name)
+                    await self._figures.tick(connection, self._channel, self.name)
                 if scope.cancelled_caught:
                     raise StoreError(f"no reply for {self._patience_secs:g} s")
                 await trio.sleep(self.table.publish_secs)
@@ -325,6 +348,8 @@ class ClusterMember:
                 load.leave(message.member)
             case HealthMessage():
                 self._health.take(message)
+            case FiguresMessage():
+                self._figures.take(message, load.counts.peers)
             case WorkerMessage():
                 self._workers.take(message)
             case WeightsMessage() | AckMessage() | ResumedMessage():

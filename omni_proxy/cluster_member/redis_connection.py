@@ -49,6 +49,8 @@ class _Batch:
 
 
 class RedisConnection:
+    """`local_host`: the address of this machine that it goes out from, "" if unknown."""
+
     def __init__(self, stream: trio.abc.Stream, on_message: OnMessage) -> None:
         self._stream = stream
         self._on_message = on_message
@@ -56,6 +58,7 @@ class RedisConnection:
         self._batches: deque[_Batch] = deque()  # in the order in which they were sent
         self._sending = trio.Lock()
         self._is_torn = False  # a batch was sent in part
+        self.local_host = ""
 
     async def call(self, *commands: Command) -> list[Any]:
         """Replies in order. Raises StoreError, also for a reply that is an error; then every other
@@ -121,12 +124,15 @@ async def connected(
 ) -> AsyncIterator[RedisConnection]:
     """A connection that has said HELLO and selected its database. Raises StoreError."""
     try:
-        stream: trio.abc.Stream = await trio.open_tcp_stream(address.host, address.port)
+        socket_stream = await trio.open_tcp_stream(address.host, address.port)
+        local_host = str(socket_stream.socket.getsockname()[0])
     except OSError as error:
         raise StoreError(f"can't be reached: {_cause(error)}") from None
+    stream: trio.abc.Stream = socket_stream
     if tls is not None:
         stream = trio.SSLStream(stream, tls, server_hostname=address.host)
     connection = RedisConnection(stream, on_message)
+    connection.local_host = local_host
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(connection.receive)

@@ -22,7 +22,7 @@ from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config, RoutingConfig
 from omni_proxy.dataplane.abort_waiting import abort_requests
-from omni_proxy.dataplane.accept.listeners import Listeners, PreparedListeners
+from omni_proxy.dataplane.accept.listeners import Listeners, PreparedListeners, ServedAt
 from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
 from omni_proxy.dataplane.admission.update_gate import UpdateGate, reasons_to_hold_sessions
@@ -308,6 +308,9 @@ class DataPlane:
 
     def addresses(self) -> list[str]:
         return self.listeners.addresses()
+
+    def served_at(self) -> ServedAt:
+        return self.listeners.served_at()
 
     def status(self) -> dict[str, object]:
         return status_record(self.services, self.listeners)

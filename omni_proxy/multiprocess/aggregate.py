@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
+from omni_proxy.dataplane.accept.listeners import ServedAt
 from omni_proxy.dataplane.status import MAX_CONNECTIONS
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
@@ -102,6 +103,9 @@ class AggregateView:
 
     def addresses(self) -> list[str]:
         return self._dataplane.addresses()
+
+    def served_at(self) -> ServedAt:
+        return self._dataplane.served_at()
 
     def admission(self) -> dict[str, int]:
         totals, worker_ids = self._dataplane.admission(), self._manager.worker_ids

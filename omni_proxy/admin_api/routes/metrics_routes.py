@@ -169,6 +169,12 @@ class HistoryRoutes:
         if "by" in request.args:
             raise bad_request("by must be worker")
         track = history.fleet
+        if (of := request.args.get("of")) is not None:
+            if of != "cluster":
+                raise bad_request("of must be cluster")
+            if history.cluster is None:
+                raise bad_request("this proxy is not a member of a cluster")
+            track = history.cluster
         if name := request.args.get("worker"):
             worker = self._changes.find(name)
             track = history.workers.get(worker) or Track()

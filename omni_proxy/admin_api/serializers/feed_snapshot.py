@@ -149,6 +149,7 @@ class Snapshots:
             "ranks_in_flight": [rank.in_flight for rank in worker.dp_ranks],
             **instruments.recent.worker_window(worker, now)._asdict(),
             "minute": instruments.history.minute_of(worker, now),
+            "elsewhere": self._elsewhere(worker),
             "engine_load": engine_load_record(self._services.fleet.loads, worker),
             "silent_secs": instruments.stall_detector.silent_secs(worker, now) if counted else None,
             "routed": sum(worker.routed.values()),
@@ -159,6 +160,14 @@ class Snapshots:
             "weight": worker.weight,
             "drain": self._services.drains.get_record(worker),
         }
+
+    def _elsewhere(self, worker: Worker) -> dict[str, object] | None:
+        """Of the other proxies of the cluster; None without any."""
+        cluster = self._services.cluster
+        figures = cluster.elsewhere(worker) if cluster is not None else None
+        if figures is None:
+            return None
+        return {"in_flight": worker.in_flight_elsewhere, **figures._asdict()}
 
 
 def _state_since(worker: Worker, drains: WorkerDrains) -> str | None:

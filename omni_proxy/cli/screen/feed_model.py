@@ -155,6 +155,9 @@ class ClusterPeer(Struct, frozen=True):
     member: str
     age_secs: float = 0.0
     in_flight: int = 0
+    # None: from a proxy of an older release.
+    version: str | None = None
+    requests_per_sec: float | None = None
 
 
 class ClusterStatus(Struct, frozen=True):

@@ -12,6 +12,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.accept.certificates import Certificates
@@ -59,6 +60,14 @@ def _parse_address(where: str, *, admin: bool, metrics: bool = False) -> ListenA
         return ListenAddress(where, 0, admin=admin, metrics=metrics)
     host, _, port = where.rpartition(":")
     return ListenAddress(host.strip("[]"), int(port), admin=admin, metrics=metrics)
+
+
+class ServedAt(NamedTuple):
+    """URLs of the listener that takes model traffic, and of the one that has the dashboard; "" for
+    a Unix socket and for none that is open."""
+
+    models: str
+    dashboard: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +280,15 @@ class Listeners:
     def urls(self) -> list[str]:
         """With their schemes."""
         return [self._url(address, listener) for address, listener in self._open]
+
+    def served_at(self) -> ServedAt:
+        public = [entry for entry in self._open if not entry[0].admin]
+        admin = [entry for entry in self._open if entry[0].admin and not entry[0].metrics]
+        models, dashboard = (
+            next((self._url(*entry) for entry in entries if not entry[0].is_file), "")
+            for entries in (public, admin or public)
+        )
+        return ServedAt(models, dashboard)
 
     def retry_accepting(self) -> None:
         for _, listener in self._open:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from math import isnan, nan
 from typing import Final, NamedTuple
@@ -54,7 +55,7 @@ class WorkerTotals(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Bin:
+class Bin:
     """What a point has so far. `secs`: the time that its counts are of."""
 
     requests: int = 0
@@ -71,7 +72,7 @@ class _Bin:
     firsts: dict[int, int] = field(default_factory=dict)  # by bucket
     gaps: dict[int, int] = field(default_factory=dict)
 
-    def add(self, other: _Bin) -> None:
+    def add(self, other: Bin) -> None:
         for name in _COUNTED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.reports_tokens |= other.reports_tokens
@@ -124,10 +125,10 @@ class _Ring:
     def __init__(self, step: int) -> None:
         self._step = step
         self._columns = tuple(array("f", [nan]) * POINTS for _ in SERIES)
-        self._now = _Bin()
+        self._now = Bin()
         self.slot = -1
 
-    def add(self, at: float, counts: _Bin) -> None:
+    def add(self, at: float, counts: Bin) -> None:
         self._move(int(at // self._step))
         self._now.add(counts)
 
@@ -167,7 +168,7 @@ class _Ring:
         else:
             for column in self._columns:
                 column[:] = array("f", [nan]) * POINTS
-        self.slot, self._now = slot, _Bin()
+        self.slot, self._now = slot, Bin()
 
 
 class Track:
@@ -182,12 +183,12 @@ class Track:
 
     def sample(
         self, at: float, totals: WorkerTotals, in_flight: int, waiting: float | None = None
-    ) -> _Bin:
+    ) -> Bin:
         """What was counted since the last sample, which is in the series then. The first sample
         counts nothing: its totals may be of any time."""
         before, self._before = self._before, totals
         secs, self._last_at = at - self._last_at, at
-        counts = _Bin(in_flight=in_flight, samples=1, waiting=waiting)
+        counts = Bin(in_flight=in_flight, samples=1, waiting=waiting)
         if before is not None and secs > 0:
             counts.secs = secs
             counts.reports_tokens = bool(totals.input_tokens or totals.output_tokens)
@@ -199,7 +200,7 @@ class Track:
         self.add(at, counts)
         return counts
 
-    def add(self, at: float, counts: _Bin) -> None:
+    def add(self, at: float, counts: Bin) -> None:
         for ring in self._rings.values():
             ring.add(at, counts)
 
@@ -222,10 +223,17 @@ def _increase(before: Sequence[int], now: Sequence[int]) -> Iterator[tuple[int, 
 
 
 class History:
-    """`sample_worker` some seconds apart, `end_second` once a second."""
+    """`sample_worker` some seconds apart, `end_second` once a second.
+
+    `cluster`: the fleet through all proxies of a cluster, None without one. `elsewhere`: requests
+    in flight at the other proxies, and waiting there.
+    """
 
     def __init__(self) -> None:
         self.fleet = Track()
+        self.cluster: Track | None = None
+        self.elsewhere = (0, 0)
+        self._unsent = Bin()  # counted here since `take_unsent`
         self.workers: dict[Worker, Track] = {}
 
     def end_second(
@@ -234,11 +242,16 @@ class History:
         """`counts`: requests and errors of the fleet in this second, and its first chunks by bucket
         of FINE. A request in two legs is one request of the fleet and one of each worker."""
         requests, errors, firsts = counts
-        second = _Bin(
+        second = Bin(
             requests, errors, secs=1.0, in_flight=in_flight, samples=1, waiting=float(waiting)
         )
         second.firsts = {bucket: count for bucket, count in enumerate(firsts) if count}
         self.fleet.add(at, second)
+        if self.cluster is not None:
+            self._unsent.add(second)
+            second.in_flight += self.elsewhere[0]
+            second.waiting = float(waiting + self.elsewhere[1])
+            self.cluster.add(at, second)
 
     def sample_worker(
         self, at: float, worker: Worker, totals: WorkerTotals, waiting: float | None
@@ -250,13 +263,35 @@ class History:
             track = self.workers[worker] = Track()
         counts = track.sample(at, totals, worker.in_flight, waiting)
         # What `end_second` can't know: it is counted by worker only.
-        rest = _Bin(
+        rest = Bin(
             input_tokens=counts.input_tokens, output_tokens=counts.output_tokens,
             prompt_tokens=counts.prompt_tokens, cached_tokens=counts.cached_tokens,
             reports_tokens=counts.reports_tokens,
         )  # fmt: skip
         rest.gaps = counts.gaps
         self.fleet.add(at, rest)
+        if self.cluster is not None:
+            self._unsent.add(rest)
+            self.cluster.add(at, rest)
+
+    def follow_cluster(self, *, member: bool) -> None:
+        """The past of a cluster begins with this proxy's own."""
+        if member and self.cluster is None:
+            self.cluster, self._unsent = deepcopy(self.fleet), Bin()
+        elif not member:
+            self.cluster, self.elsewhere = None, (0, 0)
+
+    def add_of_peer(self, at: float, counts: Bin) -> None:
+        """What another proxy has counted."""
+        if self.cluster is not None:
+            # The time is this proxy's own: sums of all are of the same seconds.
+            counts.secs = counts.samples = counts.in_flight = 0
+            counts.waiting = None
+            self.cluster.add(at, counts)
+
+    def take_unsent(self) -> Bin:
+        taken, self._unsent = self._unsent, Bin()
+        return taken
 
     def minute_of(self, worker: Worker, at: float) -> dict[str, float | None]:
         """The means of some series over a worker's last minute; None where nothing is known."""

@@ -173,3 +173,35 @@ def test_a_ring_is_what_a_dict_of_all_steps_would_be(samples):
     ]
     assert track.read(900, "in_flight", at) == pytest.approx(expected)
     assert start_of(900, at) == (newest - POINTS + 1) * 5
+
+
+def second(history, at, requests=0, in_flight=0, waiting=0):
+    history.end_second(at, (requests, 0, firsts()), in_flight, waiting)
+
+
+def test_the_history_of_a_cluster_adds_what_the_other_proxies_count():
+    history = History()
+    second(history, START, requests=1)
+    history.follow_cluster(member=True)
+    history.elsewhere = (4, 2)
+    second(history, START + 1, requests=3, in_flight=1, waiting=1)
+    assert history.take_unsent().requests == 3
+    assert history.take_unsent().requests == 0
+    history.add_of_peer(
+        START + 1, rings.Bin(requests=6, errors=2, secs=9.0, in_flight=7, samples=3)
+    )
+    at = START + 1
+    both, own = history.cluster, history.fleet
+    assert [track.read(900, "requests_per_sec", at)[-1] for track in (own, both)] == [2, 5]
+    assert [track.read(900, "errors_per_sec", at)[-1] for track in (own, both)] == [0, 1]
+    assert [track.read(900, "in_flight", at)[-1] for track in (own, both)] == [0.5, 2.5]
+    assert [track.read(900, "waiting", at)[-1] for track in (own, both)] == [1, 3]
+    history.follow_cluster(member=False)
+    assert history.cluster is None
+
+
+def test_without_a_cluster_nothing_is_kept_for_other_proxies():
+    history = History()
+    second(history, START, requests=3)
+    history.add_of_peer(START, rings.Bin(requests=6))
+    assert history.take_unsent().requests == 0

@@ -9,6 +9,7 @@ const CHARTS = [
   { name: "Tokens per second", unit: count, least: 10, none: lacks("tokens"), lines: [["input_tokens_per_sec", "in", "soft"], ["output_tokens_per_sec", "out", "blue"]] },
   { name: "Cache hit rate", unit: share, least: 1, none: lacks("cached tokens"), compared: true, lines: [["cache_hit_ratio", "of prompt tokens", "blue", true]] },
 ];
+const THIS_PROXY = "this";  // no worker has this id
 const RANGES = [[900, "15 min"], [3600, "1 h"], [21600, "6 h"]];
 const LEFT = 46, RIGHT = 4, TOP = 6, BOTTOM = 92, TALL = 112;
 let range = 900, scope = "", past = null, fleetPast = null, pastAt = -Infinity, pastTurn = 0, cross = null;
@@ -37,8 +38,10 @@ function choose(secs, worker) {
 async function refreshPast() {
   const mine = pastTurn;
   pastAt = performance.now();
-  const query = `history?secs=${range}`;
-  const [own, all] = await Promise.all([ask("GET", scope ? `${query}&worker=${encodeURIComponent(scope)}` : query), scope ? ask("GET", query) : null]);
+  const query = `history?secs=${range}`, ofWorker = scope && scope !== THIS_PROXY;
+  const wanted = ofWorker ? `${query}&worker=${encodeURIComponent(scope)}` : !scope && inCluster() ? `${query}&of=cluster` : query;
+  /* A worker's are of its requests through this proxy, and so are those beside it. */
+  const [own, all] = await Promise.all([ask("GET", wanted), ofWorker ? ask("GET", query) : null]);
   if (mine !== pastTurn || !last) return;
   if (own.status === 404) { choose(range, ""); return; }
   if (!own.ok) return;
@@ -117,8 +120,9 @@ function ceiling(value, least) {
 }
 /* Each second: fetches what is due; it draws when it has come. */
 function paintCharts() {
-  fill($("scope"), last.fleet.map((worker) => worker.id), () => [
-    new Option("the fleet", ""), ...last.fleet.map((worker) => new Option(worker.display_id ?? short(worker.url), worker.id)),
+  if (scope === THIS_PROXY && !inCluster()) choose(range, "");
+  fill($("scope"), [last.fleet.map((worker) => worker.id), inCluster()], () => [
+    ...inCluster() ? [new Option("the fleet, through all proxies", ""), new Option("the fleet, through this proxy", THIS_PROXY)] : [new Option("the fleet", "")], ...last.fleet.map((worker) => new Option(worker.display_id ?? short(worker.url), worker.id)),
   ]);
   if ($("scope").value !== scope) $("scope").value = scope;
   const due = past ? Math.min(past.step_secs, 30) * 1000 : 1500;
@@ -128,7 +132,7 @@ function paintCharts() {
 /* Of the same time, and of the same worker, as the charts. */
 function trafficWords() {
   const words = (all, failed, span) => `${one(all, "request")}, ${one(failed, "error")} in ${span}`;
-  if (!scope && range === WINDOW_SECS) return words(lately("requests", range), lately("errors", range), "15 min");
+  if ((scope === THIS_PROXY || !scope && !inCluster()) && range === WINDOW_SECS) return words(lately("requests", range), lately("errors", range), "15 min");
   if (!past) return "";
   const sum = (name) => Math.round(past.series[name].filter(known).reduce((total, value) => total + value * past.step_secs, 0));
   return words(sum("requests_per_sec"), sum("errors_per_sec"), RANGES.find(([secs]) => secs === range)[1]);
@@ -180,7 +184,7 @@ function drawChart(chart, begin, end, step, chosen) {
   mark(chart.at, "title", at === null ? "" : utc(at));
   const words = RANGES.find(([secs]) => secs === range)[1];
   const now = chart.lines.map(([name, word]) => `${word} ${known(newest(name)) ? chart.unit(newest(name)) : "not known"}`).join(", ");
-  mark(chart.svg, "aria-label", `${chart.name} of ${scope ? short(decodeURIComponent(scope)) : "the fleet"} over the last ${words}; now ${now}; at most ${values.length ? chart.unit(Math.max(...values)) : "not known"}`);
+  mark(chart.svg, "aria-label", `${chart.name} of ${scope === THIS_PROXY ? "this proxy" : scope ? short(decodeURIComponent(scope)) : "the fleet"} over the last ${words}; now ${now}; at most ${values.length ? chart.unit(Math.max(...values)) : "not known"}`);
 }
 function drawAxes(chart, width, x, y, { begin, end, high }) {
   const step = { 900: 180, 3600: 600, 21600: 3600 }[range] * (width > 300 ? 1 : 2);

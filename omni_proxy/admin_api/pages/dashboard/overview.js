@@ -18,6 +18,7 @@ function paint() {
   paintTiles(fleet, able);
   paintFleet(fleet, slow);
   dropReport(fleet);
+  paintProxies();
   paintCharts();
   paintWeights(fleet);
   paintConfig();
@@ -58,6 +59,9 @@ function paintAlerts(fleet, able, slow) {
   if (serving.length > 5) add("warn", `${serving.length - 5} more are slow`, "");
   const failed = lately("errors", 60), ended = lately("requests", 60);
   if (failed >= 3 && failed * 100 >= ended) add("bad", "Requests fail", `${count(failed)} of ${count(ended)} in the last minute${usualFailure()}`);
+  if (last.cluster && !last.cluster.connected) add("bad", "The store of the cluster is lost", `${last.cluster.error ?? "connecting"}; figures are of this proxy alone`);
+  const versions = new Set([last.version, ...peersNow().map((peer) => peer.version).filter(Boolean)]);
+  if (versions.size > 1) add("warn", "The proxies have different versions", [...versions].join(", "));
   const refused = last.refused_without_key_last_minute ?? 0;
   if (refused) add("warn", "Requests are refused", `${one(refused, "request")} without a right key ${refused === 1 ? "was" : "were"} refused in the last minute`);
   for (const group of byModel(fleet.filter((worker) => worker.routable && known(worker.weight_version)))) {
@@ -124,13 +128,14 @@ function lately(name, secs) {
 }
 function paintTiles(fleet, able) {
   const now = points.at(-1) ?? {};
-  const errors = lately("errors", 60);
+  const errors = everywhere(lately("errors", 60), "errors_last_minute");
   const minute = points.filter((point) => known(point.first_p50_ms) && point.at > seconds(last.at) - 60);
   tile("Workers in use", `${able} of ${fleet.length}`, able === fleet.length && able ? "" : able ? "warn" : "bad");
-  tile("Requests/s (10 s)", count(lately("requests", 10) / Math.min(10, Math.max(points.length, 1))));
+  tile("Requests/s (10 s)", count(everywhere(lately("requests", 10) / Math.min(10, Math.max(points.length, 1)), "requests_per_sec")));
   tile("Errors (1 min)", count(errors), errors ? "bad" : "");
-  tile("In flight", count(last.admission?.inflight ?? now.in_flight));
-  tile("Waiting", count(last.admission?.waiting ?? 0), last.admission?.waiting ? "warn" : "");
+  tile("In flight", count(everywhere(last.admission?.inflight ?? now.in_flight, "in_flight")));
+  const waiting = everywhere(last.admission?.waiting, "waiting");
+  tile("Waiting", count(waiting), waiting ? "warn" : "");
   tile("First token p50", minute.length ? millis(median(minute.map((point) => point.first_p50_ms))) : "–");
   tile("First token p99", minute.length ? millis(Math.max(...minute.map((point) => point.first_p99_ms))) : "–");
   const matched = last.policy?.matched_ratio;

@@ -11,11 +11,11 @@ const COLUMNS = [
   ["name", "Worker", "w-name", (worker) => worker.display_id ?? worker.url],
   ["state", "State, and why", "w-state", (worker) => trouble(worker)],
   ["load", "In flight", "w-load num", (worker) => worker.in_flight],
-  ["rate", "Req/s", "w-rate num", (worker) => worker.rate],
+  ["rate", "Req/s", "w-rate num", allRate],
   ["first", "First token p50 · p99", "w-first", (worker) => worker.first_p50_ms],
-  ["tokens", "Tokens/s", "w-tokens num", (worker) => worker.minute?.output_tokens_per_sec],
+  ["tokens", "Tokens/s", "w-tokens num", allTokens],
   ["cache", "Cache", "w-cache num", (worker) => worker.minute?.cache_hit_ratio],
-  ["errors", "Errors", "w-err num", (worker) => worker.errors],
+  ["errors", "Errors", "w-err num", allErrors],
   ["weights", "Weights", "w-weights", (worker) => worker.weight_version],
 ];
 const NUMERIC = new Set(["state", "load", "rate", "first", "tokens", "cache", "errors"]);
@@ -42,7 +42,7 @@ cleaners.push(() => { rows.clear(); sparks.clear(); opened.clear(); unfolded.cle
 /* The more, the more a person has to look at it. */
 function trouble(worker) {
   const [, kind, out] = standing(worker);
-  return (out ? 4 : 0) + (kind === "bad" ? 8 : kind === "warn" ? 2 : 0) + (isSilent(worker) ? 2 : 0) + (worker.errors ? 1 : 0);
+  return (out ? 4 : 0) + (kind === "bad" ? 8 : kind === "warn" ? 2 : 0) + (isSilent(worker) ? 2 : 0) + (allErrors(worker) ? 1 : 0);
 }
 /* All that a row says of it but figures. */
 function found(worker, words, slow) {
@@ -83,7 +83,7 @@ function paintFleet(fleet, slow) {
     pressed(`Show ${Math.min(left, 50)} more`, "", () => { view.more += 50; paint(); }), pressed(`Show all ${list.length}`, "", () => { view.more = Infinity; paint(); }),
   ] : []);
   const some = list.length < fleet.length || left ? `${list.length - left} of ${fleet.length} shown` : "";
-  say($("fleet-says"), !fleet.length ? "none" : [some, "rate, first token, tokens, cache and errors of the last minute"].filter(Boolean).join("; "));
+  say($("fleet-says"), !fleet.length ? "none" : [some, inCluster() ? "rate, tokens and errors of the last minute, through all proxies; first token and cache through this one" : "rate, first token, tokens, cache and errors of the last minute"].filter(Boolean).join("; "));
   show($("nobody"), !list.length);
   say($("nobody"), fleet.length ? "No worker matches." : "No worker yet.");
 }
@@ -113,8 +113,8 @@ function groupLines(group, slow) {
   say(button, `${open ? "▾" : "▸"} ${model || "any model"}`);
   mark(button, "aria-expanded", open);
   const out = group.filter((worker) => !takes(worker)).length, times = group.map((worker) => worker.first_p50_ms).filter(known);
-  const sum = (name) => group.reduce((total, worker) => total + (worker[name] ?? 0), 0);
-  say(says, [one(group.length, "worker"), out && `${out} out`, `${count(sum("in_flight"))} in flight`, `${count(sum("rate"))} req/s`, times.length && `first token p50 ${millis(median(times))}`, sum("errors") && one(sum("errors"), "error")].filter(Boolean).join(" · "));
+  const sum = (value) => group.reduce((total, worker) => total + (value(worker) ?? 0), 0), errors = sum(allErrors);
+  say(says, [one(group.length, "worker"), out && `${out} out`, `${count(sum((worker) => worker.in_flight))} in flight`, `${count(sum(allRate))} req/s`, times.length && `first token p50 ${millis(median(times))}`, errors && one(errors, "error")].filter(Boolean).join(" · "));
   return [it, ...open ? group.flatMap((worker) => workerLines(worker, slow)) : []];
 }
 function workerLines(worker, slow) {
@@ -157,15 +157,18 @@ function paintRow(row, worker, slow) {
   mark(row.why, "title", why);
   say(row.load, worker.max_inflight ? `${count(worker.in_flight)} of ${count(worker.max_inflight)}` : count(worker.in_flight));
   say(row.queue, known(worker.minute?.waiting) ? `queue ${count(worker.minute.waiting)}` : worker.sessions ? one(worker.sessions, "session") : "");
-  say(row.rate, count(worker.rate));
-  say(row.errors, count(worker.errors));
-  dress(row.errors, worker.errors ? "bad" : "");
+  mark(row.load, "title", ofThis(worker, count(worker.in_flight - (worker.elsewhere?.in_flight ?? 0))));
+  say(row.rate, count(allRate(worker)));
+  mark(row.rate, "title", ofThis(worker, count(worker.rate)));
+  say(row.errors, count(allErrors(worker)));
+  mark(row.errors, "title", ofThis(worker, count(worker.errors)));
+  dress(row.errors, allErrors(worker) ? "bad" : "");
   say(row.first, known(worker.first_p50_ms) ? `${millis(worker.first_p50_ms)} · ${millis(worker.first_p99_ms)}` : "no answers lately");
   dress(row.first, known(worker.first_p50_ms) ? "says" : "says quiet small");
   row.body.style.width = (100 * (worker.first_p50_ms ?? 0)) / longest + "%";
   row.tail.style.width = (100 * (worker.first_p99_ms ?? 0)) / longest + "%";
   spark(row.spark, worker);
-  say(row.tokens, count(worker.minute?.output_tokens_per_sec));
+  say(row.tokens, count(allTokens(worker)));
   say(row.cache, share(worker.minute?.cache_hit_ratio));
   say(row.label, worker.weight_version ?? "–");
   mark(row.label, "title", worker.weight_version ?? "not known");
@@ -263,7 +266,7 @@ function paintDetail(row, worker, slow) {
   permit(row.save, "operate");
   const minute = worker.minute ?? {}, load = worker.engine_load, who = byWhom(worker);
   const slowness = slow.has(worker.id) && whySlow(slow.get(worker.id));
-  const key = [worker.url, worker.state_since, who.replace(/for \S+ \S+/, ""), worker.in_flight, worker.routed, worker.failed, minute, load?.waiting, worker.kv_mode, worker.ranks_in_flight, worker.last_error, slowness];
+  const key = [worker.url, worker.state_since, who.replace(/for \S+ \S+/, ""), worker.in_flight, worker.routed, worker.failed, worker.rate, worker.elsewhere, minute, load?.waiting, worker.kv_mode, worker.ranks_in_flight, worker.last_error, slowness];
   fill(row.facts, key, () => [
     facts([
       ["URL", worker.url], ["Model", worker.model], ["Adapters", (worker.adapters ?? []).join(", ")], ["Origin", worker.origin],
@@ -274,6 +277,7 @@ function paintDetail(row, worker, slow) {
     facts([
       ["Slow", slowness],
       ["Between tokens, p50", known(minute.between_p50_ms) && millis(minute.between_p50_ms)],
+      ["Through this proxy", worker.elsewhere && `${count(worker.in_flight - worker.elsewhere.in_flight)} of ${count(worker.in_flight)} in flight, ${count(worker.rate)} of ${count(allRate(worker))} req/s`],
       ["Prompt tokens/s", known(minute.input_tokens_per_sec) && count(minute.input_tokens_per_sec)],
       ["Engine", load && `${known(load.waiting) ? `${count(load.waiting)} waiting` : ""}${known(load.kv_usage) ? `, KV cache ${share(load.kv_usage)} full` : ""}${load.state !== "ok" ? `, ${load.state}` : ""}`.replace(/^, /, "")],
       ["KV events", worker.kv_mode && worker.kv_mode !== "off" && `${worker.kv_mode}${worker.kv_reason ? `: ${worker.kv_reason}` : ""}`],
@@ -292,12 +296,12 @@ function legOf(worker) {
 function whySlow({ worker, times, usual }) {
   const others = (last.fleet ?? []).filter((each) => each !== worker && takes(each) && (each.model ?? "") === (worker.model ?? ""));
   const beside = others.filter((each) => Math.abs(inMinute(each) - inMinute(worker)) <= SAME_SECS);
-  const usually = beside.length ? median(beside.map((each) => each.rate / each.weight)) : 0, own = worker.rate / worker.weight;
+  const usually = beside.length ? median(beside.map((each) => allRate(each) / each.weight)) : 0, own = allRate(worker) / worker.weight;
   const cache = others.length ? median(others.map((each) => each.minute?.cache_hit_ratio ?? 0)) : 0;
   const causes = [
     worker.engine_load?.waiting > 0 && `its engine has ${count(worker.engine_load.waiting)} waiting`,
     worker.engine_load?.kv_usage > 0.9 && `its KV cache is ${share(worker.engine_load.kv_usage)} full`,
-    beside.length && own > 1.3 * usually && `it gets ${count(worker.rate)} requests/s, the others ${count(usually * worker.weight)}`,
+    beside.length && own > 1.3 * usually && `it gets ${count(allRate(worker))} requests/s, the others ${count(usually * worker.weight)}`,
     known(worker.minute?.cache_hit_ratio) && worker.minute.cache_hit_ratio < cache - 0.2 && `it finds ${share(worker.minute.cache_hit_ratio)} of its prompts cached, the others ${share(cache)}`,
   ].filter(Boolean);
   const slower = `${times.toFixed(1)} times the ${millis(usual)} of the others`;

@@ -1,0 +1,96 @@
+"""The figures of this proxy that the others of its cluster show, of all its processes.
+
+Invariant: nothing is counted for it that the proxy does not count for its own screen, and a call
+looks at a part of the workers only, so that the event loop never waits for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+from omni_proxy import __version__
+from omni_proxy.cluster.messages import target_key
+from omni_proxy.cluster.proxy_figures import (
+    MOST_WORKERS,
+    PARTS,
+    CountedFigures,
+    ProxyFigures,
+    WorkerFigures,
+)
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.multiprocess.aggregate import AggregateView
+from omni_proxy.telemetry.history.rings import MINUTE_POINTS, MINUTE_RANGE, Bin, History
+from omni_proxy.telemetry.instruments import Instruments
+
+RATE_SECS = 10
+RATE_POINTS = 2  # of the history, for tokens
+ANY_HOST = ("0.0.0.0", "[::]")
+
+
+class OwnFigures:
+    """See `shared_figures.FiguresSource`."""
+
+    def __init__(self, fleet: Fleet, instruments: Instruments, view: AggregateView) -> None:
+        self._fleet = fleet
+        self._instruments = instruments
+        self._view = view
+        self._started_at = time.time()
+
+    @property
+    def history(self) -> History:
+        return self._instruments.history
+
+    def read(self, part: int, local_host: str) -> ProxyFigures:
+        recent, at = self._instruments.recent, time.time()
+        _, errors = recent.last_minute()
+        points = list(recent.since(int(at) - RATE_SECS - 1))
+        requests = sum(point.requests for point in points)
+        fleet = self.history.fleet
+        return ProxyFigures(
+            __version__,
+            self._started_at,
+            self._dashboard(local_host),
+            self._view.load[1],
+            round(self._instruments.ticker.worst_secs * 1000, 1),
+            round(requests / max(len(points), 1), 2),
+            errors,
+            fleet.mean(MINUTE_RANGE, "output_tokens_per_sec", at, RATE_POINTS),
+            part,
+            self._of_workers(part, at),
+            _counted(self.history.take_unsent()),
+        )
+
+    def _of_workers(self, part: int, at: float) -> dict[int, WorkerFigures]:
+        keyed = ((target_key(worker.url), worker) for worker in self._fleet.workers)
+        due = islice((pair for pair in keyed if pair[0] % PARTS == part), MOST_WORKERS // PARTS)
+        found = {key: self._of_worker(worker, at) for key, worker in due}
+        return {key: figures for key, figures in found.items() if any(figures)}
+
+    def _of_worker(self, worker: Worker, at: float) -> WorkerFigures:
+        window = self._instruments.recent.worker_window(worker, at)
+        track, tokens = self.history.workers.get(worker), None
+        if track is not None:
+            tokens = track.mean(MINUTE_RANGE, "output_tokens_per_sec", at, MINUTE_POINTS)
+        return WorkerFigures(window.rate, window.errors, tokens or 0.0)
+
+    def _dashboard(self, local_host: str) -> str:
+        """Where others reach it. A listener on all addresses has that which the store is reached
+        from."""
+        url = self._view.served_at().dashboard
+        scheme, _, rest = url.partition("://")
+        host, _, port = rest.rpartition(":")
+        if host in ANY_HOST:
+            if not local_host:
+                return ""
+            host = f"[{local_host}]" if ":" in local_host else local_host
+        return f"{scheme}://{host}:{port}/dashboard" if url else ""
+
+
+def _counted(counts: Bin) -> CountedFigures:
+    return CountedFigures(
+        counts.requests, counts.errors, counts.input_tokens, counts.output_tokens,
+        counts.prompt_tokens, counts.cached_tokens, counts.reports_tokens,
+        counts.firsts, counts.gaps,
+    )  # fmt: skip

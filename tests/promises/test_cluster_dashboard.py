@@ -1,0 +1,40 @@
+"""The dashboard of a proxy shows all proxies of its cluster as one, in a real browser."""
+
+import trio
+
+from tests.promises.dashboard_page import browser, no_chromium, page, row, shows, url_of
+from tests.promises.test_cluster import cluster, held_requests
+from tests.redis_server import needs_store
+
+__all__ = ["browser", "page"]  # fixtures
+pytestmark = [no_chromium, needs_store]
+
+SUM = """(() => {
+    const told = [...document.querySelectorAll("#tiles div")].map((it) => it.innerText.split("\\n"));
+    return Object.fromEntries(told);
+})()"""
+
+
+async def test_figures_are_sums_over_the_proxies_and_each_has_a_row(page, tmp_path):
+    async with cluster(tmp_path) as (_, fleet, (first, second)):
+        for _ in range(3):
+            await second.ask()
+        async with trio.open_nursery() as nursery, held_requests(second, fleet, 2):
+            nursery.start_soon(first.ask)
+            await page.visit(url_of(first))
+            await shows(page, "#node", "this is p0")
+            await shows(page, "#proxies-says", "cluster omni: 2 proxies over one fleet")
+            await shows(page, "#proxy-rows", "p0", "this page", "p1", " ago")
+            await page.until(f"({SUM})['In flight'] === '3'")
+            link = "document.querySelector('#proxy-rows a')"
+            assert await page.tell(f"{link}.href") == url_of(second)
+            await page.until(f"{link}.closest('tr').innerText.includes('0.')")
+            # What the other one served is in the worker's row, and in the fleet's charts.
+            rate = f"document.querySelector({row(fleet[0])!r} + ' td:nth-of-type(3)').innerText"
+            await page.until(f"Number({rate}) > 0")
+            await page.until("past?.series.requests_per_sec.some((value) => value > 0)")
+            await page.tell("choose(900, THIS_PROXY)")
+            await page.until("past?.series.in_flight.some((value) => value > 0)")
+            assert not await page.tell("past.series.requests_per_sec.some((value) => value > 0)")
+            await page.click("#proxy-rows a")
+            await shows(page, "#node", "this is p1")
