@@ -55,6 +55,7 @@ from omni_proxy.launch.startup_progress import wait_until_ready
 from omni_proxy.launch.worker_link import CORDON
 from omni_proxy.multiprocess.aggregate import AggregateView
 from omni_proxy.multiprocess.process_manager import ProcessManager
+from omni_proxy.routing.tree_key import hash_with
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.key_sources import KeySources
 from omni_proxy.runtime_config.reloader import Reloader
@@ -153,6 +154,7 @@ class Server:
         self.config_store = config_store
         self.logs = {name: LineLog(target) for name, target in _log_targets(config).items()}
         proxy_id = secrets.token_hex(16)
+        hash_with(secrets.randbits(64))
         self.data_plane = DataPlane(
             fleet, config,
             admin_socket=str(admin_socket), sources=Sources(random_below), proxy_id=proxy_id,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import secrets
 import signal
 import socket
 import sys
@@ -57,6 +58,7 @@ from omni_proxy.multiprocess.shared_dataplane import (
     WorkerDirectory,
     shared_response_owners,
 )
+from omni_proxy.routing.tree_key import hash_with
 from omni_proxy.telemetry.line_log import OFF, QUEUE_BYTES
 from omni_proxy.telemetry.logs import configure
 from omni_proxy.watchdog import Watchdog
@@ -82,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
         )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    hash_with(secrets.randbits(64))
     trio.run(run, socket.socket(fileno=int(argv[0])))
     return 0
 

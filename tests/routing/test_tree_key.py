@@ -2,11 +2,20 @@
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.routing.prefix_tree import PrefixTree
-from omni_proxy.routing.tree_key import MOST_BLOCK, PLAIN, key_length, text_length, tree_key
+from omni_proxy.routing.tree_key import (
+    HASH_BYTES,
+    MOST_BLOCK,
+    PLAIN,
+    hash_with,
+    key_length,
+    text_length,
+    tree_key,
+)
 
 lengths = st.integers(0, 70_000) | st.integers(PLAIN - 2, PLAIN + 200)
 LONG = random.Random(4).randbytes(140_000)
@@ -41,6 +50,24 @@ def test_a_short_text_is_its_own_key_and_a_long_one_takes_a_twentieth():
     assert tree_key(LONG[:PLAIN]) == LONG[:PLAIN]
     assert len(tree_key(LONG[:48_000])) < 48_000 / 20
     assert len(tree_key(LONG)) == len(tree_key(LONG[:131_072]))  # what is behind it is not compared
+
+
+@pytest.fixture
+def another_seed():
+    yield 9
+    hash_with(0)
+
+
+def test_hashes_are_those_of_their_seed(another_seed):
+    before = tree_key(LONG[:5000])
+    hash_with(another_seed)
+    other = tree_key(LONG[:5000])
+    assert other[:PLAIN] == before[:PLAIN]
+    places = range(PLAIN, len(other), HASH_BYTES)
+    pairs = [(other[at : at + HASH_BYTES], before[at : at + HASH_BYTES]) for at in places]
+    assert all(one != two for one, two in pairs)
+    hash_with(0)
+    assert tree_key(LONG[:5000]) == before
 
 
 def test_a_small_tree_knows_many_long_prompts():
