@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Final, Literal, get_args, get_origin, get_type_hints
 
 from omni_proxy.cli import COMMANDS
+from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.flags.completion_scripts import SHELLS, Flag, Page
-from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.schema import Config
 
@@ -30,8 +30,6 @@ def parser() -> argparse.ArgumentParser:
         prog="omni-proxy completion",
         description="Print a shell completion script for omni-proxy's commands and flags.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     result.add_argument("shell", choices=sorted(SHELLS))
     return result

@@ -21,7 +21,7 @@ from omni_proxy.cli.client.admin_client import (
     add_target_arguments,
     admin_target_of,
 )
-from omni_proxy.cli.flags.peer_flags import CommandParser
+from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.screen.text_table import NOTHING, printable, render_table, strip_noise
 
 NO_WORKER: Final = 1
@@ -40,8 +40,6 @@ def parser() -> argparse.ArgumentParser:
         prog="omni-proxy explain",
         description="Where the running proxy would send a request, and why. Nothing is sent.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     result.add_argument("file", metavar="FILE", nargs="?", default="-", help="the body; - is stdin")
     result.add_argument(

@@ -25,7 +25,7 @@ from omni_proxy.cli.client.admin_client import (
     add_target_arguments,
     admin_target_of,
 )
-from omni_proxy.cli.flags.peer_flags import CommandParser
+from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.screen.diagnosis import (
     LEAVING,
     WELL,
@@ -71,7 +71,6 @@ def parser() -> argparse.ArgumentParser:
         prog="omni-proxy status",
         description="State of the running proxy: slow workers, workers out of rotation and why, "
         "the last reload. Exit status 0: ready; 1: not ready; 2: not reachable.",
-        allow_abbrev=False,
     )
     add_target_arguments(result)
     result.add_argument(

@@ -27,7 +27,7 @@ from omni_proxy.cli.client.admin_client import (
     with_default_command,
 )
 from omni_proxy.cli.client.worker_changes import ChangeRefused, require_accepted
-from omni_proxy.cli.flags.peer_flags import CommandParser
+from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.rollout import add_rollout_arguments, run_rollout
 from omni_proxy.cli.screen.diagnosis import describe_rollout, describe_sync, pause_lines
 from omni_proxy.cli.screen.feed_model import PausedWorker
@@ -96,11 +96,10 @@ def parser() -> argparse.ArgumentParser:
     result = CommandParser(
         prog="omni-proxy weights",
         description="Look at the weights of a running proxy's workers, and operate on them.",
-        allow_abbrev=False,
     )
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        subparser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        subparser = commands.add_parser(name, help=text, description=text)
         add_target_arguments(subparser)
         subparser.add_argument(
             "--json", action="store_true", help="print the proxy's reply unchanged"

@@ -31,7 +31,7 @@ from omni_proxy.cli.client.worker_changes import (
     require_accepted,
     worker_path,
 )
-from omni_proxy.cli.flags.peer_flags import CommandParser
+from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.screen.diagnosis import RESUME_COMMAND
 from omni_proxy.cli.screen.text_table import (
     NOTHING,
@@ -80,12 +80,10 @@ def parser() -> argparse.ArgumentParser:
         prog="omni-proxy workers",
         description="Look at the workers of a running proxy, and change them.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        subparser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        subparser = commands.add_parser(name, help=text, description=text)
         add_target_arguments(subparser)
         subparser.add_argument(
             "--json", action="store_true", help="print the proxy's replies unchanged"

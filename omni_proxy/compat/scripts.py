@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from omni_proxy import __version__
-from omni_proxy.cli.flags.peer_flags import CommandParser
+from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.serve import start
 from omni_proxy.compat.router_args import RouterArgsBase
 from omni_proxy.compat.router_process import startup_of
@@ -33,7 +33,6 @@ def router_parser(args_class: type[RouterArgsBase], program: str) -> argparse.Ar
     parser = CommandParser(
         prog=program,
         description="Route to workers that run already (omni-proxy).",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"omni-proxy {__version__}")
     args_class.add_cli_args(parser)

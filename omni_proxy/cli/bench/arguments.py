@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from omni_proxy.cli.client.tls_options import add_tls_arguments
+from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.flags.numbers import positive, whole
-from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.simulate.workload import RATE_PER_WORKER, WORKLOADS
 
 REQUESTS: Final = 100  # of a made workload
@@ -37,8 +37,6 @@ def parser() -> argparse.ArgumentParser:
         prog="omni-proxy bench",
         description="Measure a running fleet (any OpenAI-compatible server) as its users see it.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     result.add_argument("url", metavar="URL", help="http://HOST:PORT, with or without /v1")
     result.add_argument("--model", metavar="NAME", help="default: the first of /v1/models")

@@ -21,7 +21,7 @@ from omni_proxy.cli.client.admin_client import (
     add_target_arguments,
     admin_target_of,
 )
-from omni_proxy.cli.flags.peer_flags import CommandParser
+from omni_proxy.cli.flags.command_parser import CommandParser
 
 NOT_UPGRADED: Final = 1
 _EPILOG: Final = """\
@@ -38,8 +38,6 @@ def parser() -> argparse.ArgumentParser:
         description="Start a new program that takes over from the running proxy; no request is "
         "cut. Exit status 0: the new one serves; 1: the old one goes on; 2: not reachable.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_target_arguments(result)
     result.add_argument(

@@ -17,7 +17,7 @@ from textwrap import wrap
 from typing import Any, Final
 
 from omni_proxy.cli.config_file.schema import schema_text
-from omni_proxy.cli.flags.peer_flags import CommandParser
+from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.problem import to_toml_literal
@@ -50,7 +50,6 @@ def parser() -> argparse.ArgumentParser:
         prog="omni-proxy init",
         description="Write a configuration file with comments. On a terminal it asks for what no "
         "flag sets.",
-        allow_abbrev=False,
     )
     add, usual = result.add_argument, Choices()
     add("file", metavar="FILE", type=Path, nargs="?", default=DEFAULT_FILE,

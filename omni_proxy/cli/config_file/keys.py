@@ -27,7 +27,7 @@ from omni_proxy.cli.client.admin_client import (
     add_target_arguments,
     admin_target_of,
 )
-from omni_proxy.cli.flags.peer_flags import CommandParser
+from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.screen.text_table import printable, render_table
 from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.parse import ConfigError
@@ -67,13 +67,9 @@ def parser() -> argparse.ArgumentParser:
         prog="omni-proxy keys",
         description="Make keys for [[keys]] and [[admin.keys]], and check them.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    new = commands.add_parser(
-        "new", help="print a new key, and its hash or its entry for FILE", allow_abbrev=False
-    )
+    new = commands.add_parser("new", help="print a new key, and its hash or its entry for FILE")
     new.add_argument("--name", type=_name, help="of the caller: prints its [[keys]] entry for FILE")
     for limit in LIMITS:
         new.add_argument(
@@ -87,16 +83,10 @@ def parser() -> argparse.ArgumentParser:
         "--priority", metavar="N", type=_priority,
         help="with --name: of requests that wait, a higher one leaves the queue first (default 0)",
     )  # fmt: skip
-    usage = commands.add_parser(
-        "usage", help="what the callers of a running proxy have used", allow_abbrev=False
-    )
+    usage = commands.add_parser("usage", help="what the callers of a running proxy have used")
     add_target_arguments(usage)
-    digest = commands.add_parser(
-        "hash", help="print the hash of the key on stdin, for key_sha256", allow_abbrev=False
-    )
-    check = commands.add_parser(
-        "check", help="say whose the key on stdin is, and what it may do", allow_abbrev=False
-    )
+    digest = commands.add_parser("hash", help="print the hash of the key on stdin, for key_sha256")
+    check = commands.add_parser("check", help="say whose the key on stdin is, and what it may do")
     check.add_argument(
         "--config", metavar="FILE", type=Path, required=True, help="the TOML file that has the keys"
     )

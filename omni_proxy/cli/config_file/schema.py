@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.resources import files
 
-from omni_proxy.cli.flags.peer_flags import CommandParser
+from omni_proxy.cli.flags.command_parser import CommandParser
 
 _EPILOG = """\
 Even Better TOML, taplo and other editors check and complete a file whose first line names it:
@@ -28,8 +28,6 @@ def parser() -> argparse.ArgumentParser:
         prog="omni-proxy schema",
         description="Print the JSON schema of the configuration file.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from omni_proxy import __version__
-from omni_proxy.cli.flags.peer_flags import CommandParser, add_ignored_flags, add_mapped_flags
+from omni_proxy.cli.flags.command_parser import CommandParser
+from omni_proxy.cli.flags.peer_flags import add_ignored_flags, add_mapped_flags
 from omni_proxy.config.fields import POLICIES, read_address
 from omni_proxy.config.flags import FLAG_ALIASES, FLAGS
 
@@ -123,9 +124,6 @@ def serve_parser() -> argparse.ArgumentParser:
         usage=USAGE,
         description=f"{ABOUT}\n\n{COMMANDS}",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        # An abbreviation would break when a second flag begins with it.
-        allow_abbrev=False,
     )
     _add_serving(parser)
     _add_pools(parser)
@@ -140,8 +138,6 @@ def router_parser() -> argparse.ArgumentParser:
         usage="omni-proxy launch-router [--worker-urls URL ...] [FLAGS]",
         description="Route to workers that run already; the policy is cache_aware by default.",
         epilog=_ROUTER_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_serving(parser, policy="cache_aware")
     _add_pools(parser)
@@ -157,8 +153,6 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
         usage="omni-proxy launch [--model-path MODEL] [--dp-size N] [FLAGS] [-- ENGINE FLAGS]",
         description="Start replicas, wait until they are ready, and route to them.",
         epilog=_LAUNCH_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     replicas = parser.add_argument_group("replicas")
     add = replicas.add_argument
@@ -287,7 +281,6 @@ def check_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="omni-proxy check",
         description="Validate FILE. Exit status 0: it loads; 2: it is refused.",
-        allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="the TOML file")
     parser.add_argument("--json", action="store_true", help="for machines: one object on stdout")

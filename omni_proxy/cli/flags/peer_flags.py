@@ -1,4 +1,4 @@
-"""The flags of sglang-router, smg and vllm-router that differ from ours, and unknown flags.
+"""The flags of sglang-router, smg and vllm-router that differ from ours.
 
 Contract: a command line that works there starts here as well, unless it needs an unsupported
 feature. A flag with a matching key sets it; a flag that has no meaning here is accepted with one
@@ -10,13 +10,9 @@ Source: `RouterArgs` of sglang-router 0.3.2 and smg 1.13, vllm-router 0.1.17 --h
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
-
-from omni_proxy.config.problem import did_you_mean
+from typing import Any, Final
 
 PAGE: Final = "docs/migration.md"
 # In a namespace: before the key of a flag in `SWITCHES`, and before a flag in `JOINED`.
@@ -370,99 +366,6 @@ def explain_missing_flag(flag: str) -> str:
         return MISSING[flag]
     families = (name for name in MISSING if name.endswith("-") and flag.startswith(name))
     return next((MISSING[name] for name in families), "")
-
-
-_UNKNOWN: Final = "unrecognized arguments: "
-THEIRS: Final = {
-    "--backend": "--engine of omni-proxy launch",
-    "--ca-cert-path": "tls_ca in [[workers]], or tls_worker_ca in [server]",
-    "--ca-cert-paths": "tls_ca in [[workers]], or tls_worker_ca in [server]",
-    "--check-config": "omni-proxy check FILE",
-    "--launcher-config": "[[launch]] in the file, or omni-proxy launch",
-    "--max-connections": "--max-inflight N",
-    "--router-processes": "processes in [server]",
-    "--router-state-dir": "state_file in [server]",
-    "--shutdown-drain-secs": "drain_timeout_secs in [server]",
-    "--spill-abs-threshold": 'spill = "chosen" in [routing.cache_aware]',
-    "--spill-rel-threshold": 'spill = "chosen" in [routing.cache_aware]',
-    "--worker-config": "[[workers]] in the file",
-}
-
-
-_CHOICE: Final = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
-FLAG_CUTOFF: Final = 0.8  # share of common letters; flags have many by chance
-
-
-class CommandParser(argparse.ArgumentParser):
-    """argparse's parser with hints for unknown flags and commands, and one line of usage above an
-    error."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix(_UNKNOWN).split() if message.startswith(_UNKNOWN) else []
-        hints = [*_hints_for_flags(unknown, _options(self)), *_hints_for_choices(message)]
-        lines = "\n  ".join((message, *hints))
-        self.exit(2, f"{self._usage_line()}{self.prog}: error: {lines}\n")
-
-    def _usage_line(self) -> str:
-        """What --help says, without the flags."""
-        places = [action for action in self._actions if not action.option_strings]
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, places, [])
-        line = " ".join(formatter.format_help().split())
-        flags = len(places) + 1 < len(self._actions) and self.usage is None
-        named = f"usage: {self.prog}"
-        more = f" ({self.prog} --help)" if self.add_help else ""
-        return f"{named}{' [FLAGS]' if flags else ''}{line.removeprefix(named)}{more}\n"
-
-
-def _options(parser: argparse.ArgumentParser) -> list[str]:
-    """Of the parser, and of those of its commands."""
-    names: list[str] = []
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            names += (name for below in action.choices.values() for name in _options(below))
-        elif action.help != argparse.SUPPRESS:
-            names += action.option_strings
-    return list(dict.fromkeys(names))
-
-
-def _hints_for_choices(message: str) -> list[str]:
-    """Hints for a wrong choice."""
-    match = _CHOICE.search(message)
-    if match is None:
-        return []
-    hint = did_you_mean(match[1], re.findall(r"'([^']*)'", match[2]))
-    return [hint] if hint else []
-
-
-def _hints_for_flags(unknown: Iterable[str], options: Sequence[str]) -> list[str]:
-    """A line for each unknown flag that has a likely counterpart."""
-    cures = []
-    absent: dict[str, list[str]] = {}
-    for flag in dict.fromkeys(_name(arg) for arg in unknown if arg.startswith("--")):
-        unprefixed = strip_router_prefix(flag)
-        if replacement := THEIRS.get(flag) or THEIRS.get(unprefixed):
-            cures.append(f"{flag}: use {replacement} ({PAGE})")
-        elif missing := explain_missing_flag(flag):
-            absent.setdefault(missing, []).append(flag)
-        elif unprefixed in WITHOUT_EFFECT:
-            cures.append(f"{flag}: omni-proxy launch-router takes it; here it has no meaning")
-        elif hint := nearest_flag(flag, options):
-            cures.append(f"{flag}: did you mean `{hint}`?")
-    return [*cures, *(f"{', '.join(flags)}: {reason} ({PAGE})" for reason, flags in absent.items())]
-
-
-def nearest_flag(flag: str, options: Sequence[str]) -> str:
-    """The closest flag by letters, or by words if one is left out; "" if none is close: a wrong
-    suggestion is worse than none."""
-    flag = flag.lower().replace("_", "-")
-    near = difflib.get_close_matches(flag, options, n=1, cutoff=FLAG_CUTOFF)
-    if near:
-        return near[0]
-    parts = set(flag.removeprefix("--").split("-"))
-    wider = [name for name in options if parts < set(name.removeprefix("--").split("-"))]
-    close = [name for name in wider if name.count("-") == flag.count("-") + 1]
-    return close[0] if len(parts) > 1 and len(close) == 1 else ""
 
 
 def router_flags_in(args: Sequence[str]) -> list[str]:

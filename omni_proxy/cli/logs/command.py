@@ -29,7 +29,7 @@ from omni_proxy.cli.client.admin_client import (
     admin_target_of,
     config_of,
 )
-from omni_proxy.cli.flags.peer_flags import CommandParser
+from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.screen.text_table import format_millis, parse_time, printable
 from omni_proxy.wire.log_text import mask_secrets_in_text
 
@@ -168,8 +168,6 @@ def parser() -> argparse.ArgumentParser:
         prog="omni-proxy logs",
         description="The access log of a proxy on this machine, one short line per request.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     result.add_argument(
         "--follow", "-f", action="store_true", help="print new lines as they are written"

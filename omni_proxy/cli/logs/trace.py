@@ -22,6 +22,7 @@ from omni_proxy.cli.client.admin_client import (
     AdminClientError,
     add_target_arguments,
 )
+from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.logs.command import NO_LOG, NoLogError, log_file, raw_line
 from omni_proxy.cli.screen.text_table import printable
 
@@ -34,13 +35,11 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+    result = CommandParser(
         prog="omni-proxy trace",
         description="What the route log of a proxy on this machine has of a trace or a request: "
         "when, which worker, why it ended, how long.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     result.add_argument(
         "id", metavar="ID", help="a trace id, a whole traceparent, or the id of a request"

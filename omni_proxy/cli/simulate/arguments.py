@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Final
 
+from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.flags.numbers import not_negative, positive, whole
-from omni_proxy.cli.flags.peer_flags import CommandParser
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.simulate.engine import EngineSpec
 from omni_proxy.simulate.faults import EXPECTED
@@ -36,8 +36,6 @@ def parser() -> argparse.ArgumentParser:
         prog="omni-proxy simulate",
         description="Compare policies on a workload, in virtual time. Nothing is sent.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_source(result)
     _add_proxy(result)

@@ -32,7 +32,7 @@ from omni_proxy.cli.client.admin_client import (
     admin_target_of,
 )
 from omni_proxy.cli.client.worker_changes import ChangeRefused, change_worker
-from omni_proxy.cli.flags.peer_flags import CommandParser
+from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.screen.feed_model import feed_of
 from omni_proxy.cli.screen.text_table import display_width, truncate
 from omni_proxy.cli.status import LEGEND, WIDTH, fetch_feed
@@ -117,8 +117,6 @@ def parser() -> argparse.ArgumentParser:
         prog="omni-proxy top",
         description="The running proxy and its workers, live.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_target_arguments(result)
     result.add_argument("--no-mouse", action="store_true", help="leave the mouse to the terminal")

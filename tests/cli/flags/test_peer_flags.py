@@ -6,17 +6,16 @@ import pytest
 from omni_proxy import server
 from omni_proxy.cli import launch, serve
 from omni_proxy.cli.flags.arguments import launch_parser, router_parser
+from omni_proxy.cli.flags.command_parser import THEIRS, nearest_flag
 from omni_proxy.cli.flags.engines import ENGINES
 from omni_proxy.cli.flags.peer_flags import (
     JOINED,
     LISTS,
     MISSING,
     SWITCHES,
-    THEIRS,
     VALUED,
     WITHOUT_EFFECT,
     explain_missing_flag,
-    nearest_flag,
 )
 from omni_proxy.cli.launch import main, main_router
 from omni_proxy.config.schema import Config

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from omni_proxy.cli.flags.arguments import launch_parser, router_parser, serve_parser
+from omni_proxy.cli.flags.command_parser import THEIRS
 from omni_proxy.cli.flags.engines import ENGINES
-from omni_proxy.cli.flags.peer_flags import THEIRS
 from omni_proxy.config.flags import FLAGS
 
 MIGRATION = (Path(__file__).parents[3] / "docs/migration.md").read_text()
