@@ -170,7 +170,8 @@ class SglangPrefill(LegEngine):
             await call.send(counted(b'{"error": "aborted"}', status="500 Internal Server Error"))
             return
         items = [
-            {"text": "", "index": n, "meta_info": {"id": rid, "input_token_logprobs": [[-0.5, n, None]]}}
+            {"text": "", "index": n,
+             "meta_info": {"id": rid, "input_token_logprobs": [[-0.5, n, None]]} | self.usage}
             for n, rid in enumerate(rids)
         ]  # fmt: skip
         await answer(call, body, [items])
@@ -276,10 +277,13 @@ async def openai_answer(
         await call.send(counted(json.dumps(reply).encode(), "content-type: application/json"))
         return
     await call.send(SSE_HEAD)
-    for token in range(TOKENS):
-        if token:
+    events = [{"text": f"{token}"} for token in range(TOKENS)]
+    if usage:
+        events.append({"choices": [], "usage": usage})
+    for number, event in enumerate(events):
+        if number:
             await gate.wait()
-        await call.send(chunk(b"data: %b\n\n" % json.dumps({"text": f"{token}"}).encode()))
+        await call.send(chunk(b"data: %b\n\n" % json.dumps(event).encode()))
     await call.send(chunk(b"data: [DONE]\n\n"), LAST_CHUNK)
 
 
@@ -314,7 +318,8 @@ class MooncakePrefill(LegEngine):
             nursery.cancel_scope.cancel()
         if self.rooms.side(room, "decode").is_set():
             self.rooms.side(room, "kv").set()
-            await call.send(counted(b'{"id": "p", "choices": []}'))
+            reply = {"id": "p", "choices": [], "usage": self.usage}
+            await call.send(counted(json.dumps(reply).encode()))
 
 
 class MooncakeDecode(LegEngine):
@@ -331,7 +336,7 @@ class MooncakeDecode(LegEngine):
                 nursery.cancel_scope.cancel()
             if not self.rooms.side(room, "kv").is_set():
                 return
-        await openai_answer(call, body, self.gate)
+        await openai_answer(call, body, self.gate, self.usage)
 
 
 async def _cancel_when_left(call: Call, scope: trio.CancelScope) -> None:
