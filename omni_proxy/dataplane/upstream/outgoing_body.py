@@ -45,6 +45,8 @@ def find_spans(
 ) -> None:
     """Note where the body names its model, if that is an alias with `rewrite`. Raises HttpError
     400."""
-    split = aliases.find(need.model)
+    split = aliases.splits.get(need.model or "")
     if split is not None and split.rewrite and need.alias is None:
-        need.alias = AliasRequirement(split, spans=model_spans(route, body, facts))
+        fields = need.body_fields
+        read = fields.model if fields is not None else None
+        need.alias = AliasRequirement(split, spans=model_spans(route, body, facts, read))

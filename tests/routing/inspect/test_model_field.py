@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_proxy.routing.inspect import model_field
+from omni_proxy.routing.inspect.body_fields import decode_body
 from omni_proxy.routing.inspect.model_field import (
     model_spans,
     session_spans,
@@ -108,6 +110,47 @@ def test_the_field_of_a_form_changes_and_files_do_not():
 def test_a_body_that_is_neither_stays():
     assert rewritten(b"model=a", facts=RequestFacts(b"text/plain")) == b"model=a"
     assert rewritten(b"") == b""
+
+
+KEYS = st.sampled_from(['"model"', '"mod\\u0065l"', '"x"', '"model\\\\"'])
+TEXTS = [
+    '"a"',
+    '"model"',
+    '"a\\/b"',
+    '"\\u0061"',
+    '"b\\"model\\""',
+    "7",
+    "null",
+    '{"model": "a"}',
+    '"é"',
+]
+
+
+@given(
+    st.lists(st.tuples(KEYS, st.sampled_from(TEXTS)), max_size=4),
+    st.sampled_from(["", " ", "\n\t"]),
+    st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
+)
+def test_what_the_request_was_routed_by_leads_to_the_same_place(members, space, encoding):
+    text = ",".join(f"{key}{space}:{space}{value}" for key, value in members)
+    body = f"{space}{{{text}}}".encode(encoding)
+    try:
+        read = decode_body(body).model
+    except HttpError:
+        return
+    found = []
+    for known in (None, read):
+        try:
+            found.append(model_spans(CHAT, body, JSON, known))
+        except HttpError as refused:
+            found.append([refused.code])
+    assert found[0] == found[1]
+
+
+def test_the_place_of_a_model_that_was_read_is_found_without_a_walk(monkeypatch):
+    monkeypatch.setattr(model_field, "find_members", None)
+    body = b'{"messages": [{"content": "a \\"model\\""}], "model" : "a"}'
+    assert model_spans(CHAT, body, JSON, "a") == [(len(body) - 4, len(body) - 1)]
 
 
 @given(st.integers(0, 3), st.text(max_size=20))
