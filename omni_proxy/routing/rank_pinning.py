@@ -26,6 +26,8 @@ OLD_BODY_KEY: Final = "data_parallel_rank"  # of earlier SGLang versions
 # A body without these has neither key: a part of both, and how an escaped ASCII letter begins.
 _COMMON_PART: Final = b"_rank"
 _ESCAPE: Final = b"\\u00"
+_BACKSLASH: Final = b"\\"  # one byte is found in a tenth of the time
+_NUL: Final = b"\0"
 _WIDE_MARKS: Final = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE  # UTF-32 begins with the same, or a 0
 # SGLang ignores the header on these routes.
 BODY_ONLY_PATHS: Final = frozenset(("/generate",))
@@ -38,12 +40,18 @@ _SOME_MEMBER: Final = (JsonMember(b"", 0, 0, 0),)
 
 def may_name_rank(body: bytes) -> bool:
     """Whether the body may have one of the keys; cheap."""
-    return _COMMON_PART in body or _ESCAPE in body or _is_of_other_encoding(body)
+    # `find` in the place of `in`, which raises and clears an error first.
+    return (
+        body.find(_COMMON_PART) >= 0
+        or (body.find(_BACKSLASH) >= 0 and body.find(_ESCAPE) >= 0)
+        or body.find(_NUL, 0, 2) >= 0  # as `_is_of_other_encoding`, without a frame
+        or body.startswith(_WIDE_MARKS)
+    )
 
 
 def _is_of_other_encoding(body: bytes) -> bool:
     """Whether it is in UTF-16 or UTF-32, as a JSON text is that begins so (RFC 4627, 3)."""
-    return b"\0" in body[:2] or body.startswith(_WIDE_MARKS)
+    return body.find(_NUL, 0, 2) >= 0 or body.startswith(_WIDE_MARKS)
 
 
 def pin_to_rank(need: Requirements, hints: Mapping[bytes, bytes], body: bytes) -> None:

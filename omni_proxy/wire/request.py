@@ -80,6 +80,7 @@ HINTS = {
 }
 RANK_HINT = b"data-parallel-rank"  # as the header of that name is keyed among them
 LOAD_HINT = b"load-format"  # the client wants the engine's load in the response
+_KEY_LINE = re.compile(rb"\r\n(?i:authorization|x-api-key)[ \t]*:[^\r\n]*")
 HINTED_FIELDS = {**HINTS, b"x-data-parallel-rank": RANK_HINT}
 _CONDITIONS = frozenset((b"x-omni-weight-version", b"x-omni-min-weight-epoch"))
 
@@ -361,6 +362,5 @@ def drop_field(lines: bytes, name: bytes) -> bytes:
 
 
 def set_bearer(lines: bytes, key: bytes) -> bytes:
-    """Field lines with this key as their only one."""
-    kept = drop_fields(lines, frozenset((b"authorization", b"x-api-key")))
-    return b"%bauthorization: Bearer %b\r\n" % (kept, key)
+    """The lines of a head, behind its first one with this key as their only one."""
+    return b"%bauthorization: Bearer %b\r\n" % (_KEY_LINE.sub(b"", lines), key)

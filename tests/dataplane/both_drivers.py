@@ -325,7 +325,11 @@ class World(ManualLoop):
             ],
             "workers": [(end.name, end.came, end.end) for end in self.lines],
             "fleet": [_of(worker) for worker in self.fleet.workers],
-            "idle": {worker.url: len(lane.idle) for worker, lane in dataplane.pools.known.items()},
+            "idle": {  # a rank's pool has the connections of its worker's
+                worker.url: len(lane.idle)
+                for worker, lane in dataplane.pools.known.items()
+                if worker.worker is worker
+            },
             "phases": sorted(self.phases),
             "shown": [connection_record(each.conn) for each in self.clients],
             "door": [dataplane.admission(), dataplane.counts(), dataplane.inflight.held_bytes],

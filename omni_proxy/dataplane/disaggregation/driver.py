@@ -181,6 +181,8 @@ class TwoLegDriver:
         if sent.decode is None:
             if sent.error is not None:
                 raise sent.error
+            if leg.failure is not None:
+                raise leg.failure
             await self._requests.read(self._io)
             return await self._after_prefill(legs, leg)
         head = self._requests.decode_head(legs.connector, is_read=False)

@@ -5,7 +5,7 @@
 
 It calls what the driver calls and decides nothing of its own. At the first step that is not
 ordinary (an answer in parts or an error, a leg that fails, a time-out, a client that leaves, an
-answer that is to be changed, a body of an alias) the driver goes on with what was sent.
+answer that is to be changed, a trace that is sampled) the driver goes on with what was sent.
 Contract: as for `exchange.fast_path`; a leg that has begun is never sent again by the driver.
 """
 
@@ -38,7 +38,7 @@ from omni_proxy.dataplane.exchange.fast_path import FastPath
 from omni_proxy.dataplane.exchange.fast_path_cache import (
     CachedRequest,
     decode_unless_ranked,
-    reject_rank,
+    rank_error,
 )
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
@@ -50,7 +50,8 @@ from omni_proxy.dataplane.upstream.attempt import (
     length_lines,
     start_waiting,
 )
-from omni_proxy.dataplane.upstream.pool import UpstreamPool
+from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target
+from omni_proxy.dataplane.upstream.pool import UpstreamPool, with_key
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.body_fields import BodyFields, decode_body
@@ -65,7 +66,7 @@ from omni_proxy.routing.kv_transfer.plain_chat import (
     sglang_chat,
 )
 from omni_proxy.routing.kv_transfer.sglang import CHAT, sglang_legs
-from omni_proxy.wire.errors import HttpError
+from omni_proxy.routing.rank_pinning import may_name_rank
 from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
 
 
@@ -76,7 +77,8 @@ def fast_path_for(io: ExchangeIO, cached: CachedRequest) -> FastPath:
 
 
 def _decode_chat_unless_ranked(body: bytes) -> BodyFields:
-    reject_rank(body)
+    if may_name_rank(body):
+        raise rank_error()
     return decode_chat(body)
 
 
@@ -84,7 +86,6 @@ _DECODE_CHAT: Final = {
     decode_body: decode_chat,
     decode_unless_ranked: _decode_chat_unless_ranked,
 }
-_BLANK: Final = b"\r\n\r\n"
 _Bodies: TypeAlias = tuple[bytes, bytes | None]
 
 
@@ -92,7 +93,7 @@ class FastPairPath(FastPath):
     """`loop` as for `Interruptible`."""
 
     __slots__ = (
-        "_after_prefill", "_engine_lines", "_is_chat", "_json", "_leg", "_lines", "_path",
+        "_after_prefill", "_body", "_engine_lines", "_is_chat", "_json", "_leg", "_lines", "_path",
         "_random_below", "_spare_leg", "_transfer_due", "loop",
     )  # fmt: skip
 
@@ -102,6 +103,7 @@ class FastPairPath(FastPath):
         self._leg: PrefillLeg | None = None  # of the present exchange, once it is sent
         self._path = cached.head.log_words[2]
         self._is_chat = self._path == CHAT
+        self._body = b""  # that NIXL's decode engine will get, but for what prefill answers
         self._json: JsonText | None = None  # the client's body, if it was read
         self._lines = b""  # of its head
         self._engine_lines: EngineLines | None = None  # made for the first pair of vLLM's
@@ -140,44 +142,36 @@ class FastPairPath(FastPath):
         return True
 
     def _send_legs(self, exchange: Exchange, lines: list[bytes], body: bytes) -> bool:
-        """Raises nothing: what can't be sent so is the driver's."""
+        """Raises HttpError, while nothing is sent; what can't be sent so is the driver's."""
         legs, need, worker, io = exchange.legs, exchange.requirements, exchange.worker, self._io
         other = legs.prefill if legs is not None else None
         prefill = other.worker if other is not None else None
         if legs is None or other is None or prefill is None or need is None or worker is None:
             return False
-        trace = exchange.trace
-        if (
-            need.alias is not None
-            or worker.api_key_env
-            or prefill.api_key_env
-            or (trace is not None and trace.sampled)
-        ):
-            return False
-        pools, waits = io.services.pools, legs.connector == "nixl"
+        trace, pools, waits = exchange.trace, io.services.pools, legs.connector == "nixl"
         known = pools.known
         target = other.rank or prefill
         pool = prefill_pool = known.get(target) or pools.of(target)
         if not waits:
             target = exchange.rank or worker
             pool = known.get(target) or pools.of(target)
-        if not prefill_pool.idle or not pool.idle:
+        if not prefill_pool.idle or not pool.idle or (trace is not None and trace.sampled):
             return False
-        self._json = None  # not that of the last request
-        try:
-            bodies = (
-                self._sglang_bodies(legs, prefill, body, need, exchange.rank)
-                if legs.connector == "sglang"
-                else self._vllm_bodies(legs, prefill, body, need.body_fields)
-            )
-        except HttpError:
-            return False
-        if bodies is None or not io.services.inflight.try_to_hold(exchange, 2 * len(body)):
+        self._json, size = None, len(body)  # not that of the last request
+        if need.alias is not None:
+            body = b"".join(parts_for_target(need, self.cached.route, body))
+        bodies = (
+            self._sglang_bodies(legs, prefill, body, need, exchange.rank)
+            if legs.connector == "sglang"
+            else self._vllm_bodies(legs, prefill, body, need.body_fields)
+        )
+        if bodies is None or not io.services.inflight.try_to_hold(exchange, 2 * size):
             return False
         if legs.connector == "sglang":
             self._lines = text = b"".join(lines)
         else:
             text = self._vllm_lines(lines, exchange.request_id, is_read=waits)
+        text = with_key(prefill, text) if prefill.api_key_env else text
         for_prefill, for_decode = bodies
         size = len(for_prefill)
         length_line = LENGTHS[size][1] if size < CACHED_LENGTHS else length_lines(size)[1]
@@ -189,13 +183,22 @@ class FastPairPath(FastPath):
         self._leg, self._transfer_due = leg, 0.0
         leg.send_directly(prefill_pool, self.cached.head, text, length_line, for_prefill)
         if for_decode is None:
+            self._body = body
             io.set_timeout("prefill", io.settings.limits.total)
             self.waiting_on, self._after_prefill.waiting_on = None, leg
             return True
+        if self._has_failed(leg):
+            return False
         leg.on_end = self._leg_ended
         same = for_decode is for_prefill
         length_line = length_line if same else length_lines(len(for_decode))[1]
         return self._send_decode(exchange, pool, length_line, for_decode)
+
+    def _has_failed(self, leg: PrefillLeg) -> bool:
+        """At once, its connection being broken: then decode is not asked."""
+        if leg.upstream is not None and leg.upstream.readable:
+            leg.step()
+        return leg.failure is not None
 
     def _vllm_lines(self, parts: list[bytes], request_id: bytes, *, is_read: bool) -> bytes:
         """For the prefill leg; decode's are kept."""
@@ -279,7 +282,7 @@ class FastPairPath(FastPath):
             return False
         params = take_params(exchange.legs, leg)
         if json is None:
-            body = chat_with_params(self._request.partition(_BLANK)[2], params)
+            body = chat_with_params(self._body, params)
         else:  # a key that is there twice was refused when the body was changed for prefill
             body = json.splice(nixl.decode_edits(params))
         return self._send_decode(exchange, pool, length_lines(len(body))[1], body)
@@ -292,7 +295,10 @@ class FastPairPath(FastPath):
         upstream.task = self
         io.upstream = self.waiting_on = upstream
         self._pool = pool
-        request = encode_request(pool.host_line, [self._lines], length_line, body)
+        lines, worker = self._lines, exchange.worker
+        if worker is not None and worker.api_key_env:
+            lines = with_key(worker, lines)
+        request = encode_request(pool.host_line, [lines], length_line, body)
         start_waiting(io, exchange, io.settings.limits.response_head)
         upstream.write_soon(request)
         return not upstream.readable
@@ -312,7 +318,7 @@ class FastPairPath(FastPath):
         if not super()._relay(exchange, upstream, chunk, sent_at_once=at_once):
             self._leg = leg
             return False
-        exchange.legs = None
+        exchange.legs, self._body = None, b""
         if leg.ended_directly:  # as in `_keep`
             self._spare_leg = leg
             if self._spare is not None:

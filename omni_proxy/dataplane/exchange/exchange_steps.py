@@ -270,7 +270,10 @@ def set_requirements(
     exchange.requirements = need
     exchange.stream = need.stream
     balancer = io.services.balancer
-    if not balancer.is_plain:
+    if not balancer.is_plain and (
+        balancer.always_special
+        or (balancer.aliases is not None and need.model in balancer.aliases.splits)
+    ):
         _set_special(io, exchange, need, lines, body)
     elif balancer.policy.needs_affinity_key:
         need.affinity_key = balancer.affinity_keys.read(b"".join(lines), body)

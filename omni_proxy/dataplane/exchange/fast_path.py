@@ -39,8 +39,9 @@ from omni_proxy.dataplane.upstream.attempt import (
     start_waiting,
 )
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans, parts_for_target
-from omni_proxy.dataplane.upstream.pool import UpstreamPool
+from omni_proxy.dataplane.upstream.pool import UpstreamPool, with_key
 from omni_proxy.dataplane.upstream.response_reports import take_load
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements, requirements_of_fields
 from omni_proxy.routing.rank_pinning import body_for_rank
 from omni_proxy.wire.errors import HttpError
@@ -173,8 +174,7 @@ class FastPath:
         try:
             need = requirements_of_fields(cached.route, cached.decode(body))
             balancer = services.balancer
-            is_plain = balancer.is_plain
-            if not is_plain and balancer.aliases is not None:
+            if balancer.aliases is not None:
                 find_spans(balancer.aliases, need, cached.route, body, cached.head)
             exchange = self._spare or self._new_exchange()
             exchange.recycle(io.loop.now)
@@ -195,7 +195,7 @@ class FastPath:
             )
             exchange.policy = balancer.policy.name
             target = worker = balancer.acquire(exchange)
-            if not is_plain:
+            if not balancer.is_plain and (exchange.legs or exchange.rank or need.alias):
                 if exchange.legs is not None:
                     return self._send_legs(exchange, lines, body)
                 body, target = self._body_for(exchange, need, body), exchange.rank or worker
@@ -203,17 +203,24 @@ class FastPath:
         except HttpError:
             return False
         pool = services.pools.of(target)
-        upstream = pool.reuse(self) if not worker.api_key_env else None
+        upstream = pool.reuse(self)
         if upstream is None:
             return False
         io.upstream = self.waiting_on = upstream
         self._pool = pool
-        if exchange.trace is not None and exchange.trace.sampled:
-            trace_parts(exchange.trace, lines, cached.trace_index, target, io.loop.now)
+        if worker.api_key_env or (exchange.trace is not None and exchange.trace.sampled):
+            lines = self._lines_for(exchange, target, lines)
         request = encode_request(pool.host_line, lines, length_line, body)
         start_waiting(io, exchange, io.settings.limits.response_head)
         upstream.write_soon(request)
         return not upstream.readable
+
+    def _lines_for(self, exchange: Exchange, target: Worker, lines: list[bytes]) -> list[bytes]:
+        """With the trace's context, and with the worker's own key."""
+        trace = exchange.trace
+        if trace is not None and trace.sampled:
+            trace_parts(trace, lines, self.cached.trace_index, target, self._io.loop.now)
+        return [with_key(target.worker, b"".join(lines))]
 
     def _body_for(self, exchange: Exchange, need: Requirements, body: bytes) -> bytes:
         """With the model of an alias's target, and the key that names a rank. Raises HttpError."""

@@ -57,14 +57,14 @@ class CachedRequest:
 
 def decode_unless_ranked(body: bytes) -> BodyFields:
     """As `decode_body`; also refuses, for the fast path alone, a body that may name a rank."""
-    reject_rank(body)
+    if may_name_rank(body):
+        raise rank_error()
     return decode_body(body)
 
 
-def reject_rank(body: bytes) -> None:
-    """Raises HttpError for such a body."""
-    if may_name_rank(body):
-        raise HttpError(400, "it may name a data-parallel rank", "invalid_rank")
+def rank_error() -> HttpError:
+    """Of such a body; no client sees it."""
+    return HttpError(400, "it may name a data-parallel rank", "invalid_rank")
 
 
 def has_fixed_traceparent(template: HeadTemplate) -> bool:

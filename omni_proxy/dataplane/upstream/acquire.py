@@ -74,6 +74,8 @@ class Balancer:
         # The fleet has no roles, ranks and adapters, and there was no alias since the start: then a
         # request pays for none of them. False until `follow_fleet`.
         self.is_plain = False
+        # Roles or adapters change what requests need; ranks do not, and aliases of some alone.
+        self.always_special = False
         self._had_aliases = False
         self.voices = voices
         self.response_owners: ResponseOwners = own_response_owners()
@@ -92,8 +94,8 @@ class Balancer:
     def follow_fleet(self) -> None:
         """After each change of the fleet."""
         fleet = self._fleet
-        special = fleet.has_pools or fleet.has_ranks or fleet.has_adapters or self._had_aliases
-        self.is_plain = not special
+        self.always_special = fleet.has_pools or fleet.has_adapters
+        self.is_plain = not (self.always_special or fleet.has_ranks or self._had_aliases)
 
     def uses_pools(self, need: Requirements) -> bool:
         """Whether prefill and decode workers may take it."""
@@ -168,13 +170,18 @@ class Balancer:
         worker is in `exchange.legs`. Raises HttpError: none can take it."""
         need, fleet = exchange.requirements, self._fleet
         assert need is not None
-        if self.is_plain:
+        is_special = not self.is_plain
+        if is_special and need.alias is not None and choose_target(need, self, tried):
+            self._count_target(need.alias.split.name, need.model)
+        if is_special and fleet.has_pools and need.legs is not NO_LEGS:
+            worker = self._acquire_pair(exchange, need, tried)
+        else:
             worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
             worker.in_flight += 1
-            if fleet.has_inflight_limits and fleet.is_over_limit(worker):
+            if is_special and fleet.has_ranks:
+                worker = self._take_rank(exchange, need, tried, worker)
+            elif fleet.has_inflight_limits and fleet.is_over_limit(worker):
                 worker = self._acquire_another(need, tried, worker)
-        else:
-            worker = self._acquire_target(exchange, need, tried)
         exchange.worker = worker
         exchange.version = worker.version
         if self._recorders.route_log is not None:
@@ -190,39 +197,34 @@ class Balancer:
             worker.counts[route.counter_index] += 1
         return worker
 
-    def _acquire_target(
+    def _acquire_pair(
         self, exchange: Exchange, need: Requirements, tried: Collection[Worker]
     ) -> Worker:
-        """The same where there are aliases, pools or ranks."""
+        """The same where there are pools."""
         fleet = self._fleet
-        if need.alias is not None and choose_target(need, self, tried):
-            self._count_target(need.alias.split.name, need.model)
-        if fleet.has_pools and need.legs is not NO_LEGS:
-            if not (tried or fleet.has_ranks or fleet.has_inflight_limits):
-                pair = pick_usual_pair(self._pairing, need, self.pools)
-                if pair is not None:
-                    worker, prefill = pair
-                    worker.in_flight += 1
-                    prefill.in_flight += 1
-                    leg = self._begin_prefill(exchange, prefill)
-                    exchange.legs = TwoLegs(worker.kv_connector, leg)
-                    exchange.last_rank = None
-                    return worker
-            return self._acquire_placement(exchange, need, tried)
-        worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
-        worker.in_flight += 1
-        if fleet.has_ranks:
-            return self._take_rank(exchange, need, tried, worker)
-        if fleet.has_inflight_limits and fleet.is_over_limit(worker):
-            return self._acquire_another(need, tried, worker)
-        return worker
+        if not (tried or fleet.has_ranks or fleet.has_inflight_limits):
+            pair = pick_usual_pair(self._pairing, need, self.pools)
+            if pair is not None:
+                worker, prefill = pair
+                worker.in_flight += 1
+                prefill.in_flight += 1
+                leg = self._begin_prefill(exchange, prefill)
+                exchange.legs = TwoLegs(worker.kv_connector, leg)
+                exchange.last_rank = None
+                return worker
+        return self._acquire_placement(exchange, need, tried)
 
     def _take_rank(
         self, exchange: Exchange, need: Requirements, tried: Collection[Worker], target: Worker
     ) -> Worker:
         """The worker of `target`, which may be a rank; `target` is counted already."""
-        count_at_worker(target, 1)
-        if self._fleet.has_inflight_limits and self._fleet.is_over_limit(target):
+        fleet = self._fleet
+        if isinstance(target, DpRank):
+            target.worker.in_flight += 1  # as in `count_at_worker`
+        elif not fleet.has_inflight_limits:  # as in `note_rank`
+            exchange.last_rank = None
+            return target
+        if fleet.has_inflight_limits and fleet.is_over_limit(target):
             target = self._acquire_another(need, tried, target)
         return note_rank(exchange, target)
 

@@ -223,10 +223,10 @@ def _encode(
     host_line = host_line_of(pool, head)
     if exchange.rank is not None:
         lines = lines_for_rank(exchange, head)
-    if worker is not None and worker.api_key_env:
-        lines = with_key(worker, lines)
     if exchange.trace is not None:
         lines = exchange.trace.lines_for_attempt(lines, exchange.sent_to, exchange.sent_at)
+    if worker is not None and worker.api_key_env:
+        lines = with_key(worker, lines)
     if body_stream is not None:
         return [body_stream.start_stream(lines + host_line)]
     if not (body or head.length or head.method in (b"POST", b"PUT", b"PATCH")):

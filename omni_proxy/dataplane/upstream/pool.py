@@ -323,6 +323,6 @@ class ResponseStart(msgspec.Struct, gc=False):
 
 
 def with_key(worker: Worker, lines: bytes) -> bytes:
-    """Field lines of a head with the worker's own key, where it has one that is set."""
+    """The lines of a head with the worker's own key, where it has one that is set."""
     key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
     return set_bearer(lines, key.encode("latin-1", "replace")) if key else lines

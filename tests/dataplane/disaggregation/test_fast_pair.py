@@ -417,10 +417,76 @@ def test_a_key_of_a_workers_own_is_sent(listeners, monkeypatch, connector):
     def script(world, client):
         for at in range(4):
             world.change(at, api_key_env="KEY_OF_A_WORKER")
-        world.serve(client)
+        for field in (b"x-api-key: theirs", b"authorization: Bearer theirs"):
+            for number in range(6):
+                world.serve(client, chat_request(fields=(b"%b-%d" % (field, number),)))
 
-    world = run_pairs(listeners, script, connector, began=0, handed_over=1)
-    assert sum(end.came.count(b"authorization: Bearer secret\r\n") for end in world.lines) == 2
+    world = run_pairs(listeners, script, connector, began=6, handed_over=0)
+    came = b"".join(end.came for end in world.lines)
+    assert came.count(b"authorization: Bearer secret\r\n") == 24
+    assert b"theirs" not in came
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_leg_is_sent_again_with_its_workers_own_key(listeners, monkeypatch, connector, role):
+    monkeypatch.setenv("KEY_OF_A_WORKER", "secret")
+
+    def script(world, client):
+        for at in range(4):
+            world.change(at, api_key_env="KEY_OF_A_WORKER")
+        world.ask(client, chat_request())
+        if role == "decode" and connector == "nixl":
+            world.prefill()
+        (world.prefill if role == "prefill" else world.decode)(None)
+        finish(world)
+
+    world = run_pairs(listeners, script, connector, began=1, handed_over={0, 1})
+    came = b"".join(end.came for end in world.lines)
+    assert came.count(b"authorization: Bearer secret\r\n") == came.count(b"POST ") - 12
+
+
+ALIAS = """
+[[routing.models]]
+name = "alias"
+targets = [{ model = "one", weight = 1 }, { model = "another-one", weight = 1 }]
+"""
+CHAT = b'{"messages": [], "model" : "alias", "max_tokens": 9, "n%b": 1, "x": 1.50}'
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("rewrite", [True, False])
+@pytest.mark.parametrize(
+    "more", [b"", b"_"]
+)  # a body that is parsed for sglang, and one that is not
+def test_both_legs_get_the_model_of_an_aliass_target(listeners, connector, rewrite, more):
+    def script(world, client):
+        for _ in range(4):
+            world.serve(client, chat_request(body=CHAT % more))
+
+    config = f"{ALIAS}rewrite = {str(rewrite).lower()}\n"
+    world = run_pairs(listeners, script, connector, config, began=4, handed_over=0)
+    sent = [body for end in world.lines for body in bodies(end) if body.get("x") == 1.5]
+    models = ["one", "another-one"] if rewrite else ["alias"]
+    assert sorted(body["model"] for body in sent) == sorted(models * (8 // len(models)))
+    assert {row["target_model"] for row in world.log[-4:]} == {"one", "another-one"}
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_leg_of_an_alias_that_breaks_begins_anew(listeners, connector, role):
+    def script(world, client):
+        for _ in range(2):
+            world.ask(client, chat_request(body=CHAT % b""))
+            if role == "decode" and connector == "nixl":
+                world.prefill()
+            (world.prefill if role == "prefill" else world.decode)(None)
+            finish(world)
+
+    world = run_pairs(listeners, script, connector, ALIAS, began={1, 2}, handed_over={0, 1, 2})
+    sent = [body for end in world.lines for body in bodies(end) if body.get("x") == 1.5]
+    assert len(sent) > 4
+    assert {body["model"] for body in sent} == {"one", "another-one"}
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)

@@ -33,6 +33,7 @@ STEPS = st.one_of(
     st.just(("drain",)),
     st.tuples(st.just("disable"), AT, st.booleans()),
     st.tuples(st.just("bound"), AT, st.integers(0, 1)),
+    st.tuples(st.just("key"), AT),
     st.tuples(st.just("change_role"), AT, st.sampled_from(["regular", "prefill", "decode"])),
     st.just(("remove",)),
     st.tuples(st.just("version"), AT, st.sampled_from(["v1", "v2"])),
@@ -86,6 +87,7 @@ def course(listeners, reported, *, short):
     kind, (server, routing), at_once, ids, steps = reported
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "MAX_PENDING_WRITERS", 1 if at_once else stream.MAX_PENDING_WRITERS)
+        patch.setenv("KEY_OF_A_WORKER", "secret")
         made = world_of(*kind)(listeners, configured(server, routing), short=short)
         with made.at_work() as world:
             made = PairCourse(world, server, routing, ids=ids, traced=False)

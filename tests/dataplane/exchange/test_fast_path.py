@@ -290,10 +290,15 @@ def test_a_key_of_the_workers_own_is_sent(listeners, monkeypatch):
     def script(world, client):
         for at in range(2):
             world.change(at, api_key_env="KEY_OF_A_WORKER")
-        exchange_once(world, client)
+        for field in (b"x-api-key: theirs", b"authorization: Bearer theirs"):
+            for number in range(6):
+                world.ask(client, chat_request(fields=(b"%b-%d" % (field, number),)))
+                world.answer(WHOLE)
 
-    world = run_fast_and_slow(listeners, script, began=0, handed_over=1)
-    assert sum(end.came.count(b"authorization: Bearer secret\r\n") for end in world.lines) == 1
+    world = run_fast_and_slow(listeners, script, began=6, handed_over=0)
+    came = b"".join(end.came for end in world.lines)
+    assert came.count(b"authorization: Bearer secret\r\n") == 12
+    assert b"theirs" not in came
 
 
 @pytest.mark.parametrize(
