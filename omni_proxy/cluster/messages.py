@@ -89,6 +89,28 @@ class FiguresMessage(Struct, frozen=True, array_like=True, tag="figures"):
     figures: ProxyFigures
 
 
+class PrefixesMessage(Struct, frozen=True, array_like=True, tag="prefixes"):
+    """Beginnings of prompts that the member has sent somewhere: by target, hashes as
+    `cluster.prefix_hashes` packs them."""
+
+    member: str
+    hashes: dict[int, bytes]
+
+
+class SessionsMessage(Struct, frozen=True, array_like=True, tag="sessions"):
+    """Sessions that the member has placed: by target, rows of `cluster.session_places`."""
+
+    member: str
+    rows: dict[int, bytes]
+
+
+class ForgottenMessage(Struct, frozen=True, array_like=True, tag="forgotten"):
+    """The caches of these workers, by URL, are empty: they were flushed or restarted."""
+
+    member: str
+    urls: tuple[str, ...]
+
+
 Message: TypeAlias = (
     CountsMessage
     | HelloMessage
@@ -99,6 +121,9 @@ Message: TypeAlias = (
     | WorkerMessage
     | HealthMessage
     | FiguresMessage
+    | PrefixesMessage
+    | SessionsMessage
+    | ForgottenMessage
 )
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 
@@ -22,35 +22,39 @@ from omni_proxy.cluster.messages import (
     ByeMessage,
     CountsMessage,
     FiguresMessage,
+    ForgottenMessage,
     HealthMessage,
     HelloMessage,
     Message,
+    PrefixesMessage,
     ResumedMessage,
+    SessionsMessage,
     WeightsMessage,
     WorkerMessage,
     decode,
     encode,
 )
 from omni_proxy.cluster.proxy_figures import WorkerFigures
-from omni_proxy.cluster_member.credentials import (
+from omni_proxy.cluster_member.cut_off import CutOffHold
+from omni_proxy.cluster_member.shared_figures import FiguresSource, SharedFigures
+from omni_proxy.cluster_member.shared_health import SharedHealth
+from omni_proxy.cluster_member.shared_hints import HintsView, SharedHints
+from omni_proxy.cluster_member.shared_load import LoadView, SharedLoad
+from omni_proxy.cluster_member.shared_weights import SharedWeights
+from omni_proxy.cluster_member.shared_workers import SharedWorkers
+from omni_proxy.cluster_member.store.credentials import (
     CredentialError,
     read_address,
     shown_url,
     tls_context,
 )
-from omni_proxy.cluster_member.cut_off import CutOffHold
-from omni_proxy.cluster_member.redis_connection import (
+from omni_proxy.cluster_member.store.redis_connection import (
     Command,
     RedisConnection,
     StoreError,
     StoreRefused,
     connected,
 )
-from omni_proxy.cluster_member.shared_figures import FiguresSource, SharedFigures
-from omni_proxy.cluster_member.shared_health import SharedHealth
-from omni_proxy.cluster_member.shared_load import LoadView, SharedLoad
-from omni_proxy.cluster_member.shared_weights import SharedWeights
-from omni_proxy.cluster_member.shared_workers import SharedWorkers
 from omni_proxy.cluster_member.weight_state import decode_state
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.cluster import ClusterConfig
@@ -72,6 +76,10 @@ BYE_SECS: Final = 0.2
 WRONG_PASSWORD: Final = ("WRONGPASS", "NOAUTH", "NOPERM")
 
 
+class ProxyView(LoadView, HintsView, Protocol):
+    """The requests and the routing of this proxy."""
+
+
 class ClusterMember:
     """`node_name()`: how this proxy is called where the configuration names it not."""
 
@@ -80,7 +88,7 @@ class ClusterMember:
         fleet: Fleet,
         config_store: ConfigStore,
         services: tuple[WeightOperations, WorkerDrains, Prober],
-        views: tuple[LoadView, FiguresSource],
+        views: tuple[ProxyView, FiguresSource],
         node_name: Callable[[], str],
     ) -> None:
         operations, drains, prober = services
@@ -97,6 +105,7 @@ class ClusterMember:
         self._workers = SharedWorkers(config_store, drains, lambda: self.table)
         self._figures = SharedFigures(figures)
         self._health = SharedHealth(fleet, prober, lambda: self.table)
+        self._hints = SharedHints(fleet, view, self._store_now, lambda: self.table)
         self._cut_off = CutOffHold(fleet, self._lease_left, lambda each: read_labels(each, {}))
         self._save_journal = operations.journal.save_adopted
         self._applied = trio.Event()  # a state of another proxy: to be saved and acknowledged
@@ -137,6 +146,7 @@ class ClusterMember:
             "error": self._error or None,
             "share": list(table.share),
             "weights": self._weights.status() if "weights" in table.share else None,
+            "hints": self._hints.status(),
             "members": 1 + len(peers),
             "self": {
                 "member": self.name or None,
@@ -221,7 +231,7 @@ class ClusterMember:
                     now = trio.current_time()
                     load.expire(now, self.table)
                     load.smooth(self.table)
-                    load.share_bounds(now, now + self._clock_ahead, self.table)
+                    load.share_bounds(now, self._store_now(), self.table)
                     peers = load.counts.peers
                     in_flight = sum(peer.total for peer in peers.values())
                     self._figures.keep(peers, in_flight)
@@ -280,6 +290,7 @@ class ClusterMember:
                     await self._workers.tick(connection, self.name)
                     await self._health.tick(connection, self.name)
                     await self._figures.tick(connection, self._channel, self.name)
+                    await self._hints.tick(connection, self.name)
                 if scope.cancelled_caught:
                     raise StoreError(f"no reply for {self._patience_secs:g} s")
                 await trio.sleep(self.table.publish_secs)
@@ -344,6 +355,7 @@ class ClusterMember:
                 load.take(message, trio.current_time())
             case HelloMessage():
                 self._hello_heard = True
+                self._hints.repeat()
             case ByeMessage():
                 load.leave(message.member)
             case HealthMessage():
@@ -352,6 +364,8 @@ class ClusterMember:
                 self._figures.take(message, load.counts.peers)
             case WorkerMessage():
                 self._workers.take(message)
+            case PrefixesMessage() | SessionsMessage() | ForgottenMessage():
+                self._hints.take(message)
             case WeightsMessage() | AckMessage() | ResumedMessage():
                 self._on_weights(message)
 
@@ -367,6 +381,9 @@ class ClusterMember:
                 self._weights.take_ack(message.member, message.token, message.number)
             case ResumedMessage():
                 self._weights.take_resumed(message.urls)
+
+    def _store_now(self) -> float:
+        return trio.current_time() + self._clock_ahead
 
     @property
     def _channel(self) -> str:

@@ -42,6 +42,7 @@ from omni_proxy.fleet.engine_load import bounds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.cluster_hints import ClusterHints
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.kv_events.block_index import BlockIndex
@@ -102,6 +103,8 @@ class DataPlane:
         self.balancer = Balancer(fleet, policy, pools, self.voices, self.recorders)
         self.kv_blocks = BlockIndex()
         pools.use_blocks(self.kv_blocks)
+        self.cluster_hints = ClusterHints(fleet, lambda: self.loop.now)
+        pools.use_hints(self.cluster_hints)
         self.update_gate = UpdateGate(self.loop, fleet, self.settings, self.balancer)
         self.queue = Queue(fleet, self.settings, self.inflight, self.balancer, self.update_gate)
         self.services = ExchangeServices(
@@ -127,7 +130,7 @@ class DataPlane:
         self.configure(config)
         fleet.watch_members(self._follow_fleet)
         fleet.watch_worker(self._follow_worker)
-        fleet.watch_cache_cleared(self._forget)
+        fleet.watch_cache_cleared(self.forget_cache)
         fleet.watch_replaced(self._forget_target)
 
     def _new_inflight(self) -> InFlight:
@@ -155,6 +158,7 @@ class DataPlane:
             self.fleet.loads.configure(bounds, self.fleet.targets())
         self.balancer.affinity_keys = affinity_keys_of(config)
         self.balancer.configure_aliases(config)
+        self.cluster_hints.configure(config)
         self.balancer.policy = self.build_policy(config.routing)
         self.balancer.pools.configure(config.routing)
         held = reasons_to_hold_sessions(config)
@@ -173,13 +177,17 @@ class DataPlane:
         """What of the present one still fits is kept in it."""
         policy = build_policy(routing, self.random_below, self.loop.now, self.policy)
         policy.use_blocks(self.kv_blocks)
-        if isinstance(policy, Sticky) and self._shared_sessions is not None:
-            policy.use_sessions(self._shared_sessions, routing)
+        policy.use_hints(self.cluster_hints)
+        if isinstance(policy, Sticky):
+            if self._shared_sessions is not None:
+                policy.use_sessions(self._shared_sessions, routing)
+            policy.share_sessions(self.cluster_hints.session_notes, "")
         return policy
 
     def use_sessions(self, sessions: Sessions) -> None:
         """Sessions for the sticky policy, shared with other processes."""
         self._shared_sessions = sessions
+        sessions.share(self.cluster_hints.session_notes, "")
         if isinstance(self.policy, Sticky):
             self.policy.use_sessions(sessions, self.settings.config.routing)
         self.balancer.pools.use_sessions(sessions)
@@ -199,6 +207,15 @@ class DataPlane:
             by_url = {target.url: target for target in self.fleet.targets()}
             self.policy.restore_sessions(rows, by_url.get)
 
+    def place_session(self, digest: bytes, worker: Worker | None) -> None:
+        """Another proxy has a session there; None: it is finished."""
+        if self._shared_sessions is not None:
+            self._shared_sessions.place(digest, worker, self.loop.now)
+            return
+        if isinstance(self.policy, Sticky) and (worker is None or worker.role == "regular"):
+            self.policy.place_session(digest, worker)
+        self.balancer.pools.place_session(digest, worker)
+
     def session_count(self, worker: Worker) -> int:
         """The sticky sessions that are at this worker, or at a rank."""
         targets = worker.dp_ranks or (worker,)
@@ -214,13 +231,14 @@ class DataPlane:
             target is worker or target in worker.dp_ranks
         )
 
-    def _forget(self, worker: Worker) -> None:
+    def forget_cache(self, worker: Worker) -> None:
         """Its cache, and that of each of its ranks, is gone."""
         for target in (worker, *worker.dp_ranks):
             self._forget_target(target)
 
     def _forget_target(self, target: Worker) -> None:
         self.kv_blocks.clear(target.url)
+        self.cluster_hints.forget(target)
         self.policy.forget_worker(target)
         self.balancer.pools.forget_worker(target)
 

@@ -31,6 +31,8 @@ from omni_proxy.multiprocess.ipc import (
     AbortedEvent,
     AckEvent,
     ClearCacheCommand,
+    ClusterHintsCommand,
+    ClusterHintsEvent,
     DrainCommand,
     EngineLoadsCommand,
     EngineLoadsEvent,
@@ -66,6 +68,8 @@ from omni_proxy.watchdog import Watchdog
 _log = logging.getLogger(__name__)
 
 SEND_LINES_SECS: Final = 0.1
+SEND_HINTS_SECS: Final = 0.05
+MOST_HINTS: Final = 512  # of prompts, and of sessions, at a time
 SEND_METRICS_SECS: Final = 0.25
 SEND_STATS_SECS: Final = 1.0
 QUEUE_POLL_SECS: Final = 0.005  # between two looks for room that another process has made
@@ -199,6 +203,8 @@ class DataPlaneProcess:
                 take_rows(self.fleet.loads, rows, self.fleet.serial)
             case KvChangesCommand(holder, changes):
                 self.dataplane.take_kv_changes(holder, changes)
+            case ClusterHintsCommand(prefixes):
+                self.dataplane.cluster_hints.prefixes.add(prefixes)
             case DrainCommand(keeps_idle):
                 self.dataplane.begin_drain(keeps_idle=keeps_idle)
                 self._drain_started.set()
@@ -254,6 +260,7 @@ class DataPlaneProcess:
             await nursery.start(self.dataplane.run)
             chores = (
                 self._send_lines, self._send_reports, self._poll_queue_room, self._loads.run,
+                self._send_hints,
             )  # fmt: skip
             for chore in chores:
                 nursery.start_soon(chore)
@@ -284,6 +291,16 @@ class DataPlaneProcess:
         if access.lines or route.lines or spans.lines:
             dropped, access.dropped, route.dropped = access.dropped + route.dropped, 0, 0
             self._channel.send(LogLinesEvent(access.take(), route.take(), spans.take(), dropped))
+
+    async def _send_hints(self) -> None:
+        """What the other proxies of a cluster should know."""
+        hints = self.dataplane.cluster_hints
+        while True:
+            await trio.sleep(SEND_HINTS_SECS if hints.shares_any else SEND_STATS_SECS)
+            if self._channel.waiting_bytes < MAX_UNSENT_BYTES:
+                prefixes, sessions = hints.take_notes(MOST_HINTS)
+                if prefixes or sessions:
+                    self._channel.send(ClusterHintsEvent(prefixes, sessions))
 
     async def _send_reports(self) -> None:
         stats_at = trio.current_time()

@@ -112,6 +112,20 @@ class KvChangesCommand(Struct, frozen=True, tag=True):
     changes: list[tuple[int, bytes]]
 
 
+class ClusterHintsCommand(Struct, frozen=True, tag=True):
+    """Beginnings of prompts that another process, or proxy, has sent somewhere: packed hashes by
+    `target_key`."""
+
+    prefixes: dict[int, bytes]
+
+
+class ClusterHintsEvent(Struct, frozen=True, tag=True):
+    """The same of this process, and sessions that it has placed: `target_key` by digest."""
+
+    prefixes: dict[int, bytes]
+    sessions: dict[bytes, int]
+
+
 class AbortCommand(Struct, frozen=True, tag=True):
     """Abort the matching requests that wait, and report where the others run (AbortedEvent)."""
 
@@ -133,6 +147,7 @@ ProcessCommand: TypeAlias = (
     | ClearCacheCommand
     | EngineLoadsCommand
     | KvChangesCommand
+    | ClusterHintsCommand
     | AbortCommand
     | DrainCommand
 )
@@ -285,9 +300,21 @@ ProcessEvent: TypeAlias = (
     | VoicesChangedEvent
     | AbortedEvent
     | EngineLoadsEvent
+    | ClusterHintsEvent
     | LogLinesEvent
     | MetricsEvent
     | ProcessStats
+)
+
+# Events that change nothing that other processes need.
+UNCHANGING: Final = (
+    AckEvent,
+    LogLinesEvent,
+    ProcessStats,
+    MetricsEvent,
+    AbortedEvent,
+    EngineLoadsEvent,
+    ClusterHintsEvent,
 )
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -26,22 +26,18 @@ from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.ipc import (
+    UNCHANGING,
     AbortCommand,
     AbortedEvent,
-    AckEvent,
     CallersMessage,
     ClearCacheCommand,
     DrainCommand,
     EngineLoadsCommand,
-    EngineLoadsEvent,
     KvChangesCommand,
     ListenCommand,
     ListenFailedEvent,
     LoadRow,
-    LogLinesEvent,
-    MetricsEvent,
     ProcessEvent,
-    ProcessStats,
     StartCommand,
 )
 from omni_proxy.multiprocess.load_reports import LoadCollector, load_rows
@@ -72,15 +68,6 @@ RECOUNT_SECS: Final = 0.1  # between two recounts; for an exact count a caller r
 PUBLISH_PAUSE_SECS: Final = 0.002  # between two snapshots, so that many changes make few
 PUBLISH_PAUSE_FACTOR: Final = 4  # times the duration of the last one: large fleets take long
 ABORT_SECS: Final = 2.0  # for a process to end what waits there; requests of a hung one do run
-# Events that change nothing that other processes need.
-UNCHANGING: Final = (
-    AckEvent,
-    LogLinesEvent,
-    ProcessStats,
-    MetricsEvent,
-    AbortedEvent,
-    EngineLoadsEvent,
-)
 HANDOVER_SECS: Final = 1.0  # for connections that are being made while new ones are steered away
 
 

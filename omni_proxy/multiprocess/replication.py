@@ -24,6 +24,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker, WorkerState
 from omni_proxy.multiprocess.ipc import (
     CallersMessage,
+    ClusterHintsEvent,
     EngineLoadsEvent,
     HalfOpenEndedEvent,
     HalfOpenStartedEvent,
@@ -230,6 +231,8 @@ class ReportHandler:
             case MetricsEvent():
                 meters, recent = self.instruments.metrics, self.instruments.recent
                 merge_metrics(message, meters, recent, self.worker_ids.find)
+            case ClusterHintsEvent(prefixes, sessions):
+                self.dataplane.cluster_hints.add_notes(prefixes, sessions)
             case EngineLoadsEvent(rows):
                 for target in take_rows(self.fleet.loads, rows, self.worker_ids.find):
                     self.loads.add(target)

@@ -10,7 +10,6 @@ that begin the same session at once the later one wins.
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 from array import array
@@ -19,6 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from omni_proxy.cluster.messages import target_key
+from omni_proxy.cluster.session_places import FINISHED, SessionNotes, session_digest
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.dataplane import DataPlane, Sources, random_below
@@ -31,6 +32,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.ipc import StartCommand, VoiceListMessage, VoicesChangedEvent
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, SendEvent, SharedWorker
 from omni_proxy.multiprocess.shared_counters import CELLS, PROCESS_CELL, Cells, fence
+from omni_proxy.routing.policies.session_load import repeat_secs
 from omni_proxy.routing.stored_responses import MAX_RESPONSES
 
 
@@ -195,6 +197,12 @@ class SharedSessions:
         self._buckets = 0
         self._idle_ms = 0
         self._recount = _Recount()
+        self._notes: SessionNotes | None = None
+        self._repeat_ms = 1
+
+    def share(self, notes: SessionNotes, prefix: str) -> None:
+        """Its keys have their prefixes."""
+        self._notes = notes
 
     def tune(self, most: int, idle_secs: float) -> None:
         buckets = max(1, most // WAYS)
@@ -203,9 +211,10 @@ class SharedSessions:
             self._recount = _Recount()
         self._buckets = buckets
         self._idle_ms = int(idle_secs * 1000)
+        self._repeat_ms = max(1, int(1000 * repeat_secs(idle_secs)))
 
     def find(self, key: str, now: float) -> Worker | None:
-        words, (places, mark) = self._words, self._places_of(key)
+        words, (places, mark) = self._words, self._places_of(session_digest(key))
         for place in places:
             word = words[place]
             if word and word >> SERIAL_BITS == mark:
@@ -218,7 +227,18 @@ class SharedSessions:
         ids = self._workers.ids(worker)
         if ids is None:
             return
-        words, (places, mark) = self._words, self._places_of(key)
+        digest = session_digest(key)
+        before, used = self._put(digest, ids, now)
+        notes, repeat_ms = self._notes, self._repeat_ms
+        if notes is None or not notes.enabled:
+            return
+        is_same = before & SERIALS == ids[0] & SERIALS
+        if not is_same or used // repeat_ms != int(now * 1000) // repeat_ms:
+            notes.note(digest, target_key(worker.url))
+
+    def _put(self, digest: bytes, ids: tuple[int, int], now: float) -> tuple[int, int]:
+        """The word of this session that was there before, 0 for none, and when it was used."""
+        words, (places, mark) = self._words, self._places_of(digest)
         chosen, longest = -1, 0
         for place in places:
             word = words[place]
@@ -229,14 +249,28 @@ class SharedSessions:
             if chosen < 0 or used < longest:
                 chosen, longest = place, used
         before, session = words[chosen], mark << SERIAL_BITS | ids[0] & SERIALS
-        words[chosen + 1] = int(now * 1000)
+        used, words[chosen + 1] = words[chosen + 1], int(now * 1000)
         if before != session:
             words[chosen] = session
             self._uncount(before)
             self._counts[ids[1]] += 1
+        return (before, used) if before >> SERIAL_BITS == mark else (0, 0)
+
+    def place(self, digest: bytes, worker: Worker | None, now: float) -> None:
+        if worker is None:
+            self._remove(digest)
+        elif (ids := self._workers.ids(worker)) is not None:
+            self._put(digest, ids, now)
 
     def finish(self, key: str) -> bool:
-        words, (places, mark) = self._words, self._places_of(key)
+        digest = session_digest(key)
+        known = self._remove(digest)
+        if known and self._notes is not None and self._notes.enabled:
+            self._notes.note(digest, FINISHED)
+        return known
+
+    def _remove(self, digest: bytes) -> bool:
+        words, (places, mark) = self._words, self._places_of(digest)
         for place in places:
             word = words[place]
             if word >> SERIAL_BITS == mark:
@@ -289,9 +323,8 @@ class SharedSessions:
         if ids is not None:
             self._counts[ids[1]] -= 1
 
-    def _places_of(self, key: str) -> tuple[range, int]:
+    def _places_of(self, digest: bytes) -> tuple[range, int]:
         """The words of its bucket, and the mark of the key in it, never 0."""
-        digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         bucket = int.from_bytes(digest[:8], "big") % self._buckets
         first = bucket * WAYS * 2
         mark = int.from_bytes(digest[8:13], "big") or 1

@@ -5,58 +5,11 @@ from urllib.parse import quote
 
 import trio
 
+from tests.promises.cluster_programs import cluster, connected, lost, members
 from tests.promises.fleet_program import program, put, record, routable, toml, workers
 from tests.redis_server import needs_store, redis_server
 
 pytestmark = needs_store
-
-LEASE_SECS = 0.5
-
-
-@asynccontextmanager
-async def cluster(tmp_path, *, count=2, more="", bound=0, table="", names=("a", "b"), probes=""):
-    """A store, workers, and programs that know each other."""
-    async with redis_server() as store, workers(*names) as fleet:
-        programs = []
-        async with trio.open_nursery() as nursery:
-
-            async def start(number, *, task_status=trio.TASK_STATUS_IGNORED):
-                file = tmp_path / f"{number}.toml"
-                server = f"queue_size = 100\n{more}\n[routing]\npolicy = 'least_request'"
-                text = toml(fleet, more=server)
-                text = text.replace("interval_secs = 0.2", probes or "interval_secs = 0.2")
-                text = text.replace("[[workers]]", f"[[workers]]\nmax_inflight = {bound}")
-                shared = f'[cluster]\nurl = "{store.url}"\nnode = "p{number}"\n{table}\n'
-                put(file, f"{text}{shared}lease_secs = {LEASE_SECS}\npublish_secs = 0.01\n")
-                async with program("--config", file) as running:
-                    await running.until_routable(*fleet)
-                    task_status.started(running)
-                    await done.wait()
-
-            done = trio.Event()
-            try:
-                for number in range(count):
-                    running = await nursery.start(start, number)
-                    programs.append(running)
-                for running in programs:
-                    await running.until("/status", lambda reply: members(reply) == count)
-                yield store, fleet, programs
-            finally:
-                for worker in fleet:
-                    worker.gate.set()
-                done.set()
-
-
-def members(reply):
-    return reply["cluster"]["members"]
-
-
-def connected(reply):
-    return reply["cluster"]["connected"]
-
-
-def lost(reply):
-    return not connected(reply)
 
 
 async def in_flight(running, worker, count):

@@ -1,7 +1,7 @@
 """The table `[cluster]`: several proxies over one fleet, and the store that they share.
 
 Invariant: the URL may hold a password, so no error repeats it, and `hide_password` is what is
-shown. Values only: `cluster_member.credentials` reads the environment and the file.
+shown. Values only: `cluster_member.store.credentials` reads the environment and the file.
 """
 
 import re
@@ -91,7 +91,7 @@ ClusterName = Annotated[str, Meta(min_length=1, extra={"read": read_cluster_name
 NodeName = Annotated[str, Meta(extra={"read": read_node_name})]
 PublishInterval = Annotated[float, Meta(ge=0.005, le=10)]
 LeaseDuration = Annotated[float, Meta(ge=0.5, le=3600)]
-Shared = Literal["in_flight", "health", "weights", "workers"]
+Shared = Literal["in_flight", "health", "prefixes", "weights", "workers", "sessions"]
 SHARED: Final[tuple[Shared, ...]] = get_args(Shared)
 
 

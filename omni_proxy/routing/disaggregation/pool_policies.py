@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from omni_proxy.config.fields import Role
 from omni_proxy.config.schema import DisaggregationConfig, RoutingConfig
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.cluster_hints import ClusterHints
 from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
 from omni_proxy.routing.inspect.prefix_text import LIMIT, TOKENS, prompt_bytes
 from omni_proxy.routing.inspect.requirements import Requirements
@@ -46,6 +47,7 @@ class PoolPolicies:
         self._sessions: Sessions | None = None
         self._held: tuple[frozenset[str], Callable[[Worker], bool]] | None = None
         self._blocks: BlockIndex | None = None
+        self._hints: ClusterHints | None = None
 
     def of(self, role: Role) -> Policy:
         """The policy of the prefill or the decode pool."""
@@ -76,6 +78,18 @@ class PoolPolicies:
         self._blocks = blocks
         for policy in self._known():
             policy.use_blocks(blocks)
+
+    def use_hints(self, hints: ClusterHints) -> None:
+        """As for `Policy`, with notes of sessions."""
+        self._hints = hints
+        for role, policy in self.built.items():
+            self._share_hints(role, policy)
+
+    def place_session(self, digest: bytes, worker: Worker | None) -> None:
+        """As for `Sticky`; `worker` None: in whichever pool it was."""
+        for role, policy in self.built.items():
+            if isinstance(policy, Sticky) and (worker is None or worker.role == role):
+                policy.place_session(digest, worker)
 
     def hold_for(self, reasons: frozenset[str], is_member: Callable[[Worker], bool]) -> None:
         """As for `Sticky`: a session waits for its decode worker, whose cache has its past; not for
@@ -164,6 +178,7 @@ class PoolPolicies:
         if self._blocks is not None:
             policy.use_blocks(self._blocks)
         self._share_sessions(role, policy)
+        self._share_hints(role, policy)
         if role == "decode" and self._held is not None and isinstance(policy, Sticky):
             policy.hold_for(*self._held)
         return policy
@@ -171,6 +186,12 @@ class PoolPolicies:
     def _share_sessions(self, role: Role, policy: Policy) -> None:
         if isinstance(policy, Sticky) and self._sessions is not None:
             policy.use_sessions(PrefixedSessions(self._sessions, f"{role}\n"), self._routing)
+
+    def _share_hints(self, role: Role, policy: Policy) -> None:
+        if self._hints is not None:
+            policy.use_hints(self._hints)
+            if isinstance(policy, Sticky):
+                policy.share_sessions(self._hints.session_notes, f"{role}\n")
 
 
 def bytes_beyond(text: bytes, requirements: Requirements) -> int:

@@ -14,12 +14,13 @@ candidates, checks of all are reused for a share of the picks. Source: routers.m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from heapq import nsmallest
 from typing import NamedTuple
 
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.cluster_hints import ClusterHints
 from omni_proxy.routing.inspect.prefix_text import prefix_text
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.cache_cost import PromptCost, cheapest, count_prompt_tokens
@@ -69,6 +70,7 @@ class CacheAware(Policy):
         "_evict_at",
         "_evicting",
         "_feedback",
+        "_hints",
         "_judged",
         "_matched",
         "_now",
@@ -91,6 +93,7 @@ class CacheAware(Policy):
         self._rules = routing.cache_aware
         self._tree: PrefixTree[Worker] = PrefixTree(self._rules.max_tree_size)
         self._feedback = CacheFeedback(self._tree, self._rules)
+        self._hints: ClusterHints | None = None
         self._weights = CandidateWeights()
         self._slow_start = SlowStart(self._rules.warmup_share)
         self._turn = 0
@@ -112,6 +115,10 @@ class CacheAware(Policy):
         self._count_choice(choice, candidates, text.length)
         if text.whole:
             self._feedback.insert(text, choice.worker, requirements)
+            if self._hints is not None:
+                sent = choice.matched if choice.branch in ("matched", "heard") else 0
+                known = text.start + sent
+                self._hints.note_prompt(text.whole, known, choice.worker)
         return choice.worker
 
     def preview_pick(
@@ -127,8 +134,8 @@ class CacheAware(Policy):
         self, candidates: Sequence[Worker], requirements: Requirements
     ) -> dict[str, object]:
         text = prompt_text(candidates, requirements)
-        depths = self._tree.depths(text.key)
-        matched = {worker.url: text.matching(depths.get(worker, 0)) for worker in candidates}
+        held = self._held(text, candidates)
+        matched = {worker.url: held.get(worker, 0) for worker in candidates}
         reports = self._feedback.facts(candidates)
         costs: dict[str, object] = {}
         if self._rules.score == "cost" and text.whole:
@@ -148,12 +155,17 @@ class CacheAware(Policy):
         if not text.whole:
             return b"", {}
         mark = text.start - 1  # which begins the text and does not count
-        return text.whole[mark:], _held(text, self._tree.depths(text.key))
+        return text.whole[mark:], self._held(text, candidates)
 
     def record_pick(self, worker: Worker, requirements: Requirements) -> None:
         text = prompt_text((worker,), requirements)
         if text.whole:
             self._feedback.insert(text, worker, requirements)
+            if self._hints is not None:
+                self._hints.note_prompt(text.whole, 0, worker)
+
+    def use_hints(self, hints: ClusterHints) -> None:
+        self._hints = hints
 
     def reconfigure(self, routing: RoutingConfig) -> bool:
         rules = self._rules = routing.cache_aware
@@ -213,9 +225,14 @@ class CacheAware(Policy):
         if rules.score == "cost":
             return self._by_cost(candidates, text, requirements)
         depth, holders = self._tree.match(text.key, self._mask_of(candidates))
-        matched = text.matching(depth)
+        matched, branch = text.matching(depth), "matched"
+        named = None
+        if self._hints is not None and (heard := self._heard(text, matched, candidates)):
+            matched, branch = max(heard.values()), "heard"
+            named = [worker for worker, length in heard.items() if length == matched]
         if matched > rules.cache_threshold * text.length:
-            choice = self._among_holders(matched, self._tree.named(holders))
+            named = self._tree.named(holders) if named is None else named
+            choice = self._among_holders(matched, named)._replace(branch=branch)
             if rules.spill == "chosen" and self._spills(choice.worker, candidates):
                 return self._shortest_queue(candidates, "spilled", choice)
             return choice
@@ -224,6 +241,28 @@ class CacheAware(Policy):
     def _inferred(self, text: PromptText, candidates: Sequence[Worker]) -> int:
         """How many bytes of the text some candidate holds, by the tree."""
         return text.matching(self._tree.match(text.key, self._mask_of(candidates))[0])
+
+    def _heard(
+        self, text: PromptText, matched: int, candidates: Sequence[Worker]
+    ) -> dict[Worker, int]:
+        """Bytes of the text by candidate that were sent to it by other proxies, where it is more
+        than the `matched` ones."""
+        if self._hints is None:
+            return {}
+        heard = self._hints.heard_of(text.whole, text.start + matched, candidates)
+        return {worker: length - text.start for worker, length in heard.items()}
+
+    def _held(
+        self, text: PromptText, candidates: Sequence[Worker], mask: int = -1
+    ) -> dict[Worker, int]:
+        """Bytes of the text by worker, without those that hold none."""
+        matching = (
+            (w, text.matching(depth)) for w, depth in self._tree.depths(text.key, mask).items()
+        )
+        held = {worker: length for worker, length in matching if length}
+        for worker, length in self._heard(text, 0, candidates).items():
+            held[worker] = max(length, held.get(worker, 0))
+        return held
 
     def _without_match(self, candidates: Sequence[Worker], more: int, matched: int) -> CacheChoice:
         """`more`: bytes that the tree of the chosen one gets."""
@@ -244,7 +283,7 @@ class CacheAware(Policy):
     def _cost(
         self, candidates: Sequence[Worker], text: PromptText, requirements: Requirements
     ) -> PromptCost:
-        held = _held(text, self._tree.depths(text.key, self._mask_of(candidates)))
+        held = self._held(text, candidates, self._mask_of(candidates))
         tokens = count_prompt_tokens(text.length, requirements)
         return PromptCost(tokens, held, self._feedback.reports, self._rules)
 
@@ -356,9 +395,10 @@ class CacheAware(Policy):
                     f"the lowest cost: {uncached} tokens to compute, {backlog} before them, "
                     f"and {running} for what is in flight; {share}"
                 )
-            case "matched":
+            case "matched" | "heard" as branch:
                 names = ", ".join(holder.display_id for holder in choice.holders)
-                return f"{share}, held by {names}"
+                source = ", as another proxy has published" if branch == "heard" else ""
+                return f"{share}, held by {names}{source}"
             case "least_loaded":
                 return f"only {share}, {queue}"
         size = self._tree.size_of(worker)
@@ -406,9 +446,3 @@ def prompt_text(candidates: Sequence[Worker], requirements: Requirements) -> Pro
     # The mark does not count: all texts of a kind share it.
     whole = name + text
     return PromptText(whole, len(name) + 1, tree_key(whole))
-
-
-def _held(text: PromptText, depths: Mapping[Worker, int]) -> dict[Worker, int]:
-    """Bytes of the text, without those that hold none."""
-    matching = ((worker, text.matching(depth)) for worker, depth in depths.items())
-    return {worker: length for worker, length in matching if length}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.cluster_hints import ClusterHints
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 
@@ -87,6 +88,9 @@ class Policy(ABC):
 
     def use_blocks(self, blocks: BlockIndex) -> None:  # noqa: B027
         """What engines report of their caches stands here from now on."""
+
+    def use_hints(self, hints: ClusterHints) -> None:  # noqa: B027
+        """What other proxies of a cluster know stands here, and goes here what they should know."""
 
     def stats(self) -> dict[str, object]:
         """JSON-able, for `policy` in GET /status."""

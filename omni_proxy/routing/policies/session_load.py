@@ -3,7 +3,10 @@
 Invariant: at most `sticky_max` sessions are kept, the least recently used is dropped first; one
 that was idle for `sticky_idle_secs` has expired (0: never). `count(worker)` is the number of
 sessions in the table that are at this worker, expired ones at most until the next `maintain`.
-Several data-plane processes share a table: `multiprocess.shared_dataplane`.
+Several data-plane processes share a table: `multiprocess.shared_dataplane`. With `share`, a session
+that begins, moves or ends is noted for the other proxies of a cluster, and again while it is used;
+`place` is what they say of one. A session that was placed elsewhere and has not come here counts,
+too; one that has moved elsewhere counts at both workers until it comes here again.
 """
 
 from __future__ import annotations
@@ -11,11 +14,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
+from omni_proxy.cluster.messages import target_key
+from omni_proxy.cluster.session_places import FINISHED, SessionNotes, session_digest
 from omni_proxy.fleet.worker import Worker
 
 DROPPED_PER_SLICE = 1000
+NOTED_AGAIN: Final = 4  # times, in `sticky_idle_secs` of a session that is used all the time
+NOTED_AGAIN_SECS: Final = 900.0  # where sessions do not expire
 SessionRow: TypeAlias = tuple[str, str, float]  # its key, the URL of its worker or rank, last use
 
 
@@ -36,13 +43,31 @@ class Sessions(Protocol):
     def maintain(self, now: float) -> None: ...
     def __len__(self) -> int: ...
 
+    def share(self, notes: SessionNotes, prefix: str) -> None:
+        """Where to note what is placed from now on; `prefix`: of its keys in the whole cluster."""
+
+    def place(self, digest: bytes, worker: Worker | None, now: float) -> None:
+        """Another proxy has the session with this digest there; None: it is finished."""
+
+
+def repeat_secs(idle_secs: float) -> float:
+    """How often a session that is used is noted again, so that it expires nowhere."""
+    return idle_secs / NOTED_AGAIN if idle_secs else NOTED_AGAIN_SECS
+
 
 class OwnSessions:
     """In this process's memory."""
 
-    __slots__ = ("_counts", "_idle_secs", "_max", "_sessions")
+    __slots__ = (
+        "_counts", "_heard", "_idle_secs", "_max", "_notes", "_prefix", "_repeat_secs", "_sessions",
+    )  # fmt: skip
 
     def __init__(self) -> None:
+        # By digest: those that were placed elsewhere since they were used here last.
+        self._heard: OrderedDict[bytes, tuple[Worker | None, float]] = OrderedDict()
+        self._notes: SessionNotes | None = None
+        self._prefix = ""
+        self._repeat_secs = NOTED_AGAIN_SECS
         self._sessions: OrderedDict[str, tuple[Worker, float]] = OrderedDict()
         self._counts: dict[Worker, int] = {}
         self._max = 1
@@ -50,14 +75,36 @@ class OwnSessions:
 
     def tune(self, most: int, idle_secs: float) -> None:
         self._max, self._idle_secs = most, idle_secs
+        self._repeat_secs = repeat_secs(idle_secs)
+
+    def share(self, notes: SessionNotes, prefix: str) -> None:
+        self._notes, self._prefix = notes, prefix
+
+    def place(self, digest: bytes, worker: Worker | None, now: float) -> None:
+        self._unhear(digest)
+        self._heard[digest] = (worker, now)
+        if worker is not None:
+            self._counts[worker] = self._counts.get(worker, 0) + 1
+        if len(self._heard) > self._max:
+            self._unhear(next(iter(self._heard)))
 
     def find(self, key: str, now: float) -> Worker | None:
+        if self._heard:
+            self._take_heard(key)
         session = self._sessions.get(key)
         if session is None or self._idle(session[1], now):
             return None
         return session[0]
 
     def keep(self, key: str, worker: Worker, now: float) -> None:
+        before = self._sessions.get(key)
+        if self._notes is not None and self._notes.enabled:
+            secs = self._repeat_secs
+            if before is None or before[0] is not worker or now // secs != before[1] // secs:
+                self._notes.note(session_digest(self._prefix + key), target_key(worker.url))
+        self._set(key, worker, now)
+
+    def _set(self, key: str, worker: Worker, now: float) -> None:
         before = self._sessions.get(key)
         if before is None or before[0] is not worker:
             if before is not None:
@@ -69,10 +116,13 @@ class OwnSessions:
             self._drop_oldest()
 
     def finish(self, key: str) -> bool:
+        self._take_heard(key)
         session = self._sessions.pop(key, None)
         if session is None:
             return False
         self._uncount(session[0])
+        if self._notes is not None and self._notes.enabled:
+            self._notes.note(session_digest(self._prefix + key), FINISHED)
         return True
 
     def count(self, worker: Worker) -> int:
@@ -85,6 +135,11 @@ class OwnSessions:
             if oldest is None or (not full and not self._idle(oldest[1], now)):
                 break
             self._drop_oldest()
+        for _ in range(DROPPED_PER_SLICE):
+            digest = next(iter(self._heard), None)
+            if digest is None or not self._idle(self._heard[digest][1], now):
+                break
+            self._unhear(digest)
 
     def rows(self, most: int) -> list[SessionRow]:
         """The `most` that were used last, oldest first."""
@@ -96,6 +151,24 @@ class OwnSessions:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def _take_heard(self, key: str) -> None:
+        """What was heard of it last holds."""
+        digest = session_digest(self._prefix + key)
+        heard = self._heard.get(digest)
+        if heard is None:
+            return
+        worker, at = heard
+        self._unhear(digest)
+        if worker is not None:
+            self._set(key, worker, at)
+        elif (session := self._sessions.pop(key, None)) is not None:
+            self._uncount(session[0])
+
+    def _unhear(self, digest: bytes) -> None:
+        worker, _ = self._heard.pop(digest, (None, 0.0))
+        if worker is not None:
+            self._uncount(worker)
 
     def _drop_oldest(self) -> None:
         _, (worker, _) = self._sessions.popitem(last=False)
@@ -154,3 +227,9 @@ class PrefixedSessions:
     def __len__(self) -> int:
         """Of the whole table."""
         return len(self._sessions)
+
+    def share(self, notes: SessionNotes, prefix: str) -> None:
+        """The whole table is shared, whose keys have the prefix."""
+
+    def place(self, digest: bytes, worker: Worker | None, now: float) -> None:
+        self._sessions.place(digest, worker, now)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from omni_proxy.cluster.session_places import SessionNotes
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.cluster_hints import ClusterHints
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.policies.least_request import load_word
@@ -146,6 +148,17 @@ class Sticky(Policy):
 
     def use_blocks(self, blocks: BlockIndex) -> None:
         self.inner.use_blocks(blocks)
+
+    def use_hints(self, hints: ClusterHints) -> None:
+        self.inner.use_hints(hints)
+
+    def share_sessions(self, notes: SessionNotes, prefix: str) -> None:
+        """See `Sessions.share`."""
+        self._sessions.share(notes, prefix)
+
+    def place_session(self, digest: bytes, worker: Worker | None) -> None:
+        """See `Sessions.place`."""
+        self._sessions.place(digest, worker, self._now)
 
     def maintain(self, now: float) -> None:
         self._now = now

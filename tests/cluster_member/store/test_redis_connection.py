@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from omni_proxy.cluster_member.redis_connection import StoreError, StoreRefused, connected
+from omni_proxy.cluster_member.store.redis_connection import StoreError, StoreRefused, connected
 from omni_proxy.config.tables.cluster import store_address
 from tests.redis_server import needs_store, redis_server
 

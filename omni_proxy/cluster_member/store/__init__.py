@@ -1,0 +1,1 @@
+"""The store of a cluster: where it is, and a connection to it."""

@@ -1,0 +1,121 @@
+"""What the policies of a process know from the other proxies of a cluster, and have to publish.
+
+Of prompts: which workers were sent their beginnings, elsewhere. Of sessions: which were placed
+here; what is heard of them goes into the table of sessions itself. Invariant: without `[cluster]`,
+or without `prefixes` and `sessions` in `share`, nothing is noted and nothing is known. A hint only
+makes a worker of the candidates likelier. No I/O: `cluster_member.shared_hints` publishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Final
+
+from omni_proxy.cluster.messages import target_key
+from omni_proxy.cluster.prefix_hashes import (
+    PrefixHints,
+    PrefixNotes,
+    beginnings,
+    count_beginnings,
+    length_of,
+)
+from omni_proxy.cluster.session_places import SessionNotes
+from omni_proxy.config.schema import Config
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+
+# Of prompts that their worker has whole as far as is known, one in so many is noted again: others
+# forget what they hear nothing of.
+REPEAT_ONE_IN: Final = 16
+
+
+class ClusterHints:
+    """`now()` is monotonic seconds."""
+
+    def __init__(self, fleet: Fleet, now: Callable[[], float]) -> None:
+        self.shares_prefixes = False
+        self.prefixes = PrefixHints()
+        self.prefix_notes = PrefixNotes()
+        self.session_notes = SessionNotes()
+        self._fleet = fleet
+        self._now = now
+        self._revision = -1
+        self._targets: dict[int, Worker] = {}
+        self._last: tuple[bytes, list[int]] = (b"", [])  # one pick asks twice
+        self._skipped = 0
+
+    def configure(self, config: Config) -> None:
+        table = config.cluster
+        self.shares_prefixes = table.enabled and "prefixes" in table.share
+        self.session_notes.enabled = table.enabled and "sessions" in table.share
+        if not self.shares_prefixes:
+            self.prefixes.clear()
+
+    @property
+    def shares_any(self) -> bool:
+        return self.shares_prefixes or self.session_notes.enabled
+
+    def target(self, key: int) -> Worker | None:
+        """The worker or rank with this `target_key`."""
+        if self._fleet.revision != self._revision:
+            self._revision = self._fleet.revision
+            self._targets = {target_key(each.url): each for each in self._fleet.targets()}
+        return self._targets.get(key)
+
+    def heard_of(
+        self, text: bytes, known: int, candidates: Collection[Worker]
+    ) -> dict[Worker, int]:
+        """How many bytes of the text candidates were sent elsewhere, the most first, where that is
+        more than the `known` bytes that one of them was sent here."""
+        count = count_beginnings(len(text))
+        if not self.shares_prefixes or not len(self.prefixes) or known >= length_of(count):
+            return {}
+        found = {}
+        for key, depth in self.prefixes.depths(self._beginnings(text)).items():
+            target = self.target(key) if length_of(depth) > known else None
+            if target is not None and target in candidates:
+                found[target] = length_of(depth)
+        return found
+
+    def note_prompt(self, text: bytes, known: int, worker: Worker) -> None:
+        """The worker gets this text, of which it was sent `known` bytes before."""
+        if not self.shares_prefixes:
+            return
+        if known >= length_of(count_beginnings(len(text))):
+            self._skipped += 1
+            if self._skipped % REPEAT_ONE_IN:
+                return
+        if hashes := self._beginnings(text):
+            self.prefix_notes.note(hashes, target_key(worker.url), self._now())
+
+    def forget(self, worker: Worker) -> None:
+        """Its cache is empty."""
+        if self.shares_prefixes:
+            key = target_key(worker.url)
+            self.prefixes.forget(key)
+            self.prefix_notes.forget(key, self._now())
+
+    def take_notes(self, most: int) -> tuple[dict[int, bytes], dict[bytes, int]]:
+        """Packed hashes by target, and targets by the digest of a session: at most so many of
+        each."""
+        return self.prefix_notes.take(most), self.session_notes.take(most)
+
+    def add_notes(self, prefixes: dict[int, bytes], sessions: Mapping[bytes, int]) -> None:
+        """What another process of this proxy has noted."""
+        self.prefix_notes.add(prefixes, self._now())
+        for digest, target in sessions.items():
+            self.session_notes.note(digest, target)
+
+    def stats(self) -> dict[str, int]:
+        """JSON-able."""
+        notes, sessions = self.prefix_notes, self.session_notes
+        return {
+            "prefixes": len(self.prefixes),
+            "unpublished": notes.pending + sessions.pending,
+            "dropped": notes.dropped + sessions.dropped,
+        }
+
+    def _beginnings(self, text: bytes) -> list[int]:
+        if self._last[0] is not text:
+            self._last = (text, beginnings(text))
+        return self._last[1]
