@@ -66,7 +66,6 @@ class SharedWeights:
     def __init__(self, fleet: Fleet, operations: WeightOperations, member: Membership) -> None:
         self.followed = FollowedWeights(fleet, operations.journal)
         self.own_lease = MemberLease()
-        self.on_applied: Callable[[WeightState], None] = lambda state: None
         self._fleet = fleet
         self._operations = operations
         self._member = member
@@ -192,7 +191,6 @@ class SharedWeights:
             return False
         if self._operations.queue.current is None:
             self._lost_lease = ""  # another proxy has decided what the workers have
-        self.on_applied(state)
         return True
 
     def take_ack(self, member: str, token: int, number: int) -> None:
