@@ -38,6 +38,7 @@ from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.dataplane import DataPlane, Sources, random_below
 from omni_proxy.discovery_watch.discovery import Discovery
+from omni_proxy.fleet.cordons import LAUNCH_CORDON
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -52,7 +53,6 @@ from omni_proxy.health.voice_list import VoiceList
 from omni_proxy.kv_events.event_follower import EventFollower
 from omni_proxy.launch.launcher import Launcher
 from omni_proxy.launch.startup_progress import wait_until_ready
-from omni_proxy.launch.worker_link import CORDON
 from omni_proxy.multiprocess.aggregate import AggregateView
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.routing.tree_key import hash_with
@@ -109,7 +109,7 @@ def run(startup: Startup) -> int:
 
 def _log_health(worker: Worker, before: Health) -> None:
     now, error = worker.health.state, worker.health.last_error
-    if CORDON in worker.cordon_reasons:  # the launcher logs its start
+    if LAUNCH_CORDON in worker.cordon_reasons:  # the launcher logs its start
         _log.debug("worker_health worker=%s from=%s to=%s launching=true", worker.url, before, now)
         return
     level = logging.INFO if now in (Health.HEALTHY, Health.UNKNOWN) else logging.WARNING

@@ -32,6 +32,7 @@ from omni_proxy.config.overlay import (
 )
 from omni_proxy.config.schema import Config
 from omni_proxy.config.url import dial_address, normalize_url, split_rank
+from omni_proxy.fleet.cordons import PAUSED, UNCERTAIN
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import Call, call_worker
@@ -209,7 +210,7 @@ WAIT_SECS = 30.0  # for a worker that is still starting, by default
 MAX_WAIT_SECS = 7200.0
 PAUSE_SECS = 0.25
 PROBE_PAUSE_SECS = 0.05
-NO_PROBE_ENDS = ("paused", "uncertain")  # cordons
+NO_PROBE_ENDS = (PAUSED, UNCERTAIN)
 ROUTABLE_SECS = 5.0  # from registered to routable; the worker stays added after it
 
 

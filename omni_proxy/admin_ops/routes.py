@@ -20,6 +20,7 @@ from typing import Final
 from omni_proxy.admin_ops.engine_dialects import EngineCall
 from omni_proxy.config.problem import ConfigError, Problem
 from omni_proxy.config.schema import Config
+from omni_proxy.fleet.cordons import PAUSED, UPDATING
 from omni_proxy.routing.routes import MethodNotAllowed, match_route
 
 
@@ -62,7 +63,7 @@ class AdminRoute:
         """Why its targets are out of rotation while it runs; "" if they are not."""
         if not self.needs_lock:
             return ""
-        return "paused" if self.kind is Kind.PAUSE else "updating"
+        return PAUSED if self.kind is Kind.PAUSE else UPDATING
 
     @property
     def drains(self) -> bool:

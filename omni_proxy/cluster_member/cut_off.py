@@ -15,12 +15,12 @@ from typing import Final
 
 import trio
 
+from omni_proxy.fleet.cordons import CUT_OFF
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 
 _log = logging.getLogger(__name__)
 
-CUT_OFF: Final = "cut_off"
 READ_SECS: Final = 1.0  # between two looks at the workers' versions
 LOOKS: Final = 10  # at the lease, in its time
 

@@ -13,14 +13,12 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from omni_proxy.fleet.cordons import CHANGING_CORDONS, ROLLOUT_BATCH, UPDATING
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 from omni_proxy.weight_sync.protocol.published_version import PublishedVersion
-from omni_proxy.weight_sync.state_journal import ROLLOUT_BATCH, UPDATING, StateJournal
-
-# Why a worker is out while its weights change. `paused` and `uncertain` are in the journal.
-CHANGING: Final = frozenset((UPDATING, ROLLOUT_BATCH, "catching_up"))
+from omni_proxy.weight_sync.state_journal import StateJournal
 
 
 class WeightState(Struct, frozen=True, kw_only=True):
@@ -63,7 +61,9 @@ def decode_state(payload: bytes) -> WeightState | None:
 def collect(fleet: Fleet, journal: StateJournal, *, holder: str, busy: bool) -> WeightState:
     """The present one, without token and number."""
     workers = fleet.workers
-    held = {worker.url: tuple(sorted(worker.cordon_reasons & CHANGING)) for worker in workers}
+    held = {
+        worker.url: tuple(sorted(worker.cordon_reasons & CHANGING_CORDONS)) for worker in workers
+    }
     return WeightState(
         holder=holder,
         busy=busy,
@@ -155,8 +155,3 @@ class FollowedWeights:
         # At the start an own probe is newer than what stands in the store.
         if not is_first or (epoch and worker.version.label in (None, label)):
             self._fleet.set_version(worker, label, epoch)
-
-
-def describe(state: WeightState) -> dict[str, object]:
-    """For GET /status."""
-    return {"token": state.token, "busy": state.busy, "held": sorted(state.held)}

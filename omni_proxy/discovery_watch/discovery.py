@@ -23,14 +23,13 @@ from omni_proxy.discovery.source_status import SourceReport, count_standings
 from omni_proxy.discovery_watch.cluster_access import ClusterAccess
 from omni_proxy.discovery_watch.dns_watcher import DnsWatcher
 from omni_proxy.discovery_watch.pod_watcher import PodWatcher
+from omni_proxy.fleet.cordons import DISCOVERY_CORDONS, LEAVING_CORDON, NOT_READY_CORDON
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import LEAVING_CORDON, Worker
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
 
 _log = logging.getLogger(__name__)
 
-CORDON: Final = "discovery"  # its pod is not ready
-CORDONS: Final = frozenset((CORDON, LEAVING_CORDON))
 GONE: Final = "it is no longer found"
 APPLY_PAUSE_SECS: Final = 0.1  # changes of the fleet are collected for so long
 DRAIN_POLL_SECS: Final = 0.05
@@ -97,7 +96,7 @@ class Discovery:
 
     def reason(self, worker: Worker) -> str:
         """Why discovery keeps new requests from the worker; "" where it does not."""
-        if worker.cordon_reasons.isdisjoint(CORDONS):
+        if worker.cordon_reasons.isdisjoint(DISCOVERY_CORDONS):
             return ""
         member = self._member(worker)
         return (member.reason if member is not None else "") or GONE
@@ -174,13 +173,13 @@ class Discovery:
 
     def _cordon(self, worker: Worker, member: SourceMember | None) -> None:
         leaves = member is None or member.standing is Standing.LEAVING
-        wanted = LEAVING_CORDON if leaves else CORDON
+        wanted = LEAVING_CORDON if leaves else NOT_READY_CORDON
         if leaves or (member is not None and member.standing is Standing.NOT_READY):
             if wanted not in worker.cordon_reasons:
                 self._fleet.cordon(worker, wanted)
         else:
             wanted = ""
-        for reason in worker.cordon_reasons & CORDONS - {wanted}:
+        for reason in worker.cordon_reasons & DISCOVERY_CORDONS - {wanted}:
             self._fleet.uncordon(worker, reason)
 
     def _cordon_all(self) -> None:
@@ -189,7 +188,7 @@ class Discovery:
             if worker.discovered is not None:
                 self._cordon(worker, self._member(worker))
             else:
-                for reason in worker.cordon_reasons & CORDONS:
+                for reason in worker.cordon_reasons & DISCOVERY_CORDONS:
                     self._fleet.uncordon(worker, reason)
 
     async def _apply_changes(self) -> None:

@@ -14,11 +14,12 @@ from urllib.parse import unquote
 
 from omni_proxy.config.fields import Role
 from omni_proxy.config.overlay import WorkerSpec
+from omni_proxy.fleet.cordons import LEAVING_CORDON
 from omni_proxy.fleet.dp_rank import DpRank, with_ranks
 from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.health_state import Health, Thresholds
 from omni_proxy.fleet.weight_version import WeightVersion
-from omni_proxy.fleet.worker import LEAVING_CORDON, ReportedRole, Worker
+from omni_proxy.fleet.worker import ReportedRole, Worker
 
 CANDIDATE_LISTS = 1024  # clients choose model names: a bound on memory
 

@@ -51,13 +51,6 @@ def _sorted_names(mask: int) -> tuple[str, ...]:
     return tuple(sorted(name for name, bit in CAPABILITY_BITS.items() if mask & bit))
 
 
-# With only these cordon reasons a worker is healthy: just its weights are in question.
-WEIGHT_CORDONS: Final = frozenset(
-    ("updating", "paused", "uncertain", "catching_up", "unproven", "rollout", "cut_off")
-)
-LAUNCH_CORDON: Final = "launch"  # the process that the proxy starts for it is not ready
-LEAVING_CORDON: Final = "leaving"  # discovery no longer finds it: it ends its requests, no more
-
 CLASSES: Final = 16  # at most so many traffic classes
 ROUTED, SUCCEEDED, FAILED = range(3)  # attempts begun, and the results of those that ended
 _KINDS: Final = 3

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
+from omni_proxy.fleet.cordons import ROLE_CORDON
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import ReportedRole, Worker
 from omni_proxy.health.engine_pages import SERVER_INFO, Fetch, PageReader, could_be_asked
@@ -20,7 +21,6 @@ from omni_proxy.upstream_http.client import CallResult
 
 _log = logging.getLogger(__name__)
 
-CORDON: Final = "role"  # the cordon reason of a worker whose role is asked for
 MAX_PORT: Final = 65535
 
 
@@ -33,11 +33,11 @@ class EngineRoles(PageReader):
 
     def begin(self, worker: Worker, *, first: bool) -> None:
         if first and self._fleet.has_pools and not worker.configured_role:
-            self._fleet.cordon(worker, CORDON)
+            self._fleet.cordon(worker, ROLE_CORDON)
 
     def end(self, worker: Worker) -> None:
-        if CORDON in worker.cordon_reasons:
-            self._fleet.uncordon(worker, CORDON)
+        if ROLE_CORDON in worker.cordon_reasons:
+            self._fleet.uncordon(worker, ROLE_CORDON)
 
     async def read(self, worker: Worker, fetch: Fetch) -> bool:
         result = await fetch(SERVER_INFO)

@@ -26,9 +26,10 @@ import trio
 from omni_proxy.config.schema import Config
 from omni_proxy.config.schema import HealthConfig as HealthConfig
 from omni_proxy.config.url import dial_address
+from omni_proxy.fleet.cordons import LAUNCH_CORDON
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.upstream_http.client import Call, WorkerClient, build_request, read_bounded

@@ -14,13 +14,13 @@ from typing import Self
 import httpx
 import trio
 
+from omni_proxy.fleet.cordons import LAUNCH_CORDON
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import Prober
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import wait_idle
 
-CORDON = LAUNCH_CORDON
 POLL_SECS = 0.2
 
 
@@ -57,8 +57,8 @@ class LaunchedWorkerLink:
 
     def cordon(self, url: str) -> None:
         worker = self._fleet.find(url)
-        if worker is not None and CORDON not in worker.cordon_reasons:
-            self._fleet.cordon(worker, CORDON)
+        if worker is not None and LAUNCH_CORDON not in worker.cordon_reasons:
+            self._fleet.cordon(worker, LAUNCH_CORDON)
 
     def process_exited(self, url: str, reason: str) -> None:
         worker = self._fleet.find(url)
@@ -94,7 +94,7 @@ class LaunchedWorkerLink:
         if worker is not None:
             if not worker.health.declared_dead:
                 self._fleet.revive(worker, _now())
-            self._fleet.uncordon(worker, CORDON)
+            self._fleet.uncordon(worker, LAUNCH_CORDON)
             for _ in range(self._config_store.config.health.success_threshold):
                 await self._prober.probe_once(worker)
         return worker

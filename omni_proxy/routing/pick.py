@@ -15,9 +15,18 @@ from typing import TypeAlias
 from msgspec import structs
 
 from omni_proxy.config.fields import Role
+from omni_proxy.fleet.cordons import (
+    CATCHING_UP,
+    CUT_OFF,
+    PAUSED,
+    UNCERTAIN,
+    UNPROVEN,
+    UPDATING,
+    WEIGHT_CORDONS,
+)
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker, capability_names
+from omni_proxy.fleet.worker import Worker, capability_names
 from omni_proxy.routing.inspect.requirements import ANY_RANK, Requirements
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.rank_pinning import candidates_of_rank, rank_error
@@ -255,9 +264,9 @@ def _by_weights(held_workers: Iterable[Worker]) -> tuple[str, str]:
     holds = {hold for worker in held_workers for hold in worker.cordon_reasons}
     text = " or ".join(text for hold, text in _HELD_WORDS.items() if hold in holds)
     message = f"every worker that could take it is {text}"
-    if "updating" in holds:
+    if UPDATING in holds:
         return "weights_updating", message
-    if "paused" in holds:
+    if PAUSED in holds:
         return "paused", message
     return "weights_uncertain", message
 
@@ -286,12 +295,12 @@ def _first_cause(
 
 
 _HELD_WORDS = {
-    "updating": "being updated",
-    "paused": "paused by a trainer",
-    "uncertain": "uncertain since a weight update",
-    "catching_up": "being brought up to the version of the others",
-    "unproven": "being queried for its weight version",
-    "cut_off": "not known to have its weights while the store of the cluster is lost",
+    UPDATING: "being updated",
+    PAUSED: "paused by a trainer",
+    UNCERTAIN: "uncertain since a weight update",
+    CATCHING_UP: "being brought up to the version of the others",
+    UNPROVEN: "being queried for its weight version",
+    CUT_OFF: "not known to have its weights while the store of the cluster is lost",
 }
 _NO_SUCH_ROLE: dict[Role, str] = {
     "regular": "no_regular_worker",

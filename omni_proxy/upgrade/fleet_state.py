@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, cast, get_args
 
+from omni_proxy.fleet.cordons import LAUNCH_CORDON, PAUSED, UNCERTAIN
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import LAUNCH_CORDON, ReportedRole, Worker
+from omni_proxy.fleet.worker import ReportedRole, Worker
 from omni_proxy.upgrade.state import WorkerRecord
-from omni_proxy.weight_sync.state_journal import PAUSED, UNCERTAIN
 
 # The journal restores these, and the launcher the third.
 KEPT_CORDONS: Final = frozenset((UNCERTAIN, PAUSED, LAUNCH_CORDON))

@@ -23,6 +23,7 @@ import trio
 
 from omni_proxy import __version__
 from omni_proxy.config.state import render_state
+from omni_proxy.fleet.cordons import CHANGING_CORDONS
 from omni_proxy.upgrade.fleet_state import worker_records
 from omni_proxy.upgrade.new_program import NewProgram, NewProgramFailed, new_program_argv
 from omni_proxy.upgrade.parts import ProgramParts
@@ -175,7 +176,7 @@ class Outgoing:
         held = [
             worker.url
             for worker in self._parts.fleet.workers
-            if worker.cordon_reasons & {"catching_up", "updating", "rollout"}
+            if worker.cordon_reasons & CHANGING_CORDONS
         ]
         return f"{held[0]} is being updated" if held else self._busy_for_long()
 

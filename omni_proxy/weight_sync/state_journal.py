@@ -18,13 +18,13 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import msgspec
 import trio
 from msgspec.structs import replace
 
 from omni_proxy.config.schema import Config
+from omni_proxy.fleet.cordons import PAUSED, ROLLOUT_BATCH, UNCERTAIN, UPDATING
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -116,12 +116,6 @@ def _fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# Reasons for which a worker is cordoned.
-UNCERTAIN: Final = "uncertain"
-UPDATING: Final = "updating"
-PAUSED: Final = "paused"
-# Beside UPDATING: sticky sessions move. Other workers serve, and a drain may take minutes.
-ROLLOUT_BATCH: Final = "rollout"
 _log = logging.getLogger(__name__)
 
 

@@ -6,7 +6,8 @@ import trio
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import with_deleted, with_override
 from omni_proxy.discovery_watch import discovery as module
-from omni_proxy.discovery_watch.discovery import CORDONS, Discovery
+from omni_proxy.discovery_watch.discovery import Discovery
+from omni_proxy.fleet.cordons import DISCOVERY_CORDONS
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
@@ -54,7 +55,9 @@ class Running:
 
     def open(self):
         """Workers to which discovery lets requests go."""
-        return [each.url for each in self.fleet.workers if not each.cordon_reasons & CORDONS]
+        return [
+            each.url for each in self.fleet.workers if not each.cordon_reasons & DISCOVERY_CORDONS
+        ]
 
     async def until(self, holds):
         with trio.fail_after(20):

@@ -2,9 +2,10 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from omni_proxy.fleet.cordons import ROLE_CORDON
 from omni_proxy.health import engine_pages
 from omni_proxy.health.engine_pages import MAX_RETRY_SECS, EnginePages
-from omni_proxy.health.engine_roles import CORDON, EngineRoles, bootstrap_port_of_info, role_of_info
+from omni_proxy.health.engine_roles import EngineRoles, bootstrap_port_of_info, role_of_info
 from omni_proxy.upstream_http.client import CallResult
 from tests.fleet.entries import NOW, entry, fleet_of, heal
 
@@ -119,7 +120,7 @@ async def test_with_pools_a_worker_gets_no_request_before_its_role_is_known(nurs
     engine.gate = trio.Event()
     heal(fleet, a)
     await wait_all_tasks_blocked()
-    assert (a.cordon_reasons, a.routable) == ({CORDON}, False)
+    assert (a.cordon_reasons, a.routable) == ({ROLE_CORDON}, False)
     engine.gate.set()
     await wait_all_tasks_blocked()
     assert (a.cordon_reasons, a.routable, a.role) == (set(), True, "prefill")

@@ -21,7 +21,7 @@ from typing import Any
 import trio
 
 from omni_proxy.config.flags import Startup
-from omni_proxy.discovery_watch.discovery import CORDONS
+from omni_proxy.fleet.cordons import DISCOVERY_CORDONS
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
@@ -101,7 +101,7 @@ class CountingFleet(Fleet):
 
     def cordon(self, worker: Worker, reason: str) -> None:
         super().cordon(worker, reason)
-        if reason in CORDONS:
+        if reason in DISCOVERY_CORDONS:
             self.stopped[worker] = sum(worker.routed.values()), time.perf_counter()
 
     def sent_after(self) -> int:

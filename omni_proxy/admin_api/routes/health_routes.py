@@ -20,8 +20,9 @@ from omni_proxy.admin_api.serializers.readiness import describe_reason, is_openi
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.config.diff import redacted
+from omni_proxy.fleet.cordons import WEIGHT_CORDONS
 from omni_proxy.fleet.health_state import Health
-from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.partners import can_serve
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError

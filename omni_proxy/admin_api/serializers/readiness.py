@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from omni_proxy.admin_api.services import Services
+from omni_proxy.fleet.cordons import PAUSED
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.partners import can_serve
@@ -58,7 +59,7 @@ def _is_only_paused(worker: Worker, pauses: dict[str, PauseRecord]) -> bool:
         worker.url in pauses
         and healthy
         and not worker.disabled
-        and worker.cordon_reasons <= {"paused"}
+        and worker.cordon_reasons <= {PAUSED}
     )
 
 

@@ -17,14 +17,10 @@ from omni_proxy.admin_api.serializers.readiness import HOW_TO_CONTINUE
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
 from omni_proxy.config.state import DisabledBy
+from omni_proxy.fleet.cordons import LAUNCH_CORDON, PAUSED, UNCERTAIN
 from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.health_state import Health
-from omni_proxy.fleet.worker import (
-    LAUNCH_CORDON,
-    Worker,
-    capability_names,
-    shown_adapters,
-)
+from omni_proxy.fleet.worker import Worker, capability_names, shown_adapters
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 
 RESOLVE = "`omni-proxy weights resolve` brings it back once its weights are verified"
@@ -107,9 +103,9 @@ def _unhealthy(worker: Worker) -> str:
 def _cordoned(
     worker: Worker, uncertain: Mapping[str, str], pauses: Mapping[str, PauseRecord]
 ) -> str:
-    if "uncertain" in worker.cordon_reasons and worker.url in uncertain:
+    if UNCERTAIN in worker.cordon_reasons and worker.url in uncertain:
         return f"uncertain: {uncertain[worker.url]}; {RESOLVE}"
-    if "paused" in worker.cordon_reasons and worker.url in pauses:
+    if PAUSED in worker.cordon_reasons and worker.url in pauses:
         return f"{pauses[worker.url].describe()}; {HOW_TO_CONTINUE}"
     return f"held: {', '.join(sorted(worker.cordon_reasons))}" if worker.cordon_reasons else ""
 

@@ -14,8 +14,9 @@ from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.dataplane.upstream.acquire import Balancer
+from omni_proxy.fleet.cordons import PAUSED, WEIGHT_CORDONS
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import WEIGHT_CORDONS, Worker
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.sticky import HOLDING_CORDONS
 from omni_proxy.wire.errors import HttpError
@@ -66,6 +67,6 @@ def reasons_to_hold_sessions(config: Config) -> frozenset[str]:
 def _sheds(config: Config, holds: Iterable[str]) -> bool:
     """A worker with several cordons is back when the last one ends."""
     updating, paused = config.weight_sync.while_updating, config.routing.while_paused
-    # With while_paused = "pass" the cordon "paused" is there only during the call itself.
-    policy_by_cordon = {"paused": updating if paused == "pass" else paused}
+    # With while_paused = "pass" the cordon PAUSED is there only during the call itself.
+    policy_by_cordon = {PAUSED: updating if paused == "pass" else paused}
     return any(policy_by_cordon.get(hold, updating) == "shed" for hold in holds)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from omni_proxy.cluster.session_places import SessionNotes
 from omni_proxy.config.schema import RoutingConfig
+from omni_proxy.fleet.cordons import PAUSED, UPDATING
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.cluster_hints import ClusterHints
@@ -28,7 +29,7 @@ from omni_proxy.routing.policies.session_load import (
 )
 from omni_proxy.wire.errors import HttpError
 
-HOLDING_CORDONS = frozenset(("paused", "updating"))  # of a worker that comes back as it was
+HOLDING_CORDONS = frozenset((PAUSED, UPDATING))  # of a worker that comes back as it was
 
 
 class Sticky(Policy):
@@ -262,7 +263,7 @@ def _always(worker: Worker) -> bool:
 def _held_error(home: Worker) -> HttpError:
     """What the client gets where it may not wait, or has waited for too long."""
     code, word = ("weights_updating", "being updated")
-    if "updating" not in home.cordon_reasons:
+    if UPDATING not in home.cordon_reasons:
         code, word = "paused", "paused by a trainer"
     message = f"no eligible upstream: the worker of this session is {word}: {home.url}"
     return HttpError(503, message, code).with_headers(("retry-after", "1"))

@@ -18,6 +18,7 @@ from typing import Final
 
 import trio
 
+from omni_proxy.fleet.cordons import CATCHING_UP
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.delivery.deliver import DeliveryOptions, VersionDeliverer
@@ -38,7 +39,6 @@ from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.weight_sync.store.version_store import UnknownVersion
 from omni_proxy.weight_sync.worker_calls import limit_secs, read_labels
 
-CATCHING_UP: Final = "catching_up"
 RETRY_SECS: Final = (1.0, 5.0, 25.0)
 _log = logging.getLogger(__name__)
 

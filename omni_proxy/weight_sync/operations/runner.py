@@ -20,6 +20,7 @@ from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate,
 from omni_proxy.admin_ops.routes import PAUSE, SLEEP, Kind
 from omni_proxy.config.overlay import SavedState, with_override
 from omni_proxy.config.schema import Config
+from omni_proxy.fleet.cordons import PAUSED
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.worker_drain import drain_cordoned
@@ -27,7 +28,7 @@ from omni_proxy.weight_sync.delivery.deliver import DeliveryOptions, VersionDeli
 from omni_proxy.weight_sync.protocol.checksum_agreement import Verdict
 from omni_proxy.weight_sync.protocol.journal import JournalEntry, PauseRecord
 from omni_proxy.weight_sync.protocol.published_version import PublishedVersion, TargetVersion
-from omni_proxy.weight_sync.state_journal import PAUSED, OperationContext
+from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.weight_sync.store.version_store import UnknownVersion, VersionStore

@@ -14,6 +14,7 @@ from typing import Final
 import trio
 
 from omni_proxy.admin_ops.results import NOT_FLUSHED
+from omni_proxy.fleet.cordons import UNPROVEN
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -31,7 +32,6 @@ RETRY_SECS = 5.0
 CHECKSUM_SECS = 300.0
 MAX_CONCURRENT: Final = 64  # concurrent probes when a whole fleet starts
 TURNS_EACH: Final = 4  # event loop turns per probe: health probes go first, a label is not urgent
-UNPROVEN: Final = "unproven"  # the cordon reason of a worker whose version is not read yet
 _log = logging.getLogger(__name__)
 
 

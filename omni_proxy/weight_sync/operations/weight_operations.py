@@ -43,18 +43,18 @@ from omni_proxy.admin_ops.routes import (
     variant_of,
 )
 from omni_proxy.config.schema import Config
+from omni_proxy.fleet.cordons import CATCHING_UP, PAUSED
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
-from omni_proxy.weight_sync.delivery.catchup import CATCHING_UP
 from omni_proxy.weight_sync.delivery.service import VersionService
 from omni_proxy.weight_sync.operations.operation_queue import DetachedCalls, OperationQueue
 from omni_proxy.weight_sync.operations.runner import OperationRunner, Rollback, RollbackSource
 from omni_proxy.weight_sync.operations.version_probe import VersionProbe
 from omni_proxy.weight_sync.rollout.service import RolloutCall, RolloutService
-from omni_proxy.weight_sync.state_journal import PAUSED, JournalFile, OperationContext, StateJournal
+from omni_proxy.weight_sync.state_journal import JournalFile, OperationContext, StateJournal
 from omni_proxy.weight_sync.sync.endpoint import INITS, SyncEndpoint
 from omni_proxy.weight_sync.sync.own_pauses import abort_all
 from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs

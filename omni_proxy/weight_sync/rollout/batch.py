@@ -20,6 +20,7 @@ import trio
 from msgspec.structs import replace
 
 from omni_proxy.admin_ops.operation import Operation, Step
+from omni_proxy.fleet.cordons import ROLLOUT_BATCH, UPDATING
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.protocol.checksum_agreement import Digest
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
@@ -35,7 +36,7 @@ from omni_proxy.weight_sync.rollout.worker_update import (
     read_digest,
     warm_up,
 )
-from omni_proxy.weight_sync.state_journal import ROLLOUT_BATCH, UPDATING, OperationContext
+from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.worker_calls import limit_secs
 

@@ -17,8 +17,9 @@ from msgspec.structs import replace
 from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import ROLLOUT
+from omni_proxy.fleet.cordons import CATCHING_UP, LAUNCH_CORDON, PAUSED, UNCERTAIN, UNPROVEN
 from omni_proxy.fleet.health_state import Health
-from omni_proxy.fleet.worker import LAUNCH_CORDON, Worker
+from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.operations.operation_queue import OperationQueue
 from omni_proxy.weight_sync.protocol.published_version import ALL_WORKERS
 from omni_proxy.weight_sync.rollout import state_machine
@@ -34,7 +35,6 @@ from omni_proxy.weight_sync.rollout.state_machine import (
     WorkerPhase,
 )
 from omni_proxy.weight_sync.rollout.worker_update import BY_RPC, CannotUpdate, inspect
-from omni_proxy.weight_sync.state_journal import PAUSED, UNCERTAIN
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.wire.errors import HttpError
@@ -42,7 +42,7 @@ from omni_proxy.wire.errors import HttpError
 POLL_SECS: Final = 0.2
 RETRY_SECS: Final = 1.0  # after a turn that could not be had
 # With one of these a worker's version is being read, or it is not up: it is waited for.
-_SETTLING: Final = frozenset(("unproven", "catching_up", LAUNCH_CORDON, PAUSED))
+_SETTLING: Final = frozenset((UNPROVEN, CATCHING_UP, LAUNCH_CORDON, PAUSED))
 _log = logging.getLogger(__name__)
 
 

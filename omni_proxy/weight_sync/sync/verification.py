@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.fleet.cordons import UPDATING
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
@@ -31,7 +32,6 @@ from omni_proxy.weight_sync.protocol.checksum_agreement import (
     compare_answers,
     compare_digests,
 )
-from omni_proxy.weight_sync.state_journal import UPDATING
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.worker_calls import read_labels, request_checksums
 
