@@ -8,7 +8,6 @@ import pytest
 from omni_proxy.config.overlay import SavedState, desired_workers
 from omni_proxy.config.parse import parse
 from omni_proxy.routing.kv_events.block_index import BlockIndex
-from omni_proxy.routing.kv_events.block_keys import block_keys
 from omni_proxy.simulate.engine import EngineSpec
 from omni_proxy.simulate.faults import Fault
 from omni_proxy.simulate.kv_feed import DELAY_SECS, SPELLED_TOKENS, KvFeed, Loss, token_prompt
@@ -16,6 +15,7 @@ from omni_proxy.simulate.report import summarize
 from omni_proxy.simulate.simulation import Scenario, Simulation, simulated_worker
 from omni_proxy.simulate.virtual_time import VirtualTime
 from omni_proxy.simulate.workload import WORKLOADS, Request
+from tests.routing.kv_events.published import blocks_of
 
 EVENTS = '[routing]\npolicy = "cache_aware"\n[routing.cache_aware]\nsource = "events"\n'
 TIGHT = EngineSpec(kv_tokens=40_000)  # of each worker: several prompts
@@ -29,10 +29,10 @@ def simulation(
     return Simulation(parse(toml), Scenario(members, workload, engine, faults, seed))
 
 
-def keys_of(blocks):
-    """The keys under which the proxy knows a chain of blocks."""
+def chain_of(blocks):
+    """As the proxy knows a chain of blocks."""
     request = Request(0.0, 512 * len(blocks), 1, tuple(blocks))
-    return list(block_keys(json.loads(token_prompt(request, 0)), SPELLED_TOKENS))
+    return blocks_of(json.loads(token_prompt(request, 0)), SPELLED_TOKENS)
 
 
 def believed(simulation, url):
@@ -105,16 +105,16 @@ def test_the_index_finds_a_prompt_by_its_tokens():
         pass
     assert time.now == DELAY_SECS
     among = index.bit_of("w")
-    assert index.match(keys_of(request.blocks), among, 0.0)[0] == 4  # five tokens are no block
-    assert index.match(keys_of((7, 8, 3)), among, 0.0)[0] == 2
+    assert index.match(chain_of(request.blocks), among, 0.0)[0] == 4  # five tokens are no block
+    assert index.match(chain_of((7, 8, 3)), among, 0.0)[0] == 2
     feed.removed(9)
     feed.publish()
     time.advance()
-    assert index.match(keys_of(request.blocks), among, 0.0)[0] == 2
+    assert index.match(chain_of(request.blocks), among, 0.0)[0] == 2
     feed.cleared()
     feed.publish()
     time.advance()
-    assert index.match(keys_of(request.blocks), index.bit_of("w"), 0.0)[0] == 0
+    assert index.match(chain_of(request.blocks), index.bit_of("w"), 0.0)[0] == 0
 
 
 def test_prompts_share_leading_bytes_exactly_where_they_share_blocks():

@@ -76,7 +76,10 @@ def report_picks(tokens: int) -> None:
     chance = random.Random(SEED)
     workers, cached = fleet(), prompts(chance, tokens)
     index = filled(workers, cached)
-    bodies = [json.dumps({"input_ids": each}).encode() for each in chance.sample(cached, PICKS)]
+    bodies = [
+        json.dumps({"input_ids": each}, separators=(",", ":")).encode()
+        for each in chance.sample(cached, PICKS)
+    ]
     sources = {name: policy_of(name, index) for name in ("inferred", "events")}
     costs: dict[str, list[float]] = {name: [] for name in sources}
     for _ in range(ROUNDS):

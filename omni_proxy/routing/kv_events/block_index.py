@@ -2,35 +2,38 @@
 
 One index serves all policies of a process; it is filled with the changes that `publisher_state`
 makes, in their order. Each holder is a bit, so that sets of them are integers, as in
-`prefix_tree`. Beside it stand predictions: blocks of a prompt that was just sent to a worker, until
-its events come. Invariants: no call does more work than its arguments are long, `maintain` a
-bounded slice; what a holder lost is never matched again, even before its memory is free.
+`prefix_tree`. Beside it stand predictions: prompts that were just sent to a worker, until their
+events come, under the keys that were looked at when they were sent. Invariants: no call does more
+work than its arguments are long, `maintain` a bounded slice; what a holder lost is never matched
+again, even before its memory is free.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
 from omni_proxy.routing.kv_events.known_texts import KnownTexts
+from omni_proxy.routing.kv_events.prompt_blocks import PromptBlocks
 
 # Parted by the lowest bits of the key, so that no growth of a table takes long.
 _PARTS: Final = 256
 _LOW: Final = _PARTS - 1
 SWEPT_PER_SLICE: Final = 4096  # blocks, and at most one part more
 PREDICTED_SECS: Final = 2.0  # a sent prompt counts as cached for so long without an event
-MAX_PREDICTED: Final = 65_536  # blocks; older predictions go first
+MAX_PREDICTED: Final = 1 << 25  # bytes of spelled prompts; older predictions go first
 KEY_BYTES: Final = 36  # an integer of 64 bits
 
 
-class PredictedHolder(NamedTuple):
+class PredictedPrompt(NamedTuple):
     """A prompt that was sent to `bit`."""
 
     bit: int
     until: float
+    blocks: PromptBlocks
 
 
 class BlockIndex:
@@ -51,8 +54,9 @@ class BlockIndex:
         self._dead = 0  # forgotten, still on blocks
         self._sweeping = 0
         self._cursor = 0
-        self._predicted: dict[int, PredictedHolder] = {}
-        self._predicted_before: dict[int, PredictedHolder] = {}
+        self._predicted: dict[int, PredictedPrompt] = {}
+        self._predicted_before: dict[int, PredictedPrompt] = {}
+        self._predicted_bytes = 0  # of the former
         self._turned_at = 0.0
 
     # What the events say.
@@ -133,48 +137,80 @@ class BlockIndex:
 
     # What policies ask.
 
-    def match(self, keys: Sequence[int], among: int, now: float) -> tuple[int, int]:
+    def match(self, prompt: PromptBlocks, among: int, now: float) -> tuple[int, int]:
         """How many leading blocks of a prompt some holder in the mask `among` has, and the mask of
         all that have so many; 0 and 0 if none has the first. Changes nothing.
 
-        Where nobody has holes, who has a block has all before it, and few blocks are looked at."""
+        Who has a block has all before it, but for holders with holes, so few blocks are looked at.
+        """
         among &= self._live
-        if self._holed:
-            return self._match_each(keys, among, now)
-        low, low_mask, high = 0, 0, len(keys)
-        at = high  # most prompts are known whole, or nearly so
-        while low < high:
-            mask = self._holders(keys[at - 1], now) & among
+        depth, held = self._match_stored(prompt, among)
+        if not self._predicted and not self._predicted_before:
+            return depth, held
+        for guess in self._guesses(prompt, depth, now):
+            if not guess.bit & among:
+                continue
+            guessed = prompt.common(guess.blocks)
+            if guessed > depth:
+                depth, held = guessed, guess.bit
+            elif guessed == depth and depth:
+                held |= guess.bit
+        return depth, held
+
+    def _match_stored(self, prompt: PromptBlocks, among: int) -> tuple[int, int]:
+        if not self._holed:
+            return self._match_ends(prompt, among)
+        holed = self.mask_of(self._holed) & among
+        depth, held = self._match_ends(prompt, among & ~holed)
+        depth_each, held_each = self._match_each(prompt, holed)
+        if depth_each == depth:
+            return depth, held | held_each
+        return max((depth, held), (depth_each, held_each))
+
+    def _match_ends(self, prompt: PromptBlocks, among: int) -> tuple[int, int]:
+        high = prompt.count
+        if not high or not (held := self._stored(prompt.key(1)) & among):
+            return 0, 0
+        depth, at = 1, high  # most prompts are known whole, or nearly so
+        while depth < high:
+            mask = self._stored(prompt.key(at, depth)) & among
             if mask:
-                low, low_mask = at, mask
+                depth, held = at, mask
             else:
                 high = at - 1
-            at = (low + high + 1) >> 1
-        return low, low_mask
+            at = (depth + high + 1) >> 1
+        return depth, held
 
-    def _match_each(self, keys: Sequence[int], among: int, now: float) -> tuple[int, int]:
+    def _match_each(self, prompt: PromptBlocks, among: int) -> tuple[int, int]:
         depth = held = 0
-        for key in keys:
-            among &= self._holders(key, now)
+        while depth < prompt.count:
+            among &= self._stored(prompt.key(depth + 1, depth))
             if not among:
                 break
             held = among
             depth += 1
         return depth, held
 
-    def _holders(self, key: int, now: float) -> int:
-        mask = self._parts[key & _LOW].get(key, 0)
-        for predicted in (self._predicted, self._predicted_before):
-            guess = predicted.get(key) if predicted else None
-            if guess is not None and guess.until > now:
-                mask |= guess.bit
-        return mask
+    def _stored(self, key: int) -> int:
+        return self._parts[key & _LOW].get(key, 0)
 
-    def depths(self, keys: Sequence[int], among: int, now: float) -> dict[str, int]:
+    def _guesses(self, prompt: PromptBlocks, depth: int, now: float) -> Iterator[PredictedPrompt]:
+        """Prompts that were sent and have a block of this one, each once. `depth`: as stored."""
+        if prompt.count:
+            prompt.key(prompt.count, depth)  # by which an equal prompt is found
+        seen: list[PredictedPrompt] = []
+        for predicted in (self._predicted, self._predicted_before):
+            for key in prompt.looked_at(0) if predicted else ():
+                guess = predicted.get(key)
+                if guess is not None and guess.until > now and guess not in seen:
+                    seen.append(guess)
+                    yield guess
+
+    def depths(self, prompt: PromptBlocks, among: int, now: float) -> dict[str, int]:
         """How many leading blocks each holder in the mask has, those with none left out."""
         lengths: dict[str, int] = {}
         while True:
-            depth, held = self.match(keys, among, now)
+            depth, held = self.match(prompt, among, now)
             if not depth:
                 return lengths
             lengths.update(dict.fromkeys(self.named(held), depth))
@@ -188,11 +224,16 @@ class BlockIndex:
             mask ^= bit
         return names
 
-    def predict(self, holder: str, keys: Iterable[int], now: float) -> None:
+    def predict(self, holder: str, prompt: PromptBlocks, now: float) -> None:
         """This prompt was sent to it: until its events come, it counts as cached there."""
         self._turn(now)
-        guess = PredictedHolder(self._admit(holder), now + PREDICTED_SECS)
-        self._predicted.update(dict.fromkeys(keys, guess))
+        bit = self._admit(holder)
+        depth, _ = self._match_stored(prompt, bit)
+        if depth < prompt.count:
+            prompt.key(prompt.count, depth)
+            guess = PredictedPrompt(bit, now + PREDICTED_SECS, prompt)
+            self._predicted.update(dict.fromkeys(prompt.looked_at(depth), guess))
+            self._predicted_bytes += prompt.memory
 
     def maintain(self, now: float) -> bool:
         """One slice of upkeep; whether more is to do."""
@@ -202,13 +243,14 @@ class BlockIndex:
             self._sweep()
         return bool(self._dead)
 
-    def _predictions(self) -> list[dict[int, PredictedHolder]]:
+    def _predictions(self) -> list[dict[int, PredictedPrompt]]:
         return [each for each in (self._predicted, self._predicted_before) if each]
 
     def _turn(self, now: float) -> None:
         """Predictions go by whole tables: one by one they would cost as much again."""
-        if now - self._turned_at >= PREDICTED_SECS or len(self._predicted) > MAX_PREDICTED // 2:
+        if now - self._turned_at >= PREDICTED_SECS or self._predicted_bytes > MAX_PREDICTED // 2:
             self._predicted_before, self._predicted = self._predicted, {}
+            self._predicted_bytes = 0
             self._turned_at = now
 
     def _store(self, holder: str, keys: Iterable[int]) -> None:

@@ -42,11 +42,11 @@ def pack_changes(changes: Iterable[HeldChange]) -> Iterator[tuple[int, bytes]]:
     """Long changes become several."""
     for op, values in changes:
         for at in range(0, max(1, len(values)), MAX_PACKED):
-            yield int(op), array("q", values[at : at + MAX_PACKED]).tobytes()
+            yield int(op), array("Q", values[at : at + MAX_PACKED]).tobytes()
 
 
 def unpack_changes(packed: Iterable[tuple[int, bytes]]) -> Iterator[HeldChange]:
     for op, values in packed:
-        numbers = array("q")
+        numbers = array("Q")
         numbers.frombytes(values)
         yield HeldChange(ChangeOp(op), numbers.tolist())

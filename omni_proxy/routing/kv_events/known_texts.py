@@ -9,13 +9,13 @@ engine that does not answer is not asked for a while. Pure: whoever asks is else
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from omni_proxy.routing.inspect.prefix_text import LIMIT
-from omni_proxy.routing.kv_events.block_keys import block_keys
+from omni_proxy.routing.kv_events.block_keys import spell
+from omni_proxy.routing.kv_events.prompt_blocks import PromptBlocks
 from omni_proxy.routing.prefix_tree import PrefixTree
 from omni_proxy.routing.tree_key import text_length
 
@@ -44,20 +44,18 @@ class TextQuestion(NamedTuple):
 
 
 class KnownText:
-    """`length` in bytes."""
+    """`length` in bytes, and how many `tokens` that is."""
 
-    __slots__ = ("_keys", "length", "tokens")
+    __slots__ = ("_spelled", "length", "tokens")
 
     def __init__(self, length: int, tokens: Sequence[int]) -> None:
         self.length = length
-        self.tokens = array("Q", tokens)
-        self._keys: dict[int, list[int]] = {}
+        self.tokens = len(tokens)
+        self._spelled = spell(tokens)
 
-    def keys(self, block_size: int) -> list[int]:
-        keys = self._keys.get(block_size)
-        if keys is None:
-            keys = self._keys[block_size] = block_keys(self.tokens, block_size)
-        return keys
+    def blocks(self, block_size: int, tokens: int) -> PromptBlocks:
+        """Of the first `tokens`."""
+        return PromptBlocks(self._spelled, self.tokens, block_size, tokens)
 
 
 class FoundText(NamedTuple):
@@ -93,7 +91,7 @@ class KnownTexts:
         shared = length if depth >= len(key) else text_length(depth)
         known = self._texts[self._tree.named(held)[-1]]
         shared = min(shared, known.length)
-        return FoundText(known, shared, len(known.tokens) * shared // known.length)
+        return FoundText(known, shared, known.tokens * shared // known.length)
 
     def is_worth_asking(self, url: str, length: int, found: FoundText | None, now: float) -> bool:
         """Whether the engine at `url` should be asked about a text of so many bytes."""
@@ -128,7 +126,7 @@ class KnownTexts:
         self._tree.insert(question.key, self._number)
         while len(self._texts) > MOST_TEXTS or self._tokens > MOST_TOKENS:
             oldest = next(iter(self._texts))
-            self._tokens -= len(self._texts.pop(oldest).tokens)
+            self._tokens -= self._texts.pop(oldest).tokens
             self._tree.forget(oldest)
 
     def note_silence(self, question: TextQuestion, now: float) -> None:

@@ -20,12 +20,12 @@ import msgspec
 
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.prompt_tokens import read_tokens, spelled_tokens
+from omni_proxy.routing.inspect.prompt_tokens import spelled_ids, spelled_tokens
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.inspect.tokenize_body import template_mark, tokenize_body
 from omni_proxy.routing.kv_events.block_index import BlockIndex
-from omni_proxy.routing.kv_events.block_keys import block_keys
 from omni_proxy.routing.kv_events.known_texts import MIN_BYTES, TextQuestion
+from omni_proxy.routing.kv_events.prompt_blocks import COMMA, PromptBlocks
 from omni_proxy.routing.policies.cache_aware import CacheAware, CacheChoice, prompt_text
 from omni_proxy.routing.policies.cache_feedback import PromptText
 from omni_proxy.routing.tree_key import MOST_BLOCK, tree_key
@@ -62,18 +62,18 @@ class _Found(NamedTuple):
 
 
 class _Recent(NamedTuple):
-    """A prompt as a body spelled it, its length in tokens, and its keys as in `_Prompt`."""
+    """A prompt as a body spelled it, and what `_Prompt` has of it."""
 
     raw: msgspec.Raw
-    length: int
-    keys: dict[int, list[int]]
+    tokens: int
+    blocks: dict[int, PromptBlocks]
 
 
 class _Prompt(NamedTuple):
-    """`keys`: of its blocks, by their size; of a text of those that are known."""
+    """`blocks`: by their size; of a text those that are known."""
 
     tokens: int
-    keys: dict[int, list[int]]
+    blocks: dict[int, PromptBlocks]
     known: _Known
     is_text: bool = False
 
@@ -189,8 +189,8 @@ class EventAware(CacheAware):
         if raw is None:
             return self._text_prompt(candidates, requirements, known) if self._tokenizes else None
         sizes = {group.block_size for group in known.groups if group.block_size}
-        length, keys = self._keys_of(raw, sizes)
-        return _Prompt(length, keys, known) if length else None
+        tokens, blocks_by_size = self._blocks_of(raw, sizes)
+        return _Prompt(tokens, blocks_by_size, known) if tokens else None
 
     def _text_prompt(
         self, candidates: Sequence[Worker], requirements: Requirements, known: _Known
@@ -203,14 +203,15 @@ class EventAware(CacheAware):
         if found is None or self._inferred(text, candidates) > found.shared + MOST_BLOCK:
             return None
         sizes = {group.block_size for group in known.groups if group.block_size}
-        keys = {size: found.known.keys(size)[: found.tokens // size] for size in sizes}
+        by_size = {size: found.known.blocks(size, found.tokens) for size in sizes}
         if not any(
-            blocks.match(keys.get(group.block_size, []), group.mask, self._now)[0]
+            blocks.match(by_size[group.block_size], group.mask, self._now)[0]
             for group in known.groups
+            if group.block_size
         ):
             return None
-        whole = text.length * len(found.known.tokens) // found.known.length
-        return _Prompt(max(1, whole, found.tokens), keys, known, is_text=True)
+        whole = text.length * found.known.tokens // found.known.length
+        return _Prompt(max(1, whole, found.tokens), by_size, known, is_text=True)
 
     def _ask(
         self, worker: Worker, candidates: Sequence[Worker], requirements: Requirements
@@ -230,19 +231,20 @@ class EventAware(CacheAware):
         if body is not None:
             blocks.texts.ask(TextQuestion(worker.worker.url, key, text.length, body))
 
-    def _keys_of(self, raw: msgspec.Raw, sizes: set[int]) -> tuple[int, dict[int, list[int]]]:
-        """How many tokens the prompt has, 0 for none, and its keys. Samples of one prompt come one
-        after another: what was read of the last prompts is kept."""
+    def _blocks_of(self, raw: msgspec.Raw, sizes: set[int]) -> tuple[int, dict[int, PromptBlocks]]:
+        """How many tokens the prompt has, 0 for none, and its blocks. Samples of one prompt come
+        one after another: what was found out of the last prompts is kept."""
         end = bytes(memoryview(raw)[-RECENT_END:])
         recent = self._recent.get(end)
-        if recent is not None and recent.raw == raw and recent.keys.keys() >= sizes:
-            return recent.length, recent.keys
-        tokens = read_tokens(raw) or []
-        keys = {size: block_keys(tokens, size) for size in sizes}
+        if recent is not None and recent.raw == raw and recent.blocks.keys() >= sizes:
+            return recent.tokens, recent.blocks
+        spelled = spelled_ids(raw)
+        tokens = spelled.count(COMMA)
+        blocks = {size: PromptBlocks(spelled, tokens, size) for size in sizes}
         if len(self._recent) >= RECENT:
             del self._recent[next(iter(self._recent))]
-        self._recent[end] = _Recent(raw.copy(), len(tokens), keys)
-        return len(tokens), keys
+        self._recent[end] = _Recent(raw.copy(), tokens, blocks)
+        return tokens, blocks
 
     def _choose_known(
         self, candidates: Sequence[Worker], requirements: Requirements, prompt: _Prompt
@@ -267,7 +269,9 @@ class EventAware(CacheAware):
         assert blocks is not None
         best = _Found(prompt.tokens, 0, ())
         for block_size, mask in known.groups:
-            depth, held = blocks.match(prompt.keys.get(block_size, ()), mask, self._now)
+            if not block_size:
+                continue
+            depth, held = blocks.match(prompt.blocks[block_size], mask, self._now)
             if depth * block_size > best.matched:
                 holders = tuple(known.by_url[url] for url in blocks.named(held))
                 best = _Found(prompt.tokens, depth * block_size, holders, block_size)
@@ -288,8 +292,9 @@ class EventAware(CacheAware):
         return {
             known.by_url[url]: depth * group.block_size
             for group in known.groups
+            if group.block_size
             for url, depth in blocks.depths(
-                prompt.keys.get(group.block_size, []), group.mask, self._now
+                prompt.blocks[group.block_size], group.mask, self._now
             ).items()
         }
 
@@ -301,12 +306,15 @@ class EventAware(CacheAware):
         blocks, known = self._blocks, prompt.known
         if blocks is None:
             return
-        size = blocks.block_size(worker.url)
-        keys = prompt.keys.get(size, [])
-        if held < 0:
-            held = size * blocks.match(keys, blocks.bit_of(worker.url), self._now)[0]
-        if keys and held < size * len(keys):
-            blocks.predict(worker.url, keys, self._now)
+        own = prompt.blocks.get(blocks.block_size(worker.url))
+        if own is None:
+            held = 0
+        else:
+            if held < 0:
+                bit = blocks.bit_of(worker.url)
+                held = own.size * blocks.match(own, bit, self._now)[0]
+            if held < own.size * own.count:
+                blocks.predict(worker.url, own, self._now)
         if known.rest or prompt.is_text:
             super().record_pick(worker, requirements)
         if worker.url in known.by_url and not prompt.is_text:

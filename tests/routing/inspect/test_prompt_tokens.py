@@ -1,17 +1,26 @@
 import json
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from omni_proxy.routing.inspect import prompt_tokens as tested
 from omni_proxy.routing.inspect.body_fields import decode_body
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
-from omni_proxy.routing.inspect.prompt_tokens import prompt_tokens
+from omni_proxy.routing.inspect.prompt_tokens import spelled_ids, spelled_tokens
 from omni_proxy.routing.inspect.requirements import IMAGE, Requirements
+from omni_proxy.routing.kv_events.block_keys import spell
+
+
+def prompt_tokens(need):
+    raw = spelled_tokens(need)
+    spelled = b"" if raw is None else spelled_ids(raw)
+    return [int(token) for token in spelled.split(b",")[1:]] or None
 
 
 def tokens_of(body, *, mask=0):
-    need = Requirements(mask, body_fields=decode_body(json.dumps(body).encode()))
-    return prompt_tokens(need)
+    return prompt_tokens(Requirements(mask, body_fields=decode_body(json.dumps(body).encode())))
 
 
 @pytest.mark.parametrize("key", ["prompt", "input_ids", "token_ids"])
@@ -30,6 +39,12 @@ def test_a_list_of_integers_is_the_prompt(key):
         {"prompt": [1, 2.5]},
         {"prompt": [True, False]},
         {"prompt": [[1], [2]]},
+        {"prompt": [[1, [2]]]},
+        {"prompt": [1, [2]]},
+        {"prompt": [-1]},
+        {"prompt": [1, None]},
+        {"prompt": [1, {}]},
+        {"prompt": [[]]},
         {"prompt": ["a", "b"]},
         {"prompt": [1], "input_ids": [2]},
         {"prompt": [1], "messages": [{"role": "user", "content": "x"}]},
@@ -69,5 +84,32 @@ def test_a_configured_route_has_the_tokens_of_its_one_key_that_is_there(body, ex
 
 
 def test_only_the_first_tokens_of_a_long_prompt_are_compared(monkeypatch):
-    monkeypatch.setattr(tested, "MAX_TOKENS", 2)
-    assert tokens_of({"prompt": [1, 2, 3]}) == [1, 2]
+    monkeypatch.setattr(tested, "MAX_BYTES", len("[1,22,3"))
+    assert tokens_of({"prompt": [1, 22, 333]}) == [1, 22]
+    assert tokens_of({"prompt": [1, 22]}) == [1, 22]
+
+
+VALUES = st.integers(0, 2**40) | st.integers(-3, 3) | st.sampled_from([True, None, 0.5, "7", [1]])
+SPACES = st.text(" \t\r\n", max_size=2)
+
+
+@st.composite
+def spelled_lists(draw):
+    """A list as some client may spell it."""
+    values = draw(st.lists(st.integers(0, 2**20), max_size=20) | st.lists(VALUES, max_size=5))
+    between = st.builds(lambda a, b: f"{a},{b}", SPACES, SPACES)
+    spelled = "".join(
+        (draw(between) if at else draw(SPACES)) + json.dumps(value)
+        for at, value in enumerate(values)
+    )
+    body = f"[{spelled}{draw(SPACES)}]"
+    return f"[{draw(SPACES)}{body}{draw(SPACES)}]" if draw(st.booleans()) else body
+
+
+@given(spelled_lists())
+def test_ids_are_spelled_as_a_parser_reads_them(body):
+    value = json.loads(body)
+    if len(value) == 1 and isinstance(value[0], list):
+        value = value[0]
+    plain = all(type(each) is int and each >= 0 for each in value)
+    assert spelled_ids(msgspec.Raw(body.encode())) == (spell(value) if plain else b"")

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from omni_proxy.routing.kv_events.block_keys import block_keys
+from omni_proxy.routing.kv_events.block_keys import block_keys, spell
+from omni_proxy.routing.kv_events.prompt_blocks import PromptBlocks
 from omni_proxy.routing.kv_events.publisher_state import (
     PublisherState,
 )
@@ -59,6 +60,10 @@ class Engine:
             if number >= start:
                 state.replayed(number, payload, now)
         state.replay_ended(now)
+
+
+def blocks_of(tokens, size=SIZE):
+    return PromptBlocks(spell(list(tokens)), len(tokens), size)
 
 
 def keys_of(prompts):

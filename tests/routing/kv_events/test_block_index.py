@@ -4,9 +4,11 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_proxy.routing.kv_events import block_index as tested
 from omni_proxy.routing.kv_events.block_index import PREDICTED_SECS, BlockIndex
 from omni_proxy.routing.kv_events.block_keys import block_keys, extend_keys
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
+from tests.routing.kv_events.published import blocks_of
 from tests.tree import ROOT
 
 PROMPT = list(range(64))
@@ -22,7 +24,7 @@ def held(*prompts, holder="a", index=None):
 
 
 def depths(index, tokens=PROMPT, *, among=("a", "b", "c"), now=0.0):
-    return index.depths(list(block_keys(tokens, SIZE)), index.mask_of(among), now)
+    return index.depths(blocks_of(tokens, SIZE), index.mask_of(among), now)
 
 
 def test_keys_are_equal_in_every_process():
@@ -51,7 +53,7 @@ def test_the_depth_of_each_holder_is_its_leading_blocks():
     held(PROMPT[:32], holder="b", index=index)
     assert depths(index) == {"a": 4, "b": 2}
     assert depths(index, [99, *PROMPT[1:]]) == {}
-    depth, mask = index.match(list(block_keys(PROMPT, SIZE)), index.mask_of(("a", "b")), 0.0)
+    depth, mask = index.match(blocks_of(PROMPT, SIZE), index.mask_of(("a", "b")), 0.0)
     assert (depth, index.named(mask)) == (4, ["a"])
     assert depths(index, among=("b",)) == {"b": 2}
     assert index.blocks == 4
@@ -87,20 +89,38 @@ def test_a_holder_that_left_is_not_exact_any_more():
 
 def test_a_prompt_that_was_sent_counts_for_two_seconds():
     index = held()
-    index.predict("a", block_keys(PROMPT, SIZE), 10.0)
+    index.predict("a", blocks_of(PROMPT, SIZE), 10.0)
     assert depths(index, now=10.0 + PREDICTED_SECS - 0.1) == {"a": 4}
     assert depths(index, now=10.0 + PREDICTED_SECS) == {}
-    index.predict("a", block_keys(PROMPT, SIZE), 20.0)
+    index.predict("a", blocks_of(PROMPT, SIZE), 20.0)
     index.apply("a", [HeldChange(ChangeOp.RESET, [])])
     assert depths(index, now=20.0) == {}
 
 
 def test_an_old_prediction_goes_with_its_memory():
     index = held()
-    index.predict("a", block_keys(PROMPT, SIZE), 10.0)
+    index.predict("a", blocks_of(PROMPT, SIZE), 10.0)
     index.maintain(10.0 + PREDICTED_SECS)
     index.maintain(10.0 + 2 * PREDICTED_SECS)
     assert not index._predictions()
+
+
+def test_of_prompts_with_one_beginning_the_last_that_was_sent_counts():
+    index = held()
+    index.predict("a", blocks_of([*PROMPT[:32], *range(100, 132)], SIZE), 10.0)
+    index.predict("b", blocks_of(PROMPT, SIZE), 10.0)
+    longer = [*PROMPT, *range(200, 232)]
+    assert depths(index, PROMPT, now=11.0) == {"b": 4}
+    assert depths(index, longer, now=11.0) == {"b": 4}
+
+
+def test_memory_of_what_was_sent_is_bounded(monkeypatch):
+    monkeypatch.setattr(tested, "MAX_PREDICTED", 20_000)
+    index = held()
+    for first in range(100):
+        index.predict("a", blocks_of([first] * 64, SIZE), 10.0)
+    kept = {id(guess) for each in index._predictions() for guess in each.values()}
+    assert 10 < len(kept) < 50
 
 
 class Model:
@@ -147,7 +167,7 @@ def test_the_index_holds_what_a_naive_model_holds(steps, asked):
                 model.held.pop(holder, None)
             case "maintain":
                 index.maintain(0.0)
-        found = index.depths(list(block_keys(asked, 2)), index.mask_of("abc"), 0.0)
+        found = index.depths(blocks_of(asked, 2), index.mask_of("abc"), 0.0)
         assert found == {h: d for h in "abc" if (d := model.depth(h, asked))}
         assert all(index.count(h) == len(model.held.get(h, ())) for h in "abc")
     while index.maintain(0.0):

@@ -39,11 +39,13 @@ def test_a_text_has_the_tokens_of_its_known_beginning():
     known = learnt(text)
     whole = found(known, text)
     assert (whole.shared, whole.tokens) == (8192, 2048)
-    assert whole.known.keys(16) == block_keys(range(2048), 16)
+    blocks = whole.known.blocks(16, whole.tokens)
+    assert [blocks.key(number) for number in (1, 128)] == block_keys(range(2048), 16)[::127]
     longer = found(known, text + b"x" * 8192)
     assert (longer.shared, longer.tokens) == (8192, 2048)
     other = found(known, text[:4096] + b"x" * 4096)
     assert (other.shared, other.tokens) == (4096, 1024)
+    assert other.known.blocks(16, other.tokens).count == 64
     assert found(known, b"x" * 8192) is None
 
 

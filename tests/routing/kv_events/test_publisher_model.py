@@ -3,13 +3,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from omni_proxy.routing.kv_events.block_index import BlockIndex
-from omni_proxy.routing.kv_events.block_keys import block_keys
 from omni_proxy.routing.kv_events.publisher_state import (
     RETRY_SECS,
     PublisherState,
 )
 from tests.example_counts import examples
-from tests.routing.kv_events.published import SIZE, Engine, believed
+from tests.routing.kv_events.published import SIZE, Engine, believed, blocks_of
 
 URL = "http://w"
 
@@ -146,7 +145,7 @@ class Wire(RuleBasedStateMachine):
             there = self.engine.cached[self.arrived] if self.arrived >= 0 else ()
         among = self.index.bit_of(URL)
         for tokens in [(0, 0), (0, 1), (1, 0), (1, 2, 0, 0), (2, 1, 1, 1, 0, 0), *there]:
-            depth, _ = self.index.match(list(block_keys(tokens, SIZE)), among, self.now)
+            depth, _ = self.index.match(blocks_of(tokens), among, self.now)
             held = 0
             while tokens[: (held + 1) * SIZE] in there and held < len(tokens) // SIZE:
                 held += 1

@@ -1,0 +1,38 @@
+"""Keys of a prompt's blocks, from the bytes that spell it, beside those of its tokens."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.routing.kv_events.block_keys import block_keys
+from tests.routing.kv_events.published import blocks_of
+
+# Of very different lengths, so that the guess where a block ends is far off.
+TOKENS = st.lists(st.integers(0, 3) | st.integers(0, 2**20) | st.just(2**62), max_size=80)
+SIZES = st.integers(1, 20)
+
+
+@given(TOKENS, SIZES, st.randoms())
+def test_keys_are_those_of_the_tokens_in_whatever_order_they_are_asked_for(tokens, size, chance):
+    blocks, keys = blocks_of(tokens, size), block_keys(tokens, size)
+    assert blocks.count == len(keys)
+    asked = [0]
+    for _ in range(min(10, len(keys))):
+        number = chance.randint(1, len(keys))
+        after = chance.choice([each for each in asked if each < number])
+        assert blocks.key(number, after) == keys[number - 1]
+        asked.append(number)
+    assert set(blocks.looked_at(3)) == {keys[number - 1] for number in asked if number > 3}
+
+
+@given(TOKENS, TOKENS, TOKENS, SIZES)
+def test_blocks_in_common_are_those_with_equal_tokens(same, ours, theirs, size):
+    first, second = [*same, *ours], [*same, *theirs]
+    pairs = zip(block_keys(first, size), block_keys(second, size), strict=False)
+    expected = sum(a == b for a, b in pairs)
+    assert blocks_of(first, size).common(blocks_of(second, size)) == expected
+    assert blocks_of(second, size).common(blocks_of(first, size)) == expected
+
+
+def test_an_id_that_goes_on_is_another_id():
+    assert blocks_of([1, 2, 3], 1).common(blocks_of([1, 2, 33], 1)) == 2
+    assert blocks_of([1, 2], 1).common(blocks_of([1, 23], 1)) == 1
