@@ -154,7 +154,9 @@ class Server:
         self.config_store = config_store
         self.logs = {name: LineLog(target) for name, target in _log_targets(config).items()}
         proxy_id = secrets.token_hex(16)
-        hash_with(secrets.randbits(64))
+        seed = incoming.state.tree_seed if incoming else None
+        self._tree_seed = secrets.randbits(64) if seed is None else seed
+        hash_with(self._tree_seed)
         self.data_plane = DataPlane(
             fleet, config,
             admin_socket=str(admin_socket), sources=Sources(random_below), proxy_id=proxy_id,
@@ -210,6 +212,7 @@ class Server:
             weight_operations=self.weight_operations,
             launcher=self.launcher,
             admin_socket=admin_socket,
+            tree_seed=self._tree_seed,
             service_manager=self.service_manager,
             supervisors=lambda: self.supervisors,
             leave=self._handed_over.set,

@@ -20,6 +20,7 @@ from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.api_keys.caller import SlotRows
 from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.api_keys import CallerKey
+from omni_proxy.config.fields import Role
 from omni_proxy.config.schema import Config, RoutingConfig
 from omni_proxy.dataplane.abort_waiting import abort_requests
 from omni_proxy.dataplane.accept.listeners import Listeners, PreparedListeners, ServedAt
@@ -48,7 +49,7 @@ from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.kv_events.held_changes import PackedChanges, unpack_changes
 from omni_proxy.routing.policies import Policy, RandomBelow, build_policy
-from omni_proxy.routing.policies.session_load import SessionRow, Sessions
+from omni_proxy.routing.policies.session_load import Sessions
 from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 
@@ -198,14 +199,12 @@ class DataPlane:
         known = isinstance(self.policy, Sticky) and self.policy.finish_session(key)
         return known or in_pools
 
-    def session_rows(self, most: int) -> list[SessionRow]:
-        """Sticky sessions, for a program that takes over."""
-        return self.policy.session_rows(most) if isinstance(self.policy, Sticky) else []
+    def policies(self) -> dict[Role, Policy]:
+        """In use: that of regular workers, and those of pools that have had a request."""
+        return {"regular": self.policy, **self.balancer.pools.built}
 
-    def restore_sessions(self, rows: Sequence[SessionRow]) -> None:
-        if isinstance(self.policy, Sticky):
-            by_url = {target.url: target for target in self.fleet.targets()}
-            self.policy.restore_sessions(rows, by_url.get)
+    def policy_of(self, role: Role) -> Policy:
+        return self.policy if role == "regular" else self.balancer.pools.of(role)
 
     def place_session(self, digest: bytes, worker: Worker | None) -> None:
         """Another proxy has a session there; None: it is finished."""

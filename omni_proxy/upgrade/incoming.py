@@ -20,6 +20,7 @@ import msgspec
 import trio
 
 from omni_proxy import __version__
+from omni_proxy.config.fields import Role
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.config.state import read_state
@@ -27,13 +28,16 @@ from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.launch.handed_replica import HandedReplica
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.multiprocess.reuseport_group import GroupSockets
+from omni_proxy.routing.policies.session_load import SessionRow
+from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
 from omni_proxy.upgrade.fleet_state import missing_workers, restore_workers
 from omni_proxy.upgrade.new_program import ENVIRONMENT
 from omni_proxy.upgrade.parts import ProgramParts
+from omni_proxy.upgrade.prefix_trees import UnreadableTree, decode_tree, restore_tree
 from omni_proxy.upgrade.state import (
-    FORMAT,
+    FORMATS,
     CommitMessage,
     HandoverState,
     HurryMessage,
@@ -62,6 +66,7 @@ class Incoming:
         self._stderr = stderr
         self._socks: list[socket.socket] = []
         self._replicas: list[HandedReplica] = []
+        self._trees = -1  # the descriptor
         self._gone = trio.Event()
 
     @classmethod
@@ -78,15 +83,17 @@ class Incoming:
         """The configuration is valid: get the state. Returns the startup to go on with, whose
         replicas are those that run already. Blocks. Raises NoState."""
         try:
-            self._channel.send(StartedMessage((FORMAT,), __version__))
+            self._channel.send(StartedMessage(FORMATS, __version__))
             message, descriptors = self._channel.receive()
         except (ChannelClosed, UnreadableMessage) as error:
             raise NoState(f"no state from the running program: {error}") from None
-        if not isinstance(message, StateMessage) or message.state.format != FORMAT:
+        if not isinstance(message, StateMessage) or message.state.format not in FORMATS:
             raise NoState("the running program's state has a format that this version can't read")
         self.state = message.state
         record = self.state.listeners
         count = len(record.addresses) + len(record.slots)
+        if self.state.trees:
+            self._trees = descriptors.pop()
         self._socks = [socket.socket(fileno=number) for number in descriptors[:count]]
         pairs = zip(descriptors[count::2], descriptors[count + 1 :: 2], strict=True)
         self._replicas = [
@@ -126,7 +133,7 @@ class Incoming:
                     break
                 await trio.sleep(POLL_SECS)
         count = restore_workers(parts.fleet, self.state.workers)
-        parts.data_plane.restore_sessions(self.state.sessions)
+        self._restore_policies(parts.data_plane)
         for slot in list(parts.process_manager.slots.values()):
             while slot.handle is None or not slot.handle.accepts:  # noqa: ASYNC110
                 await trio.sleep(POLL_SECS)
@@ -137,6 +144,29 @@ class Incoming:
         parts.launcher.adopt(self._replicas)
         parts.config_store.predecessor = self
         _log.info("upgrade_taken_over version=%s workers=%d", self.state.version, count)
+
+    def _restore_policies(self, data_plane: DataPlane) -> None:
+        """What policies of the same kind knew."""
+        targets = {target.url: target for target in data_plane.fleet.targets()}
+        sessions: dict[Role, tuple[SessionRow, ...]] = {"regular": self.state.sessions}
+        for role, rows in (sessions | self.state.pool_sessions).items():
+            policy = data_plane.policy_of(role)
+            if rows and isinstance(policy, Sticky):
+                policy.restore_sessions(rows, targets.get)
+        if not self.state.trees:
+            return
+        with open(self._trees, "rb") as file:
+            file.seek(0)  # the writer has the same position
+            for record in self.state.trees:
+                data = file.read(record.size)
+                names = [targets.get(url) for url in record.holders]
+                tree = data_plane.policy_of(record.role).prefix_tree
+                if tree is None or tree.nodes:  # it has learned something already
+                    continue
+                try:
+                    restore_tree(tree, decode_tree(data, record.nodes, names))
+                except UnreadableTree as error:
+                    _log.warning("prefix_tree_unreadable pool=%s reason=%s", record.role, error)
 
     async def _wait_commit(self) -> None:
         try:

@@ -13,22 +13,29 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import trio
+from msgspec.structs import replace
 
 from omni_proxy import __version__
+from omni_proxy.config.fields import Role
 from omni_proxy.config.state import render_state
 from omni_proxy.fleet.cordons import CHANGING_CORDONS
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.policies.sticky import Sticky
+from omni_proxy.routing.prefix_tree import TreeColumns
 from omni_proxy.upgrade.fleet_state import worker_records
 from omni_proxy.upgrade.new_program import NewProgram, NewProgramFailed, new_program_argv
 from omni_proxy.upgrade.parts import ProgramParts
+from omni_proxy.upgrade.prefix_trees import encode_tree
 from omni_proxy.upgrade.state import (
-    FORMAT,
+    FORMATS,
+    WITH_TREES,
     CommitMessage,
     HandoverState,
     HurryMessage,
@@ -36,6 +43,7 @@ from omni_proxy.upgrade.state import (
     ReadyMessage,
     StartedMessage,
     StateMessage,
+    TreeRecord,
 )
 
 _log = logging.getLogger(__name__)
@@ -138,10 +146,10 @@ class Outgoing:
     async def _hand_over(self, new: NewProgram, report: Report) -> int:
         """Raises NewProgramFailed, UpgradeFailed."""
         started, _ = await new.receive(StartedMessage)
-        if FORMAT not in started.formats:
+        if not set(FORMATS) & set(started.formats):
             raise UpgradeFailed(
                 f"version {started.version} reads states of format "
-                f"{', '.join(map(str, started.formats))}, and this program writes {FORMAT}"
+                f"{_listed(started.formats)}, and this program writes {_listed(FORMATS)}"
             )
         report(f"version {started.version} has started, and accepts the configuration")
         store = self._parts.config_store
@@ -151,6 +159,9 @@ class Outgoing:
                 raise UpgradeFailed(f"an operation on weights has begun: {busy}")
             with ExitStack() as stack:
                 state, descriptors = self._collect(stack)
+                if WITH_TREES in started.formats:
+                    state, trees = await self._with_trees(state, stack)
+                    descriptors += trees
                 await new.send(StateMessage(state), descriptors)
             ready, _ = await new.receive(ReadyMessage)
             report(f"process {ready.pid} accepts connections")
@@ -206,6 +217,11 @@ class Outgoing:
             stack.callback(replica.close)
             descriptors += [replica.pidfd, replica.output]
         launch = parts.config_store.startup.launch
+        sessions = {
+            role: tuple(policy.session_rows(MAX_SESSIONS))
+            for role, policy in parts.data_plane.policies().items()
+            if isinstance(policy, Sticky)
+        }
         state = HandoverState(
             version=__version__,
             listeners=listeners,
@@ -213,9 +229,25 @@ class Outgoing:
             launch=tuple(msgspec.to_builtins(entry) for entry in launch),
             workers=worker_records(parts.fleet),
             replicas=tuple(each.record for each in replicas),
-            sessions=tuple(parts.data_plane.session_rows(MAX_SESSIONS)),
+            sessions=sessions.pop("regular", ()),
+            pool_sessions=sessions,
         )
         return state, descriptors
+
+    async def _with_trees(
+        self, state: HandoverState, stack: ExitStack
+    ) -> tuple[HandoverState, list[int]]:
+        """The state with the prefix trees as they are now, and their descriptor."""
+        policies = self._parts.data_plane.policies().items()
+        trees = {role: policy.prefix_tree for role, policy in policies}
+        columns = {role: tree.columns() for role, tree in trees.items() if tree and tree.nodes}
+        if not columns:
+            return state, []
+        descriptor = os.memfd_create("omni-proxy-trees", os.MFD_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        records = await trio.to_thread.run_sync(_write_trees, descriptor, columns)
+        changed = replace(state, format=WITH_TREES, trees=records, tree_seed=self._parts.tree_seed)
+        return changed, [descriptor]
 
     async def _commit(self, new: NewProgram, ready: ReadyMessage, replicas: Sequence[int]) -> None:
         """The new program is ready, and takes over; `replicas`: the processes that it was given.
@@ -259,6 +291,23 @@ class Outgoing:
         for supervisor in self._parts.supervisors():
             if supervisor.name == "admin_api":
                 await supervisor.stop()
+
+
+def _write_trees(
+    descriptor: int, trees: Mapping[Role, TreeColumns[Worker]]
+) -> tuple[TreeRecord, ...]:
+    records: list[TreeRecord] = []
+    with open(descriptor, "wb", closefd=False) as file:
+        for role, columns in trees.items():
+            size = sum(map(file.write, encode_tree(columns)))
+            holders = tuple(holder.url if holder else "" for holder in columns.names)
+            nodes = len(columns.labels)
+            records.append(TreeRecord(role=role, nodes=nodes, size=size, holders=holders))
+    return tuple(records)
+
+
+def _listed(formats: Iterable[int]) -> str:
+    return ", ".join(map(str, formats))
 
 
 def _redirect(path: Path, target: str) -> None:

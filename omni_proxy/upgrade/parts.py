@@ -18,7 +18,8 @@ from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 
 @dataclass(frozen=True, slots=True)
 class ProgramParts:
-    """`supervisors`: of all services. `leave`: end when the last connection has ended."""
+    """`tree_seed`: of the hashes in prefix trees. `supervisors`: of all services. `leave`: end when
+    the last connection has ended."""
 
     fleet: Fleet
     config_store: ConfigStore
@@ -27,6 +28,7 @@ class ProgramParts:
     weight_operations: WeightOperations
     launcher: Launcher
     admin_socket: Path
+    tree_seed: int
     service_manager: ServiceManager
     supervisors: Callable[[], list[Supervisor]]
     leave: Callable[[], None]

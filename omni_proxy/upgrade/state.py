@@ -1,8 +1,8 @@
 """What one program hands over to the next, as JSON: the form of docs/upgrade.md.
 
 Invariant: what a reader does not know is ignored, and what is missing has a default, so a record
-may get further fields under the same `FORMAT`. A change that an older reader would misread needs
-another number. Pure.
+may get further fields under the same number. A change that an older reader would misread needs
+another number: 2 has one more descriptor, of the prefix trees. Pure.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any, Final, TypeAlias
 import msgspec
 from msgspec import Struct
 
+from omni_proxy.config.fields import Role
 from omni_proxy.fleet.health_state import HealthRecord
 from omni_proxy.launch.handed_replica import ReplicaRecord
 
-FORMAT: Final = 1
+FORMATS: Final = (1, 2)  # that this program reads and writes
+WITH_TREES: Final = 2
 
 
 class WorkerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,13 +52,24 @@ class ListenerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     steered: tuple[int, ...] = ()
 
 
-class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything, at one moment. `saved`: the text of a state file. `launch`: the [[launch]]
-    entries of the command line. `replicas`: launched ones that run; of each come the descriptors of
-    process and output, behind those of the sockets. `sessions`: key, URL of the worker or rank, and
-    last use by CLOCK_MONOTONIC, oldest first."""
+class TreeRecord(Struct, frozen=True, kw_only=True):
+    """The prefix tree of a pool's policy: how many nodes it has, how many bytes they take behind
+    those of the tree before, and whom each bit of a mask stands for (a URL; "" for nobody)."""
 
-    format: int = FORMAT
+    role: Role
+    nodes: int
+    size: int
+    holders: tuple[str, ...]
+
+
+class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything, at one moment. `format`: FORMATS[0], or WITH_TREES. `saved`: the text of a state
+    file. `launch`: the [[launch]] entries of the command line. `replicas`: launched ones that run;
+    of each come the descriptors of process and output, behind those of the sockets. `sessions`:
+    key, URL of the worker or rank, and last use by CLOCK_MONOTONIC, oldest first; those of pools by
+    role. `trees`: their bytes are in the last descriptor; `tree_seed`: of the hashes in them."""
+
+    format: int = FORMATS[0]
     version: str = ""
     listeners: ListenerRecord = ListenerRecord()
     saved: str = ""
@@ -64,6 +77,9 @@ class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     workers: tuple[WorkerRecord, ...] = ()
     replicas: tuple[ReplicaRecord, ...] = ()
     sessions: tuple[tuple[str, str, float], ...] = ()
+    pool_sessions: dict[Role, tuple[tuple[str, str, float], ...]] = {}
+    trees: tuple[TreeRecord, ...] = ()
+    tree_seed: int | None = None
 
 
 class StartedMessage(Struct, frozen=True, tag="started", tag_field="kind"):

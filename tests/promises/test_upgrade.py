@@ -154,6 +154,34 @@ async def test_a_signal_upgrades_and_state_goes_along(tmp_path, notified):
         assert notified.recv(99) == f"MAINPID={reply['pid']}\nREADY=1".encode()
 
 
+PREFIX = "You answer in one word. " * 200
+
+
+async def chat(running: Program, prompt: str) -> str:
+    """The worker that has answered."""
+    body = {"messages": [{"role": "user", "content": prompt}]}
+    answer = await running.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    return answer.json()["worker"]
+
+
+async def test_what_workers_have_cached_goes_along(tmp_path):
+    more = '[routing]\npolicy = "cache_aware"\nsticky_sessions = true\n'
+    async with upgradable(tmp_path, more, ("a", "b", "c")) as running:
+        before = {}
+        for number in range(6):
+            before[number] = await chat(running, f"{number} {PREFIX}")
+        assert len(set(before.values())) == 3
+        policy = (await status(running))["data_plane"]["policy"]
+        assert (await upgrade(running)).outcome == "done"
+        for number, worker in before.items():
+            assert await chat(running, f"{number} {PREFIX} What is {number}?") == worker
+        after = (await status(running))["data_plane"]["policy"]
+        assert after["picks"] == {"matched": 6}
+        assert after["tree_size"] == policy["tree_size"]  # the questions are shorter than a block
+        assert "prefix_tree_unreadable" not in running.log
+
+
 def script(tmp_path, line: str) -> str:
     path = tmp_path / "binary"
     path.write_text(f"#!{sys.executable} -SEs\n{line}\n")

@@ -19,6 +19,7 @@ from omni_proxy.upgrade.state import (
     ReadyMessage,
     StartedMessage,
     StateMessage,
+    TreeRecord,
     UnreadableMessage,
     WorkerRecord,
     decode,
@@ -60,6 +61,21 @@ states = st.builds(
     listeners=listeners,
     saved=names,
     workers=st.lists(records, max_size=3).map(tuple),
+    pool_sessions=st.dictionaries(
+        st.sampled_from(["prefill", "decode"]),
+        st.lists(st.tuples(names, names, st.floats(0, 1e9)), max_size=2).map(tuple),
+    ),
+    trees=st.lists(
+        st.builds(
+            TreeRecord,
+            role=st.sampled_from(["regular", "prefill", "decode"]),
+            nodes=st.integers(0, 1 << 31),
+            size=st.integers(0, 1 << 40),
+            holders=st.lists(names, max_size=3).map(tuple),
+        ),
+        max_size=2,
+    ).map(tuple),
+    tree_seed=st.none() | st.integers(0, (1 << 64) - 1),
 )
 messages = (
     st.builds(StateMessage, states)

@@ -192,6 +192,10 @@ class CacheAware(Policy):
         more = self._tree.maintain(evict=self._evicting)
         self._evicting &= more
 
+    @property
+    def prefix_tree(self) -> PrefixTree[Worker]:
+        return self._tree
+
     def stats(self) -> dict[str, object]:
         tree = self._tree
         return {

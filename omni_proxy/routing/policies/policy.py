@@ -18,6 +18,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.cluster_hints import ClusterHints
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_events.block_index import BlockIndex
+from omni_proxy.routing.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
     from typing import Self
@@ -91,6 +92,12 @@ class Policy(ABC):
 
     def use_hints(self, hints: ClusterHints) -> None:  # noqa: B027
         """What other proxies of a cluster know stands here, and goes here what they should know."""
+
+    @property
+    def prefix_tree(self) -> PrefixTree[Worker] | None:
+        """Who has which prefix, if this policy knows it: a program that takes over goes on with
+        it."""
+        return None
 
     def stats(self) -> dict[str, object]:
         """JSON-able, for `policy` in GET /status."""

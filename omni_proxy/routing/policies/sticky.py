@@ -27,6 +27,7 @@ from omni_proxy.routing.policies.session_load import (
     Sessions,
     fewest_sessions,
 )
+from omni_proxy.routing.prefix_tree import PrefixTree
 from omni_proxy.wire.errors import HttpError
 
 HOLDING_CORDONS = frozenset((PAUSED, UPDATING))  # of a worker that comes back as it was
@@ -182,6 +183,10 @@ class Sticky(Policy):
         known = self._sessions.finish(key)
         self._finished += known
         return known
+
+    @property
+    def prefix_tree(self) -> PrefixTree[Worker] | None:
+        return self.inner.prefix_tree
 
     def session_rows(self, most: int) -> list[SessionRow]:
         """For another program; none where the sessions are shared with other processes."""

@@ -1,0 +1,95 @@
+"""A prefix tree goes from one program to the next as bytes."""
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_proxy.routing.prefix_tree import PrefixTree, TreeColumns
+from omni_proxy.upgrade.prefix_trees import (
+    UnreadableTree,
+    decode_tree,
+    encode_tree,
+    restore_tree,
+)
+from tests.routing.test_prefix_tree import audit
+
+texts = st.text("ab", max_size=9).map(str.encode) | st.binary(max_size=12)
+uses = st.lists(st.tuples(texts, st.sampled_from("xyz")), max_size=30)
+
+
+def copy_of(tree, size=1 << 20):
+    """As another program builds it from the bytes."""
+    columns = tree.columns()
+    data = b"".join(encode_tree(columns))
+    copy = PrefixTree(size)
+    restore_tree(copy, decode_tree(data, len(columns.labels), columns.names))
+    audit(copy)
+    return copy
+
+
+def filled(pairs, forgotten=""):
+    tree = PrefixTree(1 << 20)
+    for text, holder in pairs:
+        tree.insert(text, holder)
+    tree.forget(forgotten)
+    return tree
+
+
+@given(uses, uses, st.sampled_from(["", "x"]))
+def test_the_copy_knows_of_every_text_what_the_tree_knows(pairs, later, forgotten):
+    tree = filled(pairs, forgotten)
+    for text, holder in later:
+        tree.insert(text, holder)
+    copy = copy_of(tree)
+    for text, _ in [*pairs, *later]:
+        assert copy.depths(text + b"more") == tree.depths(text + b"more")
+    assert copy.size <= tree.size
+    assert all(copy.size_of(holder) == tree.size_of(holder) for holder in tree.holders())
+    for text, holder in [*later, *pairs]:
+        copy.insert(text + b"more", holder)
+    audit(copy)
+
+
+def test_the_copy_drops_first_what_was_used_longest_ago():
+    tree = filled((b"%03d" % number * 100, "x") for number in range(100))
+    tree.insert(b"000" * 100, "x")
+    copy = copy_of(tree, 20_000)
+    while copy.maintain(evict=True):
+        pass
+    kept = [copy.match(b"%03d" % number * 100)[0] == 300 for number in range(100)]
+    assert kept[0]
+    assert not kept[1]
+    assert kept[90:] == [True] * 10
+
+
+def test_an_empty_tree_is_copied():
+    assert copy_of(PrefixTree(9)).nodes == 0
+
+
+@given(st.data())
+def test_what_is_no_tree_is_refused(data):
+    count = data.draw(st.integers(0, 5))
+    numbers = st.lists(st.integers(0, count + 1), min_size=count, max_size=count)
+    labels = data.draw(st.lists(st.sampled_from([b"", b"a", b"bb"]), max_size=6))
+    masks = data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
+    parents, newer = array("I", data.draw(numbers)), array("I", data.draw(numbers))
+    tree = PrefixTree(1 << 20)
+    try:
+        restore_tree(tree, TreeColumns(labels, masks, parents, newer, ["x", None]))
+    except UnreadableTree:
+        assert not tree.nodes
+        assert not tree.holders()
+    else:
+        audit(tree)
+
+
+@pytest.mark.parametrize("size", [0, 11, 30])
+def test_bytes_that_were_cut_are_refused(size):
+    columns = filled([(b"abc", "x"), (b"abd", "y")]).columns()
+    data = b"".join(encode_tree(columns))
+    with pytest.raises(UnreadableTree):
+        decode_tree(data[:size], len(columns.labels), columns.names)
+    with pytest.raises(UnreadableTree):
+        decode_tree(data + b"x", len(columns.labels), columns.names)
