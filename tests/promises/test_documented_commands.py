@@ -22,6 +22,7 @@ from tests.tree import ROOT
 PAGES = ("README.md", "docs/start.md", "docs/install.md", "docs/migration.md", "docs/operations.md")
 ELSEWHERE = {
     "omni-proxy --config": "tests/promises/test_reload.py",
+    "omni-proxy --worker-urls": "tests/promises/test_state_file.py",
     "omni-proxy launch": "tests/promises/test_launch.py",
     "omni-proxy replica": "tests/promises/test_replica_life.py",
     "pip install": "tests/promises/test_binary.py",  # the archive is made of what pip installs
