@@ -2,5 +2,5 @@
 
 Shared by the replica and the proxy. It has no HTTP, no model and no fleet. Importing it does not
 import torch: that happens when a group is joined. `receiver` and `sender` are the entry points;
-`fork` runs them in child processes, `broadcast` moves the tensors.
+`trainer_group` is the protocol, `fork` runs it in child processes, `broadcast` moves the tensors.
 """

@@ -1,9 +1,11 @@
-"""The weights-update groups that this process is a rank of: init, destroy, receive, status, close.
+"""The protocol of a trainer's process group, at one of its ranks: init, receive, destroy.
 
-joining -> ready <-> receiving. Any failure, and the trainer's end, drops the group, because a group
-that failed once hangs later. All calls block: each needs a thread of its own. `destroy` and `close`
-may be called while another thread is inside `init` or `receive`: that call then raises GroupError
-within POLL_SECS. It has no HTTP, model or scheduler.
+joining (`rendezvous.py`, `broadcast/backend.py`) -> ready <-> receiving what was announced
+(`tensor_plan.py`, `broadcast/receive.py`). Invariant: any failure, and the trainer's end, drops the
+group, because a group that failed once hangs later. All calls block: each needs a thread of its
+own. `destroy` and `close` may be called while another thread is inside `init` or `receive`: that
+call then raises GroupError within POLL_SECS. It has no HTTP, model or scheduler. At the proxy, for
+all members at once, the protocol is the state machine of `weight_sync/protocol/sync.py`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Invariant: a file is mapped for writing only once all blocks under the buckets are allocated:
 a write through a mapping to a full disk would end the process. Prefaulting never changes the
-content of pages, so it may go on while other threads write to them.
-
-How much memory is free, and which files are held in memory (tmpfs). Linux only; no torch.
+content of pages, so it may go on while other threads write to them. It also says how much memory
+is free, and which files are held in memory (tmpfs). Linux only; no torch.
 """
 
 from __future__ import annotations

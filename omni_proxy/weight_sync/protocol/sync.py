@@ -1,4 +1,4 @@
-"""State of one weight sync with a trainer's group: owner, members, the present round. Pure.
+"""The protocol of a trainer's process group, at the proxy: owner, members, the present round. Pure.
 
     idle ─init→ joining ─joined→ grouped ─prepare→ arming ─ready→ armed ─complete→ committing
                                     ├─update (one phase)──────────────────────────────→┘
