@@ -32,6 +32,7 @@ async def narrow(tmp_path, probes: str = RARELY):
             running.fleet = fleet
             async with client_of(running.address) as first:
                 await served(first)
+                await file_watched(running)
                 limit = open_descriptors(running) + SPARE
                 resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
                 yield running, first
@@ -39,6 +40,23 @@ async def narrow(tmp_path, probes: str = RARELY):
 
 def open_descriptors(running) -> int:
     return len(os.listdir(f"/proc/{running.process.pid}/fd"))
+
+
+async def file_watched(running) -> None:
+    """The watcher of the configuration file starts after the listener, and opens some, too."""
+    folder = f"/proc/{running.process.pid}/fd"
+    with trio.fail_after(PATIENCE_SECS):
+        while "anon_inode:inotify" not in [
+            link_of(f"{folder}/{each}") for each in os.listdir(folder)
+        ]:
+            await trio.sleep(0.02)
+
+
+def link_of(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:  # closed meanwhile
+        return ""
 
 
 async def served(client) -> None:
