@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.example_counts import SHARES
 from tests.program_forkserver import close_forkservers
+from tests.schedule import SharedFleets, fleets_first
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
@@ -50,6 +51,16 @@ def logging_as_it_was():
     yield
     root.handlers[:] = before
     root.setLevel(level)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return SharedFleets(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):
+        fleets_first(items)
 
 
 def pytest_collection_finish():

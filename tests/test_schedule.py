@@ -1,0 +1,16 @@
+from tests.schedule import FLEETS, SHARING_FLEETS, unit_of
+from tests.tree import ROOT, sources
+
+
+def test_files_that_share_fleets_of_replicas_stay_in_one_process():
+    using = {
+        str(path.relative_to(ROOT))
+        for path in sources(ROOT / "tests/promises")
+        if "(fleets)" in path.read_text() or "(fleets," in path.read_text()
+    }
+    assert using == SHARING_FLEETS
+    assert {unit_of(f"{file}::test_x[a::b]") for file in using} == {FLEETS}
+
+
+def test_any_other_file_is_a_unit_of_its_own():
+    assert unit_of("tests/wire/test_head.py::test_x[a]") == "tests/wire/test_head.py"
