@@ -38,23 +38,22 @@ from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.dataplane import DataPlane, Sources, random_below
 from omni_proxy.discovery_watch.discovery import Discovery
-from omni_proxy.fleet.cordons import LAUNCH_CORDON
-from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.adapter_list import AdapterList
 from omni_proxy.health.engine_load import EngineLoadReader
 from omni_proxy.health.engine_pages import EnginePages
 from omni_proxy.health.engine_ranks import EngineRanks
 from omni_proxy.health.engine_roles import EngineRoles
 from omni_proxy.health.outlier_removal import OutlierRemoval
-from omni_proxy.health.prober import Prober
+from omni_proxy.health.prober import Prober, log_health
 from omni_proxy.health.voice_list import VoiceList
 from omni_proxy.kv_events.event_follower import EventFollower
 from omni_proxy.launch.launcher import Launcher
 from omni_proxy.launch.startup_progress import wait_until_ready
 from omni_proxy.multiprocess.aggregate import AggregateView
 from omni_proxy.multiprocess.process_manager import ProcessManager
+from omni_proxy.picker.picker import Picker
+from omni_proxy.picker.service import PickerService
 from omni_proxy.routing.tree_key import hash_with
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.key_sources import KeySources
@@ -105,16 +104,6 @@ def run(startup: Startup) -> int:
         for line in startup.warnings:
             _log.warning("%s", line)
         return trio.run(server.run)
-
-
-def _log_health(worker: Worker, before: Health) -> None:
-    now, error = worker.health.state, worker.health.last_error
-    if LAUNCH_CORDON in worker.cordon_reasons:  # the launcher logs its start
-        _log.debug("worker_health worker=%s from=%s to=%s launching=true", worker.url, before, now)
-        return
-    level = logging.INFO if now in (Health.HEALTHY, Health.UNKNOWN) else logging.WARNING
-    reason = f" error={error}" if error and level == logging.WARNING else ""
-    _log.log(level, "worker_health worker=%s from=%s to=%s%s", worker.url, before, now, reason)
 
 
 def _log_targets(config: Config) -> dict[str, str]:
@@ -229,6 +218,8 @@ class Server:
     def _build_services(self, proxy_id: str) -> Services:
         """What the admin API uses."""
         config_store = self.config_store
+        picker = Picker(self.data_plane.services, self.process_manager.count)
+        self.picker = PickerService(picker, lambda: config_store.config)
         return Services(
             fleet=self.data_plane.fleet,
             config_store=config_store,
@@ -242,6 +233,7 @@ class Server:
             drains=self.drains,
             discovery=self.discovery,
             cluster=self.cluster,
+            picker=self.picker,
             supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
             leaving=lambda: self.leaving,
             find_admin_key=lambda key: self.admin_keys.table.find(key),
@@ -293,6 +285,7 @@ class Server:
                 old_name="pulse",
             ),
             Supervisor("cluster", lambda status: self.cluster.run(task_status=status)),
+            Supervisor("picker", lambda status: self.picker.run(task_status=status)),
             Supervisor("caller_keys", lambda status: self.caller_keys.run(task_status=status)),
             Supervisor("admin_keys", lambda status: self.admin_keys.run(task_status=status)),
             Supervisor("reloader", lambda status: self.reloader.run(task_status=status)),
@@ -328,7 +321,7 @@ class Server:
     async def run(self) -> int:
         _log.info("omni-proxy %s starts", __version__)
         self.process_manager.watch_started(self.event_follower.repeat)
-        self.data_plane.fleet.watch_health(_log_health)
+        self.data_plane.fleet.watch_health(log_health)
         async with trio.open_nursery() as root:
             await root.start(self.watchdog.run)
             # The admin API before the listeners: what can be reached must be answered.

@@ -309,6 +309,7 @@ def test_every_route_is_documented():
     rules = build_api().app.url_map.iter_rules()
     for rule in (each for each in rules if each.rule != CONFIGURED):
         path = rule.rule.replace("<path:path>", "{path}").replace("<path:model>", "{model}")
+        path = path.replace("<path:reservation_id>", "{id}")
         path = re.sub(r"<[^>]+>", "{worker_id}", path)
         served |= {(method, path) for method in rule.methods - {"HEAD", "OPTIONS"}}
     assert served == set(documented_routes())

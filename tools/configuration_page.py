@@ -48,7 +48,7 @@ from omni_proxy.config.fields import (
 )
 from omni_proxy.config.flags import FLAGS
 from omni_proxy.config.problem import to_toml_literal
-from omni_proxy.config.tables import cluster, discover
+from omni_proxy.config.tables import cluster, discover, picker
 from omni_proxy.config.tables.cluster import read_cluster_name, read_node_name, read_store_url
 from omni_proxy.config.tables.discover import (
     read_api_server,
@@ -166,7 +166,7 @@ def json_schema() -> str:
 def _comments() -> tuple[dict[str, str], dict[str, str]]:
     """Of the example, by dotted key; of the schema, by "Struct.key"."""
     why = _schema_comments(inspect.getsource(schema))
-    for module in (api_keys, discover, cluster):
+    for module in (api_keys, discover, cluster, picker):
         why |= _schema_comments(inspect.getsource(module))
     return _example_comments(EXAMPLE.read_text()), why
 

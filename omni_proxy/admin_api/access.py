@@ -39,6 +39,7 @@ OPEN_PATHS = frozenset(
 )  # fmt: skip
 OPEN_BELOW = ("/workers/", "/v1/models/")
 OPEN_POSTS = frozenset(("/finish_session",))  # used by clients of models, without the admin key
+PICKS = ("/select", "/reservations/")  # as often as model requests
 ON_BOTH = "/metrics"
 ADMIN_HOST = "admin"  # as `dataplane.upstream.pool` writes them
 METRICS_HOST = "metrics"
@@ -112,8 +113,11 @@ class KeyCheck:
         return KeyHolder(entry.name, entry.role) if entry is not None else None
 
     def changes_something(self) -> bool:
-        """Whether the current request, of a known route, is not only for reading."""
+        """Whether the current request, of a known route, is more than reading, or the choice of a
+        worker for one request."""
         config = self._config_store.config
+        if request.path.startswith(PICKS):
+            return False
         if not needs_key(request.method, request.path, config.admin):
             return False
         return not reads_only(_roles_for(request, config))

@@ -20,10 +20,10 @@ from omni_proxy.admin_api.routes.abort_routes import FleetAbortRoutes
 from omni_proxy.admin_api.routes.broadcast_routes import BroadcastRoutes
 from omni_proxy.admin_api.routes.dashboard_routes import DashboardRoutes, FeedRoutes
 from omni_proxy.admin_api.routes.engine_routes import EngineRoutes
-from omni_proxy.admin_api.routes.health_routes import ConfigRoutes, FleetHealthRoutes
-from omni_proxy.admin_api.routes.key_routes import KeyRoutes
+from omni_proxy.admin_api.routes.health_routes import ConfigRoutes, FleetHealthRoutes, KeyRoutes
 from omni_proxy.admin_api.routes.metrics_routes import HistoryRoutes, MetricsRoutes
 from omni_proxy.admin_api.routes.models_routes import ExplainRoutes, MergedModelRoutes
+from omni_proxy.admin_api.routes.picker_routes import PickerRoutes
 from omni_proxy.admin_api.routes.rl_routes import RlRoutes
 from omni_proxy.admin_api.routes.sglang_routes import SessionRoutes, SglangRoutes
 from omni_proxy.admin_api.routes.weight_routes import (
@@ -75,6 +75,7 @@ def create_app(services: Services) -> QuartTrio:
         SglangRoutes(services),
         EngineRoutes(services, selectors),
         ExplainRoutes(services),
+        PickerRoutes(services),
         SessionRoutes(services),
         DashboardRoutes(),
         OpenApiRoutes(),

@@ -2,8 +2,8 @@
 
 Invariant: a line has no key and no secret of a query, is printable ASCII, and has a bounded length.
 It is written when the response is known, also if the caller has left by then (`status` is null
-then); writing it neither waits nor fails. Calls that only read, calls of unknown routes and
-/finish_session, which clients of models send, have none.
+then); writing it neither waits nor fails. Calls that only read or pick a worker for one request,
+calls of unknown routes and /finish_session, which clients of models send, have none.
 """
 
 from __future__ import annotations

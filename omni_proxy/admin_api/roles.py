@@ -46,7 +46,9 @@ ROLE_TABLE: Final = (
         "/workers", "/workers/*", "/workers/*/drain", "/add_worker", "/remove_worker", "/reload",
         "/flush_cache", "/reset_prefix_cache", "/start_profile", "/stop_profile",
     )),
-    RoleRow(("operate", "weights"), ANY_METHOD, ("/abort_request", "/abort_requests")),
+    RoleRow(("operate", "weights"), ANY_METHOD, (
+        "/abort_request", "/abort_requests", "/select", "/select_and_reserve", "/reservations/*",
+    )),
     RoleRow(("weights",), ANY_METHOD, (
         "/pause_generation", "/continue_generation", "/pause", "/resume", "/sleep", "/wake_up",
         "/init_weights_update_group", "/prepare_weights_update", "/complete_weights_update",

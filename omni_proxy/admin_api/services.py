@@ -25,6 +25,7 @@ from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import Prober
 from omni_proxy.kv_events.event_follower import EventCounts
+from omni_proxy.picker.pick_request import Selection
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.model_aliases import ModelAliases, TargetChecks
@@ -81,6 +82,26 @@ class ClusterView(Protocol):
         """Of the other proxies together; None without any."""
 
 
+class WorkerChoice(Protocol):
+    """`target`: a worker, or a data-parallel rank; see `picker.service`."""
+
+    @property
+    def target(self) -> Worker: ...
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def reservation_id(self) -> str | None: ...
+    @property
+    def lease_secs(self) -> float: ...
+
+
+class PickerView(Protocol):
+    async def select(self, selection: Selection) -> WorkerChoice: ...
+    async def reserve(self, selection: Selection) -> WorkerChoice: ...
+    def release(self, reservation_id: str) -> None: ...
+    def status(self) -> dict[str, object]: ...
+
+
 class LauncherView(Protocol):
     def status(self) -> list[dict[str, object]]: ...
 
@@ -123,6 +144,7 @@ class Services:
     kv_events: KvEventFacts = field(default_factory=lambda: KvEventFacts({}, BlockIndex()))
     discovery: DiscoveryView = field(default_factory=_NoDiscovery)
     cluster: ClusterView | None = None
+    picker: PickerView | None = None
     leaving: Callable[[], bool] = lambda: False
     find_admin_key: Callable[[bytes], AdminKey | None] = lambda _: None  # of [[admin.keys]]
     find_caller: Callable[[bytes], CallerKey | None] = lambda _: None  # of [[keys]]

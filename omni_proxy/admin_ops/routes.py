@@ -169,10 +169,10 @@ _PATHS: Final = frozenset(
         "/server_info", "/get_server_info", "/get_model_info", "/get_loads", "/v1/loads",
         "/v1/models", "/metrics", "/engine_metrics", "/explain", "/feed", "/keys", "/dashboard",
         "/history", "/finish_session", "/openapi.json", "/weights", "/weights/versions",
-        "/v1/rl/workers",
+        "/v1/rl/workers", "/select", "/select_and_reserve",
     )
 )  # fmt: skip
-_BELOW: Final = ("/workers/", "/v1/models/", "/v1/rl/workers/", "/v1/rl/engine/")
+_BELOW: Final = ("/workers/", "/v1/models/", "/v1/rl/workers/", "/v1/rl/engine/", "/reservations/")
 
 
 def paths() -> frozenset[str]:

@@ -50,6 +50,7 @@ from omni_proxy.config.fields import (
 )
 from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.config.tables.discover import DiscoverEntry
+from omni_proxy.config.tables.picker import PickerConfig
 from omni_proxy.config.url import normalize_url
 
 
@@ -64,8 +65,7 @@ class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     first_byte_secs: Duration = 0.0
     # Between two chunks of a body. Also ends a client that stopped reading.
     idle_secs: Duration = 300.0
-    # An idle keep-alive connection. Above the usual 60 s of load balancers, so that they close
-    # first and never send into a connection that is being closed.
+    # Idle keep-alive connections. Above the usual 60 s of load balancers: those close them first.
     client_idle_secs: Duration = 75.0
     # From the first to the last byte of a head: ends a slow-head attack.
     client_head_secs: Duration = 10.0
@@ -266,8 +266,7 @@ class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sticky_rebalance_abs: Count = 0
     # ... and so many times as many.
     sticky_rebalance_rel: Annotated[float, Meta(ge=1, le=1_000_000)] = 1.5
-    # A worker whose engine reports so many waiting requests gets no new one while another is below;
-    # 0: never.
+    # A worker whose engine reports so many waiting ones gets none while another is below; 0: never.
     overload_waiting: Count = 0
     # The same for the share of its KV cache in use, 0 to 1; 0: never.
     overload_kv_usage: Annotated[float, Meta(ge=0, le=1)] = 0.0
@@ -492,6 +491,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     observe: ObserveConfig = ObserveConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     cluster: ClusterConfig = ClusterConfig()
+    picker: PickerConfig = PickerConfig()
     workers: tuple[WorkerEntry, ...] = ()
     launch: tuple[LaunchEntry, ...] = ()
     discover: tuple[DiscoverEntry, ...] = ()

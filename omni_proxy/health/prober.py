@@ -373,3 +373,14 @@ def _error_text(failure: BaseException) -> str:
 def _failure_text(status: int, body: bytes | None) -> str:
     text = body.decode("utf-8", "replace").strip() if body else ""
     return text or f"status={status}"
+
+
+def log_health(worker: Worker, before: Health) -> None:
+    """Its health has changed."""
+    now, error = worker.health.state, worker.health.last_error
+    if LAUNCH_CORDON in worker.cordon_reasons:  # the launcher logs its start
+        _log.debug("worker_health worker=%s from=%s to=%s launching=true", worker.url, before, now)
+        return
+    level = logging.INFO if now in (Health.HEALTHY, Health.UNKNOWN) else logging.WARNING
+    reason = f" error={error}" if error and level == logging.WARNING else ""
+    _log.log(level, "worker_health worker=%s from=%s to=%s%s", worker.url, before, now, reason)

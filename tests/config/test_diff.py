@@ -106,6 +106,7 @@ def test_the_shown_tables_have_every_key():
         "observe",
         "weight_sync",
         "cluster",
+        "picker",
         "workers",
         "launch",
         "discover",

@@ -186,6 +186,14 @@ def _others() -> Iterator[RouteDoc]:
         (400,),
         query=(session,),
     )
+    errors = (400, 404, 405, 503)
+    summary = "the worker for a model request that the caller sends itself"
+    yield RouteDoc("post", "/select", summary, {200: "Selected"}, errors, "Selection")
+    summary = "the same, counted as in flight there until it is released or its lease ends"
+    path = "/select_and_reserve"
+    yield RouteDoc("post", path, summary, {200: "Selected"}, (*errors, 409), "Selection")
+    path = "/reservations/{reservation_id}"
+    yield RouteDoc("delete", path, "the reserved request is over", {200: "Released"}, (404,))
     yield RouteDoc("get", "/v1/models", "the models of all workers", {200: "Models"}, (502, 503))
     summary = "one model of that list"
     yield RouteDoc("get", "/v1/models/{model}", summary, {200: "Fields"}, (404, 502, 503))
@@ -311,6 +319,7 @@ KEY = (
 )
 PLACES = {
     "model": "the id of a model",
+    "reservation_id": "of the answer, encoded",
     "worker_id": "the worker's URL, encoded as one segment, or its id",
     "path": "a path of the engine, of one or more segments",
 }

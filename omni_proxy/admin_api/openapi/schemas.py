@@ -261,6 +261,22 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "Worker": _worker(),
     "Pool": _pool(),
     "Alive": shape(status={"const": "alive"}),
+    "Selection": {
+        **shape(
+            ("selection_id", "lease_secs", "path", "session_id", "model_name", "headers",
+             "request"),
+            selection_id={"type": "string", "maxLength": 256},
+            lease_secs={"type": "number", "exclusiveMinimum": 0, "maximum": 86400},
+            path=TEXT, session_id=TEXT, model_name=TEXT,
+            headers={"type": "object", "additionalProperties": TEXT}, request=OBJECT,
+        ),
+        "description": "Other keys are those of the model request, unless `request` has it.",
+    },
+    "Selected": shape(
+        reservation_id=TEXT_OR_NULL, worker_id=TEXT, endpoint=TEXT, url=TEXT,
+        rank={"type": ["integer", "null"]}, model=TEXT_OR_NULL, lease_secs=_NUMBER_OR_NULL,
+    ),
+    "Released": shape(reservation_id=TEXT, released=FLAG),
     "FinishedSession": shape(session_id=TEXT, finished=FLAG),
     "Keys": shape(
         keys=listed(shape(
@@ -277,7 +293,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
         state_error=TEXT_OR_NULL, last_reload=OBJECT, supervisors=listed(OBJECT),
         watchdog=OBJECT, data_plane=OBJECT, door=OBJECT, fleet=shape(**COUNTED),
         launch=listed(OBJECT), **_KEY_REFUSALS,
-        discovery=listed(OBJECT), cluster=OBJECT_OR_NULL,
+        discovery=listed(OBJECT), cluster=OBJECT_OR_NULL, picker=OBJECT_OR_NULL,
     ),
     "Workers": {
         "allOf": [

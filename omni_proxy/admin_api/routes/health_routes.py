@@ -1,4 +1,4 @@
-"""Liveness, readiness and health of the fleet; status, configuration and reload of the process.
+"""Liveness, readiness and health of the fleet; status, configuration, callers, and reload.
 
 Invariant: no route here waits for a worker. If a key is configured, a client without it sees the
 counts of /ready and /health, and no worker's address.
@@ -15,7 +15,7 @@ from omni_proxy import __version__
 from omni_proxy.admin_api.access import KeyCheck
 from omni_proxy.admin_api.responses import etag, if_match, json_response, raise_on_mismatch
 from omni_proxy.admin_api.serializers.discovery_report import discovery_rows
-from omni_proxy.admin_api.serializers.key_records import key_refusals
+from omni_proxy.admin_api.serializers.key_records import key_records, key_refusals
 from omni_proxy.admin_api.serializers.readiness import describe_reason, is_opening, unready
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
@@ -119,6 +119,7 @@ class FleetHealthRoutes:
                 "launch": services.launcher.status() if services.launcher else [],
                 "discovery": discovery_rows(services),
                 "cluster": services.cluster.status() if services.cluster else None,
+                "picker": services.picker.status() if services.picker else None,
             }
         )
 
@@ -163,3 +164,23 @@ class ConfigRoutes:
             "diff": reloaded.diff,
         }
         return json_response(payload, headers=etag(reloaded.revision))
+
+
+class KeyRoutes:
+    """The callers of model routes, their limits and what they have used."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/keys", "keys", self.show)
+
+    async def show(self) -> Response:
+        services = self._services
+        return json_response(
+            {
+                "keys": key_records(services),
+                **key_refusals(services),
+                "error": services.keys_error() or None,
+            }
+        )

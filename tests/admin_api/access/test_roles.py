@@ -27,7 +27,10 @@ OPERATE = {
     "/remove_worker", "/reload", "/flush_cache", "/reset_prefix_cache", "/start_profile",
     "/stop_profile",
 }  # fmt: skip
-BOTH = {"/abort_request", "/abort_requests"}
+BOTH = {
+    "/abort_request", "/abort_requests", "/select", "/select_and_reserve",
+    "/reservations/{reservation_id}",
+}  # fmt: skip
 
 
 def secret(name):
@@ -60,7 +63,8 @@ def as_role(role):
 
 
 def concrete(path):
-    return path.replace("{worker_id}", "x").replace("{path}", "some/path").replace("{model}", "m")
+    named = path.replace("{worker_id}", "x").replace("{reservation_id}", "x")
+    return named.replace("{path}", "some/path").replace("{model}", "m")
 
 
 def expected(method, path):

@@ -23,6 +23,7 @@ def test_it_describes_every_route_of_the_front_and_nothing_else():
             rule.rule.replace("<path:path>", "{path}")
             .replace("<path:model>", "{model}")
             .replace("<path:name>", "{worker_id}")
+            .replace("<path:reservation_id>", "{reservation_id}")
         )
         served |= {(method, path) for method in rule.methods - {"HEAD", "OPTIONS"}}
     configured = {("GET", CONFIGURED), ("POST", CONFIGURED)}  # of the configuration, not of ours

@@ -1,0 +1,75 @@
+"""POST /select, POST /select_and_reserve, DELETE /reservations/{id}: the worker for a request that
+the caller sends itself (features.md 10).
+
+Invariant: nobody waits here. Where no worker can take the request now, the answer is 503 at once.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from quart import Quart, Response
+
+from omni_proxy.admin_api.responses import body_bytes, json_response
+from omni_proxy.admin_api.services import PickerView, Services, WorkerChoice
+from omni_proxy.fleet.dp_rank import DpRank
+from omni_proxy.picker.pick_request import read_selection
+from omni_proxy.wire.errors import HttpError
+
+
+class PickerRoutes:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/select", "select", self.select, methods=["POST"])
+        app.add_url_rule(
+            "/select_and_reserve", "select_and_reserve", self.reserve, methods=["POST"]
+        )
+        app.add_url_rule(
+            "/reservations/<path:reservation_id>", "release", self.release, methods=["DELETE"]
+        )
+
+    async def select(self) -> Response:
+        selection = read_selection(await body_bytes())
+        return json_response(choice_record(await self._picker().select(selection)))
+
+    async def reserve(self) -> Response:
+        selection = read_selection(await body_bytes())
+        return json_response(choice_record(await self._picker().reserve(selection)))
+
+    async def release(self, reservation_id: str) -> Response:
+        self._picker().release(reservation_id)
+        return json_response({"reservation_id": reservation_id, "released": True})
+
+    def _picker(self) -> PickerView:
+        picker = self._services.picker
+        if picker is None:
+            raise HttpError(503, "the picker does not run", "picker_unavailable")
+        return picker
+
+
+def choice_record(choice: WorkerChoice) -> dict[str, object]:
+    """`endpoint`: host and port, or the path of a Unix socket. `rank`: the data-parallel rank to
+    name in the request, else None. `model`: what to put in the place of an alias, else None."""
+    target = choice.target
+    worker = target.worker
+    reserved = choice.reservation_id is not None
+    return {
+        "reservation_id": choice.reservation_id,
+        "worker_id": worker.id,
+        "endpoint": endpoint_of(worker.url),
+        "url": worker.url,
+        "rank": target.index if isinstance(target, DpRank) else None,
+        "model": choice.model,
+        "lease_secs": choice.lease_secs if reserved else None,
+    }
+
+
+def endpoint_of(url: str) -> str:
+    """`host:port`, with the port that the scheme implies; of `unix:PATH` the path."""
+    if url.startswith("unix:"):
+        return url.removeprefix("unix:")
+    parts = urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"

@@ -1,0 +1,221 @@
+"""Picks workers for requests that the proxy does not carry, by the objects that it would use.
+
+Invariant: a pick is that of a relayed request with the same head and body, and its worker is
+counted in the same accounts until `release`, which undoes everything that `acquire` counted. It
+never waits for a worker: where nobody can take the request, that is an error at once. Prefill and
+decode workers are not picked, for they serve a request in two calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator
+from typing import TypeVar
+
+import trio
+
+from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
+from omni_proxy.dataplane.services import ExchangeServices
+from omni_proxy.dataplane.upstream.outgoing_body import find_spans
+from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
+from omni_proxy.picker.pick_request import PickRequest
+from omni_proxy.routing.inspect.affinity_key import session_key
+from omni_proxy.routing.inspect.keyed_text import keyed_fields
+from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, walk_large_json
+from omni_proxy.routing.inspect.model_field import walk_model_spans
+from omni_proxy.routing.inspect.requirements import (
+    Requirements,
+    has_json_body,
+    inspect_request,
+    requirements_of_large_json,
+    settle_unread,
+)
+from omni_proxy.routing.model_aliases import choose_target, name_adapter
+from omni_proxy.routing.pick import pick_worker, unavailable
+from omni_proxy.routing.rank_pinning import pin_to_rank
+from omni_proxy.routing.routes import (
+    RESPONSE_OWNER,
+    MethodNotAllowed,
+    Route,
+    match_configured,
+    match_route,
+)
+from omni_proxy.routing.stored_responses import named_response, pin_to_response_owner
+from omni_proxy.routing.voice_pinning import pin_to_voice_owner
+from omni_proxy.routing.weighted_split import AliasRequirement
+from omni_proxy.wire.errors import HttpError
+
+Found = TypeVar("Found")
+
+
+def _nothing() -> None:
+    pass
+
+
+class Picker:
+    """`publish` is called after each change of a count, for processes that share them."""
+
+    def __init__(self, services: ExchangeServices, publish: Callable[[], None] = _nothing) -> None:
+        self._services = services
+        self._publish = publish
+
+    @property
+    def now(self) -> float:
+        """Of the clock that the policies go by, which stands still while no connection is served:
+        it is set here."""
+        loop = self._services.loop
+        loop.now = loop.clock()
+        return loop.now
+
+    async def inspect(self, request: PickRequest) -> Exchange:
+        """As `inspect_small`; other tasks have a turn while a large body is read."""
+        route = self._route_of(request)
+        body, known = request.body, None
+        if len(body) > ONE_PASS_BYTES and has_json_body(route, request.head):
+            fields = await _in_slices(walk_large_json(body))
+            known = requirements_of_large_json(route, fields, request.head)
+            aliases = self._services.balancer.aliases
+            split = aliases.find(known.model) if aliases is not None else None
+            if split is not None and split.rewrite:
+                spans = await _in_slices(walk_model_spans(body))
+                known.alias = AliasRequirement(split, spans=spans)
+        return self._inspected(request, route, known)
+
+    def inspect_small(self, request: PickRequest) -> Exchange | None:
+        """What the request needs. None for a body that takes `inspect`. Raises HttpError: it is no
+        model request."""
+        if len(request.body) > ONE_PASS_BYTES:
+            return None
+        return self._inspected(request, self._route_of(request))
+
+    def _route_of(self, request: PickRequest) -> Route:
+        method, _, path = request.head.log_words
+        try:
+            configured = self._services.settings.routes
+            route = match_route(method, path) or match_configured(configured, method, path)
+        except MethodNotAllowed as wrong:
+            allowed = ", ".join(sorted(wrong.allowed))
+            raise HttpError(405, f"{path} takes {allowed}", "method_not_allowed").with_headers(
+                ("allow", allowed)
+            ) from None
+        if route is None:
+            raise HttpError(404, f"{path} is no model route", "unknown_path")
+        return route
+
+    def _inspected(
+        self, request: PickRequest, route: Route, known: Requirements | None = None
+    ) -> Exchange:
+        services, head, body = self._services, request.head, request.body
+        now = self.now
+        exchange = Exchange(now, "-")
+        exchange.head_at = exchange.body_at = now
+        exchange.method, exchange.target, path = head.log_words
+        exchange.route, exchange.body, exchange.bytes_in = route, body, len(body)
+        exchange.idempotency_key = head.idempotency_key
+        need = known or inspect_request(route, body, head)
+        if need.large_body_class:
+            settle_unread(services.fleet, need)
+        if services.fleet.has_ranks:
+            pin_to_rank(need, head.hints, body)
+        need.model = need.model or request.model or None
+        if route.traffic != "generation":
+            self._read_special(need, route, path, body)
+        exchange.request_id = head.request_id or id_from_body(need)
+        exchange.requirements, exchange.stream = need, need.stream
+        self._name_session(exchange, need, request)
+        exchange.policy = services.balancer.policy.name
+        return exchange
+
+    def _read_special(self, need: Requirements, route: Route, path: str, body: bytes) -> None:
+        """What only some routes have: voices, keys of their own, stored responses."""
+        balancer = self._services.balancer
+        pin_to_voice_owner(balancer.voices, route.traffic, need)
+        small = b"" if need.large_body_class else body
+        if route.text and small:
+            need.body_fields = keyed_fields(small, route.text)
+        if route.pinning is RESPONSE_OWNER:
+            named = named_response(path, small)
+            pin_to_response_owner(need, named, balancer.response_owners, self.now)
+
+    def _name_session(self, exchange: Exchange, need: Requirements, request: PickRequest) -> None:
+        """Its affinity key, and what its model stands for."""
+        services, route = self._services, exchange.route
+        balancer, lines, body = services.balancer, request.head.lines, request.body
+        assert route is not None
+        if balancer.policy.needs_affinity_key:
+            if request.session:
+                need.affinity_key = session_key(request.session)
+            else:
+                need.affinity_key = balancer.affinity_keys.read(lines, body)
+        if services.fleet.has_adapters:
+            name_adapter(need, balancer.aliases, body)
+        if balancer.aliases is not None:
+            if not need.large_body_class:
+                find_spans(balancer.aliases, need, route, body, request.head)
+            balancer.aliases.resolve(need, lines, body)
+
+    def select(self, exchange: Exchange) -> Worker:
+        """The worker or rank that the policy chooses now; it is not counted. Raises HttpError."""
+        balancer, need = self._services.balancer, exchange.requirements
+        assert need is not None
+        _ = self.now
+        try:
+            if need.alias is not None:
+                choose_target(need, balancer)
+            owner = balancer.voices.owner
+            return pick_worker(self._services.fleet, need, balancer.policy, owner=owner)
+        except HttpError as error:
+            raise _as_answer(error) from None
+
+    def acquire(self, exchange: Exchange, outside: Collection[Worker] = ()) -> Worker:
+        """Count the exchange at the worker or rank that the policy chooses now, none of `outside`.
+        Raises HttpError, then nothing is counted."""
+        services, need = self._services, exchange.requirements
+        assert need is not None
+        _ = self.now
+        if not services.inflight.admit(exchange):
+            services.inflight.rejected += 1
+            status = services.settings.config.server.overload_status
+            raise HttpError(
+                status, "router overloaded: max in-flight requests reached", status,
+                type="overloaded_error", reason="max_inflight",
+            ).with_headers(("retry-after", "1"))  # fmt: skip
+        try:
+            if outside and services.balancer.all_tried(need, outside):
+                raise unavailable("subset_unavailable", "none of the endpoints that it may go to")
+            worker = services.balancer.acquire(exchange, outside)
+        except HttpError as error:
+            self._dismiss(exchange)
+            raise _as_answer(error) from None
+        self._publish()
+        return exchange.rank or worker
+
+    def release(self, exchange: Exchange, *, failed: bool = False) -> None:
+        """The request is over: nothing counts it any more. A second call does nothing."""
+        _ = self.now
+        if exchange.worker is not None:
+            result = FAILED if failed else SUCCEEDED
+            self._services.balancer.release(exchange, exchange.worker, result)
+        self._dismiss(exchange)
+
+    def _dismiss(self, exchange: Exchange) -> None:
+        self._services.inflight.dismiss(exchange)
+        if self._services.queue.waiting:
+            self._services.queue.serve()
+        self._publish()
+
+
+def _as_answer(error: HttpError) -> HttpError:
+    """A model that no worker has is the caller's mistake here: no client comes again for it."""
+    if error.code != "model_not_found":
+        return error
+    return HttpError(404, error.message, error.code)
+
+
+async def _in_slices(walk: Generator[None, None, Found]) -> Found:
+    while True:
+        try:
+            next(walk)
+        except StopIteration as found:
+            result: Found = found.value
+            return result
+        await trio.lowlevel.checkpoint()

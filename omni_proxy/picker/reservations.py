@@ -1,0 +1,77 @@
+"""Reservations with leases: what is held under an id until it is released, or its lease ends.
+
+Invariant: an id names at most one reservation, and each item that was added is given back exactly
+once, by `release` or by `expire`. Pure: the time of each call is an argument, in seconds of one
+clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from math import inf
+from typing import Final, Generic, NamedTuple, TypeVar
+
+Item = TypeVar("Item")
+_SPARE: Final = 64  # entries of released reservations that are kept without a look at them
+
+
+class _Held(NamedTuple, Generic[Item]):
+    number: int
+    item: Item
+
+
+class Reservations(Generic[Item]):
+    def __init__(self) -> None:
+        self._held: dict[str, _Held[Item]] = {}
+        # By the end of the lease. Entries of reservations that were released stay for a while.
+        self._ends: list[tuple[float, int, str]] = []
+        self._last = 0
+        self.expired = 0  # since the start
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, reservation_id: str) -> bool:
+        return reservation_id in self._held
+
+    def get(self, reservation_id: str) -> Item | None:
+        held = self._held.get(reservation_id)
+        return held.item if held is not None else None
+
+    def add(self, reservation_id: str, item: Item, ends_at: float) -> None:
+        """Raises KeyError if the id is in use."""
+        if reservation_id in self._held:
+            raise KeyError(reservation_id)
+        self._last += 1
+        self._held[reservation_id] = _Held(self._last, item)
+        heapq.heappush(self._ends, (ends_at, self._last, reservation_id))
+
+    def release(self, reservation_id: str) -> Item | None:
+        """Its item; None if there is no such reservation, or none any more."""
+        held = self._held.pop(reservation_id, None)
+        if held is None:
+            return None
+        if len(self._ends) > 2 * len(self._held) + _SPARE:
+            self._ends = [end for end in self._ends if self._is_current(end)]
+            heapq.heapify(self._ends)
+        return held.item
+
+    def expire(self, now: float) -> list[Item]:
+        """Items whose leases have ended, the one that ended first in front."""
+        items = []
+        while self._ends and self._ends[0][0] <= now:
+            end = heapq.heappop(self._ends)
+            if self._is_current(end):
+                items.append(self._held.pop(end[2]).item)
+        self.expired += len(items)
+        return items
+
+    def next_end(self) -> float:
+        """When the next lease ends; infinity without any."""
+        while self._ends and not self._is_current(self._ends[0]):
+            heapq.heappop(self._ends)
+        return self._ends[0][0] if self._ends else inf
+
+    def _is_current(self, end: tuple[float, int, str]) -> bool:
+        held = self._held.get(end[2])
+        return held is not None and held.number == end[1]

@@ -1,0 +1,122 @@
+"""Reservations over HTTP: a worker that is counted as busy until its lease ends or it is released.
+
+Contract: each reservation is released once, by its owner, by the end of its lease, or by the end of
+the program with all others. The state machine is `reservations`; here are the clock and the task.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from secrets import token_hex
+from typing import Final
+
+import trio
+
+from omni_proxy.config.schema import Config
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.picker.pick_request import Selection
+from omni_proxy.picker.picker import Picker
+from omni_proxy.picker.reservations import Reservations
+from omni_proxy.wire.errors import HttpError
+
+_log = logging.getLogger(__name__)
+
+MAX_RESERVATIONS: Final = 100_000
+LONGEST_SLEEP_SECS: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`target`: a worker, or a data-parallel rank. `model`: what an alias stood for, else None.
+    `reservation_id` None: it is not counted."""
+
+    target: Worker
+    model: str | None
+    reservation_id: str | None = None
+    lease_secs: float = 0.0
+
+
+class PickerService:
+    """`config`: the configuration in force."""
+
+    def __init__(self, picker: Picker, config: Callable[[], Config]) -> None:
+        self._picker = picker
+        self._config = config
+        self._reservations: Reservations[Exchange] = Reservations()
+        self._changed = trio.Event()  # a lease may end sooner than the task has thought
+
+    async def select(self, selection: Selection) -> Choice:
+        """Raises HttpError."""
+        exchange = await self._picker.inspect(selection.request)
+        return Choice(self._picker.select(exchange), _target_model(exchange))
+
+    async def reserve(self, selection: Selection) -> Choice:
+        """Raises HttpError, 409 for an id in use."""
+        exchange = await self._picker.inspect(selection.request)
+        reservation_id = selection.selection_id or token_hex(16)
+        self._refuse_unless_new(reservation_id)
+        target = self._picker.acquire(exchange)
+        exchange.body = b""  # only the policy needed it
+        lease = selection.lease_secs or self._config().picker.lease_secs
+        before = self._reservations.next_end()
+        self._reservations.add(reservation_id, exchange, self._picker.now + lease)
+        if self._reservations.next_end() < before:
+            self._changed.set()
+        return Choice(target, _target_model(exchange), reservation_id, lease)
+
+    def release(self, reservation_id: str) -> None:
+        """Raises HttpError 404 for an unknown id, or one whose lease has ended."""
+        exchange = self._reservations.release(reservation_id)
+        if exchange is None:
+            message = f"no reservation {reservation_id!r}: it was released, or its lease has ended"
+            raise HttpError(404, message, "unknown_reservation")
+        self._picker.release(exchange)
+
+    def status(self) -> dict[str, object]:
+        return {"reservations": len(self._reservations), "expired": self._reservations.expired}
+
+    def _refuse_unless_new(self, reservation_id: str) -> None:
+        held = self._reservations.get(reservation_id)
+        if held is not None:
+            target = held.sent_to
+            where = f" at {target.url}" if target is not None else ""
+            raise HttpError(
+                409, f"the reservation {reservation_id!r} is there already{where}; release it, or "
+                "choose another selection_id", "reservation_exists",
+            )  # fmt: skip
+        if len(self._reservations) >= MAX_RESERVATIONS:
+            raise HttpError(
+                503, f"{MAX_RESERVATIONS} reservations are held", "too_many_reservations"
+            ).with_headers(("retry-after", "1"))
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Release what expires, until cancelled; then everything."""
+        task_status.started()
+        try:
+            while True:
+                self._expire()
+                self._changed = trio.Event()
+                secs = self._reservations.next_end() - self._picker.now
+                with trio.move_on_after(min(max(secs, 0.0), LONGEST_SLEEP_SECS)):
+                    await self._changed.wait()
+        finally:
+            self._release_all()
+
+    def _expire(self) -> None:
+        expired = self._reservations.expire(self._picker.now)
+        for exchange in expired:
+            self._picker.release(exchange)
+        if expired:
+            _log.warning("reservations_expired count=%d", len(expired))
+
+    def _release_all(self) -> None:
+        for exchange in self._reservations.expire(inf):
+            self._picker.release(exchange)
+
+
+def _target_model(exchange: Exchange) -> str | None:
+    return exchange.requirements.target_model if exchange.requirements is not None else None

@@ -1,0 +1,92 @@
+import pytest
+
+from omni_proxy.admin_api.routes.picker_routes import endpoint_of
+from omni_proxy.config.parse import parse
+from omni_proxy.dataplane.dataplane import DataPlane, Sources
+from omni_proxy.picker.picker import Picker
+from omni_proxy.picker.service import PickerService
+from tests.admin_api.api_fixture import A, B, build_api, entry
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+async def api():
+    services, written = {}, []
+    services["write_audit"] = written.append
+    made = build_api(entry(A, model="m"), entry(B, model="n"), services=services)
+    config = parse("")
+    plane = DataPlane(made.fleet, config, admin_socket="/nowhere", sources=Sources(lambda n: 0))
+    service = PickerService(Picker(plane.services), lambda: config)
+    made = build_api(
+        entry(A, model="m"), entry(B, model="n"), services={**services, "picker": service}
+    )
+    plane = DataPlane(made.fleet, config, admin_socket="/nowhere", sources=Sources(lambda n: 0))
+    service._picker = Picker(plane.services)
+    made.healthy(A, B)
+    made.written = written
+    return made
+
+
+async def post(api, path, body):
+    answer = await api.client().post(path, json=body)
+    return answer.status_code, await answer.get_json()
+
+
+async def test_a_reservation_counts_until_it_is_deleted(api):
+    status, body = await post(api, "/select_and_reserve", {**CHAT, "selection_id": "a/b c"})
+    worker = api.worker(A)
+    assert (status, worker.in_flight) == (200, 1)
+    assert body == {
+        "reservation_id": "a/b c", "worker_id": worker.id, "endpoint": "127.0.0.1:8011",
+        "url": A, "rank": None, "model": None, "lease_secs": 120.0,
+    }  # fmt: skip
+    answer = await api.client().delete("/reservations/a%2Fb%20c")
+    assert (answer.status_code, await answer.get_json()) == (
+        200,
+        {"reservation_id": "a/b c", "released": True},
+    )
+    assert worker.in_flight == 0
+    assert (await api.client().delete("/reservations/a%2Fb%20c")).status_code == 404
+
+
+async def test_a_selection_has_no_reservation(api):
+    status, body = await post(api, "/select", CHAT)
+    assert (status, body["url"], body["reservation_id"], body["lease_secs"]) == (200, A, None, None)
+    assert api.worker(A).in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [({"model": "x"}, 404), ({"path": "/nowhere"}, 404), ({"lease_secs": -1}, 400)],
+)
+@pytest.mark.parametrize("path", ["/select", "/select_and_reserve"])
+async def test_what_can_not_be_picked_is_refused(api, path, body, status):
+    assert (await post(api, path, body))[0] == status
+
+
+async def test_nobody_is_503_at_once(api):
+    api.worker(A).disabled = True
+    api.fleet.cordon(api.worker(A), "test")
+    status, body = await post(api, "/select_and_reserve", CHAT)
+    assert status == 503
+    assert body["error"]["message"].startswith("no eligible upstream")
+
+
+async def test_the_audit_log_has_no_line_for_each_request(api):
+    await post(api, "/select_and_reserve", {**CHAT, "selection_id": "s"})
+    await api.client().delete("/reservations/s")
+    assert api.written == []
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        ("http://[::1]:8000", "[::1]:8000"),
+        ("https://host.example", "host.example:443"),
+        ("http://host.example", "host.example:80"),
+        ("unix:/run/engine.sock", "/run/engine.sock"),
+    ],
+)
+def test_an_endpoint_has_the_port_of_its_scheme(url, endpoint):
+    assert endpoint_of(url) == endpoint

@@ -1,0 +1,66 @@
+from math import inf
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from omni_proxy.picker.reservations import Reservations
+from tests.example_counts import examples
+
+IDS = st.sampled_from("abcdef")
+
+
+class NaiveReservations(RuleBasedStateMachine):
+    """Against a list that is searched. Items are numbers, none of which comes twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.real = Reservations()
+        self.held = []  # (end of the lease, item, id), in the order of their making
+        self.now, self.made, self.given_back = 0.0, 0, []
+
+    @rule(name=IDS, secs=st.integers(0, 5))
+    def reserve(self, name, secs):
+        self.made += 1
+        if any(name == other for _, _, other in self.held):
+            with pytest.raises(KeyError):
+                self.real.add(name, self.made, self.now + secs)
+            return
+        self.real.add(name, self.made, self.now + secs)
+        self.held.append((self.now + secs, self.made, name))
+
+    @rule(name=IDS)
+    def release(self, name):
+        [mine] = [each for each in self.held if each[2] == name] or [None]
+        assert self.real.release(name) == (mine and mine[1])
+        if mine:
+            self.held.remove(mine)
+            self.given_back.append(mine[1])
+
+    @rule(secs=st.integers(0, 4))
+    def time_passes(self, secs):
+        self.now += secs
+        ended = sorted(each for each in self.held if each[0] <= self.now)
+        assert self.real.expire(self.now) == [item for _, item, _ in ended]
+        self.held = [each for each in self.held if each not in ended]
+        self.given_back += [item for _, item, _ in ended]
+
+    @invariant()
+    def both_agree(self):
+        assert len(self.real) == len(self.held)
+        assert self.real.next_end() == min((end for end, _, _ in self.held), default=inf)
+        assert all(self.real.get(name) == item for _, item, name in self.held)
+        assert len(self.given_back) == len(set(self.given_back))
+
+
+TestReservations = NaiveReservations.TestCase
+TestReservations.settings = settings(max_examples=examples(40), stateful_step_count=30)
+
+
+def test_released_reservations_take_no_memory_until_their_leases_end():
+    reservations = Reservations()
+    for number in range(1000):
+        reservations.add(str(number), number, 1e9)
+        reservations.release(str(number))
+    assert len(reservations._ends) < 100
