@@ -1,8 +1,9 @@
 """Upgrades in a row under load: what fails, what is cut, descriptors, memory, p99 with and without.
 
-`python -m tools.upgrades [--upgrades N] [--clients N]`: starts a worker and the proxy on loopback.
-Half of the clients send small requests on kept connections, the others read long streams. Exit
-status 1 where a request failed or a stream was cut, else 0.
+`python -m tools.upgrades [--upgrades N] [--clients N] [--processes N]`: starts a worker and the
+proxy on loopback. Half of the clients send small requests on kept connections, a quarter reads long
+streams, a quarter talks over WebSockets as long. Exit status 1 where a request failed, or a stream
+or a session was cut, else 0.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import sys
 import tempfile
 import time
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import trio
+from wsproto import ConnectionType, WSConnection
+from wsproto.events import AcceptConnection, CloseConnection, Event, Ping, Request, TextMessage
 
 from tools.http_requests import RequestReader
 
@@ -40,13 +44,60 @@ class Tally:
 
     millis: list[float] = field(default_factory=list)
     streams: int = 0
+    sessions: int = 0
     failed: list[str] = field(default_factory=list)
+
+
+class WebSocket:
+    """One end of a WebSocket."""
+
+    def __init__(
+        self, stream: trio.SocketStream, kind: ConnectionType, received: bytes = b""
+    ) -> None:
+        self._stream = stream
+        self._protocol = WSConnection(kind)
+        if received:
+            self._protocol.receive_data(received)
+
+    async def send(self, event: Event) -> None:
+        await self._stream.send_all(self._protocol.send(event))
+
+    async def receive(self) -> Event:
+        """The next event but pings. Raises EOFError."""
+        while True:
+            for event in self._protocol.events():
+                if isinstance(event, Ping):
+                    await self.send(event.response())
+                else:
+                    return event
+            chunk = await self._stream.receive_some(65536)
+            if not chunk:
+                raise EOFError("the connection was cut")
+            self._protocol.receive_data(chunk)
+
+
+async def echo(websocket: WebSocket) -> None:
+    """A worker's side of a session: each text comes back."""
+    with suppress(EOFError, trio.BrokenResourceError):
+        while True:
+            event = await websocket.receive()
+            match event:
+                case Request():
+                    await websocket.send(AcceptConnection())
+                case TextMessage():
+                    await websocket.send(TextMessage(data=event.data))
+                case CloseConnection():
+                    await websocket.send(event.response())
+                    return
 
 
 async def serve_worker(stream: trio.SocketStream) -> None:
     requests = RequestReader(stream)
     try:
         while received := await requests.read():
+            if received[0].startswith(b"GET /v1/audio/speech/stream"):
+                await echo(WebSocket(stream, ConnectionType.SERVER, received[0] + b"\r\n\r\n"))
+                return
             if b'"stream": true' not in received[1]:
                 await stream.send_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
                 continue
@@ -114,6 +165,42 @@ async def stream_again_and_again(port: int, tally: Tally, stop: trio.Event) -> N
                 tally.failed.append(f"stream of {data.count(b'data: ')} events")
 
 
+async def talk_again_and_again(port: int, tally: Tally, stop: trio.Event) -> None:
+    while not stop.is_set():
+        stream = await trio.open_tcp_stream("127.0.0.1", port)
+        async with stream:
+            try:
+                await talk(WebSocket(stream, ConnectionType.CLIENT))
+            except (EOFError, trio.BrokenResourceError) as error:
+                tally.failed.append(f"session: {error}")
+                continue
+            tally.sessions += 1
+
+
+async def talk(websocket: WebSocket) -> None:
+    """A whole session. Raises EOFError, BrokenResourceError."""
+    await websocket.send(Request(host="x", target="/v1/audio/speech/stream"))
+    await expect(websocket, AcceptConnection)
+    for number in range(EVENTS):
+        await websocket.send(TextMessage(data=json.dumps({"type": "session.config", "n": number})))
+        await expect(websocket, TextMessage)
+        await trio.sleep(EVENT_SECS)
+    await websocket.send(CloseConnection(code=1000))
+    await expect(websocket, CloseConnection)
+
+
+async def expect(websocket: WebSocket, kind: type[Event]) -> None:
+    """Raises EOFError where something else comes."""
+    event = await websocket.receive()
+    if not isinstance(event, kind):
+        raise EOFError(f"{event} instead of {kind.__name__}")
+
+
+CLIENTS: Final = (
+    ask_again_and_again, stream_again_and_again, ask_again_and_again, talk_again_and_again,
+)  # fmt: skip
+
+
 def status(port: int) -> dict[str, object]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=10) as answer:
         return dict(json.load(answer))
@@ -143,8 +230,7 @@ async def measure(port: int, clients: int, upgrades: int, secs: float) -> Tally:
     tally, stop = Tally(), trio.Event()
     async with trio.open_nursery() as nursery:
         for number in range(clients):
-            work = ask_again_and_again if number % 2 else stream_again_and_again
-            nursery.start_soon(work, port, tally, stop)
+            nursery.start_soon(CLIENTS[number % len(CLIENTS)], port, tally, stop)
         await trio.sleep(APART_SECS)
         for _ in range(upgrades):
             await upgrade(port)
@@ -159,7 +245,8 @@ def line(name: str, tally: Tally, secs: float) -> str:
     return (
         f"{name}: {secs:.0f} s, {len(tally.millis)} requests, p50 {half:.1f} ms, "
         f"p99 {most:.1f} ms, "
-        f"{tally.streams} whole streams, {len(tally.failed)} failed"
+        f"{tally.streams} whole streams, {tally.sessions} whole sessions, "
+        f"{len(tally.failed)} failed"
     )
 
 
@@ -183,7 +270,7 @@ async def run(port: int, clients: int, upgrades: int) -> int:
     return 1 if calm.failed or tally.failed else 0
 
 
-async def main(clients: int, upgrades: int) -> int:
+async def main(clients: int, upgrades: int, processes: int) -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     async with trio.open_nursery() as nursery:
@@ -193,7 +280,8 @@ async def main(clients: int, upgrades: int) -> int:
             file = Path(folder) / "proxy.toml"
             worker = listener.socket.getsockname()[1]
             file.write_text(
-                f'[server]\nport = {port}\nstate_file = "off"\n[health]\nsuccess_threshold = 1\n'
+                f"[server]\nport = {port}\nprocesses = {processes}\n"
+                f'state_file = "off"\n[health]\nsuccess_threshold = 1\n'
                 f'[[workers]]\nurl = "http://127.0.0.1:{worker}"\n'
             )
             log = (Path(folder) / "log").open("wb")
@@ -220,5 +308,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upgrades", type=int, default=20)
     parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args()
-    sys.exit(trio.run(main, given.clients, given.upgrades))
+    sys.exit(trio.run(main, given.clients, given.upgrades, given.processes))
