@@ -159,7 +159,7 @@ class Services:
     kv_connector: KvConnector = "sglang"  # of workers added over HTTP that name none
     # URLs of the workers on the command line.
     given: tuple[str, ...] = ()
-    proxy_id: str = ""  # see `wire.proxy_headers`
+    proxy_id: str = ""  # see `wire.forwarded`
     # Of the process: the admin API may be restarted.
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     started: float = field(default_factory=time.monotonic)

@@ -103,7 +103,7 @@ TRANSFER: Final = (TRANSFER_INIT, START_UPDATE, START_DRAFT_UPDATE, UPDATE_WEIGH
                    TRANSFER_SHUTDOWN)  # fmt: skip
 _READ: Final = ("GET", "POST")
 
-# SGLang's dialect, then vLLM's: a fleet takes both (engine_words.py).
+# SGLang's dialect, then vLLM's: a fleet takes both (`engine_dialects.py`).
 ROUTES: Final = (
     AdminRoute(MODEL_INFO, Kind.READ, _READ),
     AdminRoute("/weights_checker", Kind.READ, _READ),

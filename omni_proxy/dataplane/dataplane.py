@@ -88,7 +88,7 @@ class DataPlane:
         sources: Sources,
         proxy_id: str = "",
     ) -> None:
-        """`admin_socket`: of the admin API. `proxy_id`: see `wire.proxy_headers`."""
+        """`admin_socket`: of the admin API. `proxy_id`: see `wire.forwarded`."""
         self.proxy_id = proxy_id
         self.fleet = fleet
         self.random_below = sources.random_below

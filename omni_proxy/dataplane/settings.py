@@ -68,7 +68,7 @@ class Settings:
     """What readers need of a Config, ready for use."""
 
     def __init__(self, config: Config, proxy_id: str) -> None:
-        self._proxy_id = proxy_id.encode()  # see `wire.proxy_headers`
+        self._proxy_id = proxy_id.encode()  # see `wire.forwarded`
         self.forwarded: ForwardedHeaders | None = None  # None: nothing is written
         self.callers = Callers()
         self.request_heads = self._head_caches()

@@ -159,7 +159,7 @@ class Worker(_RequestFields):
         self.cordon_reasons: set[str] = set()
         self.health_body: object = None
         self.instance = ""  # process identity from its last good probe
-        self.hop_line = b""  # header line for a worker that is a proxy, see `wire.proxy_headers`
+        self.hop_line = b""  # header line for a worker that is a proxy, see `wire.forwarded`
         self.version: WeightVersion = UNKNOWN_VERSION
         self.reported_role: ReportedRole = ""  # by its engine; counts if none is configured
         self.reported_bootstrap_port: int | None = None  # the same

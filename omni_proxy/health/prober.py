@@ -97,7 +97,7 @@ class Prober:
         self._loops: dict[Worker, _ProbeLoop] = {}
         self._slots = trio.CapacityLimiter(MAX_PARALLEL_PROBES)
         self._throttle = StartThrottle()
-        self.proxy_id = ""  # of this proxy, see `wire.proxy_headers`
+        self.proxy_id = ""  # of this proxy, see `wire.forwarded`
         # Workers under a weight update, whose failed probes are ignored: they may be slow or busy.
         self.tolerates_failures: Callable[[Worker], bool] = lambda _: False
         fleet.watch_members(self._follow_fleet)

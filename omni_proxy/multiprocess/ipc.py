@@ -228,7 +228,7 @@ class HistogramDelta(Struct, frozen=True, array_like=True):
 
 
 class SeriesDelta(Struct, frozen=True, array_like=True):
-    """New values of one `telemetry.series.Cell`; serial 0: no worker."""
+    """New values of one `telemetry.metrics.RouteSeries`; serial 0: no worker."""
 
     route: str
     serial: int

@@ -4,7 +4,7 @@ Sizes are bytes of text; a text that several workers hold counts once in `size`.
 and their fields are columns: objects would cost three times the memory and burden the garbage
 collector. Invariants: the holder of a node holds its parent; a parent was used after all of its
 children, so the least recently used node is a leaf. Each call does a bounded amount of upkeep, and
-`size` never exceeds 5/4 of `max_size` by more than one text. While `prune` has work left, a holder
+`size` never exceeds 5/4 of `max_size` by more than one text. While `_prune` has work left, a holder
 may still be on nodes below one that it has lost.
 """
 

@@ -1,8 +1,7 @@
 """The new program as the running one sees it: its process, its messages, what it prints.
 
 Invariant: its stderr comes through the running program until it has taken over, so that its own
-error can be shown; every line is passed on. It is ended by `kill`, or goes on by itself after
-`let_go`.
+error can be shown; every line is passed on. It is ended by `kill`, or goes on by itself.
 """
 
 from __future__ import annotations

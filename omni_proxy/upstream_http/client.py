@@ -272,7 +272,7 @@ def build_request(
 
 def _hop_headers(worker: Worker, headers: Mapping[str, str]) -> dict[str, str]:
     """The hop marks of the proxies before this one, then its own; only for a worker that is a
-    proxy itself (`wire.proxy_headers`)."""
+    proxy itself (`wire.forwarded`)."""
     previous = headers.get(HOP_FIELD) or incoming_hops.get()
     proxy_id = worker.hop_line.decode("ascii").partition(": ")[2].strip()
     marks = ", ".join(hop for hop in (previous, proxy_id) if hop)

@@ -5,7 +5,7 @@ several refuses the whole name. Nothing is cached: a name is resolved each time.
 
 Also checks whether a worker's address is one that this proxy listens on: its requests would loop.
 Invariant: a name that can't be resolved in time is no error here; a loop that addresses don't show
-(a forwarded port, another proxy) is ended by the hop header, see `wire.proxy_headers`. Blocking:
+(a forwarded port, another proxy) is ended by the hop header, see `wire.forwarded`. Blocking:
 call it in a thread, except for `is_own_address`.
 """
 

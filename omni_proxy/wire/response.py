@@ -30,7 +30,7 @@ _CHUNK_SIZE = re.compile(rb"(?:\A|(?<=\r\n))([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n]
 # A worker can't remove the length from the client's response by nominating it.
 _STAYING = PLAIN_OPTIONS | {b"content-length"}
 # Fields of which only the proxy's own values may reach a client
-# (`dataplane.exchange.exchange.diagnostics`, `fleet.weight_version`): a worker could claim to be
+# (`dataplane.exchange.response_relay`, `fleet.weight_version`): a worker could claim to be
 # another one, or to have other weights.
 DIAGNOSTICS = (
     b"x-sglang-omni-worker", b"x-sglang-omni-request-id", b"x-sglang-omni-route-attempt",

@@ -57,7 +57,7 @@ class UpstreamPool:
         self.worker: Worker | None = None
         self.host_line = f"host: {host}\r\n".encode("latin-1")
         self.asks_for_load = False  # `host_line` asks the engine to tell its load
-        self.hop_line = b""  # the part of it that marks our hop, see `wire.proxy_headers`
+        self.hop_line = b""  # the part of it that marks our hop, see `wire.forwarded`
         self.idle: list[Stream] = []  # last in, first out: the rest may grow old and go
         self.closed = False
         self.response_template = NOT_CACHED  # how the worker writes its responses
@@ -240,7 +240,7 @@ class UpstreamPools:
         return pool
 
     def ask_for_load(self, asks: bool) -> None:
-        """Whether requests ask for the load of the engine, see `load_header`."""
+        """Whether requests ask for the load of the engine, see `response_reports`."""
         if asks != self._asks_for_load:
             self._asks_for_load = asks
             for pool in self.known.values():

@@ -33,7 +33,7 @@ AdminFunction = Callable[[dict[str, Any]], OperationOutcome]
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
-# Key in an answer's data: live tensors mix old and new weights (`DamagedFault`).
+# Key in an answer's data: live tensors mix old and new weights (`DamagedWeightsError`).
 DAMAGED: Final = "weights_damaged"
 
 

@@ -19,7 +19,7 @@ from omni_proxy.routing.policies.sticky import Sticky
 
 __all__ = ["BUILT_IN", "Policy", "RandomBelow", "build_policy"]
 
-# By the names of `config.policy_names.POLICIES`.
+# By the names of `config.fields.POLICIES`.
 BUILT_IN: Final[dict[str, type[Policy]]] = {
     "round_robin": RoundRobin,
     "least_request": LeastRequest,

@@ -5,8 +5,8 @@ After a cancelled call the state of the member is unknown; the caller undoes it 
 A vLLM engine that leaves keeps nothing of an unfinished update: vLLM 0.32.0 keeps the tensors of a
 layer that it has collected in part, and every later update fails on them; an update that is started
 and finished empties them (both run).
-`FanOut` calls all members at once. No member waits for the result of another one; the first cause
-of failure is kept: a member's result, a timeout, or a report that the group is lost.
+`GroupFanOut` calls all members at once. No member waits for the result of another one; the first
+cause of failure is kept: a member's result, a timeout, or a report that the group is lost.
 """
 
 from __future__ import annotations

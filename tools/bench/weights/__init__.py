@@ -2,7 +2,7 @@
 
 `python -m tools.bench --weights`. Every figure is a ratio within a round, whose legs ran within
 seconds of each other: to a plain gloo broadcast from one process into memory that was touched. How
-memory is measured, and lateness: weights_memory.py, weights_lateness.py.
+memory is measured, and the delay of event loops: memory.py, loop_delay.py.
 """
 
 from __future__ import annotations
