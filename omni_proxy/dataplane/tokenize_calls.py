@@ -10,11 +10,11 @@ from typing import Final
 
 import msgspec
 
-from omni_proxy.dataplane.disaggregation.side_task import SideTask, head_for, read_body
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed, run_attempt
+from omni_proxy.dataplane.upstream.side_task import SideTask, head_for, read_body
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.kv_events.known_texts import KnownTexts, TextQuestion
 from omni_proxy.wire.errors import HttpError

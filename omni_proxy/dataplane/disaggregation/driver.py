@@ -30,13 +30,6 @@ from omni_proxy.dataplane.disaggregation.prefill_leg import (
     failure_of_response,
     limit_by_transfer,
 )
-from omni_proxy.dataplane.disaggregation.side_task import (
-    AnswerCut,
-    hold_response,
-    read_body,
-    wait_for,
-    wait_for_read,
-)
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange.exchange_io import Connections, ExchangeIO
 from omni_proxy.dataplane.exchange.response_relay import RewrittenResponse, relay
@@ -50,6 +43,13 @@ from omni_proxy.dataplane.upstream.attempt import (
 )
 from omni_proxy.dataplane.upstream.outcome import release_body, report_end
 from omni_proxy.dataplane.upstream.pool import ResponseStart
+from omni_proxy.dataplane.upstream.side_task import (
+    AnswerCut,
+    hold_response,
+    read_body,
+    wait_for,
+    wait_for_read,
+)
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from omni_proxy.dataplane.disaggregation.side_task import SideTask, head_for, read_body
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import AttemptIO
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed, run_attempt
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
+from omni_proxy.dataplane.upstream.side_task import SideTask, head_for, read_body
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.kv_transfer.mooncake import MAX_QUERY_BYTES, QUERY, read_engine_ids
 from omni_proxy.routing.kv_transfer.sglang import abort_body, bootstrap_host

@@ -8,7 +8,6 @@ one of the transfer; the prefill leg reports its own. Source: features.md 2.4, 2
 from __future__ import annotations
 
 from omni_proxy.dataplane.disaggregation.prefill_leg import PairFailed
-from omni_proxy.dataplane.disaggregation.side_task import HeldResponse
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.task import ClientDisconnected
@@ -21,6 +20,7 @@ from omni_proxy.dataplane.upstream.retry import (
     may_retry,
     pause_secs,
 )
+from omni_proxy.dataplane.upstream.side_task import HeldResponse
 from omni_proxy.fleet.worker import FAILED, Worker
 from omni_proxy.wire.aborted_reply import CODE as ABORTED
 from omni_proxy.wire.errors import HttpError

@@ -15,12 +15,6 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
-from omni_proxy.dataplane.disaggregation.side_task import (
-    HeldResponse,
-    SideTask,
-    hold_response,
-    read_body,
-)
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.event_loop import EventLoop, Steppable
@@ -39,6 +33,12 @@ from omni_proxy.dataplane.upstream.attempt import (
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.dataplane.upstream.response_reports import learn_from, prediction_of_leg
 from omni_proxy.dataplane.upstream.retry import counts_as_failed
+from omni_proxy.dataplane.upstream.side_task import (
+    HeldResponse,
+    SideTask,
+    hold_response,
+    read_body,
+)
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
 from omni_proxy.routing.cache_prediction import CachePrediction
 from omni_proxy.routing.kv_transfer.transfer_errors import names_transfer
