@@ -292,7 +292,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
         revision=COUNT, config_file=TEXT_OR_NULL, state_file=TEXT_OR_NULL,
         state_error=TEXT_OR_NULL, last_reload=OBJECT, supervisors=listed(OBJECT),
         watchdog=OBJECT, data_plane=OBJECT, door=OBJECT, fleet=shape(**COUNTED),
-        launch=listed(OBJECT), **_KEY_REFUSALS,
+        launch=listed(OBJECT), **_KEY_REFUSALS, kv_modes=OBJECT,
         discovery=listed(OBJECT), cluster=OBJECT_OR_NULL, picker=OBJECT_OR_NULL,
     ),
     "Workers": {

@@ -115,6 +115,11 @@ class FleetHealthRoutes:
                 "data_plane": data_plane,
                 "door": data_plane,  # the old name
                 "fleet": services.fleet.count_by_state(),
+                "kv_modes": {
+                    worker.url: {"kv_mode": worker.kv_mode, "kv_reason": worker.kv_reason}
+                    for worker in services.fleet.workers
+                    if worker.kv_events != "off"
+                },
                 "upgrade": services.upgrade(),
                 "launch": services.launcher.status() if services.launcher else [],
                 "discovery": discovery_rows(services),

@@ -1,10 +1,14 @@
+import json
+
 import pytest
 import trio
 
 from omni_proxy.admin_api.routes.models_routes import top_of
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import RoutingConfig
+from omni_proxy.routing.inspect.keyed_text import keyed_fields
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, SLICE_BYTES
+from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.model_aliases import ModelAliases
 from omni_proxy.routing.policies import build_policy
 from tests.admin_api.api_fixture import A, B, build_api, entry
@@ -103,6 +107,25 @@ async def test_a_stored_response_is_explained_by_its_owner(api):
     api.data_plane.response_owners.keep("resp_1", api.worker(B), 0.0)
     for body, url in ((b'{"previous_response_id": "resp_1"}', B), (b'{"input": "a"}', A)):
         answer = await api.client().post("/explain?path=/v1/responses", data=body)
+        assert (await answer.get_json())["pick"]["url"] == url
+
+
+async def test_a_response_goes_where_its_instructions_and_input_were_sent():
+    api = build_api(entry(A), entry(B))
+    api.healthy(A, B)
+    policy = api.data_plane.policy = build_policy(
+        RoutingConfig(policy="cache_aware"), lambda n: 0, 0.0
+    )
+    first = {
+        "model": "m",
+        "instructions": "Be brief. " * 9,
+        "input": [{"role": "user", "content": "Why"}],
+    }
+    fields = keyed_fields(json.dumps(first).encode(), ("instructions", "input"))
+    policy.record_pick(api.worker(B), Requirements(0, "m", body_fields=fields))
+    for question, url in (("Why not", B), ("Why " * 400, A)):
+        body = {**first, "input": [{"role": "user", "content": question}]}
+        answer = await api.client().post("/explain?path=/v1/responses", json=body)
         assert (await answer.get_json())["pick"]["url"] == url
 
 

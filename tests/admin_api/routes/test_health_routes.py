@@ -151,6 +151,15 @@ async def test_status_reports_what_runs(api):
     assert body["data_plane"] == body["door"]
 
 
+async def test_status_says_what_is_known_of_the_caches_that_publish_events():
+    api = build_api(entry(A, kv_events="auto"), entry(B))
+    body = await (await api.client().get("/status")).get_json()
+    assert body["kv_modes"] == {A: {"kv_mode": "off", "kv_reason": ""}}
+    api.worker(A).kv_mode, api.worker(A).kv_reason = "degraded", "batches 3 to 4 were lost"
+    body = await (await api.client().get("/status")).get_json()
+    assert body["kv_modes"][A] == {"kv_mode": "degraded", "kv_reason": "batches 3 to 4 were lost"}
+
+
 async def test_an_unknown_path_is_a_json_404_with_detail(api):
     answer = await api.client().get("/nowhere")
     body = await answer.get_json()
