@@ -22,7 +22,7 @@ from omni_proxy.fleet.worker import Worker
 _log = logging.getLogger(__name__)
 
 READ_SECS: Final = 1.0  # between two looks at the workers' versions
-LOOKS: Final = 10  # at the lease, in its time
+LOOKS: Final = 10  # at the lease, in its time; so much earlier than its end it counts as ended
 
 ReadLabels = Callable[[Sequence[Worker]], Awaitable[dict[Worker, str | None]]]
 
@@ -40,6 +40,11 @@ class CutOffHold:
         self._seen_at: dict[Worker, float] = {}  # when a worker last reported that
         self._logged = False
 
+    def note_versions(self) -> None:
+        """Those of now are what workers must report."""
+        self._labels = {worker: worker.version.label for worker in self._fleet.workers}
+        self._seen_at.clear()
+
     async def run(self, lease_secs: float) -> None:
         """Until cancelled; then nothing is held."""
         try:
@@ -54,9 +59,8 @@ class CutOffHold:
     def _look(self, lease_secs: float) -> None:
         left = self._lease_left()
         if left is None or left > lease_secs / 2:
-            self._labels = {worker: worker.version.label for worker in self._fleet.workers}
-            self._seen_at.clear()
-        if left is None or left > 0:
+            self.note_versions()
+        if left is None or left > lease_secs / LOOKS:
             self._release()
             return
         now = trio.current_time()

@@ -36,6 +36,7 @@ from omni_proxy.cluster.messages import (
 )
 from omni_proxy.cluster.proxy_figures import WorkerFigures
 from omni_proxy.cluster_member.cut_off import CutOffHold
+from omni_proxy.cluster_member.members import CallHandler, Members
 from omni_proxy.cluster_member.shared_figures import FiguresSource, SharedFigures
 from omni_proxy.cluster_member.shared_health import SharedHealth
 from omni_proxy.cluster_member.shared_hints import HintsView, SharedHints
@@ -73,6 +74,7 @@ LONGEST_PAUSE_SECS: Final = 1.0
 HEARTBEATS: Final = 4  # in the time of a lease
 SHORTEST_PATIENCE_SECS: Final = 0.5  # for a reply
 BYE_SECS: Final = 0.2
+CALLED_SECS: Final = 2.0
 WRONG_PASSWORD: Final = ("WRONGPASS", "NOAUTH", "NOPERM")
 
 
@@ -106,9 +108,13 @@ class ClusterMember:
         self._figures = SharedFigures(figures)
         self._health = SharedHealth(fleet, prober, lambda: self.table)
         self._hints = SharedHints(fleet, view, self._store_now, lambda: self.table)
+        handler = CallHandler(self._outgoing, self._apply_call, self._take_reply)
+        self._members = Members(lambda: (self.name, self.table.name), handler)
         self._cut_off = CutOffHold(fleet, self._lease_left, lambda each: read_labels(each, {}))
         self._save_journal = operations.journal.save_adopted
         self._applied = trio.Event()  # a state of another proxy: to be saved and acknowledged
+        self._nursery: trio.Nursery | None = None
+        self._listening, self._listens_at = trio.CancelScope(), ""
         self._hello_heard = False
         self._heartbeat_at = float("-inf")
         self._clock_ahead = 0.0  # of the store's, beside ours
@@ -191,20 +197,9 @@ class ClusterMember:
     def lock_timeout_secs(self) -> float:
         return self._config_store.config.admin.lock_timeout_secs
 
-    async def live_members(self) -> set[str]:
+    async def needed(self) -> set[str]:
         """See `shared_weights.Membership`."""
-        connection = self.connection
-        if connection is None:
-            raise StoreError("it is not connected")
-        (found,) = await connection.call(("SMEMBERS", self._members_key))
-        others = sorted({name.decode() for name in found} - {self.name})
-        if not others:
-            return set()
-        (values,) = await connection.call(("MGET", *map(self._lease_key_of, others)))
-        live = {name for name, value in zip(others, values, strict=True) if value is not None}
-        if gone := [name for name in others if name not in live]:
-            await connection.call(("SREM", self._members_key, *gone))
-        return live
+        return await self._members.needed()
 
     def _lease_left(self) -> float | None:
         """See `cut_off.CutOffHold`."""
@@ -227,9 +222,11 @@ class ClusterMember:
                 nursery.start_soon(self._stay_connected, load)
                 nursery.start_soon(self._cut_off.run, self.table.lease_secs)
                 nursery.start_soon(self._workers.run)
+                nursery.start_soon(self._members.run)
+                self._nursery = nursery
                 while True:
                     now = trio.current_time()
-                    load.expire(now, self.table)
+                    load.expire(now, self._peer_secs)
                     load.smooth(self.table)
                     load.share_bounds(now, self._store_now(), self.table)
                     peers = load.counts.peers
@@ -240,7 +237,8 @@ class ClusterMember:
             load.forget()
             self._figures.forget()
             self._weights.disconnect()
-            self._load = None
+            self._load = self._nursery = None
+            self._listens_at = ""
 
     async def _stay_connected(self, load: SharedLoad) -> None:
         backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS)
@@ -251,6 +249,7 @@ class ClusterMember:
                 self._note_loss(_reason(errors))
             finally:
                 self._connected_at = self.connection = None
+                self._members.disconnect()
             await trio.sleep(backoff.next_delay())
 
     async def _connect(self, load: SharedLoad, backoff: Backoff) -> None:
@@ -262,6 +261,8 @@ class ClusterMember:
         with trio.CancelScope(deadline=deadline) as scope:
             async with connected(address, self._on_message, tls) as connection:
                 await connection.call(("SUBSCRIBE", self._channel))
+                await self._members.connect(connection)
+                await self._listen(connection.local_host)
                 self._heartbeat_at = -math.inf
                 await self._send_batch(connection, load)
                 if "weights" in self.table.share:
@@ -300,8 +301,7 @@ class ClusterMember:
                 bye = encode(ByeMessage(self.name))
                 await connection.send(
                     ("PUBLISH", self._channel, bye),
-                    ("DEL", self._lease_key_of(self.name)),
-                    ("SREM", self._members_key, self.name),
+                    *self._members.farewell(),
                 )
             raise
 
@@ -317,8 +317,7 @@ class ClusterMember:
         if beats:
             self._heartbeat_at = now
             lease_ms = int(1000 * table.lease_secs)
-            lease: Command = ("SET", self._lease_key_of(self.name), "", "PX", lease_ms)
-            batch += [lease, ("SADD", self._members_key, self.name), ("TIME",)]
+            batch += [*self._members.registration(lease_ms), ("TIME",)]
             of_weights = self._weights.heartbeat()
             replies = (await connection.call(*batch, *of_weights))[len(batch) - 1 :]
             secs, microsecs = map(int, replies[0])
@@ -327,6 +326,45 @@ class ClusterMember:
             self._weights.take_heartbeat(replies[1:])
         elif batch:
             await connection.call(*batch)
+
+    async def _listen(self, host: str) -> None:
+        """For calls of members, if it is another address than before."""
+        if host == self._listens_at or self._nursery is None or "weights" not in self.table.share:
+            return
+        self._listens_at = host
+        self._listening.cancel()
+        self._listening = trio.CancelScope()
+        await self._nursery.start(self._members.listen, host, self._listening)
+
+    def _outgoing(self) -> bytes | None:
+        """See `members.CallHandler`."""
+        return self._weights.message or None if self._weights.is_holder else None
+
+    async def _apply_call(self, payload: bytes) -> list[bytes]:
+        """See `members.CallHandler`: a state of weights, acknowledged when it is in force. This
+        proxy is cut off from the store."""
+        message, load = decode(payload), self._load
+        state = decode_state(message.state) if isinstance(message, WeightsMessage) else None
+        if state is None or load is None or "weights" not in self.table.share:
+            return []
+        is_new = self._weights.take(state)
+        if self._weights.is_holder or self._weights.followed.state.order != state.order:
+            return []
+        await self._fleet.await_replicated()
+        if is_new:
+            self._cut_off.note_versions()
+            await self._save_journal()
+        counts = load.own_message(trio.current_time(), whole=True)
+        acknowledged = AckMessage(self.name, state.token, state.number)
+        return [encode(each) for each in (counts, acknowledged) if each is not None]
+
+    def _take_reply(self, payload: bytes) -> None:
+        self._on_message(b"", payload)
+
+    @property
+    def _peer_secs(self) -> float:
+        """After so much silence a peer's counts end. While it may be called, they end later."""
+        return self.table.lease_secs + (CALLED_SECS if self._weights.is_holder else 0.0)
 
     async def _acknowledge(self, connection: RedisConnection, load: SharedLoad) -> None:
         """What others have published of weights, when it is in force in all processes here."""
@@ -358,6 +396,7 @@ class ClusterMember:
                 self._hints.repeat()
             case ByeMessage():
                 load.leave(message.member)
+                self._members.forget(message.member)
             case HealthMessage():
                 self._health.take(message)
             case FiguresMessage():
@@ -388,13 +427,6 @@ class ClusterMember:
     @property
     def _channel(self) -> str:
         return f"{self.table.name}:members"
-
-    @property
-    def _members_key(self) -> str:
-        return f"{self.table.name}:nodes"
-
-    def _lease_key_of(self, member: str) -> str:
-        return f"{self.table.name}:lease:{member}"
 
     @property
     def _patience_secs(self) -> float:

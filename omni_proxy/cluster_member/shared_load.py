@@ -94,10 +94,10 @@ class SharedLoad:
             _log.info("cluster_peer_left peer=%s", member)
             self._count(self.counts.leave(member))
 
-    def expire(self, now: float, table: ClusterConfig) -> None:
-        """Peers that are silent are gone."""
-        for name, changed in self.counts.expire(now, table.lease_secs).items():
-            _log.warning("cluster_peer_gone peer=%s: nothing heard for %gs", name, table.lease_secs)
+    def expire(self, now: float, secs: float) -> None:
+        """Peers that are silent for so long are gone."""
+        for name, changed in self.counts.expire(now, secs).items():
+            _log.warning("cluster_peer_gone peer=%s: nothing heard for %gs", name, secs)
             self._count(changed)
 
     def smooth(self, table: ClusterConfig) -> None:

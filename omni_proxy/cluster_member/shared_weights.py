@@ -58,8 +58,9 @@ class Membership(Protocol):
     def connection(self) -> RedisConnection | None: ...
     @property
     def lock_timeout_secs(self) -> float: ...
-    async def live_members(self) -> set[str]:
-        """Those whose leases hold, without this one. Raises StoreError."""
+    async def needed(self) -> set[str]:
+        """Those that have to acknowledge: whose leases hold, or that may be cut off from the
+        store. Raises StoreError."""
 
 
 class SharedWeights:
@@ -72,6 +73,7 @@ class SharedWeights:
         self._acks: Acknowledgements | None = None  # while this proxy has the lease
         self._number = 0
         self._published = WeightState()
+        self.message = b""  # the last one, as it was published
         self._looked_at = float("-inf")
         # The value of a lease that was lost in an operation, whose end is not published yet.
         self._lost_lease = ""
@@ -297,7 +299,7 @@ class SharedWeights:
         )  # fmt: skip
         if not written:
             raise StoreError("the lease on weights was lost")
-        self._published = state
+        self._published, self.message = state, message
         self.followed.note(numbered)
         return numbered.number
 
@@ -306,10 +308,12 @@ class SharedWeights:
         await connection.call(("EVAL", RELEASE, 1, self._lease_key, value))
 
     async def _missing(self, number: int, deadline: float) -> list[str]:
-        """Members that have not acknowledged by then, and whose leases hold."""
+        """Members that have not acknowledged by then, and have to."""
         while True:
-            live = await self._call_store(lambda _: self._member.live_members())
-            missing = self._acks.missing(live, number) if self._acks is not None else sorted(live)
+            needed = await self._call_store(lambda _: self._member.needed())
+            missing = (
+                self._acks.missing(needed, number) if self._acks is not None else sorted(needed)
+            )
             if not missing or trio.current_time() >= deadline:
                 return missing
             await trio.sleep(POLL_SECS)

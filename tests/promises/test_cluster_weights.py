@@ -6,6 +6,7 @@ import trio
 
 from tests.promises.fleet_program import program, put, routable, toml
 from tests.redis_server import needs_store, redis_server
+from tools.bench.cluster.faults import Relay
 from tools.bench.cluster.weights import UPDATE, Traffic, workers
 
 pytestmark = needs_store
@@ -14,14 +15,18 @@ SYNC = "[weight_sync]\nmode = 'off'\nverify = 'off'\ndrain_secs = 5\n"
 
 
 @asynccontextmanager
-async def cluster(tmp_path, *, lease_secs=1.0):
-    """A store, two engines, two programs."""
+async def cluster(tmp_path, *, lease_secs=1.0, count=2):
+    """A store, two engines, and programs, the first of which reaches the store by a relay."""
     async with redis_server() as store, workers(2) as fleet, trio.open_nursery() as nursery:
         done, programs = trio.Event(), []
+        store.relay = Relay(store.port)
+        await nursery.start(store.relay.serve)
 
         async def start(number, *, task_status=trio.TASK_STATUS_IGNORED):
             file = tmp_path / f"{number}.toml"
-            shared = f'[cluster]\nurl = "{store.url}"\nnode = "p{number}"\npublish_secs = 0.02\n'
+            port = store.port if number else store.relay.port
+            url = f"redis://127.0.0.1:{port}"
+            shared = f'[cluster]\nurl = "{url}"\nnode = "p{number}"\npublish_secs = 0.02\n'
             text = toml(fleet, more="queue_size = 100") + SYNC + shared
             put(file, f"{text}lease_secs = {lease_secs}\n")
             async with program("--config", file) as running:
@@ -30,16 +35,17 @@ async def cluster(tmp_path, *, lease_secs=1.0):
                 await done.wait()
 
         try:
-            for number in range(2):
+            for number in range(count):
                 running = await nursery.start(start, number)
                 programs.append(running)
             for running in programs:
-                await running.until("/status", lambda reply: reply["cluster"]["members"] == 2)
+                await running.until("/status", lambda reply: reply["cluster"]["members"] == count)
             yield store, fleet, programs
         finally:
             for worker in fleet:
                 worker.gate.set()
             done.set()
+            nursery.cancel_scope.cancel()
 
 
 def port_of(running):
@@ -165,3 +171,27 @@ async def test_a_store_that_dies_in_an_update_leaves_nobody_with_a_worker_of_two
         await second.until_routable(busy, other)
         assert labels(await second.get_json("/workers")) == {"v0", "v1"}
         assert busy.mixed == 0
+
+
+async def test_a_proxy_that_is_cut_off_serves_no_worker_of_two_versions(tmp_path):
+    async with cluster(tmp_path, count=3) as (store, fleet, programs):
+        cut_off, *rest = programs
+        traffic = Traffic([port_of(running) for running in programs])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(traffic.run, 9)
+            assert (await update(cut_off, "v1")).status_code == 200
+            async with trio.open_nursery() as during:
+                during.start_soon(update, rest[0], "v2")
+                store.relay.cut()
+            for number in range(3, 7):
+                enough = traffic.answered + 30
+                reply = await update(rest[number % 2], f"v{number}")
+                assert (reply.status_code, reply.json()["weight_epoch"]) == (200, number)
+                while traffic.answered < enough:
+                    await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+        assert not (await cut_off.get_json("/status"))["cluster"]["connected"]
+        assert (traffic.failures, traffic.wrong) == ([], 0)
+        assert sum(worker.mixed for worker in fleet) == 0
+        assert labels(await cut_off.get_json("/workers")) == {"v6"}
+        assert routable(await cut_off.get_json("/workers")) == {worker.url for worker in fleet}

@@ -1,0 +1,297 @@
+"""Which members there are, and calls to those that the store does not reach.
+
+A proxy that is cut off from the store, but not from the workers, may still send them requests. So
+a member listens on the address from which it reaches the store, and tells it there; who is about to
+change weights calls members without a lease. Invariants: a member that was heard of counts as one
+until it has said goodbye, or nothing listens at its address; one that does not answer at all is
+given up when its lease has ended. Only messages with the cluster's key, which is in the store, are
+read. A call is (length, HMAC-SHA256, payload); the reply's HMAC covers that of the call.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Final, Literal
+
+import msgspec
+import trio
+from msgspec import Struct
+
+from omni_proxy.cluster_member.store.redis_connection import Command, RedisConnection, StoreError
+
+_log = logging.getLogger(__name__)
+
+CALL_SECS: Final = 1.0
+POLL_SECS: Final = 0.1  # between two calls of a member, while weights change
+LOOK_SECS: Final = 1.0  # between two looks at who there is, else
+FORGET_SECS: Final = 300.0  # after so much silence its address is forgotten
+MOST_KNOWN: Final = 256  # addresses
+MOST_CALLS: Final = 16  # that are answered at a time
+MOST_BYTES: Final = 8 << 20  # of one message
+MAC_BYTES: Final = 32
+LENGTH_BYTES: Final = 4
+_BROKEN: Final = (trio.BrokenResourceError, trio.ClosedResourceError, OSError)
+
+
+class CallError(Exception):
+    """What arrived is no message of this cluster."""
+
+
+class MemberCall(Struct, frozen=True, array_like=True):
+    """For the member of this name, and no other at its address."""
+
+    member: str
+    message: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CallHandler:
+    """`outgoing()`: what members without a lease must apply now, None for nothing.
+    `apply(message)`: of another member; the replies. `take(reply)`: of one that was called."""
+
+    outgoing: Callable[[], bytes | None]
+    apply: Callable[[bytes], Awaitable[Sequence[bytes]]]
+    take: Callable[[bytes], None]
+
+
+class Members:
+    """`name()`: the own one, and that of the cluster."""
+
+    def __init__(self, names: Callable[[], tuple[str, str]], handler: CallHandler) -> None:
+        self._names = names
+        self._handler = handler
+        self._key = secrets.token_bytes(MAC_BYTES)
+        self._address = ""  # of this member: host and port
+        self._addresses: OrderedDict[str, str] = OrderedDict()  # by name, of the others
+        self._live: set[str] = set()
+        self._outcomes: dict[str, Literal["answered", "silent"]] = {}  # in this operation
+        self._silent_since: dict[str, float] = {}
+        self._connection: RedisConnection | None = None
+
+    @property
+    def unseen(self) -> list[str]:
+        """Those without a lease that may still send requests."""
+        return [name for name in self._addresses if name not in self._live]
+
+    async def connect(self, connection: RedisConnection) -> None:
+        """Learn the key and the addresses. Raises StoreError."""
+        name = f"{self._names()[1]}:key"
+        _, key = await connection.call(("SET", name, self._key, "NX"), ("GET", name))
+        self._key = bytes(key) if key else self._key
+        self._connection = connection
+        await self.look(connection)
+
+    def disconnect(self) -> None:
+        self._connection = None
+
+    def registration(self, lease_ms: int) -> list[Command]:
+        """To be sent again and again."""
+        own, cluster = self._names()
+        commands: list[Command] = [
+            ("SET", f"{cluster}:lease:{own}", "", "PX", lease_ms),
+            ("SADD", f"{cluster}:nodes", own),
+        ]
+        if self._address:
+            commands.append(("HSET", f"{cluster}:addresses", own, self._address))
+        return commands
+
+    def farewell(self) -> list[Command]:
+        own, cluster = self._names()
+        return [
+            ("DEL", f"{cluster}:lease:{own}"),
+            ("SREM", f"{cluster}:nodes", own),
+            ("HDEL", f"{cluster}:addresses", own),
+        ]
+
+    def forget(self, member: str) -> None:
+        """It has said goodbye, or is gone."""
+        self._addresses.pop(member, None)
+        self._outcomes.pop(member, None)
+        self._silent_since.pop(member, None)
+
+    async def look(self, connection: RedisConnection) -> set[str]:
+        """The others whose leases hold. Raises StoreError."""
+        own, cluster = self._names()
+        found, addresses = await connection.call(
+            ("SMEMBERS", f"{cluster}:nodes"), ("HGETALL", f"{cluster}:addresses")
+        )
+        for name, address in addresses.items() if isinstance(addresses, dict) else ():
+            if name.decode() != own:
+                self._addresses[name.decode()] = address.decode()
+        while len(self._addresses) > MOST_KNOWN:
+            self._addresses.popitem(last=False)
+        others = sorted({name.decode() for name in found} - {own})
+        if not others:
+            self._live = set()
+            return self._live
+        leases = (f"{cluster}:lease:{name}" for name in others)
+        (values,) = await connection.call(("MGET", *leases))
+        self._live = {name for name, value in zip(others, values, strict=True) if value is not None}
+        if gone := [name for name in others if name not in self._live]:
+            await connection.call(("SREM", f"{cluster}:nodes", *gone))
+        return self._live
+
+    async def needed(self) -> set[str]:
+        """Those that have to acknowledge. Raises StoreError."""
+        if self._connection is None:
+            raise StoreError("it is not connected")
+        live = await self.look(self._connection)
+        silent = {name for name, outcome in self._outcomes.items() if outcome == "silent"}
+        return live | (set(self.unseen) - silent)
+
+    async def run(self) -> None:
+        """Call members without a lease while there is something to apply, until cancelled."""
+        looked_at = float("-inf")
+        while True:
+            await trio.sleep(POLL_SECS)
+            message, now = self._handler.outgoing(), trio.current_time()
+            if self._connection is not None and (message or now - looked_at > LOOK_SECS):
+                looked_at = now
+                with suppress(StoreError), trio.move_on_after(CALL_SECS):
+                    await self.look(self._connection)
+            if message is None:
+                self._outcomes.clear()
+                continue
+            async with trio.open_nursery() as nursery:
+                for member in self.unseen:
+                    nursery.start_soon(self._call, member, message)
+
+    async def listen(
+        self,
+        host: str,
+        scope: trio.CancelScope,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Answer calls there until `scope` is cancelled. Without such an address there are none."""
+        try:
+            listeners = await trio.open_tcp_listeners(0, host=host)
+        except OSError as error:
+            _log.warning("cluster_calls_off host=%s error=%r", host, str(error))
+            task_status.started()
+            return
+        port = listeners[0].socket.getsockname()[1]
+        self._address = f"{host} {port}"
+        task_status.started()
+        limit = trio.CapacityLimiter(MOST_CALLS)
+
+        async def answer(stream: trio.SocketStream) -> None:
+            with suppress(trio.WouldBlock, CallError, *_BROKEN):
+                limit.acquire_nowait()
+                try:
+                    with trio.move_on_after(CALL_SECS):
+                        await self._answer(stream)
+                finally:
+                    limit.release()
+            await trio.aclose_forcefully(stream)
+
+        with scope:
+            await trio.serve_listeners(answer, listeners)
+
+    async def _answer(self, stream: trio.SocketStream) -> None:
+        """Raises CallError."""
+        payload, mac = await read_message(stream, self._key)
+        call = _decode_call(payload)
+        replies: Sequence[bytes] = ()
+        is_own = call.member == self._names()[0]
+        if is_own:
+            replies = await self._handler.apply(call.message)
+        answer = msgspec.msgpack.encode((is_own, list(replies)))
+        await stream.send_all(signed(answer, self._key, mac))
+
+    async def _call(self, member: str, message: bytes) -> None:
+        host, _, port = self._addresses[member].partition(" ")
+        payload = signed(msgspec.msgpack.encode(MemberCall(member, message)), self._key)
+        replies: tuple[bool, list[bytes]] | None = None
+        with trio.move_on_after(CALL_SECS), suppress(CallError):
+            try:
+                async with await trio.open_tcp_stream(host, int(port)) as stream:
+                    await stream.send_all(payload)
+                    reply, _ = await read_message(stream, self._key, payload[4 : 4 + MAC_BYTES])
+                    replies = _decode_reply(reply)
+            except _BROKEN as error:
+                replies = (False, []) if _is_refused(error) else None
+        if replies is None:
+            await self._note_silent(member)
+        elif replies[0]:
+            self._outcomes[member] = "answered"
+            self._silent_since.pop(member, None)
+            for each in replies[1]:
+                self._handler.take(each)
+        else:
+            await self._note_gone(member)
+
+    async def _note_silent(self, member: str) -> None:
+        now = trio.current_time()
+        if member not in self._outcomes:
+            _log.warning("cluster_member_silent member=%s", member)
+        self._outcomes[member] = "silent"
+        if now - self._silent_since.setdefault(member, now) > FORGET_SECS:
+            await self._note_gone(member)
+
+    async def _note_gone(self, member: str) -> None:
+        """Nothing, or another one, listens at its address."""
+        _log.info("cluster_member_gone member=%s", member)
+        self.forget(member)
+        if self._connection is not None:
+            with suppress(StoreError):
+                addresses = f"{self._names()[1]}:addresses"
+                await self._connection.send(("HDEL", addresses, member))
+
+
+def signed(payload: bytes, key: bytes, before: bytes = b"") -> bytes:
+    """`before`: the HMAC of what this is the reply to."""
+    mac = hmac.digest(key, before + payload, sha256)
+    return len(payload).to_bytes(LENGTH_BYTES, "big") + mac + payload
+
+
+async def read_message(
+    stream: trio.abc.ReceiveStream, key: bytes, before: bytes = b""
+) -> tuple[bytes, bytes]:
+    """The payload and its HMAC. Raises CallError."""
+    head = LENGTH_BYTES + MAC_BYTES
+    data = bytearray()
+    length = 0
+    while len(data) < head + length:
+        piece = await stream.receive_some(65536)
+        if not piece:
+            raise CallError("it ends in the middle")
+        data += piece
+        length = int.from_bytes(data[:LENGTH_BYTES], "big") if len(data) >= LENGTH_BYTES else 0
+        if length > MOST_BYTES:
+            raise CallError("it is too long")
+    mac, payload = bytes(data[LENGTH_BYTES:head]), bytes(data[head : head + length])
+    if not hmac.compare_digest(mac, hmac.digest(key, before + payload, sha256)):
+        raise CallError("it is not signed with the cluster's key")
+    return payload, mac
+
+
+def _decode_call(payload: bytes) -> MemberCall:
+    try:
+        return msgspec.msgpack.decode(payload, type=MemberCall)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise CallError("it can't be read") from None
+
+
+def _decode_reply(payload: bytes) -> tuple[bool, list[bytes]]:
+    try:
+        return msgspec.msgpack.decode(payload, type=tuple[bool, list[bytes]])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise CallError("it can't be read") from None
+
+
+def _is_refused(error: BaseException) -> bool:
+    """Nothing listens at an address that is reached."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    cause = error.__cause__
+    if cause is not None and not isinstance(error, ConnectionRefusedError):
+        return _is_refused(cause)
+    return isinstance(error, ConnectionRefusedError)

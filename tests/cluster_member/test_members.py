@@ -1,0 +1,169 @@
+"""Calls between members: only those of the cluster are answered, by the member that is meant."""
+
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+
+from omni_proxy.cluster_member import members as module
+from omni_proxy.cluster_member.members import CallError, CallHandler, Members, read_message, signed
+
+KEY = b"k" * 32
+
+
+class Store:
+    """What the store has, as its commands see it."""
+
+    def __init__(self) -> None:
+        self.key = None
+        self.looks = 0
+        self.leases: dict[bytes, bytes] = {}
+        self.addresses: dict[bytes, bytes] = {}
+
+    async def call(self, *commands):
+        replies = []
+        for name, *arguments in commands:
+            match name:
+                case "SET" if arguments[-1] == "NX":
+                    self.key = self.key or arguments[1]
+                    replies.append(None)
+                case "GET":
+                    replies.append(self.key)
+                case "SMEMBERS":
+                    replies.append(list(self.leases))
+                case "HGETALL":
+                    self.looks += 1
+                    replies.append(dict(self.addresses))
+                case "MGET":
+                    replies.append(
+                        [self.leases[each.rpartition(":")[2].encode()] for each in arguments]
+                    )
+                case "SREM" | "HDEL":
+                    for each in arguments[1:]:
+                        self.leases.pop(each.encode(), None)
+                        self.addresses.pop(each.encode(), None) if name == "HDEL" else None
+                    replies.append(1)
+        return replies
+
+    async def send(self, *commands):
+        await self.call(*commands)
+
+
+class Member:
+    def __init__(self, name):
+        self.name, self.outgoing, self.applied, self.replies = name, None, [], []
+        handler = CallHandler(lambda: self.outgoing, self._apply, self.replies.append)
+        self.members = Members(lambda: (self.name, "omni"), handler)
+
+    async def _apply(self, message):
+        self.applied.append(message)
+        return [b"applied by " + self.name.encode()]
+
+    def join(self, store, *, live):
+        for name, *arguments in self.members.registration(1000):
+            if name == "HSET":
+                store.addresses[self.name.encode()] = arguments[2].encode()
+        store.leases[self.name.encode()] = b"" if live else None
+
+
+@asynccontextmanager
+async def two_members(monkeypatch, *, live=False):
+    monkeypatch.setattr(module, "POLL_SECS", 0.01)
+    store, one, two = Store(), Member("one"), Member("two")
+    async with trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+        await nursery.start(two.members.listen, "127.0.0.1", scope)
+        await two.members.connect(store)
+        two.join(store, live=live)
+        two.members.disconnect()  # it is cut off
+        await one.members.connect(store)
+        nursery.start_soon(one.members.run)
+        yield store, one, two, scope
+        nursery.cancel_scope.cancel()
+
+
+async def until(holds):
+    while True:
+        if holds():
+            return
+        await trio.sleep(0.01)
+
+
+async def until_needed(member, expected):
+    while True:
+        if await member.members.needed() == expected:
+            return
+        await trio.sleep(0.01)
+
+
+async def test_a_member_without_a_lease_is_called_until_nothing_is_to_be_applied(monkeypatch):
+    async with two_members(monkeypatch) as (_, one, two, _):
+        assert await one.members.needed() == {"two"}
+        one.outgoing = b"hold"
+        await until(lambda: len(one.replies) > 1)
+        assert set(two.applied) == {b"hold"}
+        assert set(one.replies) == {b"applied by two"}
+        assert await one.members.needed() == {"two"}
+
+
+async def test_a_member_with_a_lease_is_not_called(monkeypatch):
+    async with two_members(monkeypatch, live=True) as (store, one, two, _):
+        one.outgoing = b"hold"
+        looks = store.looks
+        await until(lambda: store.looks > looks + 3)
+        assert await one.members.needed() == {"two"}
+        assert two.applied == []
+
+
+async def test_a_member_at_whose_address_nothing_listens_is_gone(monkeypatch):
+    async with two_members(monkeypatch) as (store, one, _, listening):
+        listening.cancel()
+        one.outgoing = b"hold"
+        await until_needed(one, set())
+        assert store.addresses == {}
+
+
+async def test_another_member_at_the_address_applies_nothing(monkeypatch):
+    async with two_members(monkeypatch) as (_, one, two, _):
+        two.name = "three"  # started anew
+        one.outgoing = b"hold"
+        await until_needed(one, set())
+        assert two.applied == []
+
+
+async def test_a_member_that_does_not_answer_is_given_up_for_this_operation(monkeypatch):
+    async with two_members(monkeypatch) as (_, one, two, _):
+        two.members._key = b"another cluster"
+        one.outgoing = b"hold"
+        await until_needed(one, set())
+        assert two.applied == []
+        one.outgoing = None
+        await until_needed(one, {"two"})
+
+
+async def test_a_member_is_remembered_by_others_when_the_store_has_lost_everything(monkeypatch):
+    async with two_members(monkeypatch) as (store, one, _, _):
+        store.addresses.clear()
+        store.leases.clear()
+        assert await one.members.needed() == {"two"}
+        one.members.forget("two")  # it has said goodbye
+        assert await one.members.needed() == set()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda sent: sent[:-1] + b"x", lambda sent: sent[:20], lambda _: b"\xff" * 40]
+)
+async def test_what_is_not_signed_or_not_whole_is_refused(change):
+    left, right = trio.testing.memory_stream_pair()
+    await left.send_all(change(signed(b"payload", KEY)))
+    await left.send_eof()
+    with pytest.raises(CallError):
+        await read_message(right, KEY)
+
+
+async def test_a_reply_to_another_call_is_refused():
+    left, right = trio.testing.memory_stream_pair()
+    await left.send_all(signed(b"payload", KEY, b"another call"))
+    with pytest.raises(CallError):
+        await read_message(right, KEY, b"this call")
