@@ -206,7 +206,9 @@ def prune_state(
     absent = [url for url, switch in switches.items() if switch.found and url not in uids]
     for url in absent[:-MAX_ABSENT]:
         del switches[url]
-    absent = [url for url, mark in tombstones.items() if mark[:6] == _FOUND and url not in uids]
+    absent = [
+        url for url, mark in tombstones.items() if mark.startswith(_FOUND) and url not in uids
+    ]
     for url in absent[:-MAX_ABSENT]:
         del tombstones[url]
     kept = {*fingerprints, *_added(state), *(url for url in switches if switches[url].found)}

@@ -193,7 +193,7 @@ class Track:
             counts.secs = secs
             counts.reports_tokens = bool(totals.input_tokens or totals.output_tokens)
             for name in _COUNTED:
-                # WorkerTotals that fell began anew.
+                # Totals that fell began anew.
                 setattr(counts, name, max(0, getattr(totals, name) - getattr(before, name)))
             counts.firsts = dict(_increase(before.firsts, totals.firsts))
             counts.gaps = dict(_increase(before.gaps, totals.gaps))
