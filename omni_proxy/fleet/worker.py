@@ -11,7 +11,6 @@ Must not do I/O, read a clock or make JSON.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
 from datetime import datetime
 from functools import lru_cache
 from typing import Final, Literal, TypeAlias, get_args
@@ -102,7 +101,6 @@ class Worker(_RequestFields):
     least load adds `load_offset`, which smooths what is in flight elsewhere."""
 
     __slots__ = (
-        "_spec",
         "adapters",
         "address",
         "bootstrap_port",
@@ -138,6 +136,7 @@ class Worker(_RequestFields):
         "reported_ranks",
         "reported_role",
         "role",
+        "spec",
         "tls_ca",
         "tls_verify",
         "url",
@@ -175,7 +174,7 @@ class Worker(_RequestFields):
     def configure(self, spec: WorkerSpec) -> None:
         """Take over the settings of a spec with the same URL; health, counts and connections
         stay."""
-        self._spec = spec
+        self.spec = spec
         self.model = spec.model
         self.capabilities = spec.capabilities
         self.mask = capability_mask(spec.capabilities)
@@ -219,25 +218,7 @@ class Worker(_RequestFields):
 
     def matches(self, spec: WorkerSpec) -> bool:
         """Whether `configure(spec)` would change nothing."""
-        return spec is self._spec or (
-            self.model == spec.model
-            and self.capabilities == spec.capabilities
-            and self.disabled == spec.disabled
-            and self.weight == spec.weight
-            and self.max_inflight == spec.max_inflight
-            and self.origin == spec.origin
-            and self.discovered == spec.discovered
-            and self.api_key_env == spec.api_key_env
-            and self.tls_ca == spec.tls_ca
-            and self.tls_verify == spec.tls_verify
-            and self.configured_role == spec.role
-            and self.kv_connector == spec.kv_connector
-            and self.configured_bootstrap_port == spec.bootstrap_port
-            and self.ranks == spec.ranks
-            and self.loras == spec.loras
-            and self.kv_events == spec.kv_events
-            and self.kv_replay == spec.kv_replay
-        )
+        return spec is self.spec or spec == self.spec
 
     @property
     def worker(self) -> Worker:
@@ -366,7 +347,7 @@ class WorkerState(Struct, frozen=True, array_like=True):
 def worker_state(worker: Worker, serial: int, cell: int, rank_ids: RankIds = ()) -> WorkerState:
     health = worker.health
     return WorkerState(
-        entry=configured_entry(worker),
+        entry=worker.spec,
         serial=serial,
         cell=cell,
         address=worker.address,
@@ -386,16 +367,6 @@ def worker_state(worker: Worker, serial: int, cell: int, rank_ids: RankIds = ())
         reported_adapters=worker.reported_adapters,
         reported_bootstrap_port=worker.reported_bootstrap_port,
     )
-
-
-def configured_entry(worker: Worker) -> WorkerSpec:
-    """The spec that `worker.matches`."""
-    settings = {field.name: getattr(worker, field.name) for field in fields(WorkerSpec)}
-    configured = {
-        "role": worker.configured_role,
-        "bootstrap_port": worker.configured_bootstrap_port,
-    }
-    return WorkerSpec(**settings | configured)
 
 
 def apply_state(worker: Worker, state: WorkerState) -> bool:

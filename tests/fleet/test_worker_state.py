@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from omni_proxy.fleet.health_state import Health
-from omni_proxy.fleet.worker import WorkerState, apply_state, configured_entry, worker_state
+from omni_proxy.fleet.worker import WorkerState, apply_state, worker_state
 from tests.fleet.entries import NOW, entry, fleet_of
 
 SETTINGS = {
@@ -25,8 +25,8 @@ def sent(row: WorkerState) -> WorkerState:
 def test_an_entry_made_of_a_worker_is_the_one_that_it_was_made_of():
     wanted = entry("a", **SETTINGS, disabled=True)
     worker = fleet_of(wanted).workers[0]
-    assert configured_entry(worker) == wanted
-    assert worker.matches(configured_entry(worker))
+    assert worker.spec == wanted
+    assert worker.matches(worker.spec)
 
 
 def test_a_row_survives_the_way_and_makes_another_worker_the_same():

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from omni_proxy.fleet.worker import configured_entry
 from tests.dataplane.loop_script import until
 from tests.promises.clients import CHAT, client_of, post
 from tests.promises.dataplane_fixture import run_dataplane
@@ -211,7 +210,7 @@ async def test_queued_sessions_block_no_other_queued_request():
 
 
 def specs(fleet):
-    return [configured_entry(worker) for worker in fleet.workers]
+    return [worker.spec for worker in fleet.workers]
 
 
 @pytest.mark.parametrize(
