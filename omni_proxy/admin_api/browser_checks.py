@@ -26,10 +26,10 @@ READING: Final = frozenset(
         "/workers", "/workers/<path:name>", "/list_workers", "/v1/models",
         "/v1/models/<path:model>", "/server_info",
         "/get_server_info", "/get_model_info", "/model_info", "/get_loads", "/v1/loads",
-        "/metrics", "/engine_metrics", "/feed", "/history", "/keys", "/config", "/dashboard",
-        "/openapi.json", "/weights", "/weights/versions", "/weights/rollout", "/v1/rl/workers",
-        "/v1/rl/workers/<path:name>", "/is_paused", "/is_sleeping", "/get_world_size",
-        "/weight_info",
+        "/metrics", "/engine_metrics", "/explain", "/feed", "/history", "/keys", "/config",
+        "/dashboard", "/openapi.json", "/weights", "/weights/versions", "/weights/rollout",
+        "/v1/rl/workers", "/v1/rl/workers/<path:name>", "/is_paused", "/is_sleeping",
+        "/get_world_size", "/weight_info",
     )
 )  # fmt: skip
 # Under any Host: health, because load balancers and Kubernetes use a service's name; what a client

@@ -32,10 +32,10 @@ class RoleRow(NamedTuple):
 _READERS: Final[tuple[AdminRole, ...]] = ("read", "operate", "weights")
 ROLE_TABLE: Final = (
     RoleRow(_READERS, ("GET",), (
-        "/status", "/config", "/feed", "/history", "/keys", "/metrics", "/engine_metrics",
-        "/v1/loads", "/weights", "/weights/versions", "/weights/rollout", "/model_info",
-        "/weight_info", "/is_paused", "/is_sleeping", "/get_world_size", "/v1/rl/workers",
-        "/v1/rl/workers/*",
+        "/status", "/config", "/explain", "/feed", "/history", "/keys", "/metrics",
+        "/engine_metrics", "/v1/loads", "/weights", "/weights/versions", "/weights/rollout",
+        "/model_info", "/weight_info", "/is_paused", "/is_sleeping", "/get_world_size",
+        "/v1/rl/workers", "/v1/rl/workers/*",
     )),
     RoleRow(_READERS, ("POST",), ("/explain", "/model_info")),
     RoleRow(_READERS, ("GET",), (

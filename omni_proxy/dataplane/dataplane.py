@@ -102,6 +102,7 @@ class DataPlane:
         policy = build_policy(config.routing, self.random_below, self.loop.now)
         pools = PoolPolicies(config.routing, self.random_below, lambda: self.loop.now)
         self.balancer = Balancer(fleet, policy, pools, self.voices, self.recorders)
+        self.balancer.record_from = 0.0
         self.kv_blocks = BlockIndex()
         pools.use_blocks(self.kv_blocks)
         self.cluster_hints = ClusterHints(fleet, lambda: self.loop.now)

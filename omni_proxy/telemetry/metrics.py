@@ -320,7 +320,7 @@ class Metrics:
         cell.bytes_out += exchange.bytes_out
         recent, proxy_secs, clock = self._recent, cell.phases.own, self._clock
         recent.single_chunk_counts[index] += 1
-        if recent.completed_left:
+        if recent.completed_left or exchange.candidates is not None:
             recent.note_completed(exchange, worker)
         proxy_secs.append(exchange.own_secs + clock() - ended)
         if len(proxy_secs) >= AT_ONCE:
@@ -398,7 +398,7 @@ class Metrics:
             slot.firsts[index] += 1
         if exchange.status >= 400 or exchange.outcome != "completed" or exchange.attempts > 1:
             recent.note_failed(exchange, worker, slot)
-        elif recent.completed_left:
+        elif recent.completed_left or exchange.candidates is not None:
             recent.note_completed(exchange, worker)
 
     def _count_admin_api(self, exchange: Exchange) -> None:

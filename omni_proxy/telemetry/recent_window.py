@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.disaggregation.pick_record import PickRecord
 from omni_proxy.telemetry.histogram import FINE, quantile
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class RequestSteps(NamedTuple):
     chunks: int = 0
     rank: str = ""  # the data-parallel rank, where the worker has ranks
     weight_version: str = ""
+    candidates: PickRecord | None = None  # where they were recorded
 
 
 class FinishedExchange(NamedTuple):
@@ -144,7 +146,7 @@ class RecentWindow:
 
     def note_completed(self, exchange: Exchange, worker: Worker | None) -> None:
         """Note an exchange that completed."""
-        self.completed_left -= 1
+        self.completed_left = max(0, self.completed_left - 1)
         self._ends.append(_end_of(exchange, worker))
 
     def note_failed(self, exchange: Exchange, worker: Worker | None, slot: WindowCounts) -> None:
@@ -287,6 +289,7 @@ def _steps_of(exchange: Exchange) -> RequestSteps:
         chunks=exchange.chunks,
         rank=str(target.index) if isinstance(target, DpRank) else "",
         weight_version=(exchange.version.label or "")[:TEXT_CHARS],
+        candidates=exchange.candidates,
     )
 
 

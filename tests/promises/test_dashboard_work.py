@@ -87,6 +87,8 @@ async def test_traffic_is_charted_and_a_request_says_what_became_of_it(page, tmp
         await page.tell(f"{opened}.querySelector('button').click()")
         expected = (address(one), address(two), "Why this worker?", "round_robin", "had failed")
         await shows(page, ".life", *expected, "worker, until its head", "omni-proxy trace")
+        parts = ("Its candidates, when its first worker was picked", "could take it", "took it")
+        await shows(page, ".candidates", *parts, "in flight")
         await push_words(page, "Where would such a one go now?")
         await shows(page, "#answer", "It would go to")
         await push_words(page, "Close it, and go on")

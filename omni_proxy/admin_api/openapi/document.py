@@ -82,11 +82,13 @@ WAIT: Final = Parameter(
     {"type": "number", "exclusiveMinimum": 0, "maximum": 7200},
     "how long to wait for it to get healthy",
 )
+_PAST: Final = (Parameter("request_id", TOKEN, "as its row of /feed has it", required=True),)
 HISTORY: Final = (
     Parameter("secs", {"type": "integer", "enum": sorted(STEPS)}, "how far back"),
     Parameter("series", {"type": "string", "enum": list(SERIES)}, "with commas; all by default"),
     Parameter("worker", TOKEN, "of this worker, in place of the fleet"),
     Parameter("by", {"const": "worker"}, "each worker on its own"),
+    Parameter("of", {"const": "cluster"}, "the fleet's through all proxies of a cluster"),
 )
 
 _POOL: Final = {200: "Pool", 503: "Pool"}
@@ -164,6 +166,10 @@ def _program() -> Iterator[RouteDoc]:
     yield RouteDoc("get", "/openapi.json", "this description", {200: "Fields"})
     yield RouteDoc("get", "/config", "the running configuration", {200: "Configuration"})
     yield RouteDoc("post", "/reload", "reload the file", {200: "Reloaded"}, (412, 422))
+    yield RouteDoc(
+        "get", "/explain", "the candidates of a request that has ended",
+        {200: "PastCandidates"}, (400, 404), query=_PAST,
+    )  # fmt: skip
     path = Parameter("path", TEXT, "the model route, by default /v1/chat/completions")
     yield RouteDoc(
         "post",

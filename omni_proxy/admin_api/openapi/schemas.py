@@ -367,6 +367,10 @@ SCHEMAS: Final[dict[str, Schema]] = {
         pick=OBJECT_OR_NULL,
         refusal=shape(status=COUNT, message=TEXT, code=TEXT),
     ),
+    "PastCandidates": shape(
+        request_id=TEXT, policy=TEXT, worker=TEXT_OR_NULL, reason=TEXT_OR_NULL, total=COUNT,
+        workers=listed(shape(url=TEXT, eligible=FLAG, reasons=listed(TEXT), in_flight=COUNT)),
+    ),
     "Configuration": shape(
         ("error",), revision=COUNT, config=OBJECT, last_reload=OBJECT, error=ANY
     ),

@@ -30,6 +30,7 @@ from omni_proxy.routing.disaggregation.explanation import (
     PlacementExplanation,
     explain_placement,
 )
+from omni_proxy.routing.disaggregation.pick_record import PickRecord
 from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
@@ -53,6 +54,7 @@ from omni_proxy.routing.routes import (
 )
 from omni_proxy.routing.stored_responses import named_response, pin_to_response_owner
 from omni_proxy.routing.voice_pinning import pin_to_voice_owner
+from omni_proxy.telemetry.recent_window import FinishedExchange
 from omni_proxy.upstream_http.client import Call, CallResult, broadcast
 from omni_proxy.wire.bounded_json import TooManyValues, read_json
 from omni_proxy.wire.errors import HttpError
@@ -94,6 +96,29 @@ def _picked(target: Worker) -> dict[str, object]:
     worker = target.worker
     named: dict[str, object] = {"worker_id": worker.id, "url": worker.url}
     return {**named, "rank": target.index} if isinstance(target, DpRank) else named
+
+
+def past_record(record: PickRecord, end: FinishedExchange) -> dict[str, object]:
+    """`reason` is null where the policy drew another worker than it would have."""
+    foreseen = bool(end.worker) and end.worker == record.foreseen and end.attempts == 1
+    return {
+        "request_id": end.request_id,
+        "policy": record.policy,
+        "worker": end.worker or None,
+        "reason": record.reason if foreseen else None,
+        "total": record.total,
+        "workers": [
+            {
+                "url": each.url,
+                **({"rank": each.rank} if each.rank is not None else {}),
+                "eligible": not each.against,
+                "reasons": [each.against] if each.against else [],
+                "in_flight": each.in_flight,
+                **each.facts,
+            }
+            for each in record.candidates
+        ],
+    }
 
 
 def alias_record(explanation: TargetExplanation) -> dict[str, object]:
@@ -301,6 +326,22 @@ class ExplainRoutes:
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/explain", "explain", self.show, methods=["POST"])
+        app.add_url_rule("/explain", "explain_past", self.show_past, methods=["GET"])
+
+    async def show_past(self) -> Response:
+        """The candidates of a request that has ended."""
+        request_id = request.args.get("request_id", "")
+        if not request_id:
+            raise bad_request("request_id is missing: the id of a request of GET /feed")
+        for end in self._services.instruments.recent.ends():
+            record = end.steps.candidates
+            if record is not None and end.request_id == request_id:
+                return json_response(past_record(record, end))
+        message = (
+            "the candidates of no such request are kept: those of two requests a second are, "
+            "of the last ones that GET /feed has"
+        )
+        raise HttpError(404, message, "unknown_request")
 
     async def show(self) -> Response:
         path = request.args.get("path", DEFAULT_PATH)

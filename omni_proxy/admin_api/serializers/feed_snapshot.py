@@ -234,6 +234,7 @@ def _steps_of(steps: RequestSteps) -> dict[str, object]:
         "chunks": steps.chunks,
         "rank": steps.rank,
         "weight_version": steps.weight_version,
+        "has_candidates": steps.candidates is not None,  # GET /explain tells them
     }
 
 

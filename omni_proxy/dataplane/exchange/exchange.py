@@ -18,6 +18,7 @@ from omni_proxy.dataplane.tracing.request_trace import RequestTrace
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.disaggregation.pick_record import PickRecord
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.routes import Route
 from omni_proxy.wire.forwarded import ForwardedHeaders
@@ -30,14 +31,15 @@ class Exchange:
     """Times are of the event loop's clock in seconds, 0.0 for a phase that was not reached."""
 
     __slots__ = (
-        "admitted", "attempts", "body", "body_at", "bytes_in", "bytes_out", "caller", "chunks",
-        "client", "connect_secs", "cors", "ended_at", "ended_by", "error", "failed_attempts",
-        "first_at", "half_open_id", "head_at", "held_bytes", "idempotency_key", "last_chunk",
-        "last_rank", "last_worker", "legs", "longest_gap", "method", "outcome", "own_secs", "phase",
-        "policy", "queued_secs", "rank", "relayed", "request_bucket", "request_id",
-        "request_id_line", "requirements", "reserved", "response_head_at", "route", "sent_at",
-        "single_chunk", "spare_leg", "started_at", "status", "stream", "target", "token_bucket",
-        "trace", "version", "worker", "worker_seen",
+        "admitted", "attempts", "body", "body_at", "bytes_in", "bytes_out", "caller",
+        "candidates", "chunks", "client", "connect_secs", "cors", "ended_at", "ended_by",
+        "error", "failed_attempts", "first_at", "half_open_id", "head_at", "held_bytes",
+        "idempotency_key", "last_chunk", "last_rank", "last_worker", "legs", "longest_gap",
+        "method", "outcome", "own_secs", "phase", "policy", "queued_secs", "rank",
+        "relayed", "request_bucket", "request_id", "request_id_line", "requirements",
+        "reserved", "response_head_at", "route", "sent_at", "single_chunk", "spare_leg",
+        "started_at", "status", "stream", "target", "token_bucket", "trace", "version",
+        "worker", "worker_seen",
     )  # fmt: skip
 
     def __init__(self, started_at: float, client: str) -> None:
@@ -63,6 +65,7 @@ class Exchange:
         self.route: Route | None = None
         self.requirements: Requirements | None = None
         self.policy = ""
+        self.candidates: PickRecord | None = None  # of its first pick, where they were recorded
         self.caller: ApiCaller | None = None  # with a key of [[keys]]
         self.reserved = -1  # tokens; these three are of `admission.caller_admission`
         self.request_bucket = self.token_bucket = 0
@@ -106,6 +109,7 @@ class Exchange:
         self.attempts = self.status = self.bytes_out = self.chunks = 0
         self.outcome = self.phase = ""
         self.relayed = self.single_chunk = False
+        self.candidates = None
 
     def end(self, outcome: str, by: str, error: str = "", *, phase: str = "") -> None:
         """Note how it ended and where; the first call stands."""

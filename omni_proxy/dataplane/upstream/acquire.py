@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from datetime import UTC, datetime
+from math import inf
 from typing import Final
 
 from omni_proxy.config.schema import Config
@@ -29,6 +30,7 @@ from omni_proxy.routing.disaggregation.pairing import (
     pick_placement,
     pick_usual_pair,
 )
+from omni_proxy.routing.disaggregation.pick_record import next_record, record_pick
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.affinity_key import AffinityKeyReader
 from omni_proxy.routing.inspect.requirements import Requirements
@@ -79,6 +81,8 @@ class Balancer:
         self._had_aliases = False
         self.voices = voices
         self.response_owners: ResponseOwners = own_response_owners()
+        # From then on, by the event loop's clock, the next request has its candidates recorded.
+        self.record_from = inf
         self._fleet = fleet
         self._pairing = Pairing(fleet)
         self._policies = Policies(policy, pools)
@@ -173,6 +177,8 @@ class Balancer:
         is_special = not self.is_plain
         if is_special and need.alias is not None and choose_target(need, self, tried):
             self._count_target(need.alias.split.name, need.model)
+        if exchange.started_at >= self.record_from and not tried:
+            self._record_candidates(exchange, need)
         if is_special and fleet.has_pools and need.legs is not NO_LEGS:
             worker = self._acquire_pair(exchange, need, tried)
         else:
@@ -196,6 +202,13 @@ class Balancer:
         if route is not None:
             worker.counts[route.counter_index] += 1
         return worker
+
+    def _record_candidates(self, exchange: Exchange, need: Requirements) -> None:
+        fleet, meters = self._fleet, self._recorders.meters
+        self.record_from = next_record(self.record_from, exchange.started_at, fleet)
+        if meters is not None:  # else nobody keeps requests that have ended
+            owner = self.voices.owner
+            exchange.candidates = record_pick(fleet, need, self.policy, self.pools, owner)
 
     def _acquire_pair(
         self, exchange: Exchange, need: Requirements, tried: Collection[Worker]

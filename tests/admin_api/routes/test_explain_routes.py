@@ -6,6 +6,7 @@ import trio
 from omni_proxy.admin_api.routes.models_routes import top_of
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import RoutingConfig
+from omni_proxy.routing.disaggregation.pick_record import Candidate, PickRecord
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, SLICE_BYTES
 from omni_proxy.routing.inspect.requirements import Requirements
@@ -13,6 +14,7 @@ from omni_proxy.routing.model_aliases import ModelAliases
 from omni_proxy.routing.policies import build_policy
 from tests.admin_api.api_fixture import A, B, build_api, entry
 from tests.routing.regular_workers import RegularWorkers
+from tests.telemetry.ends import ended
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
 
@@ -207,3 +209,41 @@ async def test_an_alias_is_explained_with_its_target_and_why():
     assert (body["need"]["model"], body["pick"]["url"]) == ("alias", A)
     answer = await api.client().post("/explain", data=b'{"model": "m1"}')
     assert (await answer.get_json())["alias"] is None
+
+
+async def test_a_past_request_has_the_candidates_that_it_had_then(api):
+    api.healthy(A)
+    rows = (
+        Candidate(A, None, 3, "", {"matched_bytes": 5}),
+        Candidate(B, None, 0, "disabled", {}),
+    )
+    recent = api.services.instruments.recent
+    one = ended(api.worker(), candidates=PickRecord("cache_aware", A, "most of it", rows, 7))
+    recent.note_completed(one, api.worker())
+    recent.note_completed(ended(api.worker(), request_id=b"other"), api.worker())
+    answer = await api.client().get("/explain?request_id=r")
+    assert await answer.get_json() == {
+        "request_id": "r", "policy": "cache_aware", "worker": A, "reason": "most of it", "total": 7,
+        "workers": [
+            {"url": A, "eligible": True, "reasons": [], "in_flight": 3, "matched_bytes": 5},
+            {"url": B, "eligible": False, "reasons": ["disabled"], "in_flight": 0},
+        ],
+    }  # fmt: skip
+    other = await api.client().get("/explain?request_id=other")
+    assert (other.status_code, (await other.get_json())["error"]["code"]) == (
+        404,
+        "unknown_request",
+    )
+    ends = (await (await api.client().get("/feed?once=true")).get_json())["recent_ends"]
+    assert {end["request_id"]: "has_candidates" in end for end in ends} == {
+        "r": True,
+        "other": False,
+    }
+
+
+async def test_the_reason_of_a_pick_that_was_another_one_is_left_out(api):
+    record = PickRecord("random", B, "drawn at random", (), 2)
+    one = ended(api.worker(), candidates=record)
+    api.services.instruments.recent.note_completed(one, api.worker())
+    body = await (await api.client().get("/explain?request_id=r")).get_json()
+    assert (body["worker"], body["reason"]) == (A, None)

@@ -7,6 +7,7 @@ from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.upstream.acquire import CHOICES
 from omni_proxy.fleet.worker import SUCCEEDED
+from omni_proxy.routing.disaggregation.pick_record import BURST
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import entry, fleet_of
@@ -67,3 +68,21 @@ async def test_without_limits_no_counts_are_read_again(dataplane):
     dataplane.fleet.has_inflight_limits = False
     dataplane.balancer.acquire(request())
     assert asked == []
+
+
+async def test_the_candidates_are_recorded_of_two_requests_a_second_and_of_a_first_few(dataplane):
+    dataplane.recorders.meters = object()
+    balancer, recorded = dataplane.balancer, []
+    for number in range(400):
+        mine = request()
+        mine.started_at = 100 + number / 40
+        dataplane.balancer.release(mine, balancer.acquire(mine), SUCCEEDED)
+        recorded.append(mine.candidates is not None)
+    assert all(recorded[:BURST])
+    assert sum(recorded[200:]) in (9, 10)  # in five seconds, with two workers
+
+
+async def test_no_candidates_are_recorded_where_nobody_keeps_requests(dataplane):
+    mine = request()
+    dataplane.balancer.acquire(mine)
+    assert mine.candidates is None

@@ -17,9 +17,17 @@ function verdicts(told) {
   const head = told.pick
     ? make("p", "", make("b", "ok", `It would go to ${short(told.pick.url ?? decodeURIComponent(picked))}`), told.pick.reason ? `: ${told.pick.reason}` : "")
     : make("p", "", make("b", "bad", `Nobody can take it: ${told.refusal?.status ?? 503} ${told.refusal?.code ?? ""}`), told.refusal ? ` · ${told.refusal.message}` : "");
-  const matched = (worker) => known(worker.matched_bytes) ? ` · ${count(worker.matched_bytes)} bytes of its prompt known` : "";
-  return [head, make("p", "quiet small", wants), ...(told.workers ?? []).map((worker) => make("div", "verdict" + (worker.worker_id === picked ? " pick" : ""),
-    make("b", "", short(worker.url)),
-    make("span", "", worker.eligible ? make("span", "ok", worker.worker_id === picked ? "picked" : "could take it") : make("span", "bad", worker.reasons.join("; ")),
-      make("span", "quiet", ` · ${count(worker.in_flight)} in flight${matched(worker)}`))))];
+  const facts = (worker) => knownOf({ matched_bytes: told.pick?.matched_bytes?.[worker.url], matched_tokens: told.pick?.matched_tokens?.[worker.url], ...told.pick?.cost?.[worker.url] });
+  return [head, make("p", "quiet small", wants), ...(told.workers ?? []).map((worker) => verdict(worker, worker.worker_id === picked, "picked", facts(worker)))];
+}
+function verdict(worker, isPick, words, facts) {
+  const rank = known(worker.rank) ? `, rank ${worker.rank}` : "";
+  return make("div", "verdict" + (isPick ? " pick" : ""), make("b", "", short(worker.url) + rank),
+    make("span", "", worker.eligible ? make("span", "ok", isPick ? words : "could take it") : make("span", "bad", worker.reasons.join("; ")),
+      make("span", "quiet", ` · ${count(worker.in_flight)} in flight${facts}`)));
+}
+/* What a policy knows of a worker for this request. */
+const FACTS = [["matched_bytes", "bytes of its prompt cached"], ["matched_tokens", "tokens of its prompt cached"], ["uncached_tokens", "prompt tokens to compute"], ["backlog_tokens", "tokens before it"], ["in_flight_tokens", "for what is in flight"]];
+function knownOf(facts) {
+  return FACTS.filter(([name]) => known(facts[name])).map(([name, words]) => ` · ${count(facts[name])} ${words}`).join("");
 }

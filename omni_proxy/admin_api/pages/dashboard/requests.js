@@ -84,6 +84,7 @@ function lifeRow(end) {
     return make("li", "", make("span", "what", name), make("span", "lane", bar), make("span", "num", millis(until - from)));
   });
   const cell = make("td", "", make("p", "", make("b", "", "Why this worker? "), whyWorker(end), " ", pressed("Where would such a one go now?", "link", () => explainLike(end))),
+    end.has_candidates ? candidates(end) : make("p", "quiet small", "Its candidates were not kept: those of two requests a second are."),
     (end.tried ?? []).length ? make("ol", "tries", ...end.tried.map((each) => make("li", /^[23]/.test(each.outcome) ? "ok" : "bad", make("b", "", short(each.worker)), ` ${each.outcome.replaceAll("_", " ")}`))) : null,
     make("ol", "lanes", ...bars),
     make("div", "columns", facts([
@@ -99,6 +100,19 @@ function lifeRow(end) {
     make("p", "quiet small", "On the command line: ", make("code", "", `omni-proxy trace ${end.trace_id || end.request_id || "ID"}`)));
   cell.colSpan = 6;
   return make("tr", "life", cell);
+}
+/* Who could have taken it when its worker was picked, by GET /explain. */
+function candidates(end) {
+  const it = make("div", "candidates", make("p", "quiet small", "Its candidates …"));
+  ask("GET", `explain?request_id=${encodeURIComponent(end.request_id)}`).then((answer) => {
+    if (!answer.ok) { it.replaceChildren(make("p", "quiet small", `Its candidates are not known any more: ${answer.why}`)); return; }
+    const told = answer.body, left = told.total - told.workers.length;
+    it.replaceChildren(
+      make("p", "", make("b", "", "Its candidates, when its first worker was picked"), told.reason ? `: ${told.reason} (${told.policy})` : ` (${told.policy})`),
+      ...told.workers.map((worker) => verdict(worker, worker.url === told.worker && (!known(worker.rank) || String(worker.rank) === String(end.rank)), "took it", knownOf(worker))),
+      ...left > 0 ? [make("p", "quiet small", `and ${left} more`)] : []);
+  });
+  return it;
 }
 /* Its body is not kept: the preview gets the shortest one with its model. */
 function explainLike(end) {
