@@ -124,28 +124,28 @@ class BlockCache:
 
     def admit(self, job: Job) -> bool:
         """Reserve memory for all of its prompt and output; False where there is not enough."""
-        request = job.request
-        found = self.leading(request.blocks)
-        pinned = request.blocks[:found]
-        cached = sum(
-            min(self._blocks[name].tokens, request.block_size(place))
-            for place, name in enumerate(pinned)
-        )
+        request, known, idle = job.request, self._blocks, self._idle
+        pinned = request.blocks[: self.leading(request.blocks)]
+        held = list(map(known.__getitem__, pinned))
+        cached = sum([block.tokens for block in held])
+        if len(pinned) == len(request.blocks) and pinned:  # the last one may be longer there
+            last = held[-1].tokens
+            cached -= max(0, last - request.block_size(len(pinned) - 1))
         needed = request.input_tokens + request.output_tokens - cached
-        kept = sum(block.tokens for name in pinned if (block := self._idle.get(name)))
+        kept = sum([block.tokens for block in held if not block.users])
         if needed > self.free + self._idle_tokens - kept:
             return False
-        for name in pinned:
-            block = self._blocks[name]
-            block.users += 1
-            if self._idle.pop(name, None) is not None:
+        for name, block in zip(pinned, held, strict=True):
+            if not block.users:
+                del idle[name]
                 self._idle_tokens -= block.tokens
+            block.users += 1
         while self.free < needed:
             self._evict_one()
         self.free -= needed
         job.private = needed
         job.pinned = pinned
-        job.cached_blocks = found
+        job.cached_blocks = len(pinned)
         job.cached_tokens = min(cached, request.input_tokens - 1)
         job.prefill = request.input_tokens - job.cached_tokens
         return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from math import inf
 from random import Random
 from typing import Final, cast
@@ -422,11 +423,15 @@ class Simulation:
 def _text(request: Request, number: int) -> str:
     size = request.block_tokens * BYTES_PER_TOKEN
     if request.blocks:
-        return "".join(f"{block:0{HEX}x}" * (size // HEX) for block in request.blocks)[
-            : request.input_tokens * BYTES_PER_TOKEN
-        ]
+        text = "".join([_block_text(block, size) for block in request.blocks])
+        return text[: request.input_tokens * BYTES_PER_TOKEN]
     wanted = request.input_tokens * BYTES_PER_TOKEN
     return (f"{number:0{HEX}x}" * (wanted // HEX + 1))[:wanted]
+
+
+@lru_cache(maxsize=8192)
+def _block_text(block: int, size: int) -> str:
+    return f"{block:0{HEX}x}" * (size // HEX)
 
 
 def _route() -> Route:
