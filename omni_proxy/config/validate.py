@@ -115,7 +115,8 @@ class _Walker:
             return value
         quoted = [str(choice) for choice in choices]
         hint = did_you_mean(value, quoted) if isinstance(value, str) else ""
-        reason = f"{to_toml_literal(value)} is not one of {', '.join(quoted)}"
+        shown = ", ".join(choice or '""' for choice in quoted)
+        reason = f"{to_toml_literal(value)} is not one of {shown}"
         return self._wrong(path, reason, hint)
 
     def _or_word(

@@ -58,6 +58,7 @@ def test_ranks_and_adapters_may_be_left_to_the_engine():
     ("line", "reason"),
     [
         ('role = "prefil"', "did you mean `prefill`?"),
+        ('role = "both"', 'is not one of "", decode, prefill, regular'),
         ('kv_connector = "moriio"', "is not one of"),
         ('ranks = "all"', 'expected a whole number or "auto", got "all"'),
         ("ranks = -1", "at least 0"),
