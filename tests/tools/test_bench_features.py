@@ -1,15 +1,16 @@
 """Each side of the bench of features is a configuration that the proxy takes."""
 
 from omni_proxy.config.parse import parse
-from tools.bench.features import LIMITS, PLAIN, sides
+from tools.bench.features import LIMITS, PLAIN, WORKER_KEY, fleet_sides, sides
 from tools.bench.load_run import KEY
 from tools.bench.proxies import OMNI_FILE, Place, proxy
 
 
-def configs(folder):
+def configs(folder, made=None):
+    ours = proxy("omni-proxy --config {config}", "omni-proxy")
     found = {}
-    for side in sides(proxy("omni-proxy --config {config}", "omni-proxy"), "http://127.0.0.1:9"):
-        side.command(Place(30000, [8000], folder))
+    for side in made(ours) if made else sides(ours, "http://127.0.0.1:9"):
+        side.command(Place(30000, [8000, 8001], folder))
         found[side.name] = parse((folder / OMNI_FILE).read_text())
     return found
 
@@ -29,3 +30,25 @@ def test_each_side_differs_from_the_plain_one_in_its_feature(tmp_path):
     assert limits == [0, 1, 2, 3]
     shares = [each.observe.trace_sampling for each in found.values() if each.observe.otlp_endpoint]
     assert shares == [0.0, 0.01, 1.0]
+
+
+def test_sides_of_fleets_differ_in_aliases_ranks_and_keys_of_workers(tmp_path):
+    found = configs(tmp_path, fleet_sides)
+    seen = {
+        name: (
+            [entry.name for entry in config.routing.models],
+            [worker.ranks for worker in config.workers],
+            [worker.api_key_env for worker in config.workers],
+        )
+        for name, config in found.items()
+    }
+    key = WORKER_KEY
+    assert list(seen.values()) == [
+        ([], [0, 0], ["", ""]),
+        (["other"], [0, 0], ["", ""]),
+        ([], [2, 0], ["", ""]),
+        ([], [2, 2], ["", ""]),
+        (["other"], [2, 2], ["", ""]),
+        (["bench"], [0, 0], ["", ""]),
+        ([], [0, 0], [key, key]),
+    ]

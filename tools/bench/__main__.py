@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.bench import measurements
+from tools.bench import failed_legs, measurements
 from tools.bench.build import BuildError, build
 from tools.bench.load_run import QUICK, LegError
 from tools.bench.peers import NotInstalled
@@ -22,7 +22,9 @@ what is measured:
   front               how long GET /workers takes beside 32 busy clients
   processes           requests a second of two door processes, beside one
   legs                a request over prefill and decode workers, beside a plain one
+  failures            how soon a client hears of a leg that has failed
   features            metrics, callers' keys and traces: each beside the same without it
+  ranks               aliases, ranks and keys of workers: each beside workers without
   goals               all of it in one run, with the goals beside the figures
   profile             where the proxy's time goes (profile unary, profile stream)
 
@@ -46,7 +48,9 @@ def _arguments() -> argparse.Namespace:
         "front",
         "processes",
         "legs",
+        "failures",
         "features",
+        "ranks",
         "goals",
         "profile",
     ]
@@ -109,7 +113,9 @@ KINDS = {
     "front": measurements.front,
     "processes": measurements.processes,
     "legs": measurements.legs,
+    "failures": failed_legs.run,
     "features": measurements.features,
+    "ranks": measurements.ranks,
     "goals": measurements.goals,
     "profile": measurements.profile,
 }

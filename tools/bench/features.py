@@ -1,9 +1,11 @@
 """What a feature costs that every request takes part in: the proxy with it beside itself without.
 
-Metrics, callers' keys and traces; small POSTs of 32 clients, the sides of a round within seconds of
-each other. All sampled spans go to a collector that throws them away.
+Metrics, keys of callers, traces; aliases, ranks, keys of workers. Small POSTs of 32 clients, the
+sides of a round within seconds of each other. All sampled spans go to a collector that throws them
+away.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -14,6 +16,7 @@ from tools.bench.load_run import KEY
 from tools.bench.proxies import Side, reconfigured
 
 LIMITS = {"max_inflight": 10**6, "requests_per_minute": 10**9, "tokens_per_minute": 10**12}
+WORKER_KEY = "OMNI_PROXY_BENCH_KEY"
 PLAIN = "metrics, no keys, no traces"
 
 
@@ -51,6 +54,29 @@ def sides(ours: Side, collector: str) -> list[Side]:
         "traces, all sampled": _traces(collector, 1.0),
     }
     return [reconfigured(ours, name, change) for name, change in changes.items()]
+
+
+def fleet_sides(ours: Side) -> list[Side]:
+    """Of aliases, ranks and keys that workers have; the load asks for the model `bench`."""
+    os.environ[WORKER_KEY] = "secret"
+
+    def workers(line: str, count: int = -1) -> Callable[[str], str]:
+        return lambda text: text.replace("[[workers]]\n", f"[[workers]]\n{line}\n", count)
+
+    changes: dict[str, Callable[[str], str]] = {
+        "plain workers": str,
+        "an alias of another name": _table(_alias("other")),
+        "ranks at one worker of eight": workers("ranks = 2", 1),
+        "ranks at all workers": workers("ranks = 2"),
+        "both": lambda text: workers("ranks = 2")(text) + _alias("other"),
+        "the model is an alias": _table(_alias("bench")),
+        "api_key_env at all workers": workers(f'api_key_env = "{WORKER_KEY}"'),
+    }
+    return [reconfigured(ours, name, change) for name, change in changes.items()]
+
+
+def _alias(name: str) -> str:
+    return f'[[routing.models]]\nname = "{name}"\ntargets = [{{ model = "bench" }}]\n'
 
 
 class _Collector(BaseHTTPRequestHandler):

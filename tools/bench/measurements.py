@@ -98,6 +98,11 @@ def features(arguments: argparse.Namespace) -> int:
         return _by_the_first(arguments, request_features.sides(_ours(arguments), collector))
 
 
+def ranks(arguments: argparse.Namespace) -> int:
+    """Aliases, ranks and keys of workers, beside workers without."""
+    return _by_the_first(arguments, request_features.fleet_sides(_ours(arguments)))
+
+
 def _by_the_first(arguments: argparse.Namespace, sides: Sequence[Side], goal: str = "") -> int:
     """Small POSTs through each side, and its cost by that of the first."""
     facts = report.machine()
