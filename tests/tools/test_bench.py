@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.bench import hand_driven, instructions, profile, proxies, report
 from tools.bench import load_run as legs
-from tools.bench import profile, proxies, report
 from tools.bench.build import BuildError, build, compiler
 
 needs_cc = pytest.mark.skipif(compiler() is None, reason="no C compiler (cc, gcc or $CC)")
@@ -222,3 +222,13 @@ def test_folded_stacks_of_main_threads_become_shares_of_lines_and_functions() ->
         " 100.0%  pump (a.py)",
         "  75.0%  recv (b.py)",
     ]
+
+
+def test_instructions_are_the_last_total_of_a_dump():
+    assert instructions.total_of("events: Ir\nfn=(1)\n16 1200\ntotals: 81200\n") == 81200
+    assert instructions.total_of("events: Ir\n") == 0
+
+
+@pytest.mark.parametrize("mode", instructions.MODES)
+def test_the_driven_data_plane_serves_every_client_in_every_round(mode):
+    assert hand_driven.drive(mode, 2) == 2 * hand_driven.CLIENTS

@@ -26,6 +26,7 @@ what is measured:
   features            metrics, callers' keys and traces: each beside the same without it
   ranks               aliases, ranks and keys of workers: each beside workers without
   goals               all of it in one run, with the goals beside the figures
+  instructions        instructions in user space per request and event, by valgrind
   profile             where the proxy's time goes (profile unary, profile stream)
 
 `python -m tools.bench --replica` measures the replica, `--weights` what new weights cost on their
@@ -52,6 +53,7 @@ def _arguments() -> argparse.Namespace:
         "features",
         "ranks",
         "goals",
+        "instructions",
         "profile",
     ]
     parser.add_argument("what", choices=kinds)
@@ -117,6 +119,7 @@ KINDS = {
     "features": measurements.features,
     "ranks": measurements.ranks,
     "goals": measurements.goals,
+    "instructions": measurements.instructions,
     "profile": measurements.profile,
 }
 

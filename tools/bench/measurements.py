@@ -16,6 +16,8 @@ from tools.bench import features as request_features
 from tools.bench import goals as promises
 from tools.bench.admin_latency import front_waits
 from tools.bench.header_fields import new_field
+from tools.bench.instructions import MODES
+from tools.bench.instructions import count as counted
 from tools.bench.load_run import LOADS, QUICK, LegError, Load
 from tools.bench.paired import Loads, measure
 from tools.bench.picture import picture
@@ -180,6 +182,17 @@ def goals(arguments: argparse.Namespace) -> int:
             arguments.json, facts, found.loads, (arguments.proxy_name, peers), {"more": found.facts}
         )
     return _faulty(found.faults)
+
+
+def instructions(arguments: argparse.Namespace) -> int:
+    """Of this version; another one is counted in its own checkout."""
+    counts = {mode: counted(mode) for mode in MODES}
+    _tell(report.machine())
+    print("\ninstructions of the data plane in user space")
+    rows = [["per small POST", f"{counts['unary']:,.0f}"]]
+    rows.append(["per streamed event", f"{counts['stream']:,.0f}"])
+    print("\n".join(report.columns(rows)))
+    return 0
 
 
 def memory(arguments: argparse.Namespace) -> int:
