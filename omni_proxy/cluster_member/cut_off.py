@@ -41,9 +41,12 @@ class CutOffHold:
         self._logged = False
 
     def note_versions(self) -> None:
-        """Those of now are what workers must report."""
-        self._labels = {worker: worker.version.label for worker in self._fleet.workers}
-        self._seen_at.clear()
+        """Whoever changes weights has called: the versions of now are known to be right."""
+        now = trio.current_time()
+        for worker in self._fleet.workers:
+            if self._labels.get(worker) != worker.version.label:
+                self._labels[worker] = worker.version.label
+                self._seen_at[worker] = now
 
     async def run(self, lease_secs: float) -> None:
         """Until cancelled; then nothing is held."""
@@ -59,7 +62,8 @@ class CutOffHold:
     def _look(self, lease_secs: float) -> None:
         left = self._lease_left()
         if left is None or left > lease_secs / 2:
-            self.note_versions()
+            self._labels = {worker: worker.version.label for worker in self._fleet.workers}
+            self._seen_at.clear()
         if left is None or left > lease_secs / LOOKS:
             self._release()
             return

@@ -46,7 +46,7 @@ class Cluster:
 @asynccontextmanager
 async def cut_off(clock):
     cluster = Cluster(clock)
-    hold = CutOffHold(cluster.fleet, cluster.lease_left, cluster.read)
+    hold = cluster.hold = CutOffHold(cluster.fleet, cluster.lease_left, cluster.read)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(hold.run, LEASE)
         yield cluster
@@ -91,3 +91,19 @@ async def test_nothing_is_held_where_weights_were_never_changed(autojump_clock):
         cluster.labels = dict.fromkeys(cluster.labels)
         await trio.sleep(2 * LEASE)
         assert cluster.held() == []
+
+
+async def test_a_version_that_another_proxy_has_published_needs_no_look(autojump_clock):
+    async with cut_off(autojump_clock) as cluster:
+        await trio.sleep(2 * LEASE)
+        first, second = cluster.fleet.workers
+        cluster.labels[first.url] = "v2"
+        await trio.sleep(3)
+        assert cluster.held() == [first.url]
+        cluster.fleet.set_version(first, "v2", 2)
+        cluster.hold.note_versions()
+        await trio.sleep(LEASE / 10)
+        assert cluster.held() == []
+        await trio.sleep(LEASE)
+        assert cluster.held() == []
+        assert second.version.label == "v1"
