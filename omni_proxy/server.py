@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
@@ -117,10 +116,6 @@ def _log_targets(config: Config) -> dict[str, str]:
     }
 
 
-def _run_log(log: LineLog) -> Callable[[trio.TaskStatus[None]], Awaitable[None]]:
-    return lambda status: log.run(task_status=status)
-
-
 def _print(line: str) -> None:
     """To the terminal, whatever the level and format of the log."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201  see above
@@ -138,7 +133,10 @@ class Server:
     ) -> None:
         """`incoming`: what is taken over from a running program."""
         config = config_store.config
-        self._incoming, self.service_manager = incoming, ServiceManager(os.environ, os.getpid())
+        self._incoming = incoming
+        self._handed_over = trio.Event()  # to the program that an upgrade has started
+        self._is_activated = False  # systemd has opened the sockets
+        self.service_manager = ServiceManager(os.environ, os.getpid())
         admin_socket = runtime_dir / "front.sock"
         self.config_store = config_store
         self.logs = {name: LineLog(target) for name, target in _log_targets(config).items()}
@@ -154,16 +152,17 @@ class Server:
         self.prober.proxy_id = proxy_id
         self.launcher = Launcher(fleet, config_store, self.prober)
         self.outlier_removal = OutlierRemoval(fleet, config_store)
-        self.drains, self.adapter_list = WorkerDrains(fleet, config_store), AdapterList(fleet)
+        self.drains = WorkerDrains(fleet, config_store)
+        self.adapter_list = AdapterList(fleet)
         self.discovery = Discovery(fleet, config_store, random.random)
         self.engine_pages = self._build_engine_pages(fleet)
         voices = config_store.state.voices
         self.data_plane.voices.restore(voices.owner, voices.names)
         self.voice_list = VoiceList(fleet, self.data_plane.voices, config_store.save_voices)
         self.instruments = Instruments(fleet, lambda: self.view.load, self.logs)
-        self.caller_keys = KeySources(
-            ("keys",), lambda config: config.keys, str(config_store.file or "")
-        )
+        file = str(config_store.file or "")
+        self.caller_keys = KeySources(("keys",), lambda config: config.keys, file)
+        self.admin_keys = KeySources(("admin", "keys"), lambda config: config.admin.keys, file)
         self.process_manager = ProcessManager(
             fleet, self.data_plane, self.instruments, str(admin_socket), self.caller_keys
         )
@@ -171,9 +170,6 @@ class Server:
         self.view = AggregateView(self.process_manager, self.watchdog)
         fleet.await_replicated = self.process_manager.await_replicated
         self.reloader = Reloader(config_store, self.service_manager)
-        self.admin_keys = KeySources(
-            ("admin", "keys"), lambda config: config.admin.keys, str(config_store.file or "")
-        )
         folder = folder_for(config_store.state_file, config, os.environ)
         self.weight_operations = WeightOperations(fleet, config_store, JournalFile(folder))
         self.cluster = self._build_cluster(fleet)
@@ -182,8 +178,7 @@ class Server:
         self.leaving = False
         self.supervisors: list[Supervisor] = []
         self.upgrades = UpgradeService(self._program_parts(admin_socket))
-        services = self._build_services(proxy_id)
-        self.admin_api = self._supervise_admin_api(services, admin_socket)
+        self.admin_api = self._supervise_admin_api(self._build_services(proxy_id), admin_socket)
         self.supervisors = self._build_supervisors()
         config_store.add_prepare(self.admin_keys.prepare)
         config_store.add_prepare(self.caller_keys.prepare)
@@ -192,7 +187,6 @@ class Server:
 
     def _program_parts(self, admin_socket: Path) -> ProgramParts:
         """What an upgrade needs."""
-        self._handed_over = trio.Event()
         return ProgramParts(
             fleet=self.data_plane.fleet,
             config_store=self.config_store,
@@ -263,47 +257,45 @@ class Server:
     def _build_supervisors(self) -> list[Supervisor]:
         """In the order in which they start, and in which /status has them."""
         return [
-            *(Supervisor(name, _run_log(log)) for name, log in self.logs.items()),
+            *(Supervisor(name, log.run) for name, log in self.logs.items()),
             self.admin_api,
-            Supervisor("spans", lambda status: self.instruments.spans.run(task_status=status)),
-            Supervisor("weights", lambda status: self.weight_operations.run(task_status=status)),
-            Supervisor("prober", lambda status: self.prober.run(task_status=status)),
-            Supervisor("launcher", lambda status: self.launcher.run(task_status=status)),
+            Supervisor("spans", self.instruments.spans.run),
+            Supervisor("weights", self.weight_operations.run),
+            Supervisor("prober", self.prober.run),
+            Supervisor("launcher", self.launcher.run),
             Supervisor(
                 "outlier_ejector",
-                lambda status: self.outlier_removal.run(task_status=status),
+                self.outlier_removal.run,
                 old_name="ejector",
             ),
-            Supervisor("drains", lambda status: self.drains.run(task_status=status)),
-            Supervisor("discovery", lambda status: self.discovery.run(task_status=status)),
-            Supervisor("engine_pages", lambda status: self.engine_pages.run(task_status=status)),
-            Supervisor("kv_events", lambda status: self.event_follower.run(task_status=status)),
-            Supervisor("voice_list", lambda status: self.voice_list.run(task_status=status)),
+            Supervisor("drains", self.drains.run),
+            Supervisor("discovery", self.discovery.run),
+            Supervisor("engine_pages", self.engine_pages.run),
+            Supervisor("kv_events", self.event_follower.run),
+            Supervisor("voice_list", self.voice_list.run),
             Supervisor(
                 "ticker",
-                lambda status: self.instruments.ticker.run(task_status=status),
+                self.instruments.ticker.run,
                 old_name="pulse",
             ),
-            Supervisor("cluster", lambda status: self.cluster.run(task_status=status)),
-            Supervisor("picker", lambda status: self.picker.run(task_status=status)),
-            Supervisor("caller_keys", lambda status: self.caller_keys.run(task_status=status)),
-            Supervisor("admin_keys", lambda status: self.admin_keys.run(task_status=status)),
-            Supervisor("reloader", lambda status: self.reloader.run(task_status=status)),
-            Supervisor("upgrade", lambda status: self.upgrades.run(task_status=status)),
+            Supervisor("cluster", self.cluster.run),
+            Supervisor("picker", self.picker.run),
+            Supervisor("caller_keys", self.caller_keys.run),
+            Supervisor("admin_keys", self.admin_keys.run),
+            Supervisor("reloader", self.reloader.run),
+            Supervisor("upgrade", self.upgrades.run),
         ]
 
     def _supervise_admin_api(self, services: Services, admin_socket: Path) -> Supervisor:
-        # A QuartTrio can be served only once, so a restart makes a new one.
-        return Supervisor(
-            "admin_api",
-            lambda status: serve(self._app(services), admin_socket, task_status=status),
-            old_name="front",
-        )
+        async def run(*, task_status: trio.TaskStatus[None]) -> None:
+            # A QuartTrio can be served only once, so a restart makes a new one.
+            await serve(self._app(services), admin_socket, task_status=task_status)
+
+        return Supervisor("admin_api", run, old_name="front")
 
     def _app(self, services: Services) -> QuartTrio:
-        """The admin API. It sees the counters of every process; a change that it has answered holds
-        in
-        every process."""
+        """The admin API. It sees the counters of every process, and what it has answered to a
+        change holds in every process."""
         app = create_app(services)
 
         async def collect_counters() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 
@@ -21,7 +21,11 @@ FIRST_PAUSE_SECS: Final = 0.5
 LONGEST_PAUSE_SECS: Final = 30.0
 RESET_SECS: Final = 60.0  # a run that lasted so long resets the back-off
 
-Run = Callable[[trio.TaskStatus[None]], Awaitable[None]]
+
+class ServiceRun(Protocol):
+    """The `run` of a service: it goes on until it is cancelled, and calls `task_status.started`."""
+
+    def __call__(self, *, task_status: trio.TaskStatus[None]) -> Awaitable[None]: ...
 
 
 class Supervisor:
@@ -30,7 +34,7 @@ class Supervisor:
     `old_name`: what it was called in the release before, under which `rows` has it once more.
     """
 
-    def __init__(self, name: str, run: Run, old_name: str = "") -> None:
+    def __init__(self, name: str, run: ServiceRun, old_name: str = "") -> None:
         self.name = name
         self._old_name = old_name
         self._run = run
@@ -79,7 +83,7 @@ class Supervisor:
         while True:
             started_at = trio.current_time()
             try:
-                await self._run(started)
+                await self._run(task_status=started)
                 self._enter("ended")
                 started.forward()
                 return

@@ -69,7 +69,7 @@ async def test_the_status_row_shows_the_failure(nursery, clock):
 
 
 async def test_a_first_run_that_fails_does_not_block_the_start(nursery, clock):
-    async def run(started):
+    async def run(*, task_status):
         raise OSError("no disk")
 
     supervisor = Supervisor("service", run)
@@ -78,7 +78,7 @@ async def test_a_first_run_that_fails_does_not_block_the_start(nursery, clock):
 
 
 async def test_the_error_inside_nested_groups_is_shown(nursery, clock):
-    async def run(started):
+    async def run(*, task_status):
         raise ExceptionGroup("outer", [ExceptionGroup("inner", [KeyError("lost")])])
 
     supervisor = Supervisor("service", run)
@@ -89,8 +89,8 @@ async def test_the_error_inside_nested_groups_is_shown(nursery, clock):
 async def test_a_run_that_returns_has_ended_and_is_not_restarted(nursery, clock):
     starts = []
 
-    async def run(started):
-        starts.append(started)
+    async def run(*, task_status):
+        starts.append(task_status)
 
     supervisor = Supervisor("service", run)
     await nursery.start(supervisor.run)
