@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import trio
@@ -17,19 +18,27 @@ PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 needs_store = pytest.mark.skipif(
     PROGRAM is None, reason="no redis-server: apt-get install redis-server"
 )
+CERTIFICATES = Path(__file__).parent / "promises" / "certificates"
 STARTED_SECS = 30  # a deadline for hung tests, not a claim about speed
 
 
 class RedisServer:
     """`url` stays the same over restarts; what was stored is gone then."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, tls: bool = False) -> None:
         assert PROGRAM is not None
         self.port = free_port()
-        self.url = f"redis://127.0.0.1:{self.port}"
+        self.url = f"{'rediss' if tls else 'redis'}://127.0.0.1:{self.port}"
+        port = ["--port", str(self.port)]
+        if tls:
+            certificate, key = CERTIFICATES / "server.pem", CERTIFICATES / "server-key.pem"
+            port = [
+                "--port", "0", "--tls-port", str(self.port), "--tls-cert-file", str(certificate),
+                "--tls-key-file", str(key), "--tls-ca-cert-file",
+                str(CERTIFICATES / "authority.pem"), "--tls-auth-clients", "no",
+            ]  # fmt: skip
         self._argv = [
-            PROGRAM, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
-            "--appendonly", "no", *options,
+            PROGRAM, *port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *options,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -69,8 +78,9 @@ class RedisServer:
 
 
 @asynccontextmanager
-async def redis_server(*options: str) -> AsyncIterator[RedisServer]:
-    server = RedisServer(*options)
+async def redis_server(*options: str, tls: bool = False) -> AsyncIterator[RedisServer]:
+    """`tls`: with the certificate of the tests, and without a plain port."""
+    server = RedisServer(*options, tls=tls)
     try:
         await server.start()
         yield server

@@ -75,7 +75,7 @@ HEARTBEATS: Final = 4  # in the time of a lease
 SHORTEST_PATIENCE_SECS: Final = 0.5  # for a reply
 BYE_SECS: Final = 0.2
 CALLED_SECS: Final = 2.0
-WRONG_PASSWORD: Final = ("WRONGPASS", "NOAUTH", "NOPERM")
+WRONG_PASSWORD: Final = ("WRONGPASS", "NOAUTH")
 
 
 class ProxyView(LoadView, HintsView, Protocol):
@@ -454,4 +454,6 @@ def _reason(error: BaseException) -> str:
         error = error.exceptions[0]
     if isinstance(error, StoreRefused) and error.code in WRONG_PASSWORD:
         return f"the password is wrong: {error}"
+    if isinstance(error, StoreRefused) and error.code == "NOPERM":
+        return f"the store's user may not do that: {error}"
     return str(error)

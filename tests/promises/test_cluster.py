@@ -7,6 +7,7 @@ import trio
 
 from tests.promises.cluster_programs import cluster, connected, lost, members
 from tests.promises.fleet_program import program, put, record, routable, toml, workers
+from tests.promises.tls_helpers import AUTHORITY
 from tests.redis_server import needs_store, redis_server
 
 pytestmark = needs_store
@@ -140,6 +141,23 @@ async def test_a_wrong_password_is_named_and_hidden(tmp_path):
             reply += (await running.client.get("/config")).text + running.log
             assert "hunter" not in reply
             secret.write_text("right\n")
+            await running.until("/status", connected)
+
+
+async def test_a_store_is_reached_over_tls_by_a_user_of_its_access_list(tmp_path):
+    secret, file = tmp_path / "password", tmp_path / "proxy.toml"
+    secret.write_text("right\n")
+    allowed = ("+@read", "+@write", "+@pubsub", "+@connection", "+@scripting", "+time")
+    rules = ("--user", "proxy", "on", ">right", "~omni:*", "&omni:*", *allowed)
+    async with redis_server(*rules, tls=True) as store, workers("a") as fleet:
+        url = store.url.replace("//", "//proxy@")
+        table = f'[cluster]\nurl = "{url}"\npassword_file = "{secret}"\n'
+        put(file, toml(fleet) + table)
+        async with program("--config", file) as running:
+            await running.says("cluster_store_lost .*certificate")
+            put(file, toml(fleet, more=f"tls_worker_ca = '{AUTHORITY}'") + table + "name = 'other'")
+            await running.says("cluster_store_lost .*the store's user may not do that: NOPERM")
+            put(file, toml(fleet, more=f"tls_worker_ca = '{AUTHORITY}'") + table)
             await running.until("/status", connected)
 
 

@@ -1,5 +1,7 @@
 """The connection to a real store: batches, published messages, and every way in which it ends."""
 
+import re
+import ssl
 from contextlib import asynccontextmanager
 
 import pytest
@@ -7,6 +9,7 @@ import trio
 
 from omni_proxy.cluster_member.store.redis_connection import StoreError, StoreRefused, connected
 from omni_proxy.config.tables.cluster import store_address
+from tests.promises.tls_helpers import FILES, believing
 from tests.redis_server import needs_store, redis_server
 
 pytestmark = needs_store
@@ -79,3 +82,44 @@ async def test_nobody_listens():
         with pytest.raises(StoreError, match="can't be reached"):
             async with connected(store_address(server.url), ignore, None):
                 pass
+
+
+async def test_over_tls_the_certificate_is_compared_with_the_address():
+    async with redis_server("--requirepass", "right", tls=True) as server:
+        address = store_address(server.url)._replace(password="right")
+        assert address.tls
+        async with connected(address, ignore, believing()) as connection:
+            big = b"x" * 300_000  # more than one record of TLS
+            assert await connection.call(("SET", "a", big), ("GET", "a")) == [b"OK", big]
+        await refuses(
+            address, ssl.create_default_context(), "unable to get local issuer|self.signed"
+        )
+        await refuses(address, None, "closed the connection|broke")
+    elsewhere = ("--tls-cert-file", str(FILES / "elsewhere.pem"))
+    key = ("--tls-key-file", str(FILES / "elsewhere-key.pem"))
+    async with redis_server(*elsewhere, *key, tls=True) as server:
+        await refuses(
+            store_address(server.url), believing(), "certificate is not valid for '127.0.0.1'"
+        )
+
+
+async def refuses(address, context, reason):
+    """The connection can't be made, for this reason."""
+    with pytest.raises((StoreError, ExceptionGroup)) as caught:
+        async with connected(address, ignore, context):
+            pass
+    error = caught.value
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    assert re.search(reason, str(error)), error
+
+
+async def test_a_user_of_an_access_list_logs_in_by_name_and_is_refused_what_it_may_not():
+    rules = ("--user", "proxy", "on", ">right", "~omni:*", "&omni:*", "+@all")
+    async with redis_server(*rules) as server:
+        address = store_address(server.url)._replace(user="proxy", password="right")
+        async with connected(address, ignore, None) as connection:
+            assert await connection.call(("SET", "omni:a", "1")) == [b"OK"]
+            with pytest.raises(StoreRefused, match="NOPERM") as caught:
+                await connection.call(("SET", "another", "1"))
+            assert caught.value.code == "NOPERM"
